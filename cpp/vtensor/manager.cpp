@@ -1,0 +1,340 @@
+#include "vtensor/manager.h"
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+#include <utility>
+
+#include "vtensor/error.h"
+#include "vtensor/sched/integrity.h"
+
+namespace vtensor {
+namespace {
+
+// Adds the time until its end to a counter.
+class Stopwatch {
+ public:
+  explicit Stopwatch(uint64_t& total_ns) : total_ns_(total_ns) {}
+  ~Stopwatch() { total_ns_ += static_cast<uint64_t>(steady_now_ns() - start_ns_); }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+ private:
+  uint64_t& total_ns_;
+  int64_t start_ns_ = steady_now_ns();
+};
+
+size_t budget_chunks_of(size_t budget_bytes, const Geometry& geometry) {
+  const size_t chunks = budget_bytes / geometry.chunk_bytes;
+  if (chunks < geometry.num_planes) {
+    throw std::invalid_argument(
+        "memory_budget " + std::to_string(budget_bytes) + " bytes is less than one chunk in each " +
+        "plane: " + std::to_string(geometry.num_planes) + " x " +
+        std::to_string(geometry.chunk_bytes) + " bytes");
+  }
+  return chunks;
+}
+
+}  // namespace
+
+// Keeps a slot's address range and chunks while a tensor view of it lives.
+struct Manager::SlotLease {
+  std::shared_ptr<Manager> manager;
+  SlotId slot;
+
+  SlotLease(std::shared_ptr<Manager> owner, SlotId held) : manager(std::move(owner)), slot(held) {}
+  ~SlotLease() { manager->end_view(slot); }
+  SlotLease(const SlotLease&) = delete;
+  SlotLease& operator=(const SlotLease&) = delete;
+};
+
+std::shared_ptr<Manager> Manager::open(std::unique_ptr<Driver> driver, const KVSpec& spec,
+                                       const ManagerOptions& options) {
+  const Geometry geometry =
+      make_geometry(spec, options.chunk_bytes, driver->granularity(), options.max_requests);
+  budget_chunks_of(options.memory_budget_bytes, geometry);
+  return std::shared_ptr<Manager>(
+      new Manager(std::make_unique<MeteredDriver>(std::move(driver)), spec, geometry, options));
+}
+
+Manager::Manager(std::unique_ptr<MeteredDriver> driver, const KVSpec& spec,
+                 const Geometry& geometry, const ManagerOptions& options)
+    : spec_(spec),
+      options_(options),
+      meter_(driver.get()),
+      pool_(std::move(driver), geometry, budget_chunks_of(options.memory_budget_bytes, geometry)),
+      scheduler_(pool_, options.scheduler) {}
+
+Manager::~Manager() {
+  worker_.stop();
+  unmap_everything();
+}
+
+// The driver's own destructor gives back what this cannot.
+void Manager::unmap_everything() noexcept {
+  try {
+    for (const VTensorId id : scheduler_.live_ids()) scheduler_.release(id);
+    for (SlotId slot = 0; slot < pool_.vset.num_slots(); ++slot) scheduler_.unhold(slot);
+    scheduler_.trim();
+  } catch (const std::exception&) {
+    return;
+  }
+}
+
+Manager::Lock Manager::lock() const {
+  Lock lock(mutex_);
+  if (closed_) throw ReleasedError("the manager is closed");
+  return lock;
+}
+
+void Manager::wait_until_idle(Lock& lock, std::span<const VTensorId> ids) {
+  settled_.wait(lock, [&] {
+    return std::ranges::none_of(
+        ids, [&](VTensorId id) { return scheduler_.is_live(id) && scheduler_.live(id).busy; });
+  });
+  if (closed_) throw ReleasedError("the manager is closed");
+}
+
+void Manager::expire_pins() {
+  if (!pool_.rtree.pins().empty()) pool_.rtree.expire_pins(steady_now_ns());
+}
+
+std::optional<VTensorId> Manager::try_create(std::span<const Token> tokens,
+                                             const std::string& salt) {
+  const Lock held = lock();
+  const Stopwatch watch(exposed_ns_);
+  expire_pins();
+  return scheduler_.create(tokens, salt);
+}
+
+std::optional<VTensorId> Manager::try_fork(VTensorId id) {
+  Lock held = lock();
+  const Stopwatch watch(exposed_ns_);
+  wait_until_idle(held, {&id, 1});
+  return scheduler_.fork(id);
+}
+
+void Manager::release(VTensorId id) {
+  Lock held = lock();
+  wait_until_idle(held, {&id, 1});
+  scheduler_.release(id);
+}
+
+bool Manager::try_extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens) {
+  Lock held = lock();
+  if (scheduler_.extend_in_place(ids, num_tokens)) return true;
+  const Stopwatch watch(exposed_ns_);
+  wait_until_idle(held, ids);
+  expire_pins();
+  return grow(ids, num_tokens);
+}
+
+bool Manager::grow(std::span<const VTensorId> ids, std::span<const size_t> num_tokens) {
+  std::optional<Growth> growth = scheduler_.plan_extend(ids, num_tokens);
+  for (bool retried = false; growth; retried = true) {
+    try {
+      growth->run(*pool_.driver, pool_.vset, pool_.geometry);
+      scheduler_.commit(*growth);
+      return true;
+    } catch (const OutOfMemoryError& shortage) {
+      // The budget promised more than the system has: go on with what exists already.
+      scheduler_.abandon(*growth);
+      last_shortage_ = shortage.what();
+      if (retried || !scheduler_.make_claimable(growth->num_claims(), /*created=*/true)) break;
+      growth = scheduler_.plan_extend(ids, num_tokens);
+    } catch (...) {
+      scheduler_.abandon(*growth);
+      throw;
+    }
+  }
+  return false;
+}
+
+void Manager::extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens) {
+  if (try_extend(ids, num_tokens)) return;
+  const Lock held = lock();
+  size_t asked = 0;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const size_t rows = pool_.geometry.rows_for(num_tokens[i]);
+    const size_t mapped = pool_.vset.mapped_rows(scheduler_.live(ids[i]).slot);
+    if (rows > mapped) asked += (rows - mapped) * pool_.geometry.row_bytes();
+  }
+  const size_t chunk_bytes = pool_.geometry.chunk_bytes;
+  throw OutOfMemoryError(asked, scheduler_.num_obtainable() * chunk_bytes,
+                         pool_.pset.budget_chunks() * chunk_bytes,
+                         last_shortage_.empty() ? "release or preempt a request, or raise the budget"
+                                                : last_shortage_);
+}
+
+void Manager::pre_extend(std::vector<VTensorId> ids, std::vector<size_t> num_tokens) {
+  if (!options_.pre_extend) return;
+  if (ids.size() != num_tokens.size()) {
+    throw std::invalid_argument(std::to_string(ids.size()) + " vTensors but " +
+                                std::to_string(num_tokens.size()) + " lengths");
+  }
+  const Lock held = lock();
+  // Only those in need become work, so that a step without growth wakes nobody.
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (!scheduler_.is_live(ids[i])) continue;
+    const size_t mapped = pool_.vset.mapped_rows(scheduler_.live(ids[i]).slot);
+    const size_t wanted = std::min(num_tokens[i], pool_.geometry.max_tokens);
+    if (pool_.geometry.rows_for(wanted) <= mapped) continue;
+    worker_.post([this, id = ids[i], wanted] { pre_extend_one(id, wanted); });
+  }
+}
+
+void Manager::pre_extend_one(VTensorId id, size_t num_tokens) {
+  Lock held(mutex_);
+  if (closed_) return;
+  Growth growth;
+  try {
+    growth = scheduler_.plan_pre_extend({&id, 1}, {&num_tokens, 1});
+    if (growth.parts.empty()) return;
+    held.unlock();
+    const int64_t start_ns = steady_now_ns();
+    growth.run(*pool_.driver, pool_.vset, pool_.geometry);
+    const auto spent_ns = static_cast<uint64_t>(steady_now_ns() - start_ns);
+    held.lock();
+    hidden_ns_ += spent_ns;
+    scheduler_.commit(growth);
+  } catch (const std::exception& failure) {
+    // The step that needs these rows maps them itself, or meets the same error in its own thread.
+    if (!held.owns_lock()) held.lock();
+    scheduler_.abandon(growth);
+    last_shortage_ = failure.what();
+    ++pre_extend_failures_;
+  }
+  settled_.notify_all();
+}
+
+void Manager::drain() { worker_.drain(); }
+
+void Manager::truncate(VTensorId id, size_t num_tokens) {
+  Lock held = lock();
+  wait_until_idle(held, {&id, 1});
+  scheduler_.truncate(id, num_tokens);
+}
+
+size_t Manager::record_prefix(VTensorId id, std::span<const Token> tokens) {
+  const Lock held = lock();
+  return scheduler_.record_prefix(id, tokens);
+}
+
+size_t Manager::match_prefix(std::span<const Token> tokens, const std::string& salt) {
+  const Lock held = lock();
+  return pool_.rtree.match(salt, tokens).num_tokens;
+}
+
+size_t Manager::pin_prefix(std::span<const Token> tokens, const std::string& owner,
+                           double ttl_seconds, const std::string& salt) {
+  const Lock held = lock();
+  const int64_t expires_ns =
+      ttl_seconds > 0 ? steady_now_ns() + static_cast<int64_t>(ttl_seconds * 1e9) : 0;
+  return pool_.rtree.pin(salt, tokens, owner, expires_ns);
+}
+
+size_t Manager::unpin_prefix(const std::string& owner) {
+  const Lock held = lock();
+  return pool_.rtree.unpin(owner);
+}
+
+size_t Manager::reset_prefix_cache() {
+  const Lock held = lock();
+  expire_pins();
+  return pool_.rtree.clear();
+}
+
+size_t Manager::evict(size_t num_bytes) {
+  const Lock held = lock();
+  expire_pins();
+  const size_t chunk_bytes = pool_.geometry.chunk_bytes;
+  return scheduler_.evict(ceil_div(num_bytes, chunk_bytes)) * chunk_bytes;
+}
+
+size_t Manager::trim() {
+  const Lock held = lock();
+  return scheduler_.trim();
+}
+
+size_t Manager::memory_budget_bytes() const {
+  const Lock held = lock();
+  return pool_.pset.budget_chunks() * pool_.geometry.chunk_bytes;
+}
+
+void Manager::set_memory_budget_bytes(size_t budget_bytes) {
+  const Lock held = lock();
+  const size_t chunks = budget_chunks_of(budget_bytes, pool_.geometry);
+  expire_pins();
+  if (scheduler_.set_budget_chunks(chunks)) return;
+  const size_t chunk_bytes = pool_.geometry.chunk_bytes;
+  const size_t used = pool_.pset.num_created() - pool_.pset.num_free();
+  throw OutOfMemoryError((pool_.pset.num_created() - chunks) * chunk_bytes,
+                         pool_.pset.num_free() * chunk_bytes, budget_bytes,
+                         std::to_string(used * chunk_bytes) +
+                             " bytes are in use; release or preempt requests first");
+}
+
+size_t Manager::bytes_for(size_t num_tokens) const {
+  return pool_.geometry.rows_for(num_tokens) * pool_.geometry.row_bytes();
+}
+
+TensorView Manager::make_view(size_t layer, KV which) const {
+  const LayerPlace place = locate(spec_, layer, which);
+  const auto elements = [&](size_t bytes) {
+    return static_cast<int64_t>(bytes / spec_.element_bytes);
+  };
+  TensorView view;
+  view.address = pool_.vset.address(place.plane, 0, 0) + place.offset_bytes;
+  view.shape = {spec_.max_tokens, spec_.num_kv_heads, spec_.head_dim};
+  view.strides = {elements(pool_.geometry.token_bytes), static_cast<int64_t>(spec_.head_dim), 1};
+  return view;
+}
+
+TensorView Manager::view(VTensorId id, size_t layer, KV which) {
+  const Lock held = lock();
+  const VTensor& vtensor = scheduler_.live(id);
+  TensorView view = make_view(layer, which);
+  view.address += vtensor.slot * pool_.geometry.slot_stride_bytes();
+  view.shape[0] = vtensor.num_tokens;
+  view.lease = std::make_shared<SlotLease>(shared_from_this(), vtensor.slot);
+  ++pool_.vset[vtensor.slot].num_views;
+  return view;
+}
+
+TensorView Manager::arena(size_t layer, KV which) {
+  const Lock held = lock();
+  TensorView view = make_view(layer, which);
+  const size_t stride_bytes = pool_.geometry.slot_stride_bytes();
+  view.shape.insert(view.shape.begin(), pool_.geometry.max_slots);
+  view.strides.insert(view.strides.begin(),
+                      static_cast<int64_t>(stride_bytes / spec_.element_bytes));
+  view.lease = shared_from_this();
+  return view;
+}
+
+void Manager::end_view(SlotId slot) noexcept {
+  const Lock held(mutex_);
+  if (--pool_.vset[slot].num_views == 0) scheduler_.unhold(slot);
+}
+
+void Manager::check_integrity() const {
+  const Lock held = lock();
+  vtensor::check_integrity(scheduler_);
+}
+
+void Manager::close() {
+  worker_.stop();
+  const Lock held(mutex_);
+  if (closed_) return;
+  closed_ = true;
+  settled_.notify_all();
+  for (const VTensorId id : scheduler_.live_ids()) scheduler_.release(id);
+  while (!pool_.rtree.pins().empty()) {
+    const std::string owner = pool_.rtree.pins().begin()->first;
+    pool_.rtree.unpin(owner);
+  }
+  pool_.rtree.clear();
+  scheduler_.trim();
+}
+
+}  // namespace vtensor

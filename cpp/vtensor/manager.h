@@ -1,0 +1,127 @@
+// Manager: the vTensor Manager, the only class that Python sees. Locks the scheduler, runs its
+// growths, owns the worker, and hands out tensor views.
+//
+// Thread-safety: full; one mutex. Driver work of pre_extend() runs on the worker without the mutex;
+// whoever needs a vTensor that the worker is busy with waits for that vTensor.
+//
+// Lifetime: held by std::shared_ptr; a tensor view keeps the manager, its address ranges and its
+// chunks alive. close() releases everything that no view needs.
+//
+// Errors: ReleasedError after close() or release(), std::out_of_range for foreign ids and layers,
+// std::invalid_argument for values that make no sense, DriverError from the driver. A try_ function
+// tells shortage by its value and changes nothing then.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "vtensor/pool/kv_spec.h"
+#include "vtensor/sched/scheduler.h"
+#include "vtensor/sched/worker.h"
+#include "vtensor/snapshot.h"
+#include "vtensor/vmm/metered_driver.h"
+
+namespace vtensor {
+
+struct ManagerOptions {
+  size_t max_requests = 64;
+  size_t memory_budget_bytes = 0;
+  size_t chunk_bytes = 2 * kMiB;
+  bool pre_extend = true;
+  SchedulerOptions scheduler;
+};
+
+// A strided tensor of KV data. `lease` keeps its memory alive; strides count elements.
+struct TensorView {
+  uintptr_t address = 0;
+  std::vector<size_t> shape;
+  std::vector<int64_t> strides;
+  std::shared_ptr<void> lease;
+};
+
+class Manager : public std::enable_shared_from_this<Manager> {
+ public:
+  static std::shared_ptr<Manager> open(std::unique_ptr<Driver> driver, const KVSpec& spec,
+                                       const ManagerOptions& options);
+  ~Manager();
+  Manager(const Manager&) = delete;
+  Manager& operator=(const Manager&) = delete;
+
+  std::optional<VTensorId> try_create(std::span<const Token> tokens, const std::string& salt);
+  std::optional<VTensorId> try_fork(VTensorId id);
+  void release(VTensorId id);
+  bool try_extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);
+  // As try_extend(), but throws OutOfMemoryError with bytes asked, obtainable and budget.
+  void extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);
+  // Maps ahead of need on the worker. Never fails, never waits.
+  void pre_extend(std::vector<VTensorId> ids, std::vector<size_t> num_tokens);
+  // Returns when the worker has nothing left to do.
+  void drain();
+  void truncate(VTensorId id, size_t num_tokens);
+
+  size_t record_prefix(VTensorId id, std::span<const Token> tokens);
+  size_t match_prefix(std::span<const Token> tokens, const std::string& salt);
+  // `ttl_seconds` <= 0: until unpin_prefix(). Returns the pinned length.
+  size_t pin_prefix(std::span<const Token> tokens, const std::string& owner, double ttl_seconds,
+                    const std::string& salt);
+  size_t unpin_prefix(const std::string& owner);
+  size_t reset_prefix_cache();  // Returns tokens forgotten.
+
+  size_t evict(size_t num_bytes);  // Returns bytes that became free.
+  size_t trim();                   // Returns bytes given back to the system.
+  size_t memory_budget_bytes() const;
+  void set_memory_budget_bytes(size_t budget_bytes);
+  size_t bytes_for(size_t num_tokens) const;
+
+  TensorView view(VTensorId id, size_t layer, KV which);
+  TensorView arena(size_t layer, KV which);
+
+  VTensorInfo info(VTensorId id) const;
+  Snapshot snapshot() const;
+  Stats stats() const;
+  void check_integrity() const;
+  // Releases every vTensor and gives all memory that no view needs back to the system.
+  void close();
+
+  const KVSpec& spec() const { return spec_; }
+  const Geometry& geometry() const { return pool_.geometry; }
+  Device device() const { return pool_.driver->device(); }
+
+ private:
+  struct SlotLease;
+  using Lock = std::unique_lock<std::mutex>;
+
+  Manager(std::unique_ptr<MeteredDriver> driver, const KVSpec& spec, const Geometry& geometry,
+          const ManagerOptions& options);
+
+  Lock lock() const;
+  void wait_until_idle(Lock& lock, std::span<const VTensorId> ids);
+  bool grow(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);
+  void pre_extend_one(VTensorId id, size_t num_tokens);
+  void end_view(SlotId slot) noexcept;
+  TensorView make_view(size_t layer, KV which) const;
+  void expire_pins();
+  void unmap_everything() noexcept;
+
+  KVSpec spec_;
+  ManagerOptions options_;
+  MeteredDriver* meter_;  // pool_.driver, by its own type
+  Pool pool_;
+  Scheduler scheduler_;
+  bool closed_ = false;
+  uint64_t exposed_ns_ = 0;
+  uint64_t hidden_ns_ = 0;
+  size_t pre_extend_failures_ = 0;
+  std::string last_shortage_;
+  mutable std::mutex mutex_;
+  std::condition_variable settled_;  // some vTensor is no longer busy
+  Worker worker_;                    // last: it stops before anything above goes away
+};
+
+}  // namespace vtensor

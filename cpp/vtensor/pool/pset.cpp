@@ -1,0 +1,79 @@
+#include "vtensor/pool/pset.h"
+
+namespace vtensor {
+
+// Applies a change of reference counts and keeps the free set and the evictable count in step.
+template <typename Change>
+void PSet::change(ChunkId id, Change&& apply) {
+  Chunk& chunk = chunks_[id];
+  const bool was_evictable = chunk.evictable();
+  apply(chunk);
+  num_evictable_ += static_cast<size_t>(chunk.evictable());
+  num_evictable_ -= static_cast<size_t>(was_evictable);
+  if (chunk.refs() == 0) {
+    chunk.appender = kNoVTensor;
+    free_.insert(id);
+  }
+}
+
+ChunkId PSet::claim() {
+  ChunkId id;
+  if (!free_.empty()) {
+    id = free_.pop_lowest();
+  } else {
+    if (absent_.empty()) {
+      absent_.insert(static_cast<ChunkId>(chunks_.size()));
+      chunks_.emplace_back();
+    }
+    id = absent_.pop_lowest();
+    chunks_[id] = Chunk{};
+    ++num_created_;
+  }
+  chunks_[id].table_refs = 1;
+  return id;
+}
+
+void PSet::unclaim(ChunkId id) {
+  if (chunks_[id].created) {
+    drop_table_ref(id);
+    return;
+  }
+  chunks_[id].table_refs = 0;
+  forget(id);
+}
+
+void PSet::add_table_ref(ChunkId id) {
+  change(id, [](Chunk& chunk) { ++chunk.table_refs; });
+}
+
+void PSet::drop_table_ref(ChunkId id) {
+  change(id, [](Chunk& chunk) { --chunk.table_refs; });
+}
+
+void PSet::add_tree_ref(ChunkId id) {
+  change(id, [](Chunk& chunk) { ++chunk.tree_refs; });
+}
+
+void PSet::drop_tree_ref(ChunkId id) {
+  change(id, [](Chunk& chunk) { --chunk.tree_refs; });
+}
+
+void PSet::add_pin(ChunkId id) {
+  change(id, [](Chunk& chunk) { ++chunk.pins; });
+}
+
+void PSet::drop_pin(ChunkId id) {
+  change(id, [](Chunk& chunk) { --chunk.pins; });
+}
+
+ChunkId PSet::take_free() { return free_.pop_highest(); }
+
+void PSet::put_back(ChunkId id) { free_.insert(id); }
+
+void PSet::forget(ChunkId id) {
+  chunks_[id] = Chunk{};
+  absent_.insert(id);
+  --num_created_;
+}
+
+}  // namespace vtensor

@@ -1,0 +1,96 @@
+// PSet, the paper's pSet: the sorted set of physical chunks with their reference counts.
+//
+// A chunk id is `absent` (no memory behind it), `free` (memory, no reference) or `referenced`.
+// References are counted apart: one for each page-table entry, one for each rTree entry. A claimed
+// chunk may still lack memory: its claim counts against the budget at once, the driver call comes
+// later and without the manager's lock.
+//
+// Thread-safety: none; the manager's mutex guards it. No driver calls are made here.
+//
+// Invariants:
+//  1. a chunk is free exactly when it has memory and table_refs + tree_refs == 0;
+//  2. num_created() == num_free() + num_referenced(), and num_created() <= budget_chunks();
+//  3. a chunk has at most one appender, a vTensor whose page table names it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "vtensor/pool/id_set.h"
+#include "vtensor/vmm/driver.h"
+
+namespace vtensor {
+
+using ChunkId = uint32_t;
+using VTensorId = uint64_t;
+inline constexpr VTensorId kNoVTensor = 0;
+
+struct Chunk {
+  Handle handle{};
+  uint32_t table_refs = 0;          // page-table entries that name this chunk
+  uint32_t tree_refs = 0;           // rTree entries that name this chunk
+  uint32_t pins = 0;                // pinned rTree entries that name this chunk
+  bool created = false;             // memory is behind it
+  VTensorId appender = kNoVTensor;  // may write beyond what is recorded
+  size_t written_bytes = 0;         // watermark; exact while there is no appender
+  size_t dirty_bytes = 0;           // leading bytes that may be non-zero
+  uint64_t tenant = 0;              // whose bytes it holds
+
+  uint32_t refs() const { return table_refs + tree_refs; }
+  bool evictable() const { return table_refs == 0 && tree_refs > 0 && pins == 0; }
+};
+
+class PSet {
+ public:
+  explicit PSet(size_t budget_chunks) : budget_chunks_(budget_chunks) {}
+
+  const Chunk& operator[](ChunkId id) const { return chunks_[id]; }
+  Chunk& operator[](ChunkId id) { return chunks_[id]; }
+  size_t num_ids() const { return chunks_.size(); }
+
+  size_t budget_chunks() const { return budget_chunks_; }
+  // Requires: budget_chunks >= num_created().
+  void set_budget_chunks(size_t budget_chunks) { budget_chunks_ = budget_chunks; }
+
+  size_t num_created() const { return num_created_; }  // claimed for creation counts as created
+  size_t num_free() const { return free_.size(); }
+  size_t num_referenced() const { return num_created_ - free_.size(); }
+  size_t num_evictable() const { return num_evictable_; }  // held by unpinned rTree entries alone
+  // Chunks that a claim can have without taking anything from anybody.
+  size_t num_claimable() const { return free_.size() + (budget_chunks_ - num_created_); }
+
+  // Claims one chunk with one table reference: a free one, lowest id first, else an absent one
+  // under the budget (created == false: the caller creates it before use).
+  // Requires: num_claimable() > 0.
+  ChunkId claim();
+  // Undoes the creation part of a claim whose driver call failed, and drops its table reference.
+  void unclaim(ChunkId id);
+
+  void add_table_ref(ChunkId id);
+  void drop_table_ref(ChunkId id);
+  void add_tree_ref(ChunkId id);
+  void drop_tree_ref(ChunkId id);
+  void add_pin(ChunkId id);
+  void drop_pin(ChunkId id);
+
+  // Takes the free chunk with the highest id out, for release to the system. It counts as created
+  // until forget() or put_back(). Requires: num_free() > 0.
+  ChunkId take_free();
+  void put_back(ChunkId id);
+  void forget(ChunkId id);
+
+ private:
+  template <typename Change>
+  void change(ChunkId id, Change&& apply);
+
+  std::vector<Chunk> chunks_;
+  IdSet free_;
+  IdSet absent_;  // ids below chunks_.size() without memory
+  size_t budget_chunks_;
+  size_t num_created_ = 0;
+  size_t num_evictable_ = 0;
+};
+
+}  // namespace vtensor

@@ -1,0 +1,123 @@
+// RTree, the paper's rTree: a radix tree over tokens that remembers which chunks hold their KV.
+//
+// One tree a cache salt, so that tenants never share. A node covers tokens [start, start + size)
+// and names the chunks of every row that these tokens touch. Where a node starts inside a row, that
+// row stands in the parent as well; the deeper entry wins, because its chunk holds everything up to
+// its own end:
+//
+//   row      |   0    |   1    |   2    |
+//   parent   [ c0       c1 ]                  tokens 0..m, m inside row 1
+//   child A           [ c1       c2 ]         went on writing in c1
+//   child B           [ c5       c6 ]         got c5, a copy of the tail chunk c1
+//
+// Matching is token-exact. Thread-safety: none; the manager's mutex guards it. No driver calls.
+//
+// Invariants:
+//  1. siblings start with different tokens; no node but a root is empty;
+//  2. node.rows covers exactly rows [full_rows(start), rows_for(end)), row-major over planes;
+//  3. each entry of node.rows holds one tree reference, and one pin while node.num_pins > 0;
+//  4. node.num_pins counts the pins at or below the node; leaves_ holds every leaf, by last use.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "vtensor/pool/geometry.h"
+#include "vtensor/pool/pset.h"
+
+namespace vtensor {
+
+using Token = int32_t;
+
+struct RNode {
+  RNode* parent = nullptr;
+  const std::string* salt = nullptr;  // of a root: its key
+  size_t start = 0;             // tokens before this node
+  std::vector<Token> tokens;
+  std::vector<ChunkId> rows;
+  std::unordered_map<Token, std::unique_ptr<RNode>> children;
+  uint64_t last_used = 0;
+  size_t num_pins = 0;
+
+  size_t end() const { return start + tokens.size(); }
+};
+
+class RTree {
+ public:
+  struct Match {
+    size_t num_tokens = 0;
+    std::vector<ChunkId> table;  // rows_for(num_tokens) rows, row-major over planes
+  };
+  struct Pin {
+    RNode* node;
+    int64_t expires_ns;  // steady clock; 0 = never
+  };
+
+  RTree(const Geometry& geometry, PSet& pset) : geometry_(geometry), pset_(pset) {}
+  ~RTree();
+  RTree(const RTree&) = delete;
+  RTree& operator=(const RTree&) = delete;
+
+  // The longest recorded prefix of `tokens`; marks its nodes as used now. O(tokens).
+  Match match(const std::string& salt, std::span<const Token> tokens);
+
+  // Records `tokens`, whose chunks are `table` (at least rows_for(tokens.size()) rows). What is
+  // recorded already stays as it is. Returns how many tokens are new.
+  size_t push(const std::string& salt, std::span<const Token> tokens,
+              std::span<const ChunkId> table);
+
+  // Gives up least recently used leaves, tail rows first, until `num_chunks` chunks became free.
+  // Passes over pinned leaves and, unless `any`, leaves whose chunks are mapped somewhere.
+  // Returns the number of chunks that became free.
+  size_t evict(size_t num_chunks, bool any = false);
+  // Forgets everything that is not pinned. Returns the number of tokens forgotten.
+  size_t clear();
+
+  // Pins the longest recorded prefix of `tokens` for `owner`. Returns its length (0: none).
+  size_t pin(const std::string& salt, std::span<const Token> tokens, const std::string& owner,
+             int64_t expires_ns);
+  // Drops the owner's pins; returns how many there were.
+  size_t unpin(const std::string& owner);
+  void expire_pins(int64_t now_ns);
+
+  size_t num_tokens() const { return num_tokens_; }
+  const std::multimap<std::string, Pin>& pins() const { return pins_; }
+  // Calls visit(node, salt) for every node but the roots, parents first.
+  void for_each(const std::function<void(const RNode&, const std::string& salt)>& visit) const;
+
+ private:
+  using LeafKey = std::pair<uint64_t, RNode*>;
+
+  RNode& root(const std::string& salt);
+  void touch(RNode& node);
+  RNode& split(RNode& node, size_t num_tokens);
+  bool can_grow(const RNode& node, std::span<const ChunkId> table) const;
+  void grow(RNode& node, std::span<const Token> tokens, std::span<const ChunkId> table);
+  RNode& add_child(RNode& parent, std::span<const Token> tokens, std::span<const ChunkId> table);
+  size_t shrink(RNode& leaf, size_t num_chunks);
+  size_t remove(RNode& leaf);
+  size_t drop_rows(RNode& node, size_t keep_rows);
+  void drop_root_if_empty(RNode& root);
+  void add_pins(RNode& node, ptrdiff_t change);
+  bool mapped_nowhere(std::span<const ChunkId> row) const;
+  bool frees_something(const RNode& leaf) const;
+
+  Geometry geometry_;
+  PSet& pset_;
+  std::unordered_map<std::string, std::unique_ptr<RNode>> roots_;
+  std::set<LeafKey> leaves_;
+  std::multimap<std::string, Pin> pins_;
+  uint64_t clock_ = 0;
+  size_t num_tokens_ = 0;
+};
+
+}  // namespace vtensor

@@ -1,0 +1,77 @@
+// VSet, the paper's vSet: the virtual ranges of the arena, one slot a vTensor, and what is mapped
+// in each. One arena a plane, so that a batched kernel sees one tensor [slots, max_tokens, ...]:
+//
+//   plane p   | slot 0 ........ | slot 1 ........ | ...     slot i starts at base(p) + i * stride
+//
+// A slot is free (nothing mapped), live (a vTensor's), parked (released, still mapped: the next
+// vTensor adopts it), held (released, but tensor views of it are alive) or broken (a driver call
+// failed and could not be undone: never used again, its chunks stay referenced).
+//
+// Thread-safety: none; the manager's mutex guards it.
+//
+// Invariants:
+//  1. each plane of a slot is mapped on a prefix of rows, never with holes: the page table of a
+//     slot has exactly mapped_rows x num_planes entries, row-major;
+//  2. a free slot has an empty page table; parked_ holds exactly the parked slots, oldest first.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <vector>
+
+#include "vtensor/pool/geometry.h"
+#include "vtensor/pool/id_set.h"
+#include "vtensor/pool/pset.h"
+#include "vtensor/vmm/driver.h"
+
+namespace vtensor {
+
+using SlotId = uint32_t;
+
+enum class SlotState { kFree, kLive, kParked, kHeld, kBroken };
+const char* to_string(SlotState state);
+
+struct Slot {
+  SlotState state = SlotState::kFree;
+  std::vector<ChunkId> table;  // [row * num_planes + plane]
+  size_t num_views = 0;        // exported tensor views that are alive
+  uint64_t generation = 0;     // counts the vTensors that lived here
+};
+
+class VSet {
+ public:
+  // Reserves the arenas of all planes. On failure nothing stays reserved.
+  VSet(Driver& driver, const Geometry& geometry);
+  ~VSet();
+  VSet(const VSet&) = delete;
+  VSet& operator=(const VSet&) = delete;
+
+  Slot& operator[](SlotId id) { return slots_[id]; }
+  const Slot& operator[](SlotId id) const { return slots_[id]; }
+  size_t num_slots() const { return slots_.size(); }
+  size_t num_free() const { return free_.size(); }
+  const std::list<SlotId>& parked() const { return parked_; }  // least recently parked first
+  size_t reserved_bytes() const;
+
+  uintptr_t address(size_t plane, SlotId slot, size_t row) const;
+  size_t mapped_rows(SlotId slot) const { return slots_[slot].table.size() / geometry_.num_planes; }
+
+  // Moves between states. take_free() requires num_free() > 0.
+  SlotId take_free();
+  void make_live(SlotId slot);
+  void park(SlotId slot);
+  void hold(SlotId slot);
+  void make_free(SlotId slot);  // Requires: an empty page table.
+  void make_broken(SlotId slot);
+
+ private:
+  Driver& driver_;
+  Geometry geometry_;
+  std::vector<uintptr_t> bases_;  // one arena a plane
+  std::vector<Slot> slots_;
+  IdSet free_;
+  std::list<SlotId> parked_;
+};
+
+}  // namespace vtensor
