@@ -1,0 +1,70 @@
+#include "vtensor/ops/alloc.h"
+
+namespace vtensor {
+
+std::optional<SlotId> v_alloc(Pool& pool) {
+  if (pool.vset.num_free() == 0) return std::nullopt;
+  return pool.vset.take_free();
+}
+
+void v_free(Pool& pool, SlotId slot) { pool.vset.make_free(slot); }
+
+bool needs_scrub(const Chunk& chunk, ScrubPolicy policy, uint64_t tenant) {
+  if (chunk.dirty_bytes == 0 || policy == ScrubPolicy::kOff) return false;
+  return policy == ScrubPolicy::kOwner || chunk.tenant != tenant;
+}
+
+std::optional<std::vector<Claim>> p_claim(Pool& pool, size_t num_chunks, ScrubPolicy policy,
+                                          uint64_t tenant) {
+  if (pool.pset.num_claimable() < num_chunks) return std::nullopt;
+  std::vector<Claim> claims;
+  claims.reserve(num_chunks);
+  for (size_t i = 0; i < num_chunks; ++i) {
+    const ChunkId id = pool.pset.claim();
+    const Chunk& chunk = pool.pset[id];
+    claims.push_back({id, chunk.handle, chunk.created, needs_scrub(chunk, policy, tenant),
+                      chunk.dirty_bytes});
+  }
+  return claims;
+}
+
+void p_create(Driver& driver, size_t chunk_bytes, std::span<Claim> claims) {
+  for (Claim& claim : claims) {
+    if (!claim.created) {
+      claim.handle = driver.create(chunk_bytes);
+      claim.created = true;
+    }
+    if (claim.scrub) {
+      driver.fill(claim.handle, 0, claim.dirty_bytes, std::byte{0});
+      claim.scrub = false;
+      claim.dirty_bytes = 0;
+    }
+  }
+}
+
+void p_settle(Pool& pool, std::span<const Claim> claims, uint64_t tenant) {
+  for (const Claim& claim : claims) {
+    Chunk& chunk = pool.pset[claim.id];
+    chunk.handle = claim.handle;
+    chunk.created = claim.created;
+    chunk.dirty_bytes = claim.dirty_bytes;
+    chunk.tenant = tenant;
+    chunk.written_bytes = 0;
+  }
+}
+
+void p_unclaim(Pool& pool, std::span<const Claim> claims) {
+  for (const Claim& claim : claims) {
+    Chunk& chunk = pool.pset[claim.id];
+    chunk.handle = claim.handle;
+    chunk.created = claim.created;
+    chunk.dirty_bytes = claim.dirty_bytes;
+    pool.pset.unclaim(claim.id);
+  }
+}
+
+void p_free(Pool& pool, std::span<const ChunkId> chunks) {
+  for (const ChunkId id : chunks) pool.pset.drop_table_ref(id);
+}
+
+}  // namespace vtensor

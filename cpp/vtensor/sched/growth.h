@@ -1,0 +1,46 @@
+// Growth: the driver work of extending vTensors, planned under the manager's mutex and run with or
+// without it. All-or-nothing over all its parts.
+//
+// A part adds rows at the end of one vTensor and may first replace its tail row by a private copy
+// (copy-on-write). run() touches only the claims and the driver; the page tables change when the
+// scheduler commits. Thread-safety: one thread at a time.
+#pragma once
+
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+#include "vtensor/ops/alloc.h"
+#include "vtensor/ops/mapping.h"
+
+namespace vtensor {
+
+struct GrowthPart {
+  VTensorId vtensor = kNoVTensor;
+  SlotId slot = 0;
+  uint64_t tenant = 0;
+  size_t num_tokens = 0;  // declared length after commit; 0 = unchanged (pre-extension)
+
+  size_t first_row = 0;
+  std::vector<Claim> rows;      // new rows from first_row on, row-major over planes
+  std::vector<Handle> sources;  // copied into the first claims of `rows`, whole chunks
+
+  size_t tail_row = 0;
+  size_t tail_bytes = 0;         // bytes to copy of each old tail chunk
+  std::vector<Claim> tail;       // empty: the tail stays
+  std::vector<Handle> old_tail;  // what `tail` replaces
+
+  bool broken = false;  // run() failed and could not undo this part
+};
+
+struct Growth {
+  std::vector<GrowthPart> parts;
+  std::vector<std::pair<VTensorId, size_t>> declared;  // lengths that need no driver work
+
+  size_t num_claims() const;
+  // Creates, scrubs, copies and maps. On failure everything is undone (but for created chunks,
+  // which the claims remember) and the error is rethrown.
+  void run(Driver& driver, const VSet& vset, const Geometry& geometry);
+};
+
+}  // namespace vtensor

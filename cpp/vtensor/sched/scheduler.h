@@ -1,0 +1,160 @@
+// Scheduler: what the memory of vTensors does, built from the operations of ops/.
+//
+//   create / fork        a vTensor, with a recorded prefix or a sibling's chunks aliased
+//   extend / pre_extend  back the first n tokens, now or ahead of need
+//   record / match       prefixes in the rTree
+//   release              park the slot for the next vTensor
+//   reclaim              evict, trim, budget: where memory comes from when it is short
+//
+// Expected shortage is a value; nothing has changed then. Other failures throw, rolled back.
+//
+// Thread-safety: none; the manager's mutex guards it. plan() and commit() / abandon() enclose a
+// Growth, which may run without the mutex in between; its vTensors are `busy` for so long.
+//
+// The order in which chunks are found: free chunks; new chunks under the budget; private chunks of
+// parked slots, the longest parked first; rows mapped ahead of need; unpinned recorded prefixes by
+// last use; chunks that parked slots share with the rTree. Two differences from the sentence in
+// shared/design.md, section 4: new chunks come before eviction, or a cache could never grow, and
+// parked slots, which that sentence leaves open, come before recorded prefixes.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "vtensor/ops/alloc.h"
+#include "vtensor/ops/mapping.h"
+#include "vtensor/ops/prefix.h"
+#include "vtensor/pool/pool.h"
+#include "vtensor/sched/growth.h"
+#include "vtensor/sched/vtensor.h"
+
+namespace vtensor {
+
+struct SchedulerOptions {
+  ScrubPolicy scrub = ScrubPolicy::kOwner;
+  bool park = true;   // released slots stay mapped for the next vTensor (deferred reclamation)
+  bool alias = true;  // false: prefixes and forks are copied, chunk by chunk
+};
+
+// Totals since the start; see docs/metrics.md.
+struct SchedulerCounters {
+  size_t prefix_queries = 0;
+  size_t prefix_query_tokens = 0;
+  size_t prefix_hit_tokens = 0;
+  size_t chunks_aliased = 0;
+  size_t chunks_copied = 0;
+  size_t chunks_evicted = 0;
+  size_t chunks_adopted = 0;  // reused in place, in a parked slot
+};
+
+class Scheduler {
+ public:
+  Scheduler(Pool& pool, const SchedulerOptions& options);
+
+  // A vTensor that aliases the longest recorded prefix of `tokens`, or nothing when no slot is
+  // left. Its num_tokens is the length of that prefix.
+  std::optional<VTensorId> create(std::span<const Token> tokens, const std::string& salt);
+  // A vTensor with the same contents, or nothing when no slot is left. The tail chunk is copied
+  // when either of the two first writes to it.
+  std::optional<VTensorId> fork(VTensorId id);
+  // Requires: not busy.
+  void release(VTensorId id);
+
+  // The fast path of a decode step: true, and the lengths declared, if every vTensor may already
+  // be written up to its length. False: nothing changed.
+  bool extend_in_place(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);
+  // Claims what these vTensors need to be written up to these lengths; nothing when memory is
+  // short. Reclaims from parked slots and recorded prefixes if it must. Requires: none is busy.
+  std::optional<Growth> plan_extend(std::span<const VTensorId> ids,
+                                    std::span<const size_t> num_tokens);
+  // The same ahead of need: maps rows only, takes memory from nobody but the free set, the budget
+  // and evictable prefixes, leaves out who is released, busy or in no need. May be empty.
+  Growth plan_pre_extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);
+  void commit(Growth& growth);
+  void abandon(Growth& growth);
+
+  // Lowers the declared length. Rows that others see are given up, so that they are not rewritten.
+  // Requires: not busy.
+  void truncate(VTensorId id, size_t num_tokens);
+  // Records tokens [0, tokens.size()) of the vTensor. Returns how many were new.
+  size_t record_prefix(VTensorId id, std::span<const Token> tokens);
+
+  // Makes `num_chunks` chunks claimable (`created`: even without creating any). False: short.
+  bool make_claimable(size_t num_chunks, bool created = false);
+  // Chunks that make_claimable() could reach.
+  size_t num_obtainable() const;
+  size_t evict(size_t num_chunks);
+  // Gives free chunks (and those of parked slots) back to the system. Returns bytes.
+  size_t trim();
+  // False: more than that is in use, nothing changed.
+  bool set_budget_chunks(size_t budget_chunks);
+
+  // Throws ReleasedError for a vTensor of the past, std::out_of_range for an id never given out.
+  VTensor& live(VTensorId id);
+  const VTensor& live(VTensorId id) const { return const_cast<Scheduler*>(this)->live(id); }
+  const VTensor& live_in(SlotId slot) const { return vtensors_[slot]; }  // Requires: slot is live.
+  bool is_live(VTensorId id) const;
+  std::vector<VTensorId> live_ids() const;
+  // Called when the last view of a held slot is gone.
+  void unhold(SlotId slot);
+
+  Pool& pool() { return pool_; }
+  const Pool& pool() const { return pool_; }
+  const SchedulerCounters& counters() const { return counters_; }
+  // Chunks of growths that are planned but neither committed nor abandoned.
+  const std::unordered_set<ChunkId>& claimed() const { return claimed_; }
+
+ private:
+  struct Fit {  // how well a parked slot suits a new vTensor
+    SlotId slot = 0;
+    size_t common_rows = 0;  // rows that show the wanted chunks already
+    size_t keep_rows = 0;    // rows that stay mapped
+    size_t useful_rows = 0;
+    size_t dropped_rows = 0;
+  };
+
+  VTensorId id_of(SlotId slot) const;
+  VTensor& open(SlotId slot, const std::string& salt, size_t num_tokens, size_t aliased_rows);
+  std::optional<SlotId> place(std::span<const ChunkId> table, size_t wanted_rows, uint64_t tenant);
+  Fit fit(SlotId slot, std::span<const ChunkId> table, size_t wanted_rows) const;
+  std::optional<Fit> best_parked(std::span<const ChunkId> table, size_t wanted_rows) const;
+  void adopt(const Fit& fit, std::span<const ChunkId> table, uint64_t tenant);
+  void scrub_rows(SlotId slot, size_t first_row, size_t end_row, uint64_t tenant);
+  std::optional<VTensorId> create_copy(const RTree::Match& match, const std::string& salt);
+  void own_rows(VTensor& vtensor, size_t first_row, size_t end_row);
+  bool is_private(ChunkId id) const;
+  std::vector<Handle> handles(SlotId slot, size_t first_row, size_t end_row) const;
+  void shrink_slot(SlotId slot, size_t keep_rows);
+  void break_slot(SlotId slot, std::span<const ChunkId> chunks);
+  void settle_slot(SlotId slot);
+  void stamp(const VTensor& vtensor);
+
+  bool take_tail(VTensor& vtensor);
+  void update_write_limit(VTensor& vtensor) const;
+  GrowthPart outline(const VTensor& vtensor, size_t num_tokens) const;
+  std::vector<GrowthPart> outline_all(std::span<const VTensorId> ids,
+                                      std::span<const size_t> num_tokens);
+  std::optional<Growth> claim_for(std::vector<GrowthPart> parts);
+  void commit_tail(VTensor& vtensor, const GrowthPart& part);
+
+  size_t private_tail_rows(SlotId slot) const;
+  size_t surplus_rows(const VTensor& vtensor) const;
+  void reclaim_surplus(size_t num_chunks, bool created);
+  void reclaim_parked_private(size_t num_chunks, bool created);
+  void release_free_chunk();
+  bool enough(size_t num_chunks, bool created) const;
+  void unclaim(std::vector<Claim>& claims);
+
+  Pool& pool_;
+  SchedulerOptions options_;
+  SchedulerCounters counters_;
+  std::vector<VTensor> vtensors_;  // by slot; of the past where the slot is not live
+  std::unordered_set<ChunkId> claimed_;
+  uint64_t plan_ = 0;
+};
+
+}  // namespace vtensor
