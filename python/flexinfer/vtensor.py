@@ -1,0 +1,578 @@
+"""The vTensor Manager for Python: contiguous KV ranges, mapped just in time, prefixes shared.
+
+Usable alone, without torch::
+
+    spec = KVSpec(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", max_seq_len=4096)
+    with VTensorManager(spec, max_requests=8, memory_budget="64MiB", chunk_bytes="64KiB") as manager:
+        request = manager.create(prompt)          # aliases the longest recorded prefix
+        request.extend(len(prompt))               # the first n tokens are backed by memory
+        keys = request.k(layer=0)                 # zero-copy [tokens, heads, dim]
+        request.record_prefix(prompt)             # later requests share it
+        request.release()
+
+Thread-safety: all of it may be called from any thread. A tensor view keeps its memory alive.
+Sources: vTensor (Xu et al., 2024) for the manager; PagedAttention (Kwon et al., 2023) for fork.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import Any, Literal
+
+from flexinfer import _vtensor
+from flexinfer.errors import OutOfMemoryError
+
+__all__ = [
+    "ChunkInfo",
+    "DriverCalls",
+    "KVSpec",
+    "PrefixInfo",
+    "Snapshot",
+    "Stats",
+    "VTensor",
+    "VTensorInfo",
+    "VTensorManager",
+    "available_memory_bytes",
+    "parse_bytes",
+]
+
+ChunkInfo = _vtensor.ChunkInfo
+PrefixInfo = _vtensor.PrefixInfo
+Snapshot = _vtensor.Snapshot
+VTensorInfo = _vtensor.VTensorInfo
+
+_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_HUGE_PAGE_BYTES = 2 << 20
+_DEFAULT_BUDGET_FRACTION = 0.5
+
+
+def parse_bytes(size: int | str, name: str = "size") -> int:
+    """Bytes of ``size``: an integer, or text such as ``"64KiB"``, ``"1.5GiB"``, ``"512M"``."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        return size
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(?:i?B)?\s*", str(size), re.IGNORECASE)
+    try:
+        return int(float(match[1]) * _UNITS[match[2].upper()])  # type: ignore[index]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is a number of bytes or text like '64MiB', got {size!r}") from None
+
+
+def available_memory_bytes() -> int:
+    """Bytes that this machine, or the container around this process, can still give."""
+    return int(_vtensor.available_bytes())
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """Shape of a model's KV cache.
+
+    Attributes:
+        dtype: ``"float32"``, ``"float16"``, ``"bfloat16"``, or the torch dtype of that name.
+        max_seq_len: tokens that one vTensor can hold.
+        layers_per_plane: 1 is the dense layout (K and V of each layer in ranges of their own);
+            ``num_layers``, the default, keeps all layers of a token side by side (interleaved).
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str = "float32"
+    max_seq_len: int = 4096
+    layers_per_plane: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        if self.dtype not in _ELEMENT_BYTES:
+            known = ", ".join(_ELEMENT_BYTES)
+            raise ValueError(f"dtype {self.dtype!r} is not supported for KV; choose one of {known}")
+        if self.layers_per_plane is None:
+            object.__setattr__(self, "layers_per_plane", self.num_layers)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "dtype" and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{field.name} must be an integer of at least 1, got {value!r}")
+        self._core().check()
+
+    def _core(self) -> _vtensor.KVSpec:
+        core = _vtensor.KVSpec()
+        core.num_layers = self.num_layers
+        core.num_kv_heads = self.num_kv_heads
+        core.head_dim = self.head_dim
+        core.element_bytes = _ELEMENT_BYTES[self.dtype]
+        core.max_tokens = self.max_seq_len
+        core.layers_per_plane = self.layers_per_plane or self.num_layers
+        return core
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token: K and V of all layers."""
+        return (
+            2 * self.num_layers * self.num_kv_heads * self.head_dim * _ELEMENT_BYTES[self.dtype]
+        )
+
+    @property
+    def num_planes(self) -> int:
+        """Virtual ranges of one vTensor."""
+        return self._core().num_planes()
+
+    @property
+    def plane_token_bytes(self) -> int:
+        """Bytes of one token in one plane."""
+        return self._core().token_bytes()
+
+
+@dataclass(frozen=True)
+class DriverCalls:
+    """Calls of one kind to the driver, and the microseconds they took."""
+
+    calls: int
+    us: float
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Numbers of a manager: bytes are of now, counts are totals since the start.
+
+    ``reserved``, ``mapped``, ``parked`` and ``held`` bytes are virtual; ``resident``, ``shared``,
+    ``free`` and ``recorded`` bytes are physical. ``saved`` is what sharing saves: bytes mapped by
+    live vTensors minus their distinct chunks.
+    """
+
+    reserved_bytes: int
+    mapped_bytes: int
+    resident_bytes: int
+    shared_bytes: int
+    saved_bytes: int
+    free_bytes: int
+    parked_bytes: int
+    held_bytes: int
+    recorded_bytes: int
+    budget_bytes: int
+    obtainable_bytes: int
+    num_vtensors: int
+    num_free_slots: int
+    recorded_tokens: int
+    prefix_queries: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    chunks_aliased: int
+    chunks_copied: int
+    chunks_evicted: int
+    chunks_adopted: int
+    pre_extend_failures: int
+    map_us_exposed: float
+    map_us_hidden: float
+    driver_calls: dict[str, DriverCalls]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All numbers as plain values, for JSON."""
+        out = {field.name: getattr(self, field.name) for field in fields(self)}
+        out["driver_calls"] = {kind: vars(calls) for kind, calls in self.driver_calls.items()}
+        return out
+
+
+def _token_array(tokens: Any) -> Any:
+    """``tokens`` as a contiguous int32 buffer; buffers of int32 pass through without a copy."""
+    if isinstance(tokens, array) and tokens.typecode == "i":
+        return tokens
+    if hasattr(tokens, "__dlpack__") or hasattr(tokens, "__array_interface__"):
+        dtype = str(tokens.dtype)
+        if dtype.endswith("int32") and not dtype.endswith("uint32"):
+            return tokens
+        tokens = tokens.tolist()
+    try:
+        return array("i", tokens)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"tokens must be integers that fit in 32 bits: {error}") from None
+
+
+def _torch_or_dlpack(exported: Any) -> Any:
+    """A torch tensor where torch is installed, else the DLPack object itself."""
+    try:
+        import torch
+    except ImportError:
+        return exported
+    return torch.from_dlpack(exported)
+
+
+class VTensor:
+    """One request's contiguous KV range. Made by :meth:`VTensorManager.create` or :meth:`fork`."""
+
+    __slots__ = ("__weakref__", "_manager", "_released", "id", "num_cached_tokens", "slot")
+
+    def __init__(self, manager: VTensorManager, vtensor_id: int) -> None:
+        info = manager._core.info(vtensor_id)
+        self._manager = manager
+        self._released = False
+        self.id: int = vtensor_id
+        self.slot: int = info.slot
+        self.num_cached_tokens: int = info.num_cached_tokens
+
+    def __repr__(self) -> str:
+        if self._released:
+            return f"VTensor(id={self.id}, released)"
+        info = self.info()
+        return f"VTensor(id={self.id}, slot={self.slot}, num_tokens={info.num_tokens})"
+
+    def __del__(self) -> None:
+        # Never raises: the manager may be closed, or half of the interpreter may be gone.
+        if not getattr(self, "_released", True) and not self._manager.closed:
+            self.release()
+
+    @property
+    def released(self) -> bool:
+        """Whether :meth:`release` has been called, or the manager is closed."""
+        return self._released or self._manager.closed
+
+    @property
+    def num_tokens(self) -> int:
+        """Declared length: tokens whose KV is, or is being, written."""
+        return self.info().num_tokens
+
+    @property
+    def mapped_tokens(self) -> int:
+        """Tokens that have memory behind them."""
+        return self.info().mapped_tokens
+
+    def info(self) -> VTensorInfo:
+        """Slot, lengths, mapped bytes, chunks aliased and copied. Raises ReleasedError."""
+        return self._manager._core.info(self.id)
+
+    def extend(self, num_tokens: int) -> None:
+        """Back the first ``num_tokens`` tokens with memory that this vTensor may write.
+
+        A tail chunk that others share is copied first, unless this vTensor continues exactly where
+        its last writer stopped. Raises OutOfMemoryError, with nothing changed.
+        """
+        self._manager._core.extend([self.id], [_length(num_tokens)])
+
+    def try_extend(self, num_tokens: int) -> bool:
+        """As :meth:`extend`; False instead of OutOfMemoryError."""
+        return self._manager._core.try_extend([self.id], [_length(num_tokens)])
+
+    def truncate(self, num_tokens: int) -> None:
+        """Give up the tokens from ``num_tokens`` on. Raises ValueError if it is longer than that."""
+        self._manager._core.truncate(self.id, _length(num_tokens))
+
+    def record_prefix(self, tokens: Any) -> int:
+        """Let later requests share the KV of ``tokens``, this vTensor's first tokens.
+
+        Call it when their KV has been written. Returns how many of them are newly recorded.
+        """
+        return self._manager._core.record_prefix(self.id, _token_array(tokens))
+
+    def fork(self) -> VTensor:
+        """A vTensor with the same contents; whole chunks are shared, the tail is copied on write.
+
+        Raises OutOfMemoryError when no slot is left.
+        """
+        forked = self._manager._core.try_fork(self.id)
+        if forked is None:
+            raise self._manager._no_slot()
+        return VTensor(self._manager, forked)
+
+    def release(self) -> None:
+        """Give the range and its chunk references back. Views of it stay valid and keep both."""
+        self._manager._core.release(self.id)
+        self._released = True
+
+    def k(self, layer: int) -> Any:
+        """Keys of ``layer``, zero-copy ``[num_tokens, num_kv_heads, head_dim]``."""
+        return self._view(layer, _vtensor.KV.KEY)
+
+    def v(self, layer: int) -> Any:
+        """Values of ``layer``, zero-copy ``[num_tokens, num_kv_heads, head_dim]``."""
+        return self._view(layer, _vtensor.KV.VALUE)
+
+    def _view(self, layer: int, which: _vtensor.KV) -> Any:
+        manager = self._manager
+        exported = manager._core.view(self.id, _layer(layer), which, manager.spec.dtype)
+        return manager._from_dlpack(exported)
+
+
+def _length(num_tokens: int) -> int:
+    if num_tokens < 0:
+        raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
+    return num_tokens
+
+
+def _layer(layer: int) -> int:
+    if layer < 0:
+        raise LookupError(f"layer must not be negative, got {layer}")
+    return layer
+
+
+class VTensorManager:
+    """Owns the physical chunks and the virtual ranges of one device.
+
+    Args:
+        spec: shape of the KV cache.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or ``"sim"`` (no memory: capacity studies).
+        max_requests: slots, that is vTensors alive at once.
+        memory_budget: bound on physical bytes, a number or text such as ``"2GiB"``. Default: half
+            of the memory that is available, see :func:`available_memory_bytes`.
+        chunk_bytes: size of one chunk, a multiple of the driver's granularity (4 KiB on the CPU,
+            2 MiB on CUDA). Default: 2 MiB, less where the budget or the range is small.
+        tail: what the unmapped rest of a range does when read: ``"zero"`` or ``"guard"`` (faults).
+        scrub: zero-fill a chunk that changes hands: between any two owners (``"owner"``), between
+            tenants, that is cache salts (``"tenant"``), or never (``"off"``).
+        park: keep released slots mapped for the next request (deferred reclamation).
+        pre_extend: let :meth:`pre_extend` map in the background; False makes it do nothing.
+        alias: share prefixes by mapping; False copies them, as a baseline.
+        from_dlpack: applied to each tensor view. Default: ``torch.from_dlpack`` where torch is
+            installed, else the bare DLPack object; ``numpy.from_dlpack`` works as well.
+    """
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        device: str = "cpu",
+        *,
+        max_requests: int = 64,
+        memory_budget: int | str | None = None,
+        chunk_bytes: int | str | None = None,
+        tail: Literal["zero", "guard"] | None = None,
+        scrub: Literal["owner", "tenant", "off"] = "owner",
+        park: bool = True,
+        pre_extend: bool = True,
+        alias: bool = True,
+        from_dlpack: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._closed = True  # until it is open
+        self.spec = spec
+        self._from_dlpack = from_dlpack or _torch_or_dlpack
+        driver = _driver_config(device, tail)
+        options = _vtensor.ManagerOptions()
+        options.max_requests = max_requests
+        options.memory_budget_bytes = _budget(memory_budget)
+        options.chunk_bytes = _chunk_bytes(chunk_bytes, spec, driver, options.memory_budget_bytes)
+        options.scrub = _choice(_vtensor.ScrubPolicy, scrub, "scrub")
+        options.park = park
+        options.pre_extend = pre_extend
+        options.alias = alias
+        self.chunk_bytes: int = options.chunk_bytes
+        self.max_requests = max_requests
+        self._core = self._open(driver, options)
+        self._closed = False
+
+    def _open(
+        self, driver: _vtensor.DriverConfig, options: _vtensor.ManagerOptions
+    ) -> _vtensor.Manager:
+        return _vtensor.Manager.open(driver, self.spec._core(), options)
+
+    def __enter__(self) -> VTensorManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has been called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Release every vTensor and give all memory that no view needs back to the system."""
+        self._closed = True
+        self._core.close()
+
+    # ------------------------------------------------------------------------------- vTensors
+
+    def create(
+        self, tokens: Any = None, *, cache_salt: str = "", max_cached_tokens: int | None = None
+    ) -> VTensor:
+        """A vTensor that aliases the longest recorded prefix of ``tokens``.
+
+        Args:
+            tokens: token ids (list, or int32 buffer); None for an empty vTensor without sharing.
+            cache_salt: tenant; prefixes are shared only within one.
+            max_cached_tokens: bound on the match; an engine, which must compute at least the last
+                prompt token, passes ``len(tokens) - 1``.
+
+        Raises OutOfMemoryError when no slot is left, ValueError for more than max_seq_len tokens.
+        """
+        vtensor = self.try_create(
+            tokens, cache_salt=cache_salt, max_cached_tokens=max_cached_tokens
+        )
+        if vtensor is None:
+            raise self._no_slot()
+        return vtensor
+
+    def try_create(
+        self, tokens: Any = None, *, cache_salt: str = "", max_cached_tokens: int | None = None
+    ) -> VTensor | None:
+        """As :meth:`create`; None when no slot is left."""
+        wanted = _token_array(() if tokens is None else tokens)
+        if max_cached_tokens is not None:
+            wanted = wanted[: max(0, max_cached_tokens)]
+        created = self._core.try_create(wanted, cache_salt)
+        return None if created is None else VTensor(self, created)
+
+    def _no_slot(self) -> OutOfMemoryError:
+        return OutOfMemoryError(
+            f"all {self.max_requests} slots hold live requests; release one or raise max_requests"
+        )
+
+    def extend(self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]) -> None:
+        """Extend many vTensors in one call, all or none. Raises OutOfMemoryError."""
+        self._core.extend([vtensor.id for vtensor in vtensors], num_tokens)
+
+    def try_extend(self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]) -> bool:
+        """As :meth:`extend`; False, with nothing changed, when memory is short."""
+        return self._core.try_extend([vtensor.id for vtensor in vtensors], num_tokens)
+
+    def pre_extend(self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]) -> None:
+        """Map ahead of the next step in the background. Never fails, never waits."""
+        self._core.pre_extend([vtensor.id for vtensor in vtensors], num_tokens)
+
+    def drain(self) -> None:
+        """Wait until the background worker has nothing left to do."""
+        self._core.drain()
+
+    # ------------------------------------------------------------------------------- prefixes
+
+    def match_prefix(self, tokens: Any, cache_salt: str = "") -> int:
+        """Length of the longest recorded prefix of ``tokens``; marks it as used now."""
+        return self._core.match_prefix(_token_array(tokens), cache_salt)
+
+    def pin_prefix(
+        self, tokens: Any, owner: str, ttl_s: float | None = None, cache_salt: str = ""
+    ) -> int:
+        """Keep the longest recorded prefix of ``tokens`` from eviction. Returns its length."""
+        return self._core.pin_prefix(_token_array(tokens), owner, ttl_s or 0.0, cache_salt)
+
+    def unpin_prefix(self, owner: str) -> int:
+        """Drop the pins of ``owner``; returns how many there were."""
+        return self._core.unpin_prefix(owner)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every prefix that is not pinned. Returns the number of tokens forgotten."""
+        return self._core.reset_prefix_cache()
+
+    # --------------------------------------------------------------------------------- memory
+
+    @property
+    def memory_budget(self) -> int:
+        """Bound on physical bytes. Setting it evicts and trims at once if it must; raises
+        OutOfMemoryError, with nothing changed, when more than that is in use."""
+        return self._core.memory_budget_bytes()
+
+    @memory_budget.setter
+    def memory_budget(self, budget: int | str) -> None:
+        self._core.set_memory_budget_bytes(parse_bytes(budget, "memory_budget"))
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Physical bytes that ``num_tokens`` tokens of a fresh vTensor need: whole chunks."""
+        return self._core.bytes_for(_length(num_tokens))
+
+    @property
+    def available_bytes(self) -> int:
+        """Bytes that extend() could still have: free, parked, evictable and not yet created."""
+        return self.stats().obtainable_bytes
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that a new vTensor could have."""
+        return self.stats().num_free_slots
+
+    def evict(self, num_bytes: int) -> int:
+        """Forget least recently used prefixes until ``num_bytes`` are free; returns bytes freed."""
+        return self._core.evict(num_bytes)
+
+    def trim(self) -> int:
+        """Give free and parked chunks back to the system; returns bytes."""
+        return self._core.trim()
+
+    # ---------------------------------------------------------------------------------- views
+
+    def k(self, layer: int) -> Any:
+        """Keys of ``layer`` in all slots, zero-copy, strided:
+        ``[max_requests, max_seq_len, num_kv_heads, head_dim]``, first index ``vtensor.slot``.
+
+        Only tokens below a vTensor's extended length may be written; beyond it the tail policy
+        holds.
+        """
+        return self._arena(layer, _vtensor.KV.KEY)
+
+    def v(self, layer: int) -> Any:
+        """Values of ``layer`` in all slots; see :meth:`k`."""
+        return self._arena(layer, _vtensor.KV.VALUE)
+
+    def _arena(self, layer: int, which: _vtensor.KV) -> Any:
+        return self._from_dlpack(self._core.arena(_layer(layer), which, self.spec.dtype))
+
+    # --------------------------------------------------------------------------------- insight
+
+    def stats(self) -> Stats:
+        """All numbers at this moment."""
+        numbers = self._core.stats()
+        calls = {kind: DriverCalls(**entry) for kind, entry in numbers.pop("driver_calls").items()}
+        return Stats(**numbers, driver_calls=calls)
+
+    def snapshot(self) -> Snapshot:
+        """The memory map: every vTensor's chunks, every chunk's sharers, every recorded prefix."""
+        return self._core.snapshot()
+
+    def check_integrity(self) -> None:
+        """Recompute all invariants; raises IntegrityError naming the first broken one."""
+        self._core.check_integrity()
+
+
+def _choice(enum: Any, name: str, argument: str) -> Any:
+    try:
+        return getattr(enum, name.upper())
+    except AttributeError:
+        known = ", ".join(repr(str(member.name).lower()) for member in enum)
+        raise ValueError(f"{argument} is one of {known}, got {name!r}") from None
+
+
+def _driver_config(device: str, tail: str | None) -> _vtensor.DriverConfig:
+    match = re.fullmatch(r"(cpu|sim|cuda)(?::(\d+))?", str(device))
+    if match is None:
+        raise ValueError(f"device is 'cpu', 'cuda', 'cuda:N' or 'sim', got {device!r}")
+    config = _vtensor.DriverConfig()
+    config.kind = "host" if match[1] == "cpu" else match[1]
+    config.device_index = int(match[2] or 0)
+    config.tail = _choice(
+        _vtensor.TailPolicy, tail or ("guard" if match[1] == "cuda" else "zero"), "tail"
+    )
+    return config
+
+
+def _budget(memory_budget: int | str | None) -> int:
+    if memory_budget is None:
+        return int(available_memory_bytes() * _DEFAULT_BUDGET_FRACTION)
+    budget = parse_bytes(memory_budget, "memory_budget")
+    if budget < 1:
+        raise ValueError(f"memory_budget must be positive, got {memory_budget!r}")
+    return budget
+
+
+def _chunk_bytes(
+    chunk_bytes: int | str | None, spec: KVSpec, driver: _vtensor.DriverConfig, budget: int
+) -> int:
+    """The chunk size asked for, or a default: 2 MiB, but never so large that the budget holds
+    fewer than 64 chunks a plane, or one chunk holds more than a range."""
+    if chunk_bytes is not None:
+        size = parse_bytes(chunk_bytes, "chunk_bytes")
+        if size < 1:
+            raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes!r}")
+        return size
+    size = _HUGE_PAGE_BYTES
+    if driver.kind == "cuda":
+        return size
+    limit = min(budget // (64 * spec.num_planes), spec.max_seq_len * spec.plane_token_bytes)
+    while size > limit and size > 4096:
+        size //= 2
+    return size
+
