@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -63,7 +64,8 @@ Manager::Manager(std::unique_ptr<MeteredDriver> driver, const KVSpec& spec,
       options_(options),
       meter_(driver.get()),
       pool_(std::move(driver), geometry, budget_chunks_of(options.memory_budget_bytes, geometry)),
-      scheduler_(pool_, options.scheduler) {}
+      scheduler_(pool_, options.scheduler),
+      swap_store_(options.swap_space_bytes, geometry.chunk_bytes, options.swap_directory) {}
 
 Manager::~Manager() {
   worker_.stop();
@@ -73,6 +75,7 @@ Manager::~Manager() {
 // The driver's own destructor gives back what this cannot.
 void Manager::unmap_everything() noexcept {
   try {
+    if (scheduler_.is_asleep()) scheduler_.discard_sleep(*sleep_store_);
     for (const VTensorId id : scheduler_.live_ids()) scheduler_.release(id);
     for (SlotId slot = 0; slot < pool_.vset.num_slots(); ++slot) scheduler_.unhold(slot);
     scheduler_.trim();
@@ -81,9 +84,15 @@ void Manager::unmap_everything() noexcept {
   }
 }
 
-Manager::Lock Manager::lock() const {
+Manager::Lock Manager::lock_awake_or_not() const {
   Lock lock(mutex_);
   if (closed_) throw ReleasedError("the manager is closed");
+  return lock;
+}
+
+Manager::Lock Manager::lock() const {
+  Lock lock = lock_awake_or_not();
+  if (scheduler_.is_asleep()) throw std::invalid_argument("the manager is asleep; wake() it first");
   return lock;
 }
 
@@ -117,6 +126,7 @@ std::optional<VTensorId> Manager::try_fork(VTensorId id) {
 void Manager::release(VTensorId id) {
   Lock held = lock();
   wait_until_idle(held, {&id, 1});
+  scheduler_.forget_swapped(scheduler_.live(id), swap_store_);
   scheduler_.release(id);
 }
 
@@ -217,6 +227,7 @@ void Manager::truncate(VTensorId id, size_t num_tokens) {
 
 size_t Manager::record_prefix(VTensorId id, std::span<const Token> tokens) {
   const Lock held = lock();
+  if (options_.dedup) scheduler_.dedup(id, tokens);
   return scheduler_.record_prefix(id, tokens);
 }
 
@@ -242,6 +253,52 @@ size_t Manager::reset_prefix_cache() {
   const Lock held = lock();
   expire_pins();
   return pool_.rtree.clear();
+}
+
+bool Manager::try_swap_out(VTensorId id) {
+  Lock held = lock();
+  wait_until_idle(held, {&id, 1});
+  return scheduler_.swap_out(id, swap_store_);
+}
+
+bool Manager::try_swap_in(VTensorId id, std::span<const Token> tokens) {
+  Lock held = lock();
+  const Stopwatch watch(exposed_ns_);
+  wait_until_idle(held, {&id, 1});
+  expire_pins();
+  return scheduler_.swap_in(id, tokens, swap_store_);
+}
+
+size_t Manager::sleep(const std::string& directory) {
+  drain();
+  Lock held = lock();
+  wait_until_idle(held, scheduler_.live_ids());
+  size_t num_views = 0;
+  for (SlotId slot = 0; slot < pool_.vset.num_slots(); ++slot) num_views += pool_.vset[slot].num_views;
+  if (num_views > 0) {
+    throw std::invalid_argument("cannot sleep while " + std::to_string(num_views) +
+                                " tensor views of vTensors are alive");
+  }
+  sleep_store_ = std::make_unique<SwapStore>(
+      std::numeric_limits<size_t>::max(), pool_.geometry.chunk_bytes, directory);
+  try {
+    return scheduler_.sleep(*sleep_store_);
+  } catch (...) {
+    sleep_store_.reset();
+    throw;
+  }
+}
+
+void Manager::wake() {
+  const Lock held = lock_awake_or_not();
+  if (!scheduler_.is_asleep()) return;
+  scheduler_.wake(*sleep_store_);
+  sleep_store_.reset();
+}
+
+bool Manager::is_asleep() const {
+  const Lock held(mutex_);
+  return scheduler_.is_asleep();
 }
 
 size_t Manager::evict(size_t num_bytes) {
@@ -292,7 +349,7 @@ TensorView Manager::make_view(size_t layer, KV which) const {
 
 TensorView Manager::view(VTensorId id, size_t layer, KV which) {
   const Lock held = lock();
-  const VTensor& vtensor = scheduler_.live(id);
+  const VTensor& vtensor = scheduler_.resident(id);
   TensorView view = make_view(layer, which);
   view.address += vtensor.slot * pool_.geometry.slot_stride_bytes();
   view.shape[0] = vtensor.num_tokens;
@@ -318,7 +375,7 @@ void Manager::end_view(SlotId slot) noexcept {
 }
 
 void Manager::check_integrity() const {
-  const Lock held = lock();
+  const Lock held = lock_awake_or_not();
   vtensor::check_integrity(scheduler_);
 }
 
@@ -328,10 +385,14 @@ void Manager::close() {
   if (closed_) return;
   closed_ = true;
   settled_.notify_all();
-  for (const VTensorId id : scheduler_.live_ids()) scheduler_.release(id);
   while (!pool_.rtree.pins().empty()) {
     const std::string owner = pool_.rtree.pins().begin()->first;
     pool_.rtree.unpin(owner);
+  }
+  if (scheduler_.is_asleep()) scheduler_.discard_sleep(*sleep_store_);
+  for (const VTensorId id : scheduler_.live_ids()) {
+    scheduler_.forget_swapped(scheduler_.live(id), swap_store_);
+    scheduler_.release(id);
   }
   pool_.rtree.clear();
   scheduler_.trim();

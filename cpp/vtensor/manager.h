@@ -34,6 +34,9 @@ struct ManagerOptions {
   size_t memory_budget_bytes = 0;
   size_t chunk_bytes = 2 * kMiB;
   bool pre_extend = true;
+  bool dedup = true;            // record_prefix() remaps onto equal chunks that are recorded
+  size_t swap_space_bytes = 0;  // of swapped-out vTensors
+  std::string swap_directory;   // where swapped KV goes; empty: host memory
   SchedulerOptions scheduler;
 };
 
@@ -73,6 +76,18 @@ class Manager : public std::enable_shared_from_this<Manager> {
   size_t unpin_prefix(const std::string& owner);
   size_t reset_prefix_cache();  // Returns tokens forgotten.
 
+  // Moves a vTensor's contents to the swap store and gives its chunks up; it keeps its addresses.
+  // False: the store is too full, nothing changed.
+  bool try_swap_out(VTensorId id);
+  // Brings them back, aliasing recorded whole rows of `tokens` (may be empty). False: short.
+  bool try_swap_in(VTensorId id, std::span<const Token> tokens);
+  // Saves all contents to a file in `directory` (empty: host memory) and gives all physical memory
+  // back; returns bytes. Until wake(), which restores them behind the same addresses, only stats(),
+  // snapshot(), check_integrity() and close() are allowed. Requires: no views of vTensors.
+  size_t sleep(const std::string& directory);
+  void wake();
+  bool is_asleep() const;
+
   size_t evict(size_t num_bytes);  // Returns bytes that became free.
   size_t trim();                   // Returns bytes given back to the system.
   size_t memory_budget_bytes() const;
@@ -100,7 +115,8 @@ class Manager : public std::enable_shared_from_this<Manager> {
   Manager(std::unique_ptr<MeteredDriver> driver, const KVSpec& spec, const Geometry& geometry,
           const ManagerOptions& options);
 
-  Lock lock() const;
+  Lock lock() const;        // Throws when closed or asleep.
+  Lock lock_awake_or_not() const;  // Throws when closed.
   void wait_until_idle(Lock& lock, std::span<const VTensorId> ids);
   bool grow(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);
   void pre_extend_one(VTensorId id, size_t num_tokens);
@@ -114,6 +130,8 @@ class Manager : public std::enable_shared_from_this<Manager> {
   MeteredDriver* meter_;  // pool_.driver, by its own type
   Pool pool_;
   Scheduler scheduler_;
+  SwapStore swap_store_;
+  std::unique_ptr<SwapStore> sleep_store_;
   bool closed_ = false;
   uint64_t exposed_ns_ = 0;
   uint64_t hidden_ns_ = 0;

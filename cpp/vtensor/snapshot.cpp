@@ -70,7 +70,7 @@ VTensorInfo Manager::info(VTensorId id) const {
 }
 
 Snapshot Manager::snapshot() const {
-  const Lock held = lock();
+  const Lock held = lock_awake_or_not();
   Snapshot snapshot;
   snapshot.chunk_bytes = pool_.geometry.chunk_bytes;
   snapshot.num_planes = pool_.geometry.num_planes;
@@ -114,7 +114,9 @@ Stats Manager::stats() const {
   Stats stats;
   stats.reserved_bytes = pool_.vset.reserved_bytes();
   stats.mapped_bytes = mapped.live_chunks * chunk_bytes;
-  stats.resident_bytes = pool_.pset.num_created() * chunk_bytes;
+  stats.resident_bytes = scheduler_.is_asleep() ? 0 : pool_.pset.num_created() * chunk_bytes;
+  stats.swapped_bytes = swap_store_.used_bytes();
+  stats.asleep_bytes = sleep_store_ ? sleep_store_->used_bytes() : 0;
   stats.shared_bytes = mapped.shared_chunks() * chunk_bytes;
   stats.saved_bytes = (mapped.live_chunks - mapped.live_refs.size()) * chunk_bytes;
   stats.free_bytes = pool_.pset.num_free() * chunk_bytes;
@@ -133,6 +135,9 @@ Stats Manager::stats() const {
   stats.chunks_copied = counters.chunks_copied;
   stats.chunks_evicted = counters.chunks_evicted;
   stats.chunks_adopted = counters.chunks_adopted;
+  stats.chunks_deduplicated = counters.chunks_deduplicated;
+  stats.chunks_swapped_out = counters.chunks_swapped_out;
+  stats.chunks_swapped_in = counters.chunks_swapped_in;
   stats.pre_extend_failures = pre_extend_failures_;
   stats.map_us_exposed = static_cast<double>(exposed_ns_) / 1e3;
   stats.map_us_hidden = static_cast<double>(hidden_ns_) / 1e3;

@@ -63,6 +63,8 @@ struct Stats {
   size_t parked_bytes = 0;    // virtual: mapped behind parked slots
   size_t held_bytes = 0;      // virtual: mapped behind released vTensors with living views
   size_t recorded_bytes = 0;  // physical: chunks that the rTree names
+  size_t swapped_bytes = 0;   // host: contents of swapped-out vTensors
+  size_t asleep_bytes = 0;    // host: contents of a sleeping manager
   size_t budget_bytes = 0;
   size_t obtainable_bytes = 0;  // what extend() could still have
   size_t num_vtensors = 0;
@@ -75,6 +77,9 @@ struct Stats {
   size_t chunks_copied = 0;
   size_t chunks_evicted = 0;
   size_t chunks_adopted = 0;
+  size_t chunks_deduplicated = 0;
+  size_t chunks_swapped_out = 0;
+  size_t chunks_swapped_in = 0;
   size_t pre_extend_failures = 0;
   double map_us_exposed = 0;  // time callers waited for driver work
   double map_us_hidden = 0;   // driver time of the worker

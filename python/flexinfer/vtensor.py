@@ -59,7 +59,9 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
     try:
         return int(float(match[1]) * _UNITS[match[2].upper()])  # type: ignore[index]
     except (TypeError, ValueError):
-        raise ValueError(f"{name} is a number of bytes or text like '64MiB', got {size!r}") from None
+        raise ValueError(
+            f"{name} is a number of bytes or text like '64MiB', got {size!r}"
+        ) from None
 
 
 def available_memory_bytes() -> int:
@@ -111,9 +113,7 @@ class KVSpec:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token: K and V of all layers."""
-        return (
-            2 * self.num_layers * self.num_kv_heads * self.head_dim * _ELEMENT_BYTES[self.dtype]
-        )
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * _ELEMENT_BYTES[self.dtype]
 
     @property
     def num_planes(self) -> int:
@@ -152,6 +152,8 @@ class Stats:
     parked_bytes: int
     held_bytes: int
     recorded_bytes: int
+    swapped_bytes: int
+    asleep_bytes: int
     budget_bytes: int
     obtainable_bytes: int
     num_vtensors: int
@@ -164,6 +166,9 @@ class Stats:
     chunks_copied: int
     chunks_evicted: int
     chunks_adopted: int
+    chunks_deduplicated: int
+    chunks_swapped_out: int
+    chunks_swapped_in: int
     pre_extend_failures: int
     map_us_exposed: float
     map_us_hidden: float
@@ -276,6 +281,21 @@ class VTensor:
             raise self._manager._no_slot()
         return VTensor(self._manager, forked)
 
+    def try_swap_out(self) -> bool:
+        """Move the contents to the swap store and give the chunks up; the addresses stay.
+
+        False, with nothing changed, when the store is too full.
+        """
+        return self._manager._core.try_swap_out(self.id)
+
+    def try_swap_in(self, tokens: Any = ()) -> bool:
+        """Bring the contents back to the same addresses; checksums are verified.
+
+        Whole chunks of ``tokens`` that are recorded are shared instead. False, with nothing
+        changed, when memory is short.
+        """
+        return self._manager._core.try_swap_in(self.id, _token_array(tokens))
+
     def release(self) -> None:
         """Give the range and its chunk references back. Views of it stay valid and keep both."""
         self._manager._core.release(self.id)
@@ -324,6 +344,9 @@ class VTensorManager:
         park: keep released slots mapped for the next request (deferred reclamation).
         pre_extend: let :meth:`pre_extend` map in the background; False makes it do nothing.
         alias: share prefixes by mapping; False copies them, as a baseline.
+        dedup: when a prefix is recorded that was computed twice, map both onto one set of chunks.
+        swap_space: bound on host bytes of swapped-out vTensors, a number or text; 0: no swapping.
+        swap_directory: where swapped KV goes, as an unlinked file; None: host memory.
         from_dlpack: applied to each tensor view. Default: ``torch.from_dlpack`` where torch is
             installed, else the bare DLPack object; ``numpy.from_dlpack`` works as well.
     """
@@ -341,6 +364,9 @@ class VTensorManager:
         park: bool = True,
         pre_extend: bool = True,
         alias: bool = True,
+        dedup: bool = True,
+        swap_space: int | str = 0,
+        swap_directory: str | None = None,
         from_dlpack: Callable[[Any], Any] | None = None,
     ) -> None:
         self._closed = True  # until it is open
@@ -355,6 +381,9 @@ class VTensorManager:
         options.park = park
         options.pre_extend = pre_extend
         options.alias = alias
+        options.dedup = dedup
+        options.swap_space_bytes = parse_bytes(swap_space, "swap_space")
+        options.swap_directory = swap_directory or ""
         self.chunk_bytes: int = options.chunk_bytes
         self.max_requests = max_requests
         self._core = self._open(driver, options)
@@ -493,6 +522,24 @@ class VTensorManager:
         """Give free and parked chunks back to the system; returns bytes."""
         return self._core.trim()
 
+    def sleep(self, directory: str | None = None) -> int:
+        """Give all physical memory back, contents saved; returns bytes.
+
+        Recorded prefixes and live vTensors come back by :meth:`wake`, behind the same addresses.
+        ``directory``: where the contents go, as an unlinked file; None: host memory. Raises
+        ValueError while tensor views of vTensors are alive.
+        """
+        return self._core.sleep(directory or "")
+
+    def wake(self) -> None:
+        """Undo :meth:`sleep`. Raises OutOfMemoryError, still asleep, when memory is short."""
+        self._core.wake()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the manager is between :meth:`sleep` and :meth:`wake`."""
+        return self._core.is_asleep()
+
     # ---------------------------------------------------------------------------------- views
 
     def k(self, layer: int) -> Any:
@@ -575,4 +622,3 @@ def _chunk_bytes(
     while size > limit and size > 4096:
         size //= 2
     return size
-

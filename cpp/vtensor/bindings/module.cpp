@@ -29,6 +29,8 @@ using GilRelease = nb::call_guard<nb::gil_scoped_release>;
 
 std::span<const Token> tokens_of(const TokenArray& array) { return {array.data(), array.size()}; }
 
+constexpr size_t kUnlimited = size_t{1} << 60;
+
 // What Python says about the driver to open; fields of other kinds of driver are ignored.
 struct DriverConfig {
   std::string kind = "host";  // host | sim | cuda
@@ -53,7 +55,8 @@ std::unique_ptr<Driver> open_driver(const DriverConfig& config) {
   }
   if (config.kind == "sim") {
     SimOptions options;
-    if (config.capacity_bytes != 0) options.capacity_bytes = config.capacity_bytes;
+    // Without a capacity of its own the manager's budget is the only bound.
+    options.capacity_bytes = config.capacity_bytes != 0 ? config.capacity_bytes : kUnlimited;
     options.granularity_bytes = config.granularity_bytes;
     options.latency = config.a100_latency ? SimLatency::a100() : SimLatency::none();
     options.real_time = config.real_time;
@@ -139,6 +142,9 @@ void bind_values(nb::module_& m) {
       .def_rw("memory_budget_bytes", &ManagerOptions::memory_budget_bytes)
       .def_rw("chunk_bytes", &ManagerOptions::chunk_bytes)
       .def_rw("pre_extend", &ManagerOptions::pre_extend)
+      .def_rw("dedup", &ManagerOptions::dedup)
+      .def_rw("swap_space_bytes", &ManagerOptions::swap_space_bytes)
+      .def_rw("swap_directory", &ManagerOptions::swap_directory)
       .def_prop_rw(
           "scrub", [](const ManagerOptions& o) { return o.scheduler.scrub; },
           [](ManagerOptions& o, ScrubPolicy scrub) { o.scheduler.scrub = scrub; })
@@ -197,6 +203,8 @@ nb::dict stats_dict(const Stats& stats) {
   put("parked_bytes", stats.parked_bytes);
   put("held_bytes", stats.held_bytes);
   put("recorded_bytes", stats.recorded_bytes);
+  put("swapped_bytes", stats.swapped_bytes);
+  put("asleep_bytes", stats.asleep_bytes);
   put("budget_bytes", stats.budget_bytes);
   put("obtainable_bytes", stats.obtainable_bytes);
   put("num_vtensors", stats.num_vtensors);
@@ -209,6 +217,9 @@ nb::dict stats_dict(const Stats& stats) {
   put("chunks_copied", stats.chunks_copied);
   put("chunks_evicted", stats.chunks_evicted);
   put("chunks_adopted", stats.chunks_adopted);
+  put("chunks_deduplicated", stats.chunks_deduplicated);
+  put("chunks_swapped_out", stats.chunks_swapped_out);
+  put("chunks_swapped_in", stats.chunks_swapped_in);
   put("pre_extend_failures", stats.pre_extend_failures);
   put("map_us_exposed", stats.map_us_exposed);
   put("map_us_hidden", stats.map_us_hidden);
@@ -279,6 +290,17 @@ void bind_manager(nb::module_& m) {
           "tokens"_a, "owner"_a, "ttl_seconds"_a, "cache_salt"_a)
       .def("unpin_prefix", &Manager::unpin_prefix, "owner"_a, GilRelease())
       .def("reset_prefix_cache", &Manager::reset_prefix_cache, GilRelease())
+      .def("try_swap_out", &Manager::try_swap_out, "id"_a, GilRelease())
+      .def(
+          "try_swap_in",
+          [](Manager& self, VTensorId id, const TokenArray& tokens) {
+            const nb::gil_scoped_release unlocked;
+            return self.try_swap_in(id, tokens_of(tokens));
+          },
+          "id"_a, "tokens"_a)
+      .def("sleep", &Manager::sleep, "directory"_a, GilRelease())
+      .def("wake", &Manager::wake, GilRelease())
+      .def("is_asleep", &Manager::is_asleep, GilRelease())
       .def("evict", &Manager::evict, "num_bytes"_a, GilRelease())
       .def("trim", &Manager::trim, GilRelease())
       .def("memory_budget_bytes", &Manager::memory_budget_bytes, GilRelease())

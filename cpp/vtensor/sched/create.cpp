@@ -167,7 +167,7 @@ std::optional<VTensorId> Scheduler::create(std::span<const Token> tokens,
 }
 
 std::optional<VTensorId> Scheduler::fork(VTensorId parent_id) {
-  const VTensor parent = live(parent_id);
+  const VTensor parent = resident(parent_id);
   const size_t planes = pool_.geometry.num_planes;
   const size_t rows = pool_.geometry.rows_for(parent.num_tokens);
   RTree::Match shared;

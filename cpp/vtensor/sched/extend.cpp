@@ -26,7 +26,7 @@ bool Scheduler::extend_in_place(std::span<const VTensorId> ids,
                                 std::span<const size_t> num_tokens) {
   check_same_size(ids.size(), num_tokens.size());
   for (size_t i = 0; i < ids.size(); ++i) {
-    const VTensor& vtensor = live(ids[i]);
+    const VTensor& vtensor = resident(ids[i]);
     if (num_tokens[i] > std::max(vtensor.write_limit, vtensor.num_tokens)) return false;
   }
   for (size_t i = 0; i < ids.size(); ++i) {
@@ -80,7 +80,7 @@ std::vector<GrowthPart> Scheduler::outline_all(std::span<const VTensorId> ids,
   std::vector<GrowthPart> parts;
   ++plan_;
   for (size_t i = 0; i < ids.size(); ++i) {
-    VTensor& vtensor = live(ids[i]);
+    VTensor& vtensor = resident(ids[i]);
     if (vtensor.plan == plan_) {
       throw std::invalid_argument("vTensor " + std::to_string(ids[i]) +
                                   " stands twice in one extend");
@@ -113,8 +113,9 @@ Growth Scheduler::plan_pre_extend(std::span<const VTensorId> ids,
   check_same_size(ids.size(), num_tokens.size());
   std::vector<GrowthPart> parts;
   for (size_t i = 0; i < ids.size(); ++i) {
-    if (!is_live(ids[i]) || live(ids[i]).busy) continue;
+    if (!is_live(ids[i])) continue;
     const VTensor& vtensor = live(ids[i]);
+    if (vtensor.busy || vtensor.is_swapped) continue;
     GrowthPart part = outline(vtensor, std::min(num_tokens[i], pool_.geometry.max_tokens));
     part.num_tokens = 0;
     part.tail.clear();  // the tail is decided when it is written

@@ -46,7 +46,8 @@ void check_chunks(const Scheduler& scheduler) {
     expect(chunk.table_refs == counted[id].table_refs && chunk.tree_refs == counted[id].tree_refs,
            "1, reference count of " + name);
     expect(chunk.pins == counted[id].pins, "pin count of " + name);
-    expect(chunk.refs() == 0 || chunk.created || scheduler.claimed().contains(id),
+    expect(chunk.refs() == 0 || chunk.created || scheduler.is_asleep() ||
+               scheduler.claimed().contains(id),
            "referenced " + name + " has no memory");
     expect(chunk.refs() > 0 || chunk.appender == kNoVTensor, "2, free " + name + " has an appender");
     free += static_cast<size_t>(chunk.created && chunk.refs() == 0);
@@ -80,6 +81,10 @@ void check_vtensor(const Scheduler& scheduler, const VTensor& vtensor) {
   const std::string name = "vTensor " + std::to_string(vtensor.id);
   const std::vector<ChunkId>& table = pool.vset[vtensor.slot].table;
   const size_t rows = pool.vset.mapped_rows(vtensor.slot);
+  if (vtensor.is_swapped) {
+    expect(rows == 0, "swapped " + name + " is unmapped");
+    return;
+  }
   expect(pool.geometry.rows_for(vtensor.num_tokens) <= rows, name + " is mapped up to its length");
   expect(vtensor.write_limit <= pool.geometry.tokens_in(rows), name + " may write mapped rows only");
   const size_t first_owned = vtensor.own_row + (vtensor.tail_shared ? 1 : 0);

@@ -30,6 +30,15 @@ VTensor& Scheduler::live(VTensorId id) {
   throw ReleasedError("vTensor " + std::to_string(id) + " has been released");
 }
 
+VTensor& Scheduler::resident(VTensorId id) {
+  VTensor& vtensor = live(id);
+  if (vtensor.is_swapped) {
+    throw std::invalid_argument("vTensor " + std::to_string(id) +
+                                " is swapped out; swap it in first");
+  }
+  return vtensor;
+}
+
 std::vector<VTensorId> Scheduler::live_ids() const {
   std::vector<VTensorId> ids;
   for (SlotId slot = 0; slot < pool_.vset.num_slots(); ++slot) {
@@ -156,7 +165,7 @@ void Scheduler::shrink_slot(SlotId slot, size_t keep_rows) {
 }
 
 void Scheduler::truncate(VTensorId id, size_t num_tokens) {
-  VTensor& vtensor = live(id);
+  VTensor& vtensor = resident(id);
   if (num_tokens > vtensor.num_tokens) {
     throw std::invalid_argument("truncate to " + std::to_string(num_tokens) +
                                 " tokens, but the vTensor has only " +
@@ -176,7 +185,7 @@ void Scheduler::truncate(VTensorId id, size_t num_tokens) {
 }
 
 size_t Scheduler::record_prefix(VTensorId id, std::span<const Token> tokens) {
-  VTensor& vtensor = live(id);
+  VTensor& vtensor = resident(id);
   if (tokens.size() > vtensor.num_tokens) {
     throw std::invalid_argument("record_prefix of " + std::to_string(tokens.size()) +
                                 " tokens, but the vTensor has only " +

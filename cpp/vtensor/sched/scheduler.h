@@ -22,6 +22,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -30,6 +31,7 @@
 #include "vtensor/ops/prefix.h"
 #include "vtensor/pool/pool.h"
 #include "vtensor/sched/growth.h"
+#include "vtensor/sched/swap_store.h"
 #include "vtensor/sched/vtensor.h"
 
 namespace vtensor {
@@ -48,7 +50,10 @@ struct SchedulerCounters {
   size_t chunks_aliased = 0;
   size_t chunks_copied = 0;
   size_t chunks_evicted = 0;
-  size_t chunks_adopted = 0;  // reused in place, in a parked slot
+  size_t chunks_adopted = 0;       // reused in place, in a parked slot
+  size_t chunks_deduplicated = 0;  // given up for equal chunks of a recorded prefix
+  size_t chunks_swapped_out = 0;
+  size_t chunks_swapped_in = 0;
 };
 
 class Scheduler {
@@ -83,6 +88,25 @@ class Scheduler {
   // Records tokens [0, tokens.size()) of the vTensor. Returns how many were new.
   size_t record_prefix(VTensorId id, std::span<const Token> tokens);
 
+  // Remaps full rows of `tokens` that the rTree holds in other chunks onto those. Returns the
+  // number of chunks given up. Requires: no kernel reads the vTensor.
+  size_t dedup(VTensorId id, std::span<const Token> tokens);
+
+  // Moves the contents of a vTensor to the store and gives its chunks up; it keeps its slot.
+  // False: the store is too full, nothing changed. Requires: not busy.
+  bool swap_out(VTensorId id, SwapStore& store);
+  // Brings them back to the same addresses; whole rows of `tokens` (may be empty) that are
+  // recorded are aliased. False: memory is short, nothing changed.
+  bool swap_in(VTensorId id, std::span<const Token> tokens, SwapStore& store);
+  // Saves every chunk and gives all memory back; page tables and the rTree stay. Returns bytes.
+  // Requires: no vTensor is busy, no views. Until wake() nothing else may be called.
+  size_t sleep(SwapStore& store);
+  void wake(SwapStore& store);
+  bool is_asleep() const { return is_asleep_; }
+  // Forgets everything that sleeps, vTensors and prefixes. The pool is empty and awake then.
+  void discard_sleep(SwapStore& store);
+  void forget_swapped(VTensor& vtensor, SwapStore& store);
+
   // Makes `num_chunks` chunks claimable (`created`: even without creating any). False: short.
   bool make_claimable(size_t num_chunks, bool created = false);
   // Chunks that make_claimable() could reach.
@@ -96,6 +120,8 @@ class Scheduler {
   // Throws ReleasedError for a vTensor of the past, std::out_of_range for an id never given out.
   VTensor& live(VTensorId id);
   const VTensor& live(VTensorId id) const { return const_cast<Scheduler*>(this)->live(id); }
+  // As live(), and std::invalid_argument for one that is swapped out.
+  VTensor& resident(VTensorId id);
   const VTensor& live_in(SlotId slot) const { return vtensors_[slot]; }  // Requires: slot is live.
   bool is_live(VTensorId id) const;
   std::vector<VTensorId> live_ids() const;
@@ -133,6 +159,13 @@ class Scheduler {
   void settle_slot(SlotId slot);
   void stamp(const VTensor& vtensor);
 
+  void replace_rows(VTensor& vtensor, size_t begin, size_t end, std::span<const ChunkId> table);
+  void fill_swapped(VTensor& vtensor, std::span<const ChunkId> aliased, std::vector<Claim>& claims,
+                    const SwapStore& store);
+  size_t bytes_to_save(ChunkId id) const;
+  void unmap_all_slots();
+  void map_slot(SlotId slot);
+
   bool take_tail(VTensor& vtensor);
   void update_write_limit(VTensor& vtensor) const;
   GrowthPart outline(const VTensor& vtensor, size_t num_tokens) const;
@@ -155,6 +188,8 @@ class Scheduler {
   std::vector<VTensor> vtensors_;  // by slot; of the past where the slot is not live
   std::unordered_set<ChunkId> claimed_;
   uint64_t plan_ = 0;
+  bool is_asleep_ = false;
+  std::unordered_map<ChunkId, SwapStore::Ticket> asleep_;
 };
 
 }  // namespace vtensor

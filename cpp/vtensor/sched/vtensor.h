@@ -14,8 +14,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "vtensor/pool/vset.h"
+#include "vtensor/sched/swap_store.h"
 
 namespace vtensor {
 
@@ -29,6 +31,8 @@ struct VTensor {
   size_t own_row = 0;
   size_t write_limit = 0;
   bool tail_shared = false;  // the tail row is an alias; own it before writing
+  bool is_swapped = false;  // its contents are in the swap store, nothing is mapped
+  std::vector<SwapStore::Ticket> swapped;  // one a chunk, row-major
   bool busy = false;         // a growth of it is under way without the manager's mutex
   uint64_t plan = 0;         // the last plan_extend() that named it
   uint64_t tenant = 0;
