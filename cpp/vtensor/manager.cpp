@@ -104,6 +104,12 @@ void Manager::wait_until_idle(Lock& lock, std::span<const VTensorId> ids) {
   if (closed_) throw ReleasedError("the manager is closed");
 }
 
+// Waits until the worker holds no chunk in its hands.
+void Manager::wait_until_quiet(Lock& lock) {
+  settled_.wait(lock, [this] { return scheduler_.claimed().empty(); });
+  if (closed_) throw ReleasedError("the manager is closed");
+}
+
 void Manager::expire_pins() {
   if (!pool_.rtree.pins().empty()) pool_.rtree.expire_pins(steady_now_ns());
 }
@@ -191,6 +197,32 @@ void Manager::pre_extend(std::vector<VTensorId> ids, std::vector<size_t> num_tok
     if (pool_.geometry.rows_for(wanted) <= mapped) continue;
     worker_.post([this, id = ids[i], wanted] { pre_extend_one(id, wanted); });
   }
+  if (!chores_posted_ && scheduler_.next_chore()) {
+    chores_posted_ = true;
+    worker_.post([this] { do_chores(); });
+  }
+}
+
+void Manager::do_chores() {
+  Lock held(mutex_);
+  chores_posted_ = false;
+  while (!closed_ && !scheduler_.is_asleep()) {
+    std::optional<Chore> chore = scheduler_.plan_chore();
+    if (!chore) return;
+    held.unlock();
+    const int64_t start_ns = steady_now_ns();
+    bool failed = false;
+    try {
+      chore->run(*pool_.driver, pool_.geometry.chunk_bytes);
+    } catch (const std::exception&) {
+      failed = true;  // whoever needs the chunk meets the error in its own thread
+    }
+    held.lock();
+    hidden_ns_ += static_cast<uint64_t>(steady_now_ns() - start_ns);
+    scheduler_.finish_chore(*chore);
+    settled_.notify_all();
+    if (failed) return;
+  }
 }
 
 void Manager::pre_extend_one(VTensorId id, size_t num_tokens) {
@@ -270,9 +302,8 @@ bool Manager::try_swap_in(VTensorId id, std::span<const Token> tokens) {
 }
 
 size_t Manager::sleep(const std::string& directory) {
-  drain();
   Lock held = lock();
-  wait_until_idle(held, scheduler_.live_ids());
+  wait_until_quiet(held);
   size_t num_views = 0;
   for (SlotId slot = 0; slot < pool_.vset.num_slots(); ++slot) num_views += pool_.vset[slot].num_views;
   if (num_views > 0) {
@@ -309,7 +340,8 @@ size_t Manager::evict(size_t num_bytes) {
 }
 
 size_t Manager::trim() {
-  const Lock held = lock();
+  Lock held = lock();
+  wait_until_quiet(held);
   return scheduler_.trim();
 }
 
@@ -319,7 +351,8 @@ size_t Manager::memory_budget_bytes() const {
 }
 
 void Manager::set_memory_budget_bytes(size_t budget_bytes) {
-  const Lock held = lock();
+  Lock held = lock();
+  wait_until_quiet(held);
   const size_t chunks = budget_chunks_of(budget_bytes, pool_.geometry);
   expire_pins();
   if (scheduler_.set_budget_chunks(chunks)) return;

@@ -62,7 +62,8 @@ class Manager : public std::enable_shared_from_this<Manager> {
   bool try_extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);
   // As try_extend(), but throws OutOfMemoryError with bytes asked, obtainable and budget.
   void extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);
-  // Maps ahead of need on the worker. Never fails, never waits.
+  // Maps ahead of need on the worker, which then does its chores: scrubbing, creating, giving back.
+  // Never fails, never waits.
   void pre_extend(std::vector<VTensorId> ids, std::vector<size_t> num_tokens);
   // Returns when the worker has nothing left to do.
   void drain();
@@ -118,8 +119,10 @@ class Manager : public std::enable_shared_from_this<Manager> {
   Lock lock() const;        // Throws when closed or asleep.
   Lock lock_awake_or_not() const;  // Throws when closed.
   void wait_until_idle(Lock& lock, std::span<const VTensorId> ids);
+  void wait_until_quiet(Lock& lock);
   bool grow(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);
   void pre_extend_one(VTensorId id, size_t num_tokens);
+  void do_chores();
   void end_view(SlotId slot) noexcept;
   TensorView make_view(size_t layer, KV which) const;
   void expire_pins();
@@ -136,6 +139,7 @@ class Manager : public std::enable_shared_from_this<Manager> {
   uint64_t exposed_ns_ = 0;
   uint64_t hidden_ns_ = 0;
   size_t pre_extend_failures_ = 0;
+  bool chores_posted_ = false;
   std::string last_shortage_;
   mutable std::mutex mutex_;
   std::condition_variable settled_;  // some vTensor is no longer busy

@@ -345,6 +345,8 @@ class VTensorManager:
         pre_extend: let :meth:`pre_extend` map in the background; False makes it do nothing.
         alias: share prefixes by mapping; False copies them, as a baseline.
         dedup: when a prefix is recorded that was computed twice, map both onto one set of chunks.
+        eager: bytes of clean free chunks that the worker keeps ready (eager allocation).
+        max_free: free bytes beyond which the worker gives chunks back; None: it keeps them.
         swap_space: bound on host bytes of swapped-out vTensors, a number or text; 0: no swapping.
         swap_directory: where swapped KV goes, as an unlinked file; None: host memory.
         from_dlpack: applied to each tensor view. Default: ``torch.from_dlpack`` where torch is
@@ -365,6 +367,8 @@ class VTensorManager:
         pre_extend: bool = True,
         alias: bool = True,
         dedup: bool = True,
+        eager: int | str = 0,
+        max_free: int | str | None = None,
         swap_space: int | str = 0,
         swap_directory: str | None = None,
         from_dlpack: Callable[[Any], Any] | None = None,
@@ -382,6 +386,9 @@ class VTensorManager:
         options.pre_extend = pre_extend
         options.alias = alias
         options.dedup = dedup
+        options.eager_chunks = -(-parse_bytes(eager, "eager") // options.chunk_bytes)
+        if max_free is not None:
+            options.max_free_chunks = parse_bytes(max_free, "max_free") // options.chunk_bytes
         options.swap_space_bytes = parse_bytes(swap_space, "swap_space")
         options.swap_directory = swap_directory or ""
         self.chunk_bytes: int = options.chunk_bytes

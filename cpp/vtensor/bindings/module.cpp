@@ -153,7 +153,13 @@ void bind_values(nb::module_& m) {
           [](ManagerOptions& o, bool park) { o.scheduler.park = park; })
       .def_prop_rw(
           "alias", [](const ManagerOptions& o) { return o.scheduler.alias; },
-          [](ManagerOptions& o, bool alias) { o.scheduler.alias = alias; });
+          [](ManagerOptions& o, bool alias) { o.scheduler.alias = alias; })
+      .def_prop_rw(
+          "eager_chunks", [](const ManagerOptions& o) { return o.scheduler.eager_chunks; },
+          [](ManagerOptions& o, size_t chunks) { o.scheduler.eager_chunks = chunks; })
+      .def_prop_rw(
+          "max_free_chunks", [](const ManagerOptions& o) { return o.scheduler.max_free_chunks; },
+          [](ManagerOptions& o, size_t chunks) { o.scheduler.max_free_chunks = chunks; });
 }
 
 void bind_snapshot(nb::module_& m) {

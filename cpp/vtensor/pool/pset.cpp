@@ -12,23 +12,37 @@ void PSet::change(ChunkId id, Change&& apply) {
   num_evictable_ -= static_cast<size_t>(was_evictable);
   if (chunk.refs() == 0) {
     chunk.appender = kNoVTensor;
-    free_.insert(id);
+    put_back(id);
   }
 }
 
+void PSet::take_out(ChunkId id) {
+  if (dirty_free_.contains(id)) dirty_free_.erase(id);
+}
+
 ChunkId PSet::claim() {
-  ChunkId id;
-  if (!free_.empty()) {
-    id = free_.pop_lowest();
-  } else {
-    if (absent_.empty()) {
-      absent_.insert(static_cast<ChunkId>(chunks_.size()));
-      chunks_.emplace_back();
-    }
-    id = absent_.pop_lowest();
-    chunks_[id] = Chunk{};
-    ++num_created_;
+  if (free_.empty()) return claim_absent();
+  const ChunkId id = free_.pop_lowest();
+  take_out(id);
+  chunks_[id].table_refs = 1;
+  return id;
+}
+
+ChunkId PSet::claim_absent() {
+  if (absent_.empty()) {
+    absent_.insert(static_cast<ChunkId>(chunks_.size()));
+    chunks_.emplace_back();
   }
+  const ChunkId id = absent_.pop_lowest();
+  chunks_[id] = Chunk{};
+  chunks_[id].table_refs = 1;
+  ++num_created_;
+  return id;
+}
+
+ChunkId PSet::claim_dirty() {
+  const ChunkId id = dirty_free_.pop_lowest();
+  free_.erase(id);
   chunks_[id].table_refs = 1;
   return id;
 }
@@ -66,9 +80,16 @@ void PSet::drop_pin(ChunkId id) {
   change(id, [](Chunk& chunk) { --chunk.pins; });
 }
 
-ChunkId PSet::take_free() { return free_.pop_highest(); }
+ChunkId PSet::take_free() {
+  const ChunkId id = free_.pop_highest();
+  take_out(id);
+  return id;
+}
 
-void PSet::put_back(ChunkId id) { free_.insert(id); }
+void PSet::put_back(ChunkId id) {
+  free_.insert(id);
+  if (chunks_[id].dirty_bytes > 0) dirty_free_.insert(id);
+}
 
 void PSet::forget(ChunkId id) {
   chunks_[id] = Chunk{};

@@ -57,6 +57,7 @@ class PSet {
   size_t num_created() const { return num_created_; }  // claimed for creation counts as created
   size_t num_free() const { return free_.size(); }
   size_t num_referenced() const { return num_created_ - free_.size(); }
+  size_t num_dirty_free() const { return dirty_free_.size(); }
   size_t num_evictable() const { return num_evictable_; }  // held by unpinned rTree entries alone
   // Chunks that a claim can have without taking anything from anybody.
   size_t num_claimable() const { return free_.size() + (budget_chunks_ - num_created_); }
@@ -65,6 +66,10 @@ class PSet {
   // under the budget (created == false: the caller creates it before use).
   // Requires: num_claimable() > 0.
   ChunkId claim();
+  // Claims an absent chunk though free ones are left. Requires: num_created() < budget_chunks().
+  ChunkId claim_absent();
+  // Claims a free chunk that holds old data. Requires: num_dirty_free() > 0.
+  ChunkId claim_dirty();
   // Undoes the creation part of a claim whose driver call failed, and drops its table reference.
   void unclaim(ChunkId id);
 
@@ -82,11 +87,13 @@ class PSet {
   void forget(ChunkId id);
 
  private:
+  void take_out(ChunkId id);
   template <typename Change>
   void change(ChunkId id, Change&& apply);
 
   std::vector<Chunk> chunks_;
   IdSet free_;
+  IdSet dirty_free_;  // of free_, those with dirty bytes
   IdSet absent_;  // ids below chunks_.size() without memory
   size_t budget_chunks_;
   size_t num_created_ = 0;

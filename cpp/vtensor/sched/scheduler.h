@@ -30,6 +30,7 @@
 #include "vtensor/ops/mapping.h"
 #include "vtensor/ops/prefix.h"
 #include "vtensor/pool/pool.h"
+#include "vtensor/sched/chore.h"
 #include "vtensor/sched/growth.h"
 #include "vtensor/sched/swap_store.h"
 #include "vtensor/sched/vtensor.h"
@@ -40,6 +41,8 @@ struct SchedulerOptions {
   ScrubPolicy scrub = ScrubPolicy::kOwner;
   bool park = true;   // released slots stay mapped for the next vTensor (deferred reclamation)
   bool alias = true;  // false: prefixes and forks are copied, chunk by chunk
+  size_t eager_chunks = 0;  // clean free chunks that upkeep keeps ready (eager allocation)
+  size_t max_free_chunks = SIZE_MAX;  // free chunks beyond this go back to the system
 };
 
 // Totals since the start; see docs/metrics.md.
@@ -81,6 +84,12 @@ class Scheduler {
   Growth plan_pre_extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);
   void commit(Growth& growth);
   void abandon(Growth& growth);
+
+  // The most urgent piece of upkeep, or nothing: to be run without the mutex, one at a time.
+  std::optional<Chore> plan_chore();
+  std::optional<Chore::Kind> next_chore() const;
+  // After the chore has run, or failed to.
+  void finish_chore(const Chore& chore);
 
   // Lowers the declared length. Rows that others see are given up, so that they are not rewritten.
   // Requires: not busy.
