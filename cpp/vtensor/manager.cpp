@@ -238,6 +238,7 @@ void Manager::pre_extend_one(VTensorId id, size_t num_tokens) {
     const auto spent_ns = static_cast<uint64_t>(steady_now_ns() - start_ns);
     held.lock();
     hidden_ns_ += spent_ns;
+    pre_extended_rows_ += growth.num_claims() / pool_.geometry.num_planes;
     scheduler_.commit(growth);
   } catch (const std::exception& failure) {
     // The step that needs these rows maps them itself, or meets the same error in its own thread.

@@ -98,6 +98,9 @@ class Manager : public std::enable_shared_from_this<Manager> {
   TensorView view(VTensorId id, size_t layer, KV which);
   TensorView arena(size_t layer, KV which);
 
+  // Cheap enough for every step, unlike stats().
+  MappingTimes mapping_times() const;
+  size_t obtainable_bytes() const;
   VTensorInfo info(VTensorId id) const;
   Snapshot snapshot() const;
   Stats stats() const;
@@ -138,6 +141,7 @@ class Manager : public std::enable_shared_from_this<Manager> {
   bool closed_ = false;
   uint64_t exposed_ns_ = 0;
   uint64_t hidden_ns_ = 0;
+  size_t pre_extended_rows_ = 0;
   size_t pre_extend_failures_ = 0;
   bool chores_posted_ = false;
   std::string last_shortage_;

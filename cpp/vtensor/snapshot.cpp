@@ -64,6 +64,17 @@ struct MappedTotals {
 
 }  // namespace
 
+MappingTimes Manager::mapping_times() const {
+  const Lock held(mutex_);
+  return {static_cast<double>(exposed_ns_) / 1e3, static_cast<double>(hidden_ns_) / 1e3,
+          pre_extended_rows_};
+}
+
+size_t Manager::obtainable_bytes() const {
+  const Lock held = lock();
+  return scheduler_.num_obtainable() * pool_.geometry.chunk_bytes;
+}
+
 VTensorInfo Manager::info(VTensorId id) const {
   const Lock held = lock();
   return describe(pool_, scheduler_.live(id));

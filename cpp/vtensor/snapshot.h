@@ -52,6 +52,13 @@ struct Snapshot {
   std::vector<PrefixInfo> prefixes;
 };
 
+// How long driver work took, since the start.
+struct MappingTimes {
+  double exposed_us = 0;  // callers waited for it
+  double hidden_us = 0;   // on the worker
+  size_t pre_extended_rows = 0;
+};
+
 // Bytes are of now, counts are totals since the start.
 struct Stats {
   size_t reserved_bytes = 0;  // virtual: all arenas

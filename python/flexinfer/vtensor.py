@@ -30,6 +30,7 @@ __all__ = [
     "ChunkInfo",
     "DriverCalls",
     "KVSpec",
+    "MappingTimes",
     "PrefixInfo",
     "Snapshot",
     "Stats",
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 ChunkInfo = _vtensor.ChunkInfo
+MappingTimes = _vtensor.MappingTimes
 PrefixInfo = _vtensor.PrefixInfo
 Snapshot = _vtensor.Snapshot
 VTensorInfo = _vtensor.VTensorInfo
@@ -514,7 +516,7 @@ class VTensorManager:
     @property
     def available_bytes(self) -> int:
         """Bytes that extend() could still have: free, parked, evictable and not yet created."""
-        return self.stats().obtainable_bytes
+        return self._core.obtainable_bytes()
 
     @property
     def num_free_slots(self) -> int:
@@ -566,6 +568,10 @@ class VTensorManager:
         return self._from_dlpack(self._core.arena(_layer(layer), which, self.spec.dtype))
 
     # --------------------------------------------------------------------------------- insight
+
+    def mapping_times(self) -> MappingTimes:
+        """Exposed and hidden microseconds of driver work so far; cheap enough for every step."""
+        return self._core.mapping_times()
 
     def stats(self) -> Stats:
         """All numbers at this moment."""

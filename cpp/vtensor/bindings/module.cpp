@@ -163,6 +163,10 @@ void bind_values(nb::module_& m) {
 }
 
 void bind_snapshot(nb::module_& m) {
+  nb::class_<MappingTimes>(m, "MappingTimes")
+      .def_ro("exposed_us", &MappingTimes::exposed_us)
+      .def_ro("hidden_us", &MappingTimes::hidden_us)
+      .def_ro("pre_extended_rows", &MappingTimes::pre_extended_rows);
   nb::class_<ChunkInfo>(m, "ChunkInfo")
       .def_ro("id", &ChunkInfo::id)
       .def_ro("refs", &ChunkInfo::refs)
@@ -313,6 +317,8 @@ void bind_manager(nb::module_& m) {
       .def("set_memory_budget_bytes", &Manager::set_memory_budget_bytes, "budget_bytes"_a,
            GilRelease())
       .def("bytes_for", &Manager::bytes_for, "num_tokens"_a)
+      .def("mapping_times", &Manager::mapping_times, GilRelease())
+      .def("obtainable_bytes", &Manager::obtainable_bytes, GilRelease())
       .def("info", &Manager::info, "id"_a, GilRelease())
       .def("snapshot", &Manager::snapshot, GilRelease())
       .def("stats", [](const Manager& self) {
