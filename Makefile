@@ -1,0 +1,51 @@
+# What CI and people run alike. Each target says what it does, is quick the second time and ends with a
+# verdict; the work is in scripts/. A fresh machine needs python3 >= 3.10, a C++20 compiler and make.
+#
+# Settings:  PYTHON=python3.12   JOBS=8   ARGS='...' (demo)   PYTEST_ARGS='-k prefix' (test)   BENCH=manager
+
+SHELL := /bin/bash
+export PYTHON JOBS PYTEST_ARGS
+MAKEFLAGS += --no-print-directory
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow sanitize lint format stubs map bench docs dev clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+demo: ## set up all that is needed and run the demo: six-turn chats that share memory
+	@scripts/demo.sh $(ARGS)
+
+test: ## set up, build, run the C++ tests (ctest) and the Python tests (pytest)
+	@scripts/test.sh
+
+test-slow: ## the Python tests marked slow
+	@scripts/test.sh slow
+
+sanitize: ## the C++ tests under ASan+UBSan and under TSan
+	@scripts/sanitize.sh
+
+lint: ## ruff, mypy, clang-format, clang-tidy
+	@scripts/lint.sh
+
+format: ## let ruff and clang-format repair what they can, then lint
+	@scripts/lint.sh --fix
+
+stubs: ## refresh python/flexinfer/_vtensor.pyi after a change of the bindings
+	@scripts/stubs.sh
+
+map: ## add new source files to docs/module_map.md
+	@$${PYTHON:-python3} scripts/module_map.py
+
+bench: ## run the benchmarks; numbers go to build/bench/*.json
+	@scripts/bench.sh $(BENCH)
+
+docs: ## build the documentation site into build/site
+	@scripts/docs.sh
+
+dev: ## only set up .venv: editable flexinfer and all tools
+	@scripts/setup_venv.sh dev
+
+clean: ## remove what was built; .venv stays (rm -rf .venv removes it)
+	rm -rf build dist .hypothesis .venv/.ready-*
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
