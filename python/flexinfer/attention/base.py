@@ -1,0 +1,127 @@
+"""Interface of attention implementations, and what they are told about a step.
+
+A step is a flat batch: the tokens of all its requests one after the other, without padding.
+
+    decodes (one token each)      prefills (chunks of any length)
+    | r0 | r1 | r2 | ... |        |    r7    |       r8        | ...
+    0    1    2    3     num_decodes         ...               num_tokens
+
+KV stands in the arena: of request i, token j is row [slot_i, j] of each layer's K and V.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """The arena of one layer. Strided: only the last dimension is sure to be dense."""
+
+    k: torch.Tensor
+    """[max_requests, max_seq_len, num_kv_heads, head_dim]"""
+    v: torch.Tensor
+    """Same shape, dtype and device as `k`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The tokens of one request in the batch."""
+
+    slot: int
+    row: int
+    """Index of its first token in the flat batch."""
+    start: int
+    """Position of its first token in the request: so many tokens have KV already."""
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """One step: `segments` in the order of the batch, one-token segments first."""
+
+    segments: Sequence[Segment]
+    num_decodes: int
+    """The first so many segments have one token."""
+    decode_slots: torch.Tensor
+    """[num_decodes] int64, on the arena's device."""
+    decode_positions: torch.Tensor
+    """[num_decodes] int64."""
+
+    @classmethod
+    def build(cls, segments: Sequence[Segment], device: torch.device) -> AttentionMetadata:
+        num_decodes = sum(1 for segment in segments if segment.num_tokens == 1)
+        decodes = segments[:num_decodes]
+        return cls(
+            segments=segments,
+            num_decodes=num_decodes,
+            decode_slots=torch.tensor([s.slot for s in decodes], dtype=torch.int64, device=device),
+            decode_positions=torch.tensor(
+                [s.start for s in decodes], dtype=torch.int64, device=device
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What a layer asks for besides plain causal attention."""
+
+    scaling: float | None = None
+    """Factor of the scores; None: head_dim ** -0.5."""
+    sliding_window: int | None = None
+    """A token sees itself and the so many minus one tokens before it."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(score / softcap)."""
+    sinks: torch.Tensor | None = None
+    """[num_heads]: a score for each head that takes part in the softmax and has no value."""
+
+
+class AttentionBackend(ABC):
+    """Writes a step's KV into the arena and attends over it. Not thread-safe."""
+
+    def __init__(self, layers: Sequence[LayerKV]) -> None:
+        self.layers = layers
+
+    @abstractmethod
+    def forward(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Store key and value, return the attention output.
+
+        query: [num_heads, num_tokens, head_dim]; key, value: [num_kv_heads, num_tokens, head_dim],
+        any strides, the arena's dtype. Returns [num_tokens, num_heads, head_dim], contiguous.
+        REQUIRES: the arena is backed for each segment up to its end.
+        """
+
+
+def store_kv(
+    layer: LayerKV, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
+) -> None:
+    """Write the step's KV: one scatter for all decodes, one copy for each prefill chunk.
+
+    key, value: [num_kv_heads, num_tokens, head_dim].
+    """
+    key, value = key.transpose(0, 1), value.transpose(0, 1)
+    num_decodes = metadata.num_decodes
+    if num_decodes:
+        where = (metadata.decode_slots, metadata.decode_positions)
+        layer.k.index_put_(where, key[:num_decodes])
+        layer.v.index_put_(where, value[:num_decodes])
+    for s in metadata.segments[num_decodes:]:
+        rows = slice(s.row, s.row + s.num_tokens)
+        layer.k[s.slot, s.start : s.end] = key[rows]
+        layer.v[s.slot, s.start : s.end] = value[rows]

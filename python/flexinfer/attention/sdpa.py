@@ -1,0 +1,200 @@
+"""Attention by torch's scaled_dot_product_attention, one call a request: the reference.
+
+K and V are read where they stand: the CPU flash kernel takes strided [heads, tokens, dim] views,
+so nothing is copied or expanded. Two facts shape the code (measured on CPU):
+- one query row a head is slow (4-11x in bfloat16): the query heads of a KV head become rows;
+- `is_causal=True` aligns top left, which is wrong when a prefix is cached: blocks of query rows
+  get a slice of one banded mask instead, and skip the keys that none of their rows sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from flexinfer.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionOptions,
+    LayerKV,
+    Segment,
+    store_kv,
+)
+
+QUERY_BLOCK = 256
+"""Query rows of a masked call."""
+
+
+class SdpaAttention(AttentionBackend):
+    """REQUIRES: K and V of one head_dim; num_heads a multiple of num_kv_heads."""
+
+    def __init__(self, layers: Sequence[LayerKV]) -> None:
+        super().__init__(layers)
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def forward(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        layer = self.layers[layer_idx]
+        store_kv(layer, key, value, metadata)
+        num_heads, num_tokens, head_dim = query.shape
+        output = query.new_empty(num_tokens, num_heads, head_dim)
+        exact = options.softcap is not None or options.sinks is not None
+        for i, s in enumerate(metadata.segments):
+            if i < metadata.num_decodes and not exact:
+                self._decode(layer, query, output, s, options)
+            elif s.start == 0 and not exact and fits_window(s, options):
+                self._prefill(layer, query, output, s, options)
+            else:
+                self._blocks(layer, query, output, s, options, exact)
+        return output
+
+    def _decode(
+        self,
+        layer: LayerKV,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        s: Segment,
+        options: AttentionOptions,
+    ) -> None:
+        """One token: it sees all keys of its window, so there is no mask."""
+        first = 0 if options.sliding_window is None else max(0, s.end - options.sliding_window)
+        k, v = head_views(layer, s.slot, first, s.end)
+        num_heads, _, head_dim = query.shape
+        grouped = query[:, s.row].reshape(1, k.shape[1], num_heads // k.shape[1], head_dim)
+        attended = scaled_dot_product_attention(grouped, k, v, scale=options.scaling)
+        output[s.row] = attended.view(num_heads, head_dim)
+
+    def _prefill(
+        self,
+        layer: LayerKV,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        s: Segment,
+        options: AttentionOptions,
+    ) -> None:
+        """A prompt from its first token: plain causal."""
+        k, v = head_views(layer, s.slot, 0, s.end)
+        rows = slice(s.row, s.row + s.num_tokens)
+        attended = scaled_dot_product_attention(
+            query[None, :, rows],
+            k,
+            v,
+            is_causal=True,
+            scale=options.scaling,
+            enable_gqa=query.shape[0] != k.shape[1],
+        )
+        output[rows] = attended[0].transpose(0, 1)
+
+    def _blocks(
+        self,
+        layer: LayerKV,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        s: Segment,
+        options: AttentionOptions,
+        exact: bool,
+    ) -> None:
+        """The general case, in blocks of query rows with an explicit mask."""
+        for start in range(s.start, s.end, QUERY_BLOCK):
+            end = min(start + QUERY_BLOCK, s.end)
+            window = options.sliding_window
+            first = 0 if window is None else max(0, start + 1 - window)
+            k, v = head_views(layer, s.slot, first, end)
+            mask = self._mask(query, start, end, first, window)
+            rows = slice(s.row + start - s.start, s.row + end - s.start)
+            q = query[None, :, rows]
+            if exact:
+                attended = exact_attention(q, k, v, mask, options)
+            else:
+                attended = scaled_dot_product_attention(
+                    q,
+                    k,
+                    v,
+                    attn_mask=mask,
+                    scale=options.scaling,
+                    enable_gqa=q.shape[1] != k.shape[1],
+                )
+            output[rows] = attended[0].transpose(0, 1)
+
+    def _mask(
+        self, query: torch.Tensor, start: int, end: int, first: int, window: int | None
+    ) -> torch.Tensor:
+        """[end - start, end - first] of 0 and -inf: query rows [start, end), keys [first, end).
+
+        A slice of one band [QUERY_BLOCK, width] in which row i sees the columns
+        (i + offset - window, i + offset]: whatever the position, the picture is the same.
+        """
+        offset = start - first
+        band = self._masks.get(window)
+        if band is None or band.shape[1] < offset + QUERY_BLOCK or band.dtype != query.dtype:
+            width = offset + 1024 + QUERY_BLOCK
+            band = make_band(width, window, query.dtype, query.device)
+            self._masks[window] = band
+        zero = band.shape[1] - QUERY_BLOCK
+        return band[: end - start, zero - offset : zero - offset + end - first]
+
+
+def fits_window(s: Segment, options: AttentionOptions) -> bool:
+    return options.sliding_window is None or s.end <= options.sliding_window
+
+
+def head_views(
+    layer: LayerKV, slot: int, first: int, end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of tokens [first, end) as [1, num_kv_heads, end - first, head_dim], not copied."""
+    return (
+        layer.k[slot, first:end].transpose(0, 1)[None],
+        layer.v[slot, first:end].transpose(0, 1)[None],
+    )
+
+
+def make_band(
+    width: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """[QUERY_BLOCK, width] of 0 and -inf: row i sees columns (i + zero - window, i + zero].
+
+    zero = width - QUERY_BLOCK.
+    """
+    row = torch.arange(QUERY_BLOCK, device=device)[:, None] + (width - QUERY_BLOCK)
+    column = torch.arange(width, device=device)[None, :]
+    hidden = column > row
+    if window is not None:
+        hidden |= column <= row - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+
+
+def exact_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """Attention written out, for soft-capped scores and sinks, which no fused CPU kernel has.
+
+    query: [1, num_heads, rows, dim]; key, value: [1, num_kv_heads, keys, dim];
+    mask: [rows, keys]. Returns [1, num_heads, rows, dim].
+    """
+    _, num_heads, num_rows, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    scaling = head_dim**-0.5 if options.scaling is None else options.scaling
+    q = query[0].reshape(num_kv_heads, -1, num_rows, head_dim)
+    scores = torch.matmul(q, key[0].transpose(1, 2)[:, None]) * scaling
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scores + mask
+    if options.sinks is not None:
+        sinks = options.sinks.to(scores.dtype).view(num_kv_heads, -1, 1, 1)
+        scores = torch.cat([scores, sinks.expand(-1, -1, num_rows, 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., : key.shape[2]]
+    attended = torch.matmul(weights.to(value.dtype), value[0][:, None])
+    return attended.reshape(1, num_heads, num_rows, head_dim)

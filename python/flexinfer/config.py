@@ -1,0 +1,113 @@
+"""Settings of the engine: frozen, checked where they are made, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+DEFAULT_MAX_NUM_SEQS = 64
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits and switches of the scheduler."""
+
+    max_model_len: int
+    """Most tokens of one request, prompt and output together."""
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
+    """Most requests that run at the same time: one slot of the arena each."""
+    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
+    """Most tokens that one step computes."""
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    """Split a long prompt over several steps; off: a prompt is computed in one step."""
+    wait_for_shared_prefix: bool = True
+    """A request waits for a running prefill of the same prefix instead of computing it twice."""
+    min_shared_tokens: int = 16
+    """Waiting pays only if at least this many tokens more become shareable."""
+    watermark: float = 0.01
+    """Fraction of the budget left free at admission, so that running requests can grow."""
+
+    def __post_init__(self) -> None:
+        _require_positive("max_model_len", self.max_model_len)
+        _require_positive("max_num_seqs", self.max_num_seqs)
+        _require_positive("max_num_batched_tokens", self.max_num_batched_tokens)
+        _require_positive("min_shared_tokens", self.min_shared_tokens)
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"watermark must be in [0, 1), got {self.watermark!r}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): each running request decodes one token a step"
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"without chunked prefill, max_num_batched_tokens ({self.max_num_batched_tokens}) "
+                f"must be at least max_model_len ({self.max_model_len}): a prompt is one step"
+            )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What a user may set; None means: derived from the model or the machine."""
+
+    model: Any
+    """A local folder, a hub id, or a loaded transformers model."""
+    tokenizer: Any = None
+    """A local folder, a hub id, or a loaded tokenizer; None: that of the model."""
+    skip_tokenizer_init: bool = False
+    dtype: Any = "auto"
+    device: str | None = None
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
+    max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    wait_for_shared_prefix: bool = True
+    kv_cache_memory_bytes: int | str | None = None
+    chunk_bytes: int | str | None = None
+    layers_per_plane: int | None = None
+    attention_backend: str = "sdpa"
+
+    def __post_init__(self) -> None:
+        _require_positive("max_num_seqs", self.max_num_seqs)
+        for name in ("max_model_len", "max_num_batched_tokens", "layers_per_plane"):
+            if getattr(self, name) is not None:
+                _require_positive(name, getattr(self, name))
+        for name in ("kv_cache_memory_bytes", "chunk_bytes"):
+            if not isinstance(getattr(self, name), (str, type(None))):
+                _require_positive(name, getattr(self, name))
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed must be an integer, got {self.seed!r}")
+        if self.dtype != "auto" and dtype_name(self.dtype) not in SUPPORTED_DTYPES:
+            choices = ", ".join(("auto", *SUPPORTED_DTYPES))
+            raise ValueError(f"dtype must be one of {choices}, got {self.dtype!r}")
+
+    def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
+        """The scheduler's part, for the `max_model_len` that was settled on."""
+        batched = self.max_num_batched_tokens
+        if batched is None:
+            batched = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, self.max_num_seqs)
+            if not self.enable_chunked_prefill:
+                batched = max(batched, max_model_len)
+        return SchedulerConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=batched,
+            enable_prefix_caching=self.enable_prefix_caching,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            wait_for_shared_prefix=self.wait_for_shared_prefix,
+        )
+
+
+def dtype_name(dtype: Any) -> str:
+    """'float32' for "float32", "torch.float32" and torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _require_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")

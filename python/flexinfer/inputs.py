@@ -1,0 +1,117 @@
+"""Inputs: from what a caller passes (text, tokens, messages) to checked token ids. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flexinfer.errors import RequestError, UnsupportedModelError
+from flexinfer.types import Conversation, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedPrompt:
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str = ""
+
+
+class InputProcessor:
+    """Tokenizes and checks prompts. `tokenizer` may be None: then prompts are token ids."""
+
+    def __init__(self, tokenizer: Any | None, vocab_size: int, max_model_len: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+
+    def parse(self, prompt: Prompt) -> ParsedPrompt:
+        """Raises RequestError for what is no prompt, is empty, or leaves no room for an output."""
+        if isinstance(prompt, Mapping):
+            return self._parse_mapping(prompt)
+        if isinstance(prompt, str):
+            return ParsedPrompt(prompt, self._tokenize(prompt))
+        return ParsedPrompt(None, self._check_ids(prompt))
+
+    def apply_chat_template(
+        self, messages: Conversation, chat_template: str | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Token ids of a conversation, by the tokenizer's chat template or the one given."""
+        tokenizer = self._require_tokenizer("chat")
+        if chat_template is None and getattr(tokenizer, "chat_template", None) is None:
+            raise RequestError(
+                "the model's tokenizer has no chat template: pass chat_template, or use generate"
+            )
+        ids: list[int] = tokenizer.apply_chat_template(
+            messages, chat_template=chat_template, tokenize=True, return_dict=False, **kwargs
+        )
+        return ids
+
+    def _parse_mapping(self, prompt: Mapping[str, Any]) -> ParsedPrompt:
+        salt = prompt.get("cache_salt") or ""
+        if not isinstance(salt, str):
+            raise RequestError(f"cache_salt must be a string, got {salt!r}")
+        if "prompt_token_ids" in prompt:
+            return ParsedPrompt(
+                prompt.get("prompt"), self._check_ids(prompt["prompt_token_ids"]), salt
+            )
+        if "prompt" in prompt:
+            return ParsedPrompt(prompt["prompt"], self._tokenize(prompt["prompt"]), salt)
+        raise RequestError(
+            f"a prompt needs 'prompt' or 'prompt_token_ids', got the keys {sorted(prompt)}"
+        )
+
+    def _tokenize(self, text: Any) -> list[int]:
+        if not isinstance(text, str):
+            raise RequestError(f"the text of a prompt must be a string, got {text!r}")
+        tokenizer = self._require_tokenizer("a prompt as text")
+        return self._check_ids(tokenizer(text).input_ids)
+
+    def _check_ids(self, token_ids: Any) -> list[int]:
+        ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+        if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
+            raise RequestError(f"a prompt must be text or token ids, got {token_ids!r}")
+        if not ids:
+            raise RequestError("the prompt is empty")
+        for token_id in ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise RequestError(f"a token id must be an integer, got {token_id!r}")
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(f"token id {token_id} is not in [0, {self.vocab_size})")
+        if len(ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, but max_model_len is "
+                f"{self.max_model_len}, prompt and output together"
+            )
+        return list(ids)
+
+    def _require_tokenizer(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise RequestError(f"{what} needs a tokenizer, and this engine has none")
+        return self.tokenizer
+
+
+def is_single_prompt(prompts: Any) -> bool:
+    """Whether `prompts` is one prompt rather than a sequence of them."""
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    if hasattr(prompts, "ndim"):
+        return bool(prompts.ndim == 1)
+    return len(prompts) > 0 and isinstance(prompts[0], int)
+
+
+def load_tokenizer(tokenizer: Any, model: Any) -> Any:
+    """The tokenizer of a path or hub id, or the one given; None for a model that names none."""
+    source = tokenizer if tokenizer is not None else model
+    if not isinstance(source, (str, os.PathLike)):
+        return tokenizer
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"no tokenizer can be loaded from {os.fspath(source)!r} ({error}); pass tokenizer=..., "
+            "or skip_tokenizer_init=True to work with token ids"
+        ) from error

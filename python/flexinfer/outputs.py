@@ -1,0 +1,79 @@
+"""What the engine gives back for a request. Names and fields are those of vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexinfer.types import FinishReason
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Natural logarithm of a token's probability under the model."""
+
+    logprob: float
+    rank: int | None = None
+    """1 is the most probable token of the vocabulary."""
+    decoded_token: str | None = None
+
+
+TokenLogprobs = dict[int, Logprob]
+"""Token id -> Logprob, of one position."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a request."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    """Sum over the generated tokens; None if log probabilities were not asked for."""
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    """None while the request runs."""
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended it; after an error, its message."""
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times (seconds, `time.monotonic`) and memory events of one request."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+    num_computed_tokens: int = 0
+    """Tokens that went through the model, recomputation included."""
+    chunks_aliased: int = 0
+    """Physical chunks that its admissions shared instead of filling."""
+    chunks_copied: int = 0
+    """Tail chunks copied because others share them; known when it leaves the running set."""
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        if self.first_token_time is None:
+            return None
+        return self.first_token_time - self.arrival_time
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """State of a request after a step; `SamplingParams.output_kind` says what it carries."""
+
+    request_id: str
+    prompt: str | None
+    """None if the prompt came as token ids."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int | None = None
+    """Prompt tokens whose KV was found in the prefix cache; None before the first step."""
+    prompt_logprobs: None = None

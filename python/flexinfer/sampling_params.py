@@ -1,0 +1,171 @@
+"""SamplingParams: how the tokens of one request are chosen and when it ends.
+
+Names, defaults and meaning are those of vLLM. Checked where it is made, without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+GREEDY_EPS = 1e-5
+"""A temperature below this is greedy (the logits would overflow)."""
+
+
+class RequestOutputKind(Enum):
+    """What each RequestOutput of a request carries."""
+
+    CUMULATIVE = 0
+    """Everything generated so far, at every step."""
+    DELTA = 1
+    """What is new since the previous output of the request."""
+    FINAL_ONLY = 2
+    """One output, when the request has ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling of one request.
+
+    Steps, in this order: logit_bias and min_tokens, repetition then frequency then presence
+    penalty, temperature, min_p, top_k, top_p. Log probabilities are those of the model itself,
+    before any of these steps.
+    """
+
+    n: int = 1
+    """Number of completions; only 1 here."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 or -1: all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches p, in (0, 1]."""
+    min_p: float = 0.0
+    """Drop tokens less probable than min_p times the most probable one."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that occur in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each occurrence in the output."""
+    seed: int | None = None
+    """Own random numbers, whatever else is in the batch; None: those of the engine."""
+    stop: str | Sequence[str] | None = None
+    """Strings that end the request."""
+    stop_token_ids: Sequence[int] | None = None
+    """Tokens that end the request, like the end-of-sequence token."""
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    """Most tokens to generate; None: as many as max_model_len admits."""
+    min_tokens: int = 0
+    """No stop token and no stop string counts before that many tokens."""
+    logprobs: int | None = None
+    """Report this many most probable tokens at each position (and the chosen one); -1: all."""
+    prompt_logprobs: int | None = None
+    """Not supported: the prefix cache skips the computation that would give them."""
+    logit_bias: Mapping[int, float] | None = None
+    """Token id -> value added to its logit, clamped to [-100, 100]."""
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
+    """`stop` as a tuple."""
+    stop_ids: frozenset[int] = field(init=False, repr=False, default=frozenset())
+    """`stop_token_ids` as a set."""
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop_strings", stop)
+        object.__setattr__(self, "stop_ids", frozenset(self.stop_token_ids or ()))
+        self._check_sampling()
+        self._check_ending()
+        self._check_reporting()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_EPS
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    def _check_sampling(self) -> None:
+        if _integer("n", self.n) != 1:
+            raise ValueError(f"n must be 1 (parallel sampling is not supported yet), got {self.n}")
+        _number("temperature", self.temperature, 0.0, math.inf, "at least 0 (0 is greedy)")
+        if _integer("top_k", self.top_k) < -1:
+            raise ValueError(f"top_k must be at least 1, or 0 or -1 for off, got {self.top_k}")
+        _number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]", low_open=True)
+        _number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
+        _number(
+            "repetition_penalty",
+            self.repetition_penalty,
+            0.0,
+            math.inf,
+            "greater than 0",
+            low_open=True,
+        )
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "in [-2, 2]")
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "in [-2, 2]")
+        if self.seed is not None and not -(2**63) <= _integer("seed", self.seed) < 2**63:
+            raise ValueError(f"seed must be a 64-bit integer, got {self.seed}")
+        for token_id, bias in (self.logit_bias or {}).items():
+            _token_id("logit_bias", token_id)
+            _number(f"logit_bias[{token_id}]", bias, -math.inf, math.inf, "a number")
+
+    def _check_ending(self) -> None:
+        if self.max_tokens is not None and _integer("max_tokens", self.max_tokens) < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if _integer("min_tokens", self.min_tokens) < 0:
+            raise ValueError(f"min_tokens must be at least 0, got {self.min_tokens}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens ({self.min_tokens}) must be at most max_tokens ({self.max_tokens})"
+            )
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop must hold non-empty strings, got {text!r}")
+        if self.stop_strings and not self.detokenize:
+            raise ValueError("stop strings need the text: detokenize must be True")
+        for token_id in self.stop_ids:
+            _token_id("stop_token_ids", token_id)
+
+    def _check_reporting(self) -> None:
+        if self.logprobs is not None and _integer("logprobs", self.logprobs) < -1:
+            raise ValueError(f"logprobs must be at least 0, or -1 for all, got {self.logprobs}")
+        if self.prompt_logprobs is not None:
+            raise ValueError(
+                f"prompt_logprobs is not supported, got {self.prompt_logprobs!r}: "
+                "only generated tokens have log probabilities"
+            )
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise ValueError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    return value
+
+
+def _token_id(name: str, value: Any) -> None:
+    if _integer(name, value) < 0:
+        raise ValueError(f"{name} must hold token ids (at least 0), got {value}")
+
+
+def _number(
+    name: str, value: Any, low: float, high: float, allowed: str, *, low_open: bool = False
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    if value < low or value > high or (low_open and value == low):
+        raise ValueError(f"{name} must be {allowed}, got {value}")

@@ -1,0 +1,31 @@
+"""Types of the public interface that belong to no single module. No dependencies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, TypedDict
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""Why a completion ended: a stop token or string; a length limit; the caller; a failure."""
+
+
+class _PromptOptions(TypedDict, total=False):
+    cache_salt: str
+    """Prefixes are shared only among prompts with the same salt (tenants never share)."""
+
+
+class TextPrompt(_PromptOptions):
+    """A prompt as text, to be tokenized with the model's special tokens."""
+
+    prompt: str
+
+
+class TokensPrompt(_PromptOptions):
+    """A prompt as token ids, used exactly as they are."""
+
+    prompt_token_ids: Sequence[int]
+
+
+Prompt: TypeAlias = "str | Sequence[int] | TextPrompt | TokensPrompt"
+ChatMessage = dict[str, object]
+Conversation = Sequence[ChatMessage]

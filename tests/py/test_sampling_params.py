@@ -1,0 +1,87 @@
+"""SamplingParams: what is refused names the field, the value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flexinfer import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("n", 2),
+        ("n", True),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("min_p", -0.01),
+        ("min_p", 1.01),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("seed", 1.0),
+        ("seed", 2**64),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("min_tokens", -1),
+        ("logprobs", -2),
+        ("prompt_logprobs", 1),
+        ("stop", [""]),
+        ("stop", [3]),
+        ("stop_token_ids", [-1]),
+        ("logit_bias", {-1: 0.0}),
+        ("logit_bias", {1: math.nan}),
+        ("output_kind", 1),
+    ],
+)
+def test_bad_value_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})
+
+
+def test_negative_max_tokens_message_gives_value_and_range() -> None:
+    with pytest.raises(ValueError, match=r"max_tokens must be at least 1, got -5"):
+        SamplingParams(max_tokens=-5)
+
+
+def test_min_tokens_above_max_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"min_tokens \(5\) must be at most max_tokens \(4\)"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+
+
+def test_stop_strings_without_text_are_refused() -> None:
+    with pytest.raises(ValueError, match="detokenize"):
+        SamplingParams(stop="x", detokenize=False)
+
+
+def test_defaults_are_vllms() -> None:
+    params = SamplingParams()
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (1.0, 1.0, 0, 16)
+
+
+@pytest.mark.parametrize("stop", ["ab", ["ab"], ("ab",)])
+def test_stop_may_be_one_string_or_many(stop: Any) -> None:
+    assert SamplingParams(stop=stop).stop_strings == ("ab",)
+
+
+def test_a_copy_with_changes_is_checked_too() -> None:
+    params = SamplingParams(stop_token_ids=[3])
+    assert replace(params, max_tokens=2).stop_ids == {3}
+    with pytest.raises(ValueError, match="top_p"):
+        replace(params, top_p=7.0)
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (1e-6, True), (0.1, False)])
+def test_tiny_temperature_is_greedy(temperature: float, greedy: bool) -> None:
+    assert SamplingParams(temperature=temperature).is_greedy is greedy
