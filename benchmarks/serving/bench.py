@@ -1,0 +1,124 @@
+"""Tokens per second and peak memory of FlexInfer against transformers, side by side.
+
+    python benchmarks/serving/bench.py --json serving.json
+    python benchmarks/serving/bench.py --sizes small,big --dtypes float32,bfloat16
+
+One process an engine, one at a time, the same prompts; repetitions alternate nothing: quote medians
+and ratios of one run, never a lone number. Greedy outputs are compared in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from engines import ENGINES
+from models import SIZES, make_model
+from workloads import WORKLOADS
+
+HERE = Path(__file__).parent
+
+
+def run_engine(engine: str, model: Path, args: argparse.Namespace, size: str, dtype: str) -> list:
+    """Rows of one engine; a failed engine gives a row with its error."""
+    command = [sys.executable, str(HERE / "engines.py"), engine, "--model", str(model)]
+    command += ["--size", size, "--dtype", dtype, "--workloads", args.workloads]
+    command += ["--repetitions", str(args.repetitions), "--threads", str(args.threads)]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(args.threads),
+        "MKL_NUM_THREADS": str(args.threads),
+        "GOMP_CPU_AFFINITY": f"0-{args.threads - 1}",
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode != 0:
+        error = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        rows.append({"engine": engine, "size": size, "dtype": dtype, "error": error[0]})
+    return rows
+
+
+def same_tokens(row: dict[str, Any], reference: dict[str, Any]) -> float:
+    """Fraction of tokens that equal the reference engine's."""
+    pairs = [
+        (a, b)
+        for ours, theirs in zip(row["outputs"], reference["outputs"], strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    print(
+        f"{'size':6} {'dtype':9} {'workload':10} {'engine':26} {'tokens/s':>9} {'ratio':>6} "
+        f"{'peak MiB':>9} {'KV MiB':>7} {'same':>6}"
+    )
+    for row in rows:
+        head = f"{row['size']:6} {row['dtype']:9} "
+        if "error" in row:
+            print(f"{head}{'':10} {row['engine']:26} FAILED: {row['error']}")
+            continue
+        print(
+            f"{head}{row['workload']:10} {row['engine']:26} {row['median_tokens_per_s']:9.1f} "
+            f"{row['ratio_to_flexinfer']:6.2f} {row['peak_resident_mib']:9.0f} "
+            f"{row.get('kv_resident_mib', float('nan')):7.1f} {row['same_tokens']:6.1%}"
+        )
+
+
+def summarise(rows: list[dict[str, Any]]) -> None:
+    """Adds medians, ratios to FlexInfer and token agreement; drops the tokens themselves."""
+    ours = {
+        (row["size"], row["dtype"], row["workload"]): row
+        for row in rows
+        if row["engine"] == "flexinfer" and "error" not in row
+    }
+    for row in rows:
+        if "error" in row:
+            continue
+        row["median_tokens_per_s"] = statistics.median(row["tokens_per_s"])
+    for row in rows:
+        reference = ours.get((row["size"], row["dtype"], row.get("workload")))
+        if "error" in row or reference is None:
+            continue
+        row["ratio_to_flexinfer"] = row["median_tokens_per_s"] / reference["median_tokens_per_s"]
+        row["same_tokens"] = same_tokens(row, reference)
+    for row in rows:
+        row.pop("outputs", None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", default="small", help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--models", type=Path, default=Path("build/bench/models"))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for size in args.sizes.split(","):
+        model = make_model(args.models, size)
+        for dtype in args.dtypes.split(","):
+            for engine in args.engines.split(","):
+                start = time.perf_counter()
+                rows += run_engine(engine, model, args, size, dtype)
+                took = time.perf_counter() - start
+                print(f"# {size} {dtype} {engine}: {took:.0f} s", file=sys.stderr, flush=True)
+    summarise(rows)
+    print_table(rows)
+    if args.json:
+        load = os.getloadavg()[0]
+        args.json.write_text(json.dumps({"load_average": load, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
