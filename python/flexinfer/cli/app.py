@@ -1,0 +1,140 @@
+"""The commands of `flexinfer` and their options. Each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexinfer.cli.fail import usage_errors
+from flexinfer.cli.replay import replay
+from flexinfer.cli.settings import EngineSettings
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="LLM serving on a KV cache made of virtual memory.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[
+    str | None,
+    typer.Option(help="Folder or hub id of a causal model; without it, the small one shipped."),
+]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto (the model's own).")]
+Device = Annotated[
+    str | None,
+    typer.Option(help="cpu, cuda, ...; without it, where the model loads."),
+]
+ChunkBytes = Annotated[
+    str | None,
+    typer.Option(help="Bytes of one physical chunk, such as 64KiB or 2MiB."),
+]
+LayersPerPlane = Annotated[
+    int | None,
+    typer.Option(help="1: each layer in ranges of its own; without it, all layers side by side."),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(help="Budget of KV memory, such as 256MiB; without it, half of what is free."),
+]
+Seed = Annotated[int, typer.Option(help="Of sampling; in the demo, also which conversations.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"flexinfer {version('flexinfer')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _flexinfer(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    model: Model = None,
+    conversations: Annotated[int, typer.Option(min=1, help="How many run together.")] = 4,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each conversation.")] = 6,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one answer.")] = 48,
+    dtype: Dtype = "float32",
+    device: Device = None,
+    chunk_bytes: ChunkBytes = None,
+    layers_per_plane: LayersPerPlane = None,
+    memory: Memory = None,
+    seed: Seed = 0,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw memory over time into this file (.png, .svg, .pdf)."),
+    ] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(help="Write every number into this file."),
+    ] = None,
+) -> None:
+    """Several chats that share a long system prompt, run together, and what that saves."""
+    with usage_errors():
+        from flexinfer.cli.demo import Demo, DemoSettings
+
+        engine = EngineSettings(
+            model, dtype, device, chunk_bytes, layers_per_plane, memory, seed, conversations
+        )
+        settings = DemoSettings(engine, conversations, turns, max_tokens, plot, json)
+        opened = Demo(settings)
+    raise typer.Exit(opened.run())
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    system: Annotated[
+        str | None,
+        typer.Option(help="System prompt; '' for none."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one answer.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Smallest set of tokens of this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Only the k most probable tokens; 0: all.")] = 0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: less repetition.")] = 1.0,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    chunk_bytes: ChunkBytes = None,
+    layers_per_plane: LayersPerPlane = None,
+    memory: Memory = None,
+    seed: Seed = 0,
+) -> None:
+    """Talk to a model at the terminal; each turn reuses the KV cache of the turns before."""
+    with usage_errors():
+        from flexinfer.cli.chat import Chat
+        from flexinfer.sampling_params import SamplingParams
+
+        params = SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            repetition_penalty=repetition_penalty,
+            max_tokens=max_tokens,
+        )
+        engine = EngineSettings(model, dtype, device, chunk_bytes, layers_per_plane, memory, seed)
+        opened = Chat(engine, params, system)
+    opened.run()
+
+
+app.command()(replay)
+
+
+def main() -> None:
+    """Entry point of the `flexinfer` command."""
+    app()

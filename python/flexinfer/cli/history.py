@@ -1,0 +1,150 @@
+"""History: a conversation as the tokens that the model has seen, and the messages they say.
+
+Invariant: a prompt extends the token ids of the turns before it exactly, so that their KV is
+found again. Rendering the messages anew need not do that (an answer cut short, text that
+tokenizes differently, a template that rewrites old turns); then only the template's new text is
+tokenized and appended. If a template hides old answers, the prompt is rendered anew, and
+`num_rewritten` says how often.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+Message = dict[str, str]
+
+_MARK = "FLEXINFERLASTANSWER"
+
+
+class Format(Protocol):
+    """Turns messages into token ids."""
+
+    def render(self, messages: list[Message]) -> list[int]:
+        """The whole prompt, ready for an answer."""
+        ...
+
+    def tail(self, messages: list[Message]) -> list[int] | None:
+        """What follows the last answer in the prompt; None if the format can not tell."""
+        ...
+
+
+class TemplateFormat:
+    """The chat template of the model's tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def render(self, messages: list[Message]) -> list[int]:
+        return self._encode(self._text(messages))
+
+    def tail(self, messages: list[Message]) -> list[int] | None:
+        marked = [*messages[:-2], {"role": "assistant", "content": _MARK}, messages[-1]]
+        _, found, tail = self._text(marked).rpartition(_MARK)
+        return self._encode(tail) if found else None
+
+    def _text(self, messages: list[Message]) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return self._apply(messages)
+        except TemplateError:  # no role "system" (Gemma): its text goes before the first message
+            if messages[0]["role"] != "system" or len(messages) == 1:
+                raise
+            first = f"{messages[0]['content']}\n\n{messages[1]['content']}"
+            return self._apply([{**messages[1], "content": first}, *messages[2:]])
+
+    def _apply(self, messages: list[Message]) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+
+class PlainFormat:
+    """For models without a chat template: the messages as text, one after the other."""
+
+    STOP = "\nUser:"
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def render(self, messages: list[Message]) -> list[int]:
+        system = "".join(f"{m['content']}\n" for m in messages if m["role"] == "system")
+        talk = [m for m in messages if m["role"] != "system"]
+        lines = "".join(f"\n{m['role'].capitalize()}: {m['content']}" for m in talk)
+        ids: list[int] = self._tokenizer(f"{system}{lines}\nAssistant:".lstrip("\n")).input_ids
+        return ids
+
+    def tail(self, messages: list[Message]) -> list[int] | None:
+        text = f"{self.STOP} {messages[-1]['content']}\nAssistant:"
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+
+def choose_format(tokenizer: Any) -> Format:
+    """The tokenizer's chat template, or plain text where it has none."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return PlainFormat(tokenizer)
+    return TemplateFormat(tokenizer)
+
+
+class History:
+    """One conversation: `ask` makes the next prompt, `answer` adds what the model said to it."""
+
+    def __init__(self, text_format: Format, system: str | None, end_ids: frozenset[int]) -> None:
+        self._format = text_format
+        self._end_ids = end_ids
+        self.messages: list[Message] = []
+        if system:
+            self.messages.append({"role": "system", "content": system})
+        self.token_ids: list[int] = []
+        self.num_new_tokens = 0
+        """Tokens of the last prompt that are not in the turns before it."""
+        self.num_rewritten = 0
+
+    def ask(self, text: str) -> list[int]:
+        """Token ids of the prompt for a user's message."""
+        self.messages.append({"role": "user", "content": text})
+        prompt = self._prompt()
+        shared = common_prefix(self.token_ids, prompt)
+        self.num_new_tokens = len(prompt) - shared
+        self.num_rewritten += shared < len(self.token_ids)
+        return prompt
+
+    def take_back(self) -> None:
+        """Forget the last `ask`, which got no answer."""
+        self.messages.pop()
+
+    def answer(self, prompt: list[int], token_ids: list[int], text: str) -> None:
+        """Add the model's answer, as the tokens that it generated."""
+        self.messages.append({"role": "assistant", "content": text})
+        self.token_ids = [*prompt, *token_ids]
+
+    def _prompt(self) -> list[int]:
+        rendered = self._format.render(self.messages)
+        if rendered[: len(self.token_ids)] == self.token_ids:
+            return rendered
+        tail = self._format.tail(self.messages)
+        if tail is None:
+            return rendered
+        return [*self.token_ids, *self._without_end(tail)]
+
+    def _without_end(self, tail: list[int]) -> list[int]:
+        """`tail` after the token that ends an answer, if the model has said that token itself."""
+        if self.token_ids[-1] in self._end_ids:
+            for idx, token_id in enumerate(tail[:2]):
+                if token_id == self.token_ids[-1]:
+                    return tail[idx + 1 :]
+        return tail
+
+
+def common_prefix(first: list[int], second: list[int]) -> int:
+    """Number of tokens that both begin with."""
+    for idx, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return idx
+    return min(len(first), len(second))

@@ -1,0 +1,81 @@
+"""EngineSettings: how a command opens the engine, and where the shipped model lies."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flexinfer.llm import LLM
+
+SHIPPED_MODEL = Path(__file__).resolve().parents[1] / "data" / "tiny_chat"
+SHIPPED_CHUNK_BYTES = "32KiB"
+"""Twelve tokens of the shipped model: small enough to see what is shared."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Options that all commands share; None leaves the choice to the engine."""
+
+    model: str | None = None
+    dtype: str = "auto"
+    device: str | None = None
+    chunk_bytes: str | None = None
+    layers_per_plane: int | None = None
+    memory: str | None = None
+    seed: int = 0
+    max_num_seqs: int = 4
+
+    @property
+    def is_shipped(self) -> bool:
+        return self.model is None
+
+    @property
+    def folder(self) -> str:
+        """Folder or hub id of the model. Raises ValueError if the shipped one is not there."""
+        if self.model is not None:
+            return self.model
+        if not (SHIPPED_MODEL / "config.json").is_file():
+            raise ValueError(f"the shipped model is not in {SHIPPED_MODEL}; name one by --model")
+        return str(SHIPPED_MODEL)
+
+    def check_model(self) -> str:
+        """The folder, if a config can be read from it; ValueError otherwise. Reads no weights."""
+        folder = self.folder
+        _quiet()
+        from flexinfer.models import load_config
+
+        load_config(folder)
+        return folder
+
+    def open(self, *, enable_prefix_caching: bool = True, like: LLM | None = None) -> LLM:
+        """An engine; `like`: with the weights of that one. Raises ValueError or OSError."""
+        folder = self.folder
+        _quiet()
+        from flexinfer.llm import LLM
+
+        source: dict[str, Any] = {"model": folder}
+        if like is not None:
+            source = {"model": like.engine.loaded.model, "tokenizer": like.get_tokenizer()}
+        return LLM(
+            **source,
+            dtype=self.dtype,
+            device=self.device,
+            seed=self.seed,
+            max_num_seqs=self.max_num_seqs,
+            enable_prefix_caching=enable_prefix_caching,
+            kv_cache_memory_bytes=self.memory,
+            chunk_bytes=self.chunk_bytes or (SHIPPED_CHUNK_BYTES if self.is_shipped else None),
+            layers_per_plane=self.layers_per_plane,
+        )
+
+
+def _quiet() -> None:
+    """No progress bars and no advice from transformers between the lines of a command."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
