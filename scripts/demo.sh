@@ -4,5 +4,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
 
 begin "make demo"
 setup_venv run
-stage "flexinfer demo $*"
+stage "flexinfer demo${*:+ $*}"
 "$VENV/bin/flexinfer" demo "$@"

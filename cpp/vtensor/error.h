@@ -39,8 +39,10 @@ class OutOfMemoryError : public Error {
 
 class DriverError : public Error {
  public:
-  // `call`: the failed system or driver function; `code`: errno or CUresult; `code_name`: its symbol
-  // ("ENOMEM", "CUDA_ERROR_INVALID_VALUE"); `arguments`: printable, e.g. "addr=0x7f.., size=2097152".
+  // `call`: the failed system or driver function; `code`: errno or CUresult; `code_name`: its
+  // symbol
+  // ("ENOMEM", "CUDA_ERROR_INVALID_VALUE"); `arguments`: printable, e.g. "addr=0x7f..,
+  // size=2097152".
   DriverError(std::string call, int code, std::string code_name, std::string arguments,
               const std::string& detail = "");
 

@@ -8,6 +8,9 @@
 
 #include "vtensor/error.h"
 #include "vtensor/sched/integrity.h"
+#include "vtensor/vmm/call_scope.h"
+#include "vtensor/vmm/tracing_driver.h"
+#include "vtensor/vmm/work_clock.h"
 
 namespace vtensor {
 namespace {
@@ -16,22 +19,22 @@ namespace {
 class Stopwatch {
  public:
   explicit Stopwatch(uint64_t& total_ns) : total_ns_(total_ns) {}
-  ~Stopwatch() { total_ns_ += static_cast<uint64_t>(steady_now_ns() - start_ns_); }
+  ~Stopwatch() { total_ns_ += static_cast<uint64_t>(work_now_ns() - start_ns_); }
   Stopwatch(const Stopwatch&) = delete;
   Stopwatch& operator=(const Stopwatch&) = delete;
 
  private:
   uint64_t& total_ns_;
-  int64_t start_ns_ = steady_now_ns();
+  int64_t start_ns_ = work_now_ns();
 };
 
 size_t budget_chunks_of(size_t budget_bytes, const Geometry& geometry) {
   const size_t chunks = budget_bytes / geometry.chunk_bytes;
   if (chunks < geometry.num_planes) {
-    throw std::invalid_argument(
-        "memory_budget " + std::to_string(budget_bytes) + " bytes is less than one chunk in each " +
-        "plane: " + std::to_string(geometry.num_planes) + " x " +
-        std::to_string(geometry.chunk_bytes) + " bytes");
+    throw std::invalid_argument("memory_budget " + std::to_string(budget_bytes) +
+                                " bytes is less than one chunk in each " +
+                                "plane: " + std::to_string(geometry.num_planes) + " x " +
+                                std::to_string(geometry.chunk_bytes) + " bytes");
   }
   return chunks;
 }
@@ -54,14 +57,19 @@ std::shared_ptr<Manager> Manager::open(std::unique_ptr<Driver> driver, const KVS
   const Geometry geometry =
       make_geometry(spec, options.chunk_bytes, driver->granularity(), options.max_requests);
   budget_chunks_of(options.memory_budget_bytes, geometry);
-  return std::shared_ptr<Manager>(
-      new Manager(std::make_unique<MeteredDriver>(std::move(driver)), spec, geometry, options));
+  auto trace = std::make_shared<TraceWriter>();
+  auto traced = std::make_unique<TracingDriver>(
+      std::move(driver), [trace](const DriverCall& call) { trace->write_call(call); },
+      std::shared_ptr<const std::atomic<bool>>(trace, &trace->open_flag()));
+  return std::shared_ptr<Manager>(new Manager(std::make_unique<MeteredDriver>(std::move(traced)),
+                                              trace, spec, geometry, options));
 }
 
-Manager::Manager(std::unique_ptr<MeteredDriver> driver, const KVSpec& spec,
-                 const Geometry& geometry, const ManagerOptions& options)
+Manager::Manager(std::unique_ptr<MeteredDriver> driver, std::shared_ptr<TraceWriter> trace,
+                 const KVSpec& spec, const Geometry& geometry, const ManagerOptions& options)
     : spec_(spec),
       options_(options),
+      trace_(std::move(trace)),
       meter_(driver.get()),
       pool_(std::move(driver), geometry, budget_chunks_of(options.memory_budget_bytes, geometry)),
       scheduler_(pool_, options.scheduler),
@@ -111,41 +119,66 @@ void Manager::wait_until_quiet(Lock& lock) {
 }
 
 void Manager::expire_pins() {
-  if (!pool_.rtree.pins().empty()) pool_.rtree.expire_pins(steady_now_ns());
+  const size_t num_pins = pool_.rtree.pins().size();
+  if (num_pins == 0) return;
+  pool_.rtree.expire_pins(steady_now_ns());
+  const size_t num_expired = num_pins - pool_.rtree.pins().size();
+  if (num_expired > 0) TraceOp(*trace_, scheduler_, "expire_pins").put("result", num_expired);
 }
 
-std::optional<VTensorId> Manager::try_create(std::span<const Token> tokens,
-                                             const std::string& salt) {
+std::optional<VTensorId> Manager::try_create(std::span<const Token> tokens, const std::string& salt,
+                                             size_t expected_tokens) {
   const Lock held = lock();
   const Stopwatch watch(exposed_ns_);
+  TraceOp op(*trace_, scheduler_, "create");
+  op.tokens(tokens).put("salt", salt).put("expected", expected_tokens);
   expire_pins();
-  return scheduler_.create(tokens, salt);
+  const std::optional<VTensorId> id = scheduler_.create(tokens, salt, expected_tokens);
+  op.put("result", id.value_or(kNoVTensor));
+  return id;
 }
 
 std::optional<VTensorId> Manager::try_fork(VTensorId id) {
   Lock held = lock();
   const Stopwatch watch(exposed_ns_);
+  TraceOp op(*trace_, scheduler_, "fork", id);
   wait_until_idle(held, {&id, 1});
-  return scheduler_.fork(id);
+  op.restart_counters();
+  const std::optional<VTensorId> child = scheduler_.fork(id);
+  op.put("result", child.value_or(kNoVTensor));
+  return child;
 }
 
 void Manager::release(VTensorId id) {
   Lock held = lock();
   wait_until_idle(held, {&id, 1});
+  const TraceOp op(*trace_, scheduler_, "release", id);
   scheduler_.forget_swapped(scheduler_.live(id), swap_store_);
   scheduler_.release(id);
 }
 
 bool Manager::try_extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens) {
   Lock held = lock();
-  if (scheduler_.extend_in_place(ids, num_tokens)) return true;
-  const Stopwatch watch(exposed_ns_);
-  wait_until_idle(held, ids);
-  expire_pins();
-  return grow(ids, num_tokens);
+  TraceOp op(*trace_, scheduler_, "extend");
+  op.put("ids", ids).put("n", num_tokens);
+  bool extended = scheduler_.extend_in_place(ids, num_tokens);
+  if (!extended) {
+    const Stopwatch watch(exposed_ns_);
+    wait_until_idle(held, ids);
+    op.restart_counters();
+    expire_pins();
+    extended = grow(ids, num_tokens);
+    if (!extended && !scheduler_.claimed().empty()) {
+      wait_until_quiet(held);  // the worker held what was missing, for a moment
+      extended = grow(ids, num_tokens);
+    }
+  }
+  op.put("result", extended);
+  return extended;
 }
 
 bool Manager::grow(std::span<const VTensorId> ids, std::span<const size_t> num_tokens) {
+  last_shortage_.clear();
   std::optional<Growth> growth = scheduler_.plan_extend(ids, num_tokens);
   for (bool retried = false; growth; retried = true) {
     try {
@@ -176,10 +209,10 @@ void Manager::extend(std::span<const VTensorId> ids, std::span<const size_t> num
     if (rows > mapped) asked += (rows - mapped) * pool_.geometry.row_bytes();
   }
   const size_t chunk_bytes = pool_.geometry.chunk_bytes;
-  throw OutOfMemoryError(asked, scheduler_.num_obtainable() * chunk_bytes,
-                         pool_.pset.budget_chunks() * chunk_bytes,
-                         last_shortage_.empty() ? "release or preempt a request, or raise the budget"
-                                                : last_shortage_);
+  throw OutOfMemoryError(
+      asked, scheduler_.num_obtainable() * chunk_bytes, pool_.pset.budget_chunks() * chunk_bytes,
+      last_shortage_.empty() ? "release or preempt a request, or raise the budget"
+                             : last_shortage_);
 }
 
 void Manager::pre_extend(std::vector<VTensorId> ids, std::vector<size_t> num_tokens) {
@@ -195,6 +228,7 @@ void Manager::pre_extend(std::vector<VTensorId> ids, std::vector<size_t> num_tok
     const size_t mapped = pool_.vset.mapped_rows(scheduler_.live(ids[i]).slot);
     const size_t wanted = std::min(num_tokens[i], pool_.geometry.max_tokens);
     if (pool_.geometry.rows_for(wanted) <= mapped) continue;
+    TraceOp(*trace_, scheduler_, "pre_extend", ids[i]).put("n", wanted);
     worker_.post([this, id = ids[i], wanted] { pre_extend_one(id, wanted); });
   }
   if (!chores_posted_ && scheduler_.next_chore()) {
@@ -204,13 +238,15 @@ void Manager::pre_extend(std::vector<VTensorId> ids, std::vector<size_t> num_tok
 }
 
 void Manager::do_chores() {
+  const CallScope scope(kNoVTensor, /*is_worker=*/true);
   Lock held(mutex_);
   chores_posted_ = false;
   while (!closed_ && !scheduler_.is_asleep()) {
     std::optional<Chore> chore = scheduler_.plan_chore();
     if (!chore) return;
+    TraceOp(*trace_, scheduler_, "chore").put("chore", chore_name(chore->kind));
     held.unlock();
-    const int64_t start_ns = steady_now_ns();
+    const int64_t start_ns = work_now_ns();
     bool failed = false;
     try {
       chore->run(*pool_.driver, pool_.geometry.chunk_bytes);
@@ -218,7 +254,7 @@ void Manager::do_chores() {
       failed = true;  // whoever needs the chunk meets the error in its own thread
     }
     held.lock();
-    hidden_ns_ += static_cast<uint64_t>(steady_now_ns() - start_ns);
+    hidden_ns_ += static_cast<uint64_t>(work_now_ns() - start_ns);
     scheduler_.finish_chore(*chore);
     settled_.notify_all();
     if (failed) return;
@@ -226,16 +262,22 @@ void Manager::do_chores() {
 }
 
 void Manager::pre_extend_one(VTensorId id, size_t num_tokens) {
+  const CallScope scope(id, /*is_worker=*/true);
   Lock held(mutex_);
   if (closed_) return;
   Growth growth;
   try {
-    growth = scheduler_.plan_pre_extend({&id, 1}, {&num_tokens, 1});
+    {
+      TraceOp op(*trace_, scheduler_, "map_ahead", id);
+      op.put("n", num_tokens);
+      growth = scheduler_.plan_pre_extend({&id, 1}, {&num_tokens, 1});
+      op.put("result", growth.num_claims());
+    }
     if (growth.parts.empty()) return;
     held.unlock();
-    const int64_t start_ns = steady_now_ns();
+    const int64_t start_ns = work_now_ns();
     growth.run(*pool_.driver, pool_.vset, pool_.geometry);
-    const auto spent_ns = static_cast<uint64_t>(steady_now_ns() - start_ns);
+    const auto spent_ns = static_cast<uint64_t>(work_now_ns() - start_ns);
     held.lock();
     hidden_ns_ += spent_ns;
     pre_extended_rows_ += growth.num_claims() / pool_.geometry.num_planes;
@@ -246,6 +288,7 @@ void Manager::pre_extend_one(VTensorId id, size_t num_tokens) {
     scheduler_.abandon(growth);
     last_shortage_ = failure.what();
     ++pre_extend_failures_;
+    TraceOp(*trace_, scheduler_, "map_ahead_failed", id).put("why", last_shortage_);
   }
   settled_.notify_all();
 }
@@ -255,18 +298,39 @@ void Manager::drain() { worker_.drain(); }
 void Manager::truncate(VTensorId id, size_t num_tokens) {
   Lock held = lock();
   wait_until_idle(held, {&id, 1});
+  TraceOp op(*trace_, scheduler_, "truncate", id);
+  op.put("n", num_tokens);
   scheduler_.truncate(id, num_tokens);
 }
 
-size_t Manager::record_prefix(VTensorId id, std::span<const Token> tokens) {
+void Manager::begin_step() {
   const Lock held = lock();
+  scheduler_.epochs().begin();
+}
+
+void Manager::end_step(uintptr_t stream) {
+  const Lock held = lock();
+  scheduler_.epochs().end(pool_.driver->fence(stream));
+  scheduler_.reap();
+}
+
+size_t Manager::record_prefix(VTensorId id, std::span<const Token> tokens) {
+  Lock held = lock();
+  wait_until_idle(held, {&id, 1});  // dedup may break the slot: the worker must not be at it
+  TraceOp op(*trace_, scheduler_, "record_prefix", id);
+  op.tokens(tokens);
   if (options_.dedup) scheduler_.dedup(id, tokens);
-  return scheduler_.record_prefix(id, tokens);
+  const size_t num_new = scheduler_.record_prefix(id, tokens);
+  op.put("result", num_new);
+  return num_new;
 }
 
 size_t Manager::match_prefix(std::span<const Token> tokens, const std::string& salt) {
   const Lock held = lock();
-  return pool_.rtree.match(salt, tokens).num_tokens;
+  TraceOp op(*trace_, scheduler_, "match_prefix");
+  const size_t matched = pool_.rtree.match(salt, tokens).num_tokens;
+  op.tokens(tokens).put("salt", salt).put("result", matched);
+  return matched;
 }
 
 size_t Manager::pin_prefix(std::span<const Token> tokens, const std::string& owner,
@@ -274,24 +338,37 @@ size_t Manager::pin_prefix(std::span<const Token> tokens, const std::string& own
   const Lock held = lock();
   const int64_t expires_ns =
       ttl_seconds > 0 ? steady_now_ns() + static_cast<int64_t>(ttl_seconds * 1e9) : 0;
-  return pool_.rtree.pin(salt, tokens, owner, expires_ns);
+  TraceOp op(*trace_, scheduler_, "pin_prefix");
+  op.tokens(tokens).put("salt", salt).put("owner", owner).put("ttl_s", ttl_seconds);
+  const size_t pinned = pool_.rtree.pin(salt, tokens, owner, expires_ns);
+  op.put("result", pinned);
+  return pinned;
 }
 
 size_t Manager::unpin_prefix(const std::string& owner) {
   const Lock held = lock();
-  return pool_.rtree.unpin(owner);
+  TraceOp op(*trace_, scheduler_, "unpin_prefix");
+  const size_t num_pins = pool_.rtree.unpin(owner);
+  op.put("owner", owner).put("result", num_pins);
+  return num_pins;
 }
 
 size_t Manager::reset_prefix_cache() {
   const Lock held = lock();
   expire_pins();
-  return pool_.rtree.clear();
+  TraceOp op(*trace_, scheduler_, "reset_prefix_cache");
+  const size_t num_tokens = pool_.rtree.clear();
+  op.put("result", num_tokens);
+  return num_tokens;
 }
 
 bool Manager::try_swap_out(VTensorId id) {
   Lock held = lock();
   wait_until_idle(held, {&id, 1});
-  return scheduler_.swap_out(id, swap_store_);
+  TraceOp op(*trace_, scheduler_, "swap_out", id);
+  const bool swapped = scheduler_.swap_out(id, swap_store_);
+  op.put("result", swapped);
+  return swapped;
 }
 
 bool Manager::try_swap_in(VTensorId id, std::span<const Token> tokens) {
@@ -299,22 +376,30 @@ bool Manager::try_swap_in(VTensorId id, std::span<const Token> tokens) {
   const Stopwatch watch(exposed_ns_);
   wait_until_idle(held, {&id, 1});
   expire_pins();
-  return scheduler_.swap_in(id, tokens, swap_store_);
+  TraceOp op(*trace_, scheduler_, "swap_in", id);
+  op.tokens(tokens);
+  const bool swapped = scheduler_.swap_in(id, tokens, swap_store_);
+  op.put("result", swapped);
+  return swapped;
 }
 
 size_t Manager::sleep(const std::string& directory) {
   Lock held = lock();
   wait_until_quiet(held);
   size_t num_views = 0;
-  for (SlotId slot = 0; slot < pool_.vset.num_slots(); ++slot) num_views += pool_.vset[slot].num_views;
+  for (SlotId slot = 0; slot < pool_.vset.num_slots(); ++slot)
+    num_views += pool_.vset[slot].num_views;
   if (num_views > 0) {
     throw std::invalid_argument("cannot sleep while " + std::to_string(num_views) +
                                 " tensor views of vTensors are alive");
   }
-  sleep_store_ = std::make_unique<SwapStore>(
-      std::numeric_limits<size_t>::max(), pool_.geometry.chunk_bytes, directory);
+  sleep_store_ = std::make_unique<SwapStore>(std::numeric_limits<size_t>::max(),
+                                             pool_.geometry.chunk_bytes, directory);
   try {
-    return scheduler_.sleep(*sleep_store_);
+    TraceOp op(*trace_, scheduler_, "sleep");
+    const size_t num_bytes = scheduler_.sleep(*sleep_store_);
+    op.put("result", num_bytes);
+    return num_bytes;
   } catch (...) {
     sleep_store_.reset();
     throw;
@@ -324,6 +409,7 @@ size_t Manager::sleep(const std::string& directory) {
 void Manager::wake() {
   const Lock held = lock_awake_or_not();
   if (!scheduler_.is_asleep()) return;
+  const TraceOp op(*trace_, scheduler_, "wake");
   scheduler_.wake(*sleep_store_);
   sleep_store_.reset();
 }
@@ -337,13 +423,19 @@ size_t Manager::evict(size_t num_bytes) {
   const Lock held = lock();
   expire_pins();
   const size_t chunk_bytes = pool_.geometry.chunk_bytes;
-  return scheduler_.evict(ceil_div(num_bytes, chunk_bytes)) * chunk_bytes;
+  TraceOp op(*trace_, scheduler_, "evict");
+  const size_t freed = scheduler_.evict(ceil_div(num_bytes, chunk_bytes)) * chunk_bytes;
+  op.put("n", num_bytes).put("result", freed);
+  return freed;
 }
 
 size_t Manager::trim() {
   Lock held = lock();
   wait_until_quiet(held);
-  return scheduler_.trim();
+  TraceOp op(*trace_, scheduler_, "trim");
+  const size_t released = scheduler_.trim();
+  op.put("result", released);
+  return released;
 }
 
 size_t Manager::memory_budget_bytes() const {
@@ -356,13 +448,16 @@ void Manager::set_memory_budget_bytes(size_t budget_bytes) {
   wait_until_quiet(held);
   const size_t chunks = budget_chunks_of(budget_bytes, pool_.geometry);
   expire_pins();
-  if (scheduler_.set_budget_chunks(chunks)) return;
+  TraceOp op(*trace_, scheduler_, "set_budget");
+  const bool is_set = scheduler_.set_budget_chunks(chunks);
+  op.put("n", budget_bytes).put("result", is_set);
+  if (is_set) return;
   const size_t chunk_bytes = pool_.geometry.chunk_bytes;
   const size_t used = pool_.pset.num_created() - pool_.pset.num_free();
-  throw OutOfMemoryError((pool_.pset.num_created() - chunks) * chunk_bytes,
-                         pool_.pset.num_free() * chunk_bytes, budget_bytes,
-                         std::to_string(used * chunk_bytes) +
-                             " bytes are in use; release or preempt requests first");
+  throw OutOfMemoryError(
+      (pool_.pset.num_created() - chunks) * chunk_bytes, pool_.pset.num_free() * chunk_bytes,
+      budget_bytes,
+      std::to_string(used * chunk_bytes) + " bytes are in use; release or preempt requests first");
 }
 
 size_t Manager::bytes_for(size_t num_tokens) const {
@@ -405,7 +500,14 @@ TensorView Manager::arena(size_t layer, KV which) {
 
 void Manager::end_view(SlotId slot) noexcept {
   const Lock held(mutex_);
-  if (--pool_.vset[slot].num_views == 0) scheduler_.unhold(slot);
+  if (--pool_.vset[slot].num_views > 0) return;
+  scheduler_.unhold(slot);
+  if (!closed_) return;
+  try {
+    scheduler_.trim();
+  } catch (const std::exception&) {
+    return;  // the destructor tries once more
+  }
 }
 
 void Manager::check_integrity() const {
@@ -415,9 +517,13 @@ void Manager::check_integrity() const {
 
 void Manager::close() {
   worker_.stop();
+  try {
+    trace_->close();
+  } catch (const DriverError&) {
+    // Whoever wants to know calls stop_trace(); a replay finds the end missing.
+  }
   const Lock held(mutex_);
-  if (closed_) return;
-  closed_ = true;
+  closed_ = true;  // a second call tries again to give back what the driver refused in the first
   settled_.notify_all();
   while (!pool_.rtree.pins().empty()) {
     const std::string owner = pool_.rtree.pins().begin()->first;

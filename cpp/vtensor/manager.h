@@ -23,6 +23,7 @@
 
 #include "vtensor/pool/kv_spec.h"
 #include "vtensor/sched/scheduler.h"
+#include "vtensor/sched/trace.h"
 #include "vtensor/sched/worker.h"
 #include "vtensor/snapshot.h"
 #include "vtensor/vmm/metered_driver.h"
@@ -56,7 +57,8 @@ class Manager : public std::enable_shared_from_this<Manager> {
   Manager(const Manager&) = delete;
   Manager& operator=(const Manager&) = delete;
 
-  std::optional<VTensorId> try_create(std::span<const Token> tokens, const std::string& salt);
+  std::optional<VTensorId> try_create(std::span<const Token> tokens, const std::string& salt,
+                                      size_t expected_tokens = 0);
   std::optional<VTensorId> try_fork(VTensorId id);
   void release(VTensorId id);
   bool try_extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);
@@ -68,6 +70,11 @@ class Manager : public std::enable_shared_from_this<Manager> {
   // Returns when the worker has nothing left to do.
   void drain();
   void truncate(VTensorId id, size_t num_tokens);
+
+  // Around the kernels of a step, for devices that run them later: until the kernels issued to
+  // `stream` between the two are over, nothing that they may read is unmapped, remapped or reused.
+  void begin_step();
+  void end_step(uintptr_t stream);
 
   size_t record_prefix(VTensorId id, std::span<const Token> tokens);
   size_t match_prefix(std::span<const Token> tokens, const std::string& salt);
@@ -101,9 +108,18 @@ class Manager : public std::enable_shared_from_this<Manager> {
   // Cheap enough for every step, unlike stats().
   MappingTimes mapping_times() const;
   size_t obtainable_bytes() const;
+  // Writes every operation and driver call from now on to a file: see sched/trace.h.
+  void start_trace(const std::string& path);
+  // Ends the file. Throws DriverError when it is incomplete. Nothing while no trace is open.
+  void stop_trace();
+  bool is_tracing() const;
+  // What a vTensor is called in the trace. Nothing while no trace is open.
+  void label(VTensorId id, const std::string& text);
+
   VTensorInfo info(VTensorId id) const;
   Snapshot snapshot() const;
   Stats stats() const;
+  size_t resident_bytes() const;  // as in stats(), at no cost
   void check_integrity() const;
   // Releases every vTensor and gives all memory that no view needs back to the system.
   void close();
@@ -116,10 +132,10 @@ class Manager : public std::enable_shared_from_this<Manager> {
   struct SlotLease;
   using Lock = std::unique_lock<std::mutex>;
 
-  Manager(std::unique_ptr<MeteredDriver> driver, const KVSpec& spec, const Geometry& geometry,
-          const ManagerOptions& options);
+  Manager(std::unique_ptr<MeteredDriver> driver, std::shared_ptr<TraceWriter> trace,
+          const KVSpec& spec, const Geometry& geometry, const ManagerOptions& options);
 
-  Lock lock() const;        // Throws when closed or asleep.
+  Lock lock() const;               // Throws when closed or asleep.
   Lock lock_awake_or_not() const;  // Throws when closed.
   void wait_until_idle(Lock& lock, std::span<const VTensorId> ids);
   void wait_until_quiet(Lock& lock);
@@ -133,7 +149,8 @@ class Manager : public std::enable_shared_from_this<Manager> {
 
   KVSpec spec_;
   ManagerOptions options_;
-  MeteredDriver* meter_;  // pool_.driver, by its own type
+  std::shared_ptr<TraceWriter> trace_;  // the driver's wrapper writes to it as well
+  MeteredDriver* meter_;                // pool_.driver, by its own type
   Pool pool_;
   Scheduler scheduler_;
   SwapStore swap_store_;

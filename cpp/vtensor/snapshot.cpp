@@ -90,7 +90,8 @@ Snapshot Manager::snapshot() const {
     const Slot& entry = pool_.vset[slot];
     if (entry.state == SlotState::kFree) continue;
     const bool live = entry.state == SlotState::kLive;
-    VTensorInfo info = live ? describe(pool_, scheduler_.live_in(slot)) : describe_slot(pool_, slot);
+    VTensorInfo info =
+        live ? describe(pool_, scheduler_.live_in(slot)) : describe_slot(pool_, slot);
     info.table = entry.table;
     for (const ChunkId id : entry.table) {
       if (live) chunks[id].sharers.push_back(info.id);
@@ -111,6 +112,11 @@ Snapshot Manager::snapshot() const {
     snapshot.prefixes.push_back(describe_node(pool_.rtree, node, salt));
   });
   return snapshot;
+}
+
+size_t Manager::resident_bytes() const {
+  const Lock held(mutex_);
+  return scheduler_.is_asleep() ? 0 : pool_.pset.num_created() * pool_.geometry.chunk_bytes;
 }
 
 Stats Manager::stats() const {

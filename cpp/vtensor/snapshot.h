@@ -14,11 +14,11 @@ namespace vtensor {
 // One physical chunk and who names it.
 struct ChunkInfo {
   ChunkId id = 0;
-  uint32_t refs = 0;                // page-table and rTree entries
-  bool recorded = false;            // the rTree names it
+  uint32_t refs = 0;      // page-table and rTree entries
+  bool recorded = false;  // the rTree names it
   bool pinned = false;
   VTensorId appender = kNoVTensor;
-  std::vector<VTensorId> sharers;   // vTensors that map it, parked ones left out
+  std::vector<VTensorId> sharers;  // vTensors that map it, parked ones left out
 };
 
 struct VTensorInfo {

@@ -16,7 +16,9 @@ inline constexpr size_t kGiB = size_t{1} << 30;
 constexpr size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
 // Number of `unit`-sized pieces that cover `value`. Requires unit > 0.
-constexpr size_t ceil_div(size_t value, size_t unit) { return (value + unit - 1) / unit; }
+constexpr size_t ceil_div(size_t value, size_t unit) {
+  return value / unit + static_cast<size_t>(value % unit != 0);
+}
 
 // a * b, or std::invalid_argument naming `what` when the product does not fit in size_t.
 inline size_t checked_mul(size_t a, size_t b, const char* what) {

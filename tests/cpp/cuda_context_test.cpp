@@ -39,7 +39,7 @@ TEST_F(CudaContextTest, LibraryPathComesFromTheEnvironmentWhenNotGiven) {
 
 TEST_F(CudaContextTest, DriverWithoutGetProcAddressIsReadBySymbolNames) {
   standin_.fail("cuGetProcAddress", 0, cuda::CUDA_ERROR_NOT_FOUND);
-  EXPECT_EQ(driver().granularity(), kChunk);
+  EXPECT_EQ(driver().granularity(), kCudaChunk);
 }
 
 TEST_F(CudaContextTest, NoDeviceIsSaidWithTheCodeOfCuInit) {

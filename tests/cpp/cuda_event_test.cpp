@@ -34,7 +34,7 @@ TEST_F(CudaEventTest, EventIsDoneWhenTheKernelsBeforeItHaveEnded) {
 TEST_F(CudaEventTest, SynchronizeSleepsUntilTheEpochCloses) {
   const uintptr_t addr = map_range(create(1));
   CudaEvent event(driver().context());
-  const auto kernel = standin_.begin_kernel(0, addr, kChunk);
+  const auto kernel = standin_.begin_kernel(0, addr, kCudaChunk);
   event.record(0);
   std::thread device([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -43,7 +43,7 @@ TEST_F(CudaEventTest, SynchronizeSleepsUntilTheEpochCloses) {
   event.synchronize();
   EXPECT_EQ(standin_.running_kernels(), 0u);
   device.join();
-  driver().unmap(addr, kChunk, kChunk);
+  driver().unmap(addr, kCudaChunk, kCudaChunk);
 }
 
 TEST_F(CudaEventTest, EventMovesAndOutlivesItsDriver) {
@@ -60,7 +60,7 @@ TEST_F(CudaEventTest, CopyAfterWaitEventSeesWhatTheKernelsWrote) {
   const auto chunks = create(2);
   const uintptr_t addr = map_range(chunks);
   CudaEvent event(driver().context());
-  const auto kernel = standin_.begin_kernel(0, addr, kChunk);
+  const auto kernel = standin_.begin_kernel(0, addr, kCudaChunk);
   event.record(0);
   driver().wait_event(event);
   std::thread device([&] {
@@ -68,15 +68,15 @@ TEST_F(CudaEventTest, CopyAfterWaitEventSeesWhatTheKernelsWrote) {
     put_byte(addr, 11);  // the kernel's last store
     standin_.end_kernel(kernel);
   });
-  driver().copy(chunks[1], 0, chunks[0], 0, kChunk);
-  EXPECT_EQ(cuda_byte_at(addr + kChunk), std::byte{11});
+  driver().copy(chunks[1], 0, chunks[0], 0, kCudaChunk);
+  EXPECT_EQ(cuda_byte_at(addr + kCudaChunk), std::byte{11});
   device.join();
 }
 
 TEST_F(CudaEventTest, CreateDoesNotStandBehindTheKernelsWaitedFor) {
   const uintptr_t addr = map_range(create(1));
   CudaEvent event(driver().context());
-  const auto kernel = standin_.begin_kernel(0, addr, kChunk);
+  const auto kernel = standin_.begin_kernel(0, addr, kCudaChunk);
   event.record(0);
   driver().wait_event(event);
   (void)create(1);  // would wait for ever
@@ -88,16 +88,16 @@ TEST_F(CudaEventTest, CreateDoesNotStandBehindTheKernelsWaitedFor) {
 TEST_F(CudaEventTest, ChangesUnderARunningKernelAreCaught) {
   const auto chunks = create(2);
   const uintptr_t addr = map_range(chunks);
-  const auto kernel = standin_.begin_kernel(0, addr + kChunk, 64);
+  const auto kernel = standin_.begin_kernel(0, addr + kCudaChunk, 64);
   standin_.set_quiet(1);
-  EXPECT_THROW(driver().unmap(addr, 2 * kChunk, kChunk), DriverError);
-  EXPECT_THROW(driver().set_access(addr, 2 * kChunk, Access::kRead), DriverError);
-  EXPECT_NO_THROW(driver().unmap(addr, kChunk, kChunk)) << "its neighbour is free to go";
-  driver().fill(chunks[1], kChunk - 64, 64, std::byte{}) /* bytes the kernel does not touch */;
+  EXPECT_THROW(driver().unmap(addr, 2 * kCudaChunk, kCudaChunk), DriverError);
+  EXPECT_THROW(driver().set_access(addr, 2 * kCudaChunk, Access::kRead), DriverError);
+  EXPECT_NO_THROW(driver().unmap(addr, kCudaChunk, kCudaChunk)) << "its neighbour is free to go";
+  driver().fill(chunks[1], kCudaChunk - 64, 64, std::byte{}) /* bytes the kernel does not touch */;
   driver().fill(chunks[1], 0, 64, std::byte{});
   EXPECT_EQ(standin_.violations(), 3u) << standin_.last_violation();
   standin_.end_kernel(kernel);
-  driver().unmap(addr + kChunk, kChunk, kChunk);
+  driver().unmap(addr + kCudaChunk, kCudaChunk, kCudaChunk);
   num_expected_violations_ = 3;
 }
 

@@ -19,10 +19,11 @@ void use_everything(const CudaOptions& options, std::unique_ptr<CudaDriver>& dri
                     std::unique_ptr<CudaEvent>& event) {
   driver = std::make_unique<CudaDriver>(options);
   event = std::make_unique<CudaEvent>(driver->context());
-  const uintptr_t addr = driver->reserve(3 * kChunk, kChunk);
-  const Handle chunks[] = {driver->create(kChunk), driver->create(kChunk), driver->create(kChunk)};
-  driver->map(addr, chunks, kChunk);
-  driver->set_access(addr, 3 * kChunk, Access::kReadWrite);
+  const uintptr_t addr = driver->reserve(3 * kCudaChunk, kCudaChunk);
+  const Handle chunks[] = {driver->create(kCudaChunk), driver->create(kCudaChunk),
+                           driver->create(kCudaChunk)};
+  driver->map(addr, chunks, kCudaChunk);
+  driver->set_access(addr, 3 * kCudaChunk, Access::kReadWrite);
   std::vector<std::byte> bytes(64, std::byte{1});
   driver->write(chunks[0], 0, bytes);
   driver->copy(chunks[1], 0, chunks[0], 0, 64);
@@ -33,10 +34,10 @@ void use_everything(const CudaOptions& options, std::unique_ptr<CudaDriver>& dri
   event->synchronize();
   driver->wait_event(*event);
   (void)driver->memory_info();
-  driver->unmap(addr, kChunk, kChunk);
-  driver->unmap(addr + kChunk, 2 * kChunk, kChunk);
-  for (const Handle chunk : chunks) driver->release(chunk, kChunk);
-  driver->free(addr, 3 * kChunk);
+  driver->unmap(addr, kCudaChunk, kCudaChunk);
+  driver->unmap(addr + kCudaChunk, 2 * kCudaChunk, kCudaChunk);
+  for (const Handle chunk : chunks) driver->release(chunk, kCudaChunk);
+  driver->free(addr, 3 * kCudaChunk);
 }
 
 struct Fault {

@@ -19,7 +19,7 @@
 
 namespace vtensor {
 
-inline constexpr size_t kChunk = 2 * kMiB;
+inline constexpr size_t kCudaChunk = 2 * kMiB;
 
 inline std::byte cuda_byte_at(uintptr_t addr) { return *reinterpret_cast<const std::byte*>(addr); }
 
@@ -55,15 +55,15 @@ class CudaDriverTest : public ::testing::Test {
 
   std::vector<Handle> create(size_t num_chunks) {
     std::vector<Handle> handles(num_chunks);
-    for (Handle& handle : handles) handle = driver().create(kChunk);
+    for (Handle& handle : handles) handle = driver().create(kCudaChunk);
     return handles;
   }
 
   // A reserved range with all `handles` mapped read-write.
   uintptr_t map_range(std::span<const Handle> handles) {
-    const uintptr_t addr = driver().reserve(handles.size() * kChunk, kChunk);
-    driver().map(addr, handles, kChunk);
-    driver().set_access(addr, handles.size() * kChunk, Access::kReadWrite);
+    const uintptr_t addr = driver().reserve(handles.size() * kCudaChunk, kCudaChunk);
+    driver().map(addr, handles, kCudaChunk);
+    driver().set_access(addr, handles.size() * kCudaChunk, Access::kReadWrite);
     return addr;
   }
 

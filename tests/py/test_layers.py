@@ -27,7 +27,7 @@ CPP_LAYERS = [
     {"pool"},
     {"ops"},
     {"sched"},
-    {"manager", "snapshot"},
+    {"manager", "manager_trace", "snapshot"},
     {"bindings"},
 ]
 # Kernels compute on plain pointers: they know nothing of drivers, though these are not above them.
@@ -38,12 +38,16 @@ PYTHON_LAYERS = [
     {"errors", "_vtensor"},
     {"types", "config", "sampling_params", "outputs", "inputs", "request"},
     {"vtensor"},
+    {"trace_reader", "replay_report", "replay", "vattention"},
     {"attention"},
     {"models"},
+    {"admission", "batch", "memory", "policies", "preemption", "prefetch", "step_stats"},
     {"scheduler"},
+    {"elastic", "kv_setup"},
     {"detokenizer", "output_builder", "sampler", "runner"},
+    {"request_group", "parallel_sampling", "beam_search"},
     {"engine"},
-    {"llm"},
+    {"llm", "conversation", "engine_thread", "async_llm"},
     {"server"},
     {"cli", "__main__"},
 ]
@@ -53,14 +57,23 @@ PYTHON_UNLAYERED = {"__init__"}
 # Who may open the extension, and who must not need torch.
 MAY_IMPORT_EXTENSION = {"errors", "vtensor"}
 TORCH_FREE = {
+    "admission",
+    "batch",
     "config",
     "errors",
     "inputs",
     "outputs",
+    "policies",
+    "preemption",
+    "prefetch",
+    "replay",
     "request",
     "sampling_params",
     "scheduler",
+    "step_stats",
+    "trace_reader",
     "types",
+    "vattention",
     "vtensor",
 }
 

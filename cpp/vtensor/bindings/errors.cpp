@@ -1,5 +1,7 @@
 #include "vtensor/bindings/errors.h"
 
+#include <nanobind/stl/string.h>  // casts std::string; without it a DriverError became bad_cast
+
 #include <exception>
 
 #include "vtensor/error.h"
@@ -91,12 +93,12 @@ void bind_errors(nb::module_& module) {
       make_class(module, "MappingLimitError",
                  "The system's limit on mappings is near; the message names it and the remedy.",
                  nb::make_tuple(nb::borrow(classes.driver)));
-  classes.released = make_class(module, "ReleasedError",
-                                "A vTensor or a manager was used after its release.",
-                                nb::make_tuple(base, builtin(PyExc_LookupError)));
-  classes.integrity = make_class(module, "IntegrityError",
-                                 "check_integrity() found a broken invariant.",
-                                 nb::make_tuple(base));
+  classes.released =
+      make_class(module, "ReleasedError", "A vTensor or a manager was used after its release.",
+                 nb::make_tuple(base, builtin(PyExc_LookupError)));
+  classes.integrity =
+      make_class(module, "IntegrityError", "check_integrity() found a broken invariant.",
+                 nb::make_tuple(base));
   nb::register_exception_translator(translate);
 }
 

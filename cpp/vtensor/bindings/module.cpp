@@ -90,8 +90,7 @@ nb::dlpack::dtype dtype_of(const std::string& name) {
   if (name == "float32") return nb::dtype<float>();
   if (name == "float16") return {static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
   if (name == "bfloat16") return {static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat), 16, 1};
-  throw std::invalid_argument("no KV dtype is called '" + name +
-                              "': float32, float16 or bfloat16");
+  throw std::invalid_argument("no KV dtype is called '" + name + "': float32, float16 or bfloat16");
 }
 
 // An object with __dlpack__; it owns the view's lease.
@@ -239,6 +238,7 @@ nb::dict stats_dict(const Stats& stats) {
     nb::dict entry;
     entry["calls"] = call.num_calls;
     entry["us"] = static_cast<double>(call.total_ns) / 1e3;
+    entry["hidden_us"] = static_cast<double>(call.hidden_ns) / 1e3;
     calls[nb::str(kCallNames[i].data(), kCallNames[i].size())] = entry;
   }
   out["driver_calls"] = calls;
@@ -256,11 +256,12 @@ void bind_manager(nb::module_& m) {
           "driver"_a, "spec"_a, "options"_a, GilRelease())
       .def(
           "try_create",
-          [](Manager& self, const TokenArray& tokens, const std::string& cache_salt) {
+          [](Manager& self, const TokenArray& tokens, const std::string& cache_salt,
+             size_t expected_tokens) {
             const nb::gil_scoped_release unlocked;
-            return self.try_create(tokens_of(tokens), cache_salt);
+            return self.try_create(tokens_of(tokens), cache_salt, expected_tokens);
           },
-          "tokens"_a, "cache_salt"_a)
+          "tokens"_a, "cache_salt"_a, "expected_tokens"_a = 0)
       .def("try_fork", &Manager::try_fork, "id"_a, GilRelease())
       .def("release", &Manager::release, "id"_a, GilRelease())
       .def(
@@ -276,6 +277,8 @@ void bind_manager(nb::module_& m) {
       .def("pre_extend", &Manager::pre_extend, "ids"_a, "num_tokens"_a, GilRelease())
       .def("drain", &Manager::drain, GilRelease())
       .def("truncate", &Manager::truncate, "id"_a, "num_tokens"_a, GilRelease())
+      .def("begin_step", &Manager::begin_step, GilRelease())
+      .def("end_step", &Manager::end_step, "stream"_a, GilRelease())
       .def(
           "record_prefix",
           [](Manager& self, VTensorId id, const TokenArray& tokens) {
@@ -319,15 +322,21 @@ void bind_manager(nb::module_& m) {
       .def("bytes_for", &Manager::bytes_for, "num_tokens"_a)
       .def("mapping_times", &Manager::mapping_times, GilRelease())
       .def("obtainable_bytes", &Manager::obtainable_bytes, GilRelease())
+      .def("start_trace", &Manager::start_trace, "path"_a, GilRelease())
+      .def("stop_trace", &Manager::stop_trace, GilRelease())
+      .def("is_tracing", &Manager::is_tracing)
+      .def("label", &Manager::label, "id"_a, "text"_a, GilRelease())
+      .def("resident_bytes", &Manager::resident_bytes, GilRelease())
       .def("info", &Manager::info, "id"_a, GilRelease())
       .def("snapshot", &Manager::snapshot, GilRelease())
-      .def("stats", [](const Manager& self) {
-        const Stats stats = [&] {
-          const nb::gil_scoped_release unlocked;
-          return self.stats();
-        }();
-        return stats_dict(stats);
-      })
+      .def("stats",
+           [](const Manager& self) {
+             const Stats stats = [&] {
+               const nb::gil_scoped_release unlocked;
+               return self.stats();
+             }();
+             return stats_dict(stats);
+           })
       .def("check_integrity", &Manager::check_integrity, GilRelease())
       .def("close", &Manager::close, GilRelease())
       .def(
@@ -351,8 +360,8 @@ void bind_faults(nb::module_& m) {
           [](FaultInjector& self, int64_t fail_at, bool out_of_memory, bool persistent) {
             FaultPlan plan;
             plan.fail_at = fail_at;
-            plan.kind = out_of_memory ? FaultPlan::Kind::kOutOfMemory
-                                      : FaultPlan::Kind::kDriverError;
+            plan.kind =
+                out_of_memory ? FaultPlan::Kind::kOutOfMemory : FaultPlan::Kind::kDriverError;
             plan.persistent = persistent;
             self.driver->set_plan(plan);
           },
@@ -373,6 +382,7 @@ NB_MODULE(_vtensor, m) {
   vtensor::bind_snapshot(m);
   vtensor::bind_manager(m);
   vtensor::bind_faults(m);
-  m.def("available_bytes", [] { return vtensor::available_bytes(); },
-        "Bytes that this machine, or this container, can still give.");
+  m.def(
+      "available_bytes", [] { return vtensor::available_bytes(); },
+      "Bytes that this machine, or this container, can still give.");
 }

@@ -22,8 +22,8 @@ std::optional<std::vector<Claim>> p_claim(Pool& pool, size_t num_chunks, ScrubPo
   for (size_t i = 0; i < num_chunks; ++i) {
     const ChunkId id = pool.pset.claim();
     const Chunk& chunk = pool.pset[id];
-    claims.push_back({id, chunk.handle, chunk.created, needs_scrub(chunk, policy, tenant),
-                      chunk.dirty_bytes});
+    claims.push_back(
+        {id, chunk.handle, chunk.created, needs_scrub(chunk, policy, tenant), chunk.dirty_bytes});
   }
   return claims;
 }

@@ -59,8 +59,7 @@ void map(Driver& driver, const RowRange& where, std::span<const Handle> handles)
   if (handles.empty()) return;
   const size_t num_rows = handles.size() / where.geometry.num_planes;
   for_planes(
-      where.geometry.num_planes,
-      [&](size_t plane) { map_plane(driver, where, plane, handles); },
+      where.geometry.num_planes, [&](size_t plane) { map_plane(driver, where, plane, handles); },
       [&](size_t plane) { unmap_plane(driver, where, plane, num_rows); });
 }
 
@@ -68,8 +67,7 @@ void unmap(Driver& driver, const RowRange& where, std::span<const Handle> handle
   if (handles.empty()) return;
   const size_t num_rows = handles.size() / where.geometry.num_planes;
   for_planes(
-      where.geometry.num_planes,
-      [&](size_t plane) { unmap_plane(driver, where, plane, num_rows); },
+      where.geometry.num_planes, [&](size_t plane) { unmap_plane(driver, where, plane, num_rows); },
       [&](size_t plane) { map_plane(driver, where, plane, handles); });
 }
 

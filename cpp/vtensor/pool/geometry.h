@@ -25,7 +25,9 @@ struct Geometry {
   size_t max_slots = 0;
 
   // Rows that the first `num_tokens` tokens touch.
-  size_t rows_for(size_t num_tokens) const { return ceil_div(num_tokens * token_bytes, chunk_bytes); }
+  size_t rows_for(size_t num_tokens) const {
+    return ceil_div(num_tokens * token_bytes, chunk_bytes);
+  }
   // The row in which byte 0 of token `num_tokens` lies: rows below it are full at that length.
   size_t full_rows(size_t num_tokens) const { return num_tokens * token_bytes / chunk_bytes; }
   // Tokens that lie wholly inside the first `num_rows` rows.

@@ -17,8 +17,9 @@ size_t KVSpec::num_planes() const {
 }
 
 size_t KVSpec::token_bytes() const {
-  const size_t head_bytes = checked_mul(checked_mul(num_kv_heads, head_dim, "num_kv_heads x head_dim"),
-                                        element_bytes, "a token's bytes");
+  const size_t head_bytes =
+      checked_mul(checked_mul(num_kv_heads, head_dim, "num_kv_heads x head_dim"), element_bytes,
+                  "a token's bytes");
   return layers_per_plane == 1 ? head_bytes
                                : checked_mul(head_bytes, 2 * layers_per_plane, "a token's bytes");
 }

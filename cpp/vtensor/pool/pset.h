@@ -94,7 +94,7 @@ class PSet {
   std::vector<Chunk> chunks_;
   IdSet free_;
   IdSet dirty_free_;  // of free_, those with dirty bytes
-  IdSet absent_;  // ids below chunks_.size() without memory
+  IdSet absent_;      // ids below chunks_.size() without memory
   size_t budget_chunks_;
   size_t num_created_ = 0;
   size_t num_evictable_ = 0;

@@ -41,7 +41,7 @@ using Token = int32_t;
 struct RNode {
   RNode* parent = nullptr;
   const std::string* salt = nullptr;  // of a root: its key
-  size_t start = 0;             // tokens before this node
+  size_t start = 0;                   // tokens before this node
   std::vector<Token> tokens;
   std::vector<ChunkId> rows;
   std::unordered_map<Token, std::unique_ptr<RNode>> children;

@@ -21,6 +21,8 @@ const char* to_string(SlotState state) {
       return "parked";
     case SlotState::kHeld:
       return "held";
+    case SlotState::kRetiring:
+      return "retiring";
     case SlotState::kBroken:
       return "broken";
   }
@@ -82,6 +84,8 @@ void VSet::park(SlotId slot) {
 }
 
 void VSet::hold(SlotId slot) { slots_[slot].state = SlotState::kHeld; }
+
+void VSet::retire(SlotId slot) { slots_[slot].state = SlotState::kRetiring; }
 
 void VSet::make_broken(SlotId slot) {
   if (slots_[slot].state == SlotState::kParked) parked_.remove(slot);

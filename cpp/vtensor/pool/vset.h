@@ -4,7 +4,8 @@
 //   plane p   | slot 0 ........ | slot 1 ........ | ...     slot i starts at base(p) + i * stride
 //
 // A slot is free (nothing mapped), live (a vTensor's), parked (released, still mapped: the next
-// vTensor adopts it), held (released, but tensor views of it are alive) or broken (a driver call
+// vTensor adopts it), held (released, but tensor views of it are alive), retiring (released, but a
+// running step may still read it) or broken (a driver call
 // failed and could not be undone: never used again, its chunks stay referenced).
 //
 // Thread-safety: none; the manager's mutex guards it.
@@ -29,7 +30,7 @@ namespace vtensor {
 
 using SlotId = uint32_t;
 
-enum class SlotState { kFree, kLive, kParked, kHeld, kBroken };
+enum class SlotState { kFree, kLive, kParked, kHeld, kRetiring, kBroken };
 const char* to_string(SlotState state);
 
 struct Slot {
@@ -62,6 +63,7 @@ class VSet {
   void make_live(SlotId slot);
   void park(SlotId slot);
   void hold(SlotId slot);
+  void retire(SlotId slot);
   void make_free(SlotId slot);  // Requires: an empty page table.
   void make_broken(SlotId slot);
 

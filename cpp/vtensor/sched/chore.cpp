@@ -21,6 +21,18 @@ void Chore::run(Driver& driver, size_t chunk_bytes) {
   }
 }
 
+std::string_view chore_name(Chore::Kind kind) {
+  switch (kind) {
+    case Chore::Kind::kCreate:
+      return "create";
+    case Chore::Kind::kScrub:
+      return "scrub";
+    case Chore::Kind::kRelease:
+      break;
+  }
+  return "release";
+}
+
 // Giving back comes first, so that nothing is scrubbed for nobody.
 std::optional<Chore::Kind> Scheduler::next_chore() const {
   const PSet& pset = pool_.pset;

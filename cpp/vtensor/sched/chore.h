@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string_view>
 
 #include "vtensor/ops/alloc.h"
 
@@ -18,5 +19,7 @@ struct Chore {
   // Makes the driver call. On failure nothing has changed.
   void run(Driver& driver, size_t chunk_bytes);
 };
+
+std::string_view chore_name(Chore::Kind kind);
 
 }  // namespace vtensor

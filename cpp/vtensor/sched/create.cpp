@@ -27,9 +27,9 @@ Scheduler::Fit Scheduler::fit(SlotId slot, std::span<const ChunkId> table,
   const size_t common_rows = static_cast<size_t>(end - mapped.begin()) / planes;
   size_t keep_rows = common_rows;
   if (common_rows == table_rows) {
-    while (keep_rows < mapped_rows &&
-           std::ranges::all_of(std::span(mapped).subspan(keep_rows * planes, planes),
-                               [&](ChunkId id) { return is_private(id); })) {
+    while (keep_rows < mapped_rows && std::ranges::all_of(
+                                          std::span(mapped).subspan(keep_rows * planes, planes),
+                                          [&](ChunkId id) { return is_private(id); })) {
       ++keep_rows;
     }
   }
@@ -87,6 +87,7 @@ void Scheduler::adopt(const Fit& fit, std::span<const ChunkId> table, uint64_t t
 // slot is left.
 std::optional<SlotId> Scheduler::place(std::span<const ChunkId> table, size_t wanted_rows,
                                        uint64_t tenant) {
+  reap();
   const std::optional<Fit> parked = best_parked(table, wanted_rows);
   if (parked && (parked->useful_rows > 0 || pool_.vset.num_free() == 0)) {
     adopt(*parked, table, tenant);
@@ -130,8 +131,8 @@ VTensor& Scheduler::open(SlotId slot, const std::string& salt, size_t num_tokens
   return vtensor;
 }
 
-std::optional<VTensorId> Scheduler::create(std::span<const Token> tokens,
-                                           const std::string& salt) {
+std::optional<VTensorId> Scheduler::create(std::span<const Token> tokens, const std::string& salt,
+                                           size_t expected_tokens) {
   if (tokens.size() > pool_.geometry.max_tokens) {
     throw std::invalid_argument("a prompt of " + std::to_string(tokens.size()) +
                                 " tokens is longer than max_seq_len " +
@@ -141,7 +142,8 @@ std::optional<VTensorId> Scheduler::create(std::span<const Token> tokens,
   std::optional<VTensorId> id;
   try {
     if (options_.alias) {
-      const size_t wanted = pool_.geometry.rows_for(tokens.size());
+      const size_t wanted = pool_.geometry.rows_for(
+          std::min(std::max(tokens.size(), expected_tokens), pool_.geometry.max_tokens));
       const auto slot = place(match.table, wanted, tenant_of(salt));
       if (slot) {
         id = open(*slot, salt, match.num_tokens, pool_.geometry.rows_for(match.num_tokens)).id;
@@ -195,6 +197,7 @@ std::optional<VTensorId> Scheduler::fork(VTensorId parent_id) {
 // Without aliasing: the same contents in chunks of its own. Nothing when memory or slots are short.
 std::optional<VTensorId> Scheduler::create_copy(const RTree::Match& match,
                                                 const std::string& salt) {
+  epochs_.wait();  // a running step may still write what is copied
   const auto slot = place({}, 0, tenant_of(salt));
   if (!slot) return std::nullopt;
   const VTensorId id = open(*slot, salt, 0, 0).id;
@@ -213,7 +216,7 @@ std::optional<VTensorId> Scheduler::create_copy(const RTree::Match& match,
     growth->run(*pool_.driver, pool_.vset, pool_.geometry);
   } catch (...) {
     if (growth) abandon(*growth);
-    release(id);
+    if (is_live(id)) release(id);  // else its slot is broken
     throw;
   }
   commit(*growth);

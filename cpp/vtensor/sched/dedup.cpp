@@ -1,10 +1,22 @@
 // Scheduler: dedup by remapping. Two requests that computed the same prefix side by side hold the
-// same KV twice; when the second records it, its full rows are remapped onto the first one's chunks.
+// same KV twice; when the second records it, its full rows are remapped onto the first one's
+// chunks.
 #include <algorithm>
 
 #include "vtensor/sched/scheduler.h"
 
 namespace vtensor {
+
+namespace {
+
+// A full chunk below own_row has no appender: it is never written again.
+void end_full(Chunk& chunk, const VTensor& vtensor, size_t chunk_bytes) {
+  if (chunk.appender != vtensor.id) return;
+  chunk.appender = kNoVTensor;
+  chunk.written_bytes = chunk.dirty_bytes = chunk_bytes;
+}
+
+}  // namespace
 
 // Rows [begin, end) of the vTensor become the chunks of `table` (a match's, row-major from row 0).
 void Scheduler::replace_rows(VTensor& vtensor, size_t begin, size_t end,
@@ -14,6 +26,7 @@ void Scheduler::replace_rows(VTensor& vtensor, size_t begin, size_t end,
   const std::span<const ChunkId> wanted = table.subspan(begin * planes, (end - begin) * planes);
   std::vector<Handle> after;
   for (const ChunkId id : wanted) after.push_back(pool_.pset[id].handle);
+  epochs_.wait();
   try {
     remap(*pool_.driver, {pool_.vset, pool_.geometry, vtensor.slot, begin},
           handles(vtensor.slot, begin, end), after);
@@ -24,11 +37,7 @@ void Scheduler::replace_rows(VTensor& vtensor, size_t begin, size_t end,
   for (size_t i = 0; i < wanted.size(); ++i) {
     ChunkId& entry = mapped[begin * planes + i];
     pool_.pset.add_table_ref(wanted[i]);
-    Chunk& old = pool_.pset[entry];
-    if (old.appender == vtensor.id) {
-      old.appender = kNoVTensor;
-      old.written_bytes = old.dirty_bytes = pool_.geometry.chunk_bytes;
-    }
+    end_full(pool_.pset[entry], vtensor, pool_.geometry.chunk_bytes);
     pool_.pset.drop_table_ref(entry);
     entry = wanted[i];
   }
@@ -37,7 +46,8 @@ void Scheduler::replace_rows(VTensor& vtensor, size_t begin, size_t end,
 size_t Scheduler::dedup(VTensorId id, std::span<const Token> tokens) {
   VTensor& vtensor = resident(id);
   const size_t planes = pool_.geometry.num_planes;
-  const RTree::Match match = pool_.rtree.match(vtensor.salt, tokens);
+  const size_t known = std::min(tokens.size(), vtensor.num_tokens);
+  const RTree::Match match = pool_.rtree.match(vtensor.salt, tokens.first(known));
   const size_t end = pool_.geometry.full_rows(match.num_tokens);
   const std::vector<ChunkId>& mapped = pool_.vset[vtensor.slot].table;
   size_t begin = 0;
@@ -48,6 +58,9 @@ size_t Scheduler::dedup(VTensorId id, std::span<const Token> tokens) {
   }
   if (begin == end) return 0;
   replace_rows(vtensor, begin, end, match.table);
+  for (size_t i = vtensor.own_row * planes; i < begin * planes; ++i) {  // recorded by itself
+    end_full(pool_.pset[mapped[i]], vtensor, pool_.geometry.chunk_bytes);
+  }
   vtensor.own_row = std::max(vtensor.own_row, end);
   const size_t num_chunks = (end - begin) * planes;
   counters_.chunks_deduplicated += num_chunks;

@@ -78,6 +78,7 @@ std::optional<Growth> Scheduler::claim_for(std::vector<GrowthPart> parts) {
 std::vector<GrowthPart> Scheduler::outline_all(std::span<const VTensorId> ids,
                                                std::span<const size_t> num_tokens) {
   std::vector<GrowthPart> parts;
+  reap();
   ++plan_;
   for (size_t i = 0; i < ids.size(); ++i) {
     VTensor& vtensor = resident(ids[i]);
@@ -100,11 +101,15 @@ std::optional<Growth> Scheduler::plan_extend(std::span<const VTensorId> ids,
   size_t num_claims = 0;
   for (const GrowthPart& part : parts) num_claims += part.rows.size() + part.tail.size();
   if (!make_claimable(num_claims)) return std::nullopt;
+  const bool copies =
+      std::ranges::any_of(parts, [](const GrowthPart& part) { return !part.tail.empty(); });
+  if (copies) epochs_.wait();  // a running step may still write what is copied
   std::optional<Growth> growth = claim_for(std::move(parts));
   if (!growth) return std::nullopt;
   for (size_t i = 0; i < ids.size(); ++i) {
     if (!live(ids[i]).busy) growth->declared.emplace_back(ids[i], num_tokens[i]);
   }
+  ++plan_;  // from here on `busy` protects them
   return growth;
 }
 
@@ -121,8 +126,10 @@ Growth Scheduler::plan_pre_extend(std::span<const VTensorId> ids,
     part.tail.clear();  // the tail is decided when it is written
     part.old_tail.clear();
     if (part.rows.empty()) continue;
-    const size_t missing = part.rows.size();
-    if (pool_.pset.num_claimable() < missing) evict(missing);
+    const size_t wanted = part.rows.size();
+    const size_t claimable = pool_.pset.num_claimable();
+    if (claimable + pool_.pset.num_evictable() < wanted) continue;
+    if (claimable < wanted) evict(wanted - claimable);
     std::vector<GrowthPart> one;
     one.push_back(std::move(part));
     if (std::optional<Growth> claimed = claim_for(std::move(one))) {

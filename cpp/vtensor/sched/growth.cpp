@@ -1,6 +1,9 @@
 #include "vtensor/sched/growth.h"
 
+#include <algorithm>
 #include <exception>
+
+#include "vtensor/vmm/call_scope.h"
 
 namespace vtensor {
 namespace {
@@ -12,16 +15,20 @@ std::vector<Handle> handles_of(const std::vector<Claim>& claims) {
   return handles;
 }
 
-void prepare(Driver& driver, size_t chunk_bytes, GrowthPart& part) {
-  p_create(driver, chunk_bytes, part.tail);
-  p_create(driver, chunk_bytes, part.rows);
+void prepare(Driver& driver, const Geometry& geometry, GrowthPart& part) {
+  const CallScope scope(part.vtensor);
+  p_create(driver, geometry.chunk_bytes, part.tail);
+  p_create(driver, geometry.chunk_bytes, part.rows);
   for (size_t i = 0; i < part.tail.size(); ++i) {
     driver.copy(part.tail[i].handle, 0, part.old_tail[i], 0, part.tail_bytes);
     part.tail[i].dirty_bytes = std::max(part.tail[i].dirty_bytes, part.tail_bytes);
   }
   for (size_t i = 0; i < part.sources.size(); ++i) {
-    driver.copy(part.rows[i].handle, 0, part.sources[i], 0, chunk_bytes);
-    part.rows[i].dirty_bytes = chunk_bytes;
+    // No more than the tokens: the rest of a source may be somebody else's.
+    const size_t row = part.first_row + i / geometry.num_planes;
+    const size_t used = geometry.bytes_used(row, part.num_tokens);
+    driver.copy(part.rows[i].handle, 0, part.sources[i], 0, used);
+    part.rows[i].dirty_bytes = std::max(part.rows[i].dirty_bytes, used);
   }
 }
 
@@ -34,6 +41,7 @@ struct PartMapper {
   RowRange at(size_t row) const { return {vset, geometry, part.slot, row}; }
 
   void map_part() {
+    const CallScope scope(part.vtensor);
     if (!part.tail.empty()) remap(driver, at(part.tail_row), part.old_tail, handles_of(part.tail));
     try {
       map(driver, at(part.first_row), handles_of(part.rows));
@@ -46,6 +54,7 @@ struct PartMapper {
   }
 
   void unmap_part() {
+    const CallScope scope(part.vtensor);
     unmap(driver, at(part.first_row), handles_of(part.rows));
     if (!part.tail.empty()) unmap_tail();
   }
@@ -68,7 +77,7 @@ size_t Growth::num_claims() const {
 }
 
 void Growth::run(Driver& driver, const VSet& vset, const Geometry& geometry) {
-  for (GrowthPart& part : parts) prepare(driver, geometry.chunk_bytes, part);
+  for (GrowthPart& part : parts) prepare(driver, geometry, part);
   size_t done = 0;
   try {
     for (; done < parts.size(); ++done) PartMapper{driver, vset, geometry, parts[done]}.map_part();

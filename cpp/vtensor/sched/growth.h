@@ -23,7 +23,7 @@ struct GrowthPart {
 
   size_t first_row = 0;
   std::vector<Claim> rows;      // new rows from first_row on, row-major over planes
-  std::vector<Handle> sources;  // copied into the first claims of `rows`, whole chunks
+  std::vector<Handle> sources;  // their first num_tokens are copied into `rows`
 
   size_t tail_row = 0;
   size_t tail_bytes = 0;         // bytes to copy of each old tail chunk

@@ -50,18 +50,34 @@ void check_chunks(const Scheduler& scheduler) {
     expect(chunk.refs() == 0 || chunk.created || scheduler.is_asleep() ||
                scheduler.claimed().contains(id),
            "referenced " + name + " has no memory");
-    expect(chunk.refs() > 0 || chunk.appender == kNoVTensor, "2, free " + name + " has an appender");
+    expect(chunk.refs() > 0 || chunk.appender == kNoVTensor,
+           "2, free " + name + " has an appender");
     free += static_cast<size_t>(chunk.created && chunk.refs() == 0);
     referenced += static_cast<size_t>(chunk.refs() > 0);
     evictable += static_cast<size_t>(chunk.evictable());
-    dirty_free +=
-        static_cast<size_t>(chunk.created && chunk.refs() == 0 && chunk.dirty_bytes > 0);
+    dirty_free += static_cast<size_t>(chunk.created && chunk.refs() == 0 && chunk.dirty_bytes > 0);
   }
   expect(pset.num_free() == free, "2, the free set is the set of chunks without references");
   expect(pset.num_dirty_free() == dirty_free, "count of free chunks to scrub");
   expect(pset.num_evictable() == evictable, "count of evictable chunks");
   expect(pset.num_created() <= pset.budget_chunks(), "5, created bytes <= budget");
   expect(pset.num_created() == free + referenced, "6, created = free + referenced");
+}
+
+// A chunk's appender is a live vTensor whose page table names it.
+void check_appenders(const Scheduler& scheduler) {
+  const Pool& pool = scheduler.pool();
+  size_t with_appender = 0;
+  for (ChunkId id = 0; id < pool.pset.num_ids(); ++id) {
+    with_appender += static_cast<size_t>(pool.pset[id].appender != kNoVTensor);
+  }
+  size_t appended = 0;
+  for (const VTensorId id : scheduler.live_ids()) {
+    for (const ChunkId chunk : pool.vset[scheduler.live(id).slot].table) {
+      appended += static_cast<size_t>(pool.pset[chunk].appender == id);
+    }
+  }
+  expect(with_appender == appended, "4, every appender is alive and maps its chunk");
 }
 
 void check_slots(const Scheduler& scheduler) {
@@ -90,7 +106,8 @@ void check_vtensor(const Scheduler& scheduler, const VTensor& vtensor) {
     return;
   }
   expect(pool.geometry.rows_for(vtensor.num_tokens) <= rows, name + " is mapped up to its length");
-  expect(vtensor.write_limit <= pool.geometry.tokens_in(rows), name + " may write mapped rows only");
+  expect(vtensor.write_limit <= pool.geometry.tokens_in(rows),
+         name + " may write mapped rows only");
   const size_t first_owned = vtensor.own_row + (vtensor.tail_shared ? 1 : 0);
   for (size_t i = 0; i < table.size(); ++i) {
     const bool owned = pool.pset[table[i]].appender == vtensor.id;
@@ -104,8 +121,7 @@ void check_tree(const Scheduler& scheduler) {
   const Pool& pool = scheduler.pool();
   size_t num_tokens = 0;
   pool.rtree.for_each([&](const RNode& node, const std::string&) {
-    const size_t rows =
-        pool.geometry.rows_for(node.end()) - pool.geometry.full_rows(node.start);
+    const size_t rows = pool.geometry.rows_for(node.end()) - pool.geometry.full_rows(node.start);
     expect(!node.tokens.empty(), "an rTree node has tokens");
     expect(node.rows.size() == rows * pool.geometry.num_planes,
            "7, an rTree path's tokens are covered by its chunks");
@@ -118,6 +134,7 @@ void check_tree(const Scheduler& scheduler) {
 
 void check_integrity(const Scheduler& scheduler) {
   check_chunks(scheduler);
+  check_appenders(scheduler);
   check_slots(scheduler);
   for (const VTensorId id : scheduler.live_ids()) check_vtensor(scheduler, scheduler.live(id));
   check_tree(scheduler);

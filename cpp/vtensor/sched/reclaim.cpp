@@ -18,8 +18,9 @@ size_t Scheduler::private_tail_rows(SlotId slot) const {
   const std::vector<ChunkId>& table = pool_.vset[slot].table;
   size_t rows = 0;
   while (rows * planes < table.size() &&
-         std::ranges::all_of(std::span(table).last((rows + 1) * planes).first(planes),
-                             [&](ChunkId id) { return is_private(id); })) {
+         std::ranges::all_of(
+             std::span(table).last((rows + 1) * planes).first(planes),
+             [&](ChunkId id) { return is_private(id); })) {
     ++rows;
   }
   return rows;
@@ -38,9 +39,11 @@ void Scheduler::reclaim_parked_private(size_t num_chunks, bool created) {
   }
 }
 
-// Rows mapped ahead of need, of a vTensor that is not part of the plan under way.
+// Rows mapped ahead of need, of a vTensor that is not part of the plan under way. None where views
+// are alive: one made before a truncation may reach into these rows.
 size_t Scheduler::surplus_rows(const VTensor& vtensor) const {
   if (vtensor.busy || vtensor.plan == plan_) return 0;
+  if (pool_.vset[vtensor.slot].num_views > 0) return 0;
   const size_t needed = std::max(pool_.geometry.rows_for(vtensor.num_tokens), vtensor.own_row);
   const size_t rows = pool_.vset.mapped_rows(vtensor.slot);
   return rows > needed ? rows - needed : 0;
@@ -76,6 +79,10 @@ size_t Scheduler::num_obtainable() const {
 
 bool Scheduler::make_claimable(size_t num_chunks, bool created) {
   if (enough(num_chunks, created)) return true;
+  if (!retiring_.empty() && !epochs_.is_open()) {
+    epochs_.wait();
+    reap();
+  }
   // With nothing created, the part of the budget that is not used yet does not count.
   const size_t uncreated = pool_.pset.budget_chunks() - pool_.pset.num_created();
   if (num_obtainable() - (created ? uncreated : 0) < num_chunks) return false;

@@ -83,17 +83,20 @@ void Scheduler::own_rows(VTensor& vtensor, size_t first_row, size_t end_row) {
   }
 }
 
-// Ends the vTensor's appender roles and leaves its watermarks in the chunks.
-void Scheduler::stamp(const VTensor& vtensor) {
+// Ends the vTensor's appender roles from `first_row` on and leaves its watermarks in the chunks.
+// While views are alive, what they may show counts as written: nobody goes on below it.
+void Scheduler::stamp(const VTensor& vtensor, size_t first_row) {
   const size_t planes = pool_.geometry.num_planes;
-  const std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
-  for (size_t i = vtensor.own_row * planes; i < table.size(); ++i) {
+  const Slot& slot = pool_.vset[vtensor.slot];
+  const std::vector<ChunkId>& table = slot.table;
+  const size_t written_tokens = slot.num_views > 0 ? vtensor.peak_tokens : vtensor.num_tokens;
+  for (size_t i = std::max(vtensor.own_row, first_row) * planes; i < table.size(); ++i) {
     Chunk& chunk = pool_.pset[table[i]];
     if (chunk.appender != vtensor.id) continue;
     chunk.appender = kNoVTensor;
-    chunk.written_bytes = pool_.geometry.bytes_used(i / planes, vtensor.num_tokens);
-    chunk.dirty_bytes = std::max(
-        chunk.dirty_bytes, pool_.geometry.bytes_used(i / planes, vtensor.peak_tokens));
+    chunk.written_bytes = pool_.geometry.bytes_used(i / planes, written_tokens);
+    chunk.dirty_bytes =
+        std::max(chunk.dirty_bytes, pool_.geometry.bytes_used(i / planes, vtensor.peak_tokens));
   }
 }
 
@@ -104,12 +107,27 @@ void Scheduler::release(VTensorId id) {
   if (pool_.vset[slot].num_views > 0) {
     pool_.vset.hold(slot);
   } else {
-    settle_slot(slot);
+    retire_slot(slot);
   }
 }
 
 void Scheduler::unhold(SlotId slot) {
-  if (pool_.vset[slot].state == SlotState::kHeld) settle_slot(slot);
+  if (pool_.vset[slot].state == SlotState::kHeld) retire_slot(slot);
+}
+
+// The slot of a released vTensor is settled once no running step can read it.
+void Scheduler::retire_slot(SlotId slot) {
+  pool_.vset.retire(slot);
+  retiring_.emplace_back(epochs_.last_used(), slot);
+  reap();
+}
+
+void Scheduler::reap() {
+  while (!retiring_.empty() && retiring_.front().first <= epochs_.completed()) {
+    const SlotId slot = retiring_.front().second;
+    retiring_.pop_front();
+    settle_slot(slot);
+  }
 }
 
 // Where the slot of a released vTensor goes. A driver that fails to unmap leaves it parked, which
@@ -120,7 +138,7 @@ void Scheduler::settle_slot(SlotId slot) {
   try {
     shrink_slot(slot, 0);
     v_free(pool_, slot);
-  } catch (const Error&) {
+  } catch (const std::exception&) {
     return;
   }
 }
@@ -139,6 +157,7 @@ std::vector<Handle> Scheduler::handles(SlotId slot, size_t first_row, size_t end
 // Nobody knows what is mapped in the slot: it is never used again, and what may be mapped there
 // (its table and `chunks`) stays referenced, so that nobody else writes to it.
 void Scheduler::break_slot(SlotId slot, std::span<const ChunkId> chunks) {
+  if (pool_.vset[slot].state == SlotState::kLive) stamp(vtensors_[slot]);
   for (const ChunkId id : chunks) {
     pool_.pset.add_table_ref(id);
     pool_.vset[slot].table.push_back(id);
@@ -146,10 +165,12 @@ void Scheduler::break_slot(SlotId slot, std::span<const ChunkId> chunks) {
   pool_.vset.make_broken(slot);
 }
 
-// Unmaps all rows from keep_rows on and drops their references.
+// Unmaps all rows from keep_rows on and drops their references. What a live vTensor wrote there is
+// noted first: a chunk that becomes free must be known to be dirty.
 void Scheduler::shrink_slot(SlotId slot, size_t keep_rows) {
   const size_t rows = pool_.vset.mapped_rows(slot);
   if (rows <= keep_rows) return;
+  if (pool_.vset[slot].state == SlotState::kLive) epochs_.wait();
   try {
     unmap(*pool_.driver, {pool_.vset, pool_.geometry, slot, keep_rows},
           handles(slot, keep_rows, rows));
@@ -157,6 +178,7 @@ void Scheduler::shrink_slot(SlotId slot, size_t keep_rows) {
     break_slot(slot, {});
     throw;
   }
+  if (pool_.vset[slot].state == SlotState::kLive) stamp(vtensors_[slot], keep_rows);
   std::vector<ChunkId>& table = pool_.vset[slot].table;
   const std::span<const ChunkId> tail =
       std::span(table).subspan(keep_rows * pool_.geometry.num_planes);
@@ -171,10 +193,17 @@ void Scheduler::truncate(VTensorId id, size_t num_tokens) {
                                 " tokens, but the vTensor has only " +
                                 std::to_string(vtensor.num_tokens));
   }
-  const bool rewrites_shared = num_tokens < vtensor.frozen_tokens ||
-                               pool_.geometry.full_rows(num_tokens) < vtensor.own_row;
+  const bool rewrites_shared =
+      num_tokens < vtensor.frozen_tokens || pool_.geometry.full_rows(num_tokens) < vtensor.own_row;
   if (rewrites_shared) {
-    shrink_slot(vtensor.slot, pool_.geometry.rows_for(num_tokens));
+    const size_t keep_rows = pool_.geometry.rows_for(num_tokens);
+    if (pool_.vset[vtensor.slot].num_views > 0 &&
+        keep_rows < pool_.vset.mapped_rows(vtensor.slot)) {
+      throw std::invalid_argument("truncate to " + std::to_string(num_tokens) +
+                                  " tokens gives up memory that others share, but tensor views of "
+                                  "the vTensor are alive; drop them first");
+    }
+    shrink_slot(vtensor.slot, keep_rows);
     stamp(vtensor);
     vtensor.own_row = pool_.geometry.full_rows(num_tokens);
     vtensor.tail_shared = vtensor.own_row < pool_.geometry.rows_for(num_tokens);

@@ -19,6 +19,7 @@
 #pragma once
 
 #include <cstddef>
+#include <deque>
 #include <optional>
 #include <span>
 #include <string>
@@ -31,6 +32,7 @@
 #include "vtensor/ops/prefix.h"
 #include "vtensor/pool/pool.h"
 #include "vtensor/sched/chore.h"
+#include "vtensor/sched/epochs.h"
 #include "vtensor/sched/growth.h"
 #include "vtensor/sched/swap_store.h"
 #include "vtensor/sched/vtensor.h"
@@ -64,8 +66,10 @@ class Scheduler {
   Scheduler(Pool& pool, const SchedulerOptions& options);
 
   // A vTensor that aliases the longest recorded prefix of `tokens`, or nothing when no slot is
-  // left. Its num_tokens is the length of that prefix.
-  std::optional<VTensorId> create(std::span<const Token> tokens, const std::string& salt);
+  // left. Its num_tokens is the length of that prefix. `expected_tokens`: how long it will become,
+  // as far as known: the fitting parked slot is chosen by that.
+  std::optional<VTensorId> create(std::span<const Token> tokens, const std::string& salt,
+                                  size_t expected_tokens = 0);
   // A vTensor with the same contents, or nothing when no slot is left. The tail chunk is copied
   // when either of the two first writes to it.
   std::optional<VTensorId> fork(VTensorId id);
@@ -92,7 +96,7 @@ class Scheduler {
   void finish_chore(const Chore& chore);
 
   // Lowers the declared length. Rows that others see are given up, so that they are not rewritten.
-  // Requires: not busy.
+  // Throws std::invalid_argument when such rows may be seen by living views. Requires: not busy.
   void truncate(VTensorId id, size_t num_tokens);
   // Records tokens [0, tokens.size()) of the vTensor. Returns how many were new.
   size_t record_prefix(VTensorId id, std::span<const Token> tokens);
@@ -137,6 +141,11 @@ class Scheduler {
   // Called when the last view of a held slot is gone.
   void unhold(SlotId slot);
 
+  // Steps whose kernels may be running. What they may read is kept as it is until they are over.
+  Epochs& epochs() { return epochs_; }
+  // Settles released slots whose steps are over.
+  void reap();
+
   Pool& pool() { return pool_; }
   const Pool& pool() const { return pool_; }
   const SchedulerCounters& counters() const { return counters_; }
@@ -165,8 +174,9 @@ class Scheduler {
   std::vector<Handle> handles(SlotId slot, size_t first_row, size_t end_row) const;
   void shrink_slot(SlotId slot, size_t keep_rows);
   void break_slot(SlotId slot, std::span<const ChunkId> chunks);
+  void retire_slot(SlotId slot);
   void settle_slot(SlotId slot);
-  void stamp(const VTensor& vtensor);
+  void stamp(const VTensor& vtensor, size_t first_row = 0);
 
   void replace_rows(VTensor& vtensor, size_t begin, size_t end, std::span<const ChunkId> table);
   void fill_swapped(VTensor& vtensor, std::span<const ChunkId> aliased, std::vector<Claim>& claims,
@@ -196,6 +206,8 @@ class Scheduler {
   SchedulerCounters counters_;
   std::vector<VTensor> vtensors_;  // by slot; of the past where the slot is not live
   std::unordered_set<ChunkId> claimed_;
+  Epochs epochs_;
+  std::deque<std::pair<uint64_t, SlotId>> retiring_;  // with the last epoch that may read it
   uint64_t plan_ = 0;
   bool is_asleep_ = false;
   std::unordered_map<ChunkId, SwapStore::Ticket> asleep_;

@@ -28,12 +28,14 @@ bool Scheduler::swap_out(VTensorId id, SwapStore& store) {
   VTensor& vtensor = resident(id);
   const Geometry& geometry = pool_.geometry;
   const size_t rows = geometry.rows_for(vtensor.num_tokens);
-  if (!store.has_room(vtensor.num_tokens * geometry.token_bytes * geometry.num_planes)) return false;
+  if (!store.has_room(vtensor.num_tokens * geometry.token_bytes * geometry.num_planes))
+    return false;
   const std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
   std::vector<SwapStore::Ticket> tickets;
   const auto drop_all = [&] {
     for (const SwapStore::Ticket ticket : tickets) store.drop(ticket);
   };
+  epochs_.wait();  // what is saved must have been written
   try {
     for (size_t i = 0; i < rows * geometry.num_planes; ++i) {
       const size_t used = geometry.bytes_used(i / geometry.num_planes, vtensor.num_tokens);
@@ -43,8 +45,9 @@ bool Scheduler::swap_out(VTensorId id, SwapStore& store) {
     shrink_slot(vtensor.slot, 0);
   } catch (...) {
     drop_all();
-    if (is_live(id)) own_rows(vtensor, vtensor.own_row + (vtensor.tail_shared ? 1 : 0),
-                              pool_.vset.mapped_rows(vtensor.slot));
+    if (is_live(id))
+      own_rows(vtensor, vtensor.own_row + (vtensor.tail_shared ? 1 : 0),
+               pool_.vset.mapped_rows(vtensor.slot));
     throw;
   }
   counters_.chunks_swapped_out += tickets.size();
@@ -68,8 +71,7 @@ bool Scheduler::swap_in(VTensorId id, std::span<const Token> tokens, SwapStore& 
   p_free(pool_, std::span(match.table).subspan(aliased * planes));
   match.table.resize(aliased * planes);
 
-  const size_t num_claims =
-      (pool_.geometry.rows_for(vtensor.num_tokens) - aliased) * planes;
+  const size_t num_claims = (pool_.geometry.rows_for(vtensor.num_tokens) - aliased) * planes;
   std::optional<std::vector<Claim>> claims;
   if (make_claimable(num_claims)) {
     claims = p_claim(pool_, num_claims, options_.scrub, vtensor.tenant);
@@ -170,6 +172,7 @@ size_t Scheduler::sleep(SwapStore& store) {
 // All or none: what was unmapped is mapped again when a later slot fails.
 void Scheduler::unmap_all_slots() {
   SlotId slot = 0;
+  epochs_.wait();
   try {
     for (; slot < pool_.vset.num_slots(); ++slot) {
       unmap(*pool_.driver, {pool_.vset, pool_.geometry, slot, 0},

@@ -45,8 +45,8 @@ template <typename Call, typename Byte>
 void transfer(const char* name, Call call, int file, std::span<Byte> bytes, size_t offset) {
   size_t done = 0;
   while (done < bytes.size()) {
-    const ssize_t moved = call(file, bytes.data() + done, bytes.size() - done,
-                               static_cast<off_t>(offset + done));
+    const ssize_t moved =
+        call(file, bytes.data() + done, bytes.size() - done, static_cast<off_t>(offset + done));
     if (moved < 0 && errno == EINTR) continue;
     if (moved <= 0) throw_errno(name, "offset=" + std::to_string(offset + done));
     done += static_cast<size_t>(moved);

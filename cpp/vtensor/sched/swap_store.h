@@ -1,7 +1,7 @@
 // SwapStore: KV contents outside the device's memory, in host memory or in a file, with checksums.
 //
-// The file is unlinked as soon as it is open: nothing stays behind, whatever happens to the process.
-// Thread-safety: none; the manager's mutex guards it.
+// The file is unlinked as soon as it is open: nothing stays behind, whatever happens to the
+// process. Thread-safety: none; the manager's mutex guards it.
 //
 // Invariant: used_bytes() is the sum of what has been put and not dropped, and <= capacity_bytes().
 #pragma once

@@ -30,11 +30,11 @@ struct VTensor {
   size_t frozen_tokens = 0;
   size_t own_row = 0;
   size_t write_limit = 0;
-  bool tail_shared = false;  // the tail row is an alias; own it before writing
-  bool is_swapped = false;  // its contents are in the swap store, nothing is mapped
+  bool tail_shared = false;                // the tail row is an alias; own it before writing
+  bool is_swapped = false;                 // its contents are in the swap store, nothing is mapped
   std::vector<SwapStore::Ticket> swapped;  // one a chunk, row-major
-  bool busy = false;         // a growth of it is under way without the manager's mutex
-  uint64_t plan = 0;         // the last plan_extend() that named it
+  bool busy = false;  // a growth of it is under way without the manager's mutex
+  uint64_t plan = 0;  // the last plan_extend() that named it
   uint64_t tenant = 0;
   std::string salt;
   size_t chunks_aliased = 0;

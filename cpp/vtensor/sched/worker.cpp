@@ -18,13 +18,17 @@ void Worker::drain() {
 }
 
 void Worker::stop() {
+  std::thread thread;
   {
     const std::lock_guard lock(mutex_);
     stopped_ = true;
     jobs_.clear();
     wake_.notify_one();
+    thread = std::move(thread_);
   }
-  if (thread_.joinable()) thread_.join();
+  if (thread.joinable()) thread.join();
+  std::unique_lock lock(mutex_);  // another thread may have come first, and be joining still
+  idle_.wait(lock, [this] { return !running_job_; });
 }
 
 void Worker::run() {

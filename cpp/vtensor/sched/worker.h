@@ -26,7 +26,7 @@ class Worker {
   void post(Job job);
   // Returns when every job posted so far has run.
   void drain();
-  // Drops the waiting jobs, finishes the running one, ends the thread.
+  // Drops the waiting jobs, finishes the running one, ends the thread. Not from inside a job.
   void stop();
 
  private:

@@ -9,6 +9,16 @@
 namespace vtensor {
 namespace {
 
+class CudaFence final : public Fence {
+ public:
+  explicit CudaFence(CudaEvent event) : event_(std::move(event)) {}
+  bool done() const override { return event_.done(); }
+  void wait() const override { event_.synchronize(); }
+
+ private:
+  CudaEvent event_;
+};
+
 using cuda::CUDA_SUCCESS;
 
 // Runs `undo` when the scope is left before dismiss().
@@ -389,6 +399,12 @@ CudaDriver::MemoryInfo CudaDriver::memory_info() const {
   api().check(api().cuMemGetInfo(&info.free_bytes, &info.total_bytes), "cuMemGetInfo",
               [&] { return cuda_args("device", context_->device_index()); });
   return info;
+}
+
+std::unique_ptr<Fence> CudaDriver::fence(uintptr_t stream) {
+  CudaEvent event(context_);
+  event.record(stream);
+  return std::make_unique<CudaFence>(std::move(event));
 }
 
 }  // namespace vtensor

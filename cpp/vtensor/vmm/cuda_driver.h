@@ -80,6 +80,9 @@ class CudaDriver final : public Driver {
   // making the calling thread wait here.
   void wait_event(const CudaEvent& event);
 
+  // `stream` is a CUstream of this device, not being captured into a graph.
+  std::unique_ptr<Fence> fence(uintptr_t stream) override;
+
   // What the device has now, all processes counted; the other users of it are torch and its cache.
   struct MemoryInfo {
     size_t free_bytes;

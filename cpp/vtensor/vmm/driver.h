@@ -30,6 +30,8 @@
 #include <span>
 #include <string_view>
 
+#include "vtensor/vmm/fence.h"
+
 namespace vtensor {
 
 // One physical allocation, opaque: an offset for the host driver, a handle for CUDA.
@@ -80,6 +82,12 @@ class Driver {
   virtual void fill(Handle dst, size_t dst_offset, size_t size_bytes, std::byte value) = 0;
   virtual void read(Handle src, size_t src_offset, std::span<std::byte> out) = 0;
   virtual void write(Handle dst, size_t dst_offset, std::span<const std::byte> in) = 0;
+
+  // A fence after all kernels issued to `stream` so far; nullptr: they are over when they return.
+  virtual std::unique_ptr<Fence> fence(uintptr_t stream) {
+    static_cast<void>(stream);
+    return nullptr;
+  }
 };
 
 }  // namespace vtensor

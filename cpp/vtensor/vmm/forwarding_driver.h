@@ -38,6 +38,8 @@ class ForwardingDriver : public Driver {
   bool has_memory() const noexcept override { return inner_->has_memory(); }
   size_t granularity() const noexcept override { return inner_->granularity(); }
 
+  std::unique_ptr<Fence> fence(uintptr_t stream) override { return inner_->fence(stream); }
+
   uintptr_t reserve(size_t size_bytes, size_t alignment_bytes) override {
     DriverCall call{
         .kind = CallKind::kReserve, .size_bytes = size_bytes, .alignment_bytes = alignment_bytes};

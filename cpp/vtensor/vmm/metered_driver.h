@@ -18,6 +18,7 @@ struct CallStats {
   int64_t num_calls = 0;   // failed ones too
   int64_t num_failed = 0;  // the inner driver threw
   int64_t total_ns = 0;
+  int64_t hidden_ns = 0;  // of it, spent by the worker
 };
 
 struct DriverStats {
@@ -41,6 +42,7 @@ class MeteredDriver final : public ForwardingDriver {
     std::atomic<int64_t> num_calls{0};
     std::atomic<int64_t> num_failed{0};
     std::atomic<int64_t> total_ns{0};
+    std::atomic<int64_t> hidden_ns{0};
   };
   std::array<Counters, kNumCallKinds> counters_{};
 };

@@ -8,6 +8,7 @@
 
 #include "vtensor/error.h"
 #include "vtensor/units.h"
+#include "vtensor/vmm/work_clock.h"
 
 namespace vtensor {
 namespace {
@@ -166,7 +167,12 @@ void SimDriver::spend(CallKind kind, size_t num_chunks, size_t size_bytes) {
                     cost.per_mib_us * mib;
   const auto duration_ns = static_cast<int64_t>(us * 1e3);
   elapsed_ns_ += duration_ns;
-  if (options_.real_time && duration_ns > 0) wait(duration_ns);
+  if (duration_ns == 0) return;
+  if (options_.real_time) {
+    wait(duration_ns);
+  } else {
+    simulated_ns += duration_ns;
+  }
 }
 
 void SimDriver::require_bytes(Handle handle, size_t offset_bytes, size_t size_bytes) const {

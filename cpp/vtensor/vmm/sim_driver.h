@@ -46,7 +46,7 @@ struct SimLatency {
 struct SimOptions {
   size_t capacity_bytes = size_t{80} << 30;  // cap on created chunks
   SimLatency latency{};                      // none
-  bool real_time = false;                    // calls really take their time
+  bool real_time = false;                    // calls really take their time; else work_clock.h
   size_t granularity_bytes = 4096;           // 2 MiB on CUDA
 };
 
