@@ -8,7 +8,10 @@
         ├── ReleasedError           a vTensor or manager was used after release   (+ LookupError)
         ├── IntegrityError          check_integrity() found a broken invariant
         ├── UnsupportedModelError   the model's attention cannot run here         (+ ValueError)
-        └── RequestError            a request that can never be served            (+ ValueError)
+        ├── TraceError              a trace file that cannot be replayed          (+ ValueError)
+        ├── RequestError            a request that can never be served            (+ ValueError)
+        └── EngineError             the step that computed a request failed       (+ RuntimeError)
+            └── EngineDeadError     the engine has stopped, and serves no more
 
 Other caller mistakes are ``ValueError`` or ``LookupError`` with the offending value.
 """
@@ -24,11 +27,14 @@ from flexinfer._vtensor import (
 
 __all__ = [
     "DriverError",
+    "EngineDeadError",
+    "EngineError",
     "IntegrityError",
     "MappingLimitError",
     "OutOfMemoryError",
     "ReleasedError",
     "RequestError",
+    "TraceError",
     "UnsupportedModelError",
     "VTensorError",
 ]
@@ -38,5 +44,17 @@ class UnsupportedModelError(VTensorError, ValueError):
     """The model's architecture or attention cannot run on vTensors."""
 
 
+class TraceError(VTensorError, ValueError):
+    """A trace file that is no trace, was cut off, or cannot be replayed; names the line."""
+
+
 class RequestError(VTensorError, ValueError):
     """A request that can never be served as it was submitted."""
+
+
+class EngineError(VTensorError, RuntimeError):
+    """The step that computed a request failed; `__cause__` says why. Other requests go on."""
+
+
+class EngineDeadError(EngineError):
+    """The engine was shut down, or failed in a way it can not go on from (`__cause__`)."""

@@ -16,9 +16,11 @@ Sources: vTensor (Xu et al., 2024) for the manager; PagedAttention (Kwon et al.,
 
 from __future__ import annotations
 
+import os
 import re
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Literal
@@ -32,6 +34,7 @@ __all__ = [
     "KVSpec",
     "MappingTimes",
     "PrefixInfo",
+    "SimConfig",
     "Snapshot",
     "Stats",
     "VTensor",
@@ -60,7 +63,7 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
     match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(?:i?B)?\s*", str(size), re.IGNORECASE)
     try:
         return int(float(match[1]) * _UNITS[match[2].upper()])  # type: ignore[index]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(
             f"{name} is a number of bytes or text like '64MiB', got {size!r}"
         ) from None
@@ -129,11 +132,40 @@ class KVSpec:
 
 
 @dataclass(frozen=True)
+class SimConfig:
+    """What ``device="sim"`` simulates.
+
+    Attributes:
+        latency: ``"none"``, or ``"a100"`` for the published costs of CUDA's calls at 2 MiB.
+        real_time: calls really take that long; otherwise it is only counted, in all times that
+            :class:`Stats` and traces tell.
+        capacity: bytes of the device; None: the manager's budget is the only bound.
+        granularity: bytes that chunk sizes are multiples of.
+    """
+
+    latency: Literal["none", "a100"] = "none"
+    real_time: bool = False
+    capacity: int | str | None = None
+    granularity: int = 4096
+
+    def _apply(self, config: _vtensor.DriverConfig) -> None:
+        if self.latency not in ("none", "a100"):
+            raise ValueError(f"latency is one of 'none', 'a100', got {self.latency!r}")
+        config.a100_latency = self.latency == "a100"
+        config.real_time = self.real_time
+        config.granularity_bytes = self.granularity
+        if self.capacity is not None:
+            config.capacity_bytes = parse_bytes(self.capacity, "capacity")
+
+
+@dataclass(frozen=True)
 class DriverCalls:
-    """Calls of one kind to the driver, and the microseconds they took."""
+    """Calls of one kind to the driver, and the microseconds they took; ``hidden_us`` of these were
+    spent by the background worker."""
 
     calls: int
     us: float
+    hidden_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -221,7 +253,7 @@ class VTensor:
         self.num_cached_tokens: int = info.num_cached_tokens
 
     def __repr__(self) -> str:
-        if self._released:
+        if self.released:
             return f"VTensor(id={self.id}, released)"
         info = self.info()
         return f"VTensor(id={self.id}, slot={self.slot}, num_tokens={info.num_tokens})"
@@ -229,7 +261,8 @@ class VTensor:
     def __del__(self) -> None:
         # Never raises: the manager may be closed, or half of the interpreter may be gone.
         if not getattr(self, "_released", True) and not self._manager.closed:
-            self.release()
+            with suppress(Exception):
+                self.release()
 
     @property
     def released(self) -> bool:
@@ -263,7 +296,7 @@ class VTensor:
         return self._manager._core.try_extend([self.id], [_length(num_tokens)])
 
     def truncate(self, num_tokens: int) -> None:
-        """Give up the tokens from ``num_tokens`` on. Raises ValueError if it is longer than that."""
+        """Give up the tokens from ``num_tokens`` on. Raises ValueError if that is more."""
         self._manager._core.truncate(self.id, _length(num_tokens))
 
     def record_prefix(self, tokens: Any) -> int:
@@ -323,6 +356,10 @@ def _length(num_tokens: int) -> int:
     return num_tokens
 
 
+def _bad_lengths(num_tokens: Any) -> ValueError:
+    return ValueError(f"num_tokens must be integers of at least 0, got {num_tokens!r}")
+
+
 def _layer(layer: int) -> int:
     if layer < 0:
         raise LookupError(f"layer must not be negative, got {layer}")
@@ -351,6 +388,7 @@ class VTensorManager:
         max_free: free bytes beyond which the worker gives chunks back; None: it keeps them.
         swap_space: bound on host bytes of swapped-out vTensors, a number or text; 0: no swapping.
         swap_directory: where swapped KV goes, as an unlinked file; None: host memory.
+        sim: what the simulated device is like; only for ``device="sim"``.
         from_dlpack: applied to each tensor view. Default: ``torch.from_dlpack`` where torch is
             installed, else the bare DLPack object; ``numpy.from_dlpack`` works as well.
     """
@@ -373,12 +411,17 @@ class VTensorManager:
         max_free: int | str | None = None,
         swap_space: int | str = 0,
         swap_directory: str | None = None,
+        sim: SimConfig | None = None,
         from_dlpack: Callable[[Any], Any] | None = None,
     ) -> None:
         self._closed = True  # until it is open
         self.spec = spec
         self._from_dlpack = from_dlpack or _torch_or_dlpack
         driver = _driver_config(device, tail)
+        if sim is not None:
+            if driver.kind != "sim":
+                raise ValueError(f"sim is for device='sim', got device={device!r}")
+            sim._apply(driver)
         options = _vtensor.ManagerOptions()
         options.max_requests = max_requests
         options.memory_budget_bytes = _budget(memory_budget)
@@ -427,7 +470,13 @@ class VTensorManager:
     # ------------------------------------------------------------------------------- vTensors
 
     def create(
-        self, tokens: Any = None, *, cache_salt: str = "", max_cached_tokens: int | None = None
+        self,
+        tokens: Any = None,
+        *,
+        cache_salt: str = "",
+        max_cached_tokens: int | None = None,
+        expected_tokens: int = 0,
+        label: str | None = None,
     ) -> VTensor:
         """A vTensor that aliases the longest recorded prefix of ``tokens``.
 
@@ -436,42 +485,93 @@ class VTensorManager:
             cache_salt: tenant; prefixes are shared only within one.
             max_cached_tokens: bound on the match; an engine, which must compute at least the last
                 prompt token, passes ``len(tokens) - 1``.
+            expected_tokens: how long it will become, if known: chooses the fitting parked slot.
+            label: what it is called in a trace, such as a request id; see :meth:`label`.
 
         Raises OutOfMemoryError when no slot is left, ValueError for more than max_seq_len tokens.
         """
         vtensor = self.try_create(
-            tokens, cache_salt=cache_salt, max_cached_tokens=max_cached_tokens
+            tokens,
+            cache_salt=cache_salt,
+            max_cached_tokens=max_cached_tokens,
+            expected_tokens=expected_tokens,
+            label=label,
         )
         if vtensor is None:
             raise self._no_slot()
         return vtensor
 
     def try_create(
-        self, tokens: Any = None, *, cache_salt: str = "", max_cached_tokens: int | None = None
+        self,
+        tokens: Any = None,
+        *,
+        cache_salt: str = "",
+        max_cached_tokens: int | None = None,
+        expected_tokens: int = 0,
+        label: str | None = None,
     ) -> VTensor | None:
         """As :meth:`create`; None when no slot is left."""
         wanted = _token_array(() if tokens is None else tokens)
         if max_cached_tokens is not None:
             wanted = wanted[: max(0, max_cached_tokens)]
-        created = self._core.try_create(wanted, cache_salt)
-        return None if created is None else VTensor(self, created)
+        created = self._core.try_create(wanted, cache_salt, _length(expected_tokens))
+        if created is None:
+            return None
+        if label is not None:
+            self._core.label(created, label)
+        return VTensor(self, created)
 
     def _no_slot(self) -> OutOfMemoryError:
-        return OutOfMemoryError(
+        error = OutOfMemoryError(
             f"all {self.max_requests} slots hold live requests; release one or raise max_requests"
         )
+        stats = self.stats()
+        sizes = {"asked_bytes": 0, "free_bytes": stats.obtainable_bytes}
+        vars(error).update(sizes, budget_bytes=stats.budget_bytes)
+        return error
+
+    def _ids(self, vtensors: Sequence[VTensor]) -> list[int]:
+        ids = [vtensor.id for vtensor in vtensors if vtensor._manager is self]
+        if len(ids) != len(vtensors):
+            stranger = next(vtensor for vtensor in vtensors if vtensor._manager is not self)
+            raise LookupError(f"{stranger!r} belongs to another manager")
+        return ids
 
     def extend(self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]) -> None:
         """Extend many vTensors in one call, all or none. Raises OutOfMemoryError."""
-        self._core.extend([vtensor.id for vtensor in vtensors], num_tokens)
+        ids = self._ids(vtensors)
+        try:
+            self._core.extend(ids, num_tokens)
+        except TypeError:
+            raise _bad_lengths(num_tokens) from None
 
     def try_extend(self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]) -> bool:
         """As :meth:`extend`; False, with nothing changed, when memory is short."""
-        return self._core.try_extend([vtensor.id for vtensor in vtensors], num_tokens)
+        ids = self._ids(vtensors)
+        try:
+            return self._core.try_extend(ids, num_tokens)
+        except TypeError:  # checked afterwards: a decode step of many requests pays for it
+            raise _bad_lengths(num_tokens) from None
 
     def pre_extend(self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]) -> None:
         """Map ahead of the next step in the background. Never fails, never waits."""
-        self._core.pre_extend([vtensor.id for vtensor in vtensors], num_tokens)
+        ids = self._ids(vtensors)
+        try:
+            self._core.pre_extend(ids, num_tokens)
+        except TypeError:
+            raise _bad_lengths(num_tokens) from None
+
+    def begin_step(self) -> None:
+        """Say that a step's kernels are about to be issued; see :meth:`end_step`."""
+        self._core.begin_step()
+
+    def end_step(self, stream: int = 0) -> None:
+        """Say that all kernels of the step have been issued to ``stream`` (a CUDA stream's handle).
+
+        Until they are over, nothing that they may read is unmapped, remapped or reused, released
+        or not. Needed only where kernels run later than they are called, as on CUDA.
+        """
+        self._core.end_step(stream)
 
     def drain(self) -> None:
         """Wait until the background worker has nothing left to do."""
@@ -507,7 +607,7 @@ class VTensorManager:
 
     @memory_budget.setter
     def memory_budget(self, budget: int | str) -> None:
-        self._core.set_memory_budget_bytes(parse_bytes(budget, "memory_budget"))
+        self._core.set_memory_budget_bytes(_budget(budget))
 
     def bytes_for(self, num_tokens: int) -> int:
         """Physical bytes that ``num_tokens`` tokens of a fresh vTensor need: whole chunks."""
@@ -525,6 +625,8 @@ class VTensorManager:
 
     def evict(self, num_bytes: int) -> int:
         """Forget least recently used prefixes until ``num_bytes`` are free; returns bytes freed."""
+        if num_bytes < 0:
+            raise ValueError(f"num_bytes must not be negative, got {num_bytes}")
         return self._core.evict(num_bytes)
 
     def trim(self) -> int:
@@ -567,7 +669,32 @@ class VTensorManager:
     def _arena(self, layer: int, which: _vtensor.KV) -> Any:
         return self._from_dlpack(self._core.arena(_layer(layer), which, self.spec.dtype))
 
+    # --------------------------------------------------------------------------------- tracing
+
+    def start_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write every operation and driver call from now on to ``path`` (JSON lines), for
+        ``flexinfer replay``. The file holds token ids. Raises DriverError if it cannot be made."""
+        self._core.start_trace(os.fspath(path))
+
+    def stop_trace(self) -> None:
+        """End the trace, as :meth:`close` does too. Raises DriverError if it is incomplete."""
+        self._core.stop_trace()
+
+    @property
+    def tracing(self) -> bool:
+        """Whether a trace is being written."""
+        return self._core.is_tracing()
+
+    def label(self, vtensor: VTensor, text: str) -> None:
+        """Name a vTensor in the trace, for example by its request id. Cheap while none is open."""
+        self._core.label(vtensor.id, text)
+
     # --------------------------------------------------------------------------------- insight
+
+    @property
+    def resident_bytes(self) -> int:
+        """Physical bytes at this moment, as in :meth:`stats` but at no cost."""
+        return self._core.resident_bytes()
 
     def mapping_times(self) -> MappingTimes:
         """Exposed and hidden microseconds of driver work so far; cheap enough for every step."""

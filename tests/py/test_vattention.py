@@ -1,0 +1,247 @@
+"""The vAttention interface: the meaning of its calls, and a serving loop written for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from flexinfer import vattention
+from flexinfer.errors import OutOfMemoryError, ReleasedError
+from flexinfer.vattention import VAttention
+
+torch = pytest.importorskip("torch")
+
+B, L, LAYERS, HEADS, DIM = 4, 64, 2, 2, 32
+PAGE_BYTES = 4096  # 16 tokens of one layer's K
+ROW = 2 * LAYERS  # page groups that 16 tokens need
+
+
+def open_cache(num_rows: int = 16, **options: Any) -> VAttention:
+    return VAttention(
+        LAYERS,
+        HEADS,
+        DIM,
+        L,
+        B,
+        torch.float32,
+        page_group_size=PAGE_BYTES,
+        memory_budget=num_rows * ROW * PAGE_BYTES,
+        **options,
+    )
+
+
+@pytest.fixture
+def cache() -> Iterator[VAttention]:
+    opened = open_cache()
+    yield opened
+    opened.cleanup()
+
+
+def test_the_cache_is_k_of_all_layers_then_v_of_all_layers(cache: VAttention) -> None:
+    assert len(cache.kv_cache) == 2 * LAYERS
+    assert all(tensor.shape == (B, L, HEADS, DIM) for tensor in cache.kv_cache)
+    assert all(tensor.dtype == torch.float32 for tensor in cache.kv_cache)
+
+
+def test_what_is_written_through_the_tensors_stays(cache: VAttention) -> None:
+    reqid = cache.alloc_reqid()
+    lens = [0] * B
+    lens[reqid] = 40
+    assert cache.step(lens) == 0
+    for i, tensor in enumerate(cache.kv_cache):
+        tensor[reqid, :40] = i + 1
+    lens[reqid] = 64
+    assert cache.step(lens) == 0
+    assert [float(tensor[reqid, 39].mean()) for tensor in cache.kv_cache] == [1, 2, 3, 4]
+
+
+def test_reqids_are_distinct_and_limited(cache: VAttention) -> None:
+    assert sorted(cache.alloc_reqid() for _ in range(B)) == list(range(B))
+    with pytest.raises(OutOfMemoryError, match="all 4 reqids are active"):
+        cache.alloc_reqid()
+
+
+def test_a_freed_reqid_stays_mapped_and_is_handed_out_first(cache: VAttention) -> None:
+    first, second = cache.alloc_reqid(), cache.alloc_reqid()
+    lens = [0] * B
+    lens[first], lens[second] = 16, 64
+    assert cache.step(lens) == 0
+    cache.free_reqid(second)
+    before = cache.manager.stats()
+    assert before.parked_bytes == 4 * ROW * PAGE_BYTES
+    assert cache.alloc_reqid() == second
+    assert cache.step(lens) == 0
+    after = cache.manager.stats()
+    for kind in ("create", "map", "set_access", "unmap"):
+        assert after.driver_calls[kind].calls == before.driver_calls[kind].calls
+
+
+def test_a_reused_reqid_shows_nothing_of_the_old_request(cache: VAttention) -> None:
+    reqid = cache.alloc_reqid()
+    lens = [0] * B
+    lens[reqid] = 32
+    cache.step(lens)
+    for tensor in cache.kv_cache:
+        tensor[reqid, :32] = 7
+    cache.free_reqid(reqid)
+    assert cache.alloc_reqid() == reqid
+    assert cache.step(lens) == 0
+    assert not any(tensor[reqid, :32].any() for tensor in cache.kv_cache)
+
+
+def test_without_deferred_reclamation_nothing_stays_mapped() -> None:
+    cache = open_cache(deferred_reclamation=False)
+    reqid = cache.alloc_reqid()
+    cache.step([32 if i == reqid else 0 for i in range(B)])
+    cache.free_reqid(reqid)
+    assert cache.manager.stats().parked_bytes == 0
+    cache.cleanup()
+
+
+def test_step_fails_with_nothing_changed_when_memory_is_short() -> None:
+    cache = open_cache(num_rows=4)
+    first, second = cache.alloc_reqid(), cache.alloc_reqid()
+    lens = [0] * B
+    lens[first], lens[second] = 32, 32
+    assert cache.step(lens) == 0
+    before = cache.manager.stats()
+    lens[first], lens[second] = 48, 48
+    assert cache.step(lens) == -1
+    after = cache.manager.stats()
+    assert (after.mapped_bytes, after.resident_bytes) == (
+        before.mapped_bytes,
+        before.resident_bytes,
+    )
+    cache.free_reqid(second)  # preempted
+    lens[second] = 0
+    assert cache.step(lens) == 0
+    cache.manager.check_integrity()
+    cache.cleanup()
+
+
+def test_reclamation_happens_when_memory_is_short() -> None:
+    cache = open_cache(num_rows=4)
+    reqid = cache.alloc_reqid()
+    assert cache.step([64 if i == reqid else 0 for i in range(B)]) == 0
+    cache.free_reqid(reqid)
+    others = [cache.alloc_reqid(), cache.alloc_reqid()]
+    assert cache.step([32 if i in others else 0 for i in range(B)]) == 0
+    cache.cleanup()
+
+
+def test_step_after_step_async_makes_no_driver_call(cache: VAttention) -> None:
+    reqid = cache.alloc_reqid()
+    lens = [48 if i == reqid else 0 for i in range(B)]
+    cache.step_async(lens)
+    cache.manager.drain()
+    before = cache.manager.stats().driver_calls
+    assert cache.step(lens) == 0
+    after = cache.manager.stats().driver_calls
+    assert {k: c.calls for k, c in after.items()} == {k: c.calls for k, c in before.items()}
+    assert after["map"].hidden_us == after["map"].us > 0
+
+
+def test_free_blocks_count_page_groups_of_each_tensor(cache: VAttention) -> None:
+    assert cache.num_free_kvblocks() == 16
+    reqid = cache.alloc_reqid()
+    cache.step([17 if i == reqid else 0 for i in range(B)])
+    assert cache.num_free_kvblocks() == 14
+    cache.free_reqid(reqid)
+    assert cache.num_free_kvblocks() == 16
+
+
+@pytest.mark.parametrize(
+    ("lens", "error"),
+    [([1] * (B + 1), ValueError), ([L + 1, 0, 0, 0], ValueError), ([-1, 0, 0, 0], ValueError)],
+)
+def test_wrong_lengths_are_refused(
+    cache: VAttention, lens: list[int], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        cache.step(lens)
+
+
+def test_a_reqid_that_is_not_active_is_refused(cache: VAttention) -> None:
+    with pytest.raises(LookupError, match="reqid 2 is not active"):
+        cache.step([0, 0, 1, 0])
+    with pytest.raises(LookupError, match="reqid 3 is not active"):
+        cache.free_reqid(3)
+
+
+# ------------------------------------------------------------------- a loop written for vAttention
+
+
+def model(kv_cache: list[Any], reqid: int, start: int, tokens: list[int]) -> int:
+    """Stands for a transformer: writes the KV of ``tokens`` and reads all that is before them."""
+    end = start + len(tokens)
+    numbers = torch.tensor(tokens, dtype=torch.float32)[:, None, None]
+    for i, tensor in enumerate(kv_cache):
+        tensor[reqid, start:end] = numbers + i
+    seen = [tensor[reqid, :end, 0, 0].sum() - i * end for i, tensor in enumerate(kv_cache)]
+    assert all(torch.equal(seen[0], other) for other in seen)
+    return int(seen[0]) % 101
+
+
+def expected_output(prompt: list[int], num_new: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_new):
+        tokens.append(sum(tokens) % 101)
+    return tokens[len(prompt) :]
+
+
+def serve(prompts: list[list[int]], num_new: int, **init: Any) -> tuple[list[list[int]], int]:
+    """Algorithm 1 of the paper; returns the outputs and how often a request was preempted."""
+    kv_cache = vattention.init_kvcache(LAYERS, HEADS, DIM, L, B, torch.float32, **init)
+    tokens = [list(prompt) for prompt in prompts]
+    waiting = list(range(len(prompts)))
+    running: dict[int, int] = {}  # request -> reqid, in order of arrival
+    computed = [0] * len(prompts)
+    num_preemptions = 0
+    while waiting or running:
+        while waiting and len(running) < B:
+            running[waiting.pop(0)] = vattention.alloc_reqid()
+        seq_lens = [0] * B
+        for request, reqid in running.items():
+            seq_lens[reqid] = len(tokens[request])
+        while vattention.step(seq_lens) == -1:
+            victim, reqid = running.popitem()
+            vattention.free_reqid(reqid)
+            seq_lens[reqid] = 0
+            computed[victim] = 0  # by recomputation
+            waiting.insert(0, victim)
+            num_preemptions += 1
+        vattention.step_async([length + (length > 0) for length in seq_lens])
+        for request, reqid in list(running.items()):
+            new = tokens[request][computed[request] :]
+            tokens[request].append(model(kv_cache, reqid, computed[request], new))
+            computed[request] += len(new)
+            if len(tokens[request]) == len(prompts[request]) + num_new:
+                vattention.free_reqid(running.pop(request))
+    vattention.cleanup()
+    outputs = [done[len(prompt) :] for done, prompt in zip(tokens, prompts, strict=True)]
+    return outputs, num_preemptions
+
+
+PROMPTS = [list(range(i, i + 5 + 3 * i)) for i in range(8)]
+
+
+@pytest.mark.parametrize(("num_rows", "preempts"), [(16, False), (5, True)])
+def test_a_serving_loop_written_for_vattention_runs(num_rows: int, preempts: bool) -> None:
+    outputs, num_preemptions = serve(
+        PROMPTS, 20, page_group_size=PAGE_BYTES, memory_budget=num_rows * ROW * PAGE_BYTES
+    )
+    assert outputs == [expected_output(prompt, 20) for prompt in PROMPTS]
+    assert (num_preemptions > 0) == preempts
+
+
+def test_the_functions_need_a_cache_and_there_is_one_at_a_time() -> None:
+    with pytest.raises(ReleasedError, match="call init_kvcache"):
+        vattention.alloc_reqid()
+    vattention.init_kvcache(LAYERS, HEADS, DIM, L, B, "float16", memory_budget="1MiB")
+    with pytest.raises(ValueError, match="call cleanup"):
+        vattention.init_kvcache(LAYERS, HEADS, DIM, L, B, "float16")
+    assert vattention.num_free_kvblocks() > 0
+    vattention.cleanup()
+    vattention.cleanup()
