@@ -264,7 +264,7 @@ void Manager::do_chores() {
 void Manager::pre_extend_one(VTensorId id, size_t num_tokens) {
   const CallScope scope(id, /*is_worker=*/true);
   Lock held(mutex_);
-  if (closed_) return;
+  if (closed_ || scheduler_.is_asleep()) return;
   Growth growth;
   try {
     {

@@ -9,9 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flexinfer.async_llm import AsyncLLM
+    from flexinfer.conversation import Conversation
     from flexinfer.engine import LLMEngine
     from flexinfer.errors import (
         DriverError,
+        EngineDeadError,
+        EngineError,
         IntegrityError,
         MappingLimitError,
         OutOfMemoryError,
@@ -21,8 +25,15 @@ if TYPE_CHECKING:
         VTensorError,
     )
     from flexinfer.llm import LLM
-    from flexinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from flexinfer.sampling_params import RequestOutputKind, SamplingParams
+    from flexinfer.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+    )
+    from flexinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from flexinfer.types import TextPrompt, TokensPrompt
     from flexinfer.vtensor import KVSpec, VTensor, VTensorManager
 
@@ -31,10 +42,15 @@ __version__ = "0.1.0"
 _HOME_OF = {
     "LLM": "llm",
     "LLMEngine": "engine",
+    "AsyncLLM": "async_llm",
+    "Conversation": "conversation",
     "SamplingParams": "sampling_params",
+    "BeamSearchParams": "sampling_params",
     "RequestOutputKind": "sampling_params",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
+    "BeamSearchOutput": "outputs",
+    "BeamSearchSequence": "outputs",
     "Logprob": "outputs",
     "RequestMetrics": "outputs",
     "TextPrompt": "types",
@@ -50,12 +66,21 @@ _HOME_OF = {
     "IntegrityError": "errors",
     "UnsupportedModelError": "errors",
     "RequestError": "errors",
+    "EngineError": "errors",
+    "EngineDeadError": "errors",
 }
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
+    "Conversation",
     "DriverError",
+    "EngineDeadError",
+    "EngineError",
     "IntegrityError",
     "KVSpec",
     "LLMEngine",

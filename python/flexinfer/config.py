@@ -8,6 +8,8 @@ from typing import Any
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
+SCHEDULING_POLICIES = ("fcfs", "priority", "prefix")
+PREEMPTION_MODES = ("recompute", "swap", "auto", "off")
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,26 @@ class SchedulerConfig:
     """Waiting pays only if at least this many tokens more become shareable."""
     watermark: float = 0.01
     """Fraction of the budget left free at admission, so that running requests can grow."""
+    scheduling_policy: str = "priority"
+    """"fcfs", "priority" or "prefix"; see policies.py."""
+    max_passed_over: int = 64
+    """Admissions that may go before a waiting request, beyond those that were queued before it."""
+    preemption_mode: str = "auto"
+    """"recompute", "swap", "auto" or "off"; see preemption.py."""
+    has_swap_space: bool = False
+    enable_pre_extend: bool = True
+    """Map the memory of the next steps in the background."""
+    label_vtensors: bool = False
+    """Tell the manager the request id of each vTensor, for a trace."""
 
     def __post_init__(self) -> None:
         _require_positive("max_model_len", self.max_model_len)
         _require_positive("max_num_seqs", self.max_num_seqs)
         _require_positive("max_num_batched_tokens", self.max_num_batched_tokens)
         _require_positive("min_shared_tokens", self.min_shared_tokens)
+        _require_positive("max_passed_over", self.max_passed_over)
+        _require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        _require_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -71,6 +87,31 @@ class EngineConfig:
     chunk_bytes: int | str | None = None
     layers_per_plane: int | None = None
     attention_backend: str = "sdpa"
+    scheduling_policy: str = "priority"
+    """"fcfs", "priority" (of equals the first come first) or "prefix"; see policies.py."""
+    max_passed_over: int = 64
+    """Bound on starvation; see policies.py."""
+    preemption_mode: str = "auto"
+    """"recompute", "swap", "auto" (by cost) or "off" (a shortage ends requests)."""
+    swap_space: int | str = 0
+    """Host bytes for the KV of swapped requests; 0: preemption recomputes."""
+    swap_directory: str | None = None
+    """Where swapped and sleeping KV goes, as unlinked files; None: host memory."""
+    enable_pre_extend: bool = True
+    """Map the memory of the next steps in the background (paper, Algorithm 1)."""
+    enable_deferred_reclamation: bool = True
+    """Keep released slots mapped for the next request."""
+    eager_allocation: bool = True
+    """Have the worker create chunks ahead of need, up to `free_memory_low`."""
+    free_memory_low: int | str | None = None
+    """Free bytes below which the worker creates chunks; None: 2 MiB in each plane for
+    each request that may run, at most 1/32 of the budget."""
+    free_memory_high: int | str | None = None
+    """Free bytes above which the worker gives chunks back to the system; None: it keeps them."""
+    enable_dedup: bool = True
+    """Map prefixes that were computed twice onto one set of chunks."""
+    trace: str | None = None
+    """File to which every memory operation is written, with time and request."""
 
     def __post_init__(self) -> None:
         _require_positive("max_num_seqs", self.max_num_seqs)
@@ -80,11 +121,23 @@ class EngineConfig:
         for name in ("kv_cache_memory_bytes", "chunk_bytes"):
             if not isinstance(getattr(self, name), (str, type(None))):
                 _require_positive(name, getattr(self, name))
+        self._check_memory_settings()
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
         if self.dtype != "auto" and dtype_name(self.dtype) not in SUPPORTED_DTYPES:
             choices = ", ".join(("auto", *SUPPORTED_DTYPES))
             raise ValueError(f"dtype must be one of {choices}, got {self.dtype!r}")
+
+    def _check_memory_settings(self) -> None:
+        _require_positive("max_passed_over", self.max_passed_over)
+        _require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        _require_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        for name in ("swap_space", "free_memory_low", "free_memory_high"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or (isinstance(value, int) and value < 0):
+                raise ValueError(f"{name} must be a number of bytes, got {value!r}")
+        if self.preemption_mode == "swap" and self.swap_space == 0:
+            raise ValueError('preemption_mode "swap" needs swap_space, in bytes')
 
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
         """The scheduler's part, for the `max_model_len` that was settled on."""
@@ -100,6 +153,12 @@ class EngineConfig:
             enable_prefix_caching=self.enable_prefix_caching,
             enable_chunked_prefill=self.enable_chunked_prefill,
             wait_for_shared_prefix=self.wait_for_shared_prefix,
+            scheduling_policy=self.scheduling_policy,
+            max_passed_over=self.max_passed_over,
+            preemption_mode=self.preemption_mode,
+            has_swap_space=self.swap_space != 0,
+            enable_pre_extend=self.enable_pre_extend,
+            label_vtensors=self.trace is not None,
         )
 
 
@@ -111,3 +170,9 @@ def dtype_name(dtype: Any) -> str:
 def _require_positive(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        known = ", ".join(map(repr, choices))
+        raise ValueError(f"{name} must be one of {known}, got {value!r}")

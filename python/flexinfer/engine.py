@@ -12,24 +12,31 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from flexinfer.config import EngineConfig, dtype_name
+from flexinfer.beam_search import BeamSearch
+from flexinfer.config import EngineConfig
+from flexinfer.elastic import BudgetChange, ElasticMemory
 from flexinfer.errors import RequestError
 from flexinfer.inputs import InputProcessor, load_tokenizer
-from flexinfer.output_builder import OutputBuilder
+from flexinfer.kv_setup import (
+    available_device_bytes,
+    choose_max_model_len,
+    fit_max_model_len,
+    make_manager,
+)
+from flexinfer.memory import choose_kv_memory
 from flexinfer.outputs import RequestMetrics, RequestOutput
+from flexinfer.parallel_sampling import ParallelSampling
 from flexinfer.request import Request
-from flexinfer.sampling_params import SamplingParams
+from flexinfer.request_group import RequestGroup
+from flexinfer.sampling_params import BeamSearchParams, SamplingParams
 from flexinfer.scheduler import Batch, Scheduler
+from flexinfer.step_stats import EngineStats, StepMeter, StepStats
 from flexinfer.types import Prompt
 
 if TYPE_CHECKING:
-    from flexinfer.models import LoadedModel
-    from flexinfer.vtensor import VTensorManager
+    from flexinfer.runner import SampledToken
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_MAX_MODEL_LEN = 4096
-"""For architectures that set no limit themselves."""
 
 
 class LLMEngine:
@@ -49,8 +56,15 @@ class LLMEngine:
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(config.tokenizer, config.model)
         self.loaded = load_model(config.model, config.dtype, config.device)
-        self.manager = make_manager(config, self.loaded, wanted_len)
+        self.kv_memory = choose_kv_memory(
+            config.kv_cache_memory_bytes,
+            available_device_bytes(self.loaded.device),
+            is_gpu=self.loaded.device.type == "cuda",
+        )
+        self.manager = make_manager(config, self.loaded, wanted_len, self.kv_memory)
         try:
+            if config.trace is not None:
+                self.manager.start_trace(config.trace)
             max_model_len = fit_max_model_len(self.manager, wanted_len, config)
             self.scheduler = Scheduler(config.scheduler_config(max_model_len), self.manager)
             self.inputs = InputProcessor(self.tokenizer, self.loaded.vocab_size, max_model_len)
@@ -60,7 +74,10 @@ class LLMEngine:
         except BaseException:
             self.manager.close()
             raise
-        self._builders: dict[str, OutputBuilder] = {}
+        self._elastic = ElasticMemory(self.scheduler, self.manager, config.swap_directory)
+        self._meter = StepMeter(self.manager)
+        self._groups: dict[str, RequestGroup] = {}
+        self._group_of: dict[str, RequestGroup] = {}  # by the id of each of its sequences
 
     @property
     def max_model_len(self) -> int:
@@ -70,22 +87,19 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         priority: int = 0,
     ) -> None:
         """Queue a request. Raises RequestError, before any work, if it can not be served."""
         params = SamplingParams() if params is None else params
-        if request_id in self._builders:
-            raise RequestError(f"request id {request_id!r} is in use")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError(f"priority must be an integer, got {priority!r}")
+        self._check_priority(priority)
         parsed = self.inputs.parse(prompt)
         self._check_params(params)
         max_tokens = self.max_model_len if params.max_tokens is None else params.max_tokens
         request = Request(
             request_id=request_id,
             prompt_token_ids=parsed.token_ids,
-            params=params,
+            params=params if isinstance(params, SamplingParams) else SamplingParams(),
             max_num_tokens=min(self.max_model_len, len(parsed.token_ids) + max_tokens),
             metrics=RequestMetrics(arrival_time=time.monotonic()),
             eos_token_ids=self.loaded.eos_token_ids,
@@ -93,75 +107,183 @@ class LLMEngine:
             cache_salt=parsed.cache_salt,
         )
         self._check_memory(request)
-        self._builders[request_id] = OutputBuilder(request, parsed.text, self.tokenizer)
+        group: RequestGroup
+        if isinstance(params, BeamSearchParams):
+            group = BeamSearch(request, parsed.text, params, self.tokenizer)
+        else:
+            group = ParallelSampling(request, parsed.text, self.tokenizer)
+        self._remember(group)
         self.scheduler.add(request)
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests()
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self._builders)
+        return len(self._groups)
+
+    def is_unfinished(self, request_id: str) -> bool:
+        return request_id in self._groups
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests at any point and free what they hold; unknown ids are passed over."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        requests = [self._builders[i].request for i in ids if i in self._builders]
-        self.scheduler.abort(requests, "abort")
-        return self._outputs(requests)
+        groups = [self._groups[i] for i in ids if i in self._groups]
+        for group in groups:
+            self.scheduler.abort(group.unfinished(), "abort")
+        return self._outputs(groups)
 
     def step(self) -> list[RequestOutput]:
         """Advance all scheduled requests by one step; returns the outputs of those that changed.
 
         If the model fails, the requests of the step end with finish_reason "error", what they held
-        is freed, and the exception goes on to the caller; the others stay queued.
+        is freed, and the exception goes on to the caller; the others stay queued. While
+        the engine sleeps it raises ValueError, with nothing changed.
         """
+        self._meter.start()
         batch = self.scheduler.schedule()
         requests = [item.request for item in batch.items]
+        num_prefill_tokens = sum(i.num_tokens for i in batch.items if i.request.is_prefilling)
         _note_scheduled(batch)
         try:
             changed = self._compute(batch) if requests else []
         except BaseException as error:
-            self.scheduler.abort(requests, "error", f"{type(error).__name__}: {error}")
-            self._outputs([*requests, *batch.failed])
+            message = f"{type(error).__name__}: {error}"
+            groups = self._groups_of([*requests, *batch.failed])
+            for group in groups:
+                self.scheduler.abort(group.unfinished(), "error", message)
+            self._outputs(groups)
             raise
-        for request in changed:
-            if request.is_finished:
-                self.scheduler.finish(request)
-        return self._outputs([*batch.failed, *changed])
+        for request in batch.failed:
+            self._group_of[request.request_id].end_with(request, self.scheduler)
+        outputs = self._outputs([*self._groups_of(batch.failed), *changed])
+        if batch.items:
+            self.scheduler.observe(self._meter.stop(batch, num_prefill_tokens))
+        return outputs
 
     def close(self) -> None:
         """End all requests and free all memory. The engine can not be used afterwards."""
-        self.abort_request(list(self._builders))
+        self.abort_request(list(self._groups))
         self.manager.close()
 
-    def _compute(self, batch: Batch) -> list[Request]:
-        """Run the model on the batch; returns the requests that got a token."""
+    # Memory while serving. All of it between steps.
+
+    def set_kv_cache_memory(self, size: int | str) -> BudgetChange:
+        """Change the budget of physical KV memory; see `ElasticMemory.set_budget`."""
+        return self._elastic.set_budget(size)
+
+    def sleep(self, level: int = 1) -> int:
+        """Give all physical KV memory back to the system; returns bytes.
+
+        Unfinished requests keep their state and go on after `wake_up`; recorded prefixes are saved
+        with level 1, forgotten with level 2. The model's weights stay where they are.
+        """
+        return self._elastic.sleep(level)
+
+    def wake_up(self) -> None:
+        """Undo `sleep`. Raises OutOfMemoryError, still asleep, when memory is short."""
+        self._elastic.wake_up()
+
+    def is_sleeping(self) -> bool:
+        return self.manager.asleep
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all recorded prefixes that are not pinned; returns how many tokens they held."""
+        return self.manager.reset_prefix_cache()
+
+    def pin_prefix(self, prompt: Prompt, owner: str, ttl_s: float | None = None) -> int:
+        """Keep the longest recorded prefix of `prompt` from eviction, for `ttl_s` seconds or until
+        `unpin_prefix(owner)`; returns how many tokens are pinned."""
+        if ttl_s is not None and not ttl_s > 0:
+            raise ValueError(f"ttl_s must be a positive number of seconds, got {ttl_s!r}")
+        parsed = self.inputs.parse(prompt)
+        return self.manager.pin_prefix(parsed.token_ids, owner, ttl_s, parsed.cache_salt)
+
+    def unpin_prefix(self, owner: str) -> int:
+        """Drop the pins of `owner`; returns how many there were."""
+        return self.manager.unpin_prefix(owner)
+
+    @property
+    def last_step(self) -> StepStats | None:
+        """Times of the last step that computed something."""
+        return self._meter.last
+
+    def stats(self) -> EngineStats:
+        """All numbers at this moment. Walks all chunks: not for every step."""
+        scheduler = self.scheduler
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_swapped=len(scheduler.swapped),
+            is_sleeping=self.is_sleeping(),
+            preemptions=scheduler.preemption.counts_by_mode(),
+            num_prefix_waits=scheduler.num_prefix_waits,
+            num_promoted=scheduler.waiting.num_promoted,
+            extension_depth_tokens=scheduler.prefetch.depth.tokens,
+            steps=self._meter.totals,
+            last_step=self._meter.last,
+            memory=self.manager.stats(),
+        )
+
+    def _compute(self, batch: Batch) -> list[RequestGroup]:
+        """Run the model on the batch; returns the groups that got tokens."""
         self.scheduler.pre_extend(batch)
         sampled_tokens = self.runner.execute(batch.items)
         self.scheduler.advance(batch)
         now = time.monotonic()
+        tokens_of: dict[RequestGroup, list[SampledToken]] = {}
         for sampled in sampled_tokens:
-            request = sampled.request
-            request.append(sampled.token_id)
-            self._builders[request.request_id].update(sampled.token_id, sampled.logprobs)
-            if request.metrics.first_token_time is None:
-                request.metrics.first_token_time = now
-        return [sampled.request for sampled in sampled_tokens]
+            group = self._group_of[sampled.request.request_id]
+            tokens_of.setdefault(group, []).append(sampled)
+        for group, tokens in tokens_of.items():
+            group.update(tokens, self.scheduler)
+            if group.leader.metrics.first_token_time is None:
+                group.leader.metrics.first_token_time = now
+        return list(tokens_of)
 
-    def _outputs(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        """Outputs of requests that changed; those that have ended are forgotten."""
+    def _outputs(self, groups: Iterable[RequestGroup]) -> list[RequestOutput]:
+        """Outputs of groups that changed; those that have ended are forgotten."""
         outputs = []
-        for request in requests:
-            builder = self._builders[request.request_id]
-            if request.is_finished:
-                request.metrics.finished_time = time.monotonic()
-                del self._builders[request.request_id]
-            output = builder.build()
+        for group in dict.fromkeys(groups):
+            if group.is_finished:
+                group.leader.metrics.finished_time = time.monotonic()
+                self._forget(group)
+            output = group.build()
             if output is not None:
                 outputs.append(output)
         return outputs
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _groups_of(self, requests: Iterable[Request]) -> list[RequestGroup]:
+        return list(dict.fromkeys(self._group_of[request.request_id] for request in requests))
+
+    def _remember(self, group: RequestGroup) -> None:
+        for sequence_id in group.sequence_ids:
+            if sequence_id in self._group_of:
+                raise RequestError(f"request id {sequence_id!r} is in use")
+        self._groups[group.request_id] = group
+        self._group_of.update(dict.fromkeys(group.sequence_ids, group))
+
+    def _forget(self, group: RequestGroup) -> None:
+        """Nothing of a group outlives it: beams that a finished search still runs are freed."""
+        self.scheduler.abort(group.unfinished(), "abort")
+        del self._groups[group.request_id]
+        for sequence_id in group.sequence_ids:
+            del self._group_of[sequence_id]
+
+    def _check_params(self, params: SamplingParams | BeamSearchParams) -> None:
+        max_num_seqs = self.scheduler.config.max_num_seqs
+        if isinstance(params, BeamSearchParams):
+            if params.beam_width > max_num_seqs:
+                raise RequestError(
+                    f"beam_width is {params.beam_width}, but max_num_seqs is {max_num_seqs}: "
+                    "all beams of a prompt run at the same time"
+                )
+            return
+        if params.num_samples > max_num_seqs:
+            name = "n" if params.best_of is None else "best_of"
+            raise RequestError(
+                f"{name} is {params.num_samples}, but max_num_seqs is {max_num_seqs}: "
+                "all samples of a prompt are forked from it at the same time"
+            )
         if params.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none")
         for token_id in params.logit_bias or ():
@@ -171,76 +293,23 @@ class LLMEngine:
                     f"{self.loaded.vocab_size}"
                 )
 
+    def _check_priority(self, priority: Any) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority must be an integer, got {priority!r}")
+        if priority != 0 and self.config.scheduling_policy == "fcfs":
+            raise RequestError(
+                f'priority is {priority}, but scheduling_policy "fcfs" knows no priorities'
+            )
+
     def _check_memory(self, request: Request) -> None:
         """A request that can never fit is refused now, with the numbers."""
         num_tokens = request.max_num_tokens - 1  # the last token needs no KV
         needed = self.manager.bytes_for(num_tokens)
-        if needed > self.manager.memory_budget:
+        if needed > self._elastic.budget_bytes:
             raise RequestError(
                 f"request {request.request_id!r} may need KV memory for {num_tokens} tokens "
-                f"({needed} bytes); the budget is {self.manager.memory_budget} bytes"
+                f"({needed} bytes); the budget is {self._elastic.budget_bytes} bytes"
             )
-
-
-def choose_max_model_len(config: EngineConfig, limit: int | None) -> int:
-    """What the user asked for, or what the model can (`limit`); never more than that."""
-    if config.max_model_len is None:
-        return DEFAULT_MAX_MODEL_LEN if limit is None else limit
-    if limit is not None and config.max_model_len > limit:
-        raise ValueError(
-            f"max_model_len is {config.max_model_len}, but the model has {limit} positions"
-        )
-    return config.max_model_len
-
-
-def make_manager(config: EngineConfig, loaded: LoadedModel, max_seq_len: int) -> VTensorManager:
-    """The vTensor manager for the model's KV."""
-    from flexinfer.vtensor import KVSpec, VTensorManager
-
-    spec = KVSpec(
-        num_layers=loaded.num_layers,
-        num_kv_heads=loaded.num_kv_heads,
-        head_dim=loaded.head_dim,
-        dtype=dtype_name(loaded.dtype),
-        max_seq_len=max_seq_len,
-        layers_per_plane=config.layers_per_plane,
-    )
-    return VTensorManager(
-        spec,
-        device=str(loaded.device),
-        max_requests=config.max_num_seqs,
-        memory_budget=config.kv_cache_memory_bytes,
-        chunk_bytes=config.chunk_bytes,
-    )
-
-
-def fit_max_model_len(manager: VTensorManager, wanted_len: int, config: EngineConfig) -> int:
-    """The longest request that the budget holds, at most wanted_len.
-
-    An explicit max_model_len that does not fit is refused: such a request would never end.
-    """
-    low, high = 0, wanted_len
-    while low < high:
-        middle = (low + high + 1) // 2
-        if manager.bytes_for(middle) <= manager.memory_budget:
-            low = middle
-        else:
-            high = middle - 1
-    if low == wanted_len:
-        return wanted_len
-    if low < 2 or config.max_model_len is not None:
-        raise ValueError(
-            f"the KV budget of {manager.memory_budget} bytes holds one request of {low} tokens; "
-            f"{wanted_len} tokens need {manager.bytes_for(wanted_len)} bytes: raise "
-            "kv_cache_memory_bytes or lower max_model_len"
-        )
-    logger.warning(
-        "max_model_len is %d, not the model's %d: the KV budget of %d bytes holds no more",
-        low,
-        wanted_len,
-        manager.memory_budget,
-    )
-    return low
 
 
 def _note_scheduled(batch: Batch) -> None:

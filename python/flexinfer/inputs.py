@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexinfer.errors import RequestError, UnsupportedModelError
-from flexinfer.types import Conversation, Prompt
+from flexinfer.types import Messages, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class InputProcessor:
         return ParsedPrompt(None, self._check_ids(prompt))
 
     def apply_chat_template(
-        self, messages: Conversation, chat_template: str | None = None, **kwargs: Any
+        self, messages: Messages, chat_template: str | None = None, **kwargs: Any
     ) -> list[int]:
         """Token ids of a conversation, by the tokenizer's chat template or the one given."""
         tokenizer = self._require_tokenizer("chat")

@@ -8,13 +8,15 @@ from itertools import count
 from types import TracebackType
 from typing import Any
 
-from flexinfer.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
+from flexinfer.beam_search import beam_search_output
+from flexinfer.config import EngineConfig
+from flexinfer.conversation import Conversation
 from flexinfer.engine import LLMEngine
 from flexinfer.errors import RequestError, UnsupportedModelError
 from flexinfer.inputs import is_single_prompt
-from flexinfer.outputs import RequestOutput
-from flexinfer.sampling_params import RequestOutputKind, SamplingParams
-from flexinfer.types import Conversation, Prompt
+from flexinfer.outputs import BeamSearchOutput, RequestOutput
+from flexinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from flexinfer.types import Messages, Prompt
 
 ManyParams = SamplingParams | Sequence[SamplingParams] | None
 
@@ -27,52 +29,9 @@ class LLM:
         print(output.outputs[0].text)
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        tokenizer: Any = None,
-        skip_tokenizer_init: bool = False,
-        trust_remote_code: bool = False,
-        dtype: Any = "auto",
-        device: str | None = None,
-        seed: int = 0,
-        max_model_len: int | None = None,
-        max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
-        max_num_batched_tokens: int | None = None,
-        enable_prefix_caching: bool = True,
-        enable_chunked_prefill: bool = True,
-        wait_for_shared_prefix: bool = True,
-        kv_cache_memory_bytes: int | str | None = None,
-        chunk_bytes: int | str | None = None,
-        layers_per_plane: int | None = None,
-        attention_backend: str = "sdpa",
-    ) -> None:
-        """Arguments as in `EngineConfig`; `trust_remote_code` exists to be refused."""
-        if trust_remote_code:
-            raise UnsupportedModelError(
-                "trust_remote_code is refused: FlexInfer runs no code from model repositories"
-            )
-        self.llm_engine = LLMEngine(
-            EngineConfig(
-                model=model,
-                tokenizer=tokenizer,
-                skip_tokenizer_init=skip_tokenizer_init,
-                dtype=dtype,
-                device=device,
-                seed=seed,
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                enable_prefix_caching=enable_prefix_caching,
-                enable_chunked_prefill=enable_chunked_prefill,
-                wait_for_shared_prefix=wait_for_shared_prefix,
-                kv_cache_memory_bytes=kv_cache_memory_bytes,
-                chunk_bytes=chunk_bytes,
-                layers_per_plane=layers_per_plane,
-                attention_backend=attention_backend,
-            )
-        )
+    def __init__(self, model: Any, *, trust_remote_code: bool = False, **settings: Any) -> None:
+        """`settings` are the fields of `EngineConfig`; `trust_remote_code` exists to be refused."""
+        self.llm_engine = LLMEngine(engine_config(model, trust_remote_code, settings))
         self._request_ids = count()
         self._set_aside: dict[str, list[RequestOutput]] = {}
 
@@ -95,13 +54,40 @@ class LLM:
 
         Raises RequestError, before any work, if any of the prompts can not be served.
         """
-        request_ids = self._add_all(
-            prompts, sampling_params, RequestOutputKind.FINAL_ONLY, priority
-        )
-        final = {}
-        for output in self._progress(self._run(request_ids), len(request_ids), use_tqdm):
-            final[output.request_id] = output
-        return [final[request_id] for request_id in request_ids]
+        many = _prompts(prompts)
+        params = _params_for_each(sampling_params, len(many), RequestOutputKind.FINAL_ONLY)
+        return self._final_outputs(self._add_all(many, params, priority), use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The most probable continuations of one or many prompts, found side by side.
+
+        Raises RequestError, before any work, if any of the prompts can not be served, and
+        EngineError if one of them ended with an error.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(
+                f"beam_search takes BeamSearchParams, got {type(params).__name__}: beams are not "
+                "sampled, so n, best_of and the like have no meaning for them"
+            )
+        many = _prompts(prompts)
+        outputs = self._final_outputs(self._add_all(many, [params] * len(many), priority), use_tqdm)
+        return [beam_search_output(output, params, self.get_tokenizer()) for output in outputs]
+
+    def conversation(
+        self, history: Messages | Sequence[int] = (), *, cache_salt: str = ""
+    ) -> Conversation:
+        """A conversation whose KV stays in memory between its turns, and that can be forked.
+
+        `history`: its messages so far, or its token ids. Raises RequestError without prefix cache.
+        """
+        return Conversation(self, history, cache_salt)
 
     def stream(
         self,
@@ -116,13 +102,13 @@ class LLM:
         `finished`. Nothing is checked or started before the first output is asked for; leaving
         the iterator early aborts what has not finished.
         """
-        yield from self._run(
-            self._add_all(prompts, sampling_params, RequestOutputKind.DELTA, priority)
-        )
+        many = _prompts(prompts)
+        params = _params_for_each(sampling_params, len(many), RequestOutputKind.DELTA)
+        yield from self._run(self._add_all(many, params, priority))
 
     def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
+        messages: Messages | Sequence[Messages],
         sampling_params: ManyParams = None,
         *,
         use_tqdm: bool = True,
@@ -151,7 +137,15 @@ class LLM:
 
     def reset_prefix_cache(self) -> int:
         """Forget all recorded prefixes; returns how many tokens they held."""
-        return self.llm_engine.manager.reset_prefix_cache()
+        return self.llm_engine.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> int:
+        """Give all physical KV memory back to the system, as `LLMEngine.sleep`; returns bytes."""
+        return self.llm_engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """Undo `sleep`. Raises OutOfMemoryError, still asleep, when memory is short."""
+        self.llm_engine.wake_up()
 
     def close(self) -> None:
         self.llm_engine.close()
@@ -169,29 +163,31 @@ class LLM:
 
     def _add_all(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: ManyParams,
-        kind: RequestOutputKind,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | BeamSearchParams],
         priority: Sequence[int] | None,
     ) -> list[str]:
         """Queue all prompts or, if one is refused, none."""
-        many: Any = [prompts] if is_single_prompt(prompts) else prompts
-        params = _params_for_each(sampling_params, len(many))
-        priorities = [0] * len(many) if priority is None else list(priority)
-        if len(priorities) != len(many):
-            raise RequestError(f"{len(many)} prompts but {len(priorities)} priorities")
+        priorities = [0] * len(prompts) if priority is None else list(priority)
+        if len(priorities) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(priorities)} priorities")
         added: list[str] = []
         try:
-            for prompt, one, rank in zip(many, params, priorities, strict=True):
+            for prompt, one, rank in zip(prompts, params, priorities, strict=True):
                 request_id = str(next(self._request_ids))
-                self.llm_engine.add_request(
-                    request_id, prompt, replace(one, output_kind=kind), rank
-                )
+                self.llm_engine.add_request(request_id, prompt, one, rank)
                 added.append(request_id)
         except BaseException:
             self.llm_engine.abort_request(added)
             raise
         return added
+
+    def _final_outputs(self, request_ids: Sequence[str], use_tqdm: bool) -> list[RequestOutput]:
+        """Run these requests to their ends. REQUIRES: each gives one output."""
+        final = {}
+        for output in self._progress(self._run(request_ids), len(request_ids), use_tqdm):
+            final[output.request_id] = output
+        return [final[request_id] for request_id in request_ids]
 
     def _run(self, request_ids: Sequence[str]) -> Iterator[RequestOutput]:
         """Step until these requests have ended; outputs of others are set aside for their turn."""
@@ -221,17 +217,34 @@ class LLM:
         return bar
 
 
-def _params_for_each(params: ManyParams, num_prompts: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * num_prompts
-    if isinstance(params, SamplingParams):
-        return [params] * num_prompts
-    if len(params) != num_prompts:
-        raise RequestError(f"{num_prompts} prompts but {len(params)} sampling_params")
-    return list(params)
+def engine_config(model: Any, trust_remote_code: bool, settings: dict[str, Any]) -> EngineConfig:
+    """The config for what a user passes to `LLM` or `AsyncLLM`."""
+    if trust_remote_code:
+        raise UnsupportedModelError(
+            "trust_remote_code is refused: FlexInfer runs no code from model repositories"
+        )
+    return EngineConfig(model=model, **settings)
 
 
-def _conversations(messages: Any) -> list[Conversation]:
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    many: Any = [prompts] if is_single_prompt(prompts) else prompts
+    return list(many)
+
+
+def _params_for_each(
+    params: ManyParams, num_prompts: int, kind: RequestOutputKind
+) -> list[SamplingParams]:
+    single = SamplingParams() if params is None else params
+    each = list(single) if isinstance(single, Sequence) else [single] * num_prompts
+    if len(each) != num_prompts:
+        raise RequestError(f"{num_prompts} prompts but {len(each)} sampling_params")
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise RequestError(f"sampling_params must be SamplingParams, got {one!r}")
+    return [replace(one, output_kind=kind) for one in each]
+
+
+def _conversations(messages: Any) -> list[Messages]:
     """One conversation (a sequence of messages) or several -> several."""
     if not messages:
         raise RequestError("the conversation is empty")

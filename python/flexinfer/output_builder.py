@@ -1,11 +1,11 @@
-"""OutputBuilder: the caller's side of one request: its text, log probabilities and outputs."""
+"""OutputBuilder: the caller's side of one sequence: its text and log probabilities."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.detokenizer import IncrementalDetokenizer, StopStrings
-from flexinfer.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from flexinfer.outputs import CompletionOutput, Logprob, TokenLogprobs
 from flexinfer.request import Request
 from flexinfer.sampling_params import RequestOutputKind
 
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 class OutputBuilder:
     """Follows a request token by token; `build()` gives what the caller is to see."""
 
-    def __init__(self, request: Request, prompt: str | None, tokenizer: Any | None) -> None:
+    def __init__(self, request: Request, tokenizer: Any | None) -> None:
         params = request.params
         self.request = request
-        self._prompt = prompt
         self._tokenizer = tokenizer
         self._text = StopStrings(
             params.stop_strings, include_in_output=params.include_stop_str_in_output
@@ -34,6 +33,7 @@ class OutputBuilder:
         self._logprobs: list[TokenLogprobs] = []
         self._cumulative_logprob = 0.0
         self._num_tokens_shown = 0
+        self._end_shown = False
 
     def update(self, token_id: int, logprobs: RowLogprobs | None) -> None:
         """The request got this token. A stop string that it completes ends the request."""
@@ -54,34 +54,33 @@ class OutputBuilder:
         if request.is_finished:
             self._text.append(self._detokenizer.flush(), check=False)
 
-    def build(self) -> RequestOutput | None:
-        """The next output of this request; None if its output_kind wants none now."""
-        kind = self.request.params.output_kind
-        finished = self.request.is_finished
-        if kind is RequestOutputKind.FINAL_ONLY and not finished:
-            return None
-        first = self._num_tokens_shown if kind is RequestOutputKind.DELTA else 0
-        if kind is RequestOutputKind.DELTA:
+    @property
+    def cumulative_logprob(self) -> float:
+        """0 as long as log probabilities are not asked for."""
+        return self._cumulative_logprob
+
+    @property
+    def has_news(self) -> bool:
+        """Whether tokens or the end came since the last build."""
+        request = self.request
+        ended = request.is_finished and not self._end_shown
+        return ended or request.num_output_tokens > self._num_tokens_shown
+
+    def build(self) -> CompletionOutput:
+        """The completion as `output_kind` wants it: all of it, or what is new since the last."""
+        request = self.request
+        finished = request.is_finished
+        first = 0
+        if request.params.output_kind is RequestOutputKind.DELTA:
+            first = self._num_tokens_shown
             text = self._text.take(finished=finished)
         else:
             text = self._text.shown(finished=finished)
-        self._num_tokens_shown = self.request.num_output_tokens
-        return RequestOutput(
-            request_id=self.request.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=self.request.prompt_token_ids,
-            outputs=[self._completion(text, first)],
-            finished=finished,
-            metrics=self.request.metrics,
-            num_cached_tokens=self.request.num_cached_tokens,
-        )
-
-    def _completion(self, text: str, first: int) -> CompletionOutput:
-        """The completion from its token number `first` on."""
-        request = self.request
+        self._num_tokens_shown = request.num_output_tokens
+        self._end_shown = finished
         wants_logprobs = request.params.logprobs is not None
         return CompletionOutput(
-            index=0,
+            index=request.index,
             text=text,
             token_ids=request.output_token_ids[first:],
             cumulative_logprob=self._cumulative_logprob if wants_logprobs else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flexinfer.types import FinishReason
 
@@ -77,3 +77,28 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     """Prompt tokens whose KV was found in the prefix cache; None before the first step."""
     prompt_logprobs: None = None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One sequence that a beam search found."""
+
+    tokens: list[int]
+    """Prompt and generated tokens; unlike vLLM's, with the end-of-sequence token."""
+    cum_logprob: float = 0.0
+    """Sum over the generated tokens."""
+    text: str | None = None
+    """Of all tokens; None without a tokenizer."""
+    score: float = 0.0
+    """What sequences are ranked by: cum_logprob / num_generated ** length_penalty."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """The chosen token's, at each generated position."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The `beam_width` best sequences of a prompt, best first."""
+
+    sequences: list[BeamSearchSequence]

@@ -45,7 +45,12 @@ class ModelRunner:
         """
         items = sorted(items, key=lambda item: item.num_tokens > 1)
         segments = flat_segments(items)
-        requests = [item.request for item in items if item.samples]
+        requests = [
+            request
+            for item in items
+            if item.samples
+            for request in (item.request, *item.request.siblings)
+        ]
         logits = self._forward(items, segments)
         if not requests:
             return []
@@ -61,7 +66,7 @@ class ModelRunner:
     def _forward(
         self, items: Sequence[ScheduledRequest], segments: Sequence[Segment]
     ) -> torch.Tensor:
-        """Logits [number of sampling items, vocab_size] of one flat batch."""
+        """Logits [number of sampled tokens, vocab_size] of one flat batch."""
         device = self.loaded.device
         metadata = AttentionMetadata.build(segments, device)
         token_ids: list[int] = []
@@ -71,7 +76,7 @@ class ModelRunner:
             token_ids += item.request.token_ids[item.start : item.end]
             positions += range(item.start, item.end)
             if item.samples:
-                sampled_rows.append(len(token_ids) - 1)
+                sampled_rows += [len(token_ids) - 1] * (1 + len(item.request.siblings))
 
         def attend(
             module: torch.nn.Module,

@@ -182,19 +182,21 @@ def gather_logprobs(
 ) -> list[RowLogprobs | None]:
     """Log probabilities under the model itself, for the rows that asked for them."""
     found: list[RowLogprobs | None] = [None] * len(requests)
-    for row, request in enumerate(requests):
-        num_top = request.params.logprobs
-        if num_top is None:
-            continue
-        logprobs = torch.log_softmax(raw[row], dim=-1)
-        top = logprobs.topk(len(logprobs) if num_top == -1 else min(num_top, len(logprobs)))
-        sampled = logprobs[chosen[row]]
-        found[row] = RowLogprobs(
-            sampled=sampled.item(),
-            sampled_rank=int((logprobs >= sampled).sum().item()),
-            top_token_ids=top.indices.tolist(),
-            top_logprobs=top.values.tolist(),
-        )
+    rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+    if not rows:
+        return found
+    vocab_size = raw.shape[-1]
+    asked = [requests[row].params.logprobs or 0 for row in rows]
+    num_top = [vocab_size if num == -1 else min(num, vocab_size) for num in asked]
+    logprobs = torch.log_softmax(raw[rows], dim=-1)
+    top = logprobs.topk(max(num_top))
+    sampled = logprobs.gather(-1, chosen[rows][:, None])
+    ranks = (logprobs >= sampled).sum(dim=-1).tolist()
+    columns = zip(
+        rows, num_top, sampled[:, 0].tolist(), ranks, top.indices, top.values, strict=True
+    )
+    for row, num, logprob, rank, ids, values in columns:
+        found[row] = RowLogprobs(logprob, rank, ids[:num].tolist(), values[:num].tolist())
     return found
 
 

@@ -1,15 +1,16 @@
-"""SamplingParams: how the tokens of one request are chosen and when it ends.
+"""SamplingParams and BeamSearchParams: how a request's tokens are chosen and when it ends.
 
-Names, defaults and meaning are those of vLLM. Checked where it is made, without torch.
+Names, defaults and meaning are those of vLLM, early stopping that of transformers. Checked where
+they are made, without torch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 GREEDY_EPS = 1e-5
 """A temperature below this is greedy (the logits would overflow)."""
@@ -36,7 +37,9 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Number of completions; only 1 here."""
+    """Number of completions, sampled from one prompt whose KV is held once."""
+    best_of: int | None = None
+    """Sample so many and give the n most probable ones, by cumulative_logprob; None: n."""
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
@@ -52,7 +55,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted once for each occurrence in the output."""
     seed: int | None = None
-    """Own random numbers, whatever else is in the batch; None: those of the engine."""
+    """Own random numbers, whatever else is in the batch; None: those of the engine.
+
+    Sample i of n uses seed + i."""
     stop: str | Sequence[str] | None = None
     """Strings that end the request."""
     stop_token_ids: Sequence[int] | None = None
@@ -82,6 +87,7 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop_strings", stop)
         object.__setattr__(self, "stop_ids", frozenset(self.stop_token_ids or ()))
+        self._check_number()
         self._check_sampling()
         self._check_ending()
         self._check_reporting()
@@ -91,6 +97,24 @@ class SamplingParams:
         return self.temperature < GREEDY_EPS
 
     @property
+    def num_samples(self) -> int:
+        """Sequences that are sampled, of which `n` are given."""
+        return self.n if self.best_of is None else self.best_of
+
+    def of_sample(self, index: int) -> SamplingParams:
+        """The params of one of the samples; `index` counts from 0."""
+        if self.num_samples == 1:
+            return self
+        ranked = self.num_samples > self.n
+        return replace(
+            self,
+            n=1,
+            best_of=None,
+            seed=None if self.seed is None else self.seed + index,
+            logprobs=0 if ranked and self.logprobs is None else self.logprobs,
+        )
+
+    @property
     def has_penalties(self) -> bool:
         return (
             self.repetition_penalty != 1.0
@@ -98,9 +122,20 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
         )
 
+    def _check_number(self) -> None:
+        if _integer("n", self.n) < 1:
+            raise ValueError(f"n must be at least 1, got {self.n}")
+        if self.best_of is None:
+            return
+        if _integer("best_of", self.best_of) < self.n:
+            raise ValueError(f"best_of must be at least n, got best_of={self.best_of}, n={self.n}")
+        if self.best_of > self.n and self.output_kind is RequestOutputKind.DELTA:
+            raise ValueError(
+                f"best_of ({self.best_of}) larger than n ({self.n}) has no DELTA output: "
+                "which samples are the best is known at the end"
+            )
+
     def _check_sampling(self) -> None:
-        if _integer("n", self.n) != 1:
-            raise ValueError(f"n must be 1 (parallel sampling is not supported yet), got {self.n}")
         _number("temperature", self.temperature, 0.0, math.inf, "at least 0 (0 is greedy)")
         if _integer("top_k", self.top_k) < -1:
             raise ValueError(f"top_k must be at least 1, or 0 or -1 for off, got {self.top_k}")
@@ -116,8 +151,10 @@ class SamplingParams:
         )
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "in [-2, 2]")
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "in [-2, 2]")
-        if self.seed is not None and not -(2**63) <= _integer("seed", self.seed) < 2**63:
-            raise ValueError(f"seed must be a 64-bit integer, got {self.seed}")
+        if self.seed is not None:
+            last = _integer("seed", self.seed) + self.num_samples - 1
+            if not -(2**63) <= self.seed <= last < 2**63:
+                raise ValueError(f"seed must be a 64-bit integer, got {self.seed}")
         for token_id, bias in (self.logit_bias or {}).items():
             _token_id("logit_bias", token_id)
             _number(f"logit_bias[{token_id}]", bias, -math.inf, math.inf, "a number")
@@ -149,6 +186,43 @@ class SamplingParams:
             )
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """Beam search of one request.
+
+    A finished sequence scores cum_logprob / num_generated ** length_penalty, its end-of-sequence
+    token counted, as in transformers. (vLLM counts the prompt and not the end-of-sequence token.)
+    """
+
+    beam_width: int
+    """Sequences kept at each step, and given at the end."""
+    max_tokens: int = 16
+    """Most tokens to generate."""
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    """Only 0: sequences are ranked by the model's own probabilities."""
+    length_penalty: float = 1.0
+    """Above 0 favours long sequences, below 0 short ones."""
+    early_stopping: bool | Literal["never"] = False
+    """When to end with beam_width finished sequences at hand: True: at once; False: when no
+    running beam would beat them at its present length; "never": when none can, whatever its
+    length will be."""
+
+    def __post_init__(self) -> None:
+        if _integer("beam_width", self.beam_width) < 1:
+            raise ValueError(f"beam_width must be at least 1, got {self.beam_width}")
+        if _integer("max_tokens", self.max_tokens) < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        _number(
+            "temperature", self.temperature, 0.0, 0.0, "0 with beam search (it does not sample)"
+        )
+        _number("length_penalty", self.length_penalty, -math.inf, math.inf, "a number")
+        if self.early_stopping not in (True, False, "never"):
+            raise ValueError(
+                f"early_stopping must be True, False or 'never', got {self.early_stopping!r}"
+            )
 
 
 def _integer(name: str, value: Any) -> int:

@@ -28,4 +28,4 @@ class TokensPrompt(_PromptOptions):
 
 Prompt: TypeAlias = "str | Sequence[int] | TextPrompt | TokensPrompt"
 ChatMessage = dict[str, object]
-Conversation = Sequence[ChatMessage]
+Messages = Sequence[ChatMessage]

@@ -3,11 +3,11 @@
 Usable alone, without torch::
 
     spec = KVSpec(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", max_seq_len=4096)
-    with VTensorManager(spec, max_requests=8, memory_budget="64MiB", chunk_bytes="64KiB") as manager:
-        request = manager.create(prompt)          # aliases the longest recorded prefix
-        request.extend(len(prompt))               # the first n tokens are backed by memory
-        keys = request.k(layer=0)                 # zero-copy [tokens, heads, dim]
-        request.record_prefix(prompt)             # later requests share it
+    with VTensorManager(spec, max_requests=8, memory_budget="64MiB") as manager:
+        request = manager.create(prompt)  # aliases the longest recorded prefix
+        request.extend(len(prompt))  # the first n tokens are backed by memory
+        keys = request.k(layer=0)  # zero-copy [tokens, heads, dim]
+        request.record_prefix(prompt)  # later requests share it
         request.release()
 
 Thread-safety: all of it may be called from any thread. A tensor view keeps its memory alive.

@@ -14,8 +14,15 @@ import flexinfer
 
 # Names that users of the package rely on. Adding one is a decision, removing one breaks somebody.
 PUBLIC = {
+    "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
+    "Conversation",
     "DriverError",
+    "EngineDeadError",
+    "EngineError",
     "IntegrityError",
     "KVSpec",
     "LLM",

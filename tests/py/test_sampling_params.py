@@ -15,7 +15,8 @@ from flexinfer import SamplingParams
     ("field", "value"),
     [
         ("n", 0),
-        ("n", 2),
+        ("n", 1.5),
+        ("best_of", 0),
         ("n", True),
         ("temperature", -0.1),
         ("temperature", math.nan),

@@ -1,0 +1,191 @@
+"""AsyncLLM: the engine for asyncio. Names and arguments are those of vLLM.
+
+One engine thread serves all callers, of any event loop; each caller has a stream of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from itertools import count
+from types import TracebackType
+from typing import Any, TypeVar
+
+from flexinfer.beam_search import beam_search_output
+from flexinfer.config import EngineConfig
+from flexinfer.engine import LLMEngine
+from flexinfer.engine_thread import EngineThread
+from flexinfer.errors import EngineError, RequestError
+from flexinfer.llm import engine_config
+from flexinfer.outputs import BeamSearchOutput, RequestOutput
+from flexinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from flexinfer.types import Prompt
+
+Result = TypeVar("Result")
+
+
+class AsyncLLM:
+    """
+    async with AsyncLLM("path/to/model") as llm:
+        async for output in llm.generate("Hello", SamplingParams(max_tokens=20)):
+            print(output.outputs[0].text)
+    """
+
+    def __init__(self, model: Any, *, trust_remote_code: bool = False, **settings: Any) -> None:
+        """`settings` are the fields of `EngineConfig`. Loads the model before it returns."""
+        self._start(engine_config(model, trust_remote_code, settings))
+
+    @classmethod
+    def from_engine_args(cls, config: EngineConfig) -> AsyncLLM:
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def _start(self, config: EngineConfig) -> None:
+        engine = LLMEngine(config)
+        self.tokenizer = engine.tokenizer
+        self._thread = EngineThread(engine)
+        self._request_ids = count()
+        # Also at the end of the interpreter, which must not find the thread in a step.
+        self._finalizer = weakref.finalize(self, self._thread.stop)
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.ended is None
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has failed for good."""
+        ended = self._thread.ended
+        return ended is not None and ended.__cause__ is not None
+
+    def get_tokenizer(self) -> Any:
+        return self.tokenizer
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete a prompt: an async iterator of outputs, of the kind `output_kind` asks for.
+
+        The request starts when the first output is asked for. A cancelled task, or leaving the
+        loop early, aborts it and frees its memory. A caller slower than the engine gets only the
+        newest of CUMULATIVE outputs.
+
+        Raises RequestError if the request can not be served, EngineError if its step failed, and
+        EngineDeadError if the engine has stopped.
+        """
+        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
+            raise RequestError(f"sampling_params must be SamplingParams, got {sampling_params!r}")
+        params = sampling_params or SamplingParams()
+        return self._outputs(prompt, params, params.output_kind, request_id, priority)
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> BeamSearchOutput:
+        """The most probable continuations of a prompt. Cancelling it frees its memory."""
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"beam_search takes BeamSearchParams, got {params!r}")
+        kind = RequestOutputKind.FINAL_ONLY
+        outputs = self._outputs(prompt, params, kind, request_id, priority)
+        (final,) = [output async for output in outputs]
+        return beam_search_output(final, params, self.tokenizer)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its caller gets a last output with finish_reason "abort"."""
+        await asyncio.wrap_future(self._thread.abort(request_id))
+
+    async def call(self, function: Callable[[LLMEngine], Result]) -> Result:
+        """The result of `function(engine)`, called between two steps: stats, budgets, sleep."""
+        return await asyncio.wrap_future(self._thread.call(function))
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all recorded prefixes; returns how many tokens they held."""
+        return await self.call(lambda engine: engine.reset_prefix_cache())
+
+    async def sleep(self, level: int = 1) -> int:
+        """Give all physical KV memory back, as `LLMEngine.sleep`; requests wait for `wake_up`."""
+        return await self.call(lambda engine: engine.sleep(level))
+
+    async def wake_up(self) -> None:
+        """Undo `sleep`. Raises OutOfMemoryError, still asleep, when memory is short."""
+        await self.call(lambda engine: engine.wake_up())
+
+    async def is_sleeping(self) -> bool:
+        return await self.call(lambda engine: engine.is_sleeping())
+
+    def shutdown(self) -> None:
+        """End all requests and free everything; waits for the step under way."""
+        self._finalizer()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    async def _outputs(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        kind: RequestOutputKind,
+        request_id: str | None,
+        priority: int,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if request_id is None:
+            request_id = f"async-{next(self._request_ids)}"
+        stream = _Stream(latest_only=kind is RequestOutputKind.CUMULATIVE)
+        finished = False
+        try:
+            await asyncio.wrap_future(
+                self._thread.submit(request_id, prompt, params, priority, stream.put)
+            )
+            while not finished:
+                output = await stream.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._thread.drop(request_id, stream.put)
+
+
+class _Stream:
+    """Outputs on their way from the engine's thread to one caller's event loop."""
+
+    def __init__(self, *, latest_only: bool) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._items: deque[RequestOutput | EngineError] = deque(maxlen=1 if latest_only else None)
+        self._ready = asyncio.Event()
+
+    def put(self, item: RequestOutput | EngineError) -> None:
+        """From any thread. Raises RuntimeError if the loop is closed."""
+        self._loop.call_soon_threadsafe(self._append, item)
+
+    async def get(self) -> RequestOutput:
+        while not self._items:
+            self._ready.clear()
+            await self._ready.wait()
+        item = self._items.popleft()
+        if isinstance(item, EngineError):
+            raise item
+        return item
+
+    def _append(self, item: RequestOutput | EngineError) -> None:
+        self._items.append(item)
+        self._ready.set()

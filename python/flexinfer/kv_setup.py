@@ -1,0 +1,104 @@
+"""KV setup: from settings and a loaded model to a vTensor manager and the longest request."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from flexinfer.config import EngineConfig, dtype_name
+from flexinfer.memory import KVMemory, choose_eager_bytes
+
+if TYPE_CHECKING:
+    from flexinfer.models import LoadedModel
+    from flexinfer.vtensor import VTensorManager
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_MODEL_LEN = 4096
+"""For architectures that set no limit themselves."""
+
+
+def choose_max_model_len(config: EngineConfig, limit: int | None) -> int:
+    """What the user asked for, or what the model can (`limit`); never more than that."""
+    if config.max_model_len is None:
+        return DEFAULT_MAX_MODEL_LEN if limit is None else limit
+    if limit is not None and config.max_model_len > limit:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}, but the model has {limit} positions"
+        )
+    return config.max_model_len
+
+
+def available_device_bytes(device: Any) -> int:
+    """What a torch device can still give."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    from flexinfer.vtensor import available_memory_bytes
+
+    return available_memory_bytes()
+
+
+def make_manager(
+    config: EngineConfig, loaded: LoadedModel, max_seq_len: int, memory: KVMemory
+) -> VTensorManager:
+    """The vTensor manager for the model's KV."""
+    from flexinfer.vtensor import KVSpec, VTensorManager
+
+    spec = KVSpec(
+        num_layers=loaded.num_layers,
+        num_kv_heads=loaded.num_kv_heads,
+        head_dim=loaded.head_dim,
+        dtype=dtype_name(loaded.dtype),
+        max_seq_len=max_seq_len,
+        layers_per_plane=config.layers_per_plane,
+    )
+    low_bytes, high_bytes = choose_eager_bytes(
+        config.free_memory_low,
+        config.free_memory_high,
+        num_chunks=config.max_num_seqs * spec.num_planes,
+        budget=memory.budget_bytes,
+    )
+    return VTensorManager(
+        spec,
+        device=str(loaded.device),
+        max_requests=config.max_num_seqs,
+        memory_budget=memory.budget_bytes,
+        chunk_bytes=config.chunk_bytes,
+        park=config.enable_deferred_reclamation,
+        dedup=config.enable_dedup,
+        eager=low_bytes if config.eager_allocation else 0,
+        max_free=high_bytes,
+        swap_space=config.swap_space,
+        swap_directory=config.swap_directory,
+    )
+
+
+def fit_max_model_len(manager: VTensorManager, wanted_len: int, config: EngineConfig) -> int:
+    """The longest request that the budget holds, at most wanted_len.
+
+    An explicit max_model_len that does not fit is refused: such a request would never end.
+    """
+    low, high = 0, wanted_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        if manager.bytes_for(middle) <= manager.memory_budget:
+            low = middle
+        else:
+            high = middle - 1
+    if low == wanted_len:
+        return wanted_len
+    if low < 2 or config.max_model_len is not None:
+        raise ValueError(
+            f"the KV budget of {manager.memory_budget} bytes holds one request of {low} tokens; "
+            f"{wanted_len} tokens need {manager.bytes_for(wanted_len)} bytes: raise "
+            "kv_cache_memory_bytes or lower max_model_len"
+        )
+    logger.warning(
+        "max_model_len is %d, not the model's %d: the KV budget of %d bytes holds no more",
+        low,
+        wanted_len,
+        manager.memory_budget,
+    )
+    return low

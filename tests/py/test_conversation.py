@@ -1,0 +1,221 @@
+"""Conversations keep their KV from turn to turn; forks share it and copy at most a tail row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flexinfer import LLM, Conversation, ReleasedError, RequestError, SamplingParams
+from tiny_models import make_model, make_tokenizer, random_prompts, reference, save_chat_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+def make_llm(**settings: Any) -> LLM:
+    defaults = {"max_num_seqs": 4, "kv_cache_memory_bytes": 16 << 20, "chunk_bytes": 4096}
+    return LLM(make_model("llama"), skip_tokenizer_init=True, **{**defaults, **settings})
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with make_llm() as llm:
+        yield llm
+        check_nothing_is_left(llm)
+
+
+def check_nothing_is_left(llm: LLM) -> None:
+    """All conversations are closed: every prefix may go, and with them all memory in use."""
+    manager = llm.llm_engine.manager
+    manager.check_integrity()
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert manager.stats().num_vtensors == 0
+    manager.reset_prefix_cache()
+    assert manager.stats().recorded_tokens == 0
+
+
+def test_turns_go_on_from_all_that_was_said(llm: LLM) -> None:
+    first, second = random_prompts((30, 9))
+    with llm.conversation(first) as chat:
+        answer = chat.generate(GREEDY).outputs[0].token_ids
+        chat.append(second)
+        output = chat.generate(GREEDY)
+        history = [*first, *answer, *second]
+        expected = reference("llama", tuple(history), 12)
+        assert output.outputs[0].token_ids == expected
+        assert output.num_cached_tokens == len(first) + len(answer) - 1
+        assert chat.token_ids == [*history, *expected]
+
+
+def test_the_kv_of_an_open_conversation_is_not_evicted() -> None:
+    (prompt, *others) = random_prompts((100, 200, 201, 202, 203))
+    with make_llm(kv_cache_memory_bytes=400 << 10, max_model_len=256) as llm:
+        with llm.conversation(prompt) as chat:
+            chat.generate(GREEDY)
+            llm.generate(others, GREEDY, use_tqdm=False)
+            llm.reset_prefix_cache()
+            assert chat.generate(GREEDY).num_cached_tokens == 100 + 12 - 1
+        check_nothing_is_left(llm)
+
+
+def test_branches_share_all_whole_chunks_and_copy_a_tail(llm: LLM) -> None:
+    manager = llm.llm_engine.manager
+    (prompt,) = random_prompts((150,))
+    with llm.conversation(prompt) as chat:
+        chat.generate(SamplingParams(temperature=0, max_tokens=4))
+        copied = manager.stats().chunks_copied
+        branches = [chat.fork() for _ in range(3)]
+        for i, branch in enumerate(branches):
+            branch.append([i])
+            output = branch.generate(SamplingParams(temperature=0, max_tokens=2))
+            assert output.num_cached_tokens >= 150 + 4 - 1
+            manager.check_integrity()
+        assert manager.stats().chunks_copied - copied <= 3
+        for branch in branches:
+            branch.close()
+
+
+def test_a_fork_says_what_a_conversation_of_its_own_would(llm: LLM) -> None:
+    (prompt,) = random_prompts((40,))
+    with llm.conversation(prompt) as chat:
+        answer = chat.generate(GREEDY).outputs[0].token_ids
+        with chat.fork() as left, chat.fork() as right:
+            for branch, news in ((left, [7, 8]), (right, [7, 9, 10])):
+                branch.append(news)
+                expected = reference("llama", (*prompt, *answer, *news), 12)
+                assert branch.generate(GREEDY).outputs[0].token_ids == expected
+        assert chat.token_ids == [*prompt, *answer]
+
+
+def test_an_answer_can_be_generated_again_from_a_fork(llm: LLM) -> None:
+    with llm.conversation(random_prompts((40,))[0]) as chat:
+        before = chat.fork()
+        first = chat.generate(SamplingParams(seed=1, max_tokens=8))
+        again = before.generate(SamplingParams(seed=2, max_tokens=8))
+        assert first.outputs[0].token_ids != again.outputs[0].token_ids
+        assert again.num_cached_tokens == 39
+        before.close()
+
+
+def test_a_fork_outlives_its_origin(llm: LLM) -> None:
+    chat = llm.conversation(random_prompts((40,))[0])
+    chat.generate(GREEDY)
+    fork = chat.fork()
+    chat.close()
+    llm.reset_prefix_cache()
+    assert fork.generate(GREEDY).num_cached_tokens == 40 + 12 - 1
+    fork.close()
+
+
+def test_conversations_hold_no_slots(llm: LLM) -> None:
+    chats = [llm.conversation(prompt) for prompt in random_prompts((20,) * 9)]
+    for chat in chats:
+        chat.generate(GREEDY)
+    assert llm.llm_engine.manager.stats().num_vtensors == 0
+    assert all(chat.generate(GREEDY).num_cached_tokens == 31 for chat in chats)
+    for chat in chats:
+        chat.close()
+
+
+def test_a_conversation_that_is_dropped_lets_its_kv_go(llm: LLM) -> None:
+    chat = llm.conversation(random_prompts((40,))[0])
+    chat.generate(GREEDY)
+    del chat
+
+
+def test_messages_and_answers_alternate(tmp_path: Path) -> None:
+    with LLM(save_chat_model(tmp_path), kv_cache_memory_bytes=16 << 20) as llm:
+        with llm.conversation([{"role": "system", "content": "x"}]) as chat:
+            chat.say("hello", GREEDY)
+            output = chat.say("world", GREEDY)
+            roles = [message["role"] for message in chat.messages]
+            assert roles == ["system", "user", "assistant", "user", "assistant"]
+            assert chat.messages[-1]["content"] == output.outputs[0].text
+            text = make_tokenizer().decode(output.prompt_token_ids)
+            assert text.startswith("<s>system: x</s><s>user: hello</s><s>assistant: ")
+            assert text.endswith("<s>user: world</s><s>assistant: ")
+            assert output.num_cached_tokens > 0
+        check_nothing_is_left(llm)
+
+
+def test_tenants_do_not_share(llm: LLM) -> None:
+    (prompt,) = random_prompts((40,))
+    with (
+        llm.conversation(prompt, cache_salt="a") as chat,
+        llm.conversation(prompt, cache_salt="b") as other,
+    ):
+        chat.generate(GREEDY)
+        assert other.generate(GREEDY).num_cached_tokens == 0
+        assert chat.generate(GREEDY).num_cached_tokens == 51
+
+
+# Refusals.
+
+
+def test_a_conversation_can_be_closed_once_the_engine_is_awake(llm: LLM) -> None:
+    chat = llm.conversation(random_prompts((40,))[0])
+    chat.generate(GREEDY)
+    llm.sleep()
+    with pytest.raises(ValueError, match="asleep"):
+        chat.close()
+    llm.wake_up()
+    chat.close()
+
+
+def test_a_turn_that_fails_changes_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (prompt,) = random_prompts((40,))
+    with llm.conversation(prompt) as chat:
+        chat.generate(GREEDY)
+        before = list(chat.token_ids)
+        with monkeypatch.context() as broken:
+            broken.setattr(llm.llm_engine.runner.backend, "forward", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                chat.generate(GREEDY)
+        assert chat.token_ids == before
+        assert chat.generate(GREEDY).num_cached_tokens == 51
+
+
+def test_a_closed_conversation_can_not_go_on(llm: LLM) -> None:
+    chat = llm.conversation([1, 2, 3])
+    chat.close()
+    chat.close()
+    for use in (chat.generate, chat.fork, lambda: chat.append([1]), lambda: chat.say("x")):
+        with pytest.raises(ReleasedError):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda chat: chat.generate(SamplingParams(n=2)), "one answer, got n=2: fork it instead"),
+        (lambda chat: chat.say("hello"), "goes by token ids"),
+    ],
+)
+def test_wrong_use_is_refused(llm: LLM, use: Any, message: str) -> None:
+    with (
+        llm.conversation([1, 2, 3]) as chat,
+        pytest.raises(RequestError, match=message),
+    ):
+        use(chat)
+
+
+def test_a_conversation_does_not_start_from_text(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="messages or tokens, got 'hello'"):
+        llm.conversation("hello")  # type: ignore[arg-type]
+
+
+def test_an_empty_conversation_has_nothing_to_go_on_from(llm: LLM) -> None:
+    with llm.conversation() as chat, pytest.raises(RequestError, match="empty"):
+        chat.generate(GREEDY)
+
+
+def test_without_prefix_cache_there_are_no_conversations() -> None:
+    with (
+        make_llm(enable_prefix_caching=False) as llm,
+        pytest.raises(RequestError, match="needs enable_prefix_caching"),
+    ):
+        Conversation(llm)
