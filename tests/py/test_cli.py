@@ -102,3 +102,12 @@ def test_chat_refuses_wrong_sampling() -> None:
     code, _, err = invoke("chat", "--top-p", "3")
     assert code == 2
     assert "top_p must be in" in err
+
+
+def test_a_chat_can_be_traced_and_replayed(folder: str, tmp_path: Path) -> None:
+    trace = str(tmp_path / "chat.jsonl")
+    code, out, err = invoke(
+        "chat", "--model", folder, "--max-tokens", "4", "--trace", trace, text="hello\n/exit\n"
+    )
+    assert code == 0, out + err
+    assert invoke("replay", trace)[0] == 0

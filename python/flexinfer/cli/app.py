@@ -40,6 +40,10 @@ Memory = Annotated[
     str | None,
     typer.Option(help="Budget of KV memory, such as 256MiB; without it, half of what is free."),
 ]
+Trace = Annotated[
+    Path | None,
+    typer.Option(help="Record every memory operation, for `flexinfer replay`. Holds the tokens."),
+]
 Seed = Annotated[int, typer.Option(help="Of sampling; in the demo, also which conversations.")]
 
 
@@ -75,6 +79,7 @@ def demo(
     layers_per_plane: LayersPerPlane = None,
     memory: Memory = None,
     seed: Seed = 0,
+    trace: Trace = None,
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw memory over time into this file (.png, .svg, .pdf)."),
@@ -89,7 +94,7 @@ def demo(
         from flexinfer.cli.demo import Demo, DemoSettings
 
         engine = EngineSettings(
-            model, dtype, device, chunk_bytes, layers_per_plane, memory, seed, conversations
+            model, dtype, device, chunk_bytes, layers_per_plane, memory, seed, conversations, trace
         )
         settings = DemoSettings(engine, conversations, turns, max_tokens, plot, json)
         opened = Demo(settings)
@@ -114,6 +119,7 @@ def chat(
     layers_per_plane: LayersPerPlane = None,
     memory: Memory = None,
     seed: Seed = 0,
+    trace: Trace = None,
 ) -> None:
     """Talk to a model at the terminal; each turn reuses the KV cache of the turns before."""
     with usage_errors():
@@ -127,7 +133,9 @@ def chat(
             repetition_penalty=repetition_penalty,
             max_tokens=max_tokens,
         )
-        engine = EngineSettings(model, dtype, device, chunk_bytes, layers_per_plane, memory, seed)
+        engine = EngineSettings(
+            model, dtype, device, chunk_bytes, layers_per_plane, memory, seed, trace=trace
+        )
         opened = Chat(engine, params, system)
     opened.run()
 

@@ -86,6 +86,7 @@ class Chat:
     def _greet(self) -> None:
         engine = self._llm.engine
         self._say(f"{engine.loaded.name}, {engine.max_model_len} tokens. /help lists the commands.")
+        self._say(f"{engine.kv_memory}.")
         if isinstance(self._format, PlainFormat):
             self._say("The model has no chat template: it continues plain 'User: ...' text.")
 

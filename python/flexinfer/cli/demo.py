@@ -89,6 +89,7 @@ class Demo:
             "layers in one range.",
             highlight=False,
         )
+        say(f"{self._llm.engine.kv_memory}.", highlight=False)
         if isinstance(choose_format(self._llm.get_tokenizer()), PlainFormat):
             say("The model has no chat template: prompts are plain 'User: ...' text.")
 

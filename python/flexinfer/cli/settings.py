@@ -27,6 +27,7 @@ class EngineSettings:
     memory: str | None = None
     seed: int = 0
     max_num_seqs: int = 4
+    trace: Path | None = None
 
     @property
     def is_shipped(self) -> bool:
@@ -69,6 +70,7 @@ class EngineSettings:
             kv_cache_memory_bytes=self.memory,
             chunk_bytes=self.chunk_bytes or (SHIPPED_CHUNK_BYTES if self.is_shipped else None),
             layers_per_plane=self.layers_per_plane,
+            trace=None if like is not None or self.trace is None else str(self.trace),
         )
 
 
