@@ -19,6 +19,7 @@ from flexinfer.errors import RequestError
 from flexinfer.inputs import InputProcessor, load_tokenizer
 from flexinfer.kv_setup import (
     available_device_bytes,
+    check_kv_sizes,
     choose_max_model_len,
     fit_max_model_len,
     make_manager,
@@ -51,6 +52,7 @@ class LLMEngine:
         self.config = config
         # What can be refused without the weights is refused before they are read.
         attention.check_name(config.attention_backend)
+        check_kv_sizes(config)
         wanted_len = choose_max_model_len(config, max_positions(resolve_config(config.model)))
         self.tokenizer: Any | None = None
         if not config.skip_tokenizer_init:

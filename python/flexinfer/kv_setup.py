@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.config import EngineConfig, dtype_name
@@ -27,6 +28,28 @@ def choose_max_model_len(config: EngineConfig, limit: int | None) -> int:
             f"max_model_len is {config.max_model_len}, but the model has {limit} positions"
         )
     return config.max_model_len
+
+
+def check_kv_sizes(config: EngineConfig) -> None:
+    """Refuse sizes that can not work with any model, before one is loaded. Raises ValueError."""
+    from flexinfer.vtensor import parse_bytes
+
+    unit = 2 << 20 if str(config.device).startswith("cuda") else mmap.PAGESIZE
+    chunk = unit
+    if config.chunk_bytes is not None:
+        chunk = parse_bytes(config.chunk_bytes, "chunk_bytes")
+        if chunk < 1 or chunk % unit:
+            raise ValueError(
+                f"chunk_bytes {config.chunk_bytes!r} is not a positive multiple of the driver's "
+                f"granularity, {unit} bytes"
+            )
+    if config.kv_cache_memory_bytes is not None:
+        budget = parse_bytes(config.kv_cache_memory_bytes, "kv_cache_memory_bytes")
+        if budget < chunk:
+            raise ValueError(
+                f"kv_cache_memory_bytes {config.kv_cache_memory_bytes!r} is less than one chunk of "
+                f"{chunk} bytes: raise it or lower chunk_bytes"
+            )
 
 
 def available_device_bytes(device: Any) -> int:

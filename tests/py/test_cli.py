@@ -54,7 +54,7 @@ def test_help_loads_nothing_heavy() -> None:
     [
         (("--model", "/no/such/folder"), "does not exist"),
         (("--dtype", "int8"), "dtype must be one of"),
-        (("--memory", "1KiB"), "memory_budget"),
+        (("--memory", "1KiB"), "less than one chunk"),
         (("--memory", "plenty"), "plenty"),
         (("--chunk-bytes", "1000"), "granularity"),
         (("--layers-per-plane", "3"), "layers_per_plane"),

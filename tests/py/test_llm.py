@@ -284,6 +284,21 @@ def test_bad_setting_is_refused(
         LLM(model_path, **{"kv_cache_memory_bytes": 16 << 20, **settings})
 
 
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"chunk_bytes": 1000}, "granularity"),
+        ({"chunk_bytes": "64KiB", "kv_cache_memory_bytes": "32KiB"}, "less than one chunk"),
+    ],
+)
+def test_sizes_that_no_model_can_have_are_refused_before_the_weights_are_read(
+    sizes: dict[str, Any], says: str, model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexinfer.models.load_model", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match=says):
+        LLM(model=model_path, **sizes)
+
+
 def test_a_budget_that_holds_less_than_max_model_len_is_refused_with_the_numbers(
     model_path: str,
 ) -> None:
