@@ -21,12 +21,15 @@ import re
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
 from flexinfer import _vtensor
 from flexinfer.errors import OutOfMemoryError
+from flexinfer.kv_spec import KVSpec
+from flexinfer.stats import DriverCalls, Stats
+from flexinfer.units import parse_bytes
 
 __all__ = [
     "ChunkInfo",
@@ -50,85 +53,13 @@ PrefixInfo = _vtensor.PrefixInfo
 Snapshot = _vtensor.Snapshot
 VTensorInfo = _vtensor.VTensorInfo
 
-_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _HUGE_PAGE_BYTES = 2 << 20
 _DEFAULT_BUDGET_FRACTION = 0.5
-
-
-def parse_bytes(size: int | str, name: str = "size") -> int:
-    """Bytes of ``size``: an integer, or text such as ``"64KiB"``, ``"1.5GiB"``, ``"512M"``."""
-    if isinstance(size, int) and not isinstance(size, bool):
-        return size
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(?:i?B)?\s*", str(size), re.IGNORECASE)
-    try:
-        return int(float(match[1]) * _UNITS[match[2].upper()])  # type: ignore[index]
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(
-            f"{name} is a number of bytes or text like '64MiB', got {size!r}"
-        ) from None
 
 
 def available_memory_bytes() -> int:
     """Bytes that this machine, or the container around this process, can still give."""
     return int(_vtensor.available_bytes())
-
-
-@dataclass(frozen=True)
-class KVSpec:
-    """Shape of a model's KV cache.
-
-    Attributes:
-        dtype: ``"float32"``, ``"float16"``, ``"bfloat16"``, or the torch dtype of that name.
-        max_seq_len: tokens that one vTensor can hold.
-        layers_per_plane: 1 is the dense layout (K and V of each layer in ranges of their own);
-            ``num_layers``, the default, keeps all layers of a token side by side (interleaved).
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str = "float32"
-    max_seq_len: int = 4096
-    layers_per_plane: int | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
-        if self.dtype not in _ELEMENT_BYTES:
-            known = ", ".join(_ELEMENT_BYTES)
-            raise ValueError(f"dtype {self.dtype!r} is not supported for KV; choose one of {known}")
-        if self.layers_per_plane is None:
-            object.__setattr__(self, "layers_per_plane", self.num_layers)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "dtype" and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{field.name} must be an integer of at least 1, got {value!r}")
-        self._core().check()
-
-    def _core(self) -> _vtensor.KVSpec:
-        core = _vtensor.KVSpec()
-        core.num_layers = self.num_layers
-        core.num_kv_heads = self.num_kv_heads
-        core.head_dim = self.head_dim
-        core.element_bytes = _ELEMENT_BYTES[self.dtype]
-        core.max_tokens = self.max_seq_len
-        core.layers_per_plane = self.layers_per_plane or self.num_layers
-        return core
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token: K and V of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * _ELEMENT_BYTES[self.dtype]
-
-    @property
-    def num_planes(self) -> int:
-        """Virtual ranges of one vTensor."""
-        return self._core().num_planes()
-
-    @property
-    def plane_token_bytes(self) -> int:
-        """Bytes of one token in one plane."""
-        return self._core().token_bytes()
 
 
 @dataclass(frozen=True)
@@ -158,61 +89,16 @@ class SimConfig:
             config.capacity_bytes = parse_bytes(self.capacity, "capacity")
 
 
-@dataclass(frozen=True)
-class DriverCalls:
-    """Calls of one kind to the driver, and the microseconds they took; ``hidden_us`` of these were
-    spent by the background worker."""
-
-    calls: int
-    us: float
-    hidden_us: float = 0.0
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Numbers of a manager: bytes are of now, counts are totals since the start.
-
-    ``reserved``, ``mapped``, ``parked`` and ``held`` bytes are virtual; ``resident``, ``shared``,
-    ``free`` and ``recorded`` bytes are physical. ``saved`` is what sharing saves: bytes mapped by
-    live vTensors minus their distinct chunks.
-    """
-
-    reserved_bytes: int
-    mapped_bytes: int
-    resident_bytes: int
-    shared_bytes: int
-    saved_bytes: int
-    free_bytes: int
-    parked_bytes: int
-    held_bytes: int
-    recorded_bytes: int
-    swapped_bytes: int
-    asleep_bytes: int
-    budget_bytes: int
-    obtainable_bytes: int
-    num_vtensors: int
-    num_free_slots: int
-    recorded_tokens: int
-    prefix_queries: int
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    chunks_aliased: int
-    chunks_copied: int
-    chunks_evicted: int
-    chunks_adopted: int
-    chunks_deduplicated: int
-    chunks_swapped_out: int
-    chunks_swapped_in: int
-    pre_extend_failures: int
-    map_us_exposed: float
-    map_us_hidden: float
-    driver_calls: dict[str, DriverCalls]
-
-    def as_dict(self) -> dict[str, Any]:
-        """All numbers as plain values, for JSON."""
-        out = {field.name: getattr(self, field.name) for field in fields(self)}
-        out["driver_calls"] = {kind: vars(calls) for kind, calls in self.driver_calls.items()}
-        return out
+def core_spec(spec: KVSpec) -> _vtensor.KVSpec:
+    """The spec as the core's own type."""
+    core = _vtensor.KVSpec()
+    core.num_layers = spec.num_layers
+    core.num_kv_heads = spec.num_kv_heads
+    core.head_dim = spec.head_dim
+    core.element_bytes = spec.element_bytes
+    core.max_tokens = spec.max_seq_len
+    core.layers_per_plane = spec.layers_per_plane or spec.num_layers
+    return core
 
 
 def _token_array(tokens: Any) -> Any:
@@ -444,7 +330,7 @@ class VTensorManager:
     def _open(
         self, driver: _vtensor.DriverConfig, options: _vtensor.ManagerOptions
     ) -> _vtensor.Manager:
-        return _vtensor.Manager.open(driver, self.spec._core(), options)
+        return _vtensor.Manager.open(driver, core_spec(self.spec), options)
 
     def __enter__(self) -> VTensorManager:
         return self

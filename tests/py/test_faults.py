@@ -14,7 +14,7 @@ import pytest
 
 from flexinfer import _vtensor
 from flexinfer.errors import DriverError, OutOfMemoryError, VTensorError
-from flexinfer.vtensor import KVSpec, VTensorManager
+from flexinfer.vtensor import KVSpec, VTensorManager, core_spec
 
 CHUNK = 4096
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=32, max_seq_len=64, layers_per_plane=1)
@@ -29,7 +29,7 @@ class FaultyManager(VTensorManager):
     def _open(
         self, driver: _vtensor.DriverConfig, options: _vtensor.ManagerOptions
     ) -> _vtensor.Manager:
-        manager, self.faults = _vtensor.open_faulty(driver, self.spec._core(), options)
+        manager, self.faults = _vtensor.open_faulty(driver, core_spec(self.spec), options)
         return manager
 
 

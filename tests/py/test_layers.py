@@ -36,6 +36,7 @@ CPP_FORBIDDEN = {("kernels", "vmm")}
 # Lowest first. A name is a module or a package directly under flexinfer.
 PYTHON_LAYERS = [
     {"errors", "_vtensor"},
+    {"units", "stats", "kv_spec"},
     {"types", "config", "sampling_params", "outputs", "inputs", "request"},
     {"vtensor"},
     {"trace_reader", "replay_report", "replay", "vattention"},
@@ -62,6 +63,7 @@ TORCH_FREE = {
     "config",
     "errors",
     "inputs",
+    "kv_spec",
     "outputs",
     "policies",
     "preemption",
@@ -70,6 +72,7 @@ TORCH_FREE = {
     "request",
     "sampling_params",
     "scheduler",
+    "stats",
     "step_stats",
     "trace_reader",
     "types",
