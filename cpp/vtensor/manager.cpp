@@ -99,9 +99,14 @@ Manager::Lock Manager::lock_awake_or_not() const {
 }
 
 Manager::Lock Manager::lock() const {
-  Lock lock = lock_awake_or_not();
-  if (scheduler_.is_asleep()) throw std::invalid_argument("the manager is asleep; wake() it first");
+  Lock lock(mutex_);
+  check_usable();
   return lock;
+}
+
+void Manager::check_usable() const {
+  if (closed_) throw ReleasedError("the manager is closed");
+  if (scheduler_.is_asleep()) throw std::invalid_argument("the manager is asleep; wake() it first");
 }
 
 void Manager::wait_until_idle(Lock& lock, std::span<const VTensorId> ids) {
@@ -109,13 +114,13 @@ void Manager::wait_until_idle(Lock& lock, std::span<const VTensorId> ids) {
     return std::ranges::none_of(
         ids, [&](VTensorId id) { return scheduler_.is_live(id) && scheduler_.live(id).busy; });
   });
-  if (closed_) throw ReleasedError("the manager is closed");
+  check_usable();
 }
 
 // Waits until the worker holds no chunk in its hands.
 void Manager::wait_until_quiet(Lock& lock) {
   settled_.wait(lock, [this] { return scheduler_.claimed().empty(); });
-  if (closed_) throw ReleasedError("the manager is closed");
+  check_usable();
 }
 
 void Manager::expire_pins() {
@@ -529,11 +534,11 @@ void Manager::close() {
     const std::string owner = pool_.rtree.pins().begin()->first;
     pool_.rtree.unpin(owner);
   }
-  if (scheduler_.is_asleep()) scheduler_.discard_sleep(*sleep_store_);
   for (const VTensorId id : scheduler_.live_ids()) {
     scheduler_.forget_swapped(scheduler_.live(id), swap_store_);
-    scheduler_.release(id);
   }
+  if (scheduler_.is_asleep()) scheduler_.discard_sleep(*sleep_store_);
+  for (const VTensorId id : scheduler_.live_ids()) scheduler_.release(id);
   pool_.rtree.clear();
   scheduler_.trim();
 }

@@ -85,7 +85,7 @@ class Manager : public std::enable_shared_from_this<Manager> {
   size_t reset_prefix_cache();  // Returns tokens forgotten.
 
   // Moves a vTensor's contents to the swap store and gives its chunks up; it keeps its addresses.
-  // False: the store is too full, nothing changed.
+  // False: the store is too full, nothing changed. Requires: no views of it.
   bool try_swap_out(VTensorId id);
   // Brings them back, aliasing recorded whole rows of `tokens` (may be empty). False: short.
   bool try_swap_in(VTensorId id, std::span<const Token> tokens);
@@ -137,6 +137,8 @@ class Manager : public std::enable_shared_from_this<Manager> {
 
   Lock lock() const;               // Throws when closed or asleep.
   Lock lock_awake_or_not() const;  // Throws when closed.
+  void check_usable() const;       // Throws when closed or asleep.
+  // Both let others at the mutex meanwhile, and throw when the manager was closed or put to sleep.
   void wait_until_idle(Lock& lock, std::span<const VTensorId> ids);
   void wait_until_quiet(Lock& lock);
   bool grow(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);

@@ -116,7 +116,7 @@ Snapshot Manager::snapshot() const {
 
 size_t Manager::resident_bytes() const {
   const Lock held(mutex_);
-  return scheduler_.is_asleep() ? 0 : pool_.pset.num_created() * pool_.geometry.chunk_bytes;
+  return scheduler_.num_resident_chunks() * pool_.geometry.chunk_bytes;
 }
 
 Stats Manager::stats() const {
@@ -131,7 +131,7 @@ Stats Manager::stats() const {
   Stats stats;
   stats.reserved_bytes = pool_.vset.reserved_bytes();
   stats.mapped_bytes = mapped.live_chunks * chunk_bytes;
-  stats.resident_bytes = scheduler_.is_asleep() ? 0 : pool_.pset.num_created() * chunk_bytes;
+  stats.resident_bytes = scheduler_.num_resident_chunks() * chunk_bytes;
   stats.swapped_bytes = swap_store_.used_bytes();
   stats.asleep_bytes = sleep_store_ ? sleep_store_->used_bytes() : 0;
   stats.shared_bytes = mapped.shared_chunks() * chunk_bytes;

@@ -19,6 +19,7 @@ struct FakeDevice {
   int64_t issued = 0;
   int64_t finished = 0;
   int64_t num_waits = 0;
+  int64_t num_reads_too_early = 0;
 };
 
 class FakeFence final : public Fence {
@@ -44,7 +45,10 @@ class FencedDriver final : public ForwardingDriver {
   }
 
  protected:
-  void before(DriverCall&) override {}
+  void before(DriverCall& call) override {
+    const bool is_running = device_.finished < device_.issued;
+    if (call.kind == CallKind::kRead && is_running) ++device_.num_reads_too_early;
+  }
   void after(DriverCall&) noexcept override {}
 
  private:
@@ -58,6 +62,7 @@ class EpochsTest : public testing::Test {
     options.max_requests = 4;
     options.chunk_bytes = 4096;
     options.memory_budget_bytes = 32 * 4096;
+    options.swap_space_bytes = 32 * 4096;
     manager = Manager::open(std::make_unique<FencedDriver>(std::make_unique<SimDriver>(), device),
                             {.num_layers = 1,
                              .num_kv_heads = 1,
@@ -133,6 +138,29 @@ TEST_F(EpochsTest, CopyOnWriteWaitsForTheStepThatMayStillWriteTheTail) {
   const VTensorId child = *manager->try_fork(id);
   extend(child, 21);  // takes its own tail: the parent may append to the old one
   EXPECT_EQ(device.num_waits, 1);
+}
+
+// What is read before the step is over may lack what its kernels have yet to write.
+TEST_F(EpochsTest, SleepAndSwapOutReadNothingBeforeTheRunningStepIsOver) {
+  for (const bool sleeps : {true, false}) {
+    const VTensorId id = make(20);
+    const VTensorId released = make(20);
+    manager->begin_step();
+    manager->end_step(0);
+    manager->release(released);
+    device.num_reads_too_early = 0;
+    if (sleeps) {
+      manager->sleep("");
+      EXPECT_EQ(manager->stats().resident_bytes, 0U);
+      EXPECT_EQ(manager->stats().num_free_slots, 3U) << "the released slot is settled";
+      manager->wake();
+    } else {
+      EXPECT_TRUE(manager->try_swap_out(id));
+    }
+    manager->check_integrity();
+    EXPECT_EQ(device.num_reads_too_early, 0);
+    manager->release(id);
+  }
 }
 
 TEST_F(EpochsTest, RemappingDuringAnOpenStepIsRefused) {

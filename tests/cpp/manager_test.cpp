@@ -38,6 +38,7 @@ class ManagerTest : public testing::TestWithParam<Case> {
     options.max_requests = 12;
     options.memory_budget_bytes = budget_chunks * kChunk;
     options.chunk_bytes = kChunk;
+    options.swap_space_bytes = 256 * kChunk;
     return Manager::open(GetParam().driver(), kSpec, options);
   }
 
@@ -199,6 +200,63 @@ TEST_P(ManagerTest, views_end_on_other_threads_while_slots_are_reused) {
   }
   threads.clear();
   manager->check_integrity();
+}
+
+// The worker meets jobs that were posted before the manager fell asleep.
+TEST_P(ManagerTest, work_posted_before_sleep_maps_nothing_afterwards) {
+  for (int round = 0; round < 30; ++round) {
+    const auto manager = open();
+    std::vector<VTensorId> ids;
+    for (int i = 0; i < 10; ++i) ids.push_back(*manager->try_create({}, ""));
+    manager->pre_extend(ids, std::vector<size_t>(ids.size(), 40));
+    manager->sleep("");
+    const int64_t before = manager->stats().driver[CallKind::kMap].num_calls;
+    manager->drain();
+    EXPECT_EQ(manager->stats().driver[CallKind::kMap].num_calls, before);
+    EXPECT_EQ(manager->stats().resident_bytes, 0U);
+    manager->check_integrity();
+    manager->wake();
+    for (const VTensorId id : ids) EXPECT_TRUE(extend(*manager, id, 40));
+    manager->check_integrity();
+  }
+}
+
+// Who waits for the worker when the manager falls asleep must not go on in a sleeping pool.
+TEST_P(ManagerTest, many_threads_put_it_to_sleep_and_wake_it) {
+  const auto manager = open();
+  std::vector<std::jthread> clients;
+  for (uint32_t t = 0; t < 4; ++t) {
+    clients.emplace_back([&manager, t] {
+      for (uint32_t round = 0; round < 60; ++round) {
+        try {
+          if (round % 4 == t) {
+            manager->sleep("");
+            manager->check_integrity();
+            manager->wake();
+            continue;
+          }
+          const auto id = manager->try_create({}, "");
+          if (!id) continue;
+          manager->pre_extend({*id}, {60});
+          extend(*manager, *id, 30);
+          if (round % 3 == 0 && manager->try_swap_out(*id)) manager->try_swap_in(*id, {});
+          manager->release(*id);
+        } catch (const std::invalid_argument&) {
+          manager->wake();  // somebody else put it to sleep
+        }
+      }
+    });
+  }
+  clients.clear();
+  manager->wake();
+  manager->drain();
+  for (const VTensorInfo& info : manager->snapshot().vtensors) {
+    if (info.state == SlotState::kLive) manager->release(info.id);
+  }
+  manager->trim();
+  manager->check_integrity();
+  EXPECT_EQ(manager->stats().resident_bytes, 0U);
+  EXPECT_EQ(manager->stats().swapped_bytes, 0U);
 }
 
 TEST_P(ManagerTest, an_undersized_budget_is_refused_before_any_work) {

@@ -79,6 +79,7 @@ class Modelled:
     vtensor: VTensor
     salt: str
     tokens: list[int] = field(default_factory=list)
+    is_swapped: bool = False
 
 
 SETUPS = {
@@ -125,6 +126,7 @@ class ManagerMachine(RuleBasedStateMachine):
             layers_per_plane=setup.layers_per_plane,
         )
         self.full_budget = setup.budget_chunks * setup.chunk_bytes
+        self.swap_space = self.full_budget // 2
         self.manager = VTensorManager(
             self.spec,
             max_requests=setup.max_requests,
@@ -133,13 +135,22 @@ class ManagerMachine(RuleBasedStateMachine):
             park=setup.park,
             alias=setup.alias,
             scrub=setup.scrub,  # type: ignore[arg-type]
+            swap_space=self.swap_space,
             from_dlpack=np.from_dlpack,
         )
 
     # ---------------------------------------------------------------------------------- helpers
 
+    @property
+    def resident(self) -> list[Modelled]:
+        return [model for model in self.live if not model.is_swapped]
+
+    @property
+    def swapped(self) -> list[Modelled]:
+        return [model for model in self.live if model.is_swapped]
+
     def pick(self, index: int) -> Modelled:
-        return self.live[index % len(self.live)]
+        return self.resident[index % len(self.resident)]
 
     def longest_recorded(self, salt: str, tokens: list[int]) -> int:
         return max((common_prefix(tokens, known) for known in self.recorded[salt]), default=0)
@@ -194,16 +205,16 @@ class ManagerMachine(RuleBasedStateMachine):
         self.live.append(model)
         self.append(model, tokens[vtensor.num_cached_tokens :])
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.resident)
     @rule(index=st.integers(0, 9), tokens=runs)
     def extend(self, index: int, tokens: list[int]) -> None:
         self.append(self.pick(index), tokens)
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.resident)
     @rule(token=st.integers(0, 2))
     def decode_step(self, token: int) -> None:
         """One more token for everyone, in one call: all or none."""
-        batch = [model for model in self.live if len(model.tokens) < MAX_SEQ_LEN]
+        batch = [model for model in self.resident if len(model.tokens) < MAX_SEQ_LEN]
         vtensors = [model.vtensor for model in batch]
         if not self.manager.try_extend(vtensors, [len(model.tokens) + 1 for model in batch]):
             assert all(m.vtensor.num_tokens == len(m.tokens) for m in batch)
@@ -212,7 +223,7 @@ class ManagerMachine(RuleBasedStateMachine):
             model.tokens = [*model.tokens, token]
             self.write(model, len(model.tokens) - 1)
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.resident)
     @rule(ahead=st.integers(1, 20), wait=st.booleans())
     def pre_extend(self, ahead: int, wait: bool) -> None:
         lengths = [len(model.tokens) + ahead for model in self.live]
@@ -221,7 +232,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if wait:
             self.manager.drain()
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.resident)
     @rule(index=st.integers(0, 9), share=st.integers(0, 4))
     def record(self, index: int, share: int) -> None:
         model = self.pick(index)
@@ -237,7 +248,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def match(self, tokens: list[int], salt: str) -> None:
         self.check_match(self.manager.match_prefix(tokens, salt), salt, tokens)
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.resident)
     @rule(index=st.integers(0, 9))
     def fork(self, index: int) -> None:
         parent = self.pick(index)
@@ -248,7 +259,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         self.live.append(Modelled(child, parent.salt, list(parent.tokens)))
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.resident)
     @rule(index=st.integers(0, 9), length=st.integers(0, MAX_SEQ_LEN))
     def truncate(self, index: int, length: int) -> None:
         model = self.pick(index)
@@ -260,23 +271,55 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 9), record=st.booleans())
     def release(self, index: int, record: bool) -> None:
         model = self.live.pop(index % len(self.live))
-        if record and model.tokens:
+        if record and model.tokens and not model.is_swapped:
             model.vtensor.record_prefix(model.tokens)
             self.recorded[model.salt].append(list(model.tokens))
         model.vtensor.release()
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.resident)
     @rule(index=st.integers(0, 9))
     def release_with_a_living_view(self, index: int) -> None:
         """The view shows its data until it dies, whatever others do meanwhile."""
-        if len(self.live) == 1:
+        if len(self.resident) == 1:
             return
-        model = self.live.pop(index % len(self.live))
+        model = self.pick(index)
+        self.live.remove(model)
         view = model.vtensor.k(0)
         model.vtensor.release()
-        self.append(self.live[0], [0, 1, 2])
+        self.append(self.resident[0], [0, 1, 2])
         expected = kv_of(model.salt, model.tokens)
         assert (view == expected[:, None, None].astype(view.dtype)).all()
+
+    @precondition(lambda self: self.resident)
+    @rule(index=st.integers(0, 9))
+    def swap_out(self, index: int) -> None:
+        model = self.pick(index)
+        before = self.manager.stats().swapped_bytes
+        num_bytes = len(model.tokens) * self.spec.bytes_per_token
+        model.is_swapped = model.vtensor.try_swap_out()
+        assert model.is_swapped == (before + num_bytes <= self.swap_space)
+        assert self.manager.stats().swapped_bytes == before + num_bytes * model.is_swapped
+
+    @precondition(lambda self: self.swapped)
+    @rule(index=st.integers(0, 9), share=st.integers(0, 2))
+    def swap_in(self, index: int, share: int) -> None:
+        model = self.swapped[index % len(self.swapped)]
+        tokens = model.tokens[: len(model.tokens) * share // 2]
+        before = self.manager.stats()
+        model.is_swapped = not model.vtensor.try_swap_in(tokens)
+        if model.is_swapped:
+            assert self.manager.stats().swapped_bytes == before.swapped_bytes
+            assert self.manager.stats().recorded_tokens == before.recorded_tokens
+
+    @rule(extended=st.booleans())
+    def sleep_and_wake(self, extended: bool) -> None:
+        if extended and self.live:  # jobs of the worker are still posted
+            self.pre_extend(8, wait=False)
+        self.manager.sleep()
+        assert self.manager.resident_bytes == 0
+        self.manager.check_integrity()
+        self.manager.wake()
+        assert self.manager.stats().asleep_bytes == 0
 
     @rule(chunks=st.integers(1, 8))
     def evict(self, chunks: int) -> None:
@@ -328,6 +371,8 @@ class ManagerMachine(RuleBasedStateMachine):
         for model in self.live:
             vtensor = model.vtensor
             assert vtensor.num_tokens == len(model.tokens)
+            if model.is_swapped:
+                continue
             expected = kv_of(model.salt, model.tokens)[:, None, None]
             for layer in range(NUM_LAYERS):
                 keys, values = vtensor.k(layer), vtensor.v(layer)

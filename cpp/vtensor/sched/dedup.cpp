@@ -45,6 +45,7 @@ void Scheduler::replace_rows(VTensor& vtensor, size_t begin, size_t end,
 
 size_t Scheduler::dedup(VTensorId id, std::span<const Token> tokens) {
   VTensor& vtensor = resident(id);
+  if (!options_.alias) return 0;
   const size_t planes = pool_.geometry.num_planes;
   const size_t known = std::min(tokens.size(), vtensor.num_tokens);
   const RTree::Match match = pool_.rtree.match(vtensor.salt, tokens.first(known));

@@ -171,8 +171,13 @@ void Scheduler::commit(Growth& growth) {
   for (const auto& [id, num_tokens] : growth.declared) declare(live(id), num_tokens);
 }
 
-void Scheduler::unclaim(std::vector<Claim>& claims) {
-  for (const Claim& claim : claims) claimed_.erase(claim.id);
+// What is not, or no longer, to be scrubbed holds nothing but data of `tenant`, who may have
+// written some: the next tenant must find its name there.
+void Scheduler::unclaim(std::vector<Claim>& claims, uint64_t tenant) {
+  for (const Claim& claim : claims) {
+    claimed_.erase(claim.id);
+    if (!claim.scrub) pool_.pset[claim.id].tenant = tenant;
+  }
   p_unclaim(pool_, claims);
 }
 
@@ -181,8 +186,8 @@ void Scheduler::abandon(Growth& growth) {
     VTensor& vtensor = live(part.vtensor);
     vtensor.busy = false;
     if (!part.broken) {
-      unclaim(part.tail);
-      unclaim(part.rows);
+      unclaim(part.tail, part.tenant);
+      unclaim(part.rows, part.tenant);
       continue;
     }
     stamp(vtensor);
@@ -192,8 +197,8 @@ void Scheduler::abandon(Growth& growth) {
       for (const Claim& claim : *claims) maybe_mapped.push_back(claim.id);
     }
     break_slot(part.slot, maybe_mapped);
-    unclaim(part.tail);
-    unclaim(part.rows);
+    unclaim(part.tail, part.tenant);
+    unclaim(part.rows, part.tenant);
   }
 }
 

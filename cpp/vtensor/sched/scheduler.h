@@ -106,17 +106,25 @@ class Scheduler {
   size_t dedup(VTensorId id, std::span<const Token> tokens);
 
   // Moves the contents of a vTensor to the store and gives its chunks up; it keeps its slot.
-  // False: the store is too full, nothing changed. Requires: not busy.
+  // False: the store is too full, nothing changed. Throws std::invalid_argument while views of it
+  // are alive. Requires: not busy.
   bool swap_out(VTensorId id, SwapStore& store);
   // Brings them back to the same addresses; whole rows of `tokens` (may be empty) that are
-  // recorded are aliased. False: memory is short, nothing changed.
+  // recorded are aliased. False: memory is short, nothing changed. IntegrityError: the contents are
+  // damaged; it stays swapped out.
   bool swap_in(VTensorId id, std::span<const Token> tokens, SwapStore& store);
-  // Saves every chunk and gives all memory back; page tables and the rTree stay. Returns bytes.
-  // Requires: no vTensor is busy, no views. Until wake() nothing else may be called.
+  // Saves every chunk and gives all memory back, but for that of broken slots and what the driver
+  // refuses to release; page tables and the rTree stay. Returns bytes. Throws, awake, when saving
+  // or unmapping fails. Requires: no vTensor is busy, no views. Until wake() nothing else may be
+  // called.
   size_t sleep(SwapStore& store);
+  // Throws, still asleep, when memory is short or the driver fails; may be repeated.
   void wake(SwapStore& store);
   bool is_asleep() const { return is_asleep_; }
-  // Forgets everything that sleeps, vTensors and prefixes. The pool is empty and awake then.
+  // Chunks with memory behind them, asleep or awake.
+  size_t num_resident_chunks() const;
+  // Forgets everything that sleeps, vTensors and prefixes. The pool is awake then, and empty but
+  // for broken slots. May be repeated when the driver fails.
   void discard_sleep(SwapStore& store);
   void forget_swapped(VTensor& vtensor, SwapStore& store);
 
@@ -181,9 +189,15 @@ class Scheduler {
   void replace_rows(VTensor& vtensor, size_t begin, size_t end, std::span<const ChunkId> table);
   void fill_swapped(VTensor& vtensor, std::span<const ChunkId> aliased, std::vector<Claim>& claims,
                     const SwapStore& store);
+  bool bring_back(VTensor& vtensor, std::span<const Token> tokens, SwapStore& store, bool created);
   size_t bytes_to_save(ChunkId id) const;
+  std::unordered_set<ChunkId> broken_chunks() const;
+  size_t release_asleep();
   void unmap_all_slots();
+  void unmap_slot(SlotId slot);
   void map_slot(SlotId slot);
+  void fall_asleep_again();
+  void end_sleep(SwapStore& store);
 
   bool take_tail(VTensor& vtensor);
   void update_write_limit(VTensor& vtensor) const;
@@ -199,7 +213,7 @@ class Scheduler {
   void reclaim_parked_private(size_t num_chunks, bool created);
   void release_free_chunk();
   bool enough(size_t num_chunks, bool created) const;
-  void unclaim(std::vector<Claim>& claims);
+  void unclaim(std::vector<Claim>& claims, uint64_t tenant);
 
   Pool& pool_;
   SchedulerOptions options_;
@@ -210,7 +224,8 @@ class Scheduler {
   std::deque<std::pair<uint64_t, SlotId>> retiring_;  // with the last epoch that may read it
   uint64_t plan_ = 0;
   bool is_asleep_ = false;
-  std::unordered_map<ChunkId, SwapStore::Ticket> asleep_;
+  std::unordered_map<ChunkId, SwapStore::Ticket> asleep_;  // chunks whose contents are in the store
+  SlotId num_awake_slots_ = 0;  // while asleep: slots below it are mapped, left by a failed wake()
 };
 
 }  // namespace vtensor
