@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from dialogues import TRAIN, Dialogue, dialogue, recall_dialogue
+from dialogues import TRAIN, Dialogue, dialogue, drill, recall_dialogue
 from tokenizer import BEGIN, END, ROLES
 from tokenizers import Tokenizer
 
@@ -50,6 +50,8 @@ def draw(rng: random.Random, progress: float, split: str = TRAIN) -> Dialogue:
     """A dialogue of the curriculum: short ones first, long system prompts last."""
     if progress < 0.12:
         return dialogue(rng, split, rng.randint(2, 4), long_share=0.0)
+    if rng.random() < 0.25:
+        return drill(rng, split)
     long_share = 0.1 if progress < 0.45 else 0.3
     if rng.random() < 0.35:
         return recall_dialogue(rng, split, long_share=long_share)

@@ -88,11 +88,10 @@ Accuracy per turn, "{turn_set}":
   about the world, and its answers to anything unlike the training dialogues are arbitrary.
 * It copies a value as the user spelled it, also in lower case. Values of several unusual words,
   or values at the very start of a message, may be copied wrongly.
-* Most wrong recalls are held-out jobs, hobbies and similar ("locksmith" becomes "repsmith"): these
-  pools were never extended with made-up words in training, so unusual ones are copied badly. The
-  score "tell" looks at the first fact of a message only.
+* Most wrong recalls are unusual held-out words, copied with a letter or two wrong. The score "tell"
+  looks at the first fact of a message only.
 * Each conversation holds one value per kind of fact: one pet, one number, one friend.
-* Sums are often wrong (see "sum" above), and so are summaries of everything told ("summary").
+* Sums are sometimes wrong (see "sum" above), and summaries of everything told often ("summary").
 * `<|end|>` and the other special tokens are not escaped in a user's text.
 * English only.
 """

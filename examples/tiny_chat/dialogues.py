@@ -252,6 +252,13 @@ def recall_dialogue(
     return so_far
 
 
+def drill(rng: random.Random, split: str = TRAIN) -> Dialogue:
+    """A short dialogue of nothing but sums: arithmetic takes many examples to learn."""
+    so_far = Dialogue(split, any_system(rng, split, long_share=0.0))
+    so_far.exchanges += [arithmetic(rng, split) for _ in range(rng.randint(4, 10))]
+    return so_far
+
+
 def messages(so_far: Dialogue) -> list[dict[str, str]]:
     """The dialogue as chat messages."""
     result = []

@@ -137,6 +137,7 @@ COLOUR = Fact(
     ),
     answer="your favourite colour is {v}",
     missing="your favourite colour",
+    invent=0.25,
 )
 FOOD = Fact(
     key="food",
@@ -157,6 +158,7 @@ FOOD = Fact(
     ),
     answer="your favourite food is {v}",
     missing="your favourite food",
+    invent=0.25,
 )
 JOB = Fact(
     key="job",
@@ -172,6 +174,7 @@ JOB = Fact(
     ),
     answer="you work as {a} {v}",
     missing="your job",
+    invent=0.25,
 )
 FRIEND = Fact(
     key="friend",
@@ -216,6 +219,7 @@ HOBBY = Fact(
     ),
     answer="you enjoy {v}",
     missing="your hobby",
+    invent=0.25,
 )
 WORD = Fact(
     key="word",

@@ -146,7 +146,10 @@ def train(arguments: argparse.Namespace) -> None:
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(arguments.threads)
     rng = random.Random(f"train {arguments.seed} {arguments.start or ''}".strip())
-    tokenizer = build_tokenizer(seed=arguments.seed)
+    if arguments.resume:
+        tokenizer = Tokenizer.from_file(str(arguments.resume / "tokenizer.json"))
+    else:
+        tokenizer = build_tokenizer(seed=arguments.seed)
     pad_id = tokenizer.token_to_id(PAD)
     if arguments.resume:
         model = LlamaForCausalLM.from_pretrained(arguments.resume, dtype=torch.float32).train()
