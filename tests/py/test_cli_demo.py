@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from cli_folder import make_folder
 from flexinfer.cli.app import app
 from flexinfer.cli.script import parse_script
-from flexinfer.cli.settings import SHIPPED_MODEL
 
 SIZES = ("--conversations", "2", "--turns", "3", "--max-tokens", "8", "--memory", "16MiB")
 
@@ -129,7 +128,6 @@ def test_expectations_hold_only_for_the_model_they_came_with() -> None:
     assert parse_script(text, checked=False).conversations[0][0].expect is None
 
 
-@pytest.mark.skipif(not (SHIPPED_MODEL / "demo.json").is_file(), reason="no shipped model yet")
 def test_the_shipped_model_passes_its_demo() -> None:
     result = CliRunner().invoke(app, ["demo", "--memory", "64MiB"])
     assert result.exit_code == 0, result.output
