@@ -45,6 +45,19 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedRange:
+    """Tokens whose KV several segments hold in the same chunks: a node of ChunkAttention's tree."""
+
+    slot: int
+    """One of the members', to read from."""
+    start: int
+    end: int
+    """Tokens [start, end): whole chunks, and all of it is before each member's first new token."""
+    members: tuple[int, ...]
+    """Indices of the segments, ascending, at least two."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """One step: `segments` in the order of the batch, one-token segments first."""
 
@@ -55,6 +68,8 @@ class AttentionMetadata:
     """[num_decodes] int64, on the arena's device."""
     decode_positions: torch.Tensor
     """[num_decodes] int64."""
+    shared: Sequence[SharedRange] = ()
+    """A forest: ranges of one segment do not overlap, and lie in the order of a path from the root."""
 
     @classmethod
     def build(cls, segments: Sequence[Segment], device: torch.device) -> AttentionMetadata:
