@@ -69,7 +69,7 @@ class AttentionMetadata:
     decode_positions: torch.Tensor
     """[num_decodes] int64."""
     shared: Sequence[SharedRange] = ()
-    """A forest: ranges of one segment do not overlap, and lie in the order of a path from the root."""
+    """A forest: the ranges of one segment do not overlap and stand in order."""
 
     @classmethod
     def build(cls, segments: Sequence[Segment], device: torch.device) -> AttentionMetadata:
