@@ -72,10 +72,6 @@ class Request:
         self._token_array = array("i")
 
     @property
-    def sort_key(self) -> tuple[int, int, int]:
-        return (self.priority, self.arrival_idx, self.index)
-
-    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
