@@ -177,7 +177,7 @@ def probe(model: PreTrainedModel) -> list[_LayerCall]:
     """
     import torch
 
-    from flexinfer.attention.hook import use_attention
+    from flexinfer.attention.hook import use_probe
 
     calls: dict[int, _LayerCall] = {}
 
@@ -198,7 +198,7 @@ def probe(model: PreTrainedModel) -> list[_LayerCall]:
 
     windows: set[int] = set()
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    with torch.inference_mode(), use_attention(model, look, windows):
+    with torch.inference_mode(), use_probe(model, look, windows):
         model(
             input_ids=ids,
             position_ids=torch.arange(2, device=model.device)[None],

@@ -1,20 +1,24 @@
-"""ModelRunner: one forward of the model over a step's flat batch, and the sampling after it."""
+"""ModelRunner: one forward of the model over a step's flat batch, and the sampling after it.
+
+scheduled requests -> InputBuilder -> StepInputs -> forward -> logits -> Sampler -> tokens
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from flexinfer import attention
-from flexinfer.attention.base import AttentionMetadata, AttentionOptions, LayerKV, Segment
+from flexinfer.attention.base import LayerKV
 from flexinfer.attention.hook import use_attention
+from flexinfer.batch import ScheduledRequest
 from flexinfer.models import LoadedModel
 from flexinfer.request import Request
 from flexinfer.sampler import RowLogprobs, Sampler
-from flexinfer.scheduler import ScheduledRequest
+from flexinfer.step_inputs import InputBuilder, StepInputs
 
 if TYPE_CHECKING:
     from flexinfer.vtensor import VTensorManager
@@ -35,6 +39,7 @@ class ModelRunner:
     ) -> None:
         self.loaded = loaded
         self.sampler = Sampler(seed, loaded.device)
+        self.inputs = InputBuilder(loaded.device)
         layers = [LayerKV(manager.k(i), manager.v(i)) for i in range(loaded.num_layers)]
         self.backend = attention.create(attention_backend, layers)
 
@@ -43,15 +48,25 @@ class ModelRunner:
 
         REQUIRES: the items' vTensors are extended to their ends.
         """
-        items = sorted(items, key=lambda item: item.num_tokens > 1)
-        segments = flat_segments(items)
-        requests = [
-            request
-            for item in items
-            if item.samples
-            for request in (item.request, *item.request.siblings)
-        ]
-        logits = self._forward(items, segments)
+        inputs = self.inputs.build(items)
+        logits = self.forward(inputs)
+        return self.sample(logits, inputs)
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits [number of requests that sample, vocab_size] of one flat batch."""
+        with use_attention(self.loaded.model, self.backend, inputs.metadata):
+            logits: torch.Tensor = self.loaded.model(
+                input_ids=inputs.token_ids[None],
+                position_ids=inputs.positions[None],
+                use_cache=False,
+                logits_to_keep=inputs.sampled_rows,
+            ).logits
+        return logits[0]
+
+    def sample(self, logits: torch.Tensor, inputs: StepInputs) -> list[SampledToken]:
+        """One token for each row of the logits."""
+        requests = inputs.requests
         if not requests:
             return []
         sampled = self.sampler.sample(logits, requests)
@@ -61,49 +76,3 @@ class ModelRunner:
                 requests, sampled.token_ids, sampled.logprobs, strict=True
             )
         ]
-
-    @torch.inference_mode()
-    def _forward(
-        self, items: Sequence[ScheduledRequest], segments: Sequence[Segment]
-    ) -> torch.Tensor:
-        """Logits [number of sampled tokens, vocab_size] of one flat batch."""
-        device = self.loaded.device
-        metadata = AttentionMetadata.build(segments, device)
-        token_ids: list[int] = []
-        positions: list[int] = []
-        sampled_rows: list[int] = []
-        for item in items:
-            token_ids += item.request.token_ids[item.start : item.end]
-            positions += range(item.start, item.end)
-            if item.samples:
-                sampled_rows += [len(token_ids) - 1] * (1 + len(item.request.siblings))
-
-        def attend(
-            module: torch.nn.Module,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            options: AttentionOptions,
-            others: dict[str, Any],
-        ) -> torch.Tensor:
-            layer_idx: Any = module.layer_idx
-            return self.backend.forward(layer_idx, query, key, value, options, metadata)
-
-        with use_attention(self.loaded.model, attend):
-            logits: torch.Tensor = self.loaded.model(
-                input_ids=torch.tensor([token_ids], device=device),
-                position_ids=torch.tensor([positions], device=device),
-                use_cache=False,
-                logits_to_keep=torch.tensor(sampled_rows, dtype=torch.int64, device=device),
-            ).logits
-        return logits[0]
-
-
-def flat_segments(items: Sequence[ScheduledRequest]) -> list[Segment]:
-    """Where each item's tokens stand in the flat batch."""
-    segments = []
-    row = 0
-    for item in items:
-        segments.append(Segment(item.vtensor.slot, row, item.start, item.end))
-        row += item.num_tokens
-    return segments

@@ -45,7 +45,7 @@ PYTHON_LAYERS = [
     {"admission", "batch", "memory", "policies", "preemption", "prefetch", "step_stats"},
     {"scheduler"},
     {"elastic", "kv_setup"},
-    {"detokenizer", "output_builder", "sampler", "runner"},
+    {"detokenizer", "output_builder", "sampler", "step_inputs", "runner"},
     {"request_group", "parallel_sampling", "beam_search"},
     {"engine"},
     {"llm", "conversation", "engine_thread", "async_llm"},

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from flexinfer import UnsupportedModelError
-from flexinfer.attention.hook import attention_forward
+from flexinfer.attention.hook import attention_forward, probe_forward, register
 from flexinfer.models import check_config, load_model, max_positions, probe
 from tiny_models import CONFIGS, make_model
 
@@ -91,7 +91,7 @@ def test_values_wider_than_keys_are_refused(
         if self.layer_idx not in wide_layers:
             return attend(self, hidden_states, **kwargs)
         heads = torch.zeros(1, 4, hidden_states.shape[1], 32)
-        attention_forward(self, heads[..., :16], heads[:, :2, :, :16], heads[:, :2], None)
+        probe_forward(self, heads[..., :16], heads[:, :2, :, :16], heads[:, :2], None)
         return hidden_states, None
 
     monkeypatch.setattr(LlamaAttention, "forward", wide)
@@ -128,9 +128,13 @@ def test_a_window_that_only_the_mask_knows_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_outside_of_the_engine_the_hook_says_so() -> None:
-    heads = torch.zeros(1, 2, 3, 16)
+    heads, layer = torch.zeros(1, 2, 3, 16), torch.nn.Identity()
+    layer.layer_idx = 0  # type: ignore[assignment]
+    register()
     with pytest.raises(RuntimeError, match="outside of its engine"):
-        attention_forward(torch.nn.Identity(), heads, heads, heads, None)
+        attention_forward(layer, heads, heads, heads, None)
+    with pytest.raises(RuntimeError, match="outside of the probe"):
+        probe_forward(layer, heads, heads, heads, None)
 
 
 def test_longrope_is_bounded_by_its_original_length() -> None:

@@ -1,7 +1,11 @@
 """The hook into transformers: its models call `attention_forward` for each layer.
 
+    transformers layer -> attention_forward -> operator flexinfer::attention -> backend of the step
+
 The model runs once a step on the flat batch; what the call means is not in its arguments but in a
-context that the caller sets around it (`use_attention`). Outside of one, the call is an error.
+context that the caller sets around it (`use_attention`). The operator in the middle is opaque to
+torch.compile: the model stays one graph, and the step is looked up when the graph runs. To torch it
+is a pure function of its arguments; that it also writes K and V into the arena is known only here.
 Masks are made by the backends, so the mask function gives none; it refuses masks that a backend
 could not know of.
 """
@@ -16,12 +20,17 @@ from typing import Any
 
 import torch
 
-from flexinfer.attention.base import AttentionOptions
+from flexinfer.attention.base import AttentionBackend, AttentionMetadata, AttentionOptions
 from flexinfer.errors import UnsupportedModelError
 
 ATTENTION_NAME = "flexinfer"
+PROBE_NAME = "flexinfer_probe"
+OPERATOR = (
+    "attention(Tensor query, Tensor key, Tensor value, int layer_idx, float? scaling, "
+    "int? sliding_window, float? softcap, Tensor? sinks) -> Tensor"
+)
 
-AttentionCall = Callable[
+ProbeCall = Callable[
     [torch.nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, AttentionOptions, dict[str, Any]],
     torch.Tensor,
 ]
@@ -31,38 +40,71 @@ query: [num_heads, num_tokens, dim], key and value: [num_kv_heads, num_tokens, d
 output: [num_tokens, num_heads, dim].
 """
 
-_call: ContextVar[AttentionCall | None] = ContextVar("flexinfer_attention", default=None)
+_step: ContextVar[tuple[AttentionBackend, AttentionMetadata] | None] = ContextVar(
+    "flexinfer_step", default=None
+)
+_probe: ContextVar[ProbeCall | None] = ContextVar("flexinfer_probe", default=None)
 _windows: ContextVar[set[int] | None] = ContextVar("flexinfer_windows", default=None)
 
 
 @contextmanager
 def use_attention(
-    model: torch.nn.Module, call: AttentionCall, windows: set[int] | None = None
+    model: torch.nn.Module, backend: AttentionBackend, metadata: AttentionMetadata
 ) -> Iterator[None]:
-    """Within this context `model` attends through `call`; afterwards it is as it was before.
+    """Within this context `model` computes the step that `metadata` describes through `backend`;
+    afterwards it attends as before."""
+    token = _step.set((backend, metadata))
+    try:
+        with _attend_through(model, ATTENTION_NAME):
+            yield
+    finally:
+        _step.reset(token)
+
+
+@contextmanager
+def use_probe(model: torch.nn.Module, call: ProbeCall, windows: set[int]) -> Iterator[None]:
+    """Within this context `model` attends through `call`; afterwards as before.
 
     `windows` collects the sliding windows of the masks that the model asks for.
     """
+    token, windows_token = _probe.set(call), _windows.set(windows)
+    try:
+        with _attend_through(model, PROBE_NAME):
+            yield
+    finally:
+        _probe.reset(token)
+        _windows.reset(windows_token)
+
+
+@contextmanager
+def _attend_through(model: torch.nn.Module, name: str) -> Iterator[None]:
     register()
     config: Any = model.config
     before = config._attn_implementation
-    token, windows_token = _call.set(call), _windows.set(windows)
-    config._attn_implementation = ATTENTION_NAME
+    config._attn_implementation = name
     try:
         yield
     finally:
         config._attn_implementation = before
-        _call.reset(token)
-        _windows.reset(windows_token)
 
 
 @cache
-def register() -> None:
-    """Make the name known to transformers; once a process."""
+def register() -> torch.library.Library:
+    """Make the names known to transformers and the operator to torch; once a process.
+
+    The operator lives as long as the library object that defines it: the cache keeps it.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
+    AttentionInterface.register(PROBE_NAME, probe_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
+    AttentionMaskInterface.register(PROBE_NAME, no_mask)
+    library = torch.library.Library("flexinfer", "FRAGMENT")
+    library.define(OPERATOR)
+    library.impl("attention", attention_operator, "CompositeExplicitAutograd")
+    torch.library.register_fake("flexinfer::attention", attention_shape, lib=library)
+    return library
 
 
 def attention_forward(
@@ -78,9 +120,55 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """AttentionInterface function: query, key, value [1, heads, num_tokens, dim]."""
-    call = _call.get()
-    if call is None:
+    layer_idx: Any = module.layer_idx
+    output = torch.ops.flexinfer.attention(
+        query[0], key[0], value[0], layer_idx, scaling, sliding_window, softcap, s_aux
+    )
+    return output[None], None
+
+
+def attention_operator(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer_idx: int,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """flexinfer::attention: `AttentionBackend.forward` of the backend and the step in force."""
+    step = _step.get()
+    if step is None:
         raise RuntimeError("this model is set to attend through FlexInfer, outside of its engine")
+    backend, metadata = step
+    options = AttentionOptions(scaling, sliding_window, softcap, sinks)
+    return backend.forward(layer_idx, query, key, value, options, metadata)
+
+
+def attention_shape(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any
+) -> torch.Tensor:
+    """What torch.compile sees of flexinfer::attention: [num_tokens, num_heads, dim]."""
+    return query.new_empty(query.shape[1], query.shape[0], value.shape[2])
+
+
+def probe_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """AttentionInterface function of the probe, which also sees what the engine's ignores."""
+    call = _probe.get()
+    if call is None:
+        raise RuntimeError("this model is set to be probed by FlexInfer, outside of the probe")
     options = AttentionOptions(scaling, sliding_window, softcap, s_aux)
     kwargs["attention_mask"] = attention_mask
     return call(module, query[0], key[0], value[0], options, kwargs)[None], None
