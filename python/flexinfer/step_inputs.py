@@ -92,7 +92,7 @@ class InputBuilder:
             return self._host[:size]
         on_device = self._host[:size].to(self._device, non_blocking=True)
         if self._device.type == "cuda":
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
         return on_device
 

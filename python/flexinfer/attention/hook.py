@@ -100,9 +100,9 @@ def register() -> torch.library.Library:
     AttentionInterface.register(PROBE_NAME, probe_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
     AttentionMaskInterface.register(PROBE_NAME, no_mask)
-    library = torch.library.Library("flexinfer", "FRAGMENT")
-    library.define(OPERATOR)
-    library.impl("attention", attention_operator, "CompositeExplicitAutograd")
+    library = torch.library.Library("flexinfer", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define(OPERATOR)  # type: ignore[no-untyped-call]
+    library.impl("attention", attention_operator, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake("flexinfer::attention", attention_shape, lib=library)
     return library
 
