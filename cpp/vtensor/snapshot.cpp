@@ -1,6 +1,7 @@
 // Manager: info(), snapshot() and stats(), read from the pool under the mutex.
 #include "vtensor/snapshot.h"
 
+#include <iterator>
 #include <unordered_map>
 
 #include "vtensor/manager.h"
@@ -28,8 +29,9 @@ VTensorInfo describe(const Pool& pool, const VTensor& vtensor) {
   return info;
 }
 
-PrefixInfo describe_node(const RTree& rtree, const RNode& node, const std::string& salt) {
-  PrefixInfo info{salt, node.start, node.tokens.size(), node.last_used, node.rows, {}};
+PrefixInfo describe_node(const RTree& rtree, const RNode& node, const std::string& salt,
+                         ptrdiff_t parent) {
+  PrefixInfo info{salt, parent, node.start, node.tokens.size(), node.last_used, node.rows, {}};
   for (const auto& [owner, pin] : rtree.pins()) {
     if (pin.node == &node) info.pinned_by.push_back(owner);
   }
@@ -108,8 +110,12 @@ Snapshot Manager::snapshot() const {
     chunks[id].appender = chunk.appender;
     snapshot.chunks.push_back(std::move(chunks[id]));
   }
+  std::unordered_map<const RNode*, ptrdiff_t> index;
   pool_.rtree.for_each([&](const RNode& node, const std::string& salt) {
-    snapshot.prefixes.push_back(describe_node(pool_.rtree, node, salt));
+    const auto parent = index.find(node.parent);
+    index.emplace(&node, std::ssize(snapshot.prefixes));
+    snapshot.prefixes.push_back(
+        describe_node(pool_.rtree, node, salt, parent == index.end() ? -1 : parent->second));
   });
   return snapshot;
 }

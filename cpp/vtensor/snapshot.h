@@ -37,6 +37,7 @@ struct VTensorInfo {
 // A node of the rTree.
 struct PrefixInfo {
   std::string cache_salt;
+  ptrdiff_t parent = -1;  // index in Snapshot::prefixes of the node that it continues; -1: none
   size_t start_tokens = 0;
   size_t num_tokens = 0;  // of this node; the prefix ends at start_tokens + num_tokens
   uint64_t last_used = 0;
@@ -49,7 +50,7 @@ struct Snapshot {
   size_t num_planes = 0;
   std::vector<VTensorInfo> vtensors;  // every slot that is not free, by slot
   std::vector<ChunkInfo> chunks;      // every chunk that has a reference, by id
-  std::vector<PrefixInfo> prefixes;
+  std::vector<PrefixInfo> prefixes;   // parents before children
 };
 
 // How long driver work took, since the start.

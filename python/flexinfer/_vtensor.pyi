@@ -281,6 +281,9 @@ class PrefixInfo:
     def cache_salt(self) -> str: ...
 
     @property
+    def parent(self) -> int: ...
+
+    @property
     def start_tokens(self) -> int: ...
 
     @property

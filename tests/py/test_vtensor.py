@@ -609,6 +609,18 @@ def test_the_snapshot_names_chunks_sharers_and_prefixes(manager: VTensorManager)
     assert [(p.num_tokens, p.pinned_by) for p in snapshot.prefixes] == [(10, ["me"])]
 
 
+def test_the_snapshot_tells_which_prefix_each_one_continues(manager: VTensorManager) -> None:
+    for tail in ([], [70, 71], [80, 81, 82]):
+        tokens = [*PROMPT, *tail]
+        filled(manager, tokens).record_prefix(tokens)
+    prefixes = manager.snapshot().prefixes
+    assert sorted((p.parent, p.start_tokens, p.num_tokens) for p in prefixes) == [
+        (-1, 0, 10),
+        (0, 10, 2),
+        (0, 10, 3),
+    ]
+
+
 # -------------------------------------------------------------------------------------------- views
 
 

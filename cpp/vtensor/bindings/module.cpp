@@ -186,6 +186,7 @@ void bind_snapshot(nb::module_& m) {
       .def_ro("table", &VTensorInfo::table);
   nb::class_<PrefixInfo>(m, "PrefixInfo")
       .def_ro("cache_salt", &PrefixInfo::cache_salt)
+      .def_ro("parent", &PrefixInfo::parent)
       .def_ro("start_tokens", &PrefixInfo::start_tokens)
       .def_ro("num_tokens", &PrefixInfo::num_tokens)
       .def_ro("last_used", &PrefixInfo::last_used)
