@@ -1,0 +1,135 @@
+// The nanobind module flexinfer._kernels: attention on the CPU, for attention/host.py alone.
+//
+// Addresses come as integers: a layer call then costs less than a microsecond, where converting four
+// tensors through DLPack costs several. The Python side has checked dtypes, shapes and dense rows.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "vtensor/kernels/attention.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace vtensor::kernels {
+namespace {
+
+using SegmentArray = nb::ndarray<const int64_t, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
+using SharedTuple = std::tuple<int64_t, int64_t, int64_t, std::vector<int64_t>>;
+
+template <class T = void>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+DType dtype_of(const std::string& name) {
+  if (name == "float32") return DType::kFloat32;
+  if (name == "bfloat16") return DType::kBFloat16;
+  if (name == "float16") return DType::kFloat16;
+  throw std::invalid_argument("the host kernel takes float32, bfloat16 and float16, got " + name);
+}
+
+Plan make_plan(const SegmentArray& segments, const std::vector<SharedTuple>& shared,
+               const PlanOptions& options) {
+  std::vector<Segment> rows(segments.shape(0));
+  for (size_t i = 0; i < rows.size(); ++i) {
+    rows[i] = {segments(i, 0), segments(i, 1), segments(i, 2), segments(i, 3)};
+  }
+  std::vector<SharedRange> ranges;
+  ranges.reserve(shared.size());
+  for (const auto& [slot, start, end, members] : shared) {
+    ranges.push_back({slot, start, end, members});
+  }
+  return {std::move(rows), ranges, options};
+}
+
+std::vector<std::string> level_names() {
+  std::vector<std::string> names;
+  for (const Level* level : available_levels()) names.emplace_back(level->name);
+  return names;
+}
+
+void bind_plan(nb::module_& m) {
+  nb::class_<Plan>(m, "Plan", "What one step's attention consists of, the same for all layers.")
+      .def(
+          "__init__",
+          [](Plan* self, const SegmentArray& segments, const std::vector<SharedTuple>& shared,
+             int num_kv_heads, int group, int64_t window, int num_threads) {
+            new (self) Plan(make_plan(segments, shared, {window, group, num_kv_heads, num_threads}));
+          },
+          "segments"_a, "shared"_a, "num_kv_heads"_a, "group"_a, "window"_a = kNoWindow,
+          "num_threads"_a = 1,
+          "segments: int64 [n, 4] of slot, row, start, end. shared: (slot, start, end, members) of "
+          "each shared range. Raises ValueError where they contradict each other.")
+      .def_prop_ro("num_tokens", &Plan::num_tokens)
+      .def_prop_ro("num_tasks", [](const Plan& plan) { return plan.tasks().size(); })
+      .def_prop_ro("num_partials", &Plan::num_partials);
+}
+
+void bind_attention(nb::module_& m) {
+  nb::class_<ArenaShape>(m, "ArenaShape", "Shape and strides, in elements, of each layer's K and V.")
+      .def(
+          "__init__",
+          [](ArenaShape* self, const std::string& dtype, int64_t num_slots, int64_t max_seq_len,
+             int num_kv_heads, int head_dim, int64_t slot_stride, int64_t token_stride,
+             int64_t head_stride) {
+            new (self) ArenaShape{dtype_of(dtype), num_slots,   max_seq_len,  num_kv_heads,
+                                  head_dim,        slot_stride, token_stride, head_stride};
+          },
+          "dtype"_a, "num_slots"_a, "max_seq_len"_a, "num_kv_heads"_a, "head_dim"_a,
+          "slot_stride"_a, "token_stride"_a, "head_stride"_a);
+  nb::class_<HostAttention>(m, "HostAttention",
+                            "A step's attention over the KV arena, one call a layer.")
+      .def(
+          "__init__",
+          [](HostAttention* self, const ArenaShape& shape,
+             const std::vector<std::pair<uintptr_t, uintptr_t>>& layers, uintptr_t start_threads,
+             const std::string& level) {
+            std::vector<LayerArena> arenas;
+            arenas.reserve(layers.size());
+            for (const auto& [k, v] : layers) arenas.push_back({pointer(k), pointer(v)});
+            const Parallel parallel(reinterpret_cast<Parallel::Start>(start_threads));
+            new (self) HostAttention(shape, std::move(arenas), parallel, find_level(level));
+          },
+          "shape"_a, "layers"_a, "start_threads"_a = 0, "level"_a = "",
+          "layers: addresses of K and V. start_threads: address of GOMP_parallel, 0 for one thread. "
+          "level: one of simd_levels(), or the best. Raises ValueError for an unsupported head size.")
+      .def_prop_ro("level", [](const HostAttention& self) { return self.level().name; })
+      .def(
+          "forward",
+          [](HostAttention& self, const Plan& plan, size_t layer, uintptr_t query,
+             int64_t query_head_stride, int64_t query_token_stride, uintptr_t key,
+             int64_t key_head_stride, int64_t key_token_stride, uintptr_t value,
+             int64_t value_head_stride, int64_t value_token_stride, uintptr_t output, float scaling,
+             float softcap, uintptr_t sinks) {
+            self.forward(plan, layer,
+                         {{pointer(query), query_head_stride, query_token_stride},
+                          {pointer(key), key_head_stride, key_token_stride},
+                          {pointer(value), value_head_stride, value_token_stride},
+                          pointer(output),
+                          scaling,
+                          softcap,
+                          pointer<float>(sinks)});
+          },
+          nb::call_guard<nb::gil_scoped_release>(), "plan"_a, "layer"_a, "query"_a,
+          "query_head_stride"_a, "query_token_stride"_a, "key"_a, "key_head_stride"_a,
+          "key_token_stride"_a, "value"_a, "value_head_stride"_a, "value_token_stride"_a,
+          "output"_a, "scaling"_a, "softcap"_a, "sinks"_a,
+          "Store key and value, write the output. Addresses, and strides in elements.");
+}
+
+}  // namespace
+
+NB_MODULE(_kernels, m) {
+  m.doc() = "Attention on the CPU. Internal; see flexinfer.attention.host.";
+  m.def("simd_levels", &level_names, "Instruction sets that this build and this CPU both have.");
+  bind_plan(m);
+  bind_attention(m);
+}
+
+}  // namespace vtensor::kernels

@@ -1,0 +1,22 @@
+// DType: the number formats that a KV arena may hold. Arithmetic is always float32.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace vtensor::kernels {
+
+enum class DType { kFloat32, kBFloat16, kFloat16 };
+inline constexpr size_t kNumDTypes = 3;
+
+// Storage only; the SIMD levels know how to widen and round them.
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+constexpr size_t element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+}  // namespace vtensor::kernels

@@ -1,0 +1,64 @@
+#include "vtensor/kernels/level.h"
+
+#include <cstdlib>
+#include <stdexcept>
+
+namespace vtensor::kernels {
+namespace {
+
+bool cpu_has_avx2() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+  return false;
+#endif
+}
+
+bool cpu_has_avx512() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#else
+  return false;
+#endif
+}
+
+std::vector<const Level*> find_available() {
+  std::vector<const Level*> levels = {portable_level()};
+  if (avx2_level() != nullptr && cpu_has_avx2()) levels.push_back(avx2_level());
+  if (avx512_level() != nullptr && cpu_has_avx512()) levels.push_back(avx512_level());
+  return levels;
+}
+
+}  // namespace
+
+size_t scratch_floats(int head_dim) {
+  const size_t dim = static_cast<size_t>(head_dim);
+  const size_t rows = kMaxRows, tile = kTileTokens, lanes = kHeadDimStep;
+  const size_t queries_and_outputs = 2 * rows * dim;
+  const size_t scores = rows * tile;
+  const size_t maxima_and_sums = rows * lanes + rows * lanes;
+  const size_t keys_and_values = 2 * tile * dim;
+  return queries_and_outputs + scores + maxima_and_sums + keys_and_values;
+}
+
+const std::vector<const Level*>& available_levels() {
+  static const std::vector<const Level*> levels = find_available();
+  return levels;
+}
+
+const Level& find_level(const std::string& name) {
+  const std::vector<const Level*>& levels = available_levels();
+  const char* forced = std::getenv("FLEXINFER_SIMD");
+  const std::string wanted = !name.empty() ? name : forced != nullptr ? forced : "";
+  if (wanted.empty()) return *levels.back();
+  std::string choices;
+  for (const Level* level : levels) {
+    if (wanted == level->name) return *level;
+    choices += choices.empty() ? level->name : std::string(", ") + level->name;
+  }
+  throw std::invalid_argument("no SIMD level '" + wanted + "' on this machine; choose one of " +
+                              choices + " (argument or FLEXINFER_SIMD)");
+}
+
+}  // namespace vtensor::kernels

@@ -1,0 +1,118 @@
+// Plan: the tasks that one step's attention consists of; the same for all layers.
+//
+// Every query token's visible keys are cut into pieces, each a contiguous range of one slot. A piece
+// is computed together with those of other tokens: the two phases of ChunkAttention (section 3.2).
+//
+//              shared range (slot 3)        own keys
+//   request A  |===========================|=====|       chunk first: the query rows of A, B and C
+//   request B  |===========================|==|          against the shared range, as one block;
+//   request C  |===========================|========|    then sequence first: each against its own
+//
+// A token with one piece is done by its task. The pieces of others leave partial results; the task that
+// finishes last merges them (equation 2). Pieces that are long for the number of threads are cut by keys.
+//
+// Thread-safety: immutable after construction.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace vtensor::kernels {
+
+// The tokens [start, end) of one request in the batch, whose first one is row `row` of the flat batch.
+struct Segment {
+  int64_t slot = 0;
+  int64_t row = 0;
+  int64_t start = 0;  // tokens that have KV already
+  int64_t end = 0;
+  int64_t num_tokens() const { return end - start; }
+};
+
+// Keys that several segments hold in the same memory, all of them before the members' new tokens.
+struct SharedRange {
+  int64_t slot = 0;
+  int64_t start = 0;
+  int64_t end = 0;
+  std::vector<int64_t> members;  // indices of segments
+};
+
+struct PlanOptions {
+  int64_t window = INT64_MAX;
+  int group = 1;        // query heads of a KV head
+  int num_kv_heads = 1;
+  int num_threads = 1;
+};
+
+struct PlannedTask {
+  int64_t slot = 0;
+  int64_t begin = 0;  // keys [begin, end)
+  int64_t end = 0;
+  int32_t first_token = 0;  // tokens [first_token, + num_tokens) of Plan::task_tokens
+  int32_t num_tokens = 0;
+  int32_t partial = -1;        // its first partial row; -1: none, it writes the output
+  int32_t stores_segment = -1;  // the decode whose new key lies in [begin, end), or -1
+};
+
+// A part of the query heads: all of a KV head, or, where they are too many rows, some of them.
+struct HeadBlock {
+  int kv_head = 0;
+  int first_head = 0;
+  int num_heads = 0;
+};
+
+class Plan {
+ public:
+  // Throws std::invalid_argument for segments or ranges that contradict each other.
+  Plan(std::vector<Segment> segments, const std::vector<SharedRange>& shared,
+       const PlanOptions& options);
+
+  const std::vector<Segment>& segments() const { return segments_; }
+  const PlanOptions& options() const { return options_; }
+  int64_t num_tokens() const { return static_cast<int64_t>(positions_.size()); }
+  // Of each token of the flat batch, in its request.
+  const std::vector<int64_t>& positions() const { return positions_; }
+  // The most expensive ones first. Each is computed once for each head block.
+  const std::vector<PlannedTask>& tasks() const { return tasks_; }
+  const std::vector<int32_t>& task_tokens() const { return task_tokens_; }
+  const std::vector<HeadBlock>& head_blocks() const { return head_blocks_; }
+  int64_t num_partials() const { return num_partials_; }
+  // The partial rows of a token; none if its task writes the output.
+  std::span<const int32_t> partials_of(int32_t token) const;
+  // Segments whose KV no task stores: prefills, whose keys several tasks read.
+  const std::vector<int32_t>& stored_first() const { return stored_first_; }
+  // About the keys times the rows of all tasks of one head block.
+  double cost() const { return cost_; }
+  // Bounds of what is read and written.
+  int64_t num_slots() const { return num_slots_; }
+  int64_t max_seq_len() const { return max_seq_len_; }
+
+ private:
+  struct Pieces;
+  void add_positions();
+  void add_shared(const std::vector<SharedRange>& shared, Pieces& pieces);
+  void add_own(Pieces& pieces);
+  void add_task(int64_t slot, int64_t begin, int64_t end, std::span<const int32_t> tokens);
+  void cut_long_tasks();
+  void number_partials();
+  void choose_stores();
+  int64_t first_visible(int64_t position) const;
+  double cost_of(const PlannedTask& task) const;
+
+  std::vector<Segment> segments_;
+  PlanOptions options_;
+  int64_t block_tokens_ = 1;  // most tokens of a task
+  std::vector<int64_t> positions_;
+  std::vector<PlannedTask> tasks_;
+  std::vector<int32_t> task_tokens_;
+  std::vector<HeadBlock> head_blocks_;
+  std::vector<int32_t> partial_ids_;     // by token
+  std::vector<int32_t> partial_begins_;  // [num_tokens + 1]
+  std::vector<int32_t> stored_first_;
+  int64_t num_partials_ = 0;
+  int64_t num_slots_ = 0;
+  int64_t max_seq_len_ = 0;
+  double cost_ = 0;
+};
+
+}  // namespace vtensor::kernels

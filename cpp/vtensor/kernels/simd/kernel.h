@@ -1,0 +1,125 @@
+// One level's functions: a task from its queries to its output, and the merge of partial outputs.
+#pragma once
+
+#include "vtensor/kernels/simd/few_rows.h"
+#include "vtensor/kernels/simd/many_rows.h"
+
+namespace vtensor::kernels {
+namespace {
+
+// From so many query rows on, transposing the keys pays.
+constexpr int kManyRows = 8;
+
+template <class T>
+inline void load_queries(const LayerCall& call, const AttendTask& task, const Scratch& s) {
+  const T* query = static_cast<const T*>(call.query);
+  const float factor = query_factor(call);
+  float* out = s.query;
+  for (int i = 0; i < task.num_tokens; ++i) {
+    for (int h = 0; h < task.num_heads; ++h) {
+      const T* row = query + (task.first_head + h) * call.query_head_stride +
+                     task.tokens[i] * call.query_token_stride;
+      for (int j = 0; j < call.head_dim; j += kLanes) store(out + j, load(row + j) * factor);
+      out += call.head_dim;
+    }
+  }
+}
+
+template <class T>
+VTENSOR_INLINE void write_scaled(const LayerCall& call, int token, int head,
+                                 const float* accumulated, float factor) {
+  T* out = static_cast<T*>(call.output) +
+           (static_cast<int64_t>(token) * call.num_heads + head) * call.head_dim;
+  for (int i = 0; i < call.head_dim; i += kLanes) store(out + i, load(accumulated + i) * factor);
+}
+
+// output = accumulated / sum, with the head's sink in the sum.
+template <class T>
+inline void write_output(const LayerCall& call, int token, int head, const float* accumulated,
+                         float maximum, float sum) {
+  if (call.sinks != nullptr) {
+    const float sink = call.sinks[head] * kLog2e;
+    // Where the sink is the largest score, all other weights shrink by the same factor.
+    if (sink > maximum) {
+      const float factor = exp2(maximum - sink);
+      write_scaled<T>(call, token, head, accumulated, factor / (sum * factor + 1));
+      return;
+    }
+    sum += exp2(sink - maximum);
+  }
+  write_scaled<T>(call, token, head, accumulated, 1 / sum);
+}
+
+template <class T>
+inline void write_results(const LayerCall& call, const AttendTask& task, const Scratch& s) {
+  for (int i = 0; i < task.num_tokens; ++i) {
+    for (int h = 0; h < task.num_heads; ++h) {
+      const int row = i * task.num_heads + h, head = task.first_head + h;
+      const float* accumulated = s.output + row * call.head_dim;
+      const float sum = sum_lanes(load(s.sum + row * kLanes));
+      if (task.partial == nullptr) {
+        write_output<T>(call, task.tokens[i], head, accumulated, s.maximum[row], sum);
+        continue;
+      }
+      float* out = task.partial + (static_cast<int64_t>(i) * call.num_heads + head) *
+                                      (call.head_dim + kPartialTail);
+      __builtin_memcpy(out, accumulated, static_cast<size_t>(call.head_dim) * sizeof(float));
+      out[call.head_dim] = s.maximum[row];
+      out[call.head_dim + 1] = sum;
+    }
+  }
+}
+
+template <class T>
+void attend(const LayerCall& call, const AttendTask& task, float* scratch) {
+  const Scratch s = lay_out(scratch, call.head_dim);
+  const int rows = task.num_tokens * task.num_heads;
+  load_queries<T>(call, task, s);
+  start_rows(s, rows, call.head_dim);
+  for (int64_t tile = task.begin; tile < task.end; tile += kTileTokens) {
+    const int64_t left = task.end - tile;
+    const int num_keys = left < kTileTokens ? static_cast<int>(left) : kTileTokens;
+    if (rows < kManyRows) {
+      few_rows_tile<T>(call, task, s, tile, num_keys);
+    } else {
+      many_rows_tile<T>(call, task, s, tile, num_keys);
+    }
+  }
+  write_results<T>(call, task, s);
+}
+
+// Partial results with maxima m_i, sums l_i and outputs o_i are, with m = max m_i, together
+// sum 2^(m_i - m) o_i and sum 2^(m_i - m) l_i (ChunkAttention, equation 2).
+template <class T>
+void merge(const LayerCall& call, const MergeTask& task) {
+  const int64_t stride = call.head_dim + kPartialTail;
+  alignas(64) float accumulated[kMaxHeadDim];
+  for (int head = task.first_head; head < task.first_head + task.num_heads; ++head) {
+    float maximum = kMinusInfinity;
+    for (int i = 0; i < task.num_partials; ++i) {
+      const float* partial = task.partials[i] + head * stride;
+      if (partial[call.head_dim] > maximum) maximum = partial[call.head_dim];
+    }
+    float sum = 0;
+    for (int j = 0; j < call.head_dim; ++j) accumulated[j] = 0;
+    for (int i = 0; i < task.num_partials; ++i) {
+      const float* partial = task.partials[i] + head * stride;
+      const float factor = exp2(partial[call.head_dim] - maximum);
+      sum += factor * partial[call.head_dim + 1];
+      for (int j = 0; j < call.head_dim; j += kLanes) {
+        store(accumulated + j, load(accumulated + j) + load(partial + j) * factor);
+      }
+    }
+    write_output<T>(call, task.token, head, accumulated, maximum, sum);
+  }
+}
+
+constexpr Level make_level(const char* name) {
+  return {name,
+          kLanes,
+          {attend<float>, attend<BFloat16>, attend<Float16>},
+          {merge<float>, merge<BFloat16>, merge<Float16>}};
+}
+
+}  // namespace
+}  // namespace vtensor::kernels

@@ -1,0 +1,190 @@
+"""Attention on the CPU by our own kernel (`cpp/vtensor/kernels/`): one call a layer for the whole batch.
+
+The kernel stores the step's keys and values and attends over the arena, prefills and decodes
+mixed; keys that requests share are read once for all of them (ChunkAttention, section 3.2; the
+ranges come with the metadata). What can be prepared once a step is a plan, so that a layer is one
+call of a few addresses. Threads are torch's own: see `start_threads_address`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from flexinfer import _kernels
+from flexinfer.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionOptions,
+    LayerKV,
+)
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 256
+NO_WINDOW = 2**63 - 1
+
+
+def unsupported_reason(layers: Sequence[LayerKV]) -> str | None:
+    """Why the host kernel can not work on these layers, or None if it can."""
+    k = layers[0].k
+    head_dim = k.shape[3]
+    if k.device.type != "cpu":
+        return f"the KV arena is on {k.device}, not on the CPU"
+    if k.dtype not in DTYPES:
+        return f"dtype {str(k.dtype).removeprefix('torch.')} is not supported"
+    if head_dim % HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
+        return f"head size {head_dim} is no multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
+    layouts = {
+        (t.shape, t.stride(), t.dtype, t.device) for layer in layers for t in (layer.k, layer.v)
+    }
+    if len(layouts) > 1 or k.stride(3) != 1:
+        return "the layers' K and V differ in shape or strides"
+    return None
+
+
+class HostAttention(AttentionBackend):
+    """REQUIRES: layers for which `unsupported_reason` is None. Holds the arena's addresses.
+
+    Not thread-safe. Raises ValueError for layers or a step that the kernel does not take.
+    """
+
+    def __init__(self, layers: Sequence[LayerKV], level: str = "") -> None:
+        """level: instruction set, one of `simd_levels()`; "": FLEXINFER_SIMD, or the best."""
+        super().__init__(layers)
+        reason = unsupported_reason(layers)
+        if reason is not None:
+            raise ValueError(f"the host attention kernel can not be used: {reason}")
+        k = layers[0].k
+        num_slots, max_seq_len, self._num_kv_heads, self._head_dim = k.shape
+        shape = _kernels.ArenaShape(
+            DTYPES[k.dtype],
+            num_slots,
+            max_seq_len,
+            self._num_kv_heads,
+            self._head_dim,
+            *k.stride()[:3],
+        )
+        addresses = [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in layers]
+        self._kernel = _kernels.HostAttention(shape, addresses, start_threads_address(), level)
+        self._dtype = k.dtype
+        self._planned_for: AttentionMetadata | None = None
+        self._plans: dict[tuple[int, int, int], _kernels.Plan] = {}
+
+    @property
+    def level(self) -> str:
+        """The instruction set that is used."""
+        return self._kernel.level
+
+    def forward(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        num_heads, num_tokens, head_dim = query.shape
+        plan = self._plan(metadata, num_heads, options.sliding_window)
+        query, key, value = self._rows(query), self._rows(key), self._rows(value)
+        self._check(query, key, value, plan.num_tokens)
+        sinks = options.sinks
+        if sinks is not None:
+            sinks = sinks.detach().to(torch.float32).contiguous()
+        output = query.new_empty(num_tokens, num_heads, head_dim)
+        self._kernel.forward(
+            plan,
+            layer_idx,
+            query.data_ptr(),
+            *query.stride()[:2],
+            key.data_ptr(),
+            *key.stride()[:2],
+            value.data_ptr(),
+            *value.stride()[:2],
+            output.data_ptr(),
+            head_dim**-0.5 if options.scaling is None else options.scaling,
+            options.softcap or 0.0,
+            0 if sinks is None else sinks.data_ptr(),
+        )
+        return output
+
+    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+    def _check(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_tokens: int
+    ) -> None:
+        """The kernel trusts its addresses: what it will read must be there."""
+        kv_shape = (self._num_kv_heads, num_tokens, self._head_dim)
+        if (
+            key.shape != kv_shape
+            or value.shape != kv_shape
+            or query.shape[1:] != kv_shape[1:]
+            or not query.dtype == key.dtype == value.dtype == self._dtype
+        ):
+            shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in (query, key, value))
+            raise ValueError(
+                f"query, key and value are {shapes}; expected [heads, {num_tokens}, "
+                f"{self._head_dim}] with {self._num_kv_heads} KV heads of {self._dtype}"
+            )
+
+    def _plan(
+        self, metadata: AttentionMetadata, num_heads: int, window: int | None
+    ) -> _kernels.Plan:
+        """The step's plan; layers with different windows or heads have different ones."""
+        if metadata is not self._planned_for:
+            self._planned_for = metadata
+            self._plans.clear()
+        key = (num_heads, NO_WINDOW if window is None else window, torch.get_num_threads())
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = make_plan(metadata, self._num_kv_heads, *key)
+        return plan
+
+
+def make_plan(
+    metadata: AttentionMetadata, num_kv_heads: int, num_heads: int, window: int, num_threads: int
+) -> _kernels.Plan:
+    """The plan of a step. Raises ValueError if its segments and shared ranges contradict."""
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads")
+    segments = np.array(
+        [(s.slot, s.row, s.start, s.end) for s in metadata.segments], dtype=np.int64
+    )
+    return _kernels.Plan(
+        segments.reshape(-1, 4),
+        [(r.slot, r.start, r.end, r.members) for r in metadata.shared],
+        num_kv_heads,
+        num_heads // num_kv_heads,
+        window,
+        num_threads,
+    )
+
+
+def simd_levels() -> list[str]:
+    """Instruction sets that this build and this CPU both have, best last."""
+    return _kernels.simd_levels()
+
+
+@cache
+def start_threads_address() -> int:
+    """Address of GOMP_parallel in the OpenMP runtime that torch has loaded; 0 if there is none.
+
+    Entering torch's own runtime makes one pool of threads serve both. Threads of another pool
+    would find the cores taken: OpenMP's spin for a while after each parallel region.
+    """
+    pattern = re.compile(r"\S*/(?:libgomp|libiomp5|libomp)[^/\s]*\.so\S*$")
+    found = (pattern.search(line) for line in Path("/proc/self/maps").read_text().splitlines())
+    paths = sorted({match.group() for match in found if match})
+    # torch's own copy comes first where the process has several.
+    for path in sorted(paths, key=lambda path: "torch" not in path):
+        start = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+        if start is not None:
+            return ctypes.cast(start, ctypes.c_void_p).value or 0
+    return 0
