@@ -86,7 +86,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | str | None = None
     chunk_bytes: int | str | None = None
     layers_per_plane: int | None = None
-    attention_backend: str = "sdpa"
+    attention_backend: str = "auto"
     scheduling_policy: str = "priority"
     """"fcfs", "priority" (of equals the first come first) or "prefix"; see policies.py."""
     max_passed_over: int = 64

@@ -35,7 +35,7 @@ CPP_FORBIDDEN = {("kernels", "vmm")}
 
 # Lowest first. A name is a module or a package directly under flexinfer.
 PYTHON_LAYERS = [
-    {"errors", "_vtensor"},
+    {"errors", "_vtensor", "_kernels"},
     {"units", "stats", "kv_spec"},
     {"types", "config", "sampling_params", "outputs", "inputs", "request"},
     {"vtensor"},
@@ -154,10 +154,13 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in PYTHON.rglob("*.py")}
 
 
+EXTENSIONS = {"flexinfer._vtensor", "flexinfer._kernels"}
+
+
 def resolve(name: str) -> str | None:
     """The module of ours that the dotted ``name`` lies in, or None."""
     while name.startswith("flexinfer"):
-        if name in MODULES or name == "flexinfer._vtensor":
+        if name in MODULES or name in EXTENSIONS:
             return name
         name = name.rpartition(".")[0]
     return None
@@ -234,6 +237,13 @@ def test_python_modules_form_no_cycle() -> None:
         for module, targets in python_graph(at_load_only=True).items()
     }
     assert not cycle_in(graph)
+
+
+def test_only_the_host_attention_opens_the_kernels() -> None:
+    openers = {
+        module for module, targets in python_graph().items() if "flexinfer._kernels" in targets
+    }
+    assert openers == {"flexinfer.attention.host"}
 
 
 def test_only_vtensor_and_errors_open_the_extension() -> None:

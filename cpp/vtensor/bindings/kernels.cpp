@@ -1,7 +1,8 @@
 // The nanobind module flexinfer._kernels: attention on the CPU, for attention/host.py alone.
 //
-// Addresses come as integers: a layer call then costs less than a microsecond, where converting four
-// tensors through DLPack costs several. The Python side has checked dtypes, shapes and dense rows.
+// Addresses come as integers: a layer call then costs less than a microsecond, where converting
+// four tensors through DLPack costs several. The Python side has checked dtypes, shapes and dense
+// rows.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
@@ -60,7 +61,8 @@ void bind_plan(nb::module_& m) {
           "__init__",
           [](Plan* self, const SegmentArray& segments, const std::vector<SharedTuple>& shared,
              int num_kv_heads, int group, int64_t window, int num_threads) {
-            new (self) Plan(make_plan(segments, shared, {window, group, num_kv_heads, num_threads}));
+            new (self)
+                Plan(make_plan(segments, shared, {window, group, num_kv_heads, num_threads}));
           },
           "segments"_a, "shared"_a, "num_kv_heads"_a, "group"_a, "window"_a = kNoWindow,
           "num_threads"_a = 1,
@@ -72,7 +74,8 @@ void bind_plan(nb::module_& m) {
 }
 
 void bind_attention(nb::module_& m) {
-  nb::class_<ArenaShape>(m, "ArenaShape", "Shape and strides, in elements, of each layer's K and V.")
+  nb::class_<ArenaShape>(m, "ArenaShape",
+                         "Shape and strides, in elements, of each layer's K and V.")
       .def(
           "__init__",
           [](ArenaShape* self, const std::string& dtype, int64_t num_slots, int64_t max_seq_len,
@@ -97,8 +100,10 @@ void bind_attention(nb::module_& m) {
             new (self) HostAttention(shape, std::move(arenas), parallel, find_level(level));
           },
           "shape"_a, "layers"_a, "start_threads"_a = 0, "level"_a = "",
-          "layers: addresses of K and V. start_threads: address of GOMP_parallel, 0 for one thread. "
-          "level: one of simd_levels(), or the best. Raises ValueError for an unsupported head size.")
+          "layers: addresses of K and V. start_threads: address of GOMP_parallel, 0 for one "
+          "thread. "
+          "level: one of simd_levels(), or the best. Raises ValueError for an unsupported head "
+          "size.")
       .def_prop_ro("level", [](const HostAttention& self) { return self.level().name; })
       .def(
           "forward",

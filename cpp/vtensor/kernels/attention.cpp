@@ -26,14 +26,15 @@ const char* at(const void* base, int64_t elements, size_t element_bytes) {
 
 float* HostAttention::Buffer::reserve(size_t num_floats) {
   if (num_floats > size_) {
-    data_.reset(static_cast<float*>(
-        ::operator new[](num_floats * sizeof(float), std::align_val_t{64})));
+    data_.reset(
+        static_cast<float*>(::operator new[](num_floats * sizeof(float), std::align_val_t{64})));
     size_ = num_floats;
   }
   return data_.get();
 }
 
-// One layer of one step. Threads draw units of work, a task and a head block each, until none is left.
+// One layer of one step. Threads draw units of work, a task and a head block each, until none is
+// left.
 class HostAttention::LayerRun {
  public:
   LayerRun(HostAttention& owner, const Plan& plan, const LayerArena& arena,
@@ -118,8 +119,7 @@ class HostAttention::LayerRun {
     if (planned.stores_segment >= 0) {
       store(plan_.segments()[static_cast<size_t>(planned.stores_segment)], heads.kv_head);
     }
-    const int64_t base =
-        planned.slot * shape_.slot_stride + heads.kv_head * shape_.head_stride;
+    const int64_t base = planned.slot * shape_.slot_stride + heads.kv_head * shape_.head_stride;
     AttendTask task;
     task.tokens = plan_.task_tokens().data() + planned.first_token;
     task.num_tokens = planned.num_tokens;
@@ -173,10 +173,9 @@ HostAttention::HostAttention(const ArenaShape& shape, std::vector<LayerArena> la
                              Parallel parallel, const Level& level)
     : shape_(shape), layers_(std::move(layers)), parallel_(parallel), level_(&level) {
   if (shape.head_dim < 1 || shape.head_dim > kMaxHeadDim || shape.head_dim % kHeadDimStep != 0) {
-    throw std::invalid_argument("the host kernel takes head sizes that are multiples of " +
-                                std::to_string(kHeadDimStep) + " up to " +
-                                std::to_string(kMaxHeadDim) + ", got " +
-                                std::to_string(shape.head_dim));
+    throw std::invalid_argument(
+        "the host kernel takes head sizes that are multiples of " + std::to_string(kHeadDimStep) +
+        " up to " + std::to_string(kMaxHeadDim) + ", got " + std::to_string(shape.head_dim));
   }
 }
 
@@ -195,10 +194,10 @@ void HostAttention::check(const Plan& plan, size_t layer) const {
   }
   if (plan.options().num_kv_heads != shape_.num_kv_heads || plan.num_slots() > shape_.num_slots ||
       plan.max_seq_len() > shape_.max_seq_len) {
-    throw std::invalid_argument("the plan does not fit the arena: " +
-                                std::to_string(plan.options().num_kv_heads) + " KV heads, slot " +
-                                std::to_string(plan.num_slots() - 1) + ", " +
-                                std::to_string(plan.max_seq_len()) + " tokens");
+    throw std::invalid_argument(
+        "the plan does not fit the arena: " + std::to_string(plan.options().num_kv_heads) +
+        " KV heads, slot " + std::to_string(plan.num_slots() - 1) + ", " +
+        std::to_string(plan.max_seq_len()) + " tokens");
   }
 }
 

@@ -17,7 +17,8 @@
 
 namespace vtensor::kernels {
 
-// Of each layer: K and V [num_slots, max_seq_len, num_kv_heads, head_dim], the last dimension dense.
+// Of each layer: K and V [num_slots, max_seq_len, num_kv_heads, head_dim], the last dimension
+// dense.
 struct ArenaShape {
   DType dtype = DType::kFloat32;
   int64_t num_slots = 0;
@@ -59,7 +60,8 @@ class HostAttention {
 
   const Level& level() const { return *level_; }
 
-  // Throws std::invalid_argument, before anything is written, for a plan that does not fit the arena.
+  // Throws std::invalid_argument, before anything is written, for a plan that does not fit the
+  // arena.
   void forward(const Plan& plan, size_t layer, const LayerInputs& inputs);
 
  private:

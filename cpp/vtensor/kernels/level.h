@@ -1,7 +1,7 @@
 // Level: the attention kernel compiled for one instruction set, and the choice among them.
 //
-// One source, simd/*.h, is compiled once a level (level_<name>.cpp). A level computes one task; what
-// tasks a step consists of is the plan's business, who runs them the attention's.
+// One source, simd/*.h, is compiled once a level (level_<name>.cpp). A level computes one task;
+// what tasks a step consists of is the plan's business, who runs them the attention's.
 //
 // Thread-safety: all of it may be called from any thread; levels have no state.
 #pragma once

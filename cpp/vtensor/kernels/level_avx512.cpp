@@ -1,4 +1,5 @@
-// AVX-512 (F, BW, DQ, VL); CMake compiles this file with it on x86-64, elsewhere it defines nothing.
+// AVX-512 (F, BW, DQ, VL); CMake compiles this file with it on x86-64, elsewhere it defines
+// nothing.
 #include "vtensor/kernels/task.h"
 
 #if defined(__AVX512F__)

@@ -1,9 +1,10 @@
-// Parallel: runs one function on several threads, on the pool that the caller's process has already.
+// Parallel: runs one function on several threads, on the pool that the caller's process has
+// already.
 //
-// torch's operators run on OpenMP's threads, which spin for a while after each region. A second pool
-// would fight them for the cores, so the kernel enters the same runtime by the function that
-// compiled `#pragma omp parallel` regions call, GOMP_parallel (libgomp, and LLVM's and Intel's runtimes
-// have it). Its address comes from outside: nothing here is linked with OpenMP.
+// torch's operators run on OpenMP's threads, which spin for a while after each region. A second
+// pool would fight them for the cores, so the kernel enters the same runtime by the function that
+// compiled `#pragma omp parallel` regions call, GOMP_parallel (libgomp, and LLVM's and Intel's
+// runtimes have it). Its address comes from outside: nothing here is linked with OpenMP.
 //
 // Thread-safety: a value; run() may be called from any thread.
 #pragma once

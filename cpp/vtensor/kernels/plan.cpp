@@ -26,8 +26,8 @@ std::vector<HeadBlock> make_head_blocks(const PlanOptions& options) {
   std::vector<HeadBlock> blocks;
   for (int kv_head = 0; kv_head < options.num_kv_heads; ++kv_head) {
     for (int head = 0; head < options.group; head += kMaxRows) {
-      blocks.push_back({kv_head, kv_head * options.group + head,
-                        std::min(kMaxRows, options.group - head)});
+      blocks.push_back(
+          {kv_head, kv_head * options.group + head, std::min(kMaxRows, options.group - head)});
     }
   }
   return blocks;
@@ -52,9 +52,8 @@ Plan::Plan(std::vector<Segment> segments, const std::vector<SharedRange>& shared
   add_shared(shared, pieces);
   add_own(pieces);
   cut_long_tasks();
-  std::stable_sort(tasks_.begin(), tasks_.end(), [this](const auto& a, const auto& b) {
-    return cost_of(a) > cost_of(b);
-  });
+  std::stable_sort(tasks_.begin(), tasks_.end(),
+                   [this](const auto& a, const auto& b) { return cost_of(a) > cost_of(b); });
   number_partials();
   choose_stores();
 }
@@ -155,7 +154,8 @@ void Plan::add_task(int64_t slot, int64_t begin, int64_t end, std::span<const in
     task.end = end;
     task.first_token = static_cast<int32_t>(task_tokens_.size());
     task.num_tokens = static_cast<int32_t>(std::min(block_tokens_, count - first));
-    const auto block = tokens.subspan(static_cast<size_t>(first), static_cast<size_t>(task.num_tokens));
+    const auto block =
+        tokens.subspan(static_cast<size_t>(first), static_cast<size_t>(task.num_tokens));
     task_tokens_.insert(task_tokens_.end(), block.begin(), block.end());
     tasks_.push_back(task);
   }

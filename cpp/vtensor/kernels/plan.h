@@ -1,15 +1,17 @@
 // Plan: the tasks that one step's attention consists of; the same for all layers.
 //
-// Every query token's visible keys are cut into pieces, each a contiguous range of one slot. A piece
-// is computed together with those of other tokens: the two phases of ChunkAttention (section 3.2).
+// Every query token's visible keys are cut into pieces, each a contiguous range of one slot. A
+// piece is computed together with those of other tokens: the two phases of ChunkAttention
+// (section 3.2).
 //
 //              shared range (slot 3)        own keys
 //   request A  |===========================|=====|       chunk first: the query rows of A, B and C
 //   request B  |===========================|==|          against the shared range, as one block;
 //   request C  |===========================|========|    then sequence first: each against its own
 //
-// A token with one piece is done by its task. The pieces of others leave partial results; the task that
-// finishes last merges them (equation 2). Pieces that are long for the number of threads are cut by keys.
+// A token with one piece is done by its task. The pieces of others leave partial results; the task
+// that finishes last merges them (equation 2). Pieces that are long for the number of threads are
+// cut by keys.
 //
 // Thread-safety: immutable after construction.
 #pragma once
@@ -20,7 +22,8 @@
 
 namespace vtensor::kernels {
 
-// The tokens [start, end) of one request in the batch, whose first one is row `row` of the flat batch.
+// The tokens [start, end) of one request in the batch, whose first one is row `row` of the flat
+// batch.
 struct Segment {
   int64_t slot = 0;
   int64_t row = 0;
@@ -39,7 +42,7 @@ struct SharedRange {
 
 struct PlanOptions {
   int64_t window = INT64_MAX;
-  int group = 1;        // query heads of a KV head
+  int group = 1;  // query heads of a KV head
   int num_kv_heads = 1;
   int num_threads = 1;
 };
@@ -50,7 +53,7 @@ struct PlannedTask {
   int64_t end = 0;
   int32_t first_token = 0;  // tokens [first_token, + num_tokens) of Plan::task_tokens
   int32_t num_tokens = 0;
-  int32_t partial = -1;        // its first partial row; -1: none, it writes the output
+  int32_t partial = -1;         // its first partial row; -1: none, it writes the output
   int32_t stores_segment = -1;  // the decode whose new key lies in [begin, end), or -1
 };
 

@@ -1,8 +1,8 @@
 // What a SIMD level is asked to compute: one layer call, and one task of it.
 //
-// A task is a block of query rows of one KV head against one contiguous range of keys, on one thread.
-// Plain values and pointers; nothing of the standard library, whose inline functions must not be
-// compiled for a special instruction set (see simd/vec.h).
+// A task is a block of query rows of one KV head against one contiguous range of keys, on one
+// thread. Plain values and pointers; nothing of the standard library, whose inline functions must
+// not be compiled for a special instruction set (see simd/vec.h).
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,8 @@ inline constexpr int kTileTokens = 128;
 inline constexpr int kMaxHeadDim = 256;
 // Head sizes must be multiples of this, the widest level's floats in a vector.
 inline constexpr int kHeadDimStep = 16;
-// Floats behind the output of a partial row: running maximum, running sum, and room to stay aligned.
+// Floats behind the output of a partial row: running maximum, running sum, and room to stay
+// aligned.
 inline constexpr int kPartialTail = 16;
 inline constexpr int64_t kNoWindow = INT64_MAX;
 
@@ -31,10 +32,10 @@ struct LayerCall {
   void* output = nullptr;  // [num_tokens, num_heads, head_dim], contiguous
   int num_heads = 0;
   int head_dim = 0;
-  float scaling = 1;               // of the scores
-  float softcap = 0;               // scores become softcap * tanh(score / softcap); 0: they do not
-  const float* sinks = nullptr;    // [num_heads]: a score that has no value; or none
-  int64_t window = kNoWindow;      // a token sees itself and the window - 1 tokens before it
+  float scaling = 1;             // of the scores
+  float softcap = 0;             // scores become softcap * tanh(score / softcap); 0: they do not
+  const float* sinks = nullptr;  // [num_heads]: a score that has no value; or none
+  int64_t window = kNoWindow;    // a token sees itself and the window - 1 tokens before it
   const int64_t* positions = nullptr;  // [num_tokens] of each token in its request
 };
 
@@ -42,8 +43,8 @@ struct LayerCall {
 struct AttendTask {
   const int32_t* tokens = nullptr;  // rows of the flat batch, positions ascending a request
   int num_tokens = 0;
-  int first_head = 0;  // query heads [first_head, first_head + num_heads), all of this KV head
-  int num_heads = 0;   // REQUIRES: num_tokens * num_heads <= kMaxRows
+  int first_head = 0;       // query heads [first_head, first_head + num_heads), all of this KV head
+  int num_heads = 0;        // REQUIRES: num_tokens * num_heads <= kMaxRows
   const void* k = nullptr;  // of the slot's token 0 and this KV head; each row is dense
   const void* v = nullptr;
   int64_t token_stride = 0;  // elements between two tokens

@@ -1,4 +1,4 @@
-"""Attention on the CPU by our own kernel (`cpp/vtensor/kernels/`): one call a layer for the whole batch.
+"""Attention on the CPU by our own kernel (cpp/vtensor/kernels/), one call a layer for a batch.
 
 The kernel stores the step's keys and values and attends over the arena, prefills and decodes
 mixed; keys that requests share are read once for all of them (ChunkAttention, section 3.2; the
@@ -9,6 +9,7 @@ call of a few addresses. Threads are torch's own: see `start_threads_address`.
 from __future__ import annotations
 
 import ctypes
+import logging
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -24,6 +25,8 @@ from flexinfer.attention.base import (
     AttentionOptions,
     LayerKV,
 )
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 256
@@ -68,7 +71,9 @@ class HostAttention(AttentionBackend):
             max_seq_len,
             self._num_kv_heads,
             self._head_dim,
-            *k.stride()[:3],
+            k.stride(0),
+            k.stride(1),
+            k.stride(2),
         )
         addresses = [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in layers]
         self._kernel = _kernels.HostAttention(shape, addresses, start_threads_address(), level)
@@ -102,11 +107,14 @@ class HostAttention(AttentionBackend):
             plan,
             layer_idx,
             query.data_ptr(),
-            *query.stride()[:2],
+            query.stride(0),
+            query.stride(1),
             key.data_ptr(),
-            *key.stride()[:2],
+            key.stride(0),
+            key.stride(1),
             value.data_ptr(),
-            *value.stride()[:2],
+            value.stride(0),
+            value.stride(1),
             output.data_ptr(),
             head_dim**-0.5 if options.scaling is None else options.scaling,
             options.softcap or 0.0,
@@ -146,6 +154,17 @@ class HostAttention(AttentionBackend):
         if plan is None:
             plan = self._plans[key] = make_plan(metadata, self._num_kv_heads, *key)
         return plan
+
+
+def host_or_sdpa(layers: Sequence[LayerKV]) -> AttentionBackend:
+    """The host kernel over `layers`; SDPA, with a warning that says why, where it can not work."""
+    reason = unsupported_reason(layers)
+    if reason is None:
+        return HostAttention(layers)
+    from flexinfer.attention.sdpa import SdpaAttention
+
+    logger.warning("attention by torch's SDPA, not by the host kernel: %s", reason)
+    return SdpaAttention(layers)
 
 
 def make_plan(

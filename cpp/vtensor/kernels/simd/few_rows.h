@@ -57,8 +57,8 @@ inline void dot_rows(const AttendTask& task, const float* query, int head_dim, f
 
 // output[r] += sum over keys of weight[r][j] * value[j], for R rows and N vectors of columns.
 template <class T, int R, int N>
-VTENSOR_INLINE void add_columns(const T* v, int64_t token_stride, const float* weight, float* output,
-                                int head_dim, int num_keys) {
+VTENSOR_INLINE void add_columns(const T* v, int64_t token_stride, const float* weight,
+                                float* output, int head_dim, int num_keys) {
   Vec acc[R][N];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {

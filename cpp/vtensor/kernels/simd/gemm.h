@@ -12,7 +12,8 @@ namespace {
 // 32 registers with AVX-512, 16 before.
 constexpr int kGemmRows = 6;
 constexpr int kGemmVecs = kLanes == 16 ? 4 : 2;
-// Columns of B that are read together: the packed keys of a tile are stored in panels of this width.
+// Columns of B that are read together: the packed keys of a tile are stored in panels of this
+// width.
 constexpr int kPanel = kGemmVecs * kLanes;
 
 template <int M, int N, bool kAdd>

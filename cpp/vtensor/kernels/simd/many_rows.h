@@ -1,7 +1,7 @@
 // Tiles of tasks with many query rows (prefills, shared prefixes): two matrix products.
 //
-// Bound by arithmetic: the keys of a tile are transposed, keys and values widened to float32, once for
-// all rows; then scores = Q K^T and output += weights V come from the cache.
+// Bound by arithmetic: the keys of a tile are transposed, keys and values widened to float32, once
+// for all rows; then scores = Q K^T and output += weights V come from the cache.
 #pragma once
 
 #include "vtensor/kernels/simd/gemm.h"

@@ -1,15 +1,15 @@
 // Online softmax over the tiles of a task (Milakov and Gimelshein, 2018; FlashAttention).
 //
-// Scores are kept in base 2: query rows are scaled by scaling * log2(e) beforehand, so that a weight
-// is 2^(score - maximum). The sum of a row is kept a lane each and added up at the end.
+// Scores are kept in base 2: query rows are scaled by scaling * log2(e) beforehand, so that a
+// weight is 2^(score - maximum). The sum of a row is kept a lane each and added up at the end.
 //
 // Invariants of a row between two tiles, over the keys so far:
 //   1. maximum = the largest visible score, minus infinity if there was none;
 //   2. sum = the sum of 2^(score - maximum), output = that of 2^(score - maximum) * value.
 #pragma once
 
-#include "vtensor/kernels/task.h"
 #include "vtensor/kernels/simd/vec.h"
+#include "vtensor/kernels/task.h"
 
 namespace vtensor::kernels {
 namespace {

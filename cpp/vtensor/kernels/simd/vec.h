@@ -63,7 +63,8 @@ VTENSOR_INLINE void store(BFloat16* p, Vec v) {
 }
 
 #if defined(__F16C__) && VTENSOR_LANES == 16
-// With a mask of all lanes: gcc 12 takes the plain forms for reads of uninitialised memory (PR 105593).
+// With a mask of all lanes: gcc 12 takes the plain forms for reads of uninitialised memory (PR
+// 105593).
 VTENSOR_INLINE Vec load(const Float16* p) {
   return reinterpret_cast<Vec>(
       _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
@@ -119,7 +120,8 @@ VTENSOR_INLINE Vec shuffle(Vec a, Vec b, std::integer_sequence<int, I...> /*lane
 #endif
 }
 
-// Of each pair of blocks of H lanes, the first one of a and the first one of b, or both second ones.
+// Of each pair of blocks of H lanes, the first one of a and the first one of b, or both second
+// ones.
 template <int H, bool kSecond>
 struct ZipIndex {
   static constexpr int of(int lane) {

@@ -1,0 +1,49 @@
+"""Attention on the CPU. Internal; see flexinfer.attention.host."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
+
+
+def simd_levels() -> list[str]:
+    """Instruction sets that this build and this CPU both have."""
+
+class Plan:
+    """What one step's attention consists of, the same for all layers."""
+
+    def __init__(self, segments: Annotated[NDArray[numpy.int64], dict(shape=(None, 4), order='C', device='cpu', writable=False)], shared: Sequence[tuple[int, int, int, Sequence[int]]], num_kv_heads: int, group: int, window: int = 9223372036854775807, num_threads: int = 1) -> None:
+        """
+        segments: int64 [n, 4] of slot, row, start, end. shared: (slot, start, end, members) of each shared range. Raises ValueError where they contradict each other.
+        """
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_tasks(self) -> int: ...
+
+    @property
+    def num_partials(self) -> int: ...
+
+class ArenaShape:
+    """Shape and strides, in elements, of each layer's K and V."""
+
+    def __init__(self, dtype: str, num_slots: int, max_seq_len: int, num_kv_heads: int, head_dim: int, slot_stride: int, token_stride: int, head_stride: int) -> None: ...
+
+class HostAttention:
+    """A step's attention over the KV arena, one call a layer."""
+
+    def __init__(self, shape: ArenaShape, layers: Sequence[tuple[int, int]], start_threads: int = 0, level: str = '') -> None:
+        """
+        layers: addresses of K and V. start_threads: address of GOMP_parallel, 0 for one thread. level: one of simd_levels(), or the best. Raises ValueError for an unsupported head size.
+        """
+
+    @property
+    def level(self) -> str: ...
+
+    def forward(self, plan: Plan, layer: int, query: int, query_head_stride: int, query_token_stride: int, key: int, key_head_stride: int, key_token_stride: int, value: int, value_head_stride: int, value_token_stride: int, output: int, scaling: float, softcap: float, sinks: int) -> None:
+        """
+        Store key and value, write the output. Addresses, and strides in elements.
+        """
