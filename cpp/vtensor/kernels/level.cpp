@@ -1,10 +1,29 @@
 #include "vtensor/kernels/level.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <cstdlib>
 #include <stdexcept>
 
 namespace vtensor::kernels {
 namespace {
+
+#if defined(__x86_64__)
+struct CpuId {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+};
+
+// gcc 12's __builtin_cpu_supports does not know all of these names.
+bool cpuid_bit(unsigned leaf, unsigned subleaf, unsigned CpuId::* word, int bit) {
+  CpuId id;
+  if (__get_cpuid_count(leaf, subleaf, &id.a, &id.b, &id.c, &id.d) == 0) return false;
+  return ((id.*word >> bit) & 1) != 0;
+}
+#endif
 
 bool cpu_has_avx2() {
 #if defined(__x86_64__)
@@ -23,10 +42,26 @@ bool cpu_has_avx512() {
 #endif
 }
 
+// AMX's tiles are state that the kernel saves only for processes that have asked for it.
+bool cpu_has_amx() {
+#if defined(__x86_64__) && defined(__linux__)
+  if (!cpu_has_avx512() || amx_level() == nullptr) return false;
+  if (!cpuid_bit(7, 1, &CpuId::a, 5) || !cpuid_bit(7, 0, &CpuId::d, 22) ||
+      !cpuid_bit(7, 0, &CpuId::d, 24)) {
+    return false;  // avx512_bf16, amx_bf16, amx_tile
+  }
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return ::syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
 std::vector<const Level*> find_available() {
   std::vector<const Level*> levels = {portable_level()};
   if (avx2_level() != nullptr && cpu_has_avx2()) levels.push_back(avx2_level());
   if (avx512_level() != nullptr && cpu_has_avx512()) levels.push_back(avx512_level());
+  if (cpu_has_amx()) levels.push_back(amx_level());
   return levels;
 }
 

@@ -77,5 +77,6 @@ struct Level {
 const Level* portable_level();
 const Level* avx2_level();
 const Level* avx512_level();
+const Level* amx_level();
 
 }  // namespace vtensor::kernels

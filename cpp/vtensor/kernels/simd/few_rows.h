@@ -114,7 +114,7 @@ void few_rows_tile(const LayerCall& call, const AttendTask& task, const Scratch&
     dot_rows<T, R>(task, s.query + row * dim, dim, s.score + row * kTileTokens, tile, num_keys);
   });
   const int width = (num_keys + kLanes - 1) / kLanes * kLanes;
-  softmax_tile(call, task, s, tile, num_keys, width);
+  softmax_tile<float>(call, task, s, tile, num_keys, width, 1);
   in_row_groups(rows, [&]<int R>(int row) {
     add_values<T, R>(task, s.score + row * kTileTokens, s.output + row * dim, dim, tile, num_keys);
   });

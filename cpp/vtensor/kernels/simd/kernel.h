@@ -1,6 +1,9 @@
 // One level's functions: a task from its queries to its output, and the merge of partial outputs.
 #pragma once
 
+#if defined(__AMX_BF16__)
+#include "vtensor/kernels/simd/amx_rows.h"
+#endif
 #include "vtensor/kernels/simd/few_rows.h"
 #include "vtensor/kernels/simd/many_rows.h"
 
@@ -70,23 +73,44 @@ inline void write_results(const LayerCall& call, const AttendTask& task, const S
   }
 }
 
-template <class T>
-void attend(const LayerCall& call, const AttendTask& task, float* scratch) {
-  const Scratch s = lay_out(scratch, call.head_dim);
-  const int rows = task.num_tokens * task.num_heads;
-  load_queries<T>(call, task, s);
-  start_rows(s, rows, call.head_dim);
+template <class T, class Tile>
+VTENSOR_INLINE void attend_tiles(const LayerCall& call, const AttendTask& task, const Scratch& s,
+                                 const Tile& compute_tile) {
+  start_rows(s, task.num_tokens * task.num_heads, call.head_dim);
   for (int64_t tile = task.begin; tile < task.end; tile += kTileTokens) {
     const int64_t left = task.end - tile;
-    const int num_keys = left < kTileTokens ? static_cast<int>(left) : kTileTokens;
-    if (rows < kManyRows) {
-      few_rows_tile<T>(call, task, s, tile, num_keys);
-    } else {
-      many_rows_tile<T>(call, task, s, tile, num_keys);
-    }
+    compute_tile(call, task, s, tile, left < kTileTokens ? static_cast<int>(left) : kTileTokens);
   }
   write_results<T>(call, task, s);
 }
+
+template <class T>
+void attend(const LayerCall& call, const AttendTask& task, float* scratch) {
+  const Scratch s = lay_out(scratch, call.head_dim);
+  load_queries<T>(call, task, s);
+  if (task.num_tokens * task.num_heads < kManyRows) {
+    attend_tiles<T>(call, task, s, few_rows_tile<T>);
+  } else {
+    attend_tiles<T>(call, task, s, many_rows_tile<T>);
+  }
+}
+
+#if defined(__AMX_BF16__)
+template <>
+void attend<BFloat16>(const LayerCall& call, const AttendTask& task, float* scratch) {
+  const Scratch s = lay_out(scratch, call.head_dim);
+  const int rows = task.num_tokens * task.num_heads;
+  if (rows < kManyRows || call.head_dim % kAmxDepth != 0) {
+    load_queries<BFloat16>(call, task, s);
+    attend_tiles<BFloat16>(call, task, s,
+                           rows < kManyRows ? few_rows_tile<BFloat16> : many_rows_tile<BFloat16>);
+    return;
+  }
+  const AmxTiles tiles;
+  amx_load_queries(call, task, s);
+  attend_tiles<BFloat16>(call, task, s, amx_rows_tile);
+}
+#endif
 
 // Partial results with maxima m_i, sums l_i and outputs o_i are, with m = max m_i, together
 // sum 2^(m_i - m) o_i and sum 2^(m_i - m) l_i (ChunkAttention, equation 2).

@@ -57,7 +57,7 @@ void many_rows_tile(const LayerCall& call, const AttendTask& task, const Scratch
     gemm_panel<kGemmVecs, false>(s.query, dim, s.keys + width * dim, kPanel, s.score + width,
                                  kTileTokens, rows, dim);
   }
-  softmax_tile(call, task, s, tile, num_keys, width);
+  softmax_tile<float>(call, task, s, tile, num_keys, width, 1);
   pack_values(static_cast<const T*>(task.v) + offset, task.token_stride, num_keys, dim, s.values);
   gemm_add(s.score, kTileTokens, s.values, dim, s.output, dim, rows, dim, num_keys);
 }

@@ -39,7 +39,8 @@ inline Scratch lay_out(float* base, int head_dim) {
   return s;
 }
 
-// The factor of the query, by which scores come out in base 2, or ready for the soft cap's tanh.
+// The factor of the query or of the scores, by which scores come out in base 2, or ready for the
+// soft cap's tanh.
 inline float query_factor(const LayerCall& call) {
   return call.softcap != 0 ? call.scaling / call.softcap : call.scaling * kLog2e;
 }
@@ -61,32 +62,38 @@ inline void mask_row(float* score, int64_t first, int64_t last, int width) {
 }
 
 // One row: scores of a tile become weights; maximum, sum and output follow invariants 1 and 2.
-VTENSOR_INLINE void softmax_row(const Scratch& s, int row, int width, int head_dim, float softcap) {
+// `factor`, positive, is still to be applied to the scores. Weights of type W go where the scores
+// stood, from the row's beginning.
+template <class W>
+VTENSOR_INLINE void softmax_row(const Scratch& s, int row, int width, int head_dim, float softcap,
+                                float factor) {
   float* score = s.score + row * kTileTokens;
   if (softcap != 0) {
     for (int i = 0; i < width; i += kLanes) {
       const Vec x = load(score + i);
-      const Vec capped = tanh(x) * (softcap * kLog2e);
+      const Vec capped = tanh(x * factor) * (softcap * kLog2e);
       store(score + i, x == splat(kMinusInfinity) ? x : capped);
     }
+    factor = 1;
   }
-  Vec best = splat(s.maximum[row]);
+  Vec best = splat(kMinusInfinity);
   for (int i = 0; i < width; i += kLanes) best = max(best, load(score + i));
   const float before = s.maximum[row];
-  const float maximum = max_lane(best);
+  const float tile_maximum = max_lane(best) * factor;
+  const float maximum = tile_maximum > before ? tile_maximum : before;
   // No key so far: any finite reference makes all weights 0.
   const float reference = maximum == kMinusInfinity ? 0 : maximum;
   Vec sum = load(s.sum + row * kLanes);
   if (maximum > before) {
-    const float factor = exp2(before - reference);
+    const float shrink = exp2(before - reference);
     s.maximum[row] = maximum;
-    sum *= factor;
-    scale(s.output + row * head_dim, head_dim, factor);
+    sum *= shrink;
+    scale(s.output + row * head_dim, head_dim, shrink);
   }
   for (int i = 0; i < width; i += kLanes) {
-    const Vec weight = exp2(load(score + i) - reference);
+    const Vec weight = exp2(load(score + i) * factor - reference);
     sum += weight;
-    store(score + i, weight);
+    store(reinterpret_cast<W*>(score) + i, weight);
   }
   store(s.sum + row * kLanes, sum);
 }
@@ -95,10 +102,11 @@ inline int64_t clip(int64_t value, int64_t low, int64_t high) {
   return value < low ? low : value > high ? high : value;
 }
 
-// All rows against the tile of keys [tile, tile + num_keys); scores up to `width`, a multiple of
+// All rows against the tile of keys [tile, tile + num_keys); weights up to `width`, a multiple of
 // kLanes, are defined afterwards.
+template <class W>
 inline void softmax_tile(const LayerCall& call, const AttendTask& task, const Scratch& s,
-                         int64_t tile, int num_keys, int width) {
+                         int64_t tile, int num_keys, int width, float factor) {
   for (int i = 0; i < task.num_tokens; ++i) {
     const int64_t position = call.positions[task.tokens[i]];
     const int64_t last = clip(position + 1 - tile, 0, num_keys);
@@ -107,7 +115,7 @@ inline void softmax_tile(const LayerCall& call, const AttendTask& task, const Sc
     for (int h = 0; h < task.num_heads; ++h) {
       const int row = i * task.num_heads + h;
       mask_row(s.score + row * kTileTokens, first, last, width);
-      softmax_row(s, row, width, call.head_dim, call.softcap);
+      softmax_row<W>(s, row, width, call.head_dim, call.softcap, factor);
     }
   }
 }

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 #include <utility>
-#if defined(__F16C__)
+#if defined(__F16C__) || defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
 
@@ -56,11 +56,18 @@ VTENSOR_INLINE void store_halves(void* p, UVec v) {
 VTENSOR_INLINE Vec load(const BFloat16* p) { return from_bits(load_halves(p) << 16); }
 
 // Round to nearest even; a NaN stays one.
+#if defined(__AVX512BF16__) && VTENSOR_LANES == 16
+VTENSOR_INLINE void store(BFloat16* p, Vec v) {
+  const __m256bh h = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(v));
+  __builtin_memcpy(p, &h, sizeof h);
+}
+#else
 VTENSOR_INLINE void store(BFloat16* p, Vec v) {
   const UVec bits = bits_of(v);
   const UVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   store_halves(p, v == v ? rounded : UVec{} + 0x7fc0);
 }
+#endif
 
 #if defined(__F16C__) && VTENSOR_LANES == 16
 // With a mask of all lanes: gcc 12 takes the plain forms for reads of uninitialised memory (PR
