@@ -231,30 +231,42 @@ void RTree::drop_root_if_empty(RNode& root) {
   if (root.children.empty()) roots_.erase(std::string(*root.salt));
 }
 
+// The parent of a leaf that will be a leaf itself when this one is gone; nullptr: none will be.
+RNode* RTree::next_leaf_above(const RNode& leaf) {
+  RNode& parent = *leaf.parent;
+  return parent.parent != nullptr && parent.children.size() == 1 ? &parent : nullptr;
+}
+
+// One pass over the leaves: those passed over are met once, however many there are. A parent that
+// becomes a leaf takes its turn by its own last use: at once if that is due, later in the pass
+// else.
 size_t RTree::evict(size_t num_chunks, bool any) {
   size_t freed = 0;
-  auto leaf = leaves_.begin();
-  while (freed < num_chunks && leaf != leaves_.end()) {
-    RNode& node = *leaf->second;
-    if (node.num_pins > 0 || !(any || frees_something(node))) {
-      ++leaf;
-      continue;
+  for (auto next = leaves_.begin(); freed < num_chunks && next != leaves_.end();) {
+    RNode* node = (next++)->second;
+    while (node != nullptr && freed < num_chunks) {
+      const bool frees = frees_something(*node);
+      if (node->num_pins > 0 || !(any || frees)) break;
+      const LeafKey key{node->last_used, node};
+      RNode* const above = next_leaf_above(*node);
+      freed += frees ? shrink(*node, num_chunks - freed) : remove(*node);
+      if (leaves_.contains(key)) continue;  // shorter, and its tail is mapped now
+      const bool is_due = above != nullptr && (next == leaves_.end() ||
+                                               LeafKey{above->last_used, above} < *next);
+      node = is_due ? above : nullptr;
     }
-    freed += frees_something(node) ? shrink(node, num_chunks - freed) : remove(node);
-    leaf = leaves_.begin();  // the leaf may be gone, and its parent may be a leaf now
   }
   return freed;
 }
 
 size_t RTree::clear() {
   const size_t before = num_tokens_;
-  auto leaf = leaves_.begin();
-  while (leaf != leaves_.end()) {
-    if (leaf->second->num_pins > 0) {
-      ++leaf;
-    } else {
-      remove(*leaf->second);
-      leaf = leaves_.begin();
+  for (auto next = leaves_.begin(); next != leaves_.end();) {
+    RNode* node = (next++)->second;
+    while (node != nullptr && node->num_pins == 0) {
+      RNode* const above = next_leaf_above(*node);
+      remove(*node);
+      node = above;
     }
   }
   return before - num_tokens_;

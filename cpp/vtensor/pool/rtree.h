@@ -106,6 +106,7 @@ class RTree {
   size_t shrink(RNode& leaf, size_t num_chunks);
   size_t remove(RNode& leaf);
   size_t drop_rows(RNode& node, size_t keep_rows);
+  static RNode* next_leaf_above(const RNode& leaf);
   void drop_root_if_empty(RNode& root);
   void add_pins(RNode& node, ptrdiff_t change);
   bool mapped_nowhere(std::span<const ChunkId> row) const;
