@@ -1,20 +1,25 @@
-// What the tests of pool/, ops/, sched/ and the manager share: small geometries, a pool on a driver
-// that can be told to fail, and token sequences.
+// What the tests of pool/, ops/, sched/ and the manager share: small geometries, the drivers that
+// they run on, a pool on a driver that can be told to fail, and token sequences.
 #pragma once
+
+#include <gtest/gtest.h>
 
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "tests/cpp/standin_cuda/standin_control.h"
 #include "vtensor/error.h"
 #include "vtensor/ops/mapping.h"
 #include "vtensor/pool/pool.h"
 #include "vtensor/sched/integrity.h"
 #include "vtensor/sched/scheduler.h"
 #include "vtensor/units.h"
+#include "vtensor/vmm/cuda_driver.h"
 #include "vtensor/vmm/faulty_driver.h"
 #include "vtensor/vmm/host_driver.h"
 #include "vtensor/vmm/sim_driver.h"
@@ -58,10 +63,76 @@ inline std::unique_ptr<Driver> host_driver(TailPolicy tail = TailPolicy::kZero) 
       HostOptions{.capacity_bytes = 64 * kMiB, .tail = tail, .huge_pages = false});
 }
 
-// A pool whose driver fails on demand.
+// CUDA on the stand-in libcuda.so.1, whose device pointers are addresses of this process.
+inline std::unique_ptr<Driver> cuda_driver() {
+  return std::make_unique<CudaDriver>(
+      CudaOptions{.libcuda_path = STANDIN_CUDA_PATH, .window_slab_bytes = 4 * kMiB});
+}
+
+enum class On { kSim, kHost, kCuda };
+
+inline std::string name_of(On driver) {
+  return driver == On::kSim ? "Sim" : driver == On::kHost ? "Host" : "Cuda";
+}
+
+inline std::unique_ptr<Driver> make_driver(On driver) {
+  switch (driver) {
+    case On::kSim:
+      return sim_driver();
+    case On::kHost:
+      return host_driver();
+    case On::kCuda:
+      break;
+  }
+  return cuda_driver();
+}
+
+// While it lives, the stand-in takes chunks as small as the host's. In the end nothing may be alive
+// in it, and no rule of CUDA's may have been broken.
+class StandinScope {
+ public:
+  explicit StandinScope(On driver) {
+    if (driver != On::kCuda) return;
+    standin_.emplace();
+    standin_->reset();
+    standin_->set_granularity(kChunk);
+  }
+  ~StandinScope() {
+    if (!standin_) return;
+    EXPECT_EQ(standin_->live(nullptr), 0U) << "objects are still alive in the CUDA driver";
+    EXPECT_EQ(standin_->violations(), 0U) << standin_->last_violation();
+    standin_->reset();
+  }
+  StandinScope(const StandinScope&) = delete;
+  StandinScope& operator=(const StandinScope&) = delete;
+
+  const StandinControl& operator*() const { return *standin_; }  // Requires: On::kCuda.
+
+ private:
+  std::optional<StandinControl> standin_;
+};
+
+// A test for several drivers. All that a derived fixture owns is gone before the last check.
+class DriverTest : public testing::TestWithParam<On> {
+ protected:
+  StandinScope standin_{GetParam()};
+};
+
+// The driver that the running test is for.
+inline std::unique_ptr<Driver> param_driver() { return make_driver(DriverTest::GetParam()); }
+
+#define VTENSOR_ON_DRIVERS(fixture, ...)                                       \
+  INSTANTIATE_TEST_SUITE_P(Drivers, fixture, testing::Values(__VA_ARGS__), \
+                           [](const auto& info) { return name_of(info.param); })
+#define VTENSOR_ON_EVERY_DRIVER(fixture) \
+  VTENSOR_ON_DRIVERS(fixture, On::kSim, On::kHost, On::kCuda)
+// For tests that look at contents.
+#define VTENSOR_ON_EVERY_MEMORY(fixture) VTENSOR_ON_DRIVERS(fixture, On::kHost, On::kCuda)
+
+// A pool whose driver, by default the running test's, fails on demand.
 struct FaultyPool {
   explicit FaultyPool(const Geometry& geometry = small_geometry(), size_t budget_chunks = 64,
-                      std::unique_ptr<Driver> inner = sim_driver())
+                      std::unique_ptr<Driver> inner = param_driver())
       : FaultyPool(std::make_unique<FaultyDriver>(std::move(inner)), geometry, budget_chunks) {}
 
   FaultyDriver& faults;

@@ -24,7 +24,7 @@ namespace {
 
 struct FaultCase {
   std::string name;
-  bool host;
+  On driver;
   bool persistent;
   FaultPlan::Kind kind;
   SchedulerOptions scheduler;
@@ -37,7 +37,7 @@ void PrintTo(const FaultCase& fault, std::ostream* out) { *out << fault.name; }
 class Scenario {
  public:
   explicit Scenario(const FaultCase& fault) {
-    auto driver = std::make_unique<FaultyDriver>(fault.host ? host_driver() : sim_driver());
+    auto driver = std::make_unique<FaultyDriver>(make_driver(fault.driver));
     faults_ = driver.get();
     const KVSpec spec{.num_layers = 2,
                       .num_kv_heads = 1,
@@ -166,7 +166,9 @@ class Scenario {
   std::shared_ptr<Manager> manager_;
 };
 
-class FaultTest : public testing::TestWithParam<FaultCase> {};
+class FaultTest : public testing::TestWithParam<FaultCase> {
+  StandinScope standin_{GetParam().driver};
+};
 
 TEST_P(FaultTest, nothing_is_lost_whichever_call_fails) {
   int64_t num_calls = 0;
@@ -204,21 +206,21 @@ TEST_P(FaultTest, nothing_is_lost_whichever_call_fails) {
 
 std::vector<FaultCase> fault_cases() {
   std::vector<FaultCase> cases;
-  for (const bool host : {false, true}) {
+  for (const On driver : {On::kSim, On::kHost, On::kCuda}) {
     for (const bool persistent : {false, true}) {
       for (const auto kind : {FaultPlan::Kind::kDriverError, FaultPlan::Kind::kOutOfMemory}) {
         const std::string name =
-            std::string(host ? "Host" : "Sim") + (persistent ? "FromThenOn" : "Once") +
+            name_of(driver) + (persistent ? "FromThenOn" : "Once") +
             (kind == FaultPlan::Kind::kDriverError ? "DriverError" : "OutOfMemory");
         const SchedulerOptions defaults;
         SchedulerOptions unparked;
         unparked.park = false;
         SchedulerOptions unaliased;
         unaliased.alias = false;
-        cases.push_back({name, host, persistent, kind, defaults, 1});
-        if (host) continue;
-        cases.push_back({name + "Unparked", host, persistent, kind, unparked, 2});
-        cases.push_back({name + "Unaliased", host, persistent, kind, unaliased, 1});
+        cases.push_back({name, driver, persistent, kind, defaults, 1});
+        if (driver != On::kSim) continue;
+        cases.push_back({name + "Unparked", driver, persistent, kind, unparked, 2});
+        cases.push_back({name + "Unaliased", driver, persistent, kind, unaliased, 1});
       }
     }
   }

@@ -5,12 +5,10 @@
 
 #include <atomic>
 #include <chrono>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <random>
 #include <span>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -26,12 +24,7 @@ constexpr KVSpec kSpec{.num_layers = 2,
                        .max_tokens = 128,
                        .layers_per_plane = 1};  // 512 bytes a token, four planes
 
-struct Case {
-  std::string name;
-  std::function<std::unique_ptr<Driver>()> driver;
-};
-
-class ManagerTest : public testing::TestWithParam<Case> {
+class ManagerTest : public DriverTest {
  protected:
   std::shared_ptr<Manager> open(size_t budget_chunks = 256) {
     ManagerOptions options;
@@ -39,7 +32,7 @@ class ManagerTest : public testing::TestWithParam<Case> {
     options.memory_budget_bytes = budget_chunks * kChunk;
     options.chunk_bytes = kChunk;
     options.swap_space_bytes = 256 * kChunk;
-    return Manager::open(GetParam().driver(), kSpec, options);
+    return Manager::open(param_driver(), kSpec, options);
   }
 
   static bool extend(Manager& manager, VTensorId id, size_t num_tokens) {
@@ -263,10 +256,7 @@ TEST_P(ManagerTest, an_undersized_budget_is_refused_before_any_work) {
   EXPECT_THROW(open(/*budget_chunks=*/3), std::invalid_argument);
 }
 
-INSTANTIATE_TEST_SUITE_P(Drivers, ManagerTest,
-                         testing::Values(Case{"Sim", [] { return sim_driver(); }},
-                                         Case{"Host", [] { return host_driver(); }}),
-                         [](const auto& info) { return info.param.name; });
+VTENSOR_ON_EVERY_DRIVER(ManagerTest);
 
 }  // namespace
 }  // namespace vtensor

@@ -15,6 +15,10 @@ namespace {
 
 constexpr uint64_t kTenant = 1;
 
+class Alloc : public DriverTest {};
+class Mapping : public DriverTest {};
+class Prefix : public DriverTest {};
+
 std::vector<Handle> create(FaultyPool& faulty, size_t count) {
   std::vector<Handle> handles;
   while (handles.size() < count) handles.push_back(faulty.faults.create(kChunk));
@@ -41,7 +45,7 @@ bool is_unmapped(FaultyPool& faulty, size_t num_rows) {
   return true;
 }
 
-TEST(Alloc, v_alloc_gives_every_slot_once_and_then_nothing) {
+TEST_P(Alloc, v_alloc_gives_every_slot_once_and_then_nothing) {
   FaultyPool faulty;
   for (SlotId slot = 0; slot < 4; ++slot) EXPECT_EQ(v_alloc(faulty.pool), slot);
   EXPECT_EQ(v_alloc(faulty.pool), std::nullopt);
@@ -49,13 +53,13 @@ TEST(Alloc, v_alloc_gives_every_slot_once_and_then_nothing) {
   EXPECT_EQ(v_alloc(faulty.pool), 2U);
 }
 
-TEST(Alloc, p_claim_beyond_the_budget_gives_nothing_and_changes_nothing) {
+TEST_P(Alloc, p_claim_beyond_the_budget_gives_nothing_and_changes_nothing) {
   FaultyPool faulty(small_geometry(), /*budget_chunks=*/3);
   EXPECT_FALSE(p_claim(faulty.pool, 4, ScrubPolicy::kOwner, kTenant));
   EXPECT_EQ(faulty.pool.pset.num_created(), 0U);
 }
 
-TEST(Alloc, a_create_that_fails_leaves_what_exists_as_free_chunks) {
+TEST_P(Alloc, a_create_that_fails_leaves_what_exists_as_free_chunks) {
   for (int64_t k = 1; k <= 4; ++k) {
     FaultyPool faulty;
     std::vector<Claim> claims = claim(faulty, 4);
@@ -67,8 +71,8 @@ TEST(Alloc, a_create_that_fails_leaves_what_exists_as_free_chunks) {
   }
 }
 
-TEST(Alloc, a_dirty_chunk_is_scrubbed_for_its_next_owner) {
-  FaultyPool faulty(small_geometry(), 1, host_driver());
+TEST_P(Alloc, a_dirty_chunk_is_scrubbed_for_its_next_owner) {
+  FaultyPool faulty(small_geometry(), 1);
   std::vector<Claim> claims = claim(faulty, 1);
   p_create(faulty.faults, kChunk, claims);
   p_settle(faulty.pool, claims, kTenant);
@@ -85,7 +89,7 @@ TEST(Alloc, a_dirty_chunk_is_scrubbed_for_its_next_owner) {
   EXPECT_EQ(seen, std::vector<std::byte>(100));
 }
 
-TEST(Alloc, a_scrub_that_fails_leaves_the_chunk_dirty) {
+TEST_P(Alloc, a_scrub_that_fails_leaves_the_chunk_dirty) {
   FaultyPool faulty;
   std::vector<Claim> claims = claim(faulty, 1);
   p_create(faulty.faults, kChunk, claims);
@@ -99,7 +103,7 @@ TEST(Alloc, a_scrub_that_fails_leaves_the_chunk_dirty) {
   EXPECT_EQ(faulty.pool.pset[claims[0].id].dirty_bytes, 10U);
 }
 
-TEST(Alloc, the_scrub_policy_decides_who_must_not_see_whose_bytes) {
+TEST_P(Alloc, the_scrub_policy_decides_who_must_not_see_whose_bytes) {
   const Chunk dirty{.dirty_bytes = 1, .tenant = 5};
   EXPECT_TRUE(needs_scrub(dirty, ScrubPolicy::kOwner, 5));
   EXPECT_FALSE(needs_scrub(dirty, ScrubPolicy::kTenant, 5));
@@ -108,7 +112,7 @@ TEST(Alloc, the_scrub_policy_decides_who_must_not_see_whose_bytes) {
   EXPECT_FALSE(needs_scrub(Chunk{.tenant = 5}, ScrubPolicy::kOwner, 6));
 }
 
-TEST(Mapping, a_map_that_fails_leaves_nothing_mapped) {
+TEST_P(Mapping, a_map_that_fails_leaves_nothing_mapped) {
   int64_t k = 1;
   for (bool failed = true; failed; ++k) {
     FaultyPool faulty;
@@ -125,7 +129,7 @@ TEST(Mapping, a_map_that_fails_leaves_nothing_mapped) {
   EXPECT_EQ(k, 6) << "map and set_access, in two planes";
 }
 
-TEST(Mapping, an_unmap_that_fails_leaves_everything_mapped) {
+TEST_P(Mapping, an_unmap_that_fails_leaves_everything_mapped) {
   for (int64_t k = 1; k <= 2; ++k) {
     FaultyPool faulty;
     const std::vector<Handle> handles = create(faulty, 6);
@@ -137,10 +141,10 @@ TEST(Mapping, an_unmap_that_fails_leaves_everything_mapped) {
   }
 }
 
-TEST(Mapping, a_remap_that_fails_leaves_the_old_chunks_mapped) {
+TEST_P(Mapping, a_remap_that_fails_leaves_the_old_chunks_mapped) {
   int64_t k = 1;
   for (bool failed = true; failed; ++k) {
-    FaultyPool faulty(small_geometry(), 64, host_driver());
+    FaultyPool faulty;
     const std::vector<Handle> before = create(faulty, 2);
     const std::vector<Handle> after = create(faulty, 2);
     map(faulty.faults, rows_from(faulty, 0), before);
@@ -160,21 +164,21 @@ TEST(Mapping, a_remap_that_fails_leaves_the_old_chunks_mapped) {
   EXPECT_EQ(k, 8) << "two unmap, two map, two set_access";
 }
 
-TEST(Mapping, an_undo_that_fails_too_is_a_broken_mapping) {
+TEST_P(Mapping, an_undo_that_fails_too_is_a_broken_mapping) {
   FaultyPool faulty;
   const std::vector<Handle> handles = create(faulty, 2);
   faulty.fail_at(3, /*persistent=*/true);  // the second plane, and whatever follows
   EXPECT_THROW(map(faulty.faults, rows_from(faulty, 0), handles), BrokenMapping);
 }
 
-TEST(Mapping, a_set_access_whose_undo_fails_is_a_broken_mapping) {
+TEST_P(Mapping, a_set_access_whose_undo_fails_is_a_broken_mapping) {
   FaultyPool faulty;
   const std::vector<Handle> handles = create(faulty, 2);
   faulty.fail_at(2, /*persistent=*/true);
   EXPECT_THROW(map(faulty.faults, rows_from(faulty, 0), handles), BrokenMapping);
 }
 
-TEST(Mapping, a_remap_that_cannot_go_back_is_a_broken_mapping) {
+TEST_P(Mapping, a_remap_that_cannot_go_back_is_a_broken_mapping) {
   FaultyPool faulty;
   const std::vector<Handle> before = create(faulty, 2);
   const std::vector<Handle> after = create(faulty, 2);
@@ -183,7 +187,7 @@ TEST(Mapping, a_remap_that_cannot_go_back_is_a_broken_mapping) {
   EXPECT_THROW(remap(faulty.faults, rows_from(faulty, 0), before, after), BrokenMapping);
 }
 
-TEST(Mapping, no_rows_are_no_driver_call) {
+TEST_P(Mapping, no_rows_are_no_driver_call) {
   FaultyPool faulty;
   const int64_t calls = faulty.faults.num_calls();
   map(faulty.faults, rows_from(faulty, 0), {});
@@ -191,7 +195,7 @@ TEST(Mapping, no_rows_are_no_driver_call) {
   EXPECT_EQ(faulty.faults.num_calls(), calls);
 }
 
-TEST(Prefix, a_match_holds_its_chunks_until_they_are_freed) {
+TEST_P(Prefix, a_match_holds_its_chunks_until_they_are_freed) {
   FaultyPool faulty;
   const Tokens tokens = tokens_from(0, 8);
   const SlotId slot = *v_alloc(faulty.pool);
@@ -209,6 +213,10 @@ TEST(Prefix, a_match_holds_its_chunks_until_they_are_freed) {
   p_free(faulty.pool, match.table);
   EXPECT_EQ(faulty.pool.rtree.evict(100), 4U);
 }
+
+VTENSOR_ON_EVERY_MEMORY(Alloc);
+VTENSOR_ON_EVERY_MEMORY(Mapping);
+VTENSOR_ON_EVERY_DRIVER(Prefix);
 
 }  // namespace
 }  // namespace vtensor

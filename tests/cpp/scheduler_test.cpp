@@ -10,11 +10,11 @@
 namespace vtensor {
 namespace {
 
-// Four tokens a chunk, two planes, real memory: byte 0 of each token tells who wrote it.
-class SchedulerTest : public testing::Test {
+// Four tokens a chunk, two planes, real memory (that of the stand-in on Cuda): byte 0 of each token tells who wrote it.
+class SchedulerTest : public DriverTest {
  protected:
   explicit SchedulerTest(const SchedulerOptions& options = {}, size_t budget_chunks = 64)
-      : faulty_(small_geometry(), budget_chunks, host_driver()),
+      : faulty_(small_geometry(), budget_chunks),
         scheduler_(faulty_.pool, options) {}
 
   void TearDown() override { check_integrity(scheduler_); }
@@ -54,7 +54,7 @@ class SchedulerTest : public testing::Test {
   Scheduler scheduler_;
 };
 
-TEST_F(SchedulerTest, a_newcomer_at_the_watermark_takes_over_without_a_copy) {
+TEST_P(SchedulerTest, a_newcomer_at_the_watermark_takes_over_without_a_copy) {
   scheduler_.release(recorded(tokens_from(0, 6), 'a'));
   const VTensorId next = *scheduler_.create(tokens_from(0, 6), "");
   EXPECT_TRUE(extend(next, 7));
@@ -63,7 +63,7 @@ TEST_F(SchedulerTest, a_newcomer_at_the_watermark_takes_over_without_a_copy) {
   EXPECT_EQ(at(next, 5), 'a');
 }
 
-TEST_F(SchedulerTest, while_the_appender_lives_a_newcomer_copies_one_chunk_a_plane) {
+TEST_P(SchedulerTest, while_the_appender_lives_a_newcomer_copies_one_chunk_a_plane) {
   const VTensorId first = recorded(tokens_from(0, 6), 'a');
   const VTensorId second = *scheduler_.create(tokens_from(0, 6), "");
   EXPECT_TRUE(extend(first, 7));
@@ -75,7 +75,7 @@ TEST_F(SchedulerTest, while_the_appender_lives_a_newcomer_copies_one_chunk_a_pla
   EXPECT_EQ(at(second, 5, 1), 'a');
 }
 
-TEST_F(SchedulerTest, of_two_newcomers_the_first_takes_over_and_the_second_copies) {
+TEST_P(SchedulerTest, of_two_newcomers_the_first_takes_over_and_the_second_copies) {
   scheduler_.release(recorded(tokens_from(0, 6), 'a'));
   const VTensorId first = *scheduler_.create(tokens_from(0, 6), "");
   const VTensorId second = *scheduler_.create(tokens_from(0, 6), "");
@@ -85,21 +85,21 @@ TEST_F(SchedulerTest, of_two_newcomers_the_first_takes_over_and_the_second_copie
   EXPECT_EQ(copied(), 2U);
 }
 
-TEST_F(SchedulerTest, a_newcomer_below_the_watermark_copies) {
+TEST_P(SchedulerTest, a_newcomer_below_the_watermark_copies) {
   scheduler_.release(recorded(tokens_from(0, 7), 'a'));
   const VTensorId other = *scheduler_.create(tokens_from(0, 6), "");
   EXPECT_TRUE(extend(other, 7));
   EXPECT_EQ(copied(), 2U);
 }
 
-TEST_F(SchedulerTest, a_newcomer_at_a_row_border_copies_nothing) {
+TEST_P(SchedulerTest, a_newcomer_at_a_row_border_copies_nothing) {
   recorded(tokens_from(0, 8), 'a');
   const VTensorId other = *scheduler_.create(tokens_from(0, 8), "");
   EXPECT_TRUE(extend(other, 12));
   EXPECT_EQ(copied(), 0U);
 }
 
-TEST_F(SchedulerTest, a_fork_copies_when_it_writes_and_its_parent_does_not) {
+TEST_P(SchedulerTest, a_fork_copies_when_it_writes_and_its_parent_does_not) {
   const VTensorId parent = recorded(tokens_from(0, 6), 'a');
   const VTensorId child = *scheduler_.fork(parent);
   EXPECT_TRUE(extend(parent, 7));
@@ -111,7 +111,7 @@ TEST_F(SchedulerTest, a_fork_copies_when_it_writes_and_its_parent_does_not) {
   EXPECT_EQ(at(child, 5), 'a');
 }
 
-TEST_F(SchedulerTest, the_fork_of_a_released_parent_takes_over) {
+TEST_P(SchedulerTest, the_fork_of_a_released_parent_takes_over) {
   const VTensorId parent = recorded(tokens_from(0, 6), 'a');
   const VTensorId child = *scheduler_.fork(parent);
   scheduler_.release(parent);
@@ -119,14 +119,14 @@ TEST_F(SchedulerTest, the_fork_of_a_released_parent_takes_over) {
   EXPECT_EQ(copied(), 0U);
 }
 
-TEST_F(SchedulerTest, a_fork_into_the_last_slot_works_and_then_none_is_left) {
+TEST_P(SchedulerTest, a_fork_into_the_last_slot_works_and_then_none_is_left) {
   const VTensorId parent = recorded(tokens_from(0, 6), 'a');
   for (int i = 0; i < 3; ++i) EXPECT_TRUE(scheduler_.fork(parent));
   EXPECT_EQ(scheduler_.fork(parent), std::nullopt);
   EXPECT_EQ(scheduler_.create({}, ""), std::nullopt);
 }
 
-TEST_F(SchedulerTest, the_next_turn_adopts_the_parked_slot_without_any_driver_call) {
+TEST_P(SchedulerTest, the_next_turn_adopts_the_parked_slot_without_any_driver_call) {
   scheduler_.release(recorded(tokens_from(0, 6), 'a'));
   const int64_t before = calls();
   const VTensorId next = *scheduler_.create(tokens_from(0, 6), "");
@@ -135,7 +135,7 @@ TEST_F(SchedulerTest, the_next_turn_adopts_the_parked_slot_without_any_driver_ca
   EXPECT_EQ(scheduler_.counters().chunks_adopted, 4U);
 }
 
-TEST_F(SchedulerTest, of_two_parked_slots_the_one_with_the_prefix_is_adopted) {
+TEST_P(SchedulerTest, of_two_parked_slots_the_one_with_the_prefix_is_adopted) {
   const VTensorId first = recorded(tokens_from(0, 8), 'a');
   const VTensorId second = recorded(tokens_from(100, 8), 'b');
   const SlotId wanted = live(second).slot;
@@ -144,7 +144,7 @@ TEST_F(SchedulerTest, of_two_parked_slots_the_one_with_the_prefix_is_adopted) {
   EXPECT_EQ(live(*scheduler_.create(tokens_from(100, 8), "")).slot, wanted);
 }
 
-TEST_F(SchedulerTest, private_rows_of_a_parked_slot_are_scrubbed_for_a_stranger) {
+TEST_P(SchedulerTest, private_rows_of_a_parked_slot_are_scrubbed_for_a_stranger) {
   const VTensorId first = *scheduler_.create({}, "");
   EXPECT_TRUE(extend(first, 8));
   at(first, 3) = 's';
@@ -154,7 +154,7 @@ TEST_F(SchedulerTest, private_rows_of_a_parked_slot_are_scrubbed_for_a_stranger)
   EXPECT_EQ(at(stranger, 3), '\0');
 }
 
-TEST_F(SchedulerTest, truncation_below_recorded_tokens_never_rewrites_them) {
+TEST_P(SchedulerTest, truncation_below_recorded_tokens_never_rewrites_them) {
   const VTensorId id = recorded(tokens_from(0, 7), 'a');
   scheduler_.truncate(id, 5);
   EXPECT_TRUE(extend(id, 8));
@@ -165,7 +165,7 @@ TEST_F(SchedulerTest, truncation_below_recorded_tokens_never_rewrites_them) {
   EXPECT_EQ(at(reader, 6), 'a');
 }
 
-TEST_F(SchedulerTest, truncation_into_an_aliased_row_never_rewrites_it) {
+TEST_P(SchedulerTest, truncation_into_an_aliased_row_never_rewrites_it) {
   scheduler_.release(recorded(tokens_from(0, 12), 'a'));
   const VTensorId id = *scheduler_.create(tokens_from(0, 12), "");
   scheduler_.truncate(id, 2);
@@ -174,7 +174,7 @@ TEST_F(SchedulerTest, truncation_into_an_aliased_row_never_rewrites_it) {
   EXPECT_EQ(at(*scheduler_.create(tokens_from(0, 12), ""), 3), 'a');
 }
 
-TEST_F(SchedulerTest, truncation_of_unshared_tokens_keeps_the_rows) {
+TEST_P(SchedulerTest, truncation_of_unshared_tokens_keeps_the_rows) {
   const VTensorId id = *scheduler_.create({}, "");
   EXPECT_TRUE(extend(id, 12));
   const int64_t before = calls();
@@ -183,7 +183,7 @@ TEST_F(SchedulerTest, truncation_of_unshared_tokens_keeps_the_rows) {
   EXPECT_EQ(calls(), before);
 }
 
-TEST_F(SchedulerTest, what_truncation_frees_is_known_to_be_dirty) {
+TEST_P(SchedulerTest, what_truncation_frees_is_known_to_be_dirty) {
   const VTensorId id = recorded(tokens_from(0, 8), 's');
   scheduler_.truncate(id, 0);
   faulty_.pool.rtree.clear();
@@ -191,13 +191,13 @@ TEST_F(SchedulerTest, what_truncation_frees_is_known_to_be_dirty) {
   for (ChunkId chunk = 0; chunk < 4; ++chunk) EXPECT_EQ(pset()[chunk].dirty_bytes, kChunk);
 }
 
-TEST_F(SchedulerTest, a_recorded_chunk_that_its_writer_gave_up_has_no_appender) {
+TEST_P(SchedulerTest, a_recorded_chunk_that_its_writer_gave_up_has_no_appender) {
   const VTensorId id = recorded(tokens_from(0, 8), 'a');
   scheduler_.truncate(id, 0);
   for (ChunkId chunk = 0; chunk < 4; ++chunk) EXPECT_EQ(pset()[chunk].appender, kNoVTensor);
 }
 
-TEST_F(SchedulerTest, extending_by_nothing_new_is_no_driver_call) {
+TEST_P(SchedulerTest, extending_by_nothing_new_is_no_driver_call) {
   const VTensorId id = recorded(tokens_from(0, 6), 'a');
   const int64_t before = calls();
   EXPECT_TRUE(extend(id, 8));
@@ -206,7 +206,7 @@ TEST_F(SchedulerTest, extending_by_nothing_new_is_no_driver_call) {
   EXPECT_EQ(calls(), before);
 }
 
-TEST_F(SchedulerTest, a_batch_is_extended_by_all_or_none) {
+TEST_P(SchedulerTest, a_batch_is_extended_by_all_or_none) {
   const VTensorId a = *scheduler_.create({}, "");
   const VTensorId b = *scheduler_.create({}, "");
   const std::vector<VTensorId> ids{a, b};
@@ -217,7 +217,7 @@ TEST_F(SchedulerTest, a_batch_is_extended_by_all_or_none) {
   EXPECT_EQ(pset().num_created(), 0U);
 }
 
-TEST_F(SchedulerTest, stale_and_foreign_ids_are_told_apart) {
+TEST_P(SchedulerTest, stale_and_foreign_ids_are_told_apart) {
   const VTensorId id = *scheduler_.create({}, "");
   scheduler_.release(id);
   EXPECT_THROW(scheduler_.live(id), ReleasedError);
@@ -239,7 +239,7 @@ class SchedulerMemoryTest : public SchedulerTest {
   }
 };
 
-TEST_F(SchedulerMemoryTest, parked_private_chunks_go_before_recorded_prefixes) {
+TEST_P(SchedulerMemoryTest, parked_private_chunks_go_before_recorded_prefixes) {
   scheduler_.release(recorded(tokens_from(0, 8), 'a'));
   const VTensorId live_one = *scheduler_.create(tokens_from(0, 8), "");  // adopts
   const VTensorId parked = extended(8);
@@ -250,7 +250,7 @@ TEST_F(SchedulerMemoryTest, parked_private_chunks_go_before_recorded_prefixes) {
   EXPECT_EQ(faulty_.pool.rtree.num_tokens(), 8U);
 }
 
-TEST_F(SchedulerMemoryTest, rows_mapped_ahead_go_before_recorded_prefixes) {
+TEST_P(SchedulerMemoryTest, rows_mapped_ahead_go_before_recorded_prefixes) {
   const VTensorId first = recorded(tokens_from(0, 4), 'a');
   scheduler_.release(first);
   const VTensorId ahead = extended(2);
@@ -264,7 +264,7 @@ TEST_F(SchedulerMemoryTest, rows_mapped_ahead_go_before_recorded_prefixes) {
   EXPECT_EQ(faulty_.pool.vset.mapped_rows(live(ahead).slot), 1U);
 }
 
-TEST_F(SchedulerMemoryTest, recorded_prefixes_go_when_nothing_else_is_left) {
+TEST_P(SchedulerMemoryTest, recorded_prefixes_go_when_nothing_else_is_left) {
   scheduler_.release(recorded(tokens_from(0, 16), 'a'));
   const VTensorId id = *scheduler_.create(tokens_from(50, 1), "");
   EXPECT_TRUE(extend(id, 12));
@@ -272,7 +272,7 @@ TEST_F(SchedulerMemoryTest, recorded_prefixes_go_when_nothing_else_is_left) {
   EXPECT_GT(scheduler_.counters().chunks_evicted, 0U);
 }
 
-TEST_F(SchedulerMemoryTest, shortage_takes_nothing_from_anybody) {
+TEST_P(SchedulerMemoryTest, shortage_takes_nothing_from_anybody) {
   scheduler_.release(recorded(tokens_from(0, 8), 'a'));
   const VTensorId id = extended(4);
   const int64_t before = calls();
@@ -281,7 +281,7 @@ TEST_F(SchedulerMemoryTest, shortage_takes_nothing_from_anybody) {
   EXPECT_EQ(calls(), before);
 }
 
-TEST_F(SchedulerMemoryTest, surplus_rows_under_views_stay) {
+TEST_P(SchedulerMemoryTest, surplus_rows_under_views_stay) {
   const VTensorId victim = extended(16);
   scheduler_.truncate(victim, 1);
   faulty_.pool.vset[live(victim).slot].num_views = 1;
@@ -291,7 +291,7 @@ TEST_F(SchedulerMemoryTest, surplus_rows_under_views_stay) {
   EXPECT_TRUE(extend(other, 4));
 }
 
-TEST_F(SchedulerMemoryTest, surplus_rows_are_scrubbed_for_their_next_owner) {
+TEST_P(SchedulerMemoryTest, surplus_rows_are_scrubbed_for_their_next_owner) {
   const VTensorId victim = extended(16);
   for (size_t t = 0; t < 16; ++t) at(victim, t) = 's';
   scheduler_.truncate(victim, 1);
@@ -300,7 +300,7 @@ TEST_F(SchedulerMemoryTest, surplus_rows_are_scrubbed_for_their_next_owner) {
   for (size_t t = 0; t < 12; ++t) EXPECT_EQ(at(other, t), '\0') << "token " << t;
 }
 
-TEST_F(SchedulerMemoryTest, pre_extension_that_cannot_succeed_evicts_nothing) {
+TEST_P(SchedulerMemoryTest, pre_extension_that_cannot_succeed_evicts_nothing) {
   scheduler_.release(recorded(tokens_from(0, 4), 'a'));
   scheduler_.trim();
   const VTensorId id = extended(12);
@@ -309,19 +309,19 @@ TEST_F(SchedulerMemoryTest, pre_extension_that_cannot_succeed_evicts_nothing) {
   EXPECT_EQ(faulty_.pool.rtree.num_tokens(), 4U);
 }
 
-TEST_F(SchedulerMemoryTest, a_lower_budget_evicts_and_gives_back) {
+TEST_P(SchedulerMemoryTest, a_lower_budget_evicts_and_gives_back) {
   scheduler_.release(recorded(tokens_from(0, 16), 'a'));
   EXPECT_TRUE(scheduler_.set_budget_chunks(4));
   EXPECT_EQ(pset().num_created(), 4U);
 }
 
-TEST_F(SchedulerMemoryTest, a_budget_below_what_is_in_use_is_refused) {
+TEST_P(SchedulerMemoryTest, a_budget_below_what_is_in_use_is_refused) {
   extended(16);
   EXPECT_FALSE(scheduler_.set_budget_chunks(6));
   EXPECT_EQ(pset().budget_chunks(), 8U);
 }
 
-TEST_F(SchedulerMemoryTest, trim_gives_back_free_and_parked_chunks_only) {
+TEST_P(SchedulerMemoryTest, trim_gives_back_free_and_parked_chunks_only) {
   const VTensorId kept = extended(4);
   scheduler_.release(extended(8));
   EXPECT_EQ(scheduler_.trim(), 4 * kChunk);
@@ -337,7 +337,7 @@ class SchedulerCopyTest : public SchedulerTest {
   SchedulerCopyTest() : SchedulerTest({.alias = false}) {}
 };
 
-TEST_F(SchedulerCopyTest, a_prefix_is_copied_and_nothing_beyond_it) {
+TEST_P(SchedulerCopyTest, a_prefix_is_copied_and_nothing_beyond_it) {
   const Tokens tokens = tokens_from(0, 7);
   const VTensorId first = recorded(tokens, 'a');
   const VTensorId second = *scheduler_.create(tokens_from(0, 6), "");
@@ -347,12 +347,16 @@ TEST_F(SchedulerCopyTest, a_prefix_is_copied_and_nothing_beyond_it) {
   EXPECT_EQ(at(first, 6), 'a');
 }
 
-TEST_F(SchedulerCopyTest, a_copy_that_fails_leaves_nothing_behind) {
+TEST_P(SchedulerCopyTest, a_copy_that_fails_leaves_nothing_behind) {
   recorded(tokens_from(0, 7), 'a');
   faulty_.faults.set_plan({.fail_at = 1, .only = CallKind::kCopy});
   EXPECT_THROW(scheduler_.create(tokens_from(0, 6), ""), DriverError);
   EXPECT_EQ(scheduler_.live_ids().size(), 1U);
 }
+
+VTENSOR_ON_EVERY_MEMORY(SchedulerTest);
+VTENSOR_ON_EVERY_MEMORY(SchedulerMemoryTest);
+VTENSOR_ON_EVERY_MEMORY(SchedulerCopyTest);
 
 }  // namespace
 }  // namespace vtensor

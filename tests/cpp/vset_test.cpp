@@ -9,7 +9,9 @@
 namespace vtensor {
 namespace {
 
-TEST(VSet, slots_lie_side_by_side_in_each_plane) {
+class VSetTest : public DriverTest {};
+
+TEST_P(VSetTest, slots_lie_side_by_side_in_each_plane) {
   FaultyPool faulty;
   const VSet& vset = faulty.pool.vset;
   const size_t stride = faulty.pool.geometry.slot_stride_bytes();
@@ -17,7 +19,7 @@ TEST(VSet, slots_lie_side_by_side_in_each_plane) {
   EXPECT_EQ(vset.reserved_bytes(), 2 * 4 * 64 * kKiB);
 }
 
-TEST(VSet, planes_do_not_overlap) {
+TEST_P(VSetTest, planes_do_not_overlap) {
   FaultyPool faulty;
   const VSet& vset = faulty.pool.vset;
   const uintptr_t a = vset.address(0, 0, 0);
@@ -25,7 +27,7 @@ TEST(VSet, planes_do_not_overlap) {
   EXPECT_GE(a > b ? a - b : b - a, vset.reserved_bytes() / 2);
 }
 
-TEST(VSet, the_lowest_free_slot_is_taken_first) {
+TEST_P(VSetTest, the_lowest_free_slot_is_taken_first) {
   FaultyPool faulty;
   VSet& vset = faulty.pool.vset;
   EXPECT_EQ(vset.take_free(), 0U);
@@ -34,7 +36,7 @@ TEST(VSet, the_lowest_free_slot_is_taken_first) {
   EXPECT_EQ(vset.take_free(), 0U);
 }
 
-TEST(VSet, each_life_of_a_slot_has_a_generation_of_its_own) {
+TEST_P(VSetTest, each_life_of_a_slot_has_a_generation_of_its_own) {
   FaultyPool faulty;
   VSet& vset = faulty.pool.vset;
   const SlotId slot = vset.take_free();
@@ -44,7 +46,7 @@ TEST(VSet, each_life_of_a_slot_has_a_generation_of_its_own) {
   EXPECT_GT(vset[slot].generation, first);
 }
 
-TEST(VSet, parked_slots_stand_in_the_order_of_parking) {
+TEST_P(VSetTest, parked_slots_stand_in_the_order_of_parking) {
   FaultyPool faulty;
   VSet& vset = faulty.pool.vset;
   for (int i = 0; i < 3; ++i) vset.take_free();
@@ -53,7 +55,7 @@ TEST(VSet, parked_slots_stand_in_the_order_of_parking) {
   EXPECT_EQ(vset.parked(), (std::list<SlotId>{2, 1}));
 }
 
-TEST(VSet, a_broken_slot_is_never_used_again) {
+TEST_P(VSetTest, a_broken_slot_is_never_used_again) {
   FaultyPool faulty;
   VSet& vset = faulty.pool.vset;
   const SlotId broken = vset.take_free();
@@ -65,15 +67,15 @@ TEST(VSet, a_broken_slot_is_never_used_again) {
   EXPECT_TRUE(vset.parked().empty());
 }
 
-TEST(VSet, a_failed_reservation_leaves_nothing_reserved) {
+TEST_P(VSetTest, a_failed_reservation_leaves_nothing_reserved) {
   for (int64_t k = 1; k <= 3; ++k) {
-    FaultyDriver driver(sim_driver(), {.fail_at = k});
+    FaultyDriver driver(param_driver(), {.fail_at = k});
     EXPECT_THROW(VSet(driver, small_geometry(kKiB, 3)), DriverError);
     EXPECT_EQ(driver.num_calls(CallKind::kFree), k - 1);
   }
 }
 
-TEST(VSet, an_arena_beyond_the_address_space_is_refused) {
+TEST_P(VSetTest, an_arena_beyond_the_address_space_is_refused) {
   Geometry geometry = small_geometry();
   geometry.max_slots = SIZE_MAX / 2;
   EXPECT_THROW(FaultyPool{geometry}, std::exception);
@@ -96,6 +98,8 @@ TEST(Geometry, a_token_may_be_larger_than_a_chunk) {
   EXPECT_EQ(geometry.tokens_in(2), 0U);
   EXPECT_EQ(geometry.tokens_in(3), 1U);
 }
+
+VTENSOR_ON_EVERY_DRIVER(VSetTest);
 
 }  // namespace
 }  // namespace vtensor

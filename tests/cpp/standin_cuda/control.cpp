@@ -93,6 +93,11 @@ STANDIN_EXPORT void standin_cuda_set_capacity(uint64_t bytes_per_device) {
   state().capacity_bytes = bytes_per_device;
 }
 
+STANDIN_EXPORT void standin_cuda_set_granularity(uint64_t bytes) {
+  const std::lock_guard lock(state().mutex);
+  state().granularity = bytes;
+}
+
 STANDIN_EXPORT void standin_cuda_set_devices(int num_devices) {
   const std::lock_guard lock(state().mutex);
   state().num_devices = num_devices < standin::kMaxDevices ? num_devices : standin::kMaxDevices;

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -50,7 +51,7 @@ size_t whole_mappings(uint64_t addr, size_t size_bytes) {
   return next == addr + size_bytes ? count : 0;
 }
 
-bool is_multiple(uint64_t value) { return value % kGranularity == 0; }
+bool is_multiple(uint64_t value) { return value % state().granularity == 0; }
 
 void free_if_unused(const std::shared_ptr<Allocation>& allocation) {
   if (!allocation->released || allocation->num_mappings != 0) return;
@@ -147,7 +148,7 @@ STANDIN_EXPORT CUresult cuMemGetAllocationGranularity(size_t* granularity,
       option != CU_MEM_ALLOC_GRANULARITY_RECOMMENDED) {
     return violation(CUDA_ERROR_INVALID_VALUE, kFunction, "bad option");
   }
-  *granularity = kGranularity;
+  *granularity = state().granularity;
   return CUDA_SUCCESS;
 }
 
@@ -160,7 +161,7 @@ STANDIN_EXPORT CUresult cuMemAddressReserve(CUdeviceptr* ptr, size_t size, size_
   if (flags != 0 || (alignment & (alignment - 1)) != 0) {
     return violation(CUDA_ERROR_INVALID_VALUE, kFunction, "flags, or alignment no power of two");
   }
-  const size_t aligned_to = alignment < kGranularity ? kGranularity : alignment;
+  const size_t aligned_to = std::max(alignment, state().granularity);
   const size_t mapped = size + aligned_to;
   if (mapped < size) return CUDA_ERROR_OUT_OF_MEMORY;
   void* start =

@@ -22,6 +22,7 @@ class StandinControl {
   STANDIN_CONTROL(reset);
   STANDIN_CONTROL(calls);
   STANDIN_CONTROL(set_capacity);
+  STANDIN_CONTROL(set_granularity);
   STANDIN_CONTROL(set_devices);
   STANDIN_CONTROL(set_attribute);
   STANDIN_CONTROL(forget_init);

@@ -2,7 +2,8 @@
 // types, so that Python can call them by ctypes.
 //
 // What the stand-in is: the driver functions that this project calls, over memfd and mmap. A device
-// pointer is an ordinary address that the test may read. Granularity 2 MiB, two devices.
+// pointer is an ordinary address that the test may read. Granularity 2 MiB unless told otherwise, two
+// devices.
 // What it is for: every rule of the documentation that we know of is checked, and a broken rule is
 // a *violation*: printed to stderr, counted, and answered with an error. What it cannot show: a
 // GPU's timing, its real error codes, or its behaviour where the documentation is silent. New
@@ -12,6 +13,7 @@
 //
 // Environment, read when the library is first used, and again by standin_cuda_reset():
 //   STANDIN_CUDA_CAPACITY_BYTES  memory of each device (default 8 GiB, backed only where touched)
+//   STANDIN_CUDA_GRANULARITY_BYTES  of all memory calls (default 2 MiB)
 //   STANDIN_CUDA_DEVICES         number of devices (default 2)
 //   STANDIN_CUDA_FAIL            "cuMemMap:3:2,cuMemCreate:1:999": as standin_cuda_fail()
 //   STANDIN_CUDA_REPORT          "1": print what is still alive at exit; "fail": also _exit(97)
@@ -36,6 +38,9 @@ void standin_cuda_reset(void);
 uint64_t standin_cuda_calls(const char* function);
 
 void standin_cuda_set_capacity(uint64_t bytes_per_device);
+// A power of two, at least a page. Small ones let a test of the layers above use small chunks. Only
+// while nothing is alive.
+void standin_cuda_set_granularity(uint64_t bytes);
 void standin_cuda_set_devices(int num_devices);  // at most 2; with 0, cuInit says "no device"
 void standin_cuda_set_attribute(int attribute, int value);  // of all devices
 void standin_cuda_forget_init(void);                        // as if cuInit had never been called

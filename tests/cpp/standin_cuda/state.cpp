@@ -32,6 +32,12 @@ void read_injections(State& s) {
 
 void State::read_environment() {
   capacity_bytes = number_from("STANDIN_CUDA_CAPACITY_BYTES", uint64_t{8} << 30);
+  granularity = number_from("STANDIN_CUDA_GRANULARITY_BYTES", kDefaultGranularity);
+  if (granularity < kPageBytes || (granularity & (granularity - 1)) != 0) {
+    std::fprintf(stderr, "STANDIN CUDA: granularity %zu is not a power of two of whole pages\n",
+                 granularity);
+    granularity = kDefaultGranularity;
+  }
   num_devices = static_cast<int>(number_from("STANDIN_CUDA_DEVICES", kMaxDevices));
   if (num_devices < 0 || num_devices > kMaxDevices) num_devices = kMaxDevices;
   attributes = {{CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 4},

@@ -25,7 +25,7 @@ namespace standin {
 
 using namespace vtensor::cuda;  // NOLINT: the whole library speaks these types
 
-inline constexpr size_t kGranularity = size_t{2} << 20;
+inline constexpr size_t kDefaultGranularity = size_t{2} << 20;
 inline constexpr int kMaxDevices = 2;
 inline constexpr int kDriverVersion = 12080;
 inline constexpr size_t kPageBytes = 4096;
@@ -94,6 +94,7 @@ struct State {
   bool single_unmap = false;
   int sync_timeout_ms = 20000;
   uint64_t capacity_bytes = 0;
+  size_t granularity = kDefaultGranularity;
   int num_devices = kMaxDevices;
   std::map<int, int> attributes;
 
