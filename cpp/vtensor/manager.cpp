@@ -83,6 +83,7 @@ Manager::~Manager() {
 // The driver's own destructor gives back what this cannot.
 void Manager::unmap_everything() noexcept {
   try {
+    scheduler_.finish_steps();
     if (scheduler_.is_asleep()) scheduler_.discard_sleep(*sleep_store_);
     for (const VTensorId id : scheduler_.live_ids()) scheduler_.release(id);
     for (SlotId slot = 0; slot < pool_.vset.num_slots(); ++slot) scheduler_.unhold(slot);
@@ -155,8 +156,17 @@ std::optional<VTensorId> Manager::try_fork(VTensorId id) {
 }
 
 void Manager::release(VTensorId id) {
-  Lock held = lock();
-  wait_until_idle(held, {&id, 1});
+  Lock held = lock_awake_or_not();
+  settled_.wait(held, [&] { return !scheduler_.is_live(id) || !scheduler_.live(id).busy; });
+  if (closed_) throw ReleasedError("the manager is closed");
+  if (!scheduler_.is_asleep()) return release_now(id);
+  if (std::ranges::find(released_asleep_, scheduler_.live(id).id) != released_asleep_.end()) {
+    throw ReleasedError("vTensor " + std::to_string(id) + " has been released");
+  }
+  released_asleep_.push_back(id);
+}
+
+void Manager::release_now(VTensorId id) {
   const TraceOp op(*trace_, scheduler_, "release", id);
   scheduler_.forget_swapped(scheduler_.live(id), swap_store_);
   scheduler_.release(id);
@@ -310,18 +320,20 @@ void Manager::truncate(VTensorId id, size_t num_tokens) {
 
 void Manager::begin_step() {
   const Lock held = lock();
+  const TraceOp op(*trace_, scheduler_, "begin_step");
   scheduler_.epochs().begin();
 }
 
 void Manager::end_step(uintptr_t stream) {
   const Lock held = lock();
+  const TraceOp op(*trace_, scheduler_, "end_step");
   scheduler_.epochs().end(pool_.driver->fence(stream));
   scheduler_.reap();
 }
 
 size_t Manager::record_prefix(VTensorId id, std::span<const Token> tokens) {
   Lock held = lock();
-  wait_until_idle(held, {&id, 1});  // dedup may break the slot: the worker must not be at it
+  wait_until_idle(held, {&id, 1});  // dedup changes its page table: the worker must not be at it
   TraceOp op(*trace_, scheduler_, "record_prefix", id);
   op.tokens(tokens);
   if (options_.dedup) scheduler_.dedup(id, tokens);
@@ -414,9 +426,14 @@ size_t Manager::sleep(const std::string& directory) {
 void Manager::wake() {
   const Lock held = lock_awake_or_not();
   if (!scheduler_.is_asleep()) return;
-  const TraceOp op(*trace_, scheduler_, "wake");
-  scheduler_.wake(*sleep_store_);
+  {
+    const TraceOp op(*trace_, scheduler_, "wake");
+    scheduler_.wake(*sleep_store_);
+  }
   sleep_store_.reset();
+  for (const VTensorId id : std::exchange(released_asleep_, {})) {
+    if (scheduler_.is_live(id)) release_now(id);  // else wake() has broken its slot
+  }
 }
 
 bool Manager::is_asleep() const {
@@ -537,6 +554,7 @@ void Manager::close() {
   for (const VTensorId id : scheduler_.live_ids()) {
     scheduler_.forget_swapped(scheduler_.live(id), swap_store_);
   }
+  scheduler_.finish_steps();
   if (scheduler_.is_asleep()) scheduler_.discard_sleep(*sleep_store_);
   for (const VTensorId id : scheduler_.live_ids()) scheduler_.release(id);
   pool_.rtree.clear();

@@ -73,7 +73,9 @@ class Manager : public std::enable_shared_from_this<Manager> {
 
   // Around the kernels of a step, for devices that run them later: until the kernels issued to
   // `stream` between the two are over, nothing that they may read is unmapped, remapped or reused.
+  // What would have to change it waits for steps in flight and is refused between the two.
   void begin_step();
+  // When it throws, the step is still open; it may be repeated.
   void end_step(uintptr_t stream);
 
   size_t record_prefix(VTensorId id, std::span<const Token> tokens);
@@ -90,8 +92,9 @@ class Manager : public std::enable_shared_from_this<Manager> {
   // Brings them back, aliasing recorded whole rows of `tokens` (may be empty). False: short.
   bool try_swap_in(VTensorId id, std::span<const Token> tokens);
   // Saves all contents to a file in `directory` (empty: host memory) and gives all physical memory
-  // back; returns bytes. Until wake(), which restores them behind the same addresses, only stats(),
-  // snapshot(), check_integrity() and close() are allowed. Requires: no views of vTensors.
+  // back; returns bytes. Until wake(), which restores them behind the same addresses, only
+  // release(), stats(), snapshot(), check_integrity() and close() are allowed; what is released
+  // keeps its slot until then. Requires: no views of vTensors.
   size_t sleep(const std::string& directory);
   void wake();
   bool is_asleep() const;
@@ -121,7 +124,8 @@ class Manager : public std::enable_shared_from_this<Manager> {
   Stats stats() const;
   size_t resident_bytes() const;  // as in stats(), at no cost
   void check_integrity() const;
-  // Releases every vTensor and gives all memory that no view needs back to the system.
+  // Waits for running steps, releases every vTensor and gives all memory that no view needs back to
+  // the system.
   void close();
 
   const KVSpec& spec() const { return spec_; }
@@ -144,6 +148,7 @@ class Manager : public std::enable_shared_from_this<Manager> {
   bool grow(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);
   void pre_extend_one(VTensorId id, size_t num_tokens);
   void do_chores();
+  void release_now(VTensorId id);
   void end_view(SlotId slot) noexcept;
   TensorView make_view(size_t layer, KV which) const;
   void expire_pins();
@@ -157,6 +162,7 @@ class Manager : public std::enable_shared_from_this<Manager> {
   Scheduler scheduler_;
   SwapStore swap_store_;
   std::unique_ptr<SwapStore> sleep_store_;
+  std::vector<VTensorId> released_asleep_;  // to be released by wake()
   bool closed_ = false;
   uint64_t exposed_ns_ = 0;
   uint64_t hidden_ns_ = 0;

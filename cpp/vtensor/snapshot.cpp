@@ -159,6 +159,7 @@ Stats Manager::stats() const {
   stats.chunks_evicted = counters.chunks_evicted;
   stats.chunks_adopted = counters.chunks_adopted;
   stats.chunks_deduplicated = counters.chunks_deduplicated;
+  stats.dedup_failures = counters.dedup_failures;
   stats.chunks_swapped_out = counters.chunks_swapped_out;
   stats.chunks_swapped_in = counters.chunks_swapped_in;
   stats.pre_extend_failures = pre_extend_failures_;

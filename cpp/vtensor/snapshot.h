@@ -86,6 +86,7 @@ struct Stats {
   size_t chunks_evicted = 0;
   size_t chunks_adopted = 0;
   size_t chunks_deduplicated = 0;
+  size_t dedup_failures = 0;
   size_t chunks_swapped_out = 0;
   size_t chunks_swapped_in = 0;
   size_t pre_extend_failures = 0;

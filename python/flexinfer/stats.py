@@ -49,6 +49,7 @@ class Stats:
     chunks_evicted: int
     chunks_adopted: int
     chunks_deduplicated: int
+    dedup_failures: int
     chunks_swapped_out: int
     chunks_swapped_in: int
     pre_extend_failures: int

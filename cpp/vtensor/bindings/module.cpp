@@ -93,10 +93,19 @@ nb::dlpack::dtype dtype_of(const std::string& name) {
   throw std::invalid_argument("no KV dtype is called '" + name + "': float32, float16 or bfloat16");
 }
 
-// An object with __dlpack__; it owns the view's lease.
-nb::ndarray<nb::array_api> export_view(TensorView&& view, const std::string& dtype, Device device) {
+// An object with __dlpack__; it owns the view's lease. Python comes here with the GIL held, but a
+// lease begins and ends under the manager's mutex, which others may hold for a whole sleep().
+template <typename MakeView>
+nb::ndarray<nb::array_api> export_view(Manager& manager, const std::string& dtype,
+                                       MakeView&& make_view) {
+  TensorView view = [&] {
+    const nb::gil_scoped_release unlocked;
+    return make_view();
+  }();
+  const Device device = manager.device();
   auto lease = std::make_unique<std::shared_ptr<void>>(std::move(view.lease));
   const nb::capsule owner(lease.get(), [](void* pointer) noexcept {
+    const nb::gil_scoped_release unlocked;
     delete static_cast<std::shared_ptr<void>*>(pointer);
   });
   static_cast<void>(lease.release());
@@ -228,6 +237,7 @@ nb::dict stats_dict(const Stats& stats) {
   put("chunks_evicted", stats.chunks_evicted);
   put("chunks_adopted", stats.chunks_adopted);
   put("chunks_deduplicated", stats.chunks_deduplicated);
+  put("dedup_failures", stats.dedup_failures);
   put("chunks_swapped_out", stats.chunks_swapped_out);
   put("chunks_swapped_in", stats.chunks_swapped_in);
   put("pre_extend_failures", stats.pre_extend_failures);
@@ -343,13 +353,13 @@ void bind_manager(nb::module_& m) {
       .def(
           "view",
           [](Manager& self, VTensorId id, size_t layer, KV which, const std::string& dtype) {
-            return export_view(self.view(id, layer, which), dtype, self.device());
+            return export_view(self, dtype, [&] { return self.view(id, layer, which); });
           },
           "id"_a, "layer"_a, "which"_a, "dtype"_a)
       .def(
           "arena",
           [](Manager& self, size_t layer, KV which, const std::string& dtype) {
-            return export_view(self.arena(layer, which), dtype, self.device());
+            return export_view(self, dtype, [&] { return self.arena(layer, which); });
           },
           "layer"_a, "which"_a, "dtype"_a);
 }

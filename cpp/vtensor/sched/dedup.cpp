@@ -3,6 +3,7 @@
 // chunks.
 #include <algorithm>
 
+#include "vtensor/error.h"
 #include "vtensor/sched/scheduler.h"
 
 namespace vtensor {
@@ -26,7 +27,6 @@ void Scheduler::replace_rows(VTensor& vtensor, size_t begin, size_t end,
   const std::span<const ChunkId> wanted = table.subspan(begin * planes, (end - begin) * planes);
   std::vector<Handle> after;
   for (const ChunkId id : wanted) after.push_back(pool_.pset[id].handle);
-  epochs_.wait();
   try {
     remap(*pool_.driver, {pool_.vset, pool_.geometry, vtensor.slot, begin},
           handles(vtensor.slot, begin, end), after);
@@ -43,9 +43,10 @@ void Scheduler::replace_rows(VTensor& vtensor, size_t begin, size_t end,
   }
 }
 
+// It only saves memory, so whatever speaks against it now leaves the vTensor as it is.
 size_t Scheduler::dedup(VTensorId id, std::span<const Token> tokens) {
   VTensor& vtensor = resident(id);
-  if (!options_.alias) return 0;
+  if (!options_.alias || epochs_.is_open()) return 0;
   const size_t planes = pool_.geometry.num_planes;
   const size_t known = std::min(tokens.size(), vtensor.num_tokens);
   const RTree::Match match = pool_.rtree.match(vtensor.salt, tokens.first(known));
@@ -58,7 +59,15 @@ size_t Scheduler::dedup(VTensorId id, std::span<const Token> tokens) {
     ++begin;
   }
   if (begin == end) return 0;
-  replace_rows(vtensor, begin, end, match.table);
+  epochs_.wait();
+  try {
+    replace_rows(vtensor, begin, end, match.table);
+  } catch (const BrokenMapping&) {
+    throw;  // the vTensor is lost
+  } catch (const Error&) {
+    ++counters_.dedup_failures;
+    return 0;
+  }
   for (size_t i = vtensor.own_row * planes; i < begin * planes; ++i) {  // recorded by itself
     end_full(pool_.pset[mapped[i]], vtensor, pool_.geometry.chunk_bytes);
   }

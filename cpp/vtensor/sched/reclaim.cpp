@@ -122,6 +122,7 @@ void Scheduler::release_free_chunk() {
 }
 
 size_t Scheduler::trim() {
+  reap();
   const std::vector<SlotId> parked(pool_.vset.parked().begin(), pool_.vset.parked().end());
   for (const SlotId slot : parked) {
     shrink_slot(slot, 0);

@@ -130,6 +130,15 @@ void Scheduler::reap() {
   }
 }
 
+void Scheduler::finish_steps() {
+  if (epochs_.is_open()) {
+    pool_.driver->synchronize();
+    epochs_.end(nullptr);
+  }
+  epochs_.wait();
+  reap();
+}
+
 // Where the slot of a released vTensor goes. A driver that fails to unmap leaves it parked, which
 // loses nothing: the rows are unmapped when they are needed.
 void Scheduler::settle_slot(SlotId slot) {

@@ -57,6 +57,7 @@ struct SchedulerCounters {
   size_t chunks_evicted = 0;
   size_t chunks_adopted = 0;       // reused in place, in a parked slot
   size_t chunks_deduplicated = 0;  // given up for equal chunks of a recorded prefix
+  size_t dedup_failures = 0;       // the driver failed, and the vTensor kept chunks of its own
   size_t chunks_swapped_out = 0;
   size_t chunks_swapped_in = 0;
 };
@@ -102,7 +103,9 @@ class Scheduler {
   size_t record_prefix(VTensorId id, std::span<const Token> tokens);
 
   // Remaps full rows of `tokens` that the rTree holds in other chunks onto those. Returns the
-  // number of chunks given up. Requires: no kernel reads the vTensor.
+  // number of chunks given up: 0, with nothing changed, between begin() and end() of a step and
+  // when the driver fails. Waits for steps in flight. Throws BrokenMapping when the driver fails
+  // and fails again; the vTensor is lost then.
   size_t dedup(VTensorId id, std::span<const Token> tokens);
 
   // Moves the contents of a vTensor to the store and gives its chunks up; it keeps its slot.
@@ -153,6 +156,8 @@ class Scheduler {
   Epochs& epochs() { return epochs_; }
   // Settles released slots whose steps are over.
   void reap();
+  // Waits for every step, one without end() as well, and settles all released slots.
+  void finish_steps();
 
   Pool& pool() { return pool_; }
   const Pool& pool() const { return pool_; }

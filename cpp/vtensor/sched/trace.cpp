@@ -42,6 +42,7 @@ void put_changes(JsonLine& line, const SchedulerCounters& before, const Schedule
   put("evicted", &SchedulerCounters::chunks_evicted);
   put("adopted", &SchedulerCounters::chunks_adopted);
   put("deduplicated", &SchedulerCounters::chunks_deduplicated);
+  put("dedup_failures", &SchedulerCounters::dedup_failures);
   put("swapped_out", &SchedulerCounters::chunks_swapped_out);
   put("swapped_in", &SchedulerCounters::chunks_swapped_in);
 }

@@ -115,6 +115,7 @@ struct CUmemAccessDesc {
   X(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (CUdevice device))                 \
   X(cuCtxPushCurrent, "cuCtxPushCurrent_v2", (CUcontext context))                                 \
   X(cuCtxPopCurrent, "cuCtxPopCurrent_v2", (CUcontext * context))                                 \
+  X(cuCtxSynchronize, "cuCtxSynchronize", ())                                                     \
   X(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode",                       \
     (CUstreamCaptureMode * mode))                                                                 \
   X(cuMemGetInfo, "cuMemGetInfo_v2", (size_t* free_bytes, size_t* total_bytes))                   \

@@ -407,4 +407,10 @@ std::unique_ptr<Fence> CudaDriver::fence(uintptr_t stream) {
   return std::make_unique<CudaFence>(std::move(event));
 }
 
+void CudaDriver::synchronize() {
+  const CudaContext::Scope scope(*context_);
+  api().check(api().cuCtxSynchronize(), "cuCtxSynchronize",
+              [&] { return cuda_args("device", context_->device_index()); });
+}
+
 }  // namespace vtensor

@@ -82,6 +82,7 @@ class CudaDriver final : public Driver {
 
   // `stream` is a CUstream of this device, not being captured into a graph.
   std::unique_ptr<Fence> fence(uintptr_t stream) override;
+  void synchronize() override;
 
   // What the device has now, all processes counted; the other users of it are torch and its cache.
   struct MemoryInfo {

@@ -88,6 +88,8 @@ class Driver {
     static_cast<void>(stream);
     return nullptr;
   }
+  // Sleeps until all kernels of the device are over, whoever issued them.
+  virtual void synchronize() {}
 };
 
 }  // namespace vtensor

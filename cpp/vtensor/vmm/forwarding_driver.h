@@ -39,6 +39,7 @@ class ForwardingDriver : public Driver {
   size_t granularity() const noexcept override { return inner_->granularity(); }
 
   std::unique_ptr<Fence> fence(uintptr_t stream) override { return inner_->fence(stream); }
+  void synchronize() override { inner_->synchronize(); }
 
   uintptr_t reserve(size_t size_bytes, size_t alignment_bytes) override {
     DriverCall call{

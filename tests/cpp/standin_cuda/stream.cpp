@@ -5,6 +5,7 @@
 //
 // drain() takes finished work from every front until nothing moves. A copy runs when it reaches the
 // front, so that it is ordered after the kernels and waits before it, as on a device.
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <utility>
@@ -213,6 +214,26 @@ STANDIN_EXPORT CUresult cuStreamSynchronize(CUstream stream) {
   auto marker = std::make_shared<Event>();
   (void)push(*queue, {.kind = Op::Kind::kRecord, .event = marker, .event_number = 1});
   return wait_until(lock, "cuStreamSynchronize", [&] { return marker->num_completed == 1; });
+}
+
+// Work of every stream of this context that was issued before this call.
+STANDIN_EXPORT CUresult cuCtxSynchronize() {
+  std::unique_lock lock(state().mutex);
+  if (const auto code = enter("cuCtxSynchronize", Needs::kContext); code != CUDA_SUCCESS) {
+    return code;
+  }
+  const int device = current_device();
+  std::vector<std::shared_ptr<Event>> markers;
+  for (auto& [handle, stream] : state().streams) {
+    if (stream.device != device) continue;
+    markers.push_back(std::make_shared<Event>());
+    stream.queue.push_back(
+        {.kind = Op::Kind::kRecord, .event = markers.back(), .event_number = 1});
+  }
+  drain();
+  return wait_until(lock, "cuCtxSynchronize", [&] {
+    return std::ranges::all_of(markers, [](const auto& event) { return event->num_completed == 1; });
+  });
 }
 
 STANDIN_EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags) {
