@@ -9,6 +9,8 @@ Operations run one after another in the order in which they took effect, without
 them. What the background worker mapped ahead is handed to the worker again and waited for, so that
 a replay with the recorded settings gives the recorded numbers.
 
+A replay launches no kernels: the kernels of a step are over when the step ends.
+
 Where another setting makes memory short that was not, the replay notes a shortage and goes on; it
 takes no scheduling decision of its own.
 """
@@ -153,6 +155,8 @@ class _Replay:
             "map_ahead": self._map_ahead,
             "map_ahead_failed": lambda record: None,
             "chore": self._chore,
+            "begin_step": lambda record: self._manager.begin_step(),
+            "end_step": lambda record: self._manager.end_step(),
             "truncate": self._truncate,
             "record_prefix": self._record_prefix,
             "match_prefix": self._match_prefix,

@@ -121,11 +121,10 @@ class DriverTest : public testing::TestWithParam<On> {
 // The driver that the running test is for.
 inline std::unique_ptr<Driver> param_driver() { return make_driver(DriverTest::GetParam()); }
 
-#define VTENSOR_ON_DRIVERS(fixture, ...)                                       \
+#define VTENSOR_ON_DRIVERS(fixture, ...)                                   \
   INSTANTIATE_TEST_SUITE_P(Drivers, fixture, testing::Values(__VA_ARGS__), \
                            [](const auto& info) { return name_of(info.param); })
-#define VTENSOR_ON_EVERY_DRIVER(fixture) \
-  VTENSOR_ON_DRIVERS(fixture, On::kSim, On::kHost, On::kCuda)
+#define VTENSOR_ON_EVERY_DRIVER(fixture) VTENSOR_ON_DRIVERS(fixture, On::kSim, On::kHost, On::kCuda)
 // For tests that look at contents.
 #define VTENSOR_ON_EVERY_MEMORY(fixture) VTENSOR_ON_DRIVERS(fixture, On::kHost, On::kCuda)
 

@@ -235,6 +235,58 @@ TEST_F(RTreeTest, a_very_deep_tree_is_destroyed_without_recursion) {
   check_invariants();
 }
 
+// Two trees with the same history: the one evicts at once, the other chunk by chunk, each time from
+// the oldest leaf on.
+TEST(RTreeEvictionTest, evicting_many_at_once_takes_what_evicting_them_one_by_one_takes) {
+  const Geometry geometry = small_geometry(kKiB, 1);
+  struct Side {
+    explicit Side(const Geometry& geometry) : pset(4096), tree(geometry, pset) {}
+    PSet pset;
+    RTree tree;
+  };
+  for (uint32_t seed = 0; seed < 40; ++seed) {
+    Side at_once(geometry);
+    Side one_by_one(geometry);
+    std::vector<Tokens> recorded;
+    const auto on_both = [&](const auto& action) {
+      action(at_once);
+      action(one_by_one);
+    };
+    std::mt19937 random(seed);
+    for (int i = 0; i < 40; ++i) {
+      Tokens tokens = tokens_from(static_cast<Token>(random() % 3) * 100, random() % 24 + 1);
+      for (Token& token : tokens) token += static_cast<Token>(random() % 12 == 0);
+      const bool stays_mapped = random() % 5 == 0;
+      on_both([&](Side& side) {
+        std::vector<ChunkId> table = side.tree.match("", tokens).table;
+        table.resize(geometry.full_rows(side.tree.match("", tokens).num_tokens));
+        for (const ChunkId id : table) side.pset.add_table_ref(id);
+        while (table.size() < geometry.rows_for(tokens.size())) {
+          table.push_back(side.pset.claim());
+          side.pset[table.back()].created = true;
+        }
+        side.tree.push("", tokens, table);
+        for (const ChunkId id : table) {
+          if (!stays_mapped) side.pset.drop_table_ref(id);
+        }
+      });
+      if (random() % 6 == 0) {
+        on_both([&](Side& side) { side.tree.pin("", tokens, "pin", 0); });
+      }
+      recorded.push_back(tokens);
+    }
+    const size_t wanted = random() % 60;
+    size_t freed = 0;
+    while (freed < wanted && one_by_one.tree.evict(1) == 1) ++freed;
+    EXPECT_EQ(at_once.tree.evict(wanted), freed);
+    for (const Tokens& tokens : recorded) {
+      ASSERT_EQ(at_once.tree.match("", tokens).num_tokens,
+                one_by_one.tree.match("", tokens).num_tokens)
+          << "seed " << seed;
+    }
+  }
+}
+
 struct Shape {
   std::string name;
   size_t token_bytes;

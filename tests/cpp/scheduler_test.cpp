@@ -10,12 +10,12 @@
 namespace vtensor {
 namespace {
 
-// Four tokens a chunk, two planes, real memory (that of the stand-in on Cuda): byte 0 of each token tells who wrote it.
+// Four tokens a chunk, two planes, real memory (that of the stand-in on Cuda): byte 0 of each token
+// tells who wrote it.
 class SchedulerTest : public DriverTest {
  protected:
   explicit SchedulerTest(const SchedulerOptions& options = {}, size_t budget_chunks = 64)
-      : faulty_(small_geometry(), budget_chunks),
-        scheduler_(faulty_.pool, options) {}
+      : faulty_(small_geometry(), budget_chunks), scheduler_(faulty_.pool, options) {}
 
   void TearDown() override { check_integrity(scheduler_); }
 

@@ -136,6 +136,50 @@ std::vector<Sweep> sweeps() {
   };
 }
 
+class DedupTest : public DriverTest {
+ protected:
+  // Two vTensors of the same tokens, computed twice; the first is recorded.
+  void SetUp() override {
+    first_ = *world_.scheduler.create(prompt_, "");
+    second_ = *world_.scheduler.create(prompt_, "");
+    world_.append(first_, 12, 'a');
+    world_.append(second_, 14, 'a');
+    world_.scheduler.record_prefix(first_, prompt_);
+  }
+
+  World world_;
+  Tokens prompt_ = tokens_from(0, 12);
+  VTensorId first_ = kNoVTensor;
+  VTensorId second_ = kNoVTensor;
+};
+
+TEST_P(DedupTest, a_driver_that_fails_once_costs_memory_and_nothing_else) {
+  const int64_t before = world_.faulty.faults.num_calls();
+  for (int64_t k = 1; k <= 6; ++k) {  // two unmap, two map, two set_access
+    world_.faulty.fail_at(k);
+    EXPECT_EQ(world_.scheduler.dedup(second_, prompt_), 0U);
+    EXPECT_EQ(world_.scheduler.counters().dedup_failures, static_cast<size_t>(k));
+    check_integrity(world_.scheduler);
+    world_.expect_all_contents();
+  }
+  EXPECT_GT(world_.faulty.faults.num_calls(), before + 6);
+  world_.faulty.fail_never();
+  EXPECT_EQ(world_.scheduler.dedup(second_, prompt_), 6U) << "the next attempt succeeds";
+  world_.expect_all_contents();
+  world_.expect_nothing_leaks();
+}
+
+TEST_P(DedupTest, while_a_step_is_open_nothing_is_remapped) {
+  world_.scheduler.epochs().begin();
+  EXPECT_EQ(world_.scheduler.dedup(second_, prompt_), 0U);
+  EXPECT_EQ(world_.scheduler.counters().dedup_failures, 0U);
+  world_.scheduler.epochs().end(nullptr);
+  EXPECT_EQ(world_.scheduler.dedup(second_, prompt_), 6U);
+  world_.expect_all_contents();
+}
+
+VTENSOR_ON_EVERY_MEMORY(DedupTest);
+
 std::vector<Sweep> sweeps_on_every_memory() {
   std::vector<Sweep> all;
   for (const On driver : {On::kHost, On::kCuda}) {
@@ -171,10 +215,11 @@ class SleepingManagerTest : public DriverTest {
                               .max_tokens = 64,
                               .layers_per_plane = 1},
                              options);
-    const VTensorId live = make();
-    manager_->record_prefix(live, kPrompt);
+    live_ = make();
+    manager_->record_prefix(live_, kPrompt);
     manager_->pin_prefix(kPrompt, "pin", 0, "");
-    EXPECT_TRUE(manager_->try_swap_out(make()));
+    swapped_ = make();
+    EXPECT_TRUE(manager_->try_swap_out(swapped_));
     manager_->sleep("");
   }
   VTensorId make() {
@@ -192,7 +237,35 @@ class SleepingManagerTest : public DriverTest {
 
   FaultyDriver* faults_ = nullptr;
   std::shared_ptr<Manager> manager_;
+  VTensorId live_ = kNoVTensor;
+  VTensorId swapped_ = kNoVTensor;
 };
+
+TEST_P(SleepingManagerTest, releases_at_wake_what_was_released_while_it_slept) {
+  open_asleep();
+  manager_->release(live_);
+  manager_->release(swapped_);
+  EXPECT_THROW(manager_->release(live_), ReleasedError);
+  manager_->check_integrity();
+  faults_->set_plan({.fail_at = 2});
+  EXPECT_THROW(manager_->wake(), DriverError);
+  faults_->set_plan({});
+  manager_->wake();
+  EXPECT_THROW(manager_->info(live_), ReleasedError);
+  EXPECT_EQ(manager_->stats().num_vtensors, 0U);
+  EXPECT_EQ(manager_->stats().num_free_slots, 4U);
+  EXPECT_EQ(manager_->stats().swapped_bytes, 0U);
+  EXPECT_EQ(manager_->match_prefix(kPrompt, ""), 10U) << "what is recorded stays";
+}
+
+TEST_P(SleepingManagerTest, may_be_closed_after_releases) {
+  open_asleep();
+  manager_->release(live_);
+  manager_->release(swapped_);
+  manager_->close();
+  expect_closed_empty();
+  EXPECT_THROW(manager_->release(live_), ReleasedError);
+}
 
 TEST_P(SleepingManagerTest, may_be_closed) {
   open_asleep();

@@ -10,10 +10,15 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from standin_cuda import StandinCuda
 
 # Before anything imports torch or transformers. PASSIVE: OpenMP threads that spin while another
 # process wants the core slow everything down (measured on 2 cores: a 2.3 ms matmul took 16 ms).
@@ -61,6 +66,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def standin_library() -> StandinCuda:
+    """The stand-in CUDA driver, built when it is first needed."""
+    from standin_cuda import StandinCuda
+
+    return StandinCuda()
+
+
+@pytest.fixture
+def standin(standin_library: StandinCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandinCuda]:
+    """``device="cuda"`` is the stand-in, with its 2 MiB granularity. The test must leave no
+    memory in it and break no rule of CUDA's."""
+    monkeypatch.setenv("FLEXINFER_LIBCUDA", standin_library.path)
+    standin_library.reset()
+    yield standin_library
+    standin_library.check()
+    standin_library.reset()
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def kv_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Runs a test of the manager on each device; see kv_device.py."""
+    import kv_device as devices
+
+    needs_standin = request.param == "cuda"
+    standin = request.getfixturevalue("standin_library") if needs_standin else None
+    with devices.use(request.param, standin, monkeypatch):
+        yield request.param
 
 
 @pytest.fixture(scope="session")

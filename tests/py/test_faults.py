@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
+import kv_device
 from flexinfer import _vtensor
 from flexinfer.errors import DriverError, OutOfMemoryError, VTensorError
 from flexinfer.vtensor import KVSpec, VTensorManager, core_spec
+
+pytestmark = pytest.mark.usefixtures("kv_device")
 
 CHUNK = 4096
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=32, max_seq_len=64, layers_per_plane=1)
@@ -35,9 +37,7 @@ class FaultyManager(VTensorManager):
 
 def open_manager(**options: Any) -> FaultyManager:
     defaults: dict[str, Any] = {"max_requests": 4, "memory_budget": 64 * CHUNK}
-    return FaultyManager(
-        SPEC, chunk_bytes=CHUNK, from_dlpack=np.from_dlpack, **{**defaults, **options}
-    )
+    return FaultyManager(SPEC, chunk_bytes=CHUNK, **{**defaults, **kv_device.options(), **options})
 
 
 def test_a_driver_error_names_call_code_and_arguments() -> None:

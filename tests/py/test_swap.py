@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexinfer.errors import DriverError, OutOfMemoryError
+import kv_device
+from flexinfer.errors import DriverError, OutOfMemoryError, ReleasedError
 from flexinfer.vtensor import KVSpec, VTensor, VTensorManager
+
+pytestmark = pytest.mark.usefixtures("kv_device")
 
 CHUNK = 4096
 TOKEN_BYTES = 1024  # 2 layers x 2 x 2 heads x 32 dims x 4 bytes: four tokens a chunk
@@ -20,7 +24,7 @@ PROMPT = list(range(10))  # two whole chunks and a half
 
 def open_manager(**options: Any) -> VTensorManager:
     defaults: dict[str, Any] = {"memory_budget": 64 * CHUNK, "swap_space": 64 * CHUNK}
-    options = {**defaults, "max_requests": 4, "from_dlpack": np.from_dlpack, **options}
+    options = {**defaults, "max_requests": 4, **kv_device.options(), **options}
     return VTensorManager(SPEC, chunk_bytes=CHUNK, **options)
 
 
@@ -217,7 +221,6 @@ def test_sleep_is_counted_once(manager: VTensorManager) -> None:
     [
         lambda manager, vtensor: manager.create(),
         lambda manager, vtensor: vtensor.extend(12),
-        lambda manager, vtensor: vtensor.release(),
         lambda manager, vtensor: vtensor.try_swap_out(),
         lambda manager, vtensor: vtensor.k(0),
         lambda manager, vtensor: manager.k(0),
@@ -237,6 +240,29 @@ def test_while_asleep_everything_else_is_a_value_error(
     manager.check_integrity()
     manager.wake()
     assert shows(vtensor, 1)
+
+
+def test_what_is_released_while_asleep_gives_its_slot_back_at_wake(manager: VTensorManager) -> None:
+    vtensor = filled(manager, PROMPT)
+    manager.sleep()
+    vtensor.release()
+    with pytest.raises(ReleasedError):
+        vtensor.release()
+    assert manager.num_free_slots == 3
+    manager.wake()
+    assert manager.num_free_slots == 4
+
+
+def test_a_vtensor_dropped_while_asleep_gives_its_slot_back_at_wake(
+    manager: VTensorManager,
+) -> None:
+    vtensors = [filled(manager, PROMPT) for _ in range(4)]
+    manager.sleep()
+    del vtensors
+    gc.collect()
+    manager.wake()
+    assert manager.num_free_slots == 4
+    assert all(manager.try_create() is not None for _ in range(4))
 
 
 def test_living_views_keep_the_manager_awake(manager: VTensorManager) -> None:
@@ -306,6 +332,25 @@ def test_a_prefix_computed_twice_is_held_once(dedup: bool, num_chunks: int) -> N
         stats = manager.stats()
         assert stats.chunks_deduplicated == num_chunks
         assert stats.saved_bytes == num_chunks * CHUNK
+        assert all((vtensor.k(0) == 4).all() for vtensor in vtensors)
+
+
+def test_a_driver_that_fails_during_dedup_does_not_fail_the_recording() -> None:
+    from test_faults import open_manager as open_faulty
+
+    tokens = list(range(16))
+    with open_faulty() as manager:
+        vtensors = [manager.create(tokens), manager.create(tokens)]
+        for vtensor in vtensors:
+            vtensor.extend(16)
+            vtensor.k(0)[:] = 4
+        vtensors[0].record_prefix(tokens)
+        manager.faults.fail(1)
+        assert vtensors[1].record_prefix(tokens) == 0
+        stats = manager.stats()
+        assert (stats.dedup_failures, stats.chunks_deduplicated) == (1, 0)
+        vtensors[1].record_prefix(tokens)
+        assert manager.stats().chunks_deduplicated > 0
         assert all((vtensor.k(0) == 4).all() for vtensor in vtensors)
 
 

@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kv_device
 from flexinfer.errors import OutOfMemoryError, ReleasedError, VTensorError
 from flexinfer.vtensor import KVSpec, VTensor, VTensorManager, available_memory_bytes, parse_bytes
+
+pytestmark = pytest.mark.usefixtures("kv_device")
 
 CHUNK = 4096
 TOKENS_PER_CHUNK = 4  # 2 layers x 2 x 2 heads x 32 dims x 4 bytes = 1 KiB a token
@@ -29,7 +32,7 @@ def spec_of(**changes: Any) -> KVSpec:
 
 def open_manager(spec: KVSpec | None = None, **options: Any) -> VTensorManager:
     defaults = {"max_requests": 4, "memory_budget": 64 * CHUNK, "chunk_bytes": CHUNK}
-    options = {**defaults, "from_dlpack": np.from_dlpack, **options}
+    options = {**defaults, **kv_device.options(), **options}
     return VTensorManager(spec or spec_of(), **options)
 
 
@@ -645,6 +648,7 @@ def test_the_arena_and_the_vtensor_show_the_same_memory(manager: VTensorManager)
     assert manager.v(0).shape == (4, 64, 2, 32)
 
 
+@kv_device.cpu_only
 def test_the_unmapped_tail_reads_as_zeros(manager: VTensorManager) -> None:
     vtensor = filled(manager, PROMPT)
     assert not manager.k(0)[vtensor.slot, 10:].any()
@@ -775,6 +779,7 @@ def test_a_copied_prefix_shows_nothing_beyond_itself() -> None:
 # -------------------------------------------------------------------------------------------- torch
 
 
+@kv_device.cpu_only
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_torch_views_are_zero_copy_in_every_dtype(dtype: str) -> None:
     torch = pytest.importorskip("torch")
@@ -795,11 +800,13 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@kv_device.cpu_only
 def test_the_import_pulls_in_neither_torch_nor_numpy() -> None:
     code = "import sys, flexinfer.vtensor; print({'torch', 'numpy'} & set(sys.modules))"
     assert run_python(code).stdout.strip() == "set()"
 
 
+@kv_device.cpu_only
 def test_it_works_where_torch_is_not_installed() -> None:
     code = """
 import sys

@@ -28,8 +28,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+import kv_device
 from flexinfer.errors import OutOfMemoryError
 from flexinfer.vtensor import KVSpec, VTensor, VTensorManager
+
+pytestmark = pytest.mark.usefixtures("kv_device")
 
 MAX_SEQ_LEN = 96
 NUM_LAYERS = 2
@@ -136,7 +139,7 @@ class ManagerMachine(RuleBasedStateMachine):
             alias=setup.alias,
             scrub=setup.scrub,  # type: ignore[arg-type]
             swap_space=self.swap_space,
-            from_dlpack=np.from_dlpack,
+            **kv_device.options(),
         )
 
     # ---------------------------------------------------------------------------------- helpers

@@ -251,8 +251,8 @@ size_t RTree::evict(size_t num_chunks, bool any) {
       RNode* const above = next_leaf_above(*node);
       freed += frees ? shrink(*node, num_chunks - freed) : remove(*node);
       if (leaves_.contains(key)) continue;  // shorter, and its tail is mapped now
-      const bool is_due = above != nullptr && (next == leaves_.end() ||
-                                               LeafKey{above->last_used, above} < *next);
+      const bool is_due =
+          above != nullptr && (next == leaves_.end() || LeafKey{above->last_used, above} < *next);
       node = is_due ? above : nullptr;
     }
   }

@@ -2,12 +2,11 @@
 // types, so that Python can call them by ctypes.
 //
 // What the stand-in is: the driver functions that this project calls, over memfd and mmap. A device
-// pointer is an ordinary address that the test may read. Granularity 2 MiB unless told otherwise, two
-// devices.
-// What it is for: every rule of the documentation that we know of is checked, and a broken rule is
-// a *violation*: printed to stderr, counted, and answered with an error. What it cannot show: a
-// GPU's timing, its real error codes, or its behaviour where the documentation is silent. New
-// chunks hold the byte 0xCD at both ends, so that a missing zero-fill is seen.
+// pointer is an ordinary address that the test may read. Granularity 2 MiB unless told otherwise,
+// two devices. What it is for: every rule of the documentation that we know of is checked, and a
+// broken rule is a *violation*: printed to stderr, counted, and answered with an error. What it
+// cannot show: a GPU's timing, its real error codes, or its behaviour where the documentation is
+// silent. New chunks hold the byte 0xCD at both ends, so that a missing zero-fill is seen.
 //
 // Thread-safety: every function may be called from any thread.
 //

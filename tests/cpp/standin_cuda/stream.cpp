@@ -227,12 +227,12 @@ STANDIN_EXPORT CUresult cuCtxSynchronize() {
   for (auto& [handle, stream] : state().streams) {
     if (stream.device != device) continue;
     markers.push_back(std::make_shared<Event>());
-    stream.queue.push_back(
-        {.kind = Op::Kind::kRecord, .event = markers.back(), .event_number = 1});
+    stream.queue.push_back({.kind = Op::Kind::kRecord, .event = markers.back(), .event_number = 1});
   }
   drain();
   return wait_until(lock, "cuCtxSynchronize", [&] {
-    return std::ranges::all_of(markers, [](const auto& event) { return event->num_completed == 1; });
+    return std::ranges::all_of(markers,
+                               [](const auto& event) { return event->num_completed == 1; });
   });
 }
 
