@@ -54,7 +54,7 @@ class Scenario {
   }
 
   FaultyDriver& faults() { return *faults_; }
-  Manager& manager() { return *manager_; }
+  Manager& manager() const { return *manager_; }
 
   void run() {
     const Tokens prompt = tokens_from(0, 18);
@@ -166,6 +166,22 @@ class Scenario {
   std::shared_ptr<Manager> manager_;
 };
 
+// The driver works again: everything can be released, and all memory goes back but that of broken
+// slots. Returns the number of their chunks.
+size_t expect_nothing_lost(const Scenario& scenario) {
+  Manager& manager = scenario.manager();
+  manager.unpin_prefix("pin");
+  manager.reset_prefix_cache();
+  for (const VTensorInfo& info : manager.snapshot().vtensors) {
+    if (info.state == SlotState::kLive) manager.release(info.id);
+  }
+  manager.trim();
+  manager.check_integrity();
+  const size_t broken = scenario.num_broken_chunks();
+  EXPECT_EQ(manager.stats().resident_bytes, broken * kChunk);
+  return broken;
+}
+
 class FaultTest : public testing::TestWithParam<FaultCase> {
   StandinScope standin_{GetParam().driver};
 };
@@ -186,17 +202,7 @@ TEST_P(FaultTest, nothing_is_lost_whichever_call_fails) {
         {.fail_at = k, .kind = GetParam().kind, .persistent = GetParam().persistent});
     scenario.run();
     scenario.faults().set_plan({});
-
-    Manager& manager = scenario.manager();
-    manager.unpin_prefix("pin");
-    manager.reset_prefix_cache();
-    for (const VTensorInfo& info : manager.snapshot().vtensors) {
-      if (info.state == SlotState::kLive) manager.release(info.id);
-    }
-    manager.trim();
-    manager.check_integrity();
-    const size_t broken = scenario.num_broken_chunks();
-    EXPECT_EQ(manager.stats().resident_bytes, broken * kChunk);
+    const size_t broken = expect_nothing_lost(scenario);
     if (!GetParam().persistent) {
       EXPECT_EQ(broken, 0U) << "one failure alone can be undone";
     }
@@ -229,6 +235,40 @@ std::vector<FaultCase> fault_cases() {
 
 INSTANTIATE_TEST_SUITE_P(Everywhere, FaultTest, testing::ValuesIn(fault_cases()),
                          [](const auto& info) { return info.param.name; });
+
+// Below the driver: one call of libcuda fails, and CudaDriver undoes its part of the work.
+class CudaCallFaultTest : public testing::TestWithParam<const char*> {
+ protected:
+  static inline const FaultCase kDefaults{
+      "Cuda", On::kCuda, false, FaultPlan::Kind::kDriverError, SchedulerOptions{}, 1};
+
+  StandinScope standin_{On::kCuda};
+};
+
+TEST_P(CudaCallFaultTest, nothing_is_lost_whichever_call_of_libcuda_fails) {
+  uint64_t num_calls = 0;
+  {
+    Scenario good(kDefaults);
+    const uint64_t before = (*standin_).calls(GetParam());
+    good.run();
+    num_calls = (*standin_).calls(GetParam()) - before;
+  }
+  ASSERT_GT(num_calls, 2U);
+  for (uint64_t k = 1; k <= num_calls; ++k) {
+    SCOPED_TRACE("call " + std::to_string(k));
+    Scenario scenario(kDefaults);
+    (*standin_).fail(GetParam(), static_cast<int>(k), cuda::CUDA_ERROR_UNKNOWN);
+    scenario.run();
+    EXPECT_EQ(expect_nothing_lost(scenario), 0U) << "one failure alone can be undone";
+    if (HasFailure()) return;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Libcuda, CudaCallFaultTest,
+                         testing::Values("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap",
+                                         "cuMemRelease", "cuMemcpyDtoDAsync", "cuMemsetD8Async",
+                                         "cuStreamSynchronize"),
+                         [](const auto& info) { return std::string(info.param); });
 
 }  // namespace
 }  // namespace vtensor

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "core_fixture.h"
 #include "vtensor/error.h"
 #include "vtensor/manager.h"
 #include "vtensor/units.h"
@@ -21,17 +22,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr size_t kChunk = 4 * kKiB;
-
 // A file name of this test's own, removed afterwards.
-class TraceTest : public testing::Test {
+class TraceFile {
  protected:
-  std::string path_ =
-      (fs::temp_directory_path() / ("vtensor_trace_" + std::to_string(getpid()) + "_" +
-                                    testing::UnitTest::GetInstance()->current_test_info()->name()))
-          .string();
-
-  void TearDown() override { fs::remove(path_); }
+  ~TraceFile() { fs::remove(path_); }
 
   std::vector<std::string> lines() const {
     std::ifstream file(path_);
@@ -49,14 +43,30 @@ class TraceTest : public testing::Test {
     }
     return found;
   }
-  static std::shared_ptr<Manager> open(size_t budget_chunks = 16, SimLatency latency = {}) {
+  static std::shared_ptr<Manager> open(std::unique_ptr<Driver> driver, size_t budget_chunks = 16) {
     ManagerOptions options;
     options.max_requests = 4;
     options.chunk_bytes = kChunk;
     options.memory_budget_bytes = budget_chunks * kChunk;
     const KVSpec spec{2, 2, 32, 4, 64, 2};  // 1 KiB a token, one plane
-    return Manager::open(std::make_unique<SimDriver>(SimOptions{.latency = latency}), spec,
-                         options);
+    return Manager::open(std::move(driver), spec, options);
+  }
+
+  std::string path_ =
+      (fs::temp_directory_path() /
+       ("vtensor_trace_" + std::to_string(getpid()) + "_" +
+        std::to_string(testing::UnitTest::GetInstance()->current_test_info()->line())))
+          .string();
+};
+
+// The writer alone, and simulated time.
+class TraceTest : public testing::Test, protected TraceFile {};
+
+// A manager that is traced.
+class ManagerTraceTest : public DriverTest, protected TraceFile {
+ protected:
+  static std::shared_ptr<Manager> open(size_t budget_chunks = 16) {
+    return TraceFile::open(param_driver(), budget_chunks);
   }
 };
 
@@ -89,7 +99,7 @@ TEST_F(TraceTest, a_complete_file_has_header_and_end_and_counts_its_lines) {
   EXPECT_NE(lines()[2].find(R"("k":"end","lines":1)"), std::string::npos);
 }
 
-TEST_F(TraceTest, nothing_is_written_while_no_file_is_open) {
+TEST_P(ManagerTraceTest, nothing_is_written_while_no_file_is_open) {
   const auto manager = open();
   extend(*manager, *manager->try_create({}, ""), 8);
   manager->label(1, "a");
@@ -110,7 +120,7 @@ TEST_F(TraceTest, equal_tokens_are_written_once) {
   EXPECT_EQ(count({R"("k":"tokens")"}), 2u);
 }
 
-TEST_F(TraceTest, an_operation_tells_its_arguments_result_and_changes) {
+TEST_P(ManagerTraceTest, an_operation_tells_its_arguments_result_and_changes) {
   const auto manager = open();
   manager->start_trace(path_);
   const std::vector<Token> tokens = {1, 2, 3, 4, 5, 6, 7, 8};
@@ -125,7 +135,7 @@ TEST_F(TraceTest, an_operation_tells_its_arguments_result_and_changes) {
   EXPECT_EQ(count({R"("op":"extend")", R"("n":[8])", R"("result":true)", R"("created":2)"}), 1u);
 }
 
-TEST_F(TraceTest, driver_calls_name_the_vtensor_they_are_made_for) {
+TEST_P(ManagerTraceTest, driver_calls_name_the_vtensor_they_are_made_for) {
   const auto manager = open();
   manager->start_trace(path_);
   const VTensorId id = *manager->try_create({}, "");
@@ -136,7 +146,7 @@ TEST_F(TraceTest, driver_calls_name_the_vtensor_they_are_made_for) {
   EXPECT_EQ(count({R"("call":"map")", owner, R"("bytes":4096)"}), 1u);
 }
 
-TEST_F(TraceTest, what_the_worker_does_is_marked) {
+TEST_P(ManagerTraceTest, what_the_worker_does_is_marked) {
   const auto manager = open();
   const VTensorId id = *manager->try_create({}, "");
   manager->start_trace(path_);
@@ -148,7 +158,7 @@ TEST_F(TraceTest, what_the_worker_does_is_marked) {
   EXPECT_EQ(count({R"("call":"map")", R"("worker":true)"}), 1u);
 }
 
-TEST_F(TraceTest, an_operation_that_throws_is_marked_as_failed) {
+TEST_P(ManagerTraceTest, an_operation_that_throws_is_marked_as_failed) {
   const auto manager = open();
   const VTensorId id = *manager->try_create({}, "");
   manager->start_trace(path_);
@@ -157,7 +167,7 @@ TEST_F(TraceTest, an_operation_that_throws_is_marked_as_failed) {
   EXPECT_EQ(count({R"("op":"truncate")", R"("failed":true)"}), 1u);
 }
 
-TEST_F(TraceTest, shortage_is_a_result) {
+TEST_P(ManagerTraceTest, shortage_is_a_result) {
   const auto manager = open(/*budget_chunks=*/1);
   const VTensorId id = *manager->try_create({}, "");
   manager->start_trace(path_);
@@ -166,14 +176,14 @@ TEST_F(TraceTest, shortage_is_a_result) {
   EXPECT_EQ(count({R"("op":"extend")", R"("result":false)"}), 1u);
 }
 
-TEST_F(TraceTest, closing_the_manager_ends_the_file) {
+TEST_P(ManagerTraceTest, closing_the_manager_ends_the_file) {
   const auto manager = open();
   manager->start_trace(path_);
   manager->close();
   EXPECT_EQ(count({R"("k":"end")"}), 1u);
 }
 
-TEST_F(TraceTest, vtensors_from_before_stand_in_the_header) {
+TEST_P(ManagerTraceTest, vtensors_from_before_stand_in_the_header) {
   const auto manager = open();
   const VTensorId id = *manager->try_create({}, "");
   extend(*manager, id, 5);
@@ -181,7 +191,7 @@ TEST_F(TraceTest, vtensors_from_before_stand_in_the_header) {
   EXPECT_NE(lines()[0].find("\"live\":[[" + std::to_string(id) + ",5,false]]"), std::string::npos);
 }
 
-TEST_F(TraceTest, a_second_trace_must_wait_for_the_end_of_the_first) {
+TEST_P(ManagerTraceTest, a_second_trace_must_wait_for_the_end_of_the_first) {
   const auto manager = open();
   manager->start_trace(path_);
   EXPECT_THROW(manager->start_trace(path_), std::invalid_argument);
@@ -189,11 +199,11 @@ TEST_F(TraceTest, a_second_trace_must_wait_for_the_end_of_the_first) {
   EXPECT_NO_THROW(manager->start_trace(path_));
 }
 
-TEST_F(TraceTest, a_file_that_cannot_be_made_is_an_error_at_once) {
+TEST_P(ManagerTraceTest, a_file_that_cannot_be_made_is_an_error_at_once) {
   EXPECT_THROW(open()->start_trace("/no/such/folder/trace"), DriverError);
 }
 
-TEST_F(TraceTest, a_full_disk_is_told_at_the_end_and_disturbs_nothing_before) {
+TEST_P(ManagerTraceTest, a_full_disk_is_told_at_the_end_and_disturbs_nothing_before) {
   if (!fs::exists("/dev/full")) GTEST_SKIP() << "no /dev/full";
   const auto manager = open();
   manager->start_trace("/dev/full");
@@ -202,7 +212,7 @@ TEST_F(TraceTest, a_full_disk_is_told_at_the_end_and_disturbs_nothing_before) {
   EXPECT_FALSE(manager->is_tracing());
 }
 
-TEST_F(TraceTest, tracing_may_start_and_stop_while_others_work) {
+TEST_P(ManagerTraceTest, tracing_may_start_and_stop_while_others_work) {
   const auto manager = open(/*budget_chunks=*/64);
   std::atomic<bool> stop{false};
   std::thread worker([&] {
@@ -228,7 +238,7 @@ TEST_F(TraceTest, tracing_may_start_and_stop_while_others_work) {
 TEST_F(TraceTest, simulated_time_counts_though_nobody_waits) {
   SimLatency latency;
   latency[CallKind::kCreate] = {.per_call_us = 1'000'000};
-  const auto manager = open(16, latency);
+  const auto manager = open(std::make_unique<SimDriver>(SimOptions{.latency = latency}));
   extend(*manager, *manager->try_create({}, ""), 4);
   EXPECT_GE(manager->stats().driver[CallKind::kCreate].total_ns, 1'000'000'000);
   EXPECT_GE(manager->stats().map_us_exposed, 1e6);
@@ -238,12 +248,14 @@ TEST_F(TraceTest, simulated_time_counts_though_nobody_waits) {
 TEST_F(TraceTest, time_of_the_worker_counts_as_hidden) {
   SimLatency latency;
   latency[CallKind::kCreate] = {.per_call_us = 1'000'000};
-  const auto manager = open(16, latency);
+  const auto manager = open(std::make_unique<SimDriver>(SimOptions{.latency = latency}));
   manager->pre_extend({*manager->try_create({}, "")}, {4});
   manager->drain();
   EXPECT_GE(manager->stats().driver[CallKind::kCreate].hidden_ns, 1'000'000'000);
   EXPECT_GE(manager->stats().map_us_hidden, 1e6);
 }
+
+VTENSOR_ON_EVERY_DRIVER(ManagerTraceTest);
 
 }  // namespace
 }  // namespace vtensor
