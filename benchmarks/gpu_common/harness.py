@@ -1,0 +1,172 @@
+"""What the GPU benchmarks share: options, a deadline, the machine in words, tables and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def parse(doc: str | None, argv: Sequence[str] | None, seconds: float) -> argparse.Namespace:
+    """The options that all GPU benchmarks have.
+
+    Without a GPU the device is the CPU and the sizes are small: that shows that the benchmark
+    works and measures nothing worth quoting.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, only to see it work")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=seconds,
+        help="stop measuring after so long; what was left out is listed (default %(default)s)",
+    )
+    options = parser.parse_args(argv)
+    options.device = options.device or default_device()
+    options.quick = options.quick or options.device == "cpu"
+    return options
+
+
+def default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass
+class Deadline:
+    """Time that a benchmark may take, and what it left out for want of it."""
+
+    seconds: float
+    start_s: float = field(default_factory=time.monotonic)
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def remaining_s(self) -> float:
+        return self.seconds - (time.monotonic() - self.start_s)
+
+    def passed(self, what: str) -> bool:
+        """Whether it is over; then `what` is listed as left out."""
+        if self.remaining_s > 0:
+            return False
+        self.left_out.append(what)
+        return True
+
+
+def environment(device: str) -> Row:
+    """Date, machine, device, driver, versions, load and command."""
+    import torch
+
+    row: Row = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "load_before": [round(value, 1) for value in os.getloadavg()],
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": git_commit(),
+    }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        row |= {
+            "gpu": properties.name,
+            "gpu_memory_bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+            "cuda": torch.version.cuda,
+            "driver": nvidia_driver(),
+        }
+    return row
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def nvidia_driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"unknown ({error})"
+
+
+def git_commit() -> str:
+    """The commit; GPU_CHECK_COMMIT where the tree is a copy without its history."""
+    if "GPU_CHECK_COMMIT" in os.environ:
+        return os.environ["GPU_CHECK_COMMIT"]
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def table(rows: Sequence[Row], columns: Sequence[str], title: str = "") -> str:
+    """Rows as text, one line each; numbers to the right, missing values as a dash."""
+    cells = [list(columns), *([text(row.get(name)) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    numeric = [
+        all(isinstance(row.get(name), (int, float, type(None))) for row in rows) for name in columns
+    ]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, numeric, strict=True)
+        ).rstrip()
+        for line in cells
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(([title] if title else []) + lines) + "\n"
+
+
+def text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
+
+
+def finish(
+    options: argparse.Namespace, name: str, deadline: Deadline, tables: Sequence[str], body: Row
+) -> None:
+    """Print tables and what was left out; write the JSON, `body` being the benchmark's part."""
+    for one in tables:
+        print(one)
+    for what in deadline.left_out:
+        print(f"left out after {deadline.seconds:.0f} s: {what}")
+    report = {
+        "benchmark": name,
+        "device": options.device,
+        "quick": options.quick,
+        "environment": environment(options.device),
+        "seconds": round(time.monotonic() - deadline.start_s, 1),
+        "left_out": deadline.left_out,
+        **body,
+    }
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(f"numbers: {options.json}")

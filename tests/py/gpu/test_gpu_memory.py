@@ -1,0 +1,146 @@
+"""Running out of memory and going on; several owners of one device's memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_kit import SPEC, Arena, Kit
+
+from flexinfer.errors import OutOfMemoryError
+
+HERE = Path(__file__).parent
+GIB = 1 << 30
+
+
+def test_the_budget_ends_cleanly_and_memory_given_back_serves_again(kit: Kit) -> None:
+    rows = 4
+    manager = kit.manager(chunks=rows)
+    arena = Arena(manager)
+    row = kit.row_tokens(manager)
+    first, second = manager.create(), manager.create()
+    first.extend(3 * row)
+    values = arena.write(first, 0, 3 * row, kit)
+    with pytest.raises(OutOfMemoryError) as raised:
+        second.extend(2 * row)
+    assert raised.value.budget_bytes == rows * manager.chunk_bytes
+    assert second.mapped_tokens == 0
+    assert torch.equal(arena.read(first, 0, 3 * row), values)
+    kit.synchronize()
+    first.release()
+    second.extend(4 * row)
+    with kit.step(manager):
+        assert not arena.read(second, 0, 4 * row).any()
+
+
+@pytest.mark.gpu
+def test_a_full_device_ends_cleanly_and_memory_given_back_serves_again(cuda_kit: Kit) -> None:
+    """Torch takes all but about 2 GiB; a budget beyond that is not there, and nobody is harmed."""
+    kit = cuda_kit
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    ballast = torch.empty(free - 2 * GIB, dtype=torch.uint8, device="cuda")
+    manager = kit.manager(
+        dataclasses.replace(SPEC, max_seq_len=1 << 20),
+        memory_budget=free,
+        chunk_bytes=32 << 20,
+    )
+    arena = Arena(manager)
+    row = kit.row_tokens(manager)
+    vtensor = manager.create()
+    vtensor.extend(4 * row)
+    values = arena.write(vtensor, 0, 4 * row, kit)
+    rows = 4
+    with pytest.raises(OutOfMemoryError) as raised:  # noqa: PT012 - which call fails is the driver's
+        while True:
+            vtensor.extend((rows + 1) * row)
+            rows += 1
+    assert raised.value.free_bytes < 2 * GIB
+    assert vtensor.mapped_tokens == rows * row
+    assert torch.equal(arena.read(vtensor, 0, 4 * row), values)
+    manager.check_integrity()
+    del ballast
+    torch.cuda.empty_cache()
+    vtensor.extend((rows + 8) * row)  # what torch gave back serves the KV cache
+    vtensor.release()
+    manager.trim()
+    assert torch.empty(free - 2 * GIB, dtype=torch.uint8, device="cuda").numel() > 0
+
+
+def test_two_managers_do_not_touch_each_other(kit: Kit) -> None:
+    half = dataclasses.replace(SPEC, dtype="bfloat16", num_layers=3, layers_per_plane=1)
+    managers = [kit.manager(), kit.manager(half)]
+    arenas = [Arena(manager) for manager in managers]
+    lengths = [2 * kit.row_tokens(manager) + 3 for manager in managers]
+    vtensors = [manager.create() for manager in managers]
+    values = []
+    for vtensor, arena, length in zip(vtensors, arenas, lengths, strict=True):
+        vtensor.extend(length)
+        values.append(arena.write(vtensor, 0, length, kit))
+    for vtensor, arena, length, expected in zip(vtensors, arenas, lengths, values, strict=True):
+        assert torch.equal(arena.read(vtensor, 0, length), expected)
+    kit.synchronize()
+    del arenas[0]
+    managers[0].close()
+    assert torch.equal(arenas[0].read(vtensors[1], 0, lengths[1]), values[1])
+
+
+def test_torch_allocates_and_frees_beside_the_pool(kit: Kit) -> None:
+    manager = kit.manager()
+    arena = Arena(manager)
+    row = kit.row_tokens(manager)
+    vtensor = manager.create()
+    values, tensors = [], []
+    for idx in range(8):
+        vtensor.extend((idx + 1) * row)
+        values.append(arena.write(vtensor, idx * row, (idx + 1) * row, kit))
+        tensors.append(torch.full((1 << 20,), float(idx), device=kit.device))
+        if idx % 3 == 2:
+            del tensors[0]
+            if kit.is_cuda:
+                torch.cuda.empty_cache()
+    assert torch.equal(arena.read(vtensor, 0, 8 * row), torch.cat(values, dim=1))
+    assert all(bool((tensor == tensor[0]).all()) for tensor in tensors)
+
+
+@pytest.mark.gpu
+def test_torchs_expandable_segments_stand_beside_the_pool(cuda_kit: Kit) -> None:
+    """They are made of the same driver calls as ours; in a process of its own, as they are chosen
+    when torch starts."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from gpu_kit import Kit; import test_gpu_memory as t\n"
+        "kit = Kit('cuda'); t.test_torch_allocates_and_frees_beside_the_pool(kit); kit.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(HERE)],
+        env={**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_reading_beyond_what_is_mapped_faults(device: str) -> None:
+    """The tail policy `guard`: a stray read ends the process (CPU) or its context (CUDA), and never
+    shows another request's data."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from gpu_kit import Arena, Kit\n"
+        "kit = Kit(sys.argv[2]); manager = kit.manager(); arena = Arena(manager)\n"
+        "vtensor = manager.create(); vtensor.extend(1)\n"
+        "row = kit.row_tokens(manager)\n"
+        "print('mapped', bool(arena.read(vtensor, 0, row).any()), flush=True)\n"
+        "print('beyond', bool(arena.read(vtensor, row, 2 * row).any()), flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(HERE), device], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "mapped False\n", done.stderr
+    assert done.returncode != 0
