@@ -1,0 +1,138 @@
+"""Kernels over contiguous KV: the same call for a vTensor's arena and for torch.empty.
+
+Each entry takes a Problem and returns the call to be timed, whose result is
+[batch, new_tokens, num_heads, head_dim]. NotSupported says why a kernel can not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from problem import Problem
+from torch.nn.functional import scaled_dot_product_attention
+
+Call = Callable[[], torch.Tensor]
+Kernel = Callable[[Problem], Call]
+
+
+class NotSupported(Exception):  # noqa: N818 - a fact to be reported, not an error
+    """The kernel is not installed, or can not do this; the text says why."""
+
+
+def sdpa(problem: Problem) -> Call:
+    """torch's scaled_dot_product_attention, one call for the batch: all lengths are equal."""
+    shape = problem.shape
+    k = problem.k[: shape.batch, : shape.seq_len].transpose(1, 2)
+    v = problem.v[: shape.batch, : shape.seq_len].transpose(1, 2)
+    if shape.new_tokens == 1:  # the heads of a group become rows: no mask, no expansion
+        group = shape.num_heads // shape.num_kv_heads
+        q = problem.q.view(shape.batch, shape.num_kv_heads, group, shape.head_dim)
+        size = problem.q.shape
+        return lambda: scaled_dot_product_attention(q, k, v).reshape(size)
+    from torch.nn.attention.bias import causal_lower_right
+
+    q = problem.q.transpose(1, 2)
+    if problem.device.type == "cpu":  # has no lower-right kernel: the mask is written out
+        ones = torch.ones(shape.new_tokens, shape.seq_len, dtype=torch.bool)
+        mask = ones.tril(shape.seq_len - shape.new_tokens)
+    else:
+        mask = causal_lower_right(shape.new_tokens, shape.seq_len)
+    return lambda: scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, enable_gqa=shape.num_heads != shape.num_kv_heads
+    ).transpose(1, 2)
+
+
+def torch_varlen(problem: Problem) -> Call:
+    """torch's own copy of FlashAttention-2, on the arena as one row of tokens.
+
+    Its varlen entry takes an offset and a used length for each request: offset = slot x rows of a
+    slot, so that nothing is packed. Needs the slot's stride to be whole tokens.
+    """
+    if problem.device.type != "cuda":
+        raise NotSupported("torch's varlen attention needs CUDA")
+    k, v = flat_rows(problem.k), flat_rows(problem.v)
+    shape = problem.shape
+    rows_a_slot = problem.k.stride(0) // problem.k.stride(1)
+    count = torch.arange(shape.batch + 1, dtype=torch.int32, device=problem.device)
+    starts_q, starts_k, used = count * shape.new_tokens, count * rows_a_slot, problem.lengths()
+    q = problem.q.flatten(0, 1)
+    size = problem.q.shape
+    forward = torch.ops.aten._flash_attention_forward
+    return lambda: forward(
+        q,
+        k,
+        v,
+        starts_q,
+        starts_k,
+        shape.new_tokens,
+        shape.seq_len,
+        0.0,
+        shape.new_tokens > 1,
+        False,
+        seqused_k=used,
+    )[0].view(size)
+
+
+def flat_rows(cache: torch.Tensor) -> torch.Tensor:
+    """[slots, tokens, heads, dim] -> [rows, heads, dim] over the same memory, gaps included."""
+    slots, tokens, heads, dim = cache.shape
+    slot_stride, token_stride, head_stride, _ = cache.stride()
+    if slot_stride % token_stride:
+        raise NotSupported("the slot's stride is not a whole number of tokens")
+    rows = (slots - 1) * (slot_stride // token_stride) + tokens
+    return cache.as_strided((rows, heads, dim), (token_stride, head_stride, 1))
+
+
+def flash_attn_2(problem: Problem) -> Call:
+    """flash-attn's flash_attn_with_kvcache on the arena, slots by cache_batch_idx."""
+    if problem.device.type != "cuda":
+        raise NotSupported("flash-attn needs CUDA")
+    try:
+        from flash_attn import flash_attn_with_kvcache
+    except ImportError as error:
+        raise NotSupported(f"flash-attn: {error}") from None
+    lengths, slots = problem.lengths(), problem.slots()
+    return lambda: flash_attn_with_kvcache(
+        problem.q,
+        problem.k,
+        problem.v,
+        cache_seqlens=lengths,
+        cache_batch_idx=slots,
+        causal=True,
+    )
+
+
+def flash_attn_3(problem: Problem) -> Call:
+    """FlashAttention-3's flash_attn_with_kvcache."""
+    if problem.device.type != "cuda":
+        raise NotSupported("FlashAttention-3 needs CUDA")
+    try:
+        from flash_attn_interface import flash_attn_with_kvcache
+    except ImportError as error:
+        raise NotSupported(f"FlashAttention-3: {error}") from None
+    lengths, slots = problem.lengths(), problem.slots()
+    return lambda: flash_attn_with_kvcache(
+        problem.q,
+        problem.k,
+        problem.v,
+        cache_seqlens=lengths,
+        cache_batch_idx=slots,
+        causal=True,
+    )
+
+
+def triton_decode(problem: Problem) -> Call:
+    """This folder's Triton decode kernel, without a page table."""
+    from triton_kernel import make_decode
+
+    return make_decode(problem, problem.k, problem.v, problem.slots()[:, None], page_size=0)
+
+
+KERNELS: dict[str, Kernel] = {
+    "sdpa": sdpa,
+    "torch-varlen": torch_varlen,
+    "flash-attn": flash_attn_2,
+    "flash-attn-3": flash_attn_3,
+    "triton": triton_decode,
+}

@@ -1,0 +1,124 @@
+"""Where the KV stands: one torch.empty tensor, or the arena of a vTensor manager in some layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from contiguous import NotSupported
+from problem import Problem, Shape, make_queries
+
+from flexinfer.vtensor import KVSpec, VTensorManager
+
+SPARE_BYTES = 4 << 30
+"""Left to queries, outputs and pages on a GPU."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the KV of a layer lies in memory."""
+
+    name: str
+    layers_per_plane: int | None = None
+    """None: no vTensor at all, a tensor of torch's own."""
+    chunk_bytes: int = 2 << 20
+
+    @property
+    def is_plain(self) -> bool:
+        return self.layers_per_plane is None
+
+
+class Source:
+    """KV of one layer, random, as [slots, tokens, num_kv_heads, head_dim]; request i in slot i."""
+
+    def __init__(self, dtype: torch.dtype, device: str) -> None:
+        self.dtype = dtype
+        self.device = device
+
+    def caches(self, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    def problem(self, shape: Shape) -> Problem:
+        """The shape's requests with fresh queries."""
+        k, v = self.caches(shape)
+        return Problem(shape, make_queries(shape, self.dtype, self.device), k, v)
+
+
+class PlainSource(Source):
+    """A tensor of the size that the shape needs, from torch's allocator."""
+
+    def caches(self, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+        size = (shape.batch, shape.seq_len, shape.num_kv_heads, shape.head_dim)
+        k, v = (torch.empty(size, dtype=self.dtype, device=self.device) for _ in range(2))
+        return k.normal_(), v.normal_()
+
+
+class ArenaSource(Source):
+    """One layer of a manager's arena; all layers are mapped, as in an engine."""
+
+    def __init__(
+        self, manager: VTensorManager, shapes: Sequence[Shape], dtype: torch.dtype, device: str
+    ) -> None:
+        super().__init__(dtype, device)
+        self._vtensors = [manager.create() for _ in range(max(s.batch for s in shapes))]
+        if [vtensor.slot for vtensor in self._vtensors] != list(range(len(self._vtensors))):
+            raise RuntimeError("a fresh manager did not hand its slots out in order")
+        self._manager = manager
+        layer = manager.spec.num_layers // 2
+        self._k, self._v = manager.k(layer), manager.v(layer)
+
+    def caches(self, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+        for vtensor in self._vtensors[: shape.batch]:
+            vtensor.extend(max(shape.seq_len, vtensor.num_tokens))
+        for cache in (self._k, self._v):
+            cache[: shape.batch, : shape.seq_len].normal_()
+        return self._k, self._v
+
+
+@contextmanager
+def open_source(
+    layout: Layout, shapes: Sequence[Shape], num_layers: int, device: str, dtype: torch.dtype
+) -> Iterator[Source]:
+    """The layout's KV, with room for all shapes. Raises NotSupported where memory is too small."""
+    if layout.layers_per_plane is None:
+        yield PlainSource(dtype, device)
+        return
+    spec = KVSpec(
+        num_layers=num_layers,
+        num_kv_heads=shapes[0].num_kv_heads,
+        head_dim=shapes[0].head_dim,
+        dtype=str(dtype),
+        max_seq_len=max(shape.seq_len for shape in shapes),
+        layers_per_plane=layout.layers_per_plane,
+    )
+    budget = needed_bytes(spec, shapes, layout.chunk_bytes)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0] - SPARE_BYTES
+        if budget > free:
+            raise NotSupported(f"needs {budget >> 30} GiB of KV, {free >> 30} GiB are free")
+    manager = VTensorManager(
+        spec,
+        device,
+        max_requests=max(shape.batch for shape in shapes),
+        memory_budget=budget,
+        chunk_bytes=layout.chunk_bytes,
+    )
+    try:
+        yield ArenaSource(manager, shapes, dtype, device)
+        if device == "cuda":
+            torch.cuda.synchronize()
+    finally:
+        manager.close()
+
+
+def needed_bytes(spec: KVSpec, shapes: Sequence[Shape], chunk_bytes: int) -> int:
+    """Slot i holds the longest of the shapes that use it, in whole rows of chunks."""
+    total = 0
+    for slot in range(max(shape.batch for shape in shapes)):
+        tokens = max(shape.seq_len for shape in shapes if shape.batch > slot)
+        chunks = -(-tokens * spec.plane_token_bytes // chunk_bytes)
+        total += chunks * chunk_bytes * spec.num_planes
+    return total

@@ -1,0 +1,99 @@
+"""Every attention kernel of benchmarks/kernels says what attention written out in float32 says.
+
+On plain tensors, on vTensor arenas of each layout, and on pages. On the CPU these are torch's SDPA
+and the gathering one; on a GPU whatever is installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks" / "kernels"))
+
+import contiguous
+import paged
+from problem import Problem, Shape, error_of
+from sources import Layout, open_source
+
+SHAPES = (
+    Shape(3, 65, 8, 2, 128),
+    Shape(2, 700, 8, 8, 128),
+    Shape(2, 300, 32, 1, 64),
+    Shape(2, 333, 8, 2, 128, new_tokens=40),
+)
+LAYOUTS = (Layout("plain"), Layout("dense", 1), Layout("interleaved", 4))
+MAX_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
+
+
+ON_CPU = {"sdpa", "gather+sdpa"}
+
+
+def cases(names: Iterable[str]) -> list[Any]:
+    """(device, kernel): those that the CPU has there, all on a GPU."""
+    on_cpu = [("cpu", name) for name in names if name in ON_CPU]
+    return on_cpu + [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in names]
+
+
+def check(
+    device: str, make_call: contiguous.Kernel, layout: Layout, shape: Shape, dtype: torch.dtype
+) -> None:
+    """One kernel on one problem; passes where the kernel says that it can not do this."""
+    torch.manual_seed(0)
+    with open_source(layout, [shape], 4, device, dtype) as source:
+        problem = source.problem(shape)
+        output = make_call(problem)()
+        assert output.shape == problem.q.shape
+        for request in range(shape.batch):
+            assert error_of(problem, output, request) <= MAX_ERROR[dtype], (layout, shape)
+
+
+def check_all(
+    device: str, make_call: contiguous.Kernel, layouts: Iterable[Layout], dtype: torch.dtype
+) -> None:
+    """One kernel on all shapes and layouts that it admits; skips if it admits none."""
+    refused = []
+    num_checked = 0
+    for layout in layouts:
+        for shape in SHAPES:
+            try:
+                check(device, make_call, layout, shape, dtype)
+            except contiguous.NotSupported as reason:
+                refused.append(str(reason))
+            else:
+                num_checked += 1
+    if num_checked == 0:
+        pytest.skip("; ".join(sorted(set(refused))))
+
+
+@pytest.mark.parametrize(("device", "name"), cases(contiguous.KERNELS))
+def test_contiguous_kernels_match_the_reference(device: str, name: str) -> None:
+    check_all(device, contiguous.KERNELS[name], LAYOUTS, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("device", "name"), cases(paged.KERNELS))
+def test_paged_kernels_match_the_reference(device: str, name: str) -> None:
+    page_size, make = paged.KERNELS[name]
+    check_all(
+        device,
+        lambda problem: make(problem, paged.cut(problem, page_size)),
+        LAYOUTS[:1],
+        torch.bfloat16,
+    )
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_the_triton_kernel_matches_in_float16(device: str, page_size: int) -> None:
+    """float16, because Triton's interpreter (TRITON_INTERPRET=1, for the CPU) knows no bfloat16."""
+
+    def make_call(problem: Problem) -> contiguous.Call:
+        if page_size == 0:
+            return contiguous.triton_decode(problem)
+        return paged.triton_decode(problem, paged.cut(problem, page_size))
+
+    check_all(device, make_call, LAYOUTS if page_size == 0 else LAYOUTS[:1], torch.float16)
