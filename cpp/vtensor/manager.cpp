@@ -1,32 +1,16 @@
 #include "vtensor/manager.h"
 
 #include <algorithm>
-#include <chrono>
-#include <limits>
 #include <stdexcept>
 #include <utility>
 
 #include "vtensor/error.h"
 #include "vtensor/sched/integrity.h"
-#include "vtensor/vmm/call_scope.h"
+#include "vtensor/vmm/stopwatch.h"
 #include "vtensor/vmm/tracing_driver.h"
-#include "vtensor/vmm/work_clock.h"
 
 namespace vtensor {
 namespace {
-
-// Adds the time until its end to a counter.
-class Stopwatch {
- public:
-  explicit Stopwatch(uint64_t& total_ns) : total_ns_(total_ns) {}
-  ~Stopwatch() { total_ns_ += static_cast<uint64_t>(work_now_ns() - start_ns_); }
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-
- private:
-  uint64_t& total_ns_;
-  int64_t start_ns_ = work_now_ns();
-};
 
 size_t budget_chunks_of(size_t budget_bytes, const Geometry& geometry) {
   const size_t chunks = budget_bytes / geometry.chunk_bytes;
@@ -40,17 +24,6 @@ size_t budget_chunks_of(size_t budget_bytes, const Geometry& geometry) {
 }
 
 }  // namespace
-
-// Keeps a slot's address range and chunks while a tensor view of it lives.
-struct Manager::SlotLease {
-  std::shared_ptr<Manager> manager;
-  SlotId slot;
-
-  SlotLease(std::shared_ptr<Manager> owner, SlotId held) : manager(std::move(owner)), slot(held) {}
-  ~SlotLease() { manager->end_view(slot); }
-  SlotLease(const SlotLease&) = delete;
-  SlotLease& operator=(const SlotLease&) = delete;
-};
 
 std::shared_ptr<Manager> Manager::open(std::unique_ptr<Driver> driver, const KVSpec& spec,
                                        const ManagerOptions& options) {
@@ -230,86 +203,6 @@ void Manager::extend(std::span<const VTensorId> ids, std::span<const size_t> num
                              : last_shortage_);
 }
 
-void Manager::pre_extend(std::vector<VTensorId> ids, std::vector<size_t> num_tokens) {
-  if (!options_.pre_extend) return;
-  if (ids.size() != num_tokens.size()) {
-    throw std::invalid_argument(std::to_string(ids.size()) + " vTensors but " +
-                                std::to_string(num_tokens.size()) + " lengths");
-  }
-  const Lock held = lock();
-  // Only those in need become work, so that a step without growth wakes nobody.
-  for (size_t i = 0; i < ids.size(); ++i) {
-    if (!scheduler_.is_live(ids[i])) continue;
-    const size_t mapped = pool_.vset.mapped_rows(scheduler_.live(ids[i]).slot);
-    const size_t wanted = std::min(num_tokens[i], pool_.geometry.max_tokens);
-    if (pool_.geometry.rows_for(wanted) <= mapped) continue;
-    TraceOp(*trace_, scheduler_, "pre_extend", ids[i]).put("n", wanted);
-    worker_.post([this, id = ids[i], wanted] { pre_extend_one(id, wanted); });
-  }
-  if (!chores_posted_ && scheduler_.next_chore()) {
-    chores_posted_ = true;
-    worker_.post([this] { do_chores(); });
-  }
-}
-
-void Manager::do_chores() {
-  const CallScope scope(kNoVTensor, /*is_worker=*/true);
-  Lock held(mutex_);
-  chores_posted_ = false;
-  while (!closed_ && !scheduler_.is_asleep()) {
-    std::optional<Chore> chore = scheduler_.plan_chore();
-    if (!chore) return;
-    TraceOp(*trace_, scheduler_, "chore").put("chore", chore_name(chore->kind));
-    held.unlock();
-    const int64_t start_ns = work_now_ns();
-    bool failed = false;
-    try {
-      chore->run(*pool_.driver, pool_.geometry.chunk_bytes);
-    } catch (const std::exception&) {
-      failed = true;  // whoever needs the chunk meets the error in its own thread
-    }
-    held.lock();
-    hidden_ns_ += static_cast<uint64_t>(work_now_ns() - start_ns);
-    scheduler_.finish_chore(*chore);
-    settled_.notify_all();
-    if (failed) return;
-  }
-}
-
-void Manager::pre_extend_one(VTensorId id, size_t num_tokens) {
-  const CallScope scope(id, /*is_worker=*/true);
-  Lock held(mutex_);
-  if (closed_ || scheduler_.is_asleep()) return;
-  Growth growth;
-  try {
-    {
-      TraceOp op(*trace_, scheduler_, "map_ahead", id);
-      op.put("n", num_tokens);
-      growth = scheduler_.plan_pre_extend({&id, 1}, {&num_tokens, 1});
-      op.put("result", growth.num_claims());
-    }
-    if (growth.parts.empty()) return;
-    held.unlock();
-    const int64_t start_ns = work_now_ns();
-    growth.run(*pool_.driver, pool_.vset, pool_.geometry);
-    const auto spent_ns = static_cast<uint64_t>(work_now_ns() - start_ns);
-    held.lock();
-    hidden_ns_ += spent_ns;
-    pre_extended_rows_ += growth.num_claims() / pool_.geometry.num_planes;
-    scheduler_.commit(growth);
-  } catch (const std::exception& failure) {
-    // The step that needs these rows maps them itself, or meets the same error in its own thread.
-    if (!held.owns_lock()) held.lock();
-    scheduler_.abandon(growth);
-    last_shortage_ = failure.what();
-    ++pre_extend_failures_;
-    TraceOp(*trace_, scheduler_, "map_ahead_failed", id).put("why", last_shortage_);
-  }
-  settled_.notify_all();
-}
-
-void Manager::drain() { worker_.drain(); }
-
 void Manager::truncate(VTensorId id, size_t num_tokens) {
   Lock held = lock();
   wait_until_idle(held, {&id, 1});
@@ -379,68 +272,6 @@ size_t Manager::reset_prefix_cache() {
   return num_tokens;
 }
 
-bool Manager::try_swap_out(VTensorId id) {
-  Lock held = lock();
-  wait_until_idle(held, {&id, 1});
-  TraceOp op(*trace_, scheduler_, "swap_out", id);
-  const bool swapped = scheduler_.swap_out(id, swap_store_);
-  op.put("result", swapped);
-  return swapped;
-}
-
-bool Manager::try_swap_in(VTensorId id, std::span<const Token> tokens) {
-  Lock held = lock();
-  const Stopwatch watch(exposed_ns_);
-  wait_until_idle(held, {&id, 1});
-  expire_pins();
-  TraceOp op(*trace_, scheduler_, "swap_in", id);
-  op.tokens(tokens);
-  const bool swapped = scheduler_.swap_in(id, tokens, swap_store_);
-  op.put("result", swapped);
-  return swapped;
-}
-
-size_t Manager::sleep(const std::string& directory) {
-  Lock held = lock();
-  wait_until_quiet(held);
-  size_t num_views = 0;
-  for (SlotId slot = 0; slot < pool_.vset.num_slots(); ++slot)
-    num_views += pool_.vset[slot].num_views;
-  if (num_views > 0) {
-    throw std::invalid_argument("cannot sleep while " + std::to_string(num_views) +
-                                " tensor views of vTensors are alive");
-  }
-  sleep_store_ = std::make_unique<SwapStore>(std::numeric_limits<size_t>::max(),
-                                             pool_.geometry.chunk_bytes, directory);
-  try {
-    TraceOp op(*trace_, scheduler_, "sleep");
-    const size_t num_bytes = scheduler_.sleep(*sleep_store_);
-    op.put("result", num_bytes);
-    return num_bytes;
-  } catch (...) {
-    sleep_store_.reset();
-    throw;
-  }
-}
-
-void Manager::wake() {
-  const Lock held = lock_awake_or_not();
-  if (!scheduler_.is_asleep()) return;
-  {
-    const TraceOp op(*trace_, scheduler_, "wake");
-    scheduler_.wake(*sleep_store_);
-  }
-  sleep_store_.reset();
-  for (const VTensorId id : std::exchange(released_asleep_, {})) {
-    if (scheduler_.is_live(id)) release_now(id);  // else wake() has broken its slot
-  }
-}
-
-bool Manager::is_asleep() const {
-  const Lock held(mutex_);
-  return scheduler_.is_asleep();
-}
-
 size_t Manager::evict(size_t num_bytes) {
   const Lock held = lock();
   expire_pins();
@@ -484,52 +315,6 @@ void Manager::set_memory_budget_bytes(size_t budget_bytes) {
 
 size_t Manager::bytes_for(size_t num_tokens) const {
   return pool_.geometry.rows_for(num_tokens) * pool_.geometry.row_bytes();
-}
-
-TensorView Manager::make_view(size_t layer, KV which) const {
-  const LayerPlace place = locate(spec_, layer, which);
-  const auto elements = [&](size_t bytes) {
-    return static_cast<int64_t>(bytes / spec_.element_bytes);
-  };
-  TensorView view;
-  view.address = pool_.vset.address(place.plane, 0, 0) + place.offset_bytes;
-  view.shape = {spec_.max_tokens, spec_.num_kv_heads, spec_.head_dim};
-  view.strides = {elements(pool_.geometry.token_bytes), static_cast<int64_t>(spec_.head_dim), 1};
-  return view;
-}
-
-TensorView Manager::view(VTensorId id, size_t layer, KV which) {
-  const Lock held = lock();
-  const VTensor& vtensor = scheduler_.resident(id);
-  TensorView view = make_view(layer, which);
-  view.address += vtensor.slot * pool_.geometry.slot_stride_bytes();
-  view.shape[0] = vtensor.num_tokens;
-  view.lease = std::make_shared<SlotLease>(shared_from_this(), vtensor.slot);
-  ++pool_.vset[vtensor.slot].num_views;
-  return view;
-}
-
-TensorView Manager::arena(size_t layer, KV which) {
-  const Lock held = lock();
-  TensorView view = make_view(layer, which);
-  const size_t stride_bytes = pool_.geometry.slot_stride_bytes();
-  view.shape.insert(view.shape.begin(), pool_.geometry.max_slots);
-  view.strides.insert(view.strides.begin(),
-                      static_cast<int64_t>(stride_bytes / spec_.element_bytes));
-  view.lease = shared_from_this();
-  return view;
-}
-
-void Manager::end_view(SlotId slot) noexcept {
-  const Lock held(mutex_);
-  if (--pool_.vset[slot].num_views > 0) return;
-  scheduler_.unhold(slot);
-  if (!closed_) return;
-  try {
-    scheduler_.trim();
-  } catch (const std::exception&) {
-    return;  // the destructor tries once more
-  }
 }
 
 void Manager::check_integrity() const {

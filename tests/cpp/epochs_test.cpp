@@ -163,6 +163,20 @@ TEST_F(EpochsTest, SleepAndSwapOutReadNothingBeforeTheRunningStepIsOver) {
   }
 }
 
+TEST_F(EpochsTest, ShortageDuringAnOpenStepIsAValueAndTakesNothingFromAnybody) {
+  const VTensorId id = make(16);
+  manager->pre_extend({id}, {256});
+  manager->drain();
+  const VTensorId other = *manager->try_create({}, "");
+  const size_t num_tokens = 64;
+  manager->begin_step();
+  EXPECT_FALSE(manager->try_extend({&other, 1}, {&num_tokens, 1}));
+  EXPECT_EQ(manager->info(id).mapped_tokens, 256U);
+  manager->end_step(0);
+  extend(other, num_tokens);  // waits, and takes what was mapped ahead
+  EXPECT_EQ(device.num_waits, 1);
+}
+
 TEST_F(EpochsTest, RemappingDuringAnOpenStepIsRefused) {
   const VTensorId id = make(20);
   const VTensorId child = *manager->try_fork(id);

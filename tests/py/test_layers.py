@@ -27,7 +27,7 @@ CPP_LAYERS = [
     {"pool"},
     {"ops"},
     {"sched"},
-    {"manager", "manager_trace", "snapshot"},
+    {"manager", "manager_swap", "manager_trace", "manager_view", "manager_worker", "snapshot"},
     {"bindings"},
 ]
 # Kernels compute on plain pointers: they know nothing of drivers, though these are not above them.

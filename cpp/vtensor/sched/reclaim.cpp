@@ -40,9 +40,10 @@ void Scheduler::reclaim_parked_private(size_t num_chunks, bool created) {
 }
 
 // Rows mapped ahead of need, of a vTensor that is not part of the plan under way. None where views
-// are alive: one made before a truncation may reach into these rows.
+// are alive: one made before a truncation may reach into these rows. None while a step is open: its
+// kernels may read them, and cannot be waited for.
 size_t Scheduler::surplus_rows(const VTensor& vtensor) const {
-  if (vtensor.busy || vtensor.plan == plan_) return 0;
+  if (vtensor.busy || vtensor.plan == plan_ || epochs_.is_open()) return 0;
   if (pool_.vset[vtensor.slot].num_views > 0) return 0;
   const size_t needed = std::max(pool_.geometry.rows_for(vtensor.num_tokens), vtensor.own_row);
   const size_t rows = pool_.vset.mapped_rows(vtensor.slot);

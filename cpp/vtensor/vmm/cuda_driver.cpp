@@ -5,38 +5,12 @@
 #include <utility>
 
 #include "vtensor/error.h"
+#include "vtensor/vmm/on_failure.h"
 
 namespace vtensor {
 namespace {
 
-class CudaFence final : public Fence {
- public:
-  explicit CudaFence(CudaEvent event) : event_(std::move(event)) {}
-  bool done() const override { return event_.done(); }
-  void wait() const override { event_.synchronize(); }
-
- private:
-  CudaEvent event_;
-};
-
 using cuda::CUDA_SUCCESS;
-
-// Runs `undo` when the scope is left before dismiss().
-template <typename Undo>
-class OnFailure {
- public:
-  explicit OnFailure(Undo undo) : undo_(std::move(undo)) {}
-  ~OnFailure() {
-    if (armed_) undo_();
-  }
-  OnFailure(const OnFailure&) = delete;
-  OnFailure& operator=(const OnFailure&) = delete;
-  void dismiss() noexcept { armed_ = false; }
-
- private:
-  Undo undo_;
-  bool armed_ = true;
-};
 
 uint64_t raw(Handle handle) { return static_cast<uint64_t>(handle); }
 

@@ -18,8 +18,10 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "vtensor/vmm/cuda_context.h"
+#include "vtensor/vmm/fence.h"
 
 namespace vtensor {
 
@@ -48,6 +50,17 @@ class CudaEvent {
 
   std::shared_ptr<const CudaContext> context_;
   cuda::CUevent event_ = nullptr;
+};
+
+// An event that has been recorded, as a Fence.
+class CudaFence final : public Fence {
+ public:
+  explicit CudaFence(CudaEvent event) : event_(std::move(event)) {}
+  bool done() const override { return event_.done(); }
+  void wait() const override { event_.synchronize(); }
+
+ private:
+  CudaEvent event_;
 };
 
 }  // namespace vtensor
