@@ -87,6 +87,7 @@ class EngineConfig:
     chunk_bytes: int | str | None = None
     layers_per_plane: int | None = None
     attention_backend: str = "auto"
+    """"auto", "flash", "host" or "sdpa" (or vLLM's names); see attention/__init__.py."""
     scheduling_policy: str = "priority"
     """"fcfs", "priority" (of equals the first come first) or "prefix"; see policies.py."""
     max_passed_over: int = 64

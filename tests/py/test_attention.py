@@ -135,5 +135,5 @@ def test_attention_copies_neither_k_nor_v() -> None:
 
 
 def test_unknown_backend_is_refused_with_the_choices() -> None:
-    with pytest.raises(ValueError, match=r"must be one of auto, host, sdpa, got 'magic'"):
+    with pytest.raises(ValueError, match=r"must be one of auto, .* got 'magic'"):
         attention.create("magic", [])

@@ -5,32 +5,49 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flexinfer.attention.base import AttentionBackend, LayerKV
 
-BACKENDS = ("auto", "host", "sdpa")
-"""auto: the best for the arena's device; host: our CPU kernel; sdpa: torch's, the reference."""
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "flash", "host", "sdpa")
+"""auto: the best for the arena's device; flash: flash-attn on CUDA; host: our CPU kernel; sdpa:
+torch's, the reference."""
+ALIASES = {"flash_attn": "flash", "torch_sdpa": "sdpa"}
+"""vLLM's names, in any case."""
 
 
-def check_name(name: str) -> None:
-    """Raises ValueError if there is no backend called `name`."""
-    if name not in BACKENDS:
-        raise ValueError(f"attention_backend must be one of {', '.join(BACKENDS)}, got {name!r}")
+def check_name(name: str) -> str:
+    """The backend's own name. Raises ValueError if there is none called `name`."""
+    known = str(name).lower()
+    known = ALIASES.get(known, known)
+    if known not in BACKENDS:
+        choices = ", ".join((*BACKENDS, *(alias.upper() for alias in ALIASES)))
+        raise ValueError(f"attention_backend must be one of {choices}, got {name!r}")
+    return known
 
 
 def create(name: str, layers: Sequence[LayerKV]) -> AttentionBackend:
     """The backend called `name` over the arena `layers`. Raises ValueError for another name.
 
-    Where the host kernel can not work on the layers, one warning says why, and SDPA is taken.
+    Where it can not work on them, one warning says why and what is taken instead.
     """
-    check_name(name)
-    if name == "host" or (name == "auto" and layers[0].k.device.type == "cpu"):
-        from flexinfer.attention.host import host_or_sdpa
+    known = check_name(name)
+    is_cuda = layers[0].k.device.type == "cuda"
+    if is_cuda and known != "host":
+        from flexinfer.attention.choose import choose_cuda
 
-        return host_or_sdpa(layers)
-    from flexinfer.attention.sdpa import SdpaAttention
+        return choose_cuda(known, layers)
+    if known == "sdpa":
+        from flexinfer.attention.sdpa import SdpaAttention
 
-    return SdpaAttention(layers)
+        return SdpaAttention(layers)
+    if known == "flash":
+        logger.warning('attention_backend "flash" needs a CUDA device: "auto" is taken')
+    from flexinfer.attention.host import host_or_sdpa
+
+    return host_or_sdpa(layers)

@@ -105,6 +105,12 @@ class AttentionBackend(ABC):
     def __init__(self, layers: Sequence[LayerKV]) -> None:
         self.layers = layers
 
+    @property
+    def supports_graphs(self) -> bool:
+        """Whether a CUDA graph of `forward` on a batch of decodes may be replayed for others: it
+        then depends on tensors alone, and takes bounds, not values, from `segments`."""
+        return False
+
     @abstractmethod
     def forward(
         self,
@@ -131,12 +137,26 @@ def store_kv(
     key, value: [num_kv_heads, num_tokens, head_dim].
     """
     key, value = key.transpose(0, 1), value.transpose(0, 1)
+    store_decodes(layer, key, value, metadata)
+    store_prefills(layer, key, value, metadata)
+
+
+def store_decodes(
+    layer: LayerKV, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
+) -> None:
+    """The decodes' part of `store_kv`. key, value: [num_tokens, num_kv_heads, head_dim]."""
     num_decodes = metadata.num_decodes
     if num_decodes:
         where = (metadata.decode_slots, metadata.decode_positions)
         layer.k.index_put_(where, key[:num_decodes])
         layer.v.index_put_(where, value[:num_decodes])
-    for s in metadata.segments[num_decodes:]:
+
+
+def store_prefills(
+    layer: LayerKV, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
+) -> None:
+    """The prefills' part of `store_kv`. key, value: [num_tokens, num_kv_heads, head_dim]."""
+    for s in metadata.segments[metadata.num_decodes :]:
         rows = slice(s.row, s.row + s.num_tokens)
         layer.k[s.slot, s.start : s.end] = key[rows]
         layer.v[s.slot, s.start : s.end] = value[rows]

@@ -84,14 +84,7 @@ class SdpaAttention(AttentionBackend):
         """A prompt from its first token: plain causal."""
         k, v = head_views(layer, s.slot, 0, s.end)
         rows = slice(s.row, s.row + s.num_tokens)
-        attended = scaled_dot_product_attention(
-            query[None, :, rows],
-            k,
-            v,
-            is_causal=True,
-            scale=options.scaling,
-            enable_gqa=query.shape[0] != k.shape[1],
-        )
+        attended = grouped_sdpa(query[None, :, rows], k, v, options, is_causal=True)
         output[rows] = attended[0].transpose(0, 1)
 
     def _blocks(
@@ -115,14 +108,9 @@ class SdpaAttention(AttentionBackend):
             if exact:
                 attended = exact_attention(q, k, v, mask, options)
             else:
-                attended = scaled_dot_product_attention(
-                    q,
-                    k,
-                    v,
-                    attn_mask=mask,
-                    scale=options.scaling,
-                    enable_gqa=q.shape[1] != k.shape[1],
-                )
+                # A slice of the band may start at any address; CUDA's kernel wants an aligned one.
+                aligned = mask.clone() if q.is_cuda else mask
+                attended = grouped_sdpa(q, k, v, options, aligned)
             output[rows] = attended[0].transpose(0, 1)
 
     def _mask(
@@ -145,6 +133,62 @@ class SdpaAttention(AttentionBackend):
 
 def fits_window(s: Segment, options: AttentionOptions) -> bool:
     return options.sliding_window is None or s.end <= options.sliding_window
+
+
+def grouped_sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: AttentionOptions,
+    mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """SDPA with query heads in groups; no copy of K and V.
+
+    query: [1, num_heads, rows, dim], as what is returned; key, value: [1, num_kv_heads, keys, dim];
+    mask: [rows, keys].
+
+    On CUDA only the flash kernel knows `enable_gqa`, and it knows neither masks nor float32: the
+    others would fall back to materialised scores. There each KV head becomes a batch entry whose
+    key and value all heads of its group see by stride 0, which all kernels take.
+    """
+    num_heads, num_kv_heads = query.shape[1], key.shape[1]
+    if not query.is_cuda or num_heads == num_kv_heads:
+        return scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=is_causal,
+            scale=options.scaling,
+            enable_gqa=num_heads != num_kv_heads,
+        )
+    return folded_sdpa(query, key, value, options, mask, is_causal=is_causal)
+
+
+def folded_sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: AttentionOptions,
+    mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """`grouped_sdpa` by folding the KV heads into the batch; see there."""
+    _, num_heads, num_rows, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    group = num_heads // num_kv_heads
+    attended = scaled_dot_product_attention(
+        query.reshape(num_kv_heads, group, num_rows, head_dim),
+        key[0][:, None].expand(-1, group, -1, -1),
+        value[0][:, None].expand(-1, group, -1, -1),
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=options.scaling,
+    )
+    return attended.reshape(1, num_heads, num_rows, head_dim)
 
 
 def head_views(

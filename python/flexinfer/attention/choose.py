@@ -1,0 +1,223 @@
+"""Which attention a GPU gets, and why not the faster one.
+
+    auto, flash   the installed flash-attn packages, then torch's own flash kernel, then SDPA
+    sdpa          torch's own kernels: its flash kernel for float16 and bfloat16, else SDPA
+
+A kernel is taken if it gives the right answer on a small arena of the same shape and dtype: so a
+build for another GPU or another torch is found out here, and not in a request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from flexinfer.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionOptions,
+    LayerKV,
+    Segment,
+)
+from flexinfer.attention.flash import FlashAttention
+from flexinfer.attention.flash_kernels import (
+    MAX_HEAD_DIM,
+    DecodeKernel,
+    DecodeStep,
+    Flash2,
+    Flash3,
+    Flash4,
+    PrefillKernel,
+    Scores,
+    TorchFlash,
+    count_rows_per_slot,
+    installed,
+)
+from flexinfer.attention.sdpa import SdpaAttention
+
+logger = logging.getLogger(__name__)
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+TRIAL_TOKENS = 64
+TOLERANCE = 3e-2
+"""Absolute, of a trial whose values are near 1: bfloat16 has 8 bits."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A source of kernels; `load` raises ImportError, TypeError or AttributeError if it is none."""
+
+    name: str
+    load: Callable[[], DecodeKernel | PrefillKernel]
+
+
+def packages(capability: tuple[int, int]) -> list[Candidate]:
+    """Installed packages worth trying on this GPU, the best prefill first."""
+    flash2 = Candidate("flash_attn", lambda: installed(Flash2, "flash_attn"))
+    flash3 = Candidate("flash_attn_interface", lambda: installed(Flash3, "flash_attn_interface"))
+    flash4 = Candidate("flash_attn.cute", lambda: installed(Flash4, "flash_attn.cute"))
+    if capability[0] == 9:
+        return [flash3, flash2]  # FA4 works on Hopper too, but FA3 is made for it
+    if capability[0] in (10, 11):
+        return [flash4, flash2]
+    return [flash2]
+
+
+TORCH = Candidate("torch", TorchFlash)
+
+
+def choose_cuda(name: str, layers: Sequence[LayerKV]) -> AttentionBackend:
+    """The attention for an arena on a GPU: flash kernels if any work, else plain SDPA; the reasons
+    are logged, once, as a warning where something slower than asked for is taken."""
+    k = layers[0].k
+    reason = unsupported(k)
+    if reason is not None:
+        logger.warning("attention through torch's SDPA, request by request: %s", reason)
+        return SdpaAttention(layers)
+    capability = torch.cuda.get_device_capability(k.device)
+    candidates = [TORCH] if name == "sdpa" else [*packages(capability), TORCH]
+    backend, reasons = choose(layers, candidates)
+    told = "; ".join(reasons)
+    if isinstance(backend, SdpaAttention):
+        logger.warning("attention through torch's SDPA, request by request: %s", told)
+    elif isinstance(backend, FlashAttention):
+        level = logging.WARNING if name == "flash" and reasons else logging.INFO
+        logger.log(level, "attention: %s%s", backend.name, f" ({told})" if told else "")
+    return backend
+
+
+def choose(
+    layers: Sequence[LayerKV], candidates: Sequence[Candidate]
+) -> tuple[AttentionBackend, list[str]]:
+    """The first prefill and the first decode kernel that work, and why others do not.
+
+    SdpaAttention if there is no such pair.
+    """
+    prefill: PrefillKernel | None = None
+    decode: DecodeKernel | None = None
+    reasons: list[str] = []
+    arena = layers[0].k
+    for candidate in candidates:
+        if prefill is not None and decode is not None:
+            break
+        kernel = load(candidate, arena, reasons)
+        if (
+            isinstance(kernel, PrefillKernel)
+            and prefill is None
+            and tried(candidate, partial(try_prefill, kernel, arena), reasons)
+        ):
+            prefill = kernel
+        if (
+            isinstance(kernel, DecodeKernel)
+            and decode is None
+            and tried(candidate, partial(try_decode, kernel, arena), reasons)
+        ):
+            decode = kernel
+    if prefill is None or decode is None:
+        return SdpaAttention(layers), reasons
+    return FlashAttention(layers, decode, prefill), reasons
+
+
+def unsupported(arena: torch.Tensor) -> str | None:
+    """Why no flash kernel can read this arena; None if one may."""
+    head_dim = arena.shape[3]
+    if arena.dtype not in KERNEL_DTYPES:
+        return f"flash kernels know float16 and bfloat16, not {str(arena.dtype)[6:]}"
+    if head_dim > MAX_HEAD_DIM or head_dim % 8:
+        return f"flash kernels know head sizes up to {MAX_HEAD_DIM} in steps of 8, not {head_dim}"
+    return None
+
+
+def load(
+    candidate: Candidate, arena: torch.Tensor, reasons: list[str]
+) -> DecodeKernel | PrefillKernel | None:
+    try:
+        kernel = candidate.load()
+    except ModuleNotFoundError as error:
+        what = f"needs {error.name}, which is" if error.name != candidate.name else "is"
+        reasons.append(f"{candidate.name} {what} not installed")
+        return None
+    except Exception as error:  # undefined symbols, or code of another version
+        reasons.append(f"{candidate.name} can not be used: {first_line(error)}")
+        return None
+    if isinstance(kernel, TorchFlash) and count_rows_per_slot(arena) == 0:
+        reasons.append(f"{kernel.name} needs slots that are whole numbers of token strides")
+        return None
+    return kernel
+
+
+def tried(candidate: Candidate, trial: Callable[[], float], reasons: list[str]) -> bool:
+    """Whether the trial gives the reference's answer; else the reason is noted."""
+    try:
+        error = trial()
+    except Exception as failure:  # no kernel image for this GPU, unknown arguments, ...
+        reasons.append(f"{candidate.name} does not work here: {first_line(failure)}")
+        return False
+    if not error <= TOLERANCE:  # NaN as well
+        reasons.append(f"{candidate.name} gives wrong results here (off by {error:.2g})")
+        return False
+    return True
+
+
+def try_decode(kernel: DecodeKernel, arena: torch.Tensor) -> float:
+    """Largest error of two decodes on a small arena like `arena`, in the output and the new KV."""
+    layer, (q, k, v) = small_arena(arena, num_tokens=2)
+    segments = [Segment(1, 0, 5, 6), Segment(0, 1, 40, 41)]
+    metadata = AttentionMetadata.build(segments, arena.device)
+    expected_layer = LayerKV(layer.k.clone(), layer.v.clone())
+    expected = SdpaAttention([expected_layer]).forward(0, q, k, v, AttentionOptions(), metadata)
+    scores = Scores.of(AttentionOptions(), q.shape[2])
+    q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    output = kernel.decode(layer, q, k, v, metadata, DecodeStep.of(metadata), scores)
+    return max(
+        largest_error(output, expected),
+        largest_error(layer.k, expected_layer.k),
+        largest_error(layer.v, expected_layer.v),
+    )
+
+
+def try_prefill(kernel: PrefillKernel, arena: torch.Tensor) -> float:
+    """Largest error of two packed prompts, and of a prompt with a prefix."""
+    layer, (q, k, v) = small_arena(arena, num_tokens=12)
+    scores = Scores.of(AttentionOptions(), q.shape[2])
+    segments = [Segment(0, 0, 0, 7), Segment(1, 7, 0, 12 - 7)]
+    metadata = AttentionMetadata.build(segments, arena.device)
+    reference = SdpaAttention([layer])
+    expected = reference.forward(0, q, k, v, AttentionOptions(), metadata)
+    cu_seqlens = torch.tensor([0, 7, 12], dtype=torch.int32, device=arena.device)
+    flat_q, flat_k, flat_v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    output = kernel.fresh(flat_q, flat_k, flat_v, cu_seqlens, 7, scores)
+    error = largest_error(output, expected)
+    prefixed = AttentionMetadata.build([Segment(1, 0, 20, 32)], arena.device)
+    expected = reference.forward(0, q, k, v, AttentionOptions(), prefixed)
+    output = kernel.prefixed(flat_q, layer.k[1, :32], layer.v[1, :32], scores)
+    return max(error, largest_error(output, expected))
+
+
+def small_arena(
+    like: torch.Tensor, num_tokens: int
+) -> tuple[LayerKV, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Two slots with random KV, K and V interleaved; and q, k, v [heads, num_tokens, head_dim]."""
+    num_kv_heads, head_dim = like.shape[2:]
+    generator = torch.Generator(like.device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        numbers = torch.empty(shape, dtype=torch.float32, device=like.device)
+        return numbers.uniform_(-1, 1, generator=generator).to(like.dtype)
+
+    arena = random(2, TRIAL_TOKENS, 2, num_kv_heads, head_dim)
+    q = random(2 * num_kv_heads, num_tokens, head_dim)
+    k, v = random(num_kv_heads, num_tokens, head_dim), random(num_kv_heads, num_tokens, head_dim)
+    return LayerKV(arena[:, :, 0], arena[:, :, 1]), (q, k, v)
+
+
+def largest_error(output: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((output.float() - expected.float()).abs().max())
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
