@@ -84,10 +84,17 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     wait_for_shared_prefix: bool = True
     kv_cache_memory_bytes: int | str | None = None
+    gpu_memory_utilization: float = 0.9
+    """Part of a GPU's memory for weights, activations and KV, unless `kv_cache_memory_bytes` says
+    how much KV gets."""
     chunk_bytes: int | str | None = None
     layers_per_plane: int | None = None
     attention_backend: str = "auto"
     """"auto", "flash", "host" or "sdpa" (or vLLM's names); see attention/__init__.py."""
+    enforce_eager: bool = False
+    """Do not capture decode steps in CUDA graphs."""
+    cuda_graph_sizes: tuple[int, ...] | None = None
+    """Batch sizes to capture; None: 1, 2, 4, 8, 16, 24, ... up to max_num_seqs."""
     scheduling_policy: str = "priority"
     """"fcfs", "priority" (of equals the first come first) or "prefix"; see policies.py."""
     max_passed_over: int = 64
@@ -123,6 +130,7 @@ class EngineConfig:
             if not isinstance(getattr(self, name), (str, type(None))):
                 _require_positive(name, getattr(self, name))
         self._check_memory_settings()
+        self._check_gpu_settings()
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
         if self.dtype != "auto" and dtype_name(self.dtype) not in SUPPORTED_DTYPES:
@@ -139,6 +147,15 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a number of bytes, got {value!r}")
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ValueError('preemption_mode "swap" needs swap_space, in bytes')
+
+    def _check_gpu_settings(self) -> None:
+        part = self.gpu_memory_utilization
+        if isinstance(part, bool) or not isinstance(part, (int, float)) or not 0 < part <= 1:
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {part!r}")
+        if self.cuda_graph_sizes is not None:
+            object.__setattr__(self, "cuda_graph_sizes", tuple(self.cuda_graph_sizes))
+            for size in self.cuda_graph_sizes or ():
+                _require_positive("each of cuda_graph_sizes", size)
 
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
         """The scheduler's part, for the `max_model_len` that was settled on."""

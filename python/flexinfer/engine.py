@@ -8,23 +8,26 @@ step:  schedule -> extend -> pre-extend (next step, in the background) -> model 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.beam_search import BeamSearch
 from flexinfer.config import EngineConfig
+from flexinfer.device import choose_device
 from flexinfer.elastic import BudgetChange, ElasticMemory
-from flexinfer.errors import RequestError
+from flexinfer.errors import OutOfMemoryError, RequestError
 from flexinfer.inputs import InputProcessor, load_tokenizer
+from flexinfer.kernel_epoch import kernel_epoch
 from flexinfer.kv_setup import (
-    available_device_bytes,
     check_kv_sizes,
     choose_max_model_len,
     fit_max_model_len,
     make_manager,
+    settle_kv_memory,
 )
-from flexinfer.memory import choose_kv_memory
 from flexinfer.outputs import RequestMetrics, RequestOutput
 from flexinfer.parallel_sampling import ParallelSampling
 from flexinfer.request import Request
@@ -39,6 +42,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ACTIVATION_BYTES = 256 << 20
+"""What the KV pool gives up at a time while a step's activations find no memory."""
+
 
 class LLMEngine:
     """Owns model, manager, scheduler and runner."""
@@ -48,21 +54,20 @@ class LLMEngine:
         from flexinfer import attention
         from flexinfer.models import load_model, max_positions, resolve_config
         from flexinfer.runner import ModelRunner
+        from flexinfer.torch_memory import share_device
 
-        self.config = config
         # What can be refused without the weights is refused before they are read.
         attention.check_name(config.attention_backend)
+        is_loaded = not isinstance(config.model, (str, os.PathLike))
+        config = replace(config, device=choose_device(config.device, is_loaded=is_loaded))
+        self.config = config
         check_kv_sizes(config)
         wanted_len = choose_max_model_len(config, max_positions(resolve_config(config.model)))
         self.tokenizer: Any | None = None
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(config.tokenizer, config.model)
         self.loaded = load_model(config.model, config.dtype, config.device)
-        self.kv_memory = choose_kv_memory(
-            config.kv_cache_memory_bytes,
-            available_device_bytes(self.loaded.device),
-            is_gpu=self.loaded.device.type == "cuda",
-        )
+        self.kv_memory = settle_kv_memory(config, self.loaded, wanted_len)
         self.manager = make_manager(config, self.loaded, wanted_len, self.kv_memory)
         try:
             if config.trace is not None:
@@ -76,6 +81,8 @@ class LLMEngine:
         except BaseException:
             self.manager.close()
             raise
+        self._epoch = kernel_epoch(self.manager, self.loaded.device)
+        self._torch_memory = share_device(self.manager, self.loaded.device)
         self._elastic = ElasticMemory(self.scheduler, self.manager, config.swap_directory)
         self._meter = StepMeter(self.manager)
         self._groups: dict[str, RequestGroup] = {}
@@ -229,7 +236,7 @@ class LLMEngine:
     def _compute(self, batch: Batch) -> list[RequestGroup]:
         """Run the model on the batch; returns the groups that got tokens."""
         self.scheduler.pre_extend(batch)
-        sampled_tokens = self.runner.execute(batch.items)
+        sampled_tokens = self._execute(batch)
         self.scheduler.advance(batch)
         now = time.monotonic()
         tokens_of: dict[RequestGroup, list[SampledToken]] = {}
@@ -241,6 +248,41 @@ class LLMEngine:
             if group.leader.metrics.first_token_time is None:
                 group.leader.metrics.first_token_time = now
         return list(tokens_of)
+
+    def _execute(self, batch: Batch) -> list[SampledToken]:
+        """Run the model; while a GPU has no memory for the activations, again with less in the way:
+        first without what the KV pool can spare, then with fewer requests.
+
+        What a failed attempt has written is written again, to the same places.
+        """
+        is_first = True
+        while True:
+            try:
+                with self._epoch:
+                    return self.runner.execute(batch.items)
+            except Exception as error:
+                if not self._torch_memory.is_shortage(error):
+                    raise
+                reason = str(error)
+            # Here the error is gone, and with its traceback the tensors of the failed attempt.
+            self._give_way(batch, reason, is_first=is_first)
+            is_first = False
+
+    def _give_way(self, batch: Batch, reason: str, *, is_first: bool) -> None:
+        """Raises OutOfMemoryError when nothing is left to give."""
+        given_bytes = self._torch_memory.give_to_torch(ACTIVATION_BYTES)
+        if given_bytes > 0 or is_first:  # torch's observer may have given something before
+            return
+        if len(batch.items) < 2 or not self.scheduler.preemption.is_on:
+            raise OutOfMemoryError(
+                f"the GPU has no memory for the activations of {batch.num_tokens} tokens: lower "
+                "max_num_batched_tokens, gpu_memory_utilization or kv_cache_memory_bytes "
+                f"({reason})"
+            )
+        victim = self.scheduler.choose_victim([item.request for item in batch.items])
+        self.scheduler.preempt(victim, "activations")
+        batch.items = [item for item in batch.items if item.request is not victim]
+        batch.preempted.append(victim)
 
     def _outputs(self, groups: Iterable[RequestGroup]) -> list[RequestOutput]:
         """Outputs of groups that changed; those that have ended are forgotten."""

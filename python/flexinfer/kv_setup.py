@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import mmap
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from math import gcd
+from typing import TYPE_CHECKING
 
 from flexinfer.config import EngineConfig, dtype_name
-from flexinfer.memory import KVMemory, choose_eager_bytes
+from flexinfer.memory import KVMemory, choose_eager_bytes, choose_kv_memory
+from flexinfer.units import parse_bytes
 
 if TYPE_CHECKING:
+    from flexinfer.kv_spec import KVSpec
     from flexinfer.models import LoadedModel
     from flexinfer.vtensor import VTensorManager
 
@@ -17,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_MODEL_LEN = 4096
 """For architectures that set no limit themselves."""
+
+CUDA_CHUNK_BYTES = 2 << 20
+"""Granularity of CUDA's physical memory, and the size of a chunk when nobody says."""
 
 
 def choose_max_model_len(config: EngineConfig, limit: int | None) -> int:
@@ -32,9 +39,7 @@ def choose_max_model_len(config: EngineConfig, limit: int | None) -> int:
 
 def check_kv_sizes(config: EngineConfig) -> None:
     """Refuse sizes that can not work with any model, before one is loaded. Raises ValueError."""
-    from flexinfer.vtensor import parse_bytes
-
-    unit = 2 << 20 if str(config.device).startswith("cuda") else mmap.PAGESIZE
+    unit = CUDA_CHUNK_BYTES if str(config.device).startswith("cuda") else mmap.PAGESIZE
     chunk = unit
     if config.chunk_bytes is not None:
         chunk = parse_bytes(config.chunk_bytes, "chunk_bytes")
@@ -52,15 +57,24 @@ def check_kv_sizes(config: EngineConfig) -> None:
             )
 
 
-def available_device_bytes(device: Any) -> int:
-    """What a torch device can still give."""
-    if device.type == "cuda":
-        import torch
+def settle_kv_memory(config: EngineConfig, loaded: LoadedModel, max_seq_len: int) -> KVMemory:
+    """The budget, from the settings and what the model's device can still give."""
+    if loaded.device.type != "cuda":
+        from flexinfer.vtensor import available_memory_bytes
 
-        return int(torch.cuda.mem_get_info(device)[0])
-    from flexinfer.vtensor import available_memory_bytes
+        return choose_kv_memory(config.kv_cache_memory_bytes, available_memory_bytes())
+    import torch
 
-    return available_memory_bytes()
+    from flexinfer.models import warm_up
+
+    warm_up(loaded, config.scheduler_config(max_seq_len), max_seq_len)
+    free_bytes, gpu_bytes = torch.cuda.mem_get_info(loaded.device)
+    return choose_kv_memory(
+        config.kv_cache_memory_bytes,
+        free_bytes,
+        gpu_bytes=gpu_bytes,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+    )
 
 
 def make_manager(
@@ -77,6 +91,9 @@ def make_manager(
         max_seq_len=max_seq_len,
         layers_per_plane=config.layers_per_plane,
     )
+    if loaded.device.type == "cuda":
+        chunk_bytes = parse_bytes(config.chunk_bytes or CUDA_CHUNK_BYTES, "chunk_bytes")
+        spec = replace(spec, max_seq_len=whole_slot_tokens(spec, chunk_bytes))
     low_bytes, high_bytes = choose_eager_bytes(
         config.free_memory_low,
         config.free_memory_high,
@@ -96,6 +113,17 @@ def make_manager(
         swap_space=config.swap_space,
         swap_directory=config.swap_directory,
     )
+
+
+def whole_slot_tokens(spec: KVSpec, chunk_bytes: int) -> int:
+    """The least max_seq_len, no smaller than the spec's, with which a slot, which is whole chunks,
+    is also a whole number of tokens.
+
+    The arena is then a list of token rows at one stride from slot to slot, as packed kernels read
+    it (attention/flash_kernels.py). It costs addresses, not memory.
+    """
+    unit = chunk_bytes // gcd(chunk_bytes, spec.plane_token_bytes)
+    return -(-spec.max_seq_len // unit) * unit
 
 
 def fit_max_model_len(manager: VTensorManager, wanted_len: int, config: EngineConfig) -> int:

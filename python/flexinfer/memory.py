@@ -11,9 +11,6 @@ CPU_FRACTION = 0.5
 """Of what this machine and its container can still give: the model's activations, the page cache
 and other processes need the rest, and a container that runs out is killed, not told."""
 
-GPU_FRACTION = 0.9
-"""Of what the device has free once the weights are loaded."""
-
 EAGER_CHUNK_BYTES = 2 << 20
 
 
@@ -30,12 +27,17 @@ class KVMemory:
 
 
 def choose_kv_memory(
-    wanted: int | str | None, available_bytes: int, *, is_gpu: bool = False
+    wanted: int | str | None,
+    available_bytes: int,
+    *,
+    gpu_bytes: int | None = None,
+    gpu_memory_utilization: float = 0.9,
 ) -> KVMemory:
     """What was asked for, or a fraction of what is available; logged once.
 
-    `available_bytes`: on a CPU the least of the free memory and what each container limit leaves.
-    Raises ValueError for text that is no size, or sizes below 1.
+    `available_bytes`: on a CPU the least of the free memory and what each container limit leaves;
+    on a GPU, which has `gpu_bytes` in all, what is free beside weights and activations.
+    Raises ValueError for text that is no size, for sizes below 1, and if nothing is left on a GPU.
     """
     from flexinfer.vtensor import parse_bytes
 
@@ -44,22 +46,32 @@ def choose_kv_memory(
         if budget < 1:
             raise ValueError(f"kv_cache_memory_bytes must be positive, got {wanted!r}")
         memory = KVMemory(budget, "as asked for")
+    elif gpu_bytes is not None:
+        memory = _rest_of_gpu(available_bytes, gpu_bytes, gpu_memory_utilization)
     else:
-        memory = _derived(available_bytes, is_gpu)
+        memory = KVMemory(
+            int(available_bytes * CPU_FRACTION),
+            f"{CPU_FRACTION:.0%} of {format_bytes(available_bytes)} available: the least of free "
+            "memory and what the container's limits leave",
+        )
     logger.info("%s", memory)
     return memory
 
 
-def _derived(available_bytes: int, is_gpu: bool) -> KVMemory:
-    fraction = GPU_FRACTION if is_gpu else CPU_FRACTION
-    where = (
-        "free on the device"
-        if is_gpu
-        else "available: the least of free memory and what the container's limits leave"
-    )
+def _rest_of_gpu(free_bytes: int, gpu_bytes: int, utilization: float) -> KVMemory:
+    """The part of the GPU that may be used, less what is used; `utilization` is vLLM's setting."""
+    taken_bytes = gpu_bytes - free_bytes
+    budget = int(gpu_bytes * utilization) - taken_bytes
+    if budget < 1:
+        raise ValueError(
+            f"no GPU memory is left for KV: {format_bytes(taken_bytes)} of "
+            f"{format_bytes(gpu_bytes)} are taken, by the model or other processes, and "
+            f"gpu_memory_utilization is {utilization}: raise it, or free memory"
+        )
     return KVMemory(
-        int(available_bytes * fraction),
-        f"{fraction:.0%} of {format_bytes(available_bytes)} {where}",
+        budget,
+        f"{utilization:.0%} of the GPU's {format_bytes(gpu_bytes)}, less "
+        f"{format_bytes(taken_bytes)} taken by weights, activations and others",
     )
 
 

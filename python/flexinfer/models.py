@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from flexinfer.attention.base import AttentionOptions
+    from flexinfer.config import SchedulerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def load_model(model: Any, dtype: Any = "auto", device: str | None = None) -> Lo
     config = resolve_config(model)
     if isinstance(model, (str, os.PathLike)):
         name = os.fspath(model)
-        loaded = _load_weights(name, config, dtype)
+        loaded = _load_weights(name, config, dtype, device or "cpu")
     else:
         loaded = model
         name = str(getattr(config, "name_or_path", "")) or type(loaded).__name__
@@ -214,6 +215,34 @@ def probe(model: PreTrainedModel) -> list[_LayerCall]:
     return [calls[layer_idx] for layer_idx in sorted(calls)]
 
 
+def warm_up(loaded: LoadedModel, limits: SchedulerConfig, max_seq_len: int) -> None:
+    """Run the largest step that there may be, without attention, on a GPU.
+
+    Afterwards torch holds the memory that activations and logits need, and the libraries theirs:
+    what is then free is free for KV (as vLLM's profiling run finds out).
+    """
+    import torch
+
+    from flexinfer.attention.hook import use_probe
+
+    def look(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        *others: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
+
+    num_tokens, num_rows = limits.max_num_batched_tokens, limits.max_num_seqs
+    positions = torch.arange(num_tokens, device=loaded.device) % max_seq_len
+    with torch.inference_mode(), use_probe(loaded.model, look, set()):
+        logits = loaded.model(
+            input_ids=torch.zeros_like(positions)[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=torch.arange(num_rows, device=loaded.device),
+        ).logits
+        torch.softmax(logits[0].float(), dim=-1).sort(dim=-1)  # the sampler's largest temporaries
+
+
 def _check_call(
     name: str,
     module: torch.nn.Module,
@@ -269,14 +298,14 @@ def _describe(model: PreTrainedModel, name: str) -> LoadedModel:
     )
 
 
-def _load_weights(name: str, config: Any, dtype: Any) -> PreTrainedModel:
+def _load_weights(name: str, config: Any, dtype: Any, device: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
-            dtype=_weights_dtype(config, dtype),
+            dtype=_weights_dtype(config, dtype, device),
             use_safetensors=True,
             trust_remote_code=False,
         )
@@ -287,13 +316,13 @@ def _load_weights(name: str, config: Any, dtype: Any) -> PreTrainedModel:
     return model
 
 
-def _weights_dtype(config: Any, dtype: Any) -> Any:
+def _weights_dtype(config: Any, dtype: Any, device: str) -> Any:
     """The torch dtype to load in. "auto" is the config's, except float16, which is slow on CPUs."""
     import torch
 
     if dtype == "auto":
         dtype = getattr(config.get_text_config(), "dtype", None) or config.dtype or torch.float32
-        if dtype_name(dtype) == "float16" and not torch.cuda.is_available():
+        if dtype_name(dtype) == "float16" and device.startswith("cpu"):
             logger.info("float16 is slow on CPUs: loading in bfloat16")
             dtype = torch.bfloat16
     return getattr(torch, dtype_name(dtype))

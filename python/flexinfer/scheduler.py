@@ -225,9 +225,10 @@ class Scheduler:
 
     # Preemption (PagedAttention, section 4.5).
 
-    def choose_victim(self) -> Request:
-        """The running request of the lowest priority that came last. REQUIRES: one runs."""
-        return max(self.running.values(), key=self.waiting.key)
+    def choose_victim(self, among: Iterable[Request] | None = None) -> Request:
+        """The running request, of these or of all, that has the lowest priority and came last.
+        REQUIRES: one runs."""
+        return max(self.running.values() if among is None else among, key=self.waiting.key)
 
     def preempt(self, request: Request, cause: str) -> None:
         """Take the memory of a running request; it goes on later where it was."""

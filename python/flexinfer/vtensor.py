@@ -175,11 +175,11 @@ class VTensor:
         A tail chunk that others share is copied first, unless this vTensor continues exactly where
         its last writer stopped. Raises OutOfMemoryError, with nothing changed.
         """
-        self._manager._core.extend([self.id], [_length(num_tokens)])
+        self._manager.extend([self], [_length(num_tokens)])
 
     def try_extend(self, num_tokens: int) -> bool:
         """As :meth:`extend`; False instead of OutOfMemoryError."""
-        return self._manager._core.try_extend([self.id], [_length(num_tokens)])
+        return self._manager.try_extend([self], [_length(num_tokens)])
 
     def truncate(self, num_tokens: int) -> None:
         """Give up the tokens from ``num_tokens`` on. Raises ValueError if that is more."""
@@ -215,7 +215,10 @@ class VTensor:
         Whole chunks of ``tokens`` that are recorded are shared instead. False, with nothing
         changed, when memory is short.
         """
-        return self._manager._core.try_swap_in(self.id, _token_array(tokens))
+        manager, wanted = self._manager, _token_array(tokens)
+        return manager._core.try_swap_in(self.id, wanted) or (
+            manager._got_memory_back() and manager._core.try_swap_in(self.id, wanted)
+        )
 
     def release(self) -> None:
         """Give the range and its chunk references back. Views of it stay valid and keep both."""
@@ -324,6 +327,9 @@ class VTensorManager:
         options.swap_directory = swap_directory or ""
         self.chunk_bytes: int = options.chunk_bytes
         self.max_requests = max_requests
+        self.on_shortage: Callable[[], bool] | None = None
+        """Called when the system refuses memory that the budget allows, as where another allocator
+        of the device holds it; if it got some back (True), the call is tried once more."""
         self._core = self._open(driver, options)
         self._closed = False
 
@@ -428,6 +434,10 @@ class VTensorManager:
         ids = self._ids(vtensors)
         try:
             self._core.extend(ids, num_tokens)
+        except OutOfMemoryError:
+            if not self._got_memory_back():
+                raise
+            self._core.extend(ids, num_tokens)
         except TypeError:
             raise _bad_lengths(num_tokens) from None
 
@@ -435,9 +445,21 @@ class VTensorManager:
         """As :meth:`extend`; False, with nothing changed, when memory is short."""
         ids = self._ids(vtensors)
         try:
-            return self._core.try_extend(ids, num_tokens)
+            return self._core.try_extend(ids, num_tokens) or (
+                self._got_memory_back() and self._core.try_extend(ids, num_tokens)
+            )
         except TypeError:  # checked afterwards: a decode step of many requests pays for it
             raise _bad_lengths(num_tokens) from None
+
+    def _got_memory_back(self) -> bool:
+        """After a shortage: whether :attr:`on_shortage` has found something that the budget allows
+        to be taken. Not asked where the budget itself is used up."""
+        if self.on_shortage is None:
+            return False
+        row_bytes = self.chunk_bytes * self.spec.num_planes
+        if self._core.resident_bytes() + row_bytes > self._core.memory_budget_bytes():
+            return False
+        return self.on_shortage()
 
     def pre_extend(self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]) -> None:
         """Map ahead of the next step in the background. Never fails, never waits."""
@@ -530,7 +552,12 @@ class VTensorManager:
 
     def wake(self) -> None:
         """Undo :meth:`sleep`. Raises OutOfMemoryError, still asleep, when memory is short."""
-        self._core.wake()
+        try:
+            self._core.wake()
+        except OutOfMemoryError:
+            if self.on_shortage is None or not self.on_shortage():
+                raise
+            self._core.wake()
 
     @property
     def asleep(self) -> bool:

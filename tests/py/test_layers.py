@@ -36,7 +36,7 @@ CPP_FORBIDDEN = {("kernels", "vmm")}
 # Lowest first. A name is a module or a package directly under flexinfer.
 PYTHON_LAYERS = [
     {"errors", "_vtensor", "_kernels"},
-    {"units", "stats", "kv_spec"},
+    {"units", "stats", "kv_spec", "device"},
     {"types", "config", "sampling_params", "outputs", "inputs", "request"},
     {"vtensor"},
     {"trace_reader", "replay_report", "replay", "vattention"},
@@ -44,7 +44,7 @@ PYTHON_LAYERS = [
     {"models"},
     {"admission", "batch", "memory", "policies", "preemption", "prefetch", "step_stats"},
     {"scheduler"},
-    {"elastic", "kv_setup"},
+    {"elastic", "kernel_epoch", "kv_setup", "torch_memory"},
     {"detokenizer", "output_builder", "sampler", "step_inputs", "runner"},
     {"request_group", "parallel_sampling", "beam_search"},
     {"engine"},

@@ -98,7 +98,8 @@ def register() -> torch.library.Library:
 
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
     AttentionInterface.register(PROBE_NAME, probe_forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
+    # The engine's name has no mask function: transformers then makes no mask and asks no question
+    # of the positions, whose answer would cost a synchronisation with the GPU in every step.
     AttentionMaskInterface.register(PROBE_NAME, no_mask)
     library = torch.library.Library("flexinfer", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define(OPERATOR)  # type: ignore[no-untyped-call]

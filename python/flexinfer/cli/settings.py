@@ -63,15 +63,20 @@ class EngineSettings:
         return LLM(
             **source,
             dtype=self.dtype,
-            device=self.device,
+            device=self.device or ("cpu" if self.is_shipped else None),
             seed=self.seed,
             max_num_seqs=self.max_num_seqs,
             enable_prefix_caching=enable_prefix_caching,
             kv_cache_memory_bytes=self.memory,
-            chunk_bytes=self.chunk_bytes or (SHIPPED_CHUNK_BYTES if self.is_shipped else None),
+            chunk_bytes=self.chunk_bytes or self._shipped_chunk_bytes(),
             layers_per_plane=self.layers_per_plane,
             trace=None if like is not None or self.trace is None else str(self.trace),
         )
+
+    def _shipped_chunk_bytes(self) -> str | None:
+        """None leaves the choice to the engine: a GPU has chunks of 2 MiB and no smaller ones."""
+        is_on_cpu = self.device is None or self.device.startswith("cpu")
+        return SHIPPED_CHUNK_BYTES if self.is_shipped and is_on_cpu else None
 
 
 def _quiet() -> None:
