@@ -153,9 +153,15 @@ class EngineConfig:
         if isinstance(part, bool) or not isinstance(part, (int, float)) or not 0 < part <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {part!r}")
         if self.cuda_graph_sizes is not None:
-            object.__setattr__(self, "cuda_graph_sizes", tuple(self.cuda_graph_sizes))
-            for size in self.cuda_graph_sizes or ():
+            sizes = tuple(self.cuda_graph_sizes)
+            object.__setattr__(self, "cuda_graph_sizes", sizes)
+            for size in sizes:
                 _require_positive("each of cuda_graph_sizes", size)
+            if not any(size <= self.max_num_seqs for size in sizes):
+                raise ValueError(
+                    f"cuda_graph_sizes {sizes} has no batch size up to max_num_seqs "
+                    f"({self.max_num_seqs}); enforce_eager=True turns CUDA graphs off"
+                )
 
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
         """The scheduler's part, for the `max_model_len` that was settled on."""

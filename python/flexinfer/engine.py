@@ -78,11 +78,13 @@ class LLMEngine:
             self.runner = ModelRunner(
                 self.loaded, self.manager, config.attention_backend, config.seed
             )
+            self._epoch = kernel_epoch(self.manager, self.loaded.device)
+            self._torch_memory = share_device(self.manager, self.loaded.device)
+            if self.loaded.device.type == "cuda" and not config.enforce_eager:
+                self._capture_graphs()
         except BaseException:
             self.manager.close()
             raise
-        self._epoch = kernel_epoch(self.manager, self.loaded.device)
-        self._torch_memory = share_device(self.manager, self.loaded.device)
         self._elastic = ElasticMemory(self.scheduler, self.manager, config.swap_directory)
         self._meter = StepMeter(self.manager)
         self._groups: dict[str, RequestGroup] = {}
@@ -283,6 +285,18 @@ class LLMEngine:
         self.scheduler.preempt(victim, "activations")
         batch.items = [item for item in batch.items if item.request is not victim]
         batch.preempted.append(victim)
+
+    def _capture_graphs(self) -> None:
+        """Record decode steps as CUDA graphs, with a vTensor that lives only meanwhile."""
+        from flexinfer.cuda_graphs import CudaRecorder, choose_sizes
+
+        sizes = choose_sizes(self.config.cuda_graph_sizes, self.scheduler.config.max_num_seqs)
+        vtensor = self.manager.create()
+        try:
+            with self._epoch:
+                self.runner.capture_graphs(vtensor, CudaRecorder(self.loaded.device), sizes)
+        finally:
+            vtensor.release()
 
     def _outputs(self, groups: Iterable[RequestGroup]) -> list[RequestOutput]:
         """Outputs of groups that changed; those that have ended are forgotten."""

@@ -5,6 +5,8 @@ scheduled requests -> InputBuilder -> StepInputs -> forward -> logits -> Sampler
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,13 +17,16 @@ from flexinfer import attention
 from flexinfer.attention.base import LayerKV
 from flexinfer.attention.hook import use_attention
 from flexinfer.batch import ScheduledRequest
+from flexinfer.cuda_graphs import DecodeGraphs, Recorder
 from flexinfer.models import LoadedModel
 from flexinfer.request import Request
 from flexinfer.sampler import RowLogprobs, Sampler
 from flexinfer.step_inputs import InputBuilder, StepInputs
 
 if TYPE_CHECKING:
-    from flexinfer.vtensor import VTensorManager
+    from flexinfer.vtensor import VTensor, VTensorManager
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,7 @@ class ModelRunner:
         self.inputs = InputBuilder(loaded.device)
         layers = [LayerKV(manager.k(i), manager.v(i)) for i in range(loaded.num_layers)]
         self.backend = attention.create(attention_backend, layers)
+        self.graphs: DecodeGraphs | None = None
 
     def execute(self, items: Sequence[ScheduledRequest]) -> list[SampledToken]:
         """Compute the scheduled tokens, their KV included; sample where a sequence is complete.
@@ -55,6 +61,11 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits [number of requests that sample, vocab_size] of one flat batch."""
+        if self.graphs is not None and self.graphs.accepts(inputs):
+            return self.graphs.run(inputs)
+        return self._forward(inputs)
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
         with use_attention(self.loaded.model, self.backend, inputs.metadata):
             logits: torch.Tensor = self.loaded.model(
                 input_ids=inputs.token_ids[None],
@@ -63,6 +74,25 @@ class ModelRunner:
                 logits_to_keep=inputs.sampled_rows,
             ).logits
         return logits[0]
+
+    @torch.inference_mode()
+    def capture_graphs(self, vtensor: VTensor, recorder: Recorder, sizes: Sequence[int]) -> None:
+        """Have steps of decodes replayed from graphs, where model and attention allow it.
+
+        vtensor: empty, and overwritten; the caller releases it.
+        """
+        vtensor.extend(2)
+        self._forward(self.inputs.build_prompt(vtensor.slot, 2))  # each layer shows what it needs
+        if not self.backend.supports_graphs:
+            logger.info("no CUDA graphs: attention goes request by request")
+            return
+        max_seq_len = self.backend.layers[0].k.shape[1]
+        graphs = DecodeGraphs(self._forward, recorder, sizes, max_seq_len, self.loaded.device)
+        start_s = time.perf_counter()
+        if graphs.capture(vtensor.slot):
+            self.graphs = graphs
+            seconds = time.perf_counter() - start_s
+            logger.info("%d CUDA graphs captured in %.1f s", len(graphs), seconds)
 
     def sample(self, logits: torch.Tensor, inputs: StepInputs) -> list[SampledToken]:
         """One token for each row of the logits."""

@@ -76,6 +76,17 @@ class InputBuilder:
             ),
         )
 
+    def build_prompt(self, slot: int, num_tokens: int) -> StepInputs:
+        """A prompt of zeros that samples from its last token, for no request at all."""
+        positions = torch.arange(num_tokens, device=self._device)
+        return StepInputs(
+            token_ids=torch.zeros_like(positions),
+            positions=positions,
+            sampled_rows=positions[-1:],
+            requests=[],
+            metadata=AttentionMetadata.build([Segment(slot, 0, 0, num_tokens)], self._device),
+        )
+
     def _host_buffer(self, size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """The first `size` entries of the host's buffer, once the device has read the last step."""
         if self._copied is not None:

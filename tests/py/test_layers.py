@@ -45,7 +45,7 @@ PYTHON_LAYERS = [
     {"admission", "batch", "memory", "policies", "preemption", "prefetch", "step_stats"},
     {"scheduler"},
     {"elastic", "kernel_epoch", "kv_setup", "torch_memory"},
-    {"detokenizer", "output_builder", "sampler", "step_inputs", "runner"},
+    {"detokenizer", "output_builder", "sampler", "step_inputs", "cuda_graphs", "runner"},
     {"request_group", "parallel_sampling", "beam_search"},
     {"engine"},
     {"llm", "conversation", "engine_thread", "async_llm"},
