@@ -261,7 +261,7 @@ def test_a_capture_that_fails_is_told_once_and_changes_nothing(
 
 
 def test_attention_that_goes_request_by_request_has_no_graphs() -> None:
-    engine = make_engine()  # SDPA
+    engine = make_engine(attention_backend="sdpa")
     assert capture(engine, [1, 2]).num_records == 0
     assert engine.runner.graphs is None
     engine.close()

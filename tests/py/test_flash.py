@@ -394,11 +394,11 @@ def test_a_version_without_softcap_is_too_old(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def test_flash_on_a_cpu_says_that_it_is_sdpa(caplog: pytest.LogCaptureFixture) -> None:
+def test_flash_on_a_cpu_says_what_is_taken_instead(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         backend = attention.create("flash", make_layers(1))
-    assert isinstance(backend, SdpaAttention)
-    assert "need a CUDA device" in caplog.text
+    assert not isinstance(backend, FlashAttention)
+    assert 'needs a CUDA device: "auto" is taken' in caplog.text
 
 
 @pytest.mark.parametrize(
