@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -46,10 +47,15 @@ inline std::unique_ptr<Driver> make_cuda() {
   return std::make_unique<CudaDriver>(CudaOptions{.libcuda_path = STANDIN_CUDA_PATH});
 }
 
+// On this machine's own libcuda.so.1: its first GPU, of which the tests take 64 MiB at most.
+inline std::unique_ptr<Driver> make_real_cuda() {
+  return std::make_unique<LimitedDriver>(std::make_unique<CudaDriver>(), 64 * kMiB);
+}
+
 inline std::vector<DriverCase> all_drivers() {
   constexpr auto kGuard = TailPolicy::kGuard;
   constexpr auto kZero = TailPolicy::kZero;
-  return {
+  std::vector<DriverCase> cases = {
       {"HostGuard", [] { return make_host(kGuard); }, kGuard, true},
       {"HostZero", [] { return make_host(kZero); }, kZero, true},
       {"Sim", [] { return make_sim(); }},
@@ -62,6 +68,11 @@ inline std::vector<DriverCase> all_drivers() {
       {"Limited", [] { return std::make_unique<LimitedDriver>(make_host(), 64 * kMiB); }, kGuard,
        true},
   };
+  // Only where scripts/gpu_check.sh says that there is one: elsewhere the stand-in is all there is.
+  if (std::getenv("FLEXINFER_TEST_REAL_CUDA") != nullptr) {
+    cases.push_back({"RealCuda", [] { return make_real_cuda(); }, std::nullopt, false});
+  }
+  return cases;
 }
 
 // Whether this process may read or write one byte at `addr`. Asks the kernel, which answers EFAULT

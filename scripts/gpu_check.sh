@@ -1,0 +1,382 @@
+#!/usr/bin/env bash
+# One command for a machine with a GPU and no network: builds flexinfer against the torch that is there,
+# runs the C++ and Python tests on the GPU, then the GPU benchmarks, within nine minutes, and leaves a
+# summary, tables, plots, JSON and logs in one folder. docs/gpu_check.md says how to use it.
+#
+#   scripts/gpu_check.sh                    all stages; results in $OUT, else build/gpu_check/results
+#   scripts/gpu_check.sh --flash            second call: waits for flash-attn's build, then measures with it
+#   scripts/gpu_check.sh --only A,B | --skip A,B   chooses stages;  --list  prints them
+#   scripts/gpu_check.sh --seconds N        time for everything (default 540)
+#   scripts/gpu_check.sh --dry-run-on-cpu   every stage on the CPU with tiny sizes, to prove this script
+#   scripts/gpu_check.sh --pack             (with a network) fetches what the GPU machine may miss
+#
+# Exit code: 0 only if every chosen stage passed. What was skipped is listed with the reason.
+# Settings: PYTHON=python3, GPU_CHECK_DIR=build/gpu_check, GPU_CHECK_CARRY=build/gpu_carry,
+# FLASH_FULL=1 (all of flash-attn, not only what is measured), JOBS.
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+task="gpu_check"
+cd "$ROOT"
+
+WORK="$(realpath -m "${GPU_CHECK_DIR:-build/gpu_check}")"
+CARRY="$(realpath -m "${GPU_CHECK_CARRY:-build/gpu_carry}")"
+BASE="${PYTHON:-python3}"
+VENV="$WORK/venv"
+PY="$VENV/bin/python"
+JOBS="${JOBS:-$(nproc)}"
+LOGS="$WORK/logs"
+RUN="$WORK/run"
+FLASH="$WORK/flash"
+DEVICE=cuda
+
+# Stage, budget in seconds, what it does. A stage gets its budget or what is left of the whole, whichever
+# is less; the report has its own reserve.
+STAGES="\
+environment  20  the machine, its driver and packages; fails without a GPU
+build        90  flexinfer, built here, in a virtual environment over the packages that are there
+flash-start   5  starts flash-attn's build in the background, where its source was carried
+pytest      110  the Python tests marked gpu
+ctest        95  the C++ tests, and the driver conformance suite on the real driver
+api_latency  25  benchmark: the driver's memory calls by chunk size
+kernels      80  benchmark: attention on vTensors, plain tensors and pages
+gpu_overlap  40  benchmark: step time with mapping ahead of the kernels and without
+end_to_end   80  benchmark: generation against transformers' continuous batching
+flash-wait  280  only with --flash: waits for flash-attn's build and installs it"
+REPORT_RESERVE=15
+ALL="environment build flash-start pytest ctest api_latency kernels gpu_overlap end_to_end"
+AFTER_FLASH="environment build flash-start flash-wait pytest kernels gpu_overlap end_to_end"
+
+chosen="$ALL"
+skip=""
+total=540
+flash_call=no
+pack=no
+
+usage() { sed -n '2,/^source/p' "${BASH_SOURCE[0]}" | sed '$d; s/^# \{0,1\}//'; }
+
+while [ "$#" -gt 0 ]; do
+  case "$1" in
+    --only) chosen="environment build ${2//,/ }"; shift ;;
+    --skip) skip="${2//,/ }"; shift ;;
+    --seconds) total="$2"; shift ;;
+    --out) OUT="$2"; shift ;;
+    --flash) flash_call=yes; chosen="$AFTER_FLASH" ;;
+    --dry-run-on-cpu) DEVICE=cpu ;;
+    --pack) pack=yes ;;
+    --list) echo "$STAGES"; exit 0 ;;
+    --help | -h) usage; exit 0 ;;
+    *) die "unknown option $1; scripts/gpu_check.sh --help lists them" ;;
+  esac
+  shift
+done
+known="$(awk '{print $1}' <<<"$STAGES")"
+for name in $chosen $skip; do
+  grep -qx -- "$name" <<<"$known" || die "no stage $name; there are: ${known//$'\n'/ }"
+done
+
+# ------------------------------------------------------------------------------------ before, with a network
+
+# Pure or cp312 wheels that the GPU machine may miss; torch, triton and transformers are there or nothing works.
+PACKED="sortedcontainers typer rich shellingham markdown-it-py mdurl pygments tqdm jinja2 markupsafe psutil
+pytest pytest-timeout pluggy iniconfig hypothesis scikit-build-core pathspec nanobind packaging einops
+typing-extensions"
+
+pack_carry() {
+  mkdir -p "$CARRY/wheels" "$LOGS"
+  local platform
+  local -a pip=("$BASE" -m pip download --disable-pip-version-check --no-deps --dest "$CARRY/wheels")
+  local -a target=(--only-binary=:all: --python-version 3.12 --implementation cp)
+  for platform in 2_28 2_27 2_17; do target+=(--platform "manylinux_${platform}_x86_64"); done
+  target+=(--platform manylinux2014_x86_64 --platform any)
+  say "wheels for Python 3.12"
+  # shellcheck disable=SC2086
+  quietly gpu-pack-wheels "${pip[@]}" "${target[@]}" $PACKED
+  say "flash-attn's source"
+  if ! ls "$CARRY"/flash_attn-*.tar.gz >/dev/null 2>&1; then
+    local url
+    url="$(curl -fsSL https://pypi.org/simple/flash-attn/ | grep -oE 'https://[^"#]+/flash_attn-2\.[0-9.]+(post[0-9]+)?\.tar\.gz' | tail -n 1)"
+    curl -fsSL -o "$CARRY/$(basename "$url")" "$url"
+  fi
+  say "GoogleTest's source"
+  if [ ! -d "$CARRY/googletest" ]; then
+    [ -d /usr/src/googletest ] || need_packages "GoogleTest's source is not here" googletest
+    cp -rL /usr/src/googletest "$CARRY/googletest"
+  fi
+  local mib
+  mib="$(du -sm "$CARRY" | cut -f1)"
+  say "packed $mib MiB in ${CARRY#"$ROOT"/}: carry it to the GPU machine"
+  [ "$mib" -lt 60 ] || die "that is more than the 60 MiB that may travel"
+}
+
+if [ "$pack" = yes ]; then
+  pack_carry
+  exit 0
+fi
+
+# ------------------------------------------------------------------------------------ stages
+
+note() { printf '%s\n' "$*" >>"$RUN/notes.txt"; }   # for the summary: a reader must know it
+
+# Ends a stage as skipped, with the reason.
+skipped() {
+  echo "$*" >"$RUN/reason"
+  exit 77
+}
+
+base_site_packages() {
+  "$BASE" -c 'import sys; print("\n".join(p for p in sys.path if p.endswith(("-packages",))))'
+}
+
+# A virtual environment that sees the packages of $BASE, which may be in a virtual environment itself.
+make_venv() {
+  if [ ! -x "$PY" ]; then
+    "$BASE" -m venv --without-pip "$VENV"
+    local site
+    site="$("$PY" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    base_site_packages >"$site/base.pth"
+  fi
+}
+
+stage_environment() {
+  make_venv
+  {
+    date -u
+    uname -a
+    nproc
+    free -g || true
+    "$BASE" -VV
+    nvcc --version || true
+    "$PY" -m pip list 2>/dev/null || true
+  } >"$LOGS/environment.txt" 2>&1
+  if [ "$DEVICE" = cuda ]; then
+    nvidia-smi | tee -a "$LOGS/environment.txt"
+    "$PY" -c '
+import torch
+print("torch", torch.__version__, "CUDA", torch.version.cuda)
+assert torch.cuda.is_available(), "torch finds no CUDA device"
+print(torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0))'
+  fi
+  "$PY" scripts/gpu_packages.py "$CARRY/wheels" "$RUN/notes.txt"
+}
+
+stage_build() {
+  make_venv
+  rm -rf "$WORK/ext/CMakeCache.txt"
+  PATH="$(dirname "$(command -v "$BASE")"):$PATH" "$PY" -m pip install --no-index --no-deps --no-build-isolation \
+    --force-reinstall --disable-pip-version-check -C build-dir="$WORK/ext" . || return 1
+  # The tests must see what was just built, nothing else that is called flexinfer.
+  (cd / && "$PY" -c '
+import pathlib, sys, flexinfer
+place = pathlib.Path(flexinfer.__file__)
+assert place.is_relative_to(sys.argv[1]), f"flexinfer comes from {place}"
+from flexinfer.vtensor import VTensorManager, KVSpec
+with VTensorManager(KVSpec(2, 8, 128, "bfloat16"), sys.argv[2], memory_budget="64MiB") as manager:
+    manager.create().extend(100)
+    manager.check_integrity()
+print("flexinfer", flexinfer.__version__, "works on", sys.argv[2], "from", place)' "$VENV" "$DEVICE")
+}
+
+flash_sdist() { ls "$CARRY"/flash_attn-*.tar.gz 2>/dev/null | tail -n 1; }
+
+has_flash() { "$PY" -c 'import flash_attn' 2>/dev/null; }
+
+stage_flash-start() {
+  has_flash && skipped "flash-attn is installed"
+  [ -n "$(flash_sdist)" ] || skipped "flash-attn's source was not carried (scripts/gpu_check.sh --pack fetches it)"
+  local full=()
+  [ "${FLASH_FULL:-0}" = 0 ] || full=(--full)
+  if [ "$DEVICE" = cpu ]; then
+    "$PY" scripts/flash_attn_build.py "$(flash_sdist)" "$FLASH" --prepare-only
+    return
+  fi
+  command -v nvcc >/dev/null || skipped "nvcc is not on the PATH"
+  if [ -f "$FLASH/pid" ] && kill -0 "$(cat "$FLASH/pid")" 2>/dev/null; then
+    echo "already being built"
+    return
+  fi
+  [ ! -f "$FLASH/done" ] || skipped "it was built before: $(cat "$FLASH/done")"
+  mkdir -p "$FLASH"
+  rm -f "$FLASH/failed"
+  # In a session of its own, so that it outlives this command; nice, so that the tests come first.
+  setsid nohup nice -n 19 bash -c '
+    if PATH="$1:$PATH" "$2" scripts/flash_attn_build.py "$3" "$4" ${5:+"$5"}; then date -u >"$4/done"; else date -u >"$4/failed"; fi' \
+    flash "$(dirname "$(command -v "$BASE")")" "$PY" "$(flash_sdist)" "$FLASH" "${full[@]}" \
+    >"$LOGS/flash-build.log" 2>&1 </dev/null &
+  echo $! >"$FLASH/pid"
+  echo "started, process $!; its log is flash-build.log"
+}
+
+install_flash() {
+  "$PY" -m pip install --no-index --no-deps --force-reinstall --disable-pip-version-check "$FLASH"/dist/flash_attn-*.whl
+  "$PY" -c 'import flash_attn; print("flash-attn", flash_attn.__version__)'
+}
+
+stage_flash-wait() {
+  has_flash && { echo "installed"; return; }
+  [ "$DEVICE" = cuda ] || skipped "flash-attn needs CUDA"
+  [ -f "$FLASH/pid" ] || skipped "no build of flash-attn was started; see stage flash-start"
+  while [ ! -f "$FLASH/done" ]; do
+    if [ -f "$FLASH/failed" ] || ! kill -0 "$(cat "$FLASH/pid")" 2>/dev/null; then
+      tail -n 30 "$LOGS/flash-build.log"
+      return 1
+    fi
+    sleep 2
+  done
+  install_flash
+}
+
+# Between two stages: a build that is done is used at once.
+adopt_flash() {
+  if [ -f "$FLASH/done" ] && [ ! -f "$FLASH/installed" ]; then
+    if install_flash >"$LOGS/flash-install.log" 2>&1; then
+      touch "$FLASH/installed"
+      note "flash-attn was built and installed $SECONDS s after the start"
+    else
+      note "flash-attn was built but can not be installed: $(tail -n 1 "$LOGS/flash-install.log")"
+      touch "$FLASH/installed"
+    fi
+  fi
+}
+
+stage_pytest() {
+  local marker=(-m gpu)
+  [ "$DEVICE" = cuda ] || marker=(-m "not slow")
+  local only=(tests/py)
+  [ "$DEVICE" = cuda ] || only=(tests/py/gpu)
+  if [ "$flash_call" = yes ]; then only=(tests/py/gpu -k "kernels or engine or flash"); fi
+  "$PY" -m pytest "${marker[@]}" "${only[@]}" -q --timeout 100 -p no:cacheprovider \
+    --junitxml "$RUN/pytest.xml" --durations 8
+}
+
+need_gtest_here() {
+  printf '#include <gtest/gtest.h>\n' | "${CXX:-c++}" -std=c++20 -fsyntax-only -x c++ - 2>/dev/null && return
+  [ -d "$WORK/gtest/include" ] && return
+  [ -d "$CARRY/googletest" ] || skipped "GoogleTest is neither installed nor carried"
+  cmake -S "$CARRY/googletest" -B "$WORK/gtest-build" -DBUILD_GMOCK=OFF -DCMAKE_BUILD_TYPE=Release \
+    -DCMAKE_INSTALL_PREFIX="$WORK/gtest"
+  cmake --build "$WORK/gtest-build" --parallel "$JOBS" --target install
+}
+
+stage_ctest() {
+  PATH="$(dirname "$(command -v "$BASE")"):$PATH"
+  need_gtest_here
+  local generator=()
+  command -v ninja >/dev/null && generator=(-G Ninja)
+  cmake -S . -B "$WORK/cpp" "${generator[@]}" -DCMAKE_PREFIX_PATH="$WORK/gtest"
+  cmake --build "$WORK/cpp" --parallel "$JOBS"
+  local environment=()
+  [ "$DEVICE" = cpu ] || environment=(FLEXINFER_TEST_REAL_CUDA=1)
+  env "${environment[@]}" ctest --test-dir "$WORK/cpp" --parallel "$((JOBS < 8 ? JOBS : 8))" \
+    --output-on-failure --no-tests=error --timeout 60
+  if [ "$DEVICE" = cuda ]; then
+    local count
+    count="$(env "${environment[@]}" ctest --test-dir "$WORK/cpp" -N -R RealCuda | sed -n 's/^Total Tests: //p')"
+    echo "conformance cases on the real driver: $count"
+    [ "$count" -gt 0 ]
+  fi
+}
+
+benchmark() {
+  local quick=()
+  [ "$DEVICE" = cuda ] || quick=(--quick)
+  "$PY" "benchmarks/$1/bench.py" --device "$DEVICE" "${quick[@]}" --json "$RUN/$1.json" \
+    --seconds "$(($2 > 20 ? $2 - 10 : 10))" 2>&1 | tee "$RUN/$1.txt"
+}
+
+stage_api_latency() { benchmark api_latency "$1"; }
+stage_kernels() { benchmark kernels "$1"; }
+stage_gpu_overlap() { benchmark gpu_overlap "$1"; }
+stage_end_to_end() { benchmark end_to_end "$1"; }
+
+# ------------------------------------------------------------------------------------ running them
+
+record() { # stage, status, seconds, budget, reason
+  printf '%s\t%s\t%s\t%s\t%s\n' "$@" >>"$RUN/stages.tsv"
+  printf '[gpu_check] %-12s %-8s %4s s of %s%s\n' "$1" "$2" "$3" "$4" "${5:+  ($5)}"
+}
+
+# Runs one stage in a process group of its own, so that a time-out ends all of it.
+run_stage() {
+  local name="$1" budget left start=$SECONDS status=0 log reason=""
+  budget="$(awk -v name="$name" '$1 == name {print $2}' <<<"$STAGES")"
+  # The machine that proves the script may be slow; only its logic counts there.
+  [ "$DEVICE" = cuda ] || budget=$((budget * 6))
+  left=$((total - SECONDS - REPORT_RESERVE))
+  if [ "$left" -lt 10 ]; then
+    record "$name" skipped 0 "$budget" "no time left: $SECONDS of $total s are used"
+    failures=$((failures + 1))
+    return
+  fi
+  [ "$budget" -le "$left" ] || budget=$left
+  log="$LOGS/$name.log"
+  rm -f "$RUN/reason"
+  say "==> $name (at most $budget s)"
+  timeout --kill-after=10 "$budget" bash -c 'set -euo pipefail; source "$1"; "stage_$2" "$3"' \
+    stage "$RUN/functions.sh" "$name" "$budget" >"$log" 2>&1 </dev/null || status=$?
+  case "$status" in
+    0) record "$name" passed $((SECONDS - start)) "$budget" "" ;;
+    77)
+      reason="$(cat "$RUN/reason" 2>/dev/null || echo "no reason given")"
+      record "$name" skipped $((SECONDS - start)) "$budget" "$reason"
+      ;;
+    124 | 137)
+      record "$name" timeout $((SECONDS - start)) "$budget" "ended after its $budget s"
+      failures=$((failures + 1))
+      tail -n 15 "$log"
+      ;;
+    *)
+      record "$name" failed $((SECONDS - start)) "$budget" "exit code $status; see logs/$name.log"
+      failures=$((failures + 1))
+      tail -n 25 "$log"
+      ;;
+  esac
+}
+
+report() {
+  [ "$DEVICE" = cpu ] && note "DRY RUN ON THE CPU: tiny sizes, no number here says anything about a GPU"
+  if [ -f "$FLASH/pid" ] && [ ! -f "$FLASH/done" ] && [ ! -f "$FLASH/failed" ]; then
+    note "flash-attn was still being built (nice 19) while this ran: host-side times may have suffered; call again with --flash"
+  fi
+  local python="$PY"
+  [ -x "$python" ] || python="$BASE"
+  "$python" scripts/gpu_report.py "$RUN" "$LOGS" "$RESULTS" || say "the report could not be written"
+}
+
+rm -rf "$RUN"
+mkdir -p "$RUN" "$LOGS"
+# Read-only sources would be rebuilt in place otherwise; everything is written under $WORK.
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false CUDA_MODULE_LOADING=LAZY
+export HYPOTHESIS_STORAGE_DIRECTORY="$WORK/hypothesis" TRITON_CACHE_DIR="$WORK/triton"
+RESULTS="${OUT:-$WORK/results}"
+mkdir -p "$RESULTS"
+git rev-parse --short HEAD >"$RUN/commit" 2>/dev/null || cat build/gpu_carry/commit >"$RUN/commit" 2>/dev/null || echo unknown >"$RUN/commit"
+GPU_CHECK_COMMIT="$(cat "$RUN/commit")"
+export GPU_CHECK_COMMIT
+{
+  declare -p ROOT WORK CARRY BASE VENV PY JOBS LOGS RUN FLASH DEVICE flash_call
+  declare -f
+} >"$RUN/functions.sh"
+: >"$RUN/notes.txt"
+printf 'scripts/gpu_check.sh, %s, stages: %s\n' "$DEVICE" "$chosen" >"$RUN/command"
+failures=0
+trap report EXIT
+for name in $chosen; do
+  if grep -qw -- "$name" <<<"$skip"; then
+    record "$name" skipped 0 0 "by --skip"
+    continue
+  fi
+  if [ "$flash_call" = yes ] && [ "$name" = build ] && [ -x "$PY" ] && (cd / && "$PY" -c 'import flexinfer') 2>/dev/null; then
+    record build skipped 0 0 "built by the first call"
+    continue
+  fi
+  run_stage "$name"
+  adopt_flash
+  if [ "$failures" -gt 0 ] && { [ "$name" = environment ] || [ "$name" = build ]; }; then
+    for rest in ${chosen#*"$name"}; do record "$rest" skipped 0 0 "stage $name failed"; done
+    break
+  fi
+done
+for name in $ALL; do
+  grep -qw -- "$name" <<<"$chosen" || record "$name" skipped 0 0 "not chosen"
+done
+say "$failures stages failed; $SECONDS s in all; results in $RESULTS"
+[ "$failures" -eq 0 ]
