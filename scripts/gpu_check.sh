@@ -55,7 +55,7 @@ usage() { sed -n '2,/^source/p' "${BASH_SOURCE[0]}" | sed '$d; s/^# \{0,1\}//'; 
 
 while [ "$#" -gt 0 ]; do
   case "$1" in
-    --only) chosen="environment build ${2//,/ }"; shift ;;
+    --only) chosen="environment build $(tr , "\n" <<<"$2" | grep -vxE "environment|build" | paste -sd " ")"; shift ;;
     --skip) skip="${2//,/ }"; shift ;;
     --seconds) total="$2"; shift ;;
     --out) OUT="$2"; shift ;;
@@ -101,6 +101,7 @@ pack_carry() {
     [ -d /usr/src/googletest ] || need_packages "GoogleTest's source is not here" googletest
     cp -rL /usr/src/googletest "$CARRY/googletest"
   fi
+  git rev-parse --short HEAD >"$CARRY/commit"
   local mib
   mib="$(du -sm "$CARRY" | cut -f1)"
   say "packed $mib MiB in ${CARRY#"$ROOT"/}: carry it to the GPU machine"
@@ -243,7 +244,7 @@ stage_pytest() {
   local only=(tests/py)
   [ "$DEVICE" = cuda ] || only=(tests/py/gpu)
   if [ "$flash_call" = yes ]; then only=(tests/py/gpu -k "kernels or engine or flash"); fi
-  "$PY" -m pytest "${marker[@]}" "${only[@]}" -q --timeout 100 -p no:cacheprovider \
+  "$PY" -m pytest "${marker[@]}" "${only[@]}" -q --timeout 100 -o cache_dir="$WORK/pytest" \
     --junitxml "$RUN/pytest.xml" --durations 8
 }
 
@@ -348,7 +349,7 @@ export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false CUDA_MOD
 export HYPOTHESIS_STORAGE_DIRECTORY="$WORK/hypothesis" TRITON_CACHE_DIR="$WORK/triton"
 RESULTS="${OUT:-$WORK/results}"
 mkdir -p "$RESULTS"
-git rev-parse --short HEAD >"$RUN/commit" 2>/dev/null || cat build/gpu_carry/commit >"$RUN/commit" 2>/dev/null || echo unknown >"$RUN/commit"
+git rev-parse --short HEAD >"$RUN/commit" 2>/dev/null || cat "$CARRY/commit" >"$RUN/commit" 2>/dev/null || echo unknown >"$RUN/commit"
 GPU_CHECK_COMMIT="$(cat "$RUN/commit")"
 export GPU_CHECK_COMMIT
 {

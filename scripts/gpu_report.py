@@ -75,7 +75,11 @@ def machine_lines(benchmarks: dict[str, Report]) -> list[str]:
     """Date, hardware, driver and versions, as the first benchmark that ran saw them."""
     for report in benchmarks.values():
         environment = report["environment"]
-        return [f"- {name}: {value}" for name, value in environment.items() if name != "command"]
+        return [
+            f"- {name}: {value}"
+            for name, value in environment.items()
+            if name not in ("command", "commit")
+        ]
     return ["- no benchmark ran: see environment.txt in the logs"]
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ def environment(device: str) -> Row:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": git_commit(),
+        **{name: version_of(name) for name in ("transformers", "triton", "flash-attn")},
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
@@ -94,6 +96,13 @@ def environment(device: str) -> Row:
             "driver": nvidia_driver(),
         }
     return row
+
+
+def version_of(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def cpu_name() -> str:
