@@ -43,7 +43,7 @@ class Problem:
     q: torch.Tensor
     """[batch, new_tokens, num_heads, head_dim]"""
     k: torch.Tensor
-    """[slots, max_seq_len, num_kv_heads, head_dim], any strides but the last, which is 1."""
+    """[batch, seq_len, num_kv_heads, head_dim], any strides but the last, which is 1."""
     v: torch.Tensor
     """As k. Request i stands in slot i."""
 

@@ -82,6 +82,16 @@ def test_float32_is_identical_to_transformers(
         assert generate(llm, prompts) == expected, "on cached prefixes"
 
 
+def assert_only_ties_differ(model: Any, prompt: list[int], output: list[int]) -> None:
+    """Each token is transformers' choice for what stands before it, or ties with it."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + output], device=model.device)).logits[0].float()
+    steps = logits[len(prompt) - 1 : -1]
+    chosen = steps.gather(1, torch.tensor(output, device=model.device)[:, None])[:, 0]
+    best, worst = steps.max(dim=1).values, steps.min(dim=1).values
+    assert bool(((best - chosen) <= BF16_LOGIT_GAP * (best - worst)).all())
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_bfloat16_differs_from_transformers_only_in_ties(name: str, device: str) -> None:
     model = model_on(name, device, torch.bfloat16)
@@ -89,24 +99,36 @@ def test_bfloat16_differs_from_transformers_only_in_ties(name: str, device: str)
     with open_llm(model, device) as llm:
         outputs = generate(llm, prompts)
     for prompt, output in zip(prompts, outputs, strict=True):
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + output], device=device)).logits[0].float()
-        steps = logits[len(prompt) - 1 : -1]
-        chosen = steps.gather(1, torch.tensor(output, device=device)[:, None])[:, 0]
-        best, worst = steps.max(dim=1).values, steps.min(dim=1).values
-        assert bool(((best - chosen) <= BF16_LOGIT_GAP * (best - worst)).all())
+        assert_only_ties_differ(model, prompt, output)
 
 
 @requires_graphs
+@pytest.mark.parametrize("layers_per_plane", [None, 1])
 @pytest.mark.parametrize("enforce_eager", [True, False])
-def test_cuda_graphs_change_nothing(enforce_eager: bool, device: str) -> None:
+def test_cuda_graphs_change_nothing(
+    enforce_eager: bool, layers_per_plane: int | None, device: str
+) -> None:
+    """bfloat16, because flash kernels, without which there are no graphs, know no float32."""
+    model = model_on("llama", device, torch.bfloat16)
+    prompts = mixed_prompts()
+    with open_llm(
+        model, device, enforce_eager=enforce_eager, layers_per_plane=layers_per_plane
+    ) as llm:
+        has_graphs = llm.llm_engine.runner.graphs is not None
+        assert has_graphs == (device == "cuda" and not enforce_eager)
+        rounds = [generate(llm, some, 40) for some in (prompts, prompts, prompts[:3])]
+    for outputs in rounds:  # the second over other slots and cached prefixes, then a smaller batch
+        for prompt, output in zip(prompts, outputs, strict=False):
+            assert_only_ties_differ(model, prompt, output)
+
+
+@requires_graphs
+def test_float32_is_identical_with_graphs_asked_for(device: str) -> None:
     model = model_on("llama", device, torch.float32)
     prompts = mixed_prompts()
     expected = [reference(model, prompt, 40) for prompt in prompts]
-    with open_llm(model, device, enforce_eager=enforce_eager) as llm:
-        for _ in range(2):  # the second time over other slots and cached prefixes
-            assert generate(llm, prompts, 40) == expected
-        assert generate(llm, prompts[:3], 40) == expected[:3], "a smaller batch"
+    with open_llm(model, device, enforce_eager=False) as llm:
+        assert generate(llm, prompts, 40) == expected
 
 
 def test_little_memory_preempts_and_changes_nothing(device: str) -> None:
