@@ -317,6 +317,27 @@ size_t Manager::bytes_for(size_t num_tokens) const {
   return pool_.geometry.rows_for(num_tokens) * pool_.geometry.row_bytes();
 }
 
+std::vector<SharedRange> Manager::shared_ranges(std::span<const VTensorId> ids,
+                                                std::span<const size_t> num_tokens) {
+  if (ids.size() != num_tokens.size()) {
+    throw std::invalid_argument(std::to_string(ids.size()) + " vTensors but " +
+                                std::to_string(num_tokens.size()) + " lengths");
+  }
+  const Lock held = lock();
+  std::vector<Reader> readers;
+  readers.reserve(ids.size());
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const VTensor& vtensor = scheduler_.resident(ids[i]);
+    if (num_tokens[i] > vtensor.num_tokens) {
+      throw std::invalid_argument("vTensor " + std::to_string(ids[i]) + " has " +
+                                  std::to_string(vtensor.num_tokens) + " tokens, not " +
+                                  std::to_string(num_tokens[i]));
+    }
+    readers.push_back({vtensor.slot, num_tokens[i]});
+  }
+  return vtensor::shared_ranges(pool_, readers);
+}
+
 void Manager::check_integrity() const {
   const Lock held = lock_awake_or_not();
   vtensor::check_integrity(scheduler_);

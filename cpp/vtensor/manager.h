@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "vtensor/ops/sharing.h"
 #include "vtensor/pool/kv_spec.h"
 #include "vtensor/sched/scheduler.h"
 #include "vtensor/sched/trace.h"
@@ -104,6 +105,11 @@ class Manager : public std::enable_shared_from_this<Manager> {
   size_t memory_budget_bytes() const;
   void set_memory_budget_bytes(size_t budget_bytes);
   size_t bytes_for(size_t num_tokens) const;
+
+  // What these vTensors hold in the same chunks, of the first num_tokens[i] tokens of each: see
+  // ops/sharing.h. Cheap enough for every step; immediate while no chunk has two readers.
+  std::vector<SharedRange> shared_ranges(std::span<const VTensorId> ids,
+                                         std::span<const size_t> num_tokens);
 
   TensorView view(VTensorId id, size_t layer, KV which);
   TensorView arena(size_t layer, KV which);

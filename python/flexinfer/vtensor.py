@@ -469,6 +469,23 @@ class VTensorManager:
         except TypeError:
             raise _bad_lengths(num_tokens) from None
 
+    def shared_ranges(
+        self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]
+    ) -> list[tuple[int, int, int, tuple[int, ...]]]:
+        """What these vTensors hold in the same chunks, of the first ``num_tokens[i]`` of each.
+
+        Each is (slot to read from, start, end, members): tokens [start, end), whole chunks, are the
+        same memory in all members, ascending indices into ``vtensors``. A forest as in
+        ChunkAttention (section 3.1), parents first; the ranges of one vTensor touch each other and
+        stand in order. Cheap enough for every step. Raises ValueError for a vTensor that is swapped
+        out or shorter than that.
+        """
+        ids = self._ids(vtensors)
+        try:
+            return self._core.shared_ranges(ids, num_tokens)
+        except TypeError:
+            raise _bad_lengths(num_tokens) from None
+
     def begin_step(self) -> None:
         """Say that a step's kernels are about to be issued; see :meth:`end_step`."""
         self._core.begin_step()

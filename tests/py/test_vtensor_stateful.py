@@ -31,6 +31,7 @@ from hypothesis.stateful import (
 import kv_device
 from flexinfer.errors import OutOfMemoryError
 from flexinfer.vtensor import KVSpec, VTensor, VTensorManager
+from sharing_oracle import check_shared_ranges
 
 pytestmark = pytest.mark.usefixtures("kv_device")
 
@@ -381,6 +382,14 @@ class ManagerMachine(RuleBasedStateMachine):
                 keys, values = vtensor.k(layer), vtensor.v(layer)
                 assert (keys == (expected + layer).astype(keys.dtype)).all()
                 assert (values == (-expected - layer).astype(values.dtype)).all()
+
+    @invariant()
+    def shared_ranges_are_what_the_page_tables_say(self) -> None:
+        lengths = [len(model.tokens) for model in self.resident]
+        lengths = [max(0, length - i % 3) for i, length in enumerate(lengths)]
+        vtensors = [model.vtensor for model in self.resident]
+        if vtensors:
+            check_shared_ranges(self.manager, vtensors, lengths)
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):

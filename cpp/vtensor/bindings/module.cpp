@@ -256,6 +256,17 @@ nb::dict stats_dict(const Stats& stats) {
   return out;
 }
 
+// (slot, start, end, members) of each.
+nb::list range_tuples(const std::vector<SharedRange>& ranges) {
+  nb::list out;
+  for (const SharedRange& range : ranges) {
+    nb::list members;
+    for (const uint32_t member : range.members) members.append(member);
+    out.append(nb::make_tuple(range.slot, range.start, range.end, nb::tuple(members)));
+  }
+  return out;
+}
+
 void bind_manager(nb::module_& m) {
   nb::enum_<KV>(m, "KV").value("KEY", KV::kKey).value("VALUE", KV::kValue);
   nb::class_<Manager>(m, "Manager")
@@ -350,6 +361,19 @@ void bind_manager(nb::module_& m) {
            })
       .def("check_integrity", &Manager::check_integrity, GilRelease())
       .def("close", &Manager::close, GilRelease())
+      .def(
+          "shared_ranges",
+          [](Manager& self, const std::vector<VTensorId>& ids,
+             const std::vector<size_t>& num_tokens) {
+            const std::vector<SharedRange> ranges = [&] {
+              const nb::gil_scoped_release unlocked;
+              return self.shared_ranges(ids, num_tokens);
+            }();
+            return range_tuples(ranges);
+          },
+          "ids"_a, "num_tokens"_a,
+          nb::sig("def shared_ranges(self, ids: Sequence[int], num_tokens: Sequence[int]) -> "
+                  "list[tuple[int, int, int, tuple[int, ...]]]"))
       .def(
           "view",
           [](Manager& self, VTensorId id, size_t layer, KV which, const std::string& dtype) {

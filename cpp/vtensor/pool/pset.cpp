@@ -2,12 +2,15 @@
 
 namespace vtensor {
 
-// Applies a change of reference counts and keeps the free set and the evictable count in step.
+// Applies a change of reference counts and keeps the free set and the counts of chunks in step.
 template <typename Change>
 void PSet::change(ChunkId id, Change&& apply) {
   Chunk& chunk = chunks_[id];
   const bool was_evictable = chunk.evictable();
+  const bool was_aliased = chunk.aliased();
   apply(chunk);
+  num_aliased_ += static_cast<size_t>(chunk.aliased());
+  num_aliased_ -= static_cast<size_t>(was_aliased);
   num_evictable_ += static_cast<size_t>(chunk.evictable());
   num_evictable_ -= static_cast<size_t>(was_evictable);
   if (chunk.refs() == 0) {

@@ -41,6 +41,7 @@ void check_chunks(const Scheduler& scheduler) {
   size_t referenced = 0;
   size_t evictable = 0;
   size_t dirty_free = 0;
+  size_t aliased = 0;
   for (ChunkId id = 0; id < pset.num_ids(); ++id) {
     const Chunk& chunk = pset[id];
     const std::string name = "chunk " + std::to_string(id);
@@ -55,11 +56,13 @@ void check_chunks(const Scheduler& scheduler) {
     free += static_cast<size_t>(chunk.created && chunk.refs() == 0);
     referenced += static_cast<size_t>(chunk.refs() > 0);
     evictable += static_cast<size_t>(chunk.evictable());
+    aliased += static_cast<size_t>(chunk.aliased());
     dirty_free += static_cast<size_t>(chunk.created && chunk.refs() == 0 && chunk.dirty_bytes > 0);
   }
   expect(pset.num_free() == free, "2, the free set is the set of chunks without references");
   expect(pset.num_dirty_free() == dirty_free, "count of free chunks to scrub");
   expect(pset.num_evictable() == evictable, "count of evictable chunks");
+  expect(pset.num_aliased() == aliased, "count of chunks behind several page-table entries");
   expect(pset.num_created() <= pset.budget_chunks(), "5, created bytes <= budget");
   expect(pset.num_created() == free + referenced, "6, created = free + referenced");
 }
