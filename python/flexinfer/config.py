@@ -95,6 +95,10 @@ class EngineConfig:
     """Do not capture decode steps in CUDA graphs."""
     cuda_graph_sizes: tuple[int, ...] | None = None
     """Batch sizes to capture; None: 1, 2, 4, 8, 16, 24, ... up to max_num_seqs."""
+    threads: int | None = None
+    """CPU threads of torch and the kernels; None: one for each core that the process may use."""
+    compile: bool = False
+    """Compile the model with torch.compile: slower to start, faster steps."""
     scheduling_policy: str = "priority"
     """"fcfs", "priority" (of equals the first come first) or "prefix"; see policies.py."""
     max_passed_over: int = 64

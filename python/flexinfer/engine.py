@@ -51,6 +51,9 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ValueError or UnsupportedModelError for settings or models that can not work."""
+        from flexinfer.torch_runtime import set_up_torch
+
+        set_up_torch(config.threads)
         from flexinfer import attention
         from flexinfer.models import load_model, max_positions, resolve_config
         from flexinfer.runner import ModelRunner
@@ -76,7 +79,11 @@ class LLMEngine:
             self.scheduler = Scheduler(config.scheduler_config(max_model_len), self.manager)
             self.inputs = InputProcessor(self.tokenizer, self.loaded.vocab_size, max_model_len)
             self.runner = ModelRunner(
-                self.loaded, self.manager, config.attention_backend, config.seed
+                self.loaded,
+                self.manager,
+                config.attention_backend,
+                config.seed,
+                compile_model=config.compile,
             )
             self._epoch = kernel_epoch(self.manager, self.loaded.device)
             self._torch_memory = share_device(self.manager, self.loaded.device)

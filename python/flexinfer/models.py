@@ -62,8 +62,13 @@ class LoadedModel:
 def load_model(model: Any, dtype: Any = "auto", device: str | None = None) -> LoadedModel:
     """Load (a path or hub id) or take over (a loaded model) and check.
 
+    Layers of a model that is loaded here are replaced by lean ones where there are any; one that is
+    taken over stays as it is.
+
     Raises UnsupportedModelError, before any weight is read where the config tells enough.
     """
+    from flexinfer.lean_layers import make_lean
+
     config = resolve_config(model)
     if isinstance(model, (str, os.PathLike)):
         name = os.fspath(model)
@@ -76,6 +81,8 @@ def load_model(model: Any, dtype: Any = "auto", device: str | None = None) -> Lo
     if device is not None:
         module.to(device)
     module.eval()
+    if loaded is not model:
+        make_lean(loaded)
     return _describe(loaded, name)
 
 

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,9 +40,19 @@ class ModelRunner:
     """Not thread-safe: one step at a time."""
 
     def __init__(
-        self, loaded: LoadedModel, manager: VTensorManager, attention_backend: str, seed: int
+        self,
+        loaded: LoadedModel,
+        manager: VTensorManager,
+        attention_backend: str,
+        seed: int,
+        *,
+        compile_model: bool = False,
     ) -> None:
+        """compile_model: run the model as one graph of torch.compile, whatever the batch."""
         self.loaded = loaded
+        self.model: Any = loaded.model
+        if compile_model:
+            self.model = torch.compile(loaded.model, fullgraph=True, dynamic=True)
         self.sampler = Sampler(seed, loaded.device)
         self.inputs = InputBuilder(loaded.device)
         layers = [LayerKV(manager.k(i), manager.v(i)) for i in range(loaded.num_layers)]
@@ -67,7 +77,7 @@ class ModelRunner:
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         with use_attention(self.loaded.model, self.backend, inputs.metadata):
-            logits: torch.Tensor = self.loaded.model(
+            logits: torch.Tensor = self.model(
                 input_ids=inputs.token_ids[None],
                 position_ids=inputs.positions[None],
                 use_cache=False,

@@ -6,8 +6,8 @@ The model runs once a step on the flat batch; what the call means is not in its 
 context that the caller sets around it (`use_attention`). The operator in the middle is opaque to
 torch.compile: the model stays one graph, and the step is looked up when the graph runs. To torch it
 is a pure function of its arguments; that it also writes K and V into the arena is known only here.
-Masks are made by the backends, so the mask function gives none; it refuses masks that a backend
-could not know of.
+Masks are made by the backends, so the mask function gives none; the probe refuses masks that a
+backend could not know of.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def register() -> torch.library.Library:
     AttentionInterface.register(PROBE_NAME, probe_forward)
     # The engine's name has no mask function: transformers then makes no mask and asks no question
     # of the positions, whose answer would cost a synchronisation with the GPU in every step.
-    AttentionMaskInterface.register(PROBE_NAME, no_mask)
+    AttentionMaskInterface.register(PROBE_NAME, probe_mask)
     library = torch.library.Library("flexinfer", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define(OPERATOR)  # type: ignore[no-untyped-call]
     library.impl("attention", attention_operator, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -175,8 +175,8 @@ def probe_forward(
     return call(module, query[0], key[0], value[0], options, kwargs)[None], None
 
 
-def no_mask(*, use_vmap: bool = False, local_size: int | None = None, **kwargs: Any) -> None:
-    """AttentionMaskInterface function: causal and sliding masks are made by the backend."""
+def probe_mask(*, use_vmap: bool = False, local_size: int | None = None, **kwargs: Any) -> None:
+    """AttentionMaskInterface function of the probe: refuses what the backend could not know of."""
     if use_vmap:
         raise UnsupportedModelError("the model overlays the causal mask with one of its own")
     windows = _windows.get()

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from flexinfer.cli.bench import bench
 from flexinfer.cli.fail import usage_errors
 from flexinfer.cli.replay import replay
 from flexinfer.cli.settings import EngineSettings
@@ -141,6 +142,7 @@ def chat(
 
 
 app.command()(replay)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

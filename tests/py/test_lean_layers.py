@@ -1,0 +1,105 @@
+"""Packed and lean layers compute what the layers that they replace compute."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexinfer import LLM, SamplingParams
+from flexinfer.lean_layers import GatedMLP, RMSNorm, make_lean, same
+from flexinfer.packed_linear import PackedLinear, can_pack, pack_linears
+from tiny_models import CONFIGS, make_model, random_prompts, reference
+
+DTYPES = [torch.bfloat16] if can_pack(torch.bfloat16, torch.device("cpu")) else []
+if not DTYPES:
+    pytest.skip("oneDNN has no bfloat16 kernels for this CPU", allow_module_level=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.sampled_from([0, 1, 2, 7, 32, 130]),
+    sizes=st.tuples(st.sampled_from([16, 96, 257]), st.sampled_from([64, 100, 513])),
+    bias=st.booleans(),
+)
+def test_packed_linear_equals_linear(rows: int, sizes: tuple[int, int], bias: bool) -> None:
+    torch.manual_seed(rows)
+    linear = torch.nn.Linear(*sizes, bias=bias, dtype=torch.bfloat16)
+    packed = PackedLinear(linear.weight, linear.bias)
+    x = torch.randn(1, rows, sizes[0], dtype=torch.bfloat16)
+    with torch.inference_mode():
+        torch.testing.assert_close(packed(x), linear(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_lean_model_gives_the_same_logits(name: str, dtype: Any) -> None:
+    model = copy.deepcopy(make_model(name)).to(dtype)
+    lean = copy.deepcopy(model)
+    make_lean(lean)
+    ids = torch.tensor(random_prompts((9,)))
+    with torch.inference_mode():
+        expected, logits = model(ids).logits, lean(ids).logits
+    scale = expected.abs().max()
+    assert (logits - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 0.06) * scale
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_lean_models_generate_what_transformers_does(name: str, tmp_path: Path) -> None:
+    make_model(name).save_pretrained(tmp_path)
+    prompts = random_prompts((5, 17, 40, 1))
+    settings = {"skip_tokenizer_init": True, "max_num_seqs": 4, "kv_cache_memory_bytes": 64 << 20}
+    with LLM(str(tmp_path), **settings) as llm:
+        outputs = llm.generate(
+            prompts, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False
+        )
+    answers = [output.outputs[0].token_ids for output in outputs]
+    assert answers == [reference(name, tuple(prompt), 12) for prompt in prompts]
+
+
+def classes(model: Any) -> list[str]:
+    return [type(module).__name__ for module in model.modules()]
+
+
+def test_the_layers_of_a_llama_are_replaced() -> None:
+    model = copy.deepcopy(make_model("llama")).bfloat16()
+    make_lean(model)
+    assert classes(model).count("GatedMLP") == classes(model).count("LlamaDecoderLayer")
+    assert "LlamaRMSNorm" not in classes(model)
+    assert "Linear" not in classes(model)
+
+
+def test_a_norm_with_another_formula_stays() -> None:
+    """Gemma multiplies by 1 + weight."""
+    model = copy.deepcopy(make_model("gemma2"))
+    make_lean(model)
+    assert "Gemma2RMSNorm" in classes(model)
+    assert not any(isinstance(module, RMSNorm) for module in model.modules())
+
+
+def test_a_tied_head_stays() -> None:
+    model = torch.nn.ModuleDict(
+        {"embed": torch.nn.Embedding(300, 128), "head": torch.nn.Linear(128, 300, bias=False)}
+    ).bfloat16()
+    model["head"].weight = model["embed"].weight
+    assert pack_linears(model) == 0
+
+
+def test_a_model_that_was_handed_over_stays() -> None:
+    model = make_model("llama")
+    with LLM(model, skip_tokenizer_init=True, kv_cache_memory_bytes=64 << 20):
+        assert not any(isinstance(module, (PackedLinear, GatedMLP)) for module in model.modules())
+
+
+def test_a_replacement_that_computes_something_else_is_told() -> None:
+    norm = RMSNorm(torch.ones(64), 1e-6)
+    assert same(norm, RMSNorm(torch.ones(64), 1e-6))
+    assert not same(norm, RMSNorm(torch.ones(64), 1e-1))
+    assert not same(norm, RMSNorm(torch.full((64,), 1.01), 1e-6))

@@ -1,0 +1,62 @@
+"""torch is loaded with our threads and settings, and nothing of that stays in the environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize(
+    ("environment", "threads", "count", "spin_count"),
+    [
+        ({}, 1, 1, "'20000'"),
+        ({"OMP_NUM_THREADS": "1"}, None, 1, "'20000'"),
+        ({"GOMP_SPINCOUNT": "7"}, 1, 1, "'7'"),
+        ({"OMP_WAIT_POLICY": "PASSIVE"}, 1, 1, "'0'"),
+    ],
+)
+def test_torch_is_loaded_with_these_threads(
+    environment: dict[str, str], threads: int | None, count: int, spin_count: str
+) -> None:
+    code = (
+        "import os; from flexinfer.torch_runtime import set_up_torch\n"
+        "before = dict(os.environ)\n"
+        f"count = set_up_torch({threads})\n"
+        "import torch\n"
+        "print(count, torch.get_num_threads(), dict(os.environ) == before)"
+    )
+    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GOMP_CPU_AFFINITY")
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**clean, **environment, "OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.split() == [str(count), str(count), "True"]
+    assert f"GOMP_SPINCOUNT = {spin_count}" in result.stderr
+
+
+def test_threads_are_bound_but_the_process_is_not() -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        pytest.skip("one CPU: nothing to bind")
+    code = (
+        "import os; from flexinfer.torch_runtime import set_up_torch\n"
+        f"set_up_torch({len(cpus)})\n"
+        "import torch; torch.ones(1 << 20).add_(1).sum()\n"
+        "masks = [sorted(os.sched_getaffinity(int(t))) for t in os.listdir('/proc/self/task')]\n"
+        "print(sorted(os.sched_getaffinity(0)), sum(len(m) == 1 for m in masks))"
+    )
+    names = ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == f"{cpus} {len(cpus) - 1}"
