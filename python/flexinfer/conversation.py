@@ -4,19 +4,22 @@ After each turn its tokens are recorded in the radix tree and pinned there, in t
 name: a pinned prefix holds chunks but no slot, and is never evicted. A turn aliases them and
 computes only what is new. A fork is a second pin, nothing is copied; where branches part, each
 writes behind the shared whole chunks, and copies at most the tail row (PagedAttention, section
-4.4, with chunks instead of blocks). Not thread-safe, like the LLM it belongs to.
+4.4, with chunks instead of blocks). Prompts extend the tokens of the turns before exactly
+(`History`), so that a turn computes only its own. Not thread-safe, like the LLM it belongs to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
 from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.errors import EngineError, ReleasedError, RequestError
-from flexinfer.outputs import RequestOutput
+from flexinfer.history import History, PlainFormat, choose_format
+from flexinfer.outputs import CompletionOutput, RequestOutput
 from flexinfer.sampling_params import SamplingParams
 from flexinfer.types import ChatMessage, Messages, TokensPrompt
 
@@ -51,43 +54,99 @@ class Conversation:
             raise RequestError(f"a conversation starts from messages or tokens, got {given!r}")
         items: list[Any] = list(given)
         is_chat = bool(items) and isinstance(items[0], dict)
-        self.messages: list[ChatMessage] = items if is_chat else []
+        self._format = choose_format(llm.get_tokenizer())
+        end_ids = llm.llm_engine.loaded.eos_token_ids
+        self._history = History(self._format, items if is_chat else (), end_ids)
+        if not is_chat:
+            self._history.token_ids = items
+
+    @property
+    def messages(self) -> list[ChatMessage]:
         """What was said, by turns; empty if the conversation goes by tokens."""
-        self.token_ids: list[int] = [] if is_chat else items
+        return self._history.messages
+
+    @property
+    def token_ids(self) -> list[int]:
         """What the model has seen and said."""
+        return self._history.token_ids
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model has a chat template; else messages are plain "User: ..." text."""
+        return not isinstance(self._format, PlainFormat)
 
     def say(self, content: str, sampling_params: SamplingParams | None = None) -> RequestOutput:
         """The user's next message, and the assistant's answer to it."""
-        self._check_open()
-        if self.token_ids and not self.messages:
-            raise RequestError("this conversation goes by token ids: use append and generate")
-        messages: list[ChatMessage] = [*self.messages, {"role": "user", "content": content}]
-        prompt = self._llm.llm_engine.inputs.apply_chat_template(
-            messages, add_generation_prompt=True
-        )
-        output = self._complete(prompt, sampling_params)
-        self.messages = [*messages, {"role": "assistant", "content": output.outputs[0].text}]
+        prompt, params = self._ask(content, sampling_params)
+        try:
+            output = self._complete(prompt, params)
+        except BaseException:
+            self._history.take_back()
+            raise
+        self._answered(prompt, output.outputs[0])
         return output
+
+    def stream(
+        self, content: str, sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestOutput, None, None]:
+        """`say`, yielding what is new at each step, as it comes.
+
+        Nothing happens before the first output is asked for. Closing the iterator early ends the
+        answer; what was said until then stays.
+        """
+        prompt, params = self._ask(content, sampling_params)
+        said = CompletionOutput(0, "", [])
+        is_kept = False
+        try:
+            with closing(self._llm.stream([self._tokens(prompt)], params)) as outputs:
+                for output in outputs:
+                    for part in output.outputs:
+                        said.text += part.text
+                        said.token_ids += part.token_ids
+                        said.finish_reason, said.stop_reason = part.finish_reason, part.stop_reason
+                    yield output
+            _check_ended_well(said)
+            is_kept = True
+        except GeneratorExit:
+            is_kept = len(said.token_ids) > 0
+            raise
+        finally:
+            if is_kept:
+                self._answered(prompt, said)
+            else:
+                self._history.take_back()
+
+    def take_back(self) -> str | None:
+        """Forget the last turn of messages; returns what the user said, None if there is none."""
+        self._check_open()
+        said = self._history.take_back()
+        if said is not None:
+            self._keep()
+        return said
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Tokens that come next; they are computed with the next `generate`."""
         self._check_open()
         if self.messages:
             raise RequestError("this conversation goes by messages: use say")
-        self.token_ids = [*self.token_ids, *token_ids]
+        self._history.token_ids = [*self.token_ids, *token_ids]
 
     def generate(self, sampling_params: SamplingParams | None = None) -> RequestOutput:
         """Go on from the tokens so far; what is generated becomes part of them."""
         self._check_open()
         if self.messages:
             raise RequestError("this conversation goes by messages: use say")
-        return self._complete(self.token_ids, sampling_params)
+        prompt = self.token_ids
+        output = self._complete(prompt, sampling_params)
+        self._history.token_ids = [*prompt, *output.outputs[0].token_ids]
+        self._keep()
+        return output
 
     def fork(self) -> Conversation:
         """A second conversation with the same past. Costs no memory and no time."""
         self._check_open()
         fork = Conversation(self._llm, (), self._cache_salt)
-        fork.messages, fork.token_ids = list(self.messages), list(self.token_ids)
+        fork._history = self._history.fork()
         fork._keep()
         return fork
 
@@ -111,23 +170,47 @@ class Conversation:
         with suppress(Exception):
             self.close()
 
+    def _ask(self, content: str, params: SamplingParams | None) -> tuple[list[int], SamplingParams]:
+        """The prompt for a message. The history waits for the answer, or for `take_back`."""
+        self._check_open()
+        if self.token_ids and not self.messages:
+            raise RequestError("this conversation goes by token ids: use append and generate")
+        if self._llm.get_tokenizer() is None:
+            raise RequestError("messages need a tokenizer, and this engine has none")
+        params = params or SamplingParams()
+        _check_one_answer(params)
+        if not self.has_template:
+            params = replace(params, stop=[*params.stop_strings, PlainFormat.STOP])
+        return self._history.ask(content), params
+
     def _complete(self, prompt: list[int], params: SamplingParams | None) -> RequestOutput:
         """The conversation is as before if this raises, or ends with an error."""
-        if params is not None and params.num_samples != 1:
-            raise RequestError(
-                f"a conversation goes on with one answer, got n={params.n}: fork it instead"
-            )
-        tokens: TokensPrompt = {"prompt_token_ids": prompt, "cache_salt": self._cache_salt}
-        (output,) = self._llm.generate([tokens], params, use_tqdm=False)
-        answer = output.outputs[0]
-        if answer.finish_reason in ("abort", "error"):
-            raise EngineError(f"the turn ended with {answer.finish_reason}: {answer.stop_reason}")
-        self.token_ids = [*prompt, *answer.token_ids]
-        self._keep()
+        _check_one_answer(params)
+        (output,) = self._llm.generate([self._tokens(prompt)], params, use_tqdm=False)
+        _check_ended_well(output.outputs[0])
         return output
+
+    def _tokens(self, prompt: list[int]) -> TokensPrompt:
+        return {"prompt_token_ids": prompt, "cache_salt": self._cache_salt}
+
+    def _answered(self, prompt: list[int], answer: CompletionOutput) -> None:
+        self._history.answer(prompt, self._without_stop_string(answer), answer.text)
+        self._keep()
+
+    def _without_stop_string(self, answer: CompletionOutput) -> list[int]:
+        """The answer's tokens without those of a stop string, which is no part of the text."""
+        tokens = list(answer.token_ids)
+        if isinstance(answer.stop_reason, str):
+            tokenizer = self._llm.get_tokenizer()
+            while tokens and not answer.text.startswith(tokenizer.decode(tokens)):
+                tokens.pop()
+        return tokens
 
     def _keep(self) -> None:
         """Pin what is recorded of the tokens, then let the pin of the turn before go."""
+        if not self.token_ids:
+            self._unpin()
+            return
         pin = f"conversation {next(_pin_ids)}"
         manager = self._llm.llm_engine.manager
         manager.pin_prefix(self.token_ids, pin, cache_salt=self._cache_salt)
@@ -143,3 +226,15 @@ class Conversation:
     def _check_open(self) -> None:
         if self._closed:
             raise ReleasedError("the conversation is closed")
+
+
+def _check_one_answer(params: SamplingParams | None) -> None:
+    if params is not None and params.num_samples != 1:
+        raise RequestError(
+            f"a conversation goes on with one answer, got n={params.n}: fork it instead"
+        )
+
+
+def _check_ended_well(answer: CompletionOutput) -> None:
+    if answer.finish_reason in ("abort", "error"):
+        raise EngineError(f"the turn ended with {answer.finish_reason}: {answer.stop_reason}")

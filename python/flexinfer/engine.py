@@ -32,6 +32,7 @@ from flexinfer.outputs import RequestMetrics, RequestOutput
 from flexinfer.parallel_sampling import ParallelSampling
 from flexinfer.request import Request
 from flexinfer.request_group import RequestGroup
+from flexinfer.request_stats import RequestStats
 from flexinfer.sampling_params import BeamSearchParams, SamplingParams
 from flexinfer.scheduler import Batch, Scheduler
 from flexinfer.step_stats import EngineStats, StepMeter, StepStats
@@ -94,6 +95,7 @@ class LLMEngine:
             raise
         self._elastic = ElasticMemory(self.scheduler, self.manager, config.swap_directory)
         self._meter = StepMeter(self.manager)
+        self._requests = RequestStats()
         self._groups: dict[str, RequestGroup] = {}
         self._group_of: dict[str, RequestGroup] = {}  # by the id of each of its sequences
 
@@ -237,9 +239,10 @@ class LLMEngine:
             num_prefix_waits=scheduler.num_prefix_waits,
             num_promoted=scheduler.waiting.num_promoted,
             extension_depth_tokens=scheduler.prefetch.depth.tokens,
-            steps=self._meter.totals,
+            steps=replace(self._meter.totals),
             last_step=self._meter.last,
             memory=self.manager.stats(),
+            requests=self._requests.copy(),
         )
 
     def _compute(self, batch: Batch) -> list[RequestGroup]:
@@ -254,8 +257,9 @@ class LLMEngine:
             tokens_of.setdefault(group, []).append(sampled)
         for group, tokens in tokens_of.items():
             group.update(tokens, self.scheduler)
-            if group.leader.metrics.first_token_time is None:
-                group.leader.metrics.first_token_time = now
+            leader = group.leader
+            num_prompt_tokens = len(leader.prompt_token_ids)
+            self._requests.note_tokens(leader.metrics, num_prompt_tokens, len(tokens), now)
         return list(tokens_of)
 
     def _execute(self, batch: Batch) -> list[SampledToken]:
@@ -315,6 +319,8 @@ class LLMEngine:
             output = group.build()
             if output is not None:
                 outputs.append(output)
+                if output.finished:
+                    self._requests.note_end(output, time.monotonic())
         return outputs
 
     def _groups_of(self, requests: Iterable[Request]) -> list[RequestGroup]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from types import TracebackType
@@ -95,7 +95,7 @@ class LLM:
         sampling_params: ManyParams = None,
         *,
         priority: Sequence[int] | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Complete prompts, yielding what is new of each at each step, as it comes.
 
         `request_id` counts up in the order of the prompts; the last output of a request has

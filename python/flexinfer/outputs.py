@@ -47,10 +47,15 @@ class RequestMetrics:
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    last_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
     num_computed_tokens: int = 0
     """Tokens that went through the model, recomputation included."""
+    num_generated_tokens: int = 0
+    """Of all samples together."""
+    num_token_steps: int = 0
+    """Steps in which one or more of them got a token."""
     chunks_aliased: int = 0
     """Physical chunks that its admissions shared instead of filling."""
     chunks_copied: int = 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flexinfer.batch import Batch
+    from flexinfer.request_stats import RequestStats
     from flexinfer.vtensor import Stats, VTensorManager
 
 
@@ -67,6 +68,8 @@ class EngineStats:
     last_step: StepStats | None = None
     memory: Stats | None = None
     """Numbers of the manager: resident, shared, recorded bytes, chunks deduplicated, ..."""
+    requests: RequestStats | None = None
+    """Latencies and tokens of all requests; a copy."""
 
     def as_dict(self) -> dict[str, Any]:
         """All numbers as plain values, for JSON."""
@@ -76,6 +79,8 @@ class EngineStats:
                 out[name] = {item.name: getattr(part, item.name) for item in fields(part)}
         if self.memory is not None:
             out["memory"] = self.memory.as_dict()
+        if self.requests is not None:
+            out["requests"] = self.requests.as_dict()
         return out
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from cli_folder import make_folder
-from flexinfer.cli.answer import Answer, Interrupt
 from flexinfer.cli.app import app
+from flexinfer.cli.chat_local import LocalTalk
+from flexinfer.cli.interrupt import Interrupt
 from flexinfer.cli.printable import printable, size_text
 from flexinfer.cli.reader import Reader
 
@@ -115,15 +117,64 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(folder: str) -> None:
 
     with LLM(folder, kv_cache_memory_bytes="8MiB", max_num_seqs=2) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-        answer = Answer(llm.engine, "one", [5, 6, 7], params)
-        with Interrupt() as interrupt:
-            for _ in answer.pieces(interrupt):
+        said = LocalTalk(llm.conversation())
+        with Interrupt() as interrupt, closing(said.say("hello", params)) as pieces:
+            for _ in pieces:
                 os.kill(os.getpid(), signal.SIGINT)
-        assert answer.finish_reason == "abort"
-        assert 0 < len(answer.token_ids) < 100
-        assert answer.ending == "; stopped"
+                if interrupt.wanted:
+                    break
+        assert 0 < said.numbers.num_tokens < 100
+        assert str(said.numbers).endswith("; stopped")
+        assert len(said.messages) == 2
         assert not llm.engine.has_unfinished_requests()
+        said.close()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def answers(out: str) -> list[str]:
+    """What the model said, in order: the line before each line of numbers."""
+    lines = out.splitlines()
+    return [lines[i - 1] for i, line in enumerate(lines) if "tokens/s" in line]
+
+
+def test_a_fork_goes_on_and_leaves_its_origin(folder: str) -> None:
+    out = talk(folder, "Hello\n/fork\nIn two\n/branch 1\nIn one\n/branches\n/history\n")
+    assert "branch 2, from 1" in out
+    branches = out[out.index("* 1") :]
+    assert "* 1  2 turns  In one" in branches
+    assert "  2  2 turns  In two" in branches
+    history = branches[branches.index("user:") :]
+    assert "In one" in history
+    assert "In two" not in history
+
+
+def test_a_fork_reuses_what_it_shares(folder: str) -> None:
+    out = talk(folder, "Hello\n/fork\nIn two\n/branch 1\nIn one\n")
+    reused = [line for line in out.splitlines() if "reused" in line]
+    assert " 0 reused" in reused[0]
+    assert all(" 0 reused" not in line for line in reused[1:])
+
+
+def test_a_branch_that_is_not_there(folder: str) -> None:
+    out = talk(folder, "/branch 2\n/branch x\n")
+    assert "there are branches 1 to 1; got '2'" in out
+    assert "got 'x'" in out
+
+
+def test_regenerate_answers_the_last_message_again(folder: str) -> None:
+    out = talk(folder, "/regenerate\nHello\n/regenerate\n/history\n")
+    assert "there is no answer yet" in out
+    assert len(answers(out)) == 2
+    history = out[out.index("user:") :]
+    assert history.count("user:") == history.count("assistant:") == 1
+
+
+def test_undo_forgets_a_turn(folder: str) -> None:
+    out = talk(folder, "Hello\nMore\n/undo\n/history\n/undo\n/undo\n/history\n")
+    assert "forgot: More" in out
+    assert "forgot: Hello" in out
+    assert "there is nothing to take back" in out
+    assert "nothing was said yet" in out
 
 
 def test_escape_sequences_of_a_model_do_not_reach_the_terminal() -> None:

@@ -142,6 +142,78 @@ def test_messages_and_answers_alternate(tmp_path: Path) -> None:
         check_nothing_is_left(llm)
 
 
+@pytest.fixture
+def chat_llm(tmp_path: Path) -> Iterator[LLM]:
+    with LLM(save_chat_model(tmp_path), kv_cache_memory_bytes="16MiB") as llm:
+        yield llm
+        check_nothing_is_left(llm)
+
+
+def test_a_turn_computes_only_what_is_new(chat_llm: LLM) -> None:
+    """Also where the answer's text would tokenize differently, as random answers do."""
+    with chat_llm.conversation() as chat:
+        for text in ("hello", "world", "again"):
+            before = len(chat.token_ids)
+            output = chat.say(text, GREEDY)
+            assert output.prompt_token_ids[:before] == chat.token_ids[:before]
+            assert output.num_cached_tokens == max(before - 1, 0)
+
+
+def test_a_streamed_turn_is_that_of_say(chat_llm: LLM) -> None:
+    with chat_llm.conversation() as chat, chat_llm.conversation() as streamed:
+        chat.say("hello", GREEDY)
+        outputs = list(streamed.stream("hello", GREEDY))
+        assert len(outputs) > 1
+        assert streamed.messages == chat.messages
+        assert streamed.token_ids == chat.token_ids
+        assert "".join(o.outputs[0].text for o in outputs) == chat.messages[-1]["content"]
+
+
+def test_an_answer_that_is_left_early_keeps_what_was_said(chat_llm: LLM) -> None:
+    with chat_llm.conversation() as chat:
+        outputs = chat.stream("hello", SamplingParams(temperature=0, max_tokens=50))
+        said = "".join(next(outputs).outputs[0].text for _ in range(3))
+        outputs.close()
+        assert chat.messages[-1] == {"role": "assistant", "content": said}
+        before = len(chat.token_ids)
+        assert not chat_llm.engine.has_unfinished_requests()
+        output = chat.say("go on", GREEDY)
+        assert output.prompt_token_ids[:before] == chat.token_ids[:before]
+
+
+def test_a_turn_taken_back_can_be_answered_again(chat_llm: LLM) -> None:
+    with chat_llm.conversation() as chat:
+        chat.say("hello", GREEDY)
+        before = list(chat.token_ids)
+        first = chat.say("world", GREEDY).outputs[0].token_ids
+        assert chat.take_back() == "world"
+        assert chat.token_ids == before
+        again = chat.say("world", GREEDY)
+        assert again.outputs[0].token_ids == first
+        assert (again.num_cached_tokens or 0) >= len(before) - 1
+        assert [chat.take_back(), chat.take_back(), chat.take_back()] == ["world", "hello", None]
+        assert chat.messages == []
+
+
+def test_a_refused_turn_is_no_turn(chat_llm: LLM) -> None:
+    with chat_llm.conversation() as chat:
+        chat.say("hello", GREEDY)
+        before = list(chat.messages)
+        with pytest.raises(RequestError, match="max_model_len"):
+            list(chat.stream("long " * 300, GREEDY))
+        with pytest.raises(RequestError, match="max_model_len"):
+            chat.say("long " * 300, GREEDY)
+        assert chat.messages == before
+
+
+def test_without_a_template_an_answer_ends_before_the_next_user(tmp_path: Path) -> None:
+    folder = save_chat_model(tmp_path, chat_template=None)
+    with LLM(folder, kv_cache_memory_bytes="16MiB") as llm, llm.conversation() as chat:
+        assert not chat.has_template
+        output = chat.say("hello", GREEDY)
+        assert make_tokenizer().decode(output.prompt_token_ids) == "User: hello\nAssistant:"
+
+
 def test_tenants_do_not_share(llm: LLM) -> None:
     (prompt,) = random_prompts((40,))
     with (

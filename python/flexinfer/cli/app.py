@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flexinfer.cli.bench import bench
+<<<<<<< HEAD
+=======
+from flexinfer.cli.doctor import doctor
+>>>>>>> 23f5322 (Fork, regenerate and take turns back in chat, on one Conversation; measure requests in the engine)
 from flexinfer.cli.fail import usage_errors
+from flexinfer.cli.inspect import inspect
+from flexinfer.cli.options import AdminKey, ApiKey
 from flexinfer.cli.replay import replay
 from flexinfer.cli.settings import EngineSettings
+from flexinfer.cli.top import top
+
+if TYPE_CHECKING:
+    from flexinfer.cli.talk import Partner
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -121,6 +131,12 @@ def chat(
     memory: Memory = None,
     seed: Seed = 0,
     trace: Trace = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Talk to the server there instead; --model is then a served name."),
+    ] = None,
+    api_key: ApiKey = None,
+    admin_api_key: AdminKey = None,
 ) -> None:
     """Talk to a model at the terminal; each turn reuses the KV cache of the turns before."""
     with usage_errors():
@@ -134,15 +150,35 @@ def chat(
             repetition_penalty=repetition_penalty,
             max_tokens=max_tokens,
         )
-        engine = EngineSettings(
-            model, dtype, device, chunk_bytes, layers_per_plane, memory, seed, trace=trace
-        )
-        opened = Chat(engine, params, system)
+        partner: Partner
+        if url is not None:
+            from flexinfer.cli.chat_remote import RemotePartner
+
+            partner = RemotePartner(url, model, api_key, admin_api_key)
+        else:
+            from flexinfer.cli.chat_local import LocalPartner
+
+            engine = EngineSettings(
+                model, dtype, device, chunk_bytes, layers_per_plane, memory, seed, trace=trace
+            )
+            if system is None and engine.is_shipped:
+                from flexinfer.cli.script import load_script
+
+                system = load_script(engine.folder, 1, 1, 0).system_prompt
+            partner = LocalPartner(engine)
+        opened = Chat(partner, params, system or "")
     opened.run()
 
 
 app.command()(replay)
+<<<<<<< HEAD
 app.add_typer(bench, name="bench")
+=======
+app.command()(inspect)
+app.command()(top)
+app.command()(doctor)
+app.add_typer(bench)
+>>>>>>> 23f5322 (Fork, regenerate and take turns back in chat, on one Conversation; measure requests in the engine)
 
 
 def main() -> None:

@@ -1,3 +1,4 @@
+<<<<<<< HEAD
 """`flexinfer bench step`: what a step of the engine takes, and where its time goes."""
 
 from __future__ import annotations
@@ -22,10 +23,23 @@ if TYPE_CHECKING:
     from flexinfer.llm import LLM
 
 bench = typer.Typer(no_args_is_help=True, help="Measure parts of the engine on this machine.")
+=======
+"""`flexinfer bench ...`: the group of commands that measure; one file a command."""
+
+from __future__ import annotations
+
+import typer
+
+from flexinfer.cli.bench_serve import serve
+
+bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure a server or the engine.")
+bench.command()(serve)
+>>>>>>> 23f5322 (Fork, regenerate and take turns back in chat, on one Conversation; measure requests in the engine)
 
 
 @bench.callback()
 def _bench() -> None:
+<<<<<<< HEAD
     pass
 
 
@@ -237,3 +251,6 @@ def profile_table(prefill: dict[str, Any], decode: dict[str, Any]) -> Table:
     total = [f"{prefill['step_ms']:.3f}", "", "", f"{decode['step_ms']:.3f}", "", ""]
     table.add_row("step", *total)
     return table
+=======
+    """Without this, a group of one command would be that command."""
+>>>>>>> 23f5322 (Fork, regenerate and take turns back in chat, on one Conversation; measure requests in the engine)

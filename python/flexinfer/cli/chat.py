@@ -1,27 +1,33 @@
-"""`flexinfer chat`: a conversation at the terminal, whose KV cache stays from turn to turn."""
+"""`flexinfer chat`: conversations at the terminal, whose KV cache stays from turn to turn.
+
+Branches are conversations with a common past: each keeps its own messages, and on a local engine
+or a FlexInfer server they share the chunks of what they have in common.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from flexinfer.cli.answer import Answer, Interrupt
-from flexinfer.cli.history import History, PlainFormat, choose_format
-from flexinfer.cli.memory_map import recorded_rows, render_map
-from flexinfer.cli.printable import ms_text, printable, size_text
+from flexinfer.cli.interrupt import Interrupt
+from flexinfer.cli.printable import one_row, printable
 from flexinfer.cli.reader import Reader
-from flexinfer.cli.script import load_script
-from flexinfer.cli.settings import EngineSettings
-from flexinfer.errors import RequestError
+from flexinfer.cli.talk import Partner, Talk, TalkError
 
 if TYPE_CHECKING:
     from flexinfer.sampling_params import SamplingParams
 
 HELP = """\
+/regenerate    another answer to the last message (sampled, also where answers are greedy)
+/undo          forget the last message and its answer
+/fork          go on in a new branch; this one stays as it is
+/branch N      go to branch N; /branches lists them
+/history       what was said in this branch
 /memory        the memory map: which chunks hold what of the recorded conversations
 /stats         numbers of the memory manager
 /reset         begin a new conversation; what is recorded stays and is reused where it matches
@@ -31,41 +37,46 @@ HELP = """\
 A line that ends with \\ goes on; three double quotes begin and end a longer text.
 Ctrl-C stops an answer."""
 
+REGENERATE_TEMPERATURE = 0.8
+"""Where answers are greedy: a greedy answer would be the same again."""
+PREVIEW_CHARS = 60
+
 
 class Chat:
-    """One person, one engine, one conversation at a time."""
+    """One person and one partner; several branches, of which one goes on."""
 
     def __init__(
         self,
-        engine: EngineSettings,
+        partner: Partner,
         params: SamplingParams,
-        system: str | None,
+        system: str = "",
         reader: Reader | None = None,
     ) -> None:
-        """Loads the model. Raises ValueError or OSError for what can not work."""
         self._console = Console(highlight=False, soft_wrap=True)
         self._reader = reader or Reader()
-        if system is None:
-            system = load_script(engine.folder, 1, 1, 0).system_prompt if engine.is_shipped else ""
-        self._llm = engine.open()
-        self._format = choose_format(self._llm.get_tokenizer())
-        if isinstance(self._format, PlainFormat):
-            params = replace(params, stop=[PlainFormat.STOP])
+        self._partner = partner
         self._params = params
         self._system = system
-        self._num_asked = 0
-        self._history = self._new_history()
+        self._branches: list[Talk] = [partner.talk(system)]
+        self._current = 0
         self._commands: dict[str, Callable[[str], None]] = {
+            "/regenerate": self._regenerate,
+            "/undo": self._undo,
+            "/fork": self._fork,
+            "/branch": self._go_to_branch,
+            "/branches": self._list_branches,
+            "/history": self._show_history,
             "/memory": self._show_memory,
             "/stats": self._show_stats,
             "/reset": self._reset,
             "/system": self._set_system,
-            "/help": lambda _: self._say(HELP),
+            "/help": lambda _: self._note(HELP),
         }
 
     def run(self) -> None:
         """Talk until the end of input or /exit."""
-        self._greet()
+        greeting = self._partner.greeting()
+        self._note("\n".join([f"{greeting[0]} /help lists the commands.", *greeting[1:]]))
         while True:
             try:
                 message = self._reader.read()
@@ -76,88 +87,108 @@ class Chat:
             if message is None or word in ("/exit", "/quit"):
                 break
             if word in self._commands:
-                self._commands[word](rest.strip())
+                self._run_command(word, rest.strip())
             elif word.startswith("/"):
-                self._say(f"there is no {word}; /help lists the commands")
+                self._note(f"there is no {word}; /help lists the commands")
             elif message:
-                self._answer(message)
-        self._llm.close()
+                self._answer(message, self._params)
+        for branch in self._branches:
+            branch.close()
+        self._partner.close()
 
-    def _greet(self) -> None:
-        engine = self._llm.engine
-        self._say(f"{engine.loaded.name}, {engine.max_model_len} tokens. /help lists the commands.")
-        self._say(f"{engine.kv_memory}.")
-        if isinstance(self._format, PlainFormat):
-            self._say("The model has no chat template: it continues plain 'User: ...' text.")
+    @property
+    def _talk(self) -> Talk:
+        return self._branches[self._current]
 
-    def _answer(self, message: str) -> None:
-        prompt = self._history.ask(message)
-        self._num_asked += 1
+    def _run_command(self, word: str, rest: str) -> None:
         try:
-            answer = Answer(self._llm.engine, f"chat-{self._num_asked}", prompt, self._params)
-        except RequestError as error:
-            self._history.take_back()
-            self._say(f"{error}. /reset begins a new conversation.")
-            return
-        with Interrupt() as interrupt:
-            for piece in answer.pieces(interrupt):
-                self._console.print(printable(piece), end="", markup=False)
+            self._commands[word](rest)
+        except TalkError as error:
+            self._note(str(error))
+
+    def _answer(self, message: str, params: SamplingParams) -> bool:
+        """Whether there was an answer; else the conversation is as before."""
+        try:
+            with Interrupt() as interrupt, closing(self._talk.say(message, params)) as pieces:
+                for piece in pieces:
+                    self._console.print(printable(piece), end="", markup=False)
+                    if interrupt.wanted:
+                        break
+        except TalkError as error:
+            self._note(f"{error}. /reset begins a new conversation, /undo takes a turn back.")
+            return False
         self._console.print()
-        self._history.answer(prompt, self._kept(answer), answer.text)
-        self._say(self._numbers(answer, prompt))
+        self._note(str(self._talk.numbers))
+        return True
 
-    def _kept(self, answer: Answer) -> list[int]:
-        """The answer's tokens without those of a stop string, which is no part of the text."""
-        tokens = list(answer.token_ids)
-        if isinstance(answer.stop_reason, str):
-            tokenizer = self._llm.get_tokenizer()
-            while tokens and not answer.text.startswith(tokenizer.decode(tokens)):
-                tokens.pop()
-        return tokens
+    def _regenerate(self, _: str) -> None:
+        """In a fork first, so that a failure leaves the old answer."""
+        again = self._talk.fork()
+        message = again.take_back()
+        if message is None:
+            again.close()
+            self._note("there is no answer yet")
+            return
+        before, self._branches[self._current] = self._talk, again
+        temperature = self._params.temperature or REGENERATE_TEMPERATURE
+        if self._answer(message, replace(self._params, temperature=temperature, seed=None)):
+            before.close()
+        else:
+            again.close()
+            self._branches[self._current] = before
 
-    def _numbers(self, answer: Answer, prompt: list[int]) -> str:
-        return (
-            f"{len(prompt)} prompt tokens, {answer.num_cached_tokens} reused; chunks: "
-            f"{answer.chunks_aliased} aliased, {answer.chunks_copied} copied; first token after "
-            f"{ms_text(answer.time_to_first_token_s)} ms, {answer.tokens_per_s:.0f} tokens/s"
-            f"{answer.ending}"
-        )
+    def _undo(self, _: str) -> None:
+        message = self._talk.take_back()
+        self._note("there is nothing to take back" if message is None else f"forgot: {message}")
 
-    def _new_history(self) -> History:
-        return History(self._format, self._system, self._llm.engine.loaded.eos_token_ids)
+    def _fork(self, _: str) -> None:
+        self._branches.append(self._talk.fork())
+        origin, self._current = self._current, len(self._branches) - 1
+        self._note(f"branch {self._current + 1}, from {origin + 1}; /branch {origin + 1} goes back")
+
+    def _go_to_branch(self, number: str) -> None:
+        if not (number.isdecimal() and 1 <= int(number) <= len(self._branches)):
+            self._note(f"there are branches 1 to {len(self._branches)}; got {number!r}")
+            return
+        self._current = int(number) - 1
+        self._show_history("")
+
+    def _list_branches(self, _: str) -> None:
+        lines = []
+        for number, branch in enumerate(self._branches, start=1):
+            said = [message for message in branch.messages if message["role"] == "user"]
+            last = one_row(str(said[-1]["content"]))[:PREVIEW_CHARS] if said else ""
+            mark = "*" if number == self._current + 1 else " "
+            lines.append(f"{mark} {number}  {len(said)} turns  {last}")
+        self._note("\n".join(lines))
+
+    def _show_history(self, _: str) -> None:
+        for message in self._talk.messages:
+            self._console.print(Text(f"{message['role']}:", "bold"))
+            self._console.print(printable(str(message["content"])), markup=False)
+        if not self._talk.messages:
+            self._note("nothing was said yet")
+
+    def _show_memory(self, _: str) -> None:
+        for part in self._partner.memory(self._console.width):
+            self._note(part) if isinstance(part, str) else self._console.print(part)
+
+    def _show_stats(self, _: str) -> None:
+        self._note("\n".join(self._partner.stats()))
 
     def _reset(self, _: str) -> None:
-        self._history = self._new_history()
-        self._say("a new conversation")
+        self._begin()
+        self._note("a new conversation")
 
     def _set_system(self, text: str) -> None:
         self._system = text
-        self._history = self._new_history()
-        self._say("a new conversation " + ("with that system prompt" if text else "without one"))
+        self._begin()
+        self._note("a new conversation " + ("with that system prompt" if text else "without one"))
 
-    def _show_memory(self, _: str) -> None:
-        manager = self._llm.engine.manager
-        snapshot = manager.snapshot()
-        stats = manager.stats()
-        rows = recorded_rows(snapshot)
-        if rows:
-            self._console.print(render_map(rows, self._console.width))
-        self._say(
-            f"{stats.recorded_tokens} tokens recorded in {size_text(stats.recorded_bytes)}; "
-            f"{size_text(stats.resident_bytes)} resident, budget {size_text(stats.budget_bytes)}; "
-            f"one letter is one chunk of {size_text(manager.chunk_bytes)}"
-            + (f", first of {snapshot.num_planes} planes" if snapshot.num_planes > 1 else "")
-        )
+    def _begin(self) -> None:
+        """A new conversation in place of this branch."""
+        self._talk.close()
+        self._branches[self._current] = self._partner.talk(self._system)
 
-    def _show_stats(self, _: str) -> None:
-        for name, value in self._llm.engine.manager.stats().as_dict().items():
-            if name.endswith("_bytes"):
-                self._say(f"{name:22} {size_text(value)}")
-            elif isinstance(value, dict):
-                calls = {kind: entry["calls"] for kind, entry in value.items() if entry["calls"]}
-                self._say(f"{name:22} {', '.join(f'{k} {n}' for k, n in calls.items())}")
-            else:
-                self._say(f"{name:22} {value:.0f}")
-
-    def _say(self, text: str) -> None:
+    def _note(self, text: str) -> None:
         self._console.print(Text(printable(text), "dim"))

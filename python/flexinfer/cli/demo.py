@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from flexinfer.cli.fail import USAGE_ERROR, one_line
-from flexinfer.cli.history import PlainFormat, choose_format
 from flexinfer.cli.live import QuietWatch, TextWatch
 from flexinfer.cli.plot import check_can_plot, plot_memory
 from flexinfer.cli.printable import size_text
@@ -21,6 +20,7 @@ from flexinfer.cli.script import load_script
 from flexinfer.cli.settings import EngineSettings
 from flexinfer.cli.verdict import Check, all_checks
 from flexinfer.errors import RequestError, VTensorError
+from flexinfer.history import PlainFormat, choose_format
 
 if TYPE_CHECKING:
     from flexinfer.llm import LLM

@@ -12,16 +12,16 @@ MIB = 1 << 20
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def check_can_plot(file: Path) -> None:
+def check_can_plot(file: Path, option: str = "--plot") -> None:
     """Raises ValueError before any work if the picture could not be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
-            "--plot needs matplotlib, which is not installed: pip install 'flexinfer[bench]'"
+            f"{option} needs matplotlib, which is not installed: pip install 'flexinfer[bench]'"
         )
     if file.suffix.lower() not in _SUFFIXES:
-        raise ValueError(f"--plot writes {', '.join(_SUFFIXES)} files, not {str(file)!r}")
+        raise ValueError(f"{option} writes {', '.join(_SUFFIXES)} files, not {str(file)!r}")
     if not file.resolve().parent.is_dir():
-        raise ValueError(f"--plot: the folder of {str(file)!r} does not exist")
+        raise ValueError(f"{option}: the folder of {str(file)!r} does not exist")
 
 
 def plot_memory(file: Path, cached: Run, uncached: Run) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from flexinfer.cli.history import History, choose_format
 from flexinfer.cli.memory_map import live_rows
 from flexinfer.cli.record import Run, Sample, Turn
 from flexinfer.cli.script import Script
+from flexinfer.history import History, choose_format, system_message
 
 if TYPE_CHECKING:
     from flexinfer.llm import LLM
@@ -43,7 +43,8 @@ class Runner:
         end_ids = llm.engine.loaded.eos_token_ids
         text_format = choose_format(llm.get_tokenizer())
         self._histories = [
-            History(text_format, script.system_prompt, end_ids) for _ in script.conversations
+            History(text_format, system_message(script.system_prompt), end_ids)
+            for _ in script.conversations
         ]
         manager = self._engine.manager
         self._run = Run(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexinfer.cli.history import common_prefix
 from flexinfer.cli.record import Run, Turn
+from flexinfer.history import common_prefix
 
 MAX_UNRECORDED = 1
 """The last token of an answer is sampled but never fed: the next turn computes its KV."""

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from flexinfer.cli.history import History, PlainFormat, choose_format, common_prefix
+from flexinfer.history import (
+    History,
+    PlainFormat,
+    choose_format,
+    common_prefix,
+    system_message,
+)
 from tiny_models import make_tokenizer
 
 END = frozenset({1})
@@ -21,7 +27,7 @@ NO_SYSTEM_ROLE = (
 
 
 def history(tokenizer: Any, system: str | None = "Be kind.") -> History:
-    return History(choose_format(tokenizer), system, END)
+    return History(choose_format(tokenizer), system_message(system), END)
 
 
 def says(tokenizer: Any, text: str) -> list[int]:
@@ -101,6 +107,31 @@ def test_an_unanswered_question_can_be_taken_back() -> None:
     first = talk.ask("Hi")
     talk.take_back()
     assert talk.ask("Hi") == first
+
+
+def test_turns_are_taken_back_one_by_one() -> None:
+    tokenizer = make_tokenizer()
+    talk = history(tokenizer)
+    first = talk.ask("Hi")
+    talk.answer(first, says(tokenizer, "Hello</s>"), "Hello")
+    second = talk.ask("And you?")
+    talk.answer(second, says(tokenizer, "Well</s>"), "Well")
+    assert talk.take_back() == "And you?"
+    assert talk.ask("And you?") == second
+    assert [talk.take_back(), talk.take_back(), talk.take_back()] == ["And you?", "Hi", None]
+    assert (talk.token_ids, len(talk.messages)) == ([], 1)
+
+
+def test_branches_do_not_see_each_other() -> None:
+    tokenizer = make_tokenizer()
+    talk = history(tokenizer)
+    talk.answer(talk.ask("Hi"), says(tokenizer, "Hello</s>"), "Hello")
+    fork = talk.fork()
+    fork.answer(fork.ask("Why?"), says(tokenizer, "So</s>"), "So")
+    assert len(talk.messages) == 3
+    assert fork.take_back() == "Why?"
+    assert fork.token_ids == talk.token_ids
+    assert fork.take_back() == "Hi"
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,15 @@ Invariant: a prompt extends the token ids of the turns before it exactly, so tha
 found again. Rendering the messages anew need not do that (an answer cut short, text that
 tokenizes differently, a template that rewrites old turns); then only the template's new text is
 tokenized and appended. If a template hides old answers, the prompt is rendered anew, and
-`num_rewritten` says how often.
+`num_rewritten` says how often. No torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-Message = dict[str, str]
+from flexinfer.types import ChatMessage
 
 _MARK = "FLEXINFERLASTANSWER"
 
@@ -19,11 +20,11 @@ _MARK = "FLEXINFERLASTANSWER"
 class Format(Protocol):
     """Turns messages into token ids."""
 
-    def render(self, messages: list[Message]) -> list[int]:
+    def render(self, messages: list[ChatMessage]) -> list[int]:
         """The whole prompt, ready for an answer."""
         ...
 
-    def tail(self, messages: list[Message]) -> list[int] | None:
+    def tail(self, messages: list[ChatMessage]) -> list[int] | None:
         """What follows the last answer in the prompt; None if the format can not tell."""
         ...
 
@@ -34,15 +35,15 @@ class TemplateFormat:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def render(self, messages: list[Message]) -> list[int]:
+    def render(self, messages: list[ChatMessage]) -> list[int]:
         return self._encode(self._text(messages))
 
-    def tail(self, messages: list[Message]) -> list[int] | None:
+    def tail(self, messages: list[ChatMessage]) -> list[int] | None:
         marked = [*messages[:-2], {"role": "assistant", "content": _MARK}, messages[-1]]
         _, found, tail = self._text(marked).rpartition(_MARK)
         return self._encode(tail) if found else None
 
-    def _text(self, messages: list[Message]) -> str:
+    def _text(self, messages: list[ChatMessage]) -> str:
         from jinja2 import TemplateError
 
         try:
@@ -53,7 +54,7 @@ class TemplateFormat:
             first = f"{messages[0]['content']}\n\n{messages[1]['content']}"
             return self._apply([{**messages[1], "content": first}, *messages[2:]])
 
-    def _apply(self, messages: list[Message]) -> str:
+    def _apply(self, messages: list[ChatMessage]) -> str:
         text: str = self._tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
@@ -72,14 +73,14 @@ class PlainFormat:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def render(self, messages: list[Message]) -> list[int]:
+    def render(self, messages: list[ChatMessage]) -> list[int]:
         system = "".join(f"{m['content']}\n" for m in messages if m["role"] == "system")
         talk = [m for m in messages if m["role"] != "system"]
-        lines = "".join(f"\n{m['role'].capitalize()}: {m['content']}" for m in talk)
+        lines = "".join(f"\n{str(m['role']).capitalize()}: {m['content']}" for m in talk)
         ids: list[int] = self._tokenizer(f"{system}{lines}\nAssistant:".lstrip("\n")).input_ids
         return ids
 
-    def tail(self, messages: list[Message]) -> list[int] | None:
+    def tail(self, messages: list[ChatMessage]) -> list[int] | None:
         text = f"{self.STOP} {messages[-1]['content']}\nAssistant:"
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
@@ -95,34 +96,55 @@ def choose_format(tokenizer: Any) -> Format:
 class History:
     """One conversation: `ask` makes the next prompt, `answer` adds what the model said to it."""
 
-    def __init__(self, text_format: Format, system: str | None, end_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        text_format: Format,
+        messages: Iterable[ChatMessage] = (),
+        end_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """`messages`: what was said before. `end_ids`: tokens by which the model ends an answer."""
         self._format = text_format
         self._end_ids = end_ids
-        self.messages: list[Message] = []
-        if system:
-            self.messages.append({"role": "system", "content": system})
+        self.messages: list[ChatMessage] = list(messages)
         self.token_ids: list[int] = []
         self.num_new_tokens = 0
         """Tokens of the last prompt that are not in the turns before it."""
         self.num_rewritten = 0
+        self._before: list[tuple[int, list[int]]] = []  # messages and tokens before each turn
 
     def ask(self, text: str) -> list[int]:
-        """Token ids of the prompt for a user's message."""
+        """Token ids of the prompt for a user's message. `answer` or `take_back` comes next."""
+        self._before.append((len(self.messages), self.token_ids))
         self.messages.append({"role": "user", "content": text})
-        prompt = self._prompt()
+        try:
+            prompt = self._prompt()
+        except BaseException:
+            self.take_back()
+            raise
         shared = common_prefix(self.token_ids, prompt)
         self.num_new_tokens = len(prompt) - shared
         self.num_rewritten += shared < len(self.token_ids)
         return prompt
 
-    def take_back(self) -> None:
-        """Forget the last `ask`, which got no answer."""
-        self.messages.pop()
+    def take_back(self) -> str | None:
+        """Forget the last turn, answered or not; returns what the user said, None without turn."""
+        if not self._before:
+            return None
+        num_messages, self.token_ids = self._before.pop()
+        said = str(self.messages[num_messages]["content"])
+        del self.messages[num_messages:]
+        return said
 
-    def answer(self, prompt: list[int], token_ids: list[int], text: str) -> None:
+    def answer(self, prompt: Sequence[int], token_ids: Sequence[int], text: str) -> None:
         """Add the model's answer, as the tokens that it generated."""
         self.messages.append({"role": "assistant", "content": text})
         self.token_ids = [*prompt, *token_ids]
+
+    def fork(self) -> History:
+        """A second conversation with the same past."""
+        fork = History(self._format, self.messages, self._end_ids)
+        fork.token_ids, fork._before = self.token_ids, list(self._before)
+        return fork
 
     def _prompt(self) -> list[int]:
         rendered = self._format.render(self.messages)
@@ -142,7 +164,12 @@ class History:
         return tail
 
 
-def common_prefix(first: list[int], second: list[int]) -> int:
+def system_message(text: str | None) -> list[ChatMessage]:
+    """The messages before the first turn; none for None or ''."""
+    return [{"role": "system", "content": text}] if text else []
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """Number of tokens that both begin with."""
     for idx, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:

@@ -1,0 +1,137 @@
+"""Endpoint: a server that speaks OpenAI's HTTP interface, as the commands with --url use it.
+
+Built on httpx2 (httpx on Python 3.10), which transformers brings along. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from typing import Any
+from urllib.parse import urlsplit
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+CONNECT_TIMEOUT_S = 5.0
+LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+
+
+class EndpointError(ValueError):
+    """The server can not be reached, or refuses; says what was asked, and why it failed."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Endpoint:
+    """`url`: of the server, with or without /v1."""
+
+    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 30.0) -> None:
+        self.url = _base_url(url)
+        self._http = _http_library()
+        is_local = urlsplit(self.url).hostname in LOOPBACK
+        self._client = self._http.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=self._http.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
+            trust_env=not is_local,  # a proxy does not know this machine's loopback
+        )
+
+    def get_text(self, path: str) -> str:
+        """Raises EndpointError."""
+        try:
+            response = self._client.get(path)
+        except self._http.HTTPError as error:
+            raise self._unreachable(path, error) from error
+        self._check(path, response)
+        text: str = response.text
+        return text
+
+    def get_json(self, path: str) -> Any:
+        """Raises EndpointError."""
+        text = self.get_text(path)
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise EndpointError(f"GET {self.url}{path}: not JSON: {text[:80]!r}") from error
+
+    def first_model(self) -> str:
+        """Name of the first model that is served. Raises EndpointError."""
+        try:
+            name: str = self.get_json("/v1/models")["data"][0]["id"]
+        except (KeyError, IndexError, TypeError) as error:
+            raise EndpointError(f"{self.url}/v1/models names no model") from error
+        return name
+
+    def post_stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """Server-sent events as they come, without the closing [DONE]. Raises EndpointError.
+
+        Closing the iterator early closes the connection, which ends the request at the server.
+        """
+        try:
+            with self._client.stream("POST", path, json=body) as response:
+                if response.is_error:
+                    response.read()
+                self._check(path, response)
+                for line in response.iter_lines():
+                    if not line.startswith("data:"):
+                        continue
+                    data = line.removeprefix("data:").strip()
+                    if data == "[DONE]":
+                        return
+                    yield self._event(path, data)
+        except self._http.HTTPError as error:
+            raise self._unreachable(path, error) from error
+
+    def close(self) -> None:
+        self._client.close()
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _event(self, path: str, data: str) -> dict[str, Any]:
+        try:
+            event: dict[str, Any] = json.loads(data)
+        except ValueError as error:
+            raise EndpointError(f"{self.url}{path}: not JSON: {data[:80]!r}") from error
+        if "error" in event:
+            raise EndpointError(f"{self.url}{path}: {_message(event)}")
+        return event
+
+    def _check(self, path: str, response: Any) -> None:
+        if response.is_success:
+            return
+        try:
+            message = _message(response.json())
+        except ValueError:
+            message = response.text[:200]
+        status: int = response.status_code
+        raise EndpointError(f"{self.url}{path} answers {status}: {message}", status)
+
+    def _unreachable(self, path: str, error: Exception) -> EndpointError:
+        return EndpointError(f"{self.url}{path}: {error or type(error).__name__}; is it running?")
+
+
+def _base_url(url: str) -> str:
+    url = url if "://" in url else f"http://{url}"
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"--url is like http://HOST:PORT, got {url!r}")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _message(body: Any) -> str:
+    """What an error in OpenAI's shape says."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def _http_library() -> Any:
+    try:
+        import httpx2 as http
+    except ImportError:  # Python 3.10, which httpx2 has left behind
+        import httpx as http  # type: ignore[no-redef,import-not-found,unused-ignore]
+    return http

@@ -1,0 +1,160 @@
+"""MemoryReport: what a memory map says: who shares which chunks, and why a prefix stays.
+
+Made from what `GET /admin/memory` answers (docs/server.md), on which it depends alone. Chunks are
+those of the first plane; the other planes have as many.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flexinfer.cli.memory_map import MapRow
+
+
+@dataclass(frozen=True)
+class VTensorUse:
+    """One slot of the arena."""
+
+    label: str
+    """The request's id, or the vTensor's, or the slot's if it is parked."""
+    id: int
+    slot: int
+    state: str
+    num_tokens: int
+    num_cached_tokens: int
+    chunks: tuple[int, ...]
+    num_shared_chunks: int
+    """Of `chunks`: those that another live vTensor or a recorded prefix has too."""
+
+
+@dataclass(frozen=True)
+class PrefixUse:
+    """One recorded piece of a prefix: a node of the radix tree."""
+
+    label: str
+    start_tokens: int
+    """Where in the prompt it begins; a piece before it ends there."""
+    num_tokens: int
+    tenant: str
+    chunks: tuple[int, ...]
+    num_freed_chunks: int
+    """Chunks that only this record holds: evicting it frees them."""
+    shared_by: tuple[str, ...]
+    """Labels of the live vTensors that map chunks of it."""
+    pinned_by: tuple[str, ...]
+    kept_because: tuple[str, ...]
+    """Why it, or some of its memory, can not be freed now; empty: it can be evicted whole."""
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """The memory map of one moment."""
+
+    model: str
+    chunk_bytes: int
+    num_planes: int
+    truncated: bool
+    stats: dict[str, Any]
+    engine: dict[str, Any]
+    vtensors: tuple[VTensorUse, ...]
+    prefixes: tuple[PrefixUse, ...]
+
+    @classmethod
+    def from_json(cls, body: Any) -> MemoryReport:
+        """Raises ValueError for what is no memory map."""
+        try:
+            return cls(
+                model=str(body.get("model", "")),
+                chunk_bytes=int(body["chunk_bytes"]),
+                num_planes=int(body["num_planes"]),
+                truncated=bool(body.get("truncated", False)),
+                stats=dict(body["stats"]),
+                engine=dict(body.get("engine", {})),
+                vtensors=_vtensors(body),
+                prefixes=_prefixes(body),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is no memory map of flexinfer serve: {error!r}") from error
+
+    def rows(self) -> list[MapRow]:
+        """Everything that refers to chunks, in order: vTensors, then prefixes."""
+        return [
+            *(MapRow(use.label, use.chunks, use.num_tokens) for use in self.vtensors),
+            *(MapRow(use.label, use.chunks, use.num_tokens) for use in self.prefixes),
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _vtensors(body: Mapping[str, Any]) -> tuple[VTensorUse, ...]:
+    chunks = {chunk["id"]: chunk for chunk in body["chunks"]}
+    return tuple(
+        VTensorUse(
+            label=_label(entry),
+            id=entry["id"],
+            slot=entry["slot"],
+            state=entry["state"],
+            num_tokens=entry["num_tokens"],
+            num_cached_tokens=entry["num_cached_tokens"],
+            chunks=tuple(entry["chunks"]),
+            num_shared_chunks=sum(
+                len(chunks[idx]["sharers"]) > 1 or chunks[idx]["recorded"]
+                for idx in entry["chunks"]
+                if idx in chunks
+            ),
+        )
+        for entry in body["vtensors"]
+    )
+
+
+def _prefixes(body: Mapping[str, Any]) -> tuple[PrefixUse, ...]:
+    labels = {entry["id"]: _label(entry) for entry in body["vtensors"] if entry["id"]}
+    chunks = {chunk["id"]: chunk for chunk in body["chunks"]}
+    entries = sorted(body["prefixes"], key=lambda p: (p["start_tokens"], p["chunks"]))
+    return tuple(
+        _prefix(f"prefix {number}", entry, chunks, labels)
+        for number, entry in enumerate(entries, start=1)
+    )
+
+
+def _prefix(
+    label: str,
+    entry: Mapping[str, Any],
+    chunks: Mapping[int, Mapping[str, Any]],
+    labels: Mapping[int, str],
+) -> PrefixUse:
+    own = [chunks[idx] for idx in entry["chunks"] if idx in chunks]
+    users = Counter(labels.get(i, f"vTensor {i}") for chunk in own for i in chunk["sharers"])
+    num_elsewhere = sum(chunk["refs"] - len(chunk["sharers"]) > 1 for chunk in own)
+    pinned_by = tuple(entry["pinned_by"])
+    reasons = []
+    if pinned_by:
+        reasons.append(f"pinned by {', '.join(pinned_by)}")
+    if users:
+        used = ", ".join(f"{label} ({count})" for label, count in users.items())
+        reasons.append(f"chunks in use by {used}")
+    if num_elsewhere:
+        reasons.append(f"{num_elsewhere} chunks also in parked slots or other prefixes")
+    return PrefixUse(
+        label=label,
+        start_tokens=entry["start_tokens"],
+        num_tokens=entry["num_tokens"],
+        tenant=entry.get("tenant", ""),
+        chunks=tuple(entry["chunks"]),
+        num_freed_chunks=0 if pinned_by else sum(chunk["refs"] == 1 for chunk in own),
+        shared_by=tuple(users),
+        pinned_by=pinned_by,
+        kept_because=tuple(reasons),
+    )
+
+
+def _label(entry: Mapping[str, Any]) -> str:
+    if entry.get("request_id"):
+        return str(entry["request_id"])
+    if entry["id"]:
+        return f"vTensor {entry['id']}"
+    return f"slot {entry['slot']} ({entry['state']})"

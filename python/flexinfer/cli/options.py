@@ -1,0 +1,20 @@
+"""Options that several commands share: where a server is, and the keys for it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Url = Annotated[
+    str | None,
+    typer.Option(help="Where the server is; without it, http://127.0.0.1:8000."),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar=["FLEXINFER_API_KEY", "OPENAI_API_KEY"], help="Key of the server's users."),
+]
+AdminKey = Annotated[
+    str | None,
+    typer.Option(envvar="FLEXINFER_ADMIN_API_KEY", help="Key of the server's administrators."),
+]

@@ -1,0 +1,100 @@
+"""Trace files: arrival times and lengths of real requests, without their text.
+
+    TIMESTAMP, ContextTokens, GeneratedTokens               Azure (Splitwise, ISCA 2024)
+    num_prefill_tokens, num_decode_tokens                   vAttention, Sarathi-Serve
+    timestamp (ms), input_length, output_length, hash_ids   Mooncake (FAST 2025)
+
+The second has lengths only. Mooncake's equal hash ids are equal blocks of 512 tokens.
+CSV or JSON lines, also with .gz.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+BLOCK_TOKENS = 512
+"""Of one hash id."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEntry:
+    """One request. `time_s` counts from the first; None where a trace has only lengths."""
+
+    time_s: float | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    block_ids: tuple[int, ...] = ()
+
+
+def read_trace(file: Path, limit: int | None = None) -> list[TraceEntry]:
+    """The first `limit` entries, in order of time. Raises ValueError with the line, or OSError."""
+    opened: IO[str]
+    is_json = ".json" in "".join(file.suffixes)
+    with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as opened:
+        rows = _json_rows(opened, file) if is_json else _csv_rows(opened)
+        entries = [
+            _entry(row, file, number) for number, row in enumerate(islice(rows, limit), start=1)
+        ]
+    if not entries:
+        raise ValueError(f"{file} has no requests")
+    first = min((e.time_s for e in entries if e.time_s is not None), default=0.0)
+    shifted = [
+        e
+        if e.time_s is None
+        else TraceEntry(e.time_s - first, e.num_prompt_tokens, e.num_output_tokens, e.block_ids)
+        for e in entries
+    ]
+    return sorted(shifted, key=lambda entry: entry.time_s or 0.0)
+
+
+def _json_rows(opened: IO[str], file: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(opened, start=1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{file}, line {number}: not JSON: {error}") from error
+
+
+def _csv_rows(opened: IO[str]) -> Iterator[dict[str, Any]]:
+    yield from csv.DictReader(opened)
+
+
+def _entry(row: dict[str, Any], file: Path, number: int) -> TraceEntry:
+    try:
+        if "ContextTokens" in row:
+            return _checked(
+                _seconds(row["TIMESTAMP"]), row["ContextTokens"], row["GeneratedTokens"]
+            )
+        if "num_prefill_tokens" in row:
+            return _checked(None, row["num_prefill_tokens"], row["num_decode_tokens"])
+        if "input_length" in row:
+            time_s = float(row["timestamp"]) / 1e3
+            ids = tuple(row.get("hash_ids", ()))
+            return _checked(time_s, row["input_length"], row["output_length"], ids)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file}, request {number}: {error!r}") from error
+    raise ValueError(f"{file}: no trace format has the columns {sorted(row)}")
+
+
+def _checked(
+    time_s: float | None, num_prompt: Any, num_output: Any, block_ids: tuple[int, ...] = ()
+) -> TraceEntry:
+    return TraceEntry(
+        time_s, max(1, int(float(num_prompt))), max(1, int(float(num_output))), block_ids
+    )
+
+
+def _seconds(text: str) -> float:
+    """Of "2023-11-16 18:17:03.9799600"; datetime knows six digits of a second."""
+    trimmed = re.sub(r"(\.\d{6})\d+", r"\1", text)
+    return datetime.fromisoformat(trimmed).replace(tzinfo=timezone.utc).timestamp()

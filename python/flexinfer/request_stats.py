@@ -1,0 +1,139 @@
+"""RequestStats: how long the requests of an engine took, as counts and histograms. No torch.
+
+Kept by the engine's thread, a few additions a token; whoever wants numbers takes a copy.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flexinfer.outputs import RequestMetrics, RequestOutput
+
+FIRST_TOKEN_BUCKETS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_BUCKETS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BUCKETS_S = (
+    *(0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
+    *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+"""Upper bounds, wide enough for a CPU and narrow enough for a GPU."""
+
+
+class Histogram:
+    """Counts of values by upper bounds, as Prometheus has them: value <= bound."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        """Not cumulative; the last one counts what is above all bounds."""
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def cumulative(self) -> list[tuple[float, int]]:
+        """(bound, how many values are at most that), the last bound infinite."""
+        total, found = 0, []
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            total += count
+            found.append((bound, total))
+        return found
+
+    def copy(self) -> Histogram:
+        same = Histogram(self.bounds)
+        same.counts, same.sum = list(self.counts), self.sum
+        return same
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"bounds": list(self.bounds), "counts": list(self.counts), "sum": self.sum}
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Totals since the start. A request is what a caller asked for, all its samples together."""
+
+    prompt_tokens: int = 0
+    """Of requests that got their first token."""
+    generation_tokens: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    """finish_reason -> requests; of several samples the first one's."""
+    first_token_s: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BUCKETS_S))
+    """From arrival to the first token."""
+    inter_token_s: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS_S))
+    """Between two tokens of one sequence."""
+    per_output_token_s: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS_S))
+    """Mean time of a token after the first, one value a request."""
+    end_to_end_s: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS_S))
+    queue_s: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS_S))
+    """From arrival to the first step that computes it."""
+    prefill_s: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS_S))
+    """From that step to the first token."""
+    decode_s: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS_S))
+    """From the first token to the end."""
+    request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
+    request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
+
+    def note_tokens(
+        self, metrics: RequestMetrics, num_prompt_tokens: int, num_tokens: int, now_s: float
+    ) -> None:
+        """A request's sequences got `num_tokens` in one step, one each. Sets the metrics' times."""
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now_s
+            self.prompt_tokens += num_prompt_tokens
+            self.first_token_s.observe(now_s - metrics.arrival_time)
+        elif metrics.last_token_time is not None:
+            self.inter_token_s.observe(now_s - metrics.last_token_time, num_tokens)
+        metrics.last_token_time = now_s
+        metrics.num_token_steps += 1
+        metrics.num_generated_tokens += num_tokens
+        self.generation_tokens += num_tokens
+
+    def note_end(self, output: RequestOutput, now_s: float) -> None:
+        """A request has ended, whatever the reason; `output` is its last."""
+        metrics = output.metrics
+        reason = output.outputs[0].finish_reason if output.outputs else None
+        self.finished[reason or "abort"] += 1
+        self.end_to_end_s.observe(now_s - metrics.arrival_time)
+        self.request_prompt_tokens.observe(len(output.prompt_token_ids))
+        self.request_generation_tokens.observe(metrics.num_generated_tokens)
+        if metrics.first_scheduled_time is not None:
+            self.queue_s.observe(metrics.first_scheduled_time - metrics.arrival_time)
+        if metrics.first_scheduled_time is None or metrics.first_token_time is None:
+            return
+        self.prefill_s.observe(metrics.first_token_time - metrics.first_scheduled_time)
+        self.decode_s.observe(now_s - metrics.first_token_time)
+        num_steps = metrics.num_token_steps - 1
+        if num_steps > 0 and metrics.last_token_time is not None:
+            mean_s = (metrics.last_token_time - metrics.first_token_time) / num_steps
+            self.per_output_token_s.observe(mean_s)
+
+    def copy(self) -> RequestStats:
+        same = RequestStats()
+        for item in fields(self):
+            value = getattr(self, item.name)
+            setattr(same, item.name, value if isinstance(value, int) else value.copy())
+        return same
+
+    def as_dict(self) -> dict[str, Any]:
+        """All numbers as plain values, for JSON."""
+        out: dict[str, Any] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            out[item.name] = value.as_dict() if isinstance(value, Histogram) else value
+        return {**out, "finished": dict(self.finished)}
