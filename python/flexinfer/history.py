@@ -39,7 +39,8 @@ class TemplateFormat:
         return self._encode(self._text(messages))
 
     def tail(self, messages: list[ChatMessage]) -> list[int] | None:
-        marked = [*messages[:-2], {"role": "assistant", "content": _MARK}, messages[-1]]
+        answer: ChatMessage = {"role": "assistant", "content": _MARK}
+        marked = [*messages[:-2], answer, messages[-1]]
         _, found, tail = self._text(marked).rpartition(_MARK)
         return self._encode(tail) if found else None
 

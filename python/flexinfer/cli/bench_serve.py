@@ -121,7 +121,7 @@ def serve(
             rich_help_panel=RESULTS,
         ),
     ] = None,
-    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
     percentile_metrics: Annotated[
         str, typer.Option(help="Of ttft, tpot, itl, e2el.", rich_help_panel=RESULTS)
     ] = "ttft,tpot,itl,e2el",

@@ -44,5 +44,5 @@ def _print(checks: list[Check]) -> None:
             found.append(f"\n{check.advice}", "dim")
         table.add_row(check.group, check.name, Text(check.status, STYLES[check.status]), found)
     console.print(table)
-    counts = Counter(check.status for check in checks)
+    counts = Counter[str](check.status for check in checks)
     console.print(", ".join(f"{counts[status]} {status}" for status in STYLES if counts[status]))

@@ -22,6 +22,7 @@ def draw_map(file: Path, report: MemoryReport) -> None:
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.patches import Rectangle
 
     rows = report.rows()
     longest = max((len(row.chunks) for row in rows), default=1)
@@ -30,7 +31,7 @@ def draw_map(file: Path, report: MemoryReport) -> None:
     colours = _colours(report)
     for y, row in enumerate(rows):
         for x, chunk in enumerate(row.chunks):
-            cell = plt.Rectangle((x, y - 0.4), 0.9, 0.8, color=colours[chunk], linewidth=0)
+            cell = Rectangle((x, y - 0.4), 0.9, 0.8, color=colours[chunk], linewidth=0)
             axes.add_patch(cell)
     axes.set(
         xlim=(0, max(longest, 1)),

@@ -114,10 +114,12 @@ def _vtensors(body: Mapping[str, Any]) -> tuple[VTensorUse, ...]:
 def _prefixes(body: Mapping[str, Any]) -> tuple[PrefixUse, ...]:
     labels = {entry["id"]: _label(entry) for entry in body["vtensors"] if entry["id"]}
     chunks = {chunk["id"]: chunk for chunk in body["chunks"]}
-    entries = sorted(body["prefixes"], key=lambda p: (p["start_tokens"], p["chunks"]))
+    continued_by: dict[int, list[str]] = {}
+    for number, entry in enumerate(body["prefixes"], start=1):
+        continued_by.setdefault(entry.get("parent", -1), []).append(f"prefix {number}")
     return tuple(
-        _prefix(f"prefix {number}", entry, chunks, labels)
-        for number, entry in enumerate(entries, start=1)
+        _prefix(f"prefix {idx + 1}", entry, chunks, labels, continued_by.get(idx, []))
+        for idx, entry in enumerate(body["prefixes"])
     )
 
 
@@ -126,6 +128,7 @@ def _prefix(
     entry: Mapping[str, Any],
     chunks: Mapping[int, Mapping[str, Any]],
     labels: Mapping[int, str],
+    continued_by: list[str],
 ) -> PrefixUse:
     own = [chunks[idx] for idx in entry["chunks"] if idx in chunks]
     users = Counter(labels.get(i, f"vTensor {i}") for chunk in own for i in chunk["sharers"])
@@ -134,6 +137,8 @@ def _prefix(
     reasons = []
     if pinned_by:
         reasons.append(f"pinned by {', '.join(pinned_by)}")
+    if continued_by:
+        reasons.append(f"{', '.join(continued_by)} must go first")
     if users:
         used = ", ".join(f"{label} ({count})" for label, count in users.items())
         reasons.append(f"chunks in use by {used}")

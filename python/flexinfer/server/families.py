@@ -6,12 +6,12 @@ there from the start. Pure functions of an `EngineStats`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.utils import floatToGoString
 
 if TYPE_CHECKING:
     from flexinfer.request_stats import RequestStats
@@ -145,9 +145,13 @@ def _requests(requests: RequestStats, make: _Maker) -> Iterator[Metric]:
     for field, (name, text) in LATENCIES.items():
         histogram = getattr(requests, field)
         family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
-        buckets = [(floatToGoString(bound), count) for bound, count in histogram.cumulative()]
+        buckets = [(_bound_text(bound), count) for bound, count in histogram.cumulative()]
         family.add_metric([make.model_name], buckets, histogram.sum)
         yield family
+
+
+def _bound_text(bound: float) -> str:
+    return "+Inf" if math.isinf(bound) else repr(bound)
 
 
 def _memory(memory: Stats, make: _Maker) -> Iterator[Metric]:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from fastapi import Request, Response
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
@@ -89,8 +90,10 @@ class HttpCounter:
 
 
 def register_metrics(app: FastAPI, engine: AsyncLLM, model_name: str = "") -> None:
-    """Add GET /metrics to `app`, and the counting of its answers."""
-    from fastapi import Request, Response
+    """Add GET /metrics to `app`, and the counting of its answers.
+
+    Called after all other middleware was added, it counts what that refuses too.
+    """
 
     registry = CollectorRegistry(auto_describe=False)
     collector = EngineCollector(engine, model_name)
