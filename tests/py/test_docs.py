@@ -60,7 +60,13 @@ def test_the_loop_is_short() -> None:
     assert len([line for line in loop.splitlines() if line.strip()]) <= MAX_LOOP_LINES
 
 
-@pytest.mark.parametrize("page_name", ["serving_loop.md", "demo.md"])
+def options_of(command: Any) -> set[str]:
+    """Names of the options of a command and of those below it."""
+    own = {name for option in command.params for name in option.opts}
+    return own.union(*map(options_of, getattr(command, "commands", {}).values()))
+
+
+@pytest.mark.parametrize("page_name", ["serving_loop.md", "demo.md", "tools.md"])
 def test_documented_options_and_names_exist(page_name: str) -> None:
     from typer.main import get_command
 
@@ -68,8 +74,7 @@ def test_documented_options_and_names_exist(page_name: str) -> None:
     from flexinfer.vtensor import VTensorManager
 
     text = (DOCS / page_name).read_text()
-    commands = get_command(app).commands.values()  # type: ignore[attr-defined]
-    known = {name for command in commands for option in command.params for name in option.opts}
+    known = options_of(get_command(app))
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known
     for name in re.findall(r"`manager\.(\w+)", text):
         assert hasattr(VTensorManager, name)
