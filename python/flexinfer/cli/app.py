@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flexinfer.cli.bench import bench
-<<<<<<< HEAD
-=======
 from flexinfer.cli.doctor import doctor
->>>>>>> 23f5322 (Fork, regenerate and take turns back in chat, on one Conversation; measure requests in the engine)
 from flexinfer.cli.fail import usage_errors
 from flexinfer.cli.inspect import inspect
 from flexinfer.cli.options import AdminKey, ApiKey
@@ -171,14 +168,10 @@ def chat(
 
 
 app.command()(replay)
-<<<<<<< HEAD
-app.add_typer(bench, name="bench")
-=======
 app.command()(inspect)
 app.command()(top)
 app.command()(doctor)
 app.add_typer(bench)
->>>>>>> 23f5322 (Fork, regenerate and take turns back in chat, on one Conversation; measure requests in the engine)
 
 
 def main() -> None:
