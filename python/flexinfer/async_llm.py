@@ -45,7 +45,11 @@ class AsyncLLM:
 
     def _start(self, config: EngineConfig) -> None:
         engine = LLMEngine(config)
+        self.config = config
         self.tokenizer = engine.tokenizer
+        self.inputs = engine.inputs
+        self.max_model_len = engine.max_model_len
+        self.grammars = engine.grammars
         self._thread = EngineThread(engine)
         self._request_ids = count()
         # Also at the end of the interpreter, which must not find the thread in a step.

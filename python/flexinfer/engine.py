@@ -35,7 +35,8 @@ from flexinfer.request_group import RequestGroup
 from flexinfer.request_stats import RequestStats
 from flexinfer.sampling_params import BeamSearchParams, SamplingParams
 from flexinfer.scheduler import Batch, Scheduler
-from flexinfer.step_stats import EngineStats, StepMeter, StepStats
+from flexinfer.step_stats import EngineStats, StepMeter, StepStats, StepTotals
+from flexinfer.structured import GrammarCompiler
 from flexinfer.types import Prompt
 
 if TYPE_CHECKING:
@@ -79,6 +80,9 @@ class LLMEngine:
             max_model_len = fit_max_model_len(self.manager, wanted_len, config)
             self.scheduler = Scheduler(config.scheduler_config(max_model_len), self.manager)
             self.inputs = InputProcessor(self.tokenizer, self.loaded.vocab_size, max_model_len)
+            self.grammars = GrammarCompiler(
+                self.tokenizer, self.loaded.vocab_size, self.loaded.eos_token_ids
+            )
             self.runner = ModelRunner(
                 self.loaded,
                 self.manager,
@@ -86,6 +90,7 @@ class LLMEngine:
                 config.seed,
                 compile_model=config.compile,
             )
+            self.runner.sampler.grammars = self.grammars
             self._epoch = kernel_epoch(self.manager, self.loaded.device)
             self._torch_memory = share_device(self.manager, self.loaded.device)
             if self.loaded.device.type == "cuda" and not config.enforce_eager:
@@ -223,6 +228,11 @@ class LLMEngine:
         return self.manager.unpin_prefix(owner)
 
     @property
+    def step_totals(self) -> StepTotals:
+        """Sums over all steps so far; changes with the next step."""
+        return self._meter.totals
+
+    @property
     def last_step(self) -> StepStats | None:
         """Times of the last step that computed something."""
         return self._meter.last
@@ -355,6 +365,8 @@ class LLMEngine:
                 f"{name} is {params.num_samples}, but max_num_seqs is {max_num_seqs}: "
                 "all samples of a prompt are forked from it at the same time"
             )
+        if params.structured_outputs is not None:
+            self.grammars.check(params.structured_outputs)
         if params.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none")
         for token_id in params.logit_bias or ():

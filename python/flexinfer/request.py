@@ -66,6 +66,8 @@ class Request:
     _token_array: array[int] = field(init=False, repr=False)
     generator: Any = None
     """torch.Generator of a request with a seed; lives here to survive preemption."""
+    matcher: Any = None
+    """structured.TokenMatcher of a request with structured outputs."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -146,6 +148,7 @@ class Request:
             siblings=[],
             vtensor=None,
             generator=None,
+            matcher=None,
         )
         clone.requeue()
         clone.token_ids = list(self.token_ids)

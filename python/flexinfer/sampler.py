@@ -1,8 +1,9 @@
 """Sampler: from a step's logits to one token for each request, vectorised over the requests.
 
 Meaning and order of the steps are vLLM's: logit bias and min_tokens; repetition, frequency,
-presence penalty; temperature; min_p; top_k; top_p. Random choice is by the exponential race
-(argmax of p / e with e exponential), which needs no cumulative sum and takes a generator a row.
+presence penalty; structured outputs; temperature; min_p; top_k; top_p. Random choice is by the
+exponential race (argmax of p / e with e exponential), which needs no cumulative sum and takes a
+generator a row.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from flexinfer.sampling_params import SamplingParams
+from flexinfer.structured import GrammarCompiler
 
 
 class SamplingRequest(Protocol):
@@ -21,6 +24,7 @@ class SamplingRequest(Protocol):
 
     params: SamplingParams
     generator: Any
+    matcher: Any
 
     @property
     def prompt_token_ids(self) -> list[int]: ...
@@ -55,6 +59,8 @@ class Sampler:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.device = device
+        self.grammars: GrammarCompiler | None = None
+        """Needed for requests with structured outputs."""
         self._generator = torch.Generator(device).manual_seed(seed)
 
     @torch.inference_mode()
@@ -62,6 +68,7 @@ class Sampler:
         """logits: [num_requests, vocab_size], any float dtype; not changed."""
         raw = logits.float()
         processed = apply_penalties(apply_bias(raw, requests), requests)
+        processed = self._apply_structure(processed, requests)
         chosen = processed.argmax(dim=-1)
         random_rows = [i for i, request in enumerate(requests) if not request.params.is_greedy]
         if random_rows:
@@ -69,6 +76,24 @@ class Sampler:
                 processed[random_rows], [requests[i] for i in random_rows]
             )
         return SamplerOutput(chosen.tolist(), gather_logprobs(raw, chosen, requests))
+
+    def _apply_structure(
+        self, logits: torch.Tensor, requests: Sequence[SamplingRequest]
+    ) -> torch.Tensor:
+        """Forbid what structured outputs do not allow. Returns a copy if it changes any row."""
+        rows = [i for i, request in enumerate(requests) if request.params.structured_outputs]
+        if not rows:
+            return logits
+        assert self.grammars is not None
+        forbidden = np.zeros(logits.shape, dtype=np.bool_)
+        for row in rows:
+            request = requests[row]
+            if request.matcher is None:
+                structure = request.params.structured_outputs
+                assert structure is not None
+                request.matcher = self.grammars.matcher(structure)
+            forbidden[row] = ~request.matcher.allowed(request.output_token_ids)
+        return logits.masked_fill(torch.from_numpy(forbidden).to(logits.device), -torch.inf)
 
     def _draw(self, logits: torch.Tensor, requests: Sequence[SamplingRequest]) -> torch.Tensor:
         """One random token a row, [num_rows] int64."""

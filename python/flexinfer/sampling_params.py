@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
+from flexinfer.structured import StructuredOutputsParams
+
 GREEDY_EPS = 1e-5
 """A temperature below this is greedy (the logits would overflow)."""
 
@@ -32,8 +34,8 @@ class SamplingParams:
     """Sampling of one request.
 
     Steps, in this order: logit_bias and min_tokens, repetition then frequency then presence
-    penalty, temperature, min_p, top_k, top_p. Log probabilities are those of the model itself,
-    before any of these steps.
+    penalty, structured outputs, temperature, min_p, top_k, top_p. Log probabilities are those of
+    the model itself, before any of these steps.
     """
 
     n: int = 1
@@ -74,6 +76,8 @@ class SamplingParams:
     """Not supported: the prefix cache skips the computation that would give them."""
     logit_bias: Mapping[int, float] | None = None
     """Token id -> value added to its logit, clamped to [-100, 100]."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the text must look like; the request ends when it is complete."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -175,6 +179,18 @@ class SamplingParams:
             raise ValueError("stop strings need the text: detokenize must be True")
         for token_id in self.stop_ids:
             _token_id("stop_token_ids", token_id)
+        if self.structured_outputs is None:
+            return
+        if not isinstance(self.structured_outputs, StructuredOutputsParams):
+            raise ValueError(
+                "structured_outputs must be StructuredOutputsParams, "
+                f"got {self.structured_outputs!r}"
+            )
+        if self.ignore_eos or self.min_tokens:
+            raise ValueError(
+                "structured outputs end when the text is complete: "
+                "they take neither ignore_eos nor min_tokens"
+            )
 
     def _check_reporting(self) -> None:
         if self.logprobs is not None and _integer("logprobs", self.logprobs) < -1:

@@ -13,6 +13,7 @@ from flexinfer.cli.fail import usage_errors
 from flexinfer.cli.inspect import inspect
 from flexinfer.cli.options import AdminKey, ApiKey
 from flexinfer.cli.replay import replay
+from flexinfer.cli.serve import serve
 from flexinfer.cli.settings import EngineSettings
 from flexinfer.cli.top import top
 
@@ -171,6 +172,7 @@ app.command()(replay)
 app.command()(inspect)
 app.command()(top)
 app.command()(doctor)
+app.command()(serve)
 app.add_typer(bench)
 
 

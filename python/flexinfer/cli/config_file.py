@@ -1,0 +1,48 @@
+"""A YAML file with a command's options: its values stand in for the defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+
+def load_config_file(context: typer.Context, path: Path | None) -> Path | None:
+    """Callback of --config, which must be eager. Keys are the flags, with - or _, without --."""
+    if path is None:
+        return None
+    context.default_map = {**(context.default_map or {}), **read_config(context, path)}
+    return path
+
+
+def read_config(context: typer.Context, path: Path) -> dict[str, Any]:
+    """Values by the names of the command's parameters. Raises BadParameter, naming the key."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise typer.BadParameter(f"{path} can not be read: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise typer.BadParameter(f"{path} must hold options, one 'name: value' a line")
+    names = _parameter_names(context)
+    values = {}
+    for key, value in content.items():
+        name = names.get(str(key).replace("_", "-"))
+        if name is None:
+            raise typer.BadParameter(f"{path} has {key!r}, which is no option of this command")
+        values[name] = value
+    return values
+
+
+def _parameter_names(context: typer.Context) -> dict[str, str]:
+    """Flag without dashes -> parameter name. A switch also goes by the name of its "on" flag."""
+    return {
+        flag.lstrip("-"): parameter.name or ""
+        for parameter in context.command.params
+        if parameter.name != "config"
+        for flag in (*parameter.opts, parameter.name or "")
+    }

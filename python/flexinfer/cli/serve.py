@@ -1,0 +1,324 @@
+"""`flexinfer serve`: the OpenAI-compatible server. Flags have the names that vLLM users know.
+
+A flag goes before its environment variable (FLEXINFER_...), that before the file of --config, and
+that before the default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flexinfer.cli.config_file import load_config_file
+from flexinfer.cli.fail import usage_errors
+
+if TYPE_CHECKING:
+    from flexinfer.config import EngineConfig
+    from flexinfer.server.settings import ServerSettings
+
+ENGINE = "Model and engine"
+MEMORY = "KV memory"
+SCHEDULING = "Scheduling"
+SERVER = "Server"
+LIMITS = "Limits"
+LOGS = "Logs and configuration"
+
+
+def _option(panel: str, name: str, text: str, **settings: Any) -> Any:
+    """An option with its environment variable."""
+    variable = "FLEXINFER_" + name.split("/")[0].lstrip("-").replace("-", "_").upper()
+    return typer.Option(name, help=text, rich_help_panel=panel, envvar=variable, **settings)
+
+
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Folder or hub id of a causal model; without it, the small one shipped.",
+            envvar="FLEXINFER_MODEL",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, _option(ENGINE, "--tokenizer", "Folder or hub id; without it, the model's.")
+    ] = None,
+    dtype: Annotated[
+        str, _option(ENGINE, "--dtype", "float32, bfloat16, float16, or auto (the model's own).")
+    ] = "auto",
+    device: Annotated[
+        str | None, _option(ENGINE, "--device", "cpu, cuda, ...; without it, where it loads.")
+    ] = None,
+    seed: Annotated[int, _option(ENGINE, "--seed", "Of requests without a seed.")] = 0,
+    attention_backend: Annotated[
+        str, _option(ENGINE, "--attention-backend", "How attention is computed.")
+    ] = "sdpa",
+    max_model_len: Annotated[
+        int | None,
+        _option(ENGINE, "--max-model-len", "Most tokens of one request, prompt and answer."),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        _option(ENGINE, "--chat-template", "Jinja file or text, in place of the tokenizer's."),
+    ] = None,
+    kv_cache_memory: Annotated[
+        str | None,
+        _option(
+            MEMORY,
+            "--kv-cache-memory-bytes",
+            "Budget of physical KV memory, such as 2GiB; without it, half of what is free.",
+        ),
+    ] = None,
+    chunk_bytes: Annotated[
+        str | None, _option(MEMORY, "--chunk-bytes", "Bytes of one physical chunk, such as 2MiB.")
+    ] = None,
+    layers_per_plane: Annotated[
+        int | None,
+        _option(MEMORY, "--layers-per-plane", "1: each layer in ranges of its own; else all."),
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool,
+        _option(
+            MEMORY,
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            "Share the KV of equal prefixes.",
+        ),
+    ] = True,
+    enable_pre_extend: Annotated[
+        bool,
+        _option(
+            MEMORY,
+            "--enable-pre-extend/--no-enable-pre-extend",
+            "Map memory ahead of the kernels, in the background.",
+        ),
+    ] = True,
+    swap_space: Annotated[
+        str, _option(MEMORY, "--swap-space", "Bytes for the KV of swapped requests; 0: none.")
+    ] = "0",
+    swap_directory: Annotated[
+        str | None,
+        _option(MEMORY, "--swap-directory", "Where swapped KV goes; without it, host memory."),
+    ] = None,
+    max_num_seqs: Annotated[
+        int, _option(SCHEDULING, "--max-num-seqs", "Most sequences that run at the same time.")
+    ] = 64,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        _option(SCHEDULING, "--max-num-batched-tokens", "Most tokens that one step computes."),
+    ] = None,
+    enable_chunked_prefill: Annotated[
+        bool,
+        _option(
+            SCHEDULING,
+            "--enable-chunked-prefill/--no-enable-chunked-prefill",
+            "Split long prompts over several steps.",
+        ),
+    ] = True,
+    scheduling_policy: Annotated[
+        str, _option(SCHEDULING, "--scheduling-policy", "fcfs, priority or prefix.")
+    ] = "priority",
+    preemption_mode: Annotated[
+        str, _option(SCHEDULING, "--preemption-mode", "recompute, swap, auto or off.")
+    ] = "auto",
+    host: Annotated[
+        str, _option(SERVER, "--host", "Address to listen on; 0.0.0.0 for all.")
+    ] = "127.0.0.1",
+    port: Annotated[int, _option(SERVER, "--port", "0 takes a free one.", min=0, max=65535)] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        _option(SERVER, "--served-model-name", "Name in requests; may be given several times."),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        _option(
+            SERVER,
+            "--api-key",
+            "Key that requests must have; several keys are several tenants. Better in the "
+            "environment or the file: other users of this machine see arguments.",
+            show_envvar=True,
+        ),
+    ] = None,
+    admin_api_key: Annotated[
+        str | None, _option(SERVER, "--admin-api-key", "Turns /admin on, for who has this key.")
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        _option(SERVER, "--allowed-origins", "Origin of a web page that may call (CORS)."),
+    ] = None,
+    trace_dir: Annotated[
+        Path | None,
+        _option(SERVER, "--trace-dir", "Where /admin/trace writes.", exists=True, file_okay=False),
+    ] = None,
+    shutdown_timeout: Annotated[
+        float, _option(SERVER, "--shutdown-timeout", "Seconds to drain in; then stop.", min=0)
+    ] = 30.0,
+    max_queue_len: Annotated[
+        int,
+        _option(LIMITS, "--max-queue-len", "Sequences that may wait; more get 429.", min=0),
+    ] = 256,
+    max_key_concurrency: Annotated[
+        int | None,
+        _option(LIMITS, "--max-key-concurrency", "Most sequences of one API key at once.", min=1),
+    ] = None,
+    max_request_bytes: Annotated[
+        str, _option(LIMITS, "--max-request-bytes", "Largest body of a request.")
+    ] = "8MiB",
+    max_prompt_tokens: Annotated[
+        int | None, _option(LIMITS, "--max-prompt-tokens", "Longest prompt.", min=1)
+    ] = None,
+    max_n: Annotated[
+        int | None, _option(LIMITS, "--max-n", "Most samples of one prompt.", min=1)
+    ] = None,
+    max_logprobs: Annotated[
+        int, _option(LIMITS, "--max-logprobs", "Most log probabilities a token.", min=1)
+    ] = 20,
+    max_conversations: Annotated[
+        int, _option(LIMITS, "--max-conversations", "Most conversations kept pinned.", min=1)
+    ] = 1024,
+    conversation_ttl: Annotated[
+        float, _option(LIMITS, "--conversation-ttl", "Seconds that an idle one is kept.", min=1)
+    ] = 600.0,
+    send_timeout: Annotated[
+        float, _option(LIMITS, "--send-timeout", "Seconds until a stuck reader is cut.", min=1)
+    ] = 60.0,
+    log_format: Annotated[str, _option(LOGS, "--log-format", "text or json.")] = "text",
+    log_level: Annotated[
+        str, _option(LOGS, "--log-level", "debug, info, warning or error.")
+    ] = "info",
+    config: Annotated[
+        Path | None,
+        _option(
+            LOGS,
+            "--config",
+            "YAML file with these options, such as 'max-num-seqs: 16'.",
+            callback=load_config_file,
+            is_eager=True,
+        ),
+    ] = None,
+) -> None:
+    """Serve a model by OpenAI's HTTP interface, with a page at / and metrics at /metrics."""
+    given = dict(locals())
+    with usage_errors():
+        _run(given)
+
+
+def _run(given: dict[str, Any]) -> None:
+    """Take the address, load the model, serve. Raises ValueError or OSError for what can not be."""
+    from flexinfer.server.logs import configure_logging
+
+    if given["log_format"] not in ("text", "json"):
+        raise ValueError(f"log format must be text or json, got {given['log_format']!r}")
+    configure_logging(given["log_format"], given["log_level"])
+    config = engine_config(given)
+    settings = server_settings(given, config)
+
+    from flexinfer.server.run import bind
+
+    with bind(settings.host, settings.port) as sock:
+        host, port = sock.getsockname()[:2]
+        settings = dataclasses.replace(settings, host=host, port=port)
+        from flexinfer.async_llm import AsyncLLM
+        from flexinfer.server.app import create_app
+        from flexinfer.server.run import serve
+
+        llm = AsyncLLM.from_engine_args(config)
+        try:
+            app = create_app(llm, settings)
+            typer.echo(f"Serving {settings.model_name} at {url_of(host, port)}", err=True)
+            code = serve(app, sock)
+        finally:
+            llm.shutdown()
+    if code:
+        raise typer.Exit(code)
+
+
+def engine_config(given: dict[str, Any]) -> EngineConfig:
+    """The engine's part of the options."""
+    from flexinfer.cli.settings import SHIPPED_CHUNK_BYTES, EngineSettings
+    from flexinfer.config import EngineConfig
+
+    folder = EngineSettings(model=given["model"]).folder
+    chunk_bytes = given["chunk_bytes"]
+    if given["model"] is None and chunk_bytes is None:
+        chunk_bytes = SHIPPED_CHUNK_BYTES
+    same_name = (
+        "tokenizer",
+        "dtype",
+        "device",
+        "seed",
+        "attention_backend",
+        "max_model_len",
+        "layers_per_plane",
+        "enable_prefix_caching",
+        "enable_pre_extend",
+        "swap_space",
+        "swap_directory",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enable_chunked_prefill",
+        "scheduling_policy",
+        "preemption_mode",
+    )
+    swap_space = given["swap_space"]
+    return EngineConfig(
+        model=folder,
+        kv_cache_memory_bytes=given["kv_cache_memory"],
+        chunk_bytes=chunk_bytes,
+        **{name: given[name] for name in same_name if name != "swap_space"},
+        swap_space=int(swap_space) if swap_space.isdigit() else swap_space,
+    )
+
+
+def server_settings(given: dict[str, Any], config: EngineConfig) -> ServerSettings:
+    """The server's part of the options."""
+    from flexinfer.server.settings import ServerSettings
+    from flexinfer.units import parse_bytes
+
+    names = given["served_model_name"] or _names_of(str(config.model), given["model"])
+    same_name = (
+        "host",
+        "port",
+        "admin_api_key",
+        "max_queue_len",
+        "max_key_concurrency",
+        "max_prompt_tokens",
+        "max_n",
+        "max_logprobs",
+        "max_conversations",
+    )
+    return ServerSettings(
+        served_model_names=tuple(names),
+        api_keys=tuple(given["api_key"] or ()),
+        chat_template=_template(given["chat_template"]),
+        allowed_origins=tuple(given["allowed_origins"] or ()),
+        trace_directory=given["trace_dir"],
+        shutdown_timeout_s=given["shutdown_timeout"],
+        max_request_bytes=parse_bytes(given["max_request_bytes"], "max_request_bytes"),
+        default_ttl_s=given["conversation_ttl"],
+        max_ttl_s=max(86400.0, given["conversation_ttl"]),
+        send_timeout_s=given["send_timeout"],
+        **{name: given[name] for name in same_name},
+    )
+
+
+def url_of(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _names_of(folder: str, model: str | None) -> list[str]:
+    """A folder goes by its last name and as it was written, a hub id by itself."""
+    if not Path(folder).is_dir():
+        return [folder]
+    short = Path(folder).resolve().name
+    return list(dict.fromkeys([short, model or short]))
+
+
+def _template(given: str | None) -> str | None:
+    """A file, or the text itself. Raises ValueError for a file that is not there."""
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"the chat template {given!r} can not be read: {error}") from None

@@ -1,0 +1,116 @@
+"""create_app: all endpoints, limits and errors as one FastAPI app over one AsyncLLM."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.middleware.cors import CORSMiddleware
+
+from flexinfer.async_llm import AsyncLLM
+from flexinfer.server import (
+    admin,
+    chat,
+    completions,
+    conversations,
+    health,
+    models,
+    responses,
+    tokenize,
+)
+from flexinfer.server.auth import AuthMiddleware
+from flexinfer.server.errors import install_error_handlers
+from flexinfer.server.limits import BodyLimitMiddleware
+from flexinfer.server.logs import AccessLogMiddleware
+from flexinfer.server.protocol.base import ErrorResponse
+from flexinfer.server.settings import ServerSettings
+from flexinfer.server.state import ServerState
+
+ROUTERS = (health, models, chat, completions, responses, conversations, tokenize, admin)
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": description}
+    for status, description in {
+        400: "what is wrong with the request",
+        401: "no key, or a wrong one",
+        403: "not allowed here",
+        404: "not found",
+        409: "not possible at the moment",
+        413: "the body is too large",
+        429: "too many requests; Retry-After says when to come again",
+        500: "a failure here",
+        503: "not serving at the moment",
+    }.items()
+}
+
+
+def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
+    """The app. It does not own the engine: whoever made it shuts it down."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        app.state.flexinfer.is_draining = True
+
+    app = FastAPI(
+        title="FlexInfer",
+        version=version("flexinfer"),
+        summary="OpenAI-compatible serving on vTensors",
+        lifespan=lifespan,
+        redoc_url=None,
+        docs_url=None,
+    )
+    app.state.flexinfer = ServerState(llm, settings)
+    install_error_handlers(app)
+    for module in ROUTERS:
+        app.include_router(module.router, responses=ERRORS)
+    _mount_optional(app, llm)
+    # The last one added sees a request first.
+    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_request_bytes)
+    app.add_middleware(AuthMiddleware, settings=settings)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.allowed_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(AccessLogMiddleware)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _mount_optional(app: FastAPI, llm: AsyncLLM) -> None:
+    """/metrics and the page at /."""
+    if find_spec("flexinfer.server.metrics") is not None:
+        from flexinfer.server.metrics import register_metrics
+
+        register_metrics(app, llm)
+    if find_spec("flexinfer.server.page") is not None:
+        from flexinfer.server.page import mount_page
+
+        mount_page(app)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document, but with 400 for invalid requests, as OpenAI has it, and with keys."""
+    if app.openapi_schema is None:
+        schema = get_openapi(
+            title=app.title, version=app.version, summary=app.summary, routes=app.routes
+        )
+        schemas = schema.setdefault("components", {})
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.get("schemas", {}).pop(name, None)
+        schemas["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, operations in schema["paths"].items():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+                if path.startswith(("/v1/", "/admin/", "/tokenize", "/detokenize")):
+                    operation["security"] = [{}, {"key": []}]
+        app.openapi_schema = schema
+    return app.openapi_schema

@@ -1,0 +1,209 @@
+"""`POST /v1/completions`: a text or token ids that go on, whole or streamed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from flexinfer.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
+from flexinfer.server import generate
+from flexinfer.server.errors import bad_request
+from flexinfer.server.generate import Job
+from flexinfer.server.logprobs import completion_logprobs
+from flexinfer.server.logs import current_request_id
+from flexinfer.server.prompts import decode, make_prompt, tokenize
+from flexinfer.server.protocol.completions import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
+from flexinfer.server.sampling import beam_params, sampling_params
+from flexinfer.server.state import ServerState, State, Tenant
+from flexinfer.server.streaming import DONE, Events, event, start_stream, until_gone
+from flexinfer.types import TokensPrompt
+
+router = APIRouter(prefix="/v1", tags=["completions"])
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request, ready to be computed."""
+
+    state: ServerState
+    body: CompletionRequest
+    job: Job
+    texts: Sequence[str]
+    """Of the prompts; only with echo."""
+    created: int
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.body.max_tokens
+
+    def index_of(self, prompt_idx: int, sample_idx: int) -> int:
+        return prompt_idx * (self.body.n or 1) + sample_idx
+
+    def answer(self, choices: list[CompletionChoice]) -> Completion:
+        return Completion(
+            id=self.job.request_id,
+            created=self.created,
+            model=self.body.model or self.state.settings.model_name,
+            choices=choices,
+        )
+
+
+@router.post("/completions", response_model=Completion)
+async def create_completion(
+    request: Request, state: State, tenant: Tenant, body: CompletionRequest
+) -> Response | Completion:
+    """Go on with a text, or with token ids. With `stream`, server-sent events."""
+    state.check_serving(body.model)
+    call = await _prepare(state, tenant, body)
+    if body.use_beam_search:
+        found = await until_gone(request, generate.beams(state, call.job))
+        return _beam_answer(call, found)
+    if body.wants_stream:
+        events = _events(call)
+        return await start_stream(request, events, state.settings.send_timeout_s)
+    outputs = await until_gone(request, generate.finals(state, call.job))
+    usage = generate.usage_of(outputs)
+    request.scope["state"]["log"].update(usage.model_dump(exclude={"prompt_tokens_details"}))
+    answer = call.answer(
+        [
+            _choice(call, idx, output, one)
+            for idx, output in enumerate(outputs)
+            for one in output.outputs
+        ]
+    )
+    answer.usage = usage
+    return answer
+
+
+async def _prepare(state: ServerState, tenant: str, body: CompletionRequest) -> Call:
+    """Raises APIError for what can not be served."""
+    if body.suffix:
+        raise bad_request("suffix is not supported: models here only go on from a prompt", "suffix")
+    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and not body.echo:
+        raise bad_request("max_tokens 0 makes sense only with echo", "max_tokens")
+    if body.use_beam_search:
+        if body.echo or body.logprobs is not None:
+            raise bad_request("beam search gives neither echo nor logprobs", "use_beam_search")
+        params: Any = beam_params(state, body, max_tokens=max_tokens)
+    else:
+        params = sampling_params(state, body, max_tokens=max(1, max_tokens), logprobs=body.logprobs)
+    special = body.add_special_tokens is not False
+    ids = [
+        await tokenize(state, one, special_tokens=special) if isinstance(one, str) else one
+        for one in _prompts(body)
+    ]
+    prompts: list[TokensPrompt] = [
+        make_prompt(
+            state, one, tenant, body.cache_salt, max_tokens=max(1, max_tokens), param="prompt"
+        )
+        for one in ids
+    ]
+    texts = [decode(state, one) for one in ids] if body.echo else []
+    job = Job(f"cmpl-{current_request_id()}", tenant, prompts, params, body.priority or 0)
+    return Call(state, body, job, texts, int(time.time()))
+
+
+def _prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
+    """All prompts of a request: it may be one text, one list of ids, or a list of either."""
+    prompt: Any = body.prompt
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    if not prompt:
+        raise bad_request("the prompt is empty", "prompt")
+    return list(prompt)
+
+
+def _choice(
+    call: Call, prompt_idx: int, output: RequestOutput, one: CompletionOutput
+) -> CompletionChoice:
+    """A finished one."""
+    echo = call.texts[prompt_idx] if call.body.echo else ""
+    is_echo_only = call.max_tokens == 0
+    wants_ids = bool(call.body.return_token_ids)
+    return CompletionChoice(
+        index=call.index_of(prompt_idx, one.index),
+        text=echo if is_echo_only else echo + one.text,
+        logprobs=None if is_echo_only else _logprobs(call, one, len(echo)),
+        finish_reason="length" if is_echo_only else one.finish_reason,  # type: ignore[arg-type]
+        stop_reason=one.stop_reason,
+        token_ids=one.token_ids if wants_ids else None,
+        prompt_token_ids=output.prompt_token_ids if wants_ids else None,
+    )
+
+
+def _logprobs(call: Call, one: CompletionOutput, offset: int) -> CompletionLogprobs | None:
+    num_top = call.body.logprobs
+    if num_top is None or one.logprobs is None:
+        return None
+    return completion_logprobs(one.logprobs, num_top, offset)
+
+
+def _beam_answer(call: Call, found: Sequence[BeamSearchOutput]) -> Completion:
+    """The n best sequences of each prompt, best first."""
+    n = call.body.n or 1
+    choices, num_completion = [], 0
+    for prompt_idx, output in enumerate(found):
+        num_prompt = len(call.job.prompts[prompt_idx]["prompt_token_ids"])
+        for index, sequence in enumerate(output.sequences[:n]):
+            new = sequence.tokens[num_prompt:]
+            num_completion += len(new)
+            choices.append(
+                CompletionChoice(
+                    index=call.index_of(prompt_idx, index),
+                    text=decode(call.state, new),
+                    finish_reason=sequence.finish_reason,  # type: ignore[arg-type]
+                )
+            )
+    answer = call.answer(choices)
+    num_prompt = sum(len(prompt["prompt_token_ids"]) for prompt in call.job.prompts)
+    answer.usage = generate.make_usage(num_prompt, num_completion, 0)
+    return answer
+
+
+async def _events(call: Call) -> Events:
+    body = call.body
+    head = call.answer([]).model_dump(exclude={"usage"})
+    counter = generate.UsageCounter()
+    offsets: dict[int, int] = {}
+    async with aclosing(generate.stream(call.state, call.job)) as outputs:
+        async for prompt_idx, output in outputs:
+            counter.add(prompt_idx, output)
+            for one in output.outputs:
+                index = call.index_of(prompt_idx, one.index)
+                is_first = index not in offsets
+                echo = call.texts[prompt_idx] if body.echo and is_first else ""
+                offset = offsets.get(index, 0) + len(echo)
+                is_echo_only = call.max_tokens == 0
+                choice: dict[str, Any] = {
+                    "index": index,
+                    "text": echo if is_echo_only else echo + one.text,
+                    "logprobs": None,
+                    "finish_reason": one.finish_reason,
+                    "stop_reason": one.stop_reason,
+                }
+                logprobs = None if is_echo_only else _logprobs(call, one, offset)
+                if logprobs is not None:
+                    choice["logprobs"] = logprobs.model_dump()
+                if body.return_token_ids:
+                    choice["token_ids"] = one.token_ids
+                offsets[index] = offset + len(one.text)
+                chunk = {**head, "choices": [choice]}
+                if body.wants_usage:
+                    running = counter.usage().model_dump() if body.wants_running_usage else None
+                    chunk["usage"] = running
+                yield event(chunk)
+    if body.wants_usage:
+        yield event({**head, "choices": [], "usage": counter.usage().model_dump()})
+    yield DONE

@@ -1,0 +1,136 @@
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+
+What callers did wrong is 4xx and says what, why and what to do; what failed here is 5xx.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from flexinfer.errors import EngineDeadError, EngineError, OutOfMemoryError, RequestError
+
+logger = logging.getLogger(__name__)
+
+TYPE_OF_STATUS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+PLAIN_TYPES = frozenset({"str", "int", "float", "bool", "none"})
+CLIENT_CLOSED_REQUEST = 499
+"""Nobody reads it: the caller has gone."""
+
+
+class APIError(HTTPException):
+    """An answer that is an error; `param` names the field of the request that is wrong."""
+
+    def __init__(
+        self,
+        status_code: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status_code, message, dict(headers or {}))
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return error_body(self.status_code, self.detail, self.param, self.code)
+
+
+def error_body(
+    status_code: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """The JSON of an error."""
+    fallback = "invalid_request_error" if status_code < 500 else "server_error"
+    kind = TYPE_OF_STATUS.get(status_code, fallback)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> APIError:
+    return APIError(400, message, param=param, code=code)
+
+
+def as_api_error(error: BaseException) -> APIError:
+    """What an exception from below is to a caller."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return APIError(500, f"{error}; the server is going down", code="engine_dead")
+    if isinstance(error, EngineError):
+        return APIError(500, f"{error}; other requests go on", code="engine_error")
+    if isinstance(error, RequestError):
+        return bad_request(str(error))
+    if isinstance(error, OutOfMemoryError):
+        return APIError(503, str(error), code="out_of_memory", headers={"Retry-After": "1"})
+    return APIError(500, "internal error; the server's log has the details", code="internal_error")
+
+
+def error_response(error: APIError) -> JSONResponse:
+    return JSONResponse(error.body, error.status_code, dict(error.headers or {}))
+
+
+def validation_error(error: RequestValidationError) -> APIError:
+    """The first thing that is wrong with a request, by the name of its field."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return bad_request(f"the body is no JSON: {first['ctx']['error']}", code="invalid_json")
+    param = ".".join(_field_path(first["loc"])) or None
+    message = first["msg"].removeprefix("Value error, ")
+    more = len(error.errors()) - 1
+    where = f"{param}: " if param else ""
+    return bad_request(f"{where}{message}" + (f" (and {more} more)" if more else ""), param)
+
+
+def _field_path(location: Sequence[int | str]) -> list[str]:
+    """The names of fields and numbers of entries, up to where a union of types begins."""
+    path: list[str] = []
+    for part in location[1:]:  # the first says body, query, path or header
+        if isinstance(part, str) and (part in PLAIN_TYPES or not part.isidentifier()):
+            break
+        if isinstance(part, str) and part[0].isupper():
+            break
+        path.append(str(part))
+    return path
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Have every error of the app answered in OpenAI's shape."""
+
+    async def on_http(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        if isinstance(error, APIError):
+            return error_response(error)
+        body = error_body(error.status_code, str(error.detail))
+        return JSONResponse(body, error.status_code, dict(error.headers or {}))
+
+    async def on_invalid(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return error_response(validation_error(error))
+
+    async def on_known(_: Request, error: Exception) -> JSONResponse:
+        return error_response(as_api_error(error))
+
+    async def on_unknown(_: Request, error: Exception) -> JSONResponse:
+        logger.error("unexpected %s", type(error).__name__, exc_info=error)
+        return error_response(as_api_error(error))
+
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    for known in (EngineError, RequestError, OutOfMemoryError):
+        app.add_exception_handler(known, on_known)
+    app.add_exception_handler(Exception, on_unknown)

@@ -1,0 +1,31 @@
+"""`GET /v1/models`: the names under which the model is served."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from flexinfer.server.protocol.others import ModelCard, ModelList
+from flexinfer.server.state import ServerState, State
+
+router = APIRouter(prefix="/v1/models", tags=["models"])
+
+
+@router.get("")
+async def list_models(state: State) -> ModelList:
+    """All names under which the one model is served."""
+    return ModelList(data=[_card(state, name) for name in state.settings.served_model_names])
+
+
+@router.get("/{name:path}")
+async def get_model(state: State, name: str) -> ModelCard:
+    state.check_model(name)
+    return _card(state, name)
+
+
+def _card(state: ServerState, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=state.created,
+        root=state.settings.model_name,
+        max_model_len=state.llm.max_model_len,
+    )

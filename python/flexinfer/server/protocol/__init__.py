@@ -1,0 +1,1 @@
+"""Requests and answers of the HTTP interface as pydantic models: one file an endpoint."""

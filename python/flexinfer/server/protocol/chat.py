@@ -1,0 +1,123 @@
+"""What `/v1/chat/completions` takes and answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from flexinfer.server.protocol.base import FinishReason, Model, SamplingFields, Usage
+
+
+class TextPart(Model):
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str = ""
+
+
+class FunctionCall(Model):
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class ToolCall(Model):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Model):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(Model):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Model):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Model):
+    name: str
+
+
+class NamedToolChoice(Model):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+
+
+class ConversationRef(Model):
+    id: str
+    ttl: float | None = Field(default=None, gt=0)
+    """Seconds that the prefix stays pinned after this turn."""
+
+
+class ChatRequest(SamplingFields):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    """The old name of max_completion_tokens."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0)
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    conversation: str | ConversationRef | None = None
+    """A conversation that goes on: `messages` are only the new ones."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+
+
+class TokenLogprob(Model):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class ContentLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Model):
+    content: list[ContentLogprob] | None
+
+
+class AnswerMessage(Model):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(Model):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(Model):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    conversation: Annotated[str | None, Field(description="Id, if one goes on.")] = None
+    prompt_token_ids: list[int] | None = None

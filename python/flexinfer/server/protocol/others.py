@@ -1,0 +1,101 @@
+"""The small endpoints: models, tokenize, detokenize, health, administration."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from flexinfer.server.protocol.base import Model, TokenId
+from flexinfer.server.protocol.chat import Message, Tool
+
+
+class ModelCard(Model):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "flexinfer"
+    root: str
+    max_model_len: int
+
+
+class ModelList(Model):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeRequest(Model):
+    """A text, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeAnswer(Model):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Model):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class DetokenizeAnswer(Model):
+    prompt: str
+
+
+class Status(Model):
+    status: str
+
+
+class Version(Model):
+    version: str
+
+
+class BudgetRequest(Model):
+    kv_cache_memory: int | str
+    """Bytes, or text such as "512MiB"."""
+
+
+class BudgetAnswer(Model):
+    old_bytes: int
+    new_bytes: int
+    returned_bytes: int
+    num_preempted: int
+    seconds: float
+
+
+class SleepRequest(Model):
+    level: Literal[1, 2] = 1
+
+
+class SleepAnswer(Model):
+    returned_bytes: int
+
+
+class WakeAnswer(Model):
+    is_sleeping: bool
+
+
+class ResetAnswer(Model):
+    forgotten_tokens: int
+
+
+class TraceRequest(Model):
+    action: Literal["start", "stop"]
+    name: str = Field(default="trace.jsonl", pattern=r"^\w[\w.-]{0,127}$")
+
+
+class TraceAnswer(Model):
+    tracing: bool
+    path: str | None = None

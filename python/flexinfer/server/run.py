@@ -1,0 +1,103 @@
+"""Runs an app under uvicorn until a signal: drain, then stop; a second signal means now."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from flexinfer.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+ENGINE_FAILED = 1
+"""Exit code when the engine has died."""
+WATCH_INTERVAL_S = 0.5
+
+
+class Server(uvicorn.Server):
+    """Signals are ours: the first one drains, whatever it is, the second one ends at once."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        super().__init__(config)
+        self._state = state
+        self.exit_code = 0
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        handled = (signal.SIGINT, signal.SIGTERM)
+        for number in handled:
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        """Drain; called again: stop now."""
+        if self.should_exit:
+            logger.warning("stopping at once")
+            self.force_exit = True
+        else:
+            active = self._state.limits.num_active
+            logger.info("shutting down: %d sequences are still being served", active)
+        self._state.is_draining = True
+        self.should_exit = True
+
+    async def watch_engine(self) -> None:
+        """A dead engine can not be served from: go down, so that a supervisor starts anew."""
+        while self._state.llm.is_running:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+        if not self.should_exit:
+            logger.critical("the engine has stopped: the server goes down")
+            self.exit_code = ENGINE_FAILED
+            self.stop()
+
+
+def serve(app: FastAPI, sock: socket.socket) -> int:
+    """Serve on a socket that is bound; returns the exit code. The engine is left running."""
+    state: ServerState = app.state.flexinfer
+    timeout_s = max(1, round(state.settings.shutdown_timeout_s))
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=timeout_s,
+        lifespan="on",
+    )
+    server = Server(config, state)
+
+    async def main() -> None:
+        watch = asyncio.ensure_future(server.watch_engine())
+        try:
+            await server.serve(sockets=[sock])
+        finally:
+            watch.cancel()
+
+    asyncio.run(main())
+    return server.exit_code
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening address, taken before the model is loaded. Raises OSError with the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise OSError(f"can not listen on {host}:{port}: {error.strerror}") from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock

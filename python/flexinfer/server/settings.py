@@ -1,0 +1,73 @@
+"""ServerSettings: what the operator decides about the server, checked where it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Settings of the HTTP side; those of the engine are `EngineConfig`."""
+
+    served_model_names: tuple[str, ...]
+    """Names that requests may give; the first one stands in answers."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    """Each key is a tenant: prefixes are shared only within one. Empty: no key is asked for."""
+    admin_api_key: str | None = None
+    chat_template: str | None = None
+    """Jinja source; None: that of the tokenizer."""
+    max_request_bytes: int = 8 << 20
+    """Bound on one request's body."""
+    max_prompt_tokens: int | None = None
+    """Bound on one prompt; None: what max_model_len admits."""
+    max_n: int | None = None
+    """Bound on n, best_of and the beam width; None: the engine's max_num_seqs."""
+    max_logprobs: int = 20
+    max_queue_len: int = 256
+    """Sequences that may wait beyond the max_num_seqs that run; more are answered by 429."""
+    max_key_concurrency: int | None = None
+    """Sequences of one API key at the same time; None: no bound of its own."""
+    max_conversations: int = 1024
+    max_stored_responses: int = 1024
+    default_ttl_s: float = 600.0
+    """How long an idle conversation keeps its prefix pinned."""
+    max_ttl_s: float = 86400.0
+    send_timeout_s: float = 60.0
+    """A reader that takes nothing for so long is cut off."""
+    shutdown_timeout_s: float = 30.0
+    """How long a shutdown waits for running requests."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call this server (CORS); its own page needs none."""
+    trace_directory: Path | None = None
+    """Where /admin/trace may write; None: it may not."""
+
+    def __post_init__(self) -> None:
+        if not self.served_model_names or not all(self.served_model_names):
+            raise ValueError(f"a served model needs a name, got {self.served_model_names!r}")
+        for name in ("max_request_bytes", "max_logprobs", "max_conversations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_prompt_tokens", "max_n", "max_key_concurrency"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name in ("max_queue_len", "max_stored_responses", "shutdown_timeout_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("default_ttl_s", "max_ttl_s", "send_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
+        self._check_keys()
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_names[0]
+
+    def _check_keys(self) -> None:
+        if not all(self.api_keys) or self.admin_api_key == "":
+            raise ValueError("an API key must not be empty: leave the option out for none")
+        if self.admin_api_key is not None and self.admin_api_key in self.api_keys:
+            raise ValueError("the admin API key must differ from the API keys")

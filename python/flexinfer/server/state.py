@@ -1,0 +1,84 @@
+"""ServerState: what all endpoints of one app share. For one event loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from flexinfer.async_llm import AsyncLLM
+from flexinfer.outputs import RequestOutput
+from flexinfer.server.chat_prompt import ChatRenderer
+from flexinfer.server.conversation_store import ConversationStore
+from flexinfer.server.errors import APIError
+from flexinfer.server.limits import Limits
+from flexinfer.server.memory_map import MemoryMap
+from flexinfer.server.response_store import ResponseStore
+from flexinfer.server.settings import ServerSettings
+
+OutputListener = Callable[[RequestOutput], None]
+
+
+class ServerState:
+    """`request.app.state.flexinfer`."""
+
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
+        self.llm = llm
+        self.settings = settings
+        self.created = int(time.time())
+        self.chat = ChatRenderer(llm.inputs, settings.chat_template)
+        self.limits = Limits(
+            llm.config.max_num_seqs, settings.max_queue_len, settings.max_key_concurrency
+        )
+        self.conversations = ConversationStore(llm, settings)
+        self.responses = ResponseStore(settings.max_stored_responses)
+        self.memory_map = MemoryMap(llm, settings.model_name)
+        self.output_listeners: list[OutputListener] = []
+        """Called with every output of the engine, deltas and final ones: for metrics."""
+        self.is_draining = False
+        """The server is going down: new requests are refused."""
+        self.trace_path: Path | None = None
+
+    @property
+    def max_n(self) -> int:
+        """Most samples, or beams, of one prompt."""
+        return self.settings.max_n or self.llm.config.max_num_seqs
+
+    def check_serving(self, model: str | None) -> None:
+        """Raises APIError if the server is going down, or serves no such model."""
+        if self.is_draining:
+            raise APIError(
+                503,
+                "the server is shutting down: try another one, or again later",
+                code="shutting_down",
+                headers={"Retry-After": "5"},
+            )
+        self.check_model(model)
+
+    def check_model(self, model: str | None) -> None:
+        if model is not None and model not in self.settings.served_model_names:
+            known = ", ".join(map(repr, self.settings.served_model_names))
+            raise APIError(
+                404,
+                f"the model {model!r} is not served here; served: {known}",
+                param="model",
+                code="model_not_found",
+            )
+
+
+def _state_of(request: Request) -> ServerState:
+    state: ServerState = request.app.state.flexinfer
+    return state
+
+
+def _tenant_of(request: Request) -> str:
+    tenant: str = request.scope["state"]["tenant"]
+    return tenant
+
+
+State = Annotated[ServerState, Depends(_state_of)]
+Tenant = Annotated[str, Depends(_tenant_of)]
+"""Digest of the API key; "" where none is asked for."""

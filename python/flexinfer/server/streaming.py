@@ -1,0 +1,159 @@
+"""Server-sent events, and what happens when the reader goes away or does not read.
+
+A reader that has gone ends its requests; one that takes nothing for `send_timeout_s` is cut off.
+What waits for a slow reader is bounded: the engine's outputs are joined (async_llm), and
+nothing is made before the socket takes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from flexinfer.server.errors import CLIENT_CLOSED_REQUEST, APIError, as_api_error
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Events = AsyncGenerator[str, None]
+DONE = "data: [DONE]\n\n"
+
+
+def event(data: Any, name: str | None = None) -> str:
+    """One server-sent event with a JSON body."""
+    body = f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return body if name is None else f"event: {name}\n{body}"
+
+
+class ClientGoneError(APIError):
+    """The caller closed the connection: nobody reads what we answer."""
+
+    def __init__(self) -> None:
+        super().__init__(CLIENT_CLOSED_REQUEST, "the client closed the connection")
+
+
+async def until_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled when the caller goes. Raises ClientGoneError then.
+
+    REQUIRES: the body of the request has been read.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        await _cancel(gone)
+        await _cancel(task)
+
+
+class EventStream(Response):
+    """Sends events as they come. Its errors, too, are events: the status is long sent."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: str, rest: Events, send_timeout_s: float) -> None:
+        """`first` has been waited for, so that what fails before it is answered by a status."""
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._rest = rest
+        self._send_timeout_s = send_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send_all(send))
+        gone = asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+            else:
+                scope["state"]["log"]["disconnected"] = True
+        finally:
+            await _cancel(gone)
+            await _cancel(sending)
+            await self._rest.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        headers = [h for h in self.raw_headers if h[0] != b"content-length"]
+        try:
+            start = {"type": "http.response.start", "status": 200, "headers": headers}
+            await self._send(send, start)
+            await self._send(send, _body(self._first, more=True))
+            async with aclosing(_errors_as_events(self._rest)) as events:
+                async for text in events:
+                    await self._send(send, _body(text, more=True))
+            await self._send(send, _body("", more=False))
+        except TimeoutError:
+            logger.warning("a reader took nothing for %g s: cut off", self._send_timeout_s)
+
+    async def _send(self, send: Send, message: dict[str, Any]) -> None:
+        """Raises TimeoutError if the socket takes it not in time."""
+        task = asyncio.current_task()
+        assert task is not None
+        late = False
+
+        def cut_off() -> None:
+            nonlocal late
+            late = True
+            task.cancel()
+
+        timer = asyncio.get_running_loop().call_later(self._send_timeout_s, cut_off)
+        try:
+            await send(message)
+        except asyncio.CancelledError:
+            if late:
+                raise TimeoutError from None
+            raise
+        finally:
+            timer.cancel()
+
+
+async def start_stream(request: Request, events: Events, send_timeout_s: float) -> EventStream:
+    """Waits for the first event: what fails until then raises, and gets a proper status."""
+    try:
+        first = await until_gone(request, anext(events))
+    except BaseException:
+        await events.aclose()
+        raise
+    return EventStream(first, events, send_timeout_s)
+
+
+async def _errors_as_events(events: Events) -> Events:
+    async with aclosing(events):
+        try:
+            async for text in events:
+                yield text
+        except Exception as error:
+            known = as_api_error(error)
+            if known.code == "internal_error":
+                logger.exception("a stream has failed")
+            yield event(known.body)
+            yield DONE
+
+
+def _body(text: str, *, more: bool) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": text.encode(), "more_body": more}
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(task: asyncio.Future[Any]) -> None:
+    """Ends a task and waits until it has cleaned up."""
+    if not task.done():
+        task.cancel()
+        with suppress(BaseException):
+            await task

@@ -1,0 +1,185 @@
+"""Structured outputs: what a request's text must look like, and the tokens that keep it so.
+
+The grammar work is llguidance's (docs/server.md says why): before each sampling it names the
+tokens that may come next, and the sampler gives all others no chance. No torch.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from flexinfer.errors import EngineError, RequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from llguidance import LLMatcher, LLTokenizer
+
+Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
+
+MAX_CACHED_GRAMMARS = 128
+WHITESPACE = r"[ \n\t]{0,20}"
+"""Between the tokens of JSON. Without a bound, a weak model goes on with blanks for ever."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """Exactly one of the fields is given. Names are those of vLLM."""
+
+    json: str | dict[str, Any] | bool | None = None
+    """A JSON schema."""
+    regex: str | None = None
+    """The whole text matches it (Rust's syntax: no look-around, no back-references)."""
+    choice: Sequence[str] | None = None
+    """The text is one of these."""
+    grammar: str | None = None
+    """A context-free grammar in Lark's notation, from the rule `start`."""
+    json_object: bool | None = None
+    """Any JSON object."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if self.json is False and not given:  # the schema that nothing satisfies
+            given = ["json"]
+        if len(given) != 1:
+            raise ValueError(
+                f"structured outputs take exactly one of {', '.join(_KINDS)}, "
+                f"got {', '.join(given) or 'none'}"
+            )
+        if self.choice is not None and (not self.choice or isinstance(self.choice, str)):
+            raise ValueError(f"choice must be a list of texts, got {self.choice!r}")
+
+    @property
+    def kind(self) -> Kind:
+        return next(name for name in _KINDS if getattr(self, name) is not None)
+
+    @property
+    def source(self) -> str:
+        """What is asked for, as text: equal for equal params."""
+        value = getattr(self, self.kind)
+        if value is True:  # as a schema: anything
+            return "{}"
+        return value if isinstance(value, str) else json_module.dumps(value)
+
+
+_KINDS: tuple[Kind, ...] = ("json", "regex", "choice", "grammar", "json_object")
+
+
+class GrammarCompiler:
+    """Compiles params for one tokenizer, and keeps what was compiled. Thread-safe."""
+
+    def __init__(
+        self, tokenizer: Any | None, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._hf_tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._matchers: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+
+    def matcher(self, params: StructuredOutputsParams) -> TokenMatcher:
+        """A matcher at the start of a text. Raises RequestError for what can not be compiled."""
+        key = (params.kind, params.source)
+        with self._lock:
+            compiled = self._matchers.get(key)
+            if compiled is None:
+                compiled = self._compile(params)
+                self._matchers[key] = compiled
+                while len(self._matchers) > MAX_CACHED_GRAMMARS:
+                    self._matchers.popitem(last=False)
+            self._matchers.move_to_end(key)
+            return TokenMatcher(compiled.deep_copy(), self._vocab_size)
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Raises RequestError for what can not be compiled; what can is compiled then."""
+        self.matcher(params)
+
+    def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            raise RequestError(
+                "structured outputs need llguidance: pip install 'flexinfer[serve]'"
+            ) from None
+        tokenizer = self._llg_tokenizer()
+        try:
+            matcher = LLMatcher(tokenizer, _grammar(params), log_level=0)
+        except ValueError as error:
+            raise RequestError(f"{params.kind} can not be compiled: {error}") from None
+        # Some grammars turn out to be too large only when the first tokens are looked for.
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise RequestError(f"{params.kind} can not be compiled: {_first_line(matcher)}")
+        return matcher
+
+    def _llg_tokenizer(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            from llguidance.hf import from_tokenizer
+
+            if self._hf_tokenizer is None:
+                raise RequestError("structured outputs need a tokenizer, and this engine has none")
+            if not self._eos_token_ids:
+                raise RequestError("structured outputs need an end-of-sequence token, to end by")
+            try:
+                self._tokenizer = from_tokenizer(
+                    self._hf_tokenizer,
+                    n_vocab=self._vocab_size,
+                    eos_token=sorted(self._eos_token_ids),
+                )
+            except ValueError as error:
+                raise RequestError(
+                    f"structured outputs are not possible with this tokenizer: {error}"
+                ) from None
+        return self._tokenizer
+
+
+class TokenMatcher:
+    """Follows the output of one request. Not thread-safe."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._num_read = 0
+
+    def allowed(self, output_token_ids: Sequence[int]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """[vocab_size] bool: which tokens may follow `output_token_ids`, all that was generated.
+
+        When the text is complete only end-of-sequence tokens are. Raises EngineError.
+        """
+        import numpy as np
+
+        new = list(output_token_ids[self._num_read :])
+        if new and not self._matcher.is_stopped() and not self._matcher.consume_tokens(new):
+            raise EngineError(f"structured output went wrong: {_first_line(self._matcher)}")
+        self._num_read += len(new)
+        mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            raise EngineError(f"structured output went wrong: {_first_line(self._matcher)}")
+        return np.unpackbits(mask, bitorder="little")[: self._vocab_size].view(np.bool_)
+
+
+def _grammar(params: StructuredOutputsParams) -> str:
+    """The grammar as llguidance wants it. Raises ValueError."""
+    from llguidance import LLMatcher
+
+    if params.kind == "regex":
+        return LLMatcher.grammar_from_regex(params.source)
+    if params.kind == "grammar":
+        return LLMatcher.grammar_from_lark(params.source)
+    if params.kind == "choice":
+        alternatives = " | ".join(json_module.dumps(text) for text in params.choice or ())
+        return LLMatcher.grammar_from_lark(f"start: {alternatives}")
+    schema = '{"type": "object"}' if params.kind == "json_object" else params.source
+    return LLMatcher.grammar_from_json_schema(
+        schema, defaults={"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+    )
+
+
+def _first_line(matcher: LLMatcher) -> str:
+    return matcher.get_error().partition("\n")[0] or "it stopped unexpectedly"
