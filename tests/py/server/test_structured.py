@@ -1,0 +1,170 @@
+"""Structured outputs: whatever the model would say, the text is what was asked for."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexinfer import LLM, RequestError, SamplingParams
+from flexinfer.structured import GrammarCompiler, StructuredOutputsParams
+from serving import MODEL
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "likes": {"enum": ["tea", "coffee"]},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+CHAT: Any = [{"role": "user", "content": "Tell me about Ada."}]
+
+
+def ask(client: openai.OpenAI, **fields: Any) -> str:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=CHAT, max_completion_tokens=300, **fields
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    return answer.choices[0].message.content or ""
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_a_json_schema_is_kept(client: openai.OpenAI, temperature: float) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    person = json.loads(ask(client, response_format=form, temperature=temperature, seed=1))
+    assert set(person) == {"name", "age", "likes"}
+    assert 0 <= person["age"] <= 150
+    assert person["likes"] in ("tea", "coffee")
+
+
+def test_a_json_object_is_one(client: openai.OpenAI) -> None:
+    text = ask(
+        client,
+        response_format={"type": "json_object"},
+        temperature=0,
+        logit_bias={"0": 0},
+        extra_body={"structured_outputs": None},
+    )
+    assert isinstance(json.loads(text), dict)
+
+
+@pytest.mark.parametrize(
+    ("structure", "pattern"),
+    [
+        ({"regex": r"[A-C]{2}-\d{3}"}, r"[A-C]{2}-\d{3}"),
+        ({"choice": ["yes", "no", 'may"be']}, r'yes|no|may"be'),
+        ({"grammar": 'start: "a" start "b" | "c"'}, r"a*cb*"),
+        ({"json": {"type": "integer", "maximum": 99}}, r"\s*-?\d+\s*"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+def test_other_structures_are_kept(
+    client: openai.OpenAI, structure: Any, pattern: str, temperature: float
+) -> None:
+    text = ask(
+        client, temperature=temperature, seed=5, extra_body={"structured_outputs": structure}
+    )
+    assert re.fullmatch(pattern, text)
+
+
+def test_each_of_n_streamed_samples_keeps_it(client: openai.OpenAI) -> None:
+    texts = ["", "", "", ""]
+    for chunk in client.completions.create(
+        model=MODEL,
+        prompt="A number:",
+        n=4,
+        temperature=2,
+        seed=1,
+        max_tokens=40,
+        stream=True,
+        extra_body={"structured_outputs": {"regex": r"(\d\d-){3}x"}},
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert all(re.fullmatch(r"(\d\d-){3}x", text) for text in texts)
+    assert len(set(texts)) > 1
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {"regex": "("},
+        {"regex": "(?=a)b"},
+        {"grammar": "no rule"},
+        {"json": '{"type": 3}'},
+        {"json": "{"},
+        {"json": {"$ref": "#/nowhere"}},
+        {"regex": "a", "choice": ["b"]},
+        {},
+        {"choice": []},
+    ],
+)
+def test_a_bad_structure_is_refused(client: openai.OpenAI, structure: Any) -> None:
+    with pytest.raises(openai.BadRequestError):
+        ask(client, extra_body={"structured_outputs": structure})
+
+
+def test_a_preempted_request_keeps_its_structure() -> None:
+    """The matcher reads the tokens again, wherever the request has been meanwhile."""
+    from flexinfer.cli.settings import SHIPPED_MODEL
+
+    with LLM(
+        str(SHIPPED_MODEL),
+        chunk_bytes="32KiB",
+        kv_cache_memory_bytes=1 << 20,
+        max_num_seqs=8,
+        enable_prefix_caching=False,
+    ) as llm:
+        structure = StructuredOutputsParams(regex=r"([a-z]{3,5} ){40}end")
+        params = [
+            SamplingParams(max_tokens=None, temperature=1, seed=i, structured_outputs=structure)
+            for i in range(6)
+        ]
+        outputs = llm.generate(["Once"] * 6, params, use_tqdm=False)
+        preemptions = llm.engine.stats().preemptions
+    assert sum(sum(reasons.values()) for reasons in preemptions.values()) > 0
+    assert all(re.fullmatch(r"([a-z]{3,5} ){40}end", o.outputs[0].text) for o in outputs)
+
+
+@settings(max_examples=25)
+@given(
+    pattern=st.from_regex(r"\A([a-d]|[a-d]{1,3}\?|\[a-c\]\+|\(ab\|cd\)\*){1,5}\Z"),
+    seed=st.integers(0, 99),
+)
+def test_random_walks_of_a_matcher_end_in_the_language(
+    offline: LLM, pattern: str, seed: int
+) -> None:
+    engine = offline.engine
+    compiler = GrammarCompiler(engine.tokenizer, engine.loaded.vocab_size, frozenset({2}))
+    matcher = compiler.matcher(StructuredOutputsParams(regex=pattern))
+    draw = random.Random(seed)
+    tokens: list[int] = []
+    while len(tokens) < 60:
+        allowed = matcher.allowed(tokens).nonzero()[0].tolist()
+        token = (
+            2
+            if 2 in allowed and (len(tokens) > 20 or draw.random() < 0.3)
+            else draw.choice(allowed)
+        )
+        if token == 2:
+            break
+        tokens.append(token)
+    assert re.fullmatch(pattern, engine.tokenizer.decode(tokens))
+
+
+def test_what_can_not_end_is_refused(offline: LLM) -> None:
+    structure = StructuredOutputsParams(regex="a+")
+    with pytest.raises(ValueError, match="ignore_eos"):
+        SamplingParams(structured_outputs=structure, ignore_eos=True)
+    with pytest.raises(RequestError, match="regex can not be compiled"):
+        bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
+        offline.generate("a", bad, use_tqdm=False)
