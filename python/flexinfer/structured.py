@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
 
 MAX_CACHED_GRAMMARS = 128
-WHITESPACE = r"[ \n\t]{0,20}"
-"""Between the tokens of JSON. Without a bound, a weak model goes on with blanks for ever."""
+WHITESPACE = r"(\n[ \t]{0,16}| ?)"
+"""Between the tokens of JSON: a blank, or a line's end and an indent. Without a bound, a weak model
+goes on with blanks for ever."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,8 @@ class StructuredOutputsParams:
     """A context-free grammar in Lark's notation, from the rule `start`."""
     json_object: bool | None = None
     """Any JSON object."""
+    whitespace_pattern: str = WHITESPACE
+    """What may stand between the tokens of JSON, as a regex."""
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
@@ -80,11 +83,11 @@ class GrammarCompiler:
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._matchers: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._matchers: OrderedDict[tuple[str, str, str], LLMatcher] = OrderedDict()
 
     def matcher(self, params: StructuredOutputsParams) -> TokenMatcher:
         """A matcher at the start of a text. Raises RequestError for what can not be compiled."""
-        key = (params.kind, params.source)
+        key = (params.kind, params.source, params.whitespace_pattern)
         with self._lock:
             compiled = self._matchers.get(key)
             if compiled is None:
@@ -177,7 +180,8 @@ def _grammar(params: StructuredOutputsParams) -> str:
         return LLMatcher.grammar_from_lark(f"start: {alternatives}")
     schema = '{"type": "object"}' if params.kind == "json_object" else params.source
     return LLMatcher.grammar_from_json_schema(
-        schema, defaults={"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+        schema,
+        defaults={"whitespace_flexible": True, "whitespace_pattern": params.whitespace_pattern},
     )
 
 

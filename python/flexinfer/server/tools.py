@@ -58,12 +58,12 @@ class ToolUse:
     def structure(self) -> StructuredOutputsParams | None:
         """What forces the call."""
         if self.forced is not None:
-            return StructuredOutputsParams(json=_parameters(self._tool(self.forced)))
+            return _json(_parameters(self._tool(self.forced)))
         if not self.required:
             return None
         calls = {"type": "array", "items": {"anyOf": [_call_schema(t) for t in self.tools]}}
         bounds = {"minItems": 1} if self.parallel else {"minItems": 1, "maxItems": 1}
-        return StructuredOutputsParams(json=calls | bounds)
+        return _json(calls | bounds)
 
     def parser(self) -> ToolParser | None:
         """Of one choice; None: the text is the content."""
@@ -105,12 +105,16 @@ class HermesParser:
     def __init__(self, names: set[str]) -> None:
         self._names = names
         self._held = ""
+        self._skips_newline = False  # one that only parts a call from what follows it
 
     def feed(self, text: str) -> Parsed:
         self._held += text
         content = ""
         calls: list[ToolCall] = []
         while True:
+            if self._skips_newline and self._held:
+                self._held = self._held.removeprefix("\n")
+                self._skips_newline = False
             begin = self._held.find(OPEN)
             if begin < 0:
                 num_free = len(self._held) - _overlap(self._held, OPEN)
@@ -123,12 +127,13 @@ class HermesParser:
             if end < 0:
                 return Parsed(content, tuple(calls))
             whole = self._held[: end + len(CLOSE)]
-            self._held = self._held[len(whole) :].lstrip("\n")
+            self._held = self._held[len(whole) :]
             call = self._call(whole[len(OPEN) : end])
             if call is None:
                 content += whole
             else:
                 calls.append(call)
+                self._skips_newline = True
 
     def finish(self) -> Parsed:
         """Models often end by their last call and leave its end mark out."""
@@ -191,6 +196,11 @@ def finish_reason(tools: ToolUse, one: CompletionOutput, has_calls: bool) -> Any
 def make_call(name: str, arguments: Any) -> ToolCall:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return ToolCall(id=f"call_{new_id()[:24]}", function=FunctionCall(name=name, arguments=text))
+
+
+def _json(schema: dict[str, Any]) -> StructuredOutputsParams:
+    """Nobody reads it: no lines and indents."""
+    return StructuredOutputsParams(json=schema, whitespace_pattern=" ?")
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:

@@ -165,6 +165,6 @@ def test_what_can_not_end_is_refused(offline: LLM) -> None:
     structure = StructuredOutputsParams(regex="a+")
     with pytest.raises(ValueError, match="ignore_eos"):
         SamplingParams(structured_outputs=structure, ignore_eos=True)
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
     with pytest.raises(RequestError, match="regex can not be compiled"):
-        bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
         offline.generate("a", bad, use_tqdm=False)

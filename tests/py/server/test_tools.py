@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import openai
@@ -144,7 +145,7 @@ TEXT = f"Let me see < 3. {CALL}\n{CALL}Done <tool_call>no JSON</tool_call> <tool
 @given(st.lists(st.integers(0, len(TEXT)), max_size=12))
 def test_calls_are_found_however_the_text_is_cut(cuts: list[int]) -> None:
     edges = sorted({0, len(TEXT), *cuts})
-    pieces = [TEXT[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [TEXT[a:b] for a, b in pairwise(edges)]
     content, calls = read(pieces)
     assert content == "Let me see < 3. Done <tool_call>no JSON</tool_call> <tool"
     assert calls == [("weather", {"city": "<Rome>"})] * 2
