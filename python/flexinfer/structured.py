@@ -179,9 +179,9 @@ def _grammar(params: StructuredOutputsParams) -> str:
         alternatives = " | ".join(json_module.dumps(text) for text in params.choice or ())
         return LLMatcher.grammar_from_lark(f"start: {alternatives}")
     schema = '{"type": "object"}' if params.kind == "json_object" else params.source
+    whitespace = params.whitespace_pattern
     return LLMatcher.grammar_from_json_schema(
-        schema,
-        defaults={"whitespace_flexible": True, "whitespace_pattern": params.whitespace_pattern},
+        schema, defaults={"whitespace_flexible": True, "whitespace_pattern": whitespace}
     )
 
 

@@ -1,4 +1,4 @@
-"""Administration: the memory map, the budget, sleep, traces; and conversations, which pin memory."""
+"""Administration: the memory map, the budget, sleep, traces; conversations, which pin memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_map_is_whole(admin: httpx.Client) -> None:
 
 def test_the_map_shows_who_shares_a_chunk(admin: httpx.Client) -> None:
     """Four samples of one prompt, while they run."""
-    body = {"prompt": "Once upon a time " * 20, "n": 4, "max_tokens": 1500, "ignore_eos": True}
+    body = {"prompt": "Once upon a time " * 20, "n": 4, "max_tokens": 300, "ignore_eos": True}
     thread = threading.Thread(
         target=admin.post, args=("/v1/completions",), kwargs={"json": {**body, "seed": 1}}
     )
@@ -56,7 +56,7 @@ def test_the_map_shows_who_shares_a_chunk(admin: httpx.Client) -> None:
             assert holders == set(chunk["sharers"])
         most = max(most, *(len(chunk["sharers"]) for chunk in shared), 0)
         assert all(v["request_id"].startswith("cmpl-") for v in live.values())
-        time.sleep(0.05)
+        time.sleep(0.02)
     assert most == 4
 
 
@@ -189,7 +189,8 @@ def test_a_conversation_has_one_turn_at_a_time(admin: httpx.Client) -> None:
         "stream": True,
     }
     with admin.stream("POST", "/v1/chat/completions", json=body) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()
+        next(lines)
         second = admin.post("/v1/chat/completions", json={**body, "stream": False})
         assert second.status_code == 409
 
@@ -223,5 +224,5 @@ def test_a_chat_is_tokenized_as_it_is_prompted(http: httpx.Client) -> None:
 def test_the_caller_s_request_id_comes_back(http: httpx.Client) -> None:
     answer = http.post("/tokenize", json={"prompt": "a"}, headers={"X-Request-Id": "mine-1"})
     assert answer.headers["X-Request-Id"] == "mine-1"
-    forged = http.get("/health", headers={"X-Request-Id": "two words\t"})
-    assert forged.headers["X-Request-Id"] != "two words\t"
+    forged = http.get("/health", headers={"X-Request-Id": "two words"})
+    assert forged.headers["X-Request-Id"] != "two words"

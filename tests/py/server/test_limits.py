@@ -137,12 +137,13 @@ def num_unfinished(url: str) -> int:
 
 
 def test_a_full_queue_is_429_with_retry_after() -> None:
+    long = {**LONG, "max_tokens": 400}
     llm = make_llm(max_num_seqs=2)
     try:
         with serving(llm, settings(max_queue_len=1)) as url:
             with concurrent.futures.ThreadPoolExecutor(3) as pool:
                 post = [
-                    pool.submit(httpx.post, f"{url}/v1/completions", json=LONG, timeout=120)
+                    pool.submit(httpx.post, f"{url}/v1/completions", json=long, timeout=120)
                     for _ in range(3)
                 ]
                 until(lambda: num_unfinished(url) == 3)

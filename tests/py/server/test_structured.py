@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -135,30 +136,34 @@ def test_a_preempted_request_keeps_its_structure() -> None:
     assert all(re.fullmatch(r"([a-z]{3,5} ){40}end", o.outputs[0].text) for o in outputs)
 
 
+PATTERNS = st.from_regex(r"\A([a-d]|[a-d]{1,3}\?|\[a-c\]\+|\(ab\|cd\)\*){1,5}\Z")
+
+
 @settings(max_examples=25)
-@given(
-    pattern=st.from_regex(r"\A([a-d]|[a-d]{1,3}\?|\[a-c\]\+|\(ab\|cd\)\*){1,5}\Z"),
-    seed=st.integers(0, 99),
-)
-def test_random_walks_of_a_matcher_end_in_the_language(
+@given(pattern=PATTERNS, seed=st.integers(0, 99))
+def test_the_allowed_tokens_are_those_that_a_partial_match_allows(
     offline: LLM, pattern: str, seed: int
 ) -> None:
+    """A random walk; at each step all tokens are tried one by one."""
     engine = offline.engine
-    compiler = GrammarCompiler(engine.tokenizer, engine.loaded.vocab_size, frozenset({2}))
-    matcher = compiler.matcher(StructuredOutputsParams(regex=pattern))
+    tokenizer, vocab_size = engine.tokenizer, engine.loaded.vocab_size
+    assert tokenizer is not None
+    texts = [tokenizer.decode([token]) for token in range(vocab_size)]
+    plain = [token for token in range(6, vocab_size) if texts[token].isascii()]
+    matcher = GrammarCompiler(tokenizer, vocab_size, frozenset({2})).matcher(
+        StructuredOutputsParams(regex=pattern)
+    )
     draw = random.Random(seed)
     tokens: list[int] = []
-    while len(tokens) < 60:
-        allowed = matcher.allowed(tokens).nonzero()[0].tolist()
-        token = (
-            2
-            if 2 in allowed and (len(tokens) > 20 or draw.random() < 0.3)
-            else draw.choice(allowed)
-        )
-        if token == 2:
+    for _ in range(8):
+        text = tokenizer.decode(tokens)
+        allowed = matcher.allowed(tokens)
+        assert bool(allowed[2]) == bool(regex.fullmatch(pattern, text))
+        expected = [t for t in plain if regex.fullmatch(pattern, text + texts[t], partial=True)]
+        assert [token for token in plain if allowed[token]] == expected
+        if not expected:
             break
-        tokens.append(token)
-    assert re.fullmatch(pattern, engine.tokenizer.decode(tokens))
+        tokens.append(draw.choice(expected))
 
 
 def test_what_can_not_end_is_refused(offline: LLM) -> None:
