@@ -1,0 +1,146 @@
+"""`flexinfer serve` as a process: where its settings come from, how it starts, how it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import typer
+
+from flexinfer.cli.app import app
+from flexinfer.cli.serve import engine_config, server_settings
+from serving import ServerProcess
+
+LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[ServerProcess]:
+    made = ServerProcess(tmp_path / "log", "--log-format", "json", "--shutdown-timeout", "20")
+    try:
+        yield made.wait_until_ready()
+    finally:
+        made.stop()
+
+
+def start_stream(url: str, result: dict[str, Any]) -> threading.Thread:
+    """A long request; returns when its first chunk is there."""
+    started = threading.Event()
+
+    def read() -> None:
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as answer:
+                for line in answer.iter_lines():
+                    started.set()
+                    result["last"] = line or result.get("last")
+        except httpx.HTTPError as error:
+            result["error"] = error
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert started.wait(30)
+    return thread
+
+
+def test_sigterm_drains_what_runs(process: ServerProcess) -> None:
+    result: dict[str, Any] = {}
+    thread = start_stream(process.url, result)
+    process.signal()
+    thread.join(30)
+    assert result == {"last": "data: [DONE]"}
+    assert process.wait() == 0
+    lines = [json.loads(line) for line in process.log.read_text().splitlines() if line[:1] == "{"]
+    (done,) = [line for line in lines if line.get("path") == "/v1/completions"]
+    assert done["status"] == 200
+    assert len(done["request_id"]) == 32
+
+
+def test_a_second_sigterm_stops_at_once(process: ServerProcess) -> None:
+    result: dict[str, Any] = {}
+    thread = start_stream(process.url, result)
+    process.signal()
+    time.sleep(0.1)
+    process.signal(signal.SIGINT)
+    process.wait(10)
+    thread.join(10)
+    assert result["last"] != "data: [DONE]"
+
+
+def test_a_port_in_use_is_one_line_and_no_traceback() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "flexinfer.cli", "serve", "--port", port]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert f"can not listen on 127.0.0.1:{port}" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def options(*arguments: str) -> dict[str, Any]:
+    """What `serve` would be called with."""
+    group: Any = typer.main.get_command(app)
+    command = group.commands["serve"]
+    with command.make_context("serve", list(arguments)) as context:
+        return dict(context.params)
+
+
+def test_a_flag_goes_before_the_environment_before_the_file_before_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("max-num-seqs: 3\nmax_queue_len: 4\nport: 5\napi-key: [a, b]\n")
+    given = ("--config", str(file), "--port", "7")
+    assert options()["max_num_seqs"] == 64
+    assert options(*given)["max_num_seqs"] == 3
+    assert options(*given)["api_key"] == ["a", "b"]
+    assert options(*given)["port"] == 7
+    monkeypatch.setenv("FLEXINFER_MAX_NUM_SEQS", "9")
+    monkeypatch.setenv("FLEXINFER_API_KEY", "c d")
+    found = options(*given)
+    assert (found["max_num_seqs"], found["max_queue_len"], found["port"]) == (9, 4, 7)
+    assert found["api_key"] == ["c", "d"]
+
+
+@pytest.mark.parametrize("text", ["no-such-option: 1", "- a list", "a: [", "config: x.yaml"])
+def test_a_bad_file_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    with pytest.raises(typer.BadParameter):
+        options("--config", str(file))
+
+
+def test_options_become_settings(tmp_path: Path) -> None:
+    given = options(
+        "--max-request-bytes", "1MiB", "--no-enable-prefix-caching", "--swap-space", "0"
+    )
+    config = engine_config(given)
+    made = server_settings(given, config)
+    assert made.model_name == "tiny_chat"
+    assert made.max_request_bytes == 1 << 20
+    assert not config.enable_prefix_caching
+    with pytest.raises(ValueError, match="chat template"):
+        server_settings({**given, "chat_template": str(tmp_path / "none.jinja")}, config)
+    with pytest.raises(ValueError, match="differ"):
+        server_settings({**given, "api_key": ["x"], "admin_api_key": "x"}, config)
+
+
+def test_help_has_groups_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom flexinfer.cli import main\nsys.argv = ['flexinfer', 'serve', '--help']\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "sys.exit(str({'torch', 'fastapi', 'transformers', 'uvicorn'} & set(sys.modules) or 0))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stderr.strip() == "0"
+    for group in ("Model and engine", "KV memory", "Scheduling", "Limits", "--max-num-seqs"):
+        assert group in result.stdout

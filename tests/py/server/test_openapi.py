@@ -1,0 +1,80 @@
+"""schemathesis: requests drawn from the OpenAPI document, right and wrong ones.
+
+No answer is a 500, none differs from the document, and what breaks the schema is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+
+schemathesis = pytest.importorskip("schemathesis")
+
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from serving import make_llm, serving
+from serving import settings as server_settings
+
+ADMIN = {"Authorization": "Bearer admin"}
+CHECKS = [
+    not_a_server_error,
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+]
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[Any]:
+    """A server with a short context, so that any request ends soon."""
+    llm = make_llm(max_model_len=96, max_num_seqs=4)
+    try:
+        with serving(llm, server_settings(admin_api_key="admin", max_n=4)) as url:
+            schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+            # These would stop the server, starve it, or write files.
+            yield schema.exclude(path_regex="^/admin/(sleep|budget|trace)")
+    finally:
+        llm.shutdown()
+
+
+def check_document(api: Any, mode: GenerationMode, max_examples: int) -> int:
+    """Returns how many requests were answered."""
+    num_answered = 0
+    for result in api.get_all_operations():
+        operation = result.ok()
+
+        @settings(max_examples=max_examples, suppress_health_check=list(HealthCheck))
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def check(case: Any) -> None:
+            nonlocal num_answered
+            num_answered += 1
+            case.call_and_validate(headers=ADMIN, checks=CHECKS)
+
+        # An operation without parameters knows no wrong request.
+        with contextlib.suppress(Unsatisfiable):
+            check()
+    return num_answered
+
+
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_the_document_is_kept(api: Any, mode: GenerationMode) -> None:
+    assert check_document(api, mode, 10) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_the_document_is_kept_by_many_requests(api: Any, mode: GenerationMode) -> None:
+    assert check_document(api, mode, 200) > 1000
