@@ -1,0 +1,113 @@
+// What the memory map shows, from the server's JSON (docs/server.md), without any drawing.
+//
+// A row is a contiguous range of virtual addresses: of a live vTensor, of a parked slot, or, for what only the prefix
+// cache holds, the range that a request with this prefix would get. A row lists physical chunks in the order
+// of its tokens; a chunk that stands in several rows is shared, and chunks shared by the same rows form a group.
+
+const GOLDEN_ANGLE = 137.508;
+
+// [{key, kind, chunks, ...}] of one map. kind: "live", "parked", "cached".
+export function rowsOf(map) {
+  const rows = [];
+  for (const vtensor of map.vtensors) {
+    if (vtensor.chunks.length === 0) continue;
+    const isLive = vtensor.id !== 0 && vtensor.state === "live";
+    rows.push({
+      key: isLive ? `v${vtensor.id}` : `s${vtensor.slot}`,
+      kind: isLive ? "live" : "parked",
+      state: vtensor.state,
+      requestId: vtensor.request_id,
+      tokens: isLive ? vtensor.num_tokens : 0,
+      cachedTokens: vtensor.num_cached_tokens,
+      copied: vtensor.chunks_copied,
+      chunks: vtensor.chunks,
+    });
+  }
+  const order = { live: 0, cached: 1, parked: 2 };
+  return [...rows, ...cachedRows(map)].sort((a, b) => order[a.kind] - order[b.kind]);
+}
+
+// One row for each leaf of the radix tree: its whole path.
+function cachedRows(map) {
+  const { prefixes } = map;
+  const isParent = new Set(prefixes.map((prefix) => prefix.parent));
+  const rows = [];
+  prefixes.forEach((leaf, index) => {
+    if (isParent.has(index)) return;
+    const path = [];
+    for (let i = index; i >= 0; i = prefixes[i].parent) path.unshift(prefixes[i]);
+    rows.push({
+      key: `p${leaf.tenant}:${leaf.start_tokens}:${leaf.chunks[0]}`,
+      kind: "cached",
+      state: "cached",
+      tokens: leaf.start_tokens + leaf.num_tokens,
+      lastUsed: leaf.last_used,
+      pinnedBy: [...new Set(path.flatMap((node) => node.pinned_by))],
+      chunks: pathChunks(path, map.row_tokens),
+    });
+  });
+  return rows.sort((a, b) => b.lastUsed - a.lastUsed);
+}
+
+// A node that starts inside a row names that row again, and its own chunk holds everything up to there.
+function pathChunks(path, rowTokens) {
+  let chunks = [];
+  for (const node of path) {
+    const firstRow = Math.floor(node.start_tokens / rowTokens + 1e-9);
+    chunks = [...chunks.slice(0, firstRow), ...node.chunks];
+  }
+  return chunks;
+}
+
+// chunk id -> {id, rows: [row keys], hue or null}; a hue for chunks in several rows, the same for the same set of rows.
+export function chunksOf(rows) {
+  const chunks = new Map();
+  for (const row of rows) {
+    if (row.kind === "parked") continue; // leftovers of requests that have ended: nobody reads them
+    for (const id of row.chunks) {
+      if (!chunks.has(id)) chunks.set(id, { id, rows: [], hue: null });
+      const holders = chunks.get(id).rows;
+      if (holders.at(-1) !== row.key) holders.push(row.key);
+    }
+  }
+  const first = new Map(); // set of rows -> smallest chunk id: a hue that stays while requests come and go
+  for (const chunk of chunks.values()) {
+    if (chunk.rows.length < 2) continue;
+    const group = chunk.rows.join(" ");
+    first.set(group, Math.min(first.get(group) ?? Infinity, chunk.id));
+  }
+  for (const chunk of chunks.values()) {
+    if (chunk.rows.length > 1) chunk.hue = (first.get(chunk.rows.join(" ")) * GOLDEN_ANGLE + 160) % 360;
+  }
+  return chunks;
+}
+
+// What happened between two maps: per row the events of its chunks, and the totals.
+//   new: mapped and filled for the first time; shared: mapped, though it existed before (aliased);
+//   copied: took the place of another chunk (copy-on-write); evicted: existed before and is gone.
+export function changesOf(before, rows, stats) {
+  const changes = { events: new Map(), mapped: 0, shared: 0, copied: 0, evicted: 0 };
+  if (before === null) return changes;
+  const known = new Set(before.rows.flatMap((row) => row.chunks));
+  const rowsBefore = new Map(before.rows.map((row) => [row.key, row]));
+  for (const row of rows) {
+    if (row.kind !== "live") continue;
+    const old = rowsBefore.get(row.key)?.chunks ?? [];
+    row.chunks.forEach((id, i) => {
+      if (old[i] === id) return;
+      const event = i < old.length ? "copied" : known.has(id) ? "shared" : "new";
+      changes.events.set(`${row.key}/${i}`, event);
+    });
+    changes.mapped += Math.max(0, row.chunks.length - old.length);
+  }
+  changes.shared = Math.max(0, stats.chunks_aliased - before.stats.chunks_aliased);
+  changes.copied = Math.max(0, stats.chunks_copied - before.stats.chunks_copied);
+  changes.evicted = Math.max(0, stats.chunks_evicted - before.stats.chunks_evicted);
+  return changes;
+}
+
+// The row of the cache that most likely is what `chunks`, last seen live, has become.
+export function overlap(chunks, others) {
+  const set = new Set(others);
+  return chunks.filter((id) => set.has(id)).length;
+}
