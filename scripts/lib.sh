@@ -6,6 +6,7 @@
 #   say TEXT        one line for the reader
 #   quietly LOG CMD run a long command with its output in LOG; on failure its end is shown
 #   need_packages   install Debian packages where we may, else name the command and stop
+#   want_browser    install Chromium where we may, else go on without
 
 set -euo pipefail
 
@@ -86,6 +87,12 @@ need_packages() {
   quietly apt-install "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive \
     apt-get install -y --no-install-recommends "$@" ||
     die "apt-get could not install: $*"
+}
+
+# The page's tests drive Chromium. They are skipped, and say so, where it can not be had.
+want_browser() {
+  command -v chromium >/dev/null && command -v chromedriver >/dev/null && return
+  (need_packages "no Chromium for the page's tests" chromium chromium-driver) || say "going on without a browser"
 }
 
 # A compiler that knows C++20's <span>; 1 s at most.

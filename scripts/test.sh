@@ -23,6 +23,7 @@ fi
 begin "make test"
 setup_venv dev
 need_gtest
+want_browser
 stage "C++ core: build and test (ctest)"
 cpp_tests core
 stage "Python: test (pytest)"

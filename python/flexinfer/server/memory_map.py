@@ -159,6 +159,7 @@ def _chunks(snapshot: Snapshot, shown: set[int]) -> list[dict[str, Any]]:
 def _prefixes(snapshot: Snapshot) -> list[dict[str, Any]]:
     return [
         {
+            "parent": info.parent,
             "start_tokens": info.start_tokens,
             "num_tokens": info.num_tokens,
             "last_used": info.last_used,

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 STATIC = Path(__file__).parent / "static"
 HEADERS = {
-    # Scripts, styles and connections of this server only. Widths and hues of the map are inline styles.
+    # Only from this server. The map's widths and hues are inline styles.
     "Content-Security-Policy": (
         "default-src 'self'; style-src 'self' 'unsafe-inline'; object-src 'none'; "
         "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"

@@ -82,6 +82,13 @@ export function chunksOf(rows) {
   return chunks;
 }
 
+// What sharing does in all rows, live and cached; the server's own figures count running requests only.
+export function sharing(chunks, chunkBytes) {
+  const shared = [...chunks.values()].filter((chunk) => chunk.rows.length > 1);
+  const saved = shared.reduce((sum, chunk) => sum + chunk.rows.length - 1, 0);
+  return { shared_bytes: shared.length * chunkBytes, saved_bytes: saved * chunkBytes };
+}
+
 // What happened between two maps: per row the events of its chunks, and the totals.
 //   new: mapped and filled for the first time; shared: mapped, though it existed before (aliased);
 //   copied: took the place of another chunk (copy-on-write); evicted: existed before and is gone.
@@ -106,7 +113,7 @@ export function changesOf(before, rows, stats) {
   return changes;
 }
 
-// The row of the cache that most likely is what `chunks`, last seen live, has become.
+// How many of `chunks` are among the others.
 export function overlap(chunks, others) {
   const set = new Set(others);
   return chunks.filter((id) => set.has(id)).length;

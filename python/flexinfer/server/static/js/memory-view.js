@@ -1,6 +1,6 @@
 // MemoryView: the live memory map. Every vTensor is a row of chunks; the same colour is the same physical memory.
 import { formatBytes, formatCount, h, iconButton, replaceChildren } from "./dom.js";
-import { changesOf, chunksOf, overlap, rowsOf } from "./memory-model.js";
+import { changesOf, chunksOf, overlap, rowsOf, sharing } from "./memory-model.js";
 import { titleOf } from "./store.js";
 
 const FAST_MS = 200; // while something runs
@@ -10,8 +10,8 @@ const FIGURES = [
   ["reserved", "Reserved", "virtual addresses, no memory behind them yet"],
   ["mapped", "Mapped", "virtual addresses with memory behind them, of running requests"],
   ["resident", "Resident", "physical memory"],
-  ["shared", "Shared", "physical memory that several running requests map"],
-  ["saved", "Saved", "physical memory that sharing saves the running requests at this moment"],
+  ["shared", "Shared", "physical memory that stands in several of the ranges below"],
+  ["saved", "Saved", "physical memory that the ranges below would need more if they shared nothing"],
 ];
 
 export class MemoryView {
@@ -57,7 +57,7 @@ export class MemoryView {
   }
 
   #soon() {
-    if (this.replies.count > 0 && this.interval !== FAST_MS) this.refresh();
+    if (this.replies.count > 0 ? this.interval !== FAST_MS : this.interval === FAST_MS) this.refresh();
   }
 
   async #poll() {
@@ -107,9 +107,15 @@ export class MemoryView {
       this.#titles.set(row.key, id);
       this.#lastChunks.set(id, row.chunks);
     }
-    for (const row of rows.filter((one) => one.kind === "cached")) {
+    const cached = rows.filter((one) => one.kind === "cached");
+    const finished = this.replies.takeFinishedAlone();
+    if (finished !== null && cached.length > 0) {
+      const newest = cached.reduce((a, b) => (b.lastUsed > a.lastUsed ? b : a));
+      this.#lastChunks.set(finished, newest.chunks);
+    }
+    for (const row of cached) {
       let best = null;
-      let most = row.chunks.length / 2;
+      let most = row.chunks.length / 2; // another conversation's if less than half is the same
       for (const [id, chunks] of this.#lastChunks) {
         const common = overlap(chunks, row.chunks);
         if (common > most) [best, most] = [id, common];
@@ -127,7 +133,8 @@ export class MemoryView {
   }
 
   #showFigures({ stats, engine }) {
-    for (const [name] of FIGURES) this.figures[name].textContent = formatBytes(stats[`${name}_bytes`]);
+    const bytes = { ...stats, ...sharing(this.chunks, this.map.chunk_bytes * this.map.num_planes) };
+    for (const [name] of FIGURES) this.figures[name].textContent = formatBytes(bytes[`${name}_bytes`]);
     this.element.querySelector(".activity").textContent = engine.is_sleeping
       ? "asleep"
       : `${engine.num_running} running · ${engine.num_waiting} waiting`;
@@ -219,7 +226,7 @@ export class MemoryView {
       [mapped, "mapped"], [shared, "shared instead of computed"], [copied, "copied to be written"], [evicted, "evicted"],
     ].filter(([count]) => count > 0).map(([count, text]) => `${formatCount(count, "chunk")} ${text}`);
     if (parts.length === 0) return;
-    const time = new Date().toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+    const time = new Date().toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
     this.ticker.prepend(h("li", {}, h("time", {}, time), parts.join(", ")));
     while (this.ticker.children.length > 6) this.ticker.lastElementChild.remove();
   }

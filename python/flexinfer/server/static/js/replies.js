@@ -5,6 +5,7 @@ const MAX_TITLE = 40;
 export class Replies extends EventTarget {
   #running = new Map(); // conversation id -> AbortController
   #conversationOf = new Map(); // request id -> conversation id
+  #finishedAlone = null;
 
   constructor(api, store) {
     super();
@@ -21,6 +22,13 @@ export class Replies extends EventTarget {
     return this.#running.size;
   }
 
+  // The conversation of the last answer, if it came alone: then the newest prefix in the cache is its own.
+  takeFinishedAlone() {
+    const id = this.#finishedAlone;
+    this.#finishedAlone = null;
+    return id;
+  }
+
   // The conversation that asked for the request, if it was one of this page.
   conversationOf(requestId) {
     return this.#conversationOf.get(requestId) ?? null;
@@ -32,7 +40,9 @@ export class Replies extends EventTarget {
 
   send(conversation, text) {
     conversation.messages.push({ role: "user", content: text });
-    if (!conversation.title) conversation.title = shortTitle(text);
+    // A fork is called after what it says first that its parent did not.
+    if (!conversation.title || conversation.isNewFork) conversation.title = shortTitle(text);
+    conversation.isNewFork = false;
     return this.answer(conversation);
   }
 
@@ -62,6 +72,7 @@ export class Replies extends EventTarget {
       if (reply.state === "failed") reply.error = error.message;
       if (error.needsKey) this.dispatchEvent(new Event("key"));
     } finally {
+      this.#finishedAlone = this.#running.size === 1 && reply.state === "done" ? conversation.id : null;
       this.#running.delete(conversation.id);
       this.store.changed();
       this.#changed();

@@ -48,6 +48,7 @@ export class Store extends EventTarget {
     const messages = source.messages.slice(0, count).map((message) => ({ ...message }));
     const fork = this.create(messages, source.title, id);
     fork.system = source.system;
+    fork.isNewFork = true;
     this.changed();
     return fork;
   }

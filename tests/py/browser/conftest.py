@@ -1,0 +1,66 @@
+"""A real server process, and Debian's headless Chromium in front of it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from page import ChatPage
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
+
+from serving import ServerProcess
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+DRIVER = shutil.which("chromedriver")
+SCREENSHOTS = Path(__file__).parents[3] / "build" / "screenshots"
+ARGUMENTS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """`flexinfer serve` with the shipped model and no keys: the page needs none."""
+    folder = tmp_path_factory.mktemp("server")
+    process = ServerProcess(
+        folder / "log", "--max-num-seqs", "8", "--kv-cache-memory-bytes", "32MiB"
+    )
+    try:
+        yield process.wait_until_ready()
+    finally:
+        process.stop()
+
+
+@pytest.fixture(scope="session")
+def driver() -> Iterator[webdriver.Chrome]:
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("no browser here: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for argument in ARGUMENTS:
+        options.add_argument(argument)
+    with webdriver.Chrome(options=options, service=Service(DRIVER)) as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(
+    driver: webdriver.Chrome, server: ServerProcess, request: pytest.FixtureRequest
+) -> Iterator[ChatPage]:
+    """The page, freshly opened on a wide screen, without anything that was said before.
+
+    A screenshot is kept of how each test leaves it; anything on the console is a failure.
+    """
+    chat = ChatPage(driver, server.url)
+    chat.resize(1440, 900)
+    chat.open_new()
+    yield chat
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    driver.save_screenshot(str(SCREENSHOTS / f"{request.node.name}.png"))
+    chat.emulate(dark=False)
+    assert chat.console() == []

@@ -1,0 +1,165 @@
+"""The page in a real browser, in front of a real server and a real model."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from page import ChatPage
+from selenium.webdriver import Keys
+
+pytestmark = pytest.mark.browser
+
+
+def test_a_message_gets_an_answer_that_streams(page: ChatPage) -> None:
+    page.driver.execute_script(
+        """window.seen = new Set();
+        new MutationObserver(() => {
+          const body = document.querySelector(".message.assistant .body");
+          if (body) window.seen.add(body.textContent);
+        }).observe(document.querySelector(".messages"), {childList: true, subtree: true});"""
+    )
+    assert "Ada" in page.send("Hello! My name is Ada.")
+    seen = page.driver.execute_script("return [...window.seen]")
+    assert len(seen) > 3, "the answer came in one piece"
+    assert "prompt tokens from the cache" in page.text(".message.assistant .facts")
+
+
+def test_an_answer_can_be_stopped(page: ChatPage) -> None:
+    page.ask_for_long_answers()
+    page.send("Hello!", wait=False)
+    page.click("Stop")
+    page.until(lambda: page.all(".message.assistant.stopped"))
+    page.until(lambda: page.all('button[aria-label="Send"]'))
+    page.until(lambda: not [row for row in page.rows() if row["kind"] == "live"])
+
+
+def test_escape_stops_too(page: ChatPage) -> None:
+    page.ask_for_long_answers()
+    page.send("Hello!", wait=False)
+    page.find("#composer-text").send_keys(Keys.ESCAPE)
+    page.until(lambda: page.all(".message.assistant.stopped"))
+
+
+def test_regenerate_replaces_the_last_answer(page: ChatPage) -> None:
+    first = page.send("Hello! My name is Ada.")
+    page.click("Regenerate the answer")
+    assert page.answer() == first, "greedy: the same again"
+    assert len(page.all(".message")) == 2
+
+
+def test_a_fork_shares_the_chunks_of_its_prefix(page: ChatPage) -> None:
+    page.send("Hello! My name is Ada.")
+    page.send("What is 17 plus 25?")
+    page.click("Fork the conversation here")
+    assert len(page.all(".conversations li")) == 2
+    assert "Ada" in page.send("What is my name?")
+    page.all(".conversations .open")[0].click()
+    page.send("Remember: my city is Rome.")
+
+    def shared() -> bool:
+        rows = [row for row in page.rows() if row["kind"] == "cached"]
+        holders: dict[str, list[tuple[str, str]]] = {}
+        for row in rows:
+            for chunk, hue in row["chunks"]:
+                holders.setdefault(chunk, []).append((row["label"], hue))
+        several = [rows for rows in holders.values() if len(rows) > 1]
+        same_colour = all(len({hue for _, hue in rows}) == 1 for rows in several)
+        return len(several) >= 2 and same_colour and all(rows[0][1] != "null" for rows in several)
+
+    page.until(shared)
+    page.all("button.chunk.shared")[0].click()
+    assert "Shared by" in page.text(".detail")
+    assert "Only the prefix cache holds it" in page.text(".detail")
+    assert page.text('[data-figure="saved"] dd') != "0 B"
+
+
+def test_running_requests_share_chunks_while_they_run(page: ChatPage) -> None:
+    page.send("Hello! My name is Ada.")
+    page.click("Fork the conversation here")
+    page.ask_for_long_answers()
+    page.send("What is my name?", wait=False)
+    page.all(".conversations .open")[0].click()
+    page.send("What is 17 plus 25?", wait=False)
+
+    def two_live_rows() -> bool:
+        live = [row for row in page.rows() if row["kind"] == "live"]
+        return len(live) == 2 and bool(
+            {chunk for chunk, _ in live[0]["chunks"]} & {chunk for chunk, _ in live[1]["chunks"]}
+        )
+
+    page.until(two_live_rows)
+    assert page.all(".chunk.reserved")
+    page.until(lambda: "chunk" in page.text(".ticker"))
+
+
+def test_conversations_are_kept_and_deleted(page: ChatPage) -> None:
+    page.send("Hello! My name is Ada.")
+    page.find(".new").click()
+    page.send("What is 2 plus 3?")
+    page.driver.refresh()
+    page.until(lambda: len(page.all(".conversations li")) == 2)
+    assert page.texts(".message.user .body") == ["What is 2 plus 3?"]
+    page.click("Delete “What is 2 plus 3?”")
+    assert page.texts(".conversations .title") == ["Hello! My name is Ada."]
+
+
+def test_settings_reach_the_model(page: ChatPage) -> None:
+    page.find('#chat [aria-label^="Settings"]').click()
+    tokens = page.find("#set-max_tokens")
+    tokens.clear()
+    tokens.send_keys("3")
+    page.find(".settings .primary").click()
+    page.send("Hello! My name is Ada.")
+    assert "cut at the token limit" in page.text(".message.assistant .facts")
+
+
+def test_markup_in_a_message_stays_text(page: ChatPage) -> None:
+    page.send("<img src=x onerror=alert(1)> **b**")
+    assert page.texts(".message.user .body") == ["<img src=x onerror=alert(1)> **b**"]
+    assert not page.all(".messages img")
+
+
+def test_the_map_by_keyboard(page: ChatPage) -> None:
+    page.send("Hello! My name is Ada.")
+    page.until(lambda: page.all("button.chunk"))
+    page.driver.execute_script("document.querySelector('.row button').focus()")
+    active = page.driver.switch_to.active_element
+    active.send_keys(Keys.ARROW_RIGHT)
+    second = page.driver.switch_to.active_element
+    assert second.get_attribute("data-id") == page.rows()[0]["chunks"][1][0]
+    second.send_keys(Keys.ENTER)
+    assert page.text(".detail h3") == f"Chunk {page.rows()[0]['chunks'][1][0]}"
+    second.send_keys(Keys.ESCAPE)
+    page.until(lambda: not page.find(".detail").is_displayed())
+    assert len(page.all('.grid [tabindex="0"]')) == 1
+
+
+def test_on_a_phone_one_pane_at_a_time(page: ChatPage) -> None:
+    page.resize(390, 844, phone=True)
+    page.send("Hello! My name is Ada.")
+    assert not page.find("#memory").is_displayed()
+    page.find('#tabs [data-view="memory"]').click()
+    assert page.find("#memory").is_displayed()
+    assert not page.find("#chat").is_displayed()
+    page.until(lambda: page.all("button.chunk"))
+    width = page.driver.execute_script("return document.documentElement.scrollWidth")
+    assert width <= 390, "nothing is cut off at the side"
+
+
+def test_dark(page: ChatPage) -> None:
+    page.emulate(dark=True)
+    page.send("Hello! My name is Ada.")
+    colour = page.driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+    red = int(colour.removeprefix("rgb(").split(",")[0])
+    assert red < 60
+
+
+def test_nothing_comes_from_elsewhere(page: ChatPage) -> None:
+    page.send("Hello!")
+    names = page.driver.execute_script(
+        "return performance.getEntriesByType('resource').map(entry => entry.name)"
+    )
+    assert names
+    assert all(name.startswith(page.url) for name in names)
+    policy = httpx.get(page.url).headers["content-security-policy"]
+    assert "default-src 'self'" in policy
