@@ -17,6 +17,7 @@ import torch
 
 from flexinfer.sampling_params import SamplingParams
 from flexinfer.structured import GrammarCompiler
+from flexinfer.transfer import to_device
 
 
 class SamplingRequest(Protocol):
@@ -71,11 +72,14 @@ class Sampler:
         processed = self._apply_structure(processed, requests)
         chosen = processed.argmax(dim=-1)
         random_rows = [i for i, request in enumerate(requests) if not request.params.is_greedy]
-        if random_rows:
-            chosen[random_rows] = self._draw(
-                processed[random_rows], [requests[i] for i in random_rows]
-            )
-        return SamplerOutput(chosen.tolist(), gather_logprobs(raw, chosen, requests))
+        if len(random_rows) == len(requests):
+            chosen = self._draw(processed, requests)
+        elif random_rows:
+            rows = _ids(random_rows, raw)
+            drawn = self._draw(processed[rows], [requests[i] for i in random_rows])
+            chosen.index_copy_(0, rows, drawn)
+        logprobs = gather_logprobs(raw, chosen, requests)
+        return SamplerOutput(chosen.tolist(), logprobs)
 
     def _apply_structure(
         self, logits: torch.Tensor, requests: Sequence[SamplingRequest]
@@ -117,7 +121,7 @@ class Sampler:
         return generator
 
     def _column(self, values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self.device)[:, None]
+        return to_device(values, torch.float32, self.device)[:, None]
 
 
 def apply_bias(logits: torch.Tensor, requests: Sequence[SamplingRequest]) -> torch.Tensor:
@@ -135,23 +139,23 @@ def apply_bias(logits: torch.Tensor, requests: Sequence[SamplingRequest]) -> tor
                 values.append(-torch.inf)
     if not rows:
         return logits
-    added = torch.tensor(values, dtype=logits.dtype, device=logits.device)
+    added = to_device(values, logits.dtype, logits.device)
     return logits.index_put((_ids(rows, logits), _ids(columns, logits)), added, accumulate=True)
 
 
 def apply_penalties(logits: torch.Tensor, requests: Sequence[SamplingRequest]) -> torch.Tensor:
     """Repetition, frequency and presence penalty. Returns a copy if it changes any row."""
-    rows = [i for i, request in enumerate(requests) if request.params.has_penalties]
-    if not rows:
+    penalised = [request for request in requests if request.params.has_penalties]
+    if not penalised:
         return logits
-    penalised = [requests[i] for i in rows]
+    rows = _ids([i for i, r in enumerate(requests) if r.params.has_penalties], logits)
     params = [request.params for request in penalised]
     part = logits[rows]
     in_output = count_tokens([request.output_token_ids for request in penalised], part)
     in_prompt = count_tokens([request.prompt_token_ids for request in penalised], part)
 
     def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=part.dtype, device=part.device)[:, None]
+        return to_device(values, part.dtype, part.device)[:, None]
 
     repetition = column([p.repetition_penalty for p in params])
     repeated = torch.where(part > 0, part / repetition, part * repetition)
@@ -177,7 +181,8 @@ def apply_min_p(logits: torch.Tensor, min_p: Sequence[float]) -> torch.Tensor:
     if not any(min_p):
         return logits
     probs = torch.softmax(logits, dim=-1)
-    bound = probs.amax(dim=-1, keepdim=True) * probs.new_tensor(min_p)[:, None]
+    column = to_device(min_p, probs.dtype, probs.device)[:, None]
+    bound = probs.amax(dim=-1, keepdim=True) * column
     return logits.masked_fill(probs < bound, -torch.inf)
 
 
@@ -191,12 +196,12 @@ def apply_top_k_top_p(
         largest = logits.topk(max(k for k in ks if k < vocab_size))
         bounded = [min(k, largest.values.shape[-1]) for k in ks]
         bound = largest.values.gather(-1, _ids(bounded, logits)[:, None] - 1)
-        keep_all = torch.tensor([k == vocab_size for k in ks], device=logits.device)[:, None]
+        keep_all = to_device([k == vocab_size for k in ks], torch.bool, logits.device)[:, None]
         logits = logits.masked_fill((logits < bound) & ~keep_all, -torch.inf)
     if any(p < 1.0 for p in top_p):
         ascending, order = logits.sort(dim=-1)
         below = torch.softmax(ascending, dim=-1).cumsum(dim=-1)
-        drop = below <= 1.0 - below.new_tensor(top_p)[:, None]
+        drop = below <= 1.0 - to_device(top_p, below.dtype, below.device)[:, None]
         drop[:, -1] = False
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
     return logits
@@ -213,17 +218,17 @@ def gather_logprobs(
     vocab_size = raw.shape[-1]
     asked = [requests[row].params.logprobs or 0 for row in rows]
     num_top = [vocab_size if num == -1 else min(num, vocab_size) for num in asked]
-    logprobs = torch.log_softmax(raw[rows], dim=-1)
+    where = _ids(rows, raw)
+    logprobs = torch.log_softmax(raw[where], dim=-1)
     top = logprobs.topk(max(num_top))
-    sampled = logprobs.gather(-1, chosen[rows][:, None])
+    sampled = logprobs.gather(-1, chosen[where][:, None])
     ranks = (logprobs >= sampled).sum(dim=-1).tolist()
-    columns = zip(
-        rows, num_top, sampled[:, 0].tolist(), ranks, top.indices, top.values, strict=True
-    )
+    top_ids, top_values = top.indices.cpu(), top.values.cpu()  # one copy, not one a row
+    columns = zip(rows, num_top, sampled[:, 0].tolist(), ranks, top_ids, top_values, strict=True)
     for row, num, logprob, rank, ids, values in columns:
         found[row] = RowLogprobs(logprob, rank, ids[:num].tolist(), values[:num].tolist())
     return found
 
 
 def _ids(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=like.device)
+    return to_device(values, torch.int64, like.device)

@@ -36,7 +36,7 @@ CPP_FORBIDDEN = {("kernels", "vmm")}
 # Lowest first. A name is a module or a package directly under flexinfer.
 PYTHON_LAYERS = [
     {"errors", "_vtensor", "_kernels"},
-    {"units", "stats", "kv_spec", "device", "threads", "torch_runtime"},
+    {"units", "stats", "kv_spec", "device", "threads", "torch_runtime", "transfer"},
     {
         "types",
         "config",

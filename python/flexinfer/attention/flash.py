@@ -28,6 +28,7 @@ from flexinfer.attention.base import (
 )
 from flexinfer.attention.flash_kernels import DecodeKernel, DecodeStep, PrefillKernel, Scores
 from flexinfer.attention.sdpa import SdpaAttention
+from flexinfer.transfer import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -153,10 +154,7 @@ class FreshRun:
         self.first_row = segments[0].row
         self.end_row = segments[-1].row + segments[-1].num_tokens
         ends = [s.row + s.num_tokens - self.first_row for s in segments]
-        cu_seqlens = torch.tensor([0, *ends], dtype=torch.int32)
-        if device.type == "cuda":
-            cu_seqlens = cu_seqlens.pin_memory().to(device, non_blocking=True)
-        self.cu_seqlens = cu_seqlens
+        self.cu_seqlens = to_device([0, *ends], torch.int32, device)
         self.max_len = max(s.num_tokens for s in segments)
 
 
