@@ -91,9 +91,9 @@ def _replace(
 @torch.inference_mode()
 def same(module: torch.nn.Module, replacement: torch.nn.Module) -> bool:
     """Whether both give the same for random input, up to rounding."""
-    width, dtype = _input_of(module)
+    width, dtype, device = _input_of(module)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, NUM_TRIAL_TOKENS, width, generator=generator).to(dtype)
+    x = torch.randn(1, NUM_TRIAL_TOKENS, width, generator=generator).to(device, dtype)
     expected, output = module(x), replacement(x)
     if not isinstance(expected, torch.Tensor) or expected.shape != output.shape:
         return False
@@ -101,13 +101,13 @@ def same(module: torch.nn.Module, replacement: torch.nn.Module) -> bool:
     return expected.dtype == output.dtype and bool((expected - output).abs().max() <= tolerance)
 
 
-def _input_of(module: torch.nn.Module) -> tuple[int, torch.dtype]:
-    """Width and dtype of a layer's input."""
+def _input_of(module: torch.nn.Module) -> tuple[int, torch.dtype, torch.device]:
+    """Width, dtype and device of a layer's input."""
     linear = getattr(module, "gate_proj", None)
     if linear is not None:
-        return linear.in_features, linear.weight.dtype
+        return linear.in_features, linear.weight.dtype, linear.weight.device
     weight = next(module.parameters())
-    return weight.shape[0], weight.dtype
+    return weight.shape[0], weight.dtype, weight.device
 
 
 def _packed(module: torch.nn.Module | torch.Tensor) -> PackedLinear:
@@ -132,6 +132,6 @@ def _lean_norm(module: torch.nn.Module) -> torch.nn.Module | None:
     if not type(module).__name__.endswith("RMSNorm") or len(parameters) != 1 or eps is None:
         return None
     weight = parameters[0]
-    if weight.device.type != "cpu" or weight.dim() != 1 or isinstance(module, RMSNorm):
+    if weight.device.type == "meta" or weight.dim() != 1 or isinstance(module, RMSNorm):
         return None
     return RMSNorm(weight, eps)

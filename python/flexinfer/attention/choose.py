@@ -80,7 +80,8 @@ def choose_cuda(name: str, layers: Sequence[LayerKV]) -> AttentionBackend:
         return SdpaAttention(layers)
     capability = torch.cuda.get_device_capability(k.device)
     candidates = [TORCH] if name == "sdpa" else [*packages(capability), TORCH]
-    backend, reasons = choose(layers, candidates)
+    with torch.cuda.device(k.device):  # not all packages look at their arguments for it
+        backend, reasons = choose(layers, candidates)
     told = "; ".join(reasons)
     if isinstance(backend, SdpaAttention):
         logger.warning("attention through torch's SDPA, request by request: %s", told)

@@ -35,7 +35,7 @@ Model = Annotated[
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto (the model's own).")]
 Device = Annotated[
     str | None,
-    typer.Option(help="cpu, cuda, ...; without it, where the model loads."),
+    typer.Option(help="cpu, cuda or cuda:N; without it, a GPU if there is one."),
 ]
 ChunkBytes = Annotated[
     str | None,
@@ -52,6 +52,16 @@ Memory = Annotated[
 Trace = Annotated[
     Path | None,
     typer.Option(help="Record every memory operation, for `flexinfer replay`. Holds the tokens."),
+]
+AttentionName = Annotated[
+    str, typer.Option("--attention-backend", help="auto, flash, host or sdpa.")
+]
+EnforceEager = Annotated[
+    bool, typer.Option("--enforce-eager", help="On a GPU: no CUDA graphs for decoding.")
+]
+GpuShare = Annotated[
+    float,
+    typer.Option("--gpu-memory-utilization", help="Part of a GPU for weights, activations and KV."),
 ]
 Seed = Annotated[int, typer.Option(help="Of sampling; in the demo, also which conversations.")]
 
@@ -89,6 +99,9 @@ def demo(
     memory: Memory = None,
     seed: Seed = 0,
     trace: Trace = None,
+    attention_backend: AttentionName = "auto",
+    enforce_eager: EnforceEager = False,
+    gpu_memory_utilization: GpuShare = 0.9,
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw memory over time into this file (.png, .svg, .pdf)."),
@@ -103,7 +116,18 @@ def demo(
         from flexinfer.cli.demo import Demo, DemoSettings
 
         engine = EngineSettings(
-            model, dtype, device, chunk_bytes, layers_per_plane, memory, seed, conversations, trace
+            model,
+            dtype,
+            device,
+            chunk_bytes,
+            layers_per_plane,
+            memory,
+            seed,
+            conversations,
+            trace,
+            attention_backend,
+            enforce_eager,
+            gpu_memory_utilization,
         )
         settings = DemoSettings(engine, conversations, turns, max_tokens, plot, json)
         opened = Demo(settings)
@@ -129,6 +153,9 @@ def chat(
     memory: Memory = None,
     seed: Seed = 0,
     trace: Trace = None,
+    attention_backend: AttentionName = "auto",
+    enforce_eager: EnforceEager = False,
+    gpu_memory_utilization: GpuShare = 0.9,
     url: Annotated[
         str | None,
         typer.Option(help="Talk to the server there instead; --model is then a served name."),
@@ -157,7 +184,17 @@ def chat(
             from flexinfer.cli.chat_local import LocalPartner
 
             engine = EngineSettings(
-                model, dtype, device, chunk_bytes, layers_per_plane, memory, seed, trace=trace
+                model,
+                dtype,
+                device,
+                chunk_bytes,
+                layers_per_plane,
+                memory,
+                seed,
+                trace=trace,
+                attention_backend=attention_backend,
+                enforce_eager=enforce_eager,
+                gpu_memory_utilization=gpu_memory_utilization,
             )
             if system is None and engine.is_shipped:
                 from flexinfer.cli.script import load_script

@@ -207,11 +207,23 @@ def _torch_cuda() -> Check:
     return Check("devices", "torch on cuda", "warning", f"torch {torch.__version__}", advice)
 
 
+FLASH_PACKAGES = ("flash_attn", "flash_attn_interface", "flash_attn.cute")
+
+
 def attention_checks() -> Iterator[Check]:
     """Which attention implementations load here."""
     from flexinfer import attention
 
-    return map(_attention, attention.BACKENDS)
+    yield from (_attention(name) for name in attention.BACKENDS if name != "auto")
+    yield from map(_flash_package, FLASH_PACKAGES)
+
+
+def _flash_package(name: str) -> Check:
+    try:
+        version = getattr(import_module(name), "__version__", "no version")
+    except Exception as error:  # built for another torch: undefined symbols
+        return Check("attention", name, "note", str(error), "only for --attention-backend flash")
+    return Check("attention", name, "ok", f"{version}; tried on the GPU when an engine starts")
 
 
 def _attention(name: str) -> Check:

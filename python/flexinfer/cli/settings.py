@@ -28,6 +28,9 @@ class EngineSettings:
     seed: int = 0
     max_num_seqs: int = 4
     trace: Path | None = None
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
+    gpu_memory_utilization: float = 0.9
 
     @property
     def is_shipped(self) -> bool:
@@ -70,6 +73,9 @@ class EngineSettings:
             kv_cache_memory_bytes=self.memory,
             chunk_bytes=self.chunk_bytes or self._shipped_chunk_bytes(),
             layers_per_plane=self.layers_per_plane,
+            attention_backend=self.attention_backend,
+            enforce_eager=self.enforce_eager,
+            gpu_memory_utilization=self.gpu_memory_utilization,
             trace=None if like is not None or self.trace is None else str(self.trace),
         )
 
