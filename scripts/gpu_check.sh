@@ -7,6 +7,7 @@
 #   scripts/gpu_check.sh --flash            second call: waits for flash-attn's build, then measures with it
 #   scripts/gpu_check.sh --only A,B | --skip A,B   chooses stages;  --list  prints them
 #   scripts/gpu_check.sh --seconds N        time for everything (default 540)
+#   scripts/gpu_check.sh --budget NAME=N    another budget for one stage, e.g. end_to_end=300
 #   scripts/gpu_check.sh --dry-run-on-cpu   every stage on the CPU with tiny sizes, to prove this script
 #   scripts/gpu_check.sh --pack             (with a network) fetches what the GPU machine may miss
 #
@@ -32,17 +33,18 @@ DEVICE=cuda
 # is less; the report has its own reserve.
 STAGES="\
 environment  20  the machine, its driver and packages; fails without a GPU
-build        90  flexinfer, built here, in a virtual environment over the packages that are there
+build        60  flexinfer, built here, in a virtual environment over the packages that are there
 flash-start   5  starts flash-attn's build in the background, where its source was carried
-pytest      110  the Python tests marked gpu
-ctest        95  the C++ tests, and the driver conformance suite on the real driver
+pytest      105  the Python tests marked gpu
+sanitizer    50  a short program over the manager under compute-sanitizer
+ctest        75  the C++ tests, and the driver conformance suite on the real driver
 api_latency  25  benchmark: the driver's memory calls by chunk size
-kernels      80  benchmark: attention on vTensors, plain tensors and pages
-gpu_overlap  40  benchmark: step time with mapping ahead of the kernels and without
-end_to_end   80  benchmark: generation against transformers' continuous batching
+kernels      70  benchmark: attention on vTensors, plain tensors and pages
+gpu_overlap  45  benchmark: step time with mapping ahead of the kernels and without
+end_to_end   65  benchmark: generation against transformers' continuous batching
 flash-wait  280  only with --flash: waits for flash-attn's build and installs it"
 REPORT_RESERVE=15
-ALL="environment build flash-start pytest ctest api_latency kernels gpu_overlap end_to_end"
+ALL="environment build flash-start pytest sanitizer ctest api_latency kernels gpu_overlap end_to_end"
 AFTER_FLASH="environment build flash-start flash-wait pytest kernels gpu_overlap end_to_end"
 
 chosen="$ALL"
@@ -50,6 +52,7 @@ skip=""
 total=540
 flash_call=no
 pack=no
+budgets=""
 
 usage() { sed -n '2,/^source/p' "${BASH_SOURCE[0]}" | sed '$d; s/^# \{0,1\}//'; }
 
@@ -59,6 +62,7 @@ while [ "$#" -gt 0 ]; do
     --skip) skip="${2//,/ }"; shift ;;
     --seconds) total="$2"; shift ;;
     --out) OUT="$2"; shift ;;
+    --budget) budgets+="${2%%=*} ${2##*=}"$'\n'; shift ;;
     --flash) flash_call=yes; chosen="$AFTER_FLASH" ;;
     --dry-run-on-cpu) DEVICE=cpu ;;
     --pack) pack=yes ;;
@@ -241,11 +245,20 @@ adopt_flash() {
 stage_pytest() {
   local marker=(-m gpu)
   [ "$DEVICE" = cuda ] || marker=(-m "not slow")
-  local only=(tests/py)
+  local only=(tests/py --deselect tests/py/gpu/test_gpu_sanitizer.py)
   [ "$DEVICE" = cuda ] || only=(tests/py/gpu)
   if [ "$flash_call" = yes ]; then only=(tests/py/gpu -k "kernels or engine or flash"); fi
   "$PY" -m pytest "${marker[@]}" "${only[@]}" -q --timeout 100 -o cache_dir="$WORK/pytest" \
     --junitxml "$RUN/pytest.xml" --durations 8
+}
+
+stage_sanitizer() {
+  [ "$DEVICE" = cuda ] || skipped "compute-sanitizer needs CUDA; stage pytest ran its program on the CPU"
+  "$PY" -m pytest -m gpu tests/py/gpu/test_gpu_sanitizer.py -q -rs --timeout "$1" -o cache_dir="$WORK/pytest" |
+    tee "$RUN/sanitizer.txt"
+  if grep -q '^[0-9]* skipped' "$RUN/sanitizer.txt"; then
+    skipped "$(sed -n 's/^SKIPPED .*: //p' "$RUN/sanitizer.txt" | sort -u | paste -sd ';')"
+  fi
 }
 
 need_gtest_here() {
@@ -299,6 +312,7 @@ record() { # stage, status, seconds, budget, reason
 run_stage() {
   local name="$1" budget left start=$SECONDS status=0 log reason=""
   budget="$(awk -v name="$name" '$1 == name {print $2}' <<<"$STAGES")"
+  budget="$(awk -v name="$name" -v budget="$budget" '$1 == name {budget = $2} END {print budget}' <<<"$budgets")"
   # The machine that proves the script may be slow; only its logic counts there.
   [ "$DEVICE" = cuda ] || budget=$((budget * 6))
   left=$((total - SECONDS - REPORT_RESERVE))

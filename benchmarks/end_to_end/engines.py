@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from device_models import graph_sizes
 from workloads import Generate, Prompts, Sizes
 
 from flexinfer import LLM, SamplingParams
@@ -57,6 +58,7 @@ def flexinfer(model: Any, sizes: Sizes, meter: Meter, **settings: Any) -> Iterat
         max_model_len=sizes.max_len,
         max_num_seqs=sizes.max_requests,
         kv_cache_memory_bytes=kv_budget(model, sizes),
+        **graph_sizes((1, 2, 4, 8, 16)),
         **settings,
     )
     engine = llm.llm_engine

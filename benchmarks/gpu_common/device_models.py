@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -29,6 +29,14 @@ SHAPES = {
     "toy": ModelShape(128, 256, 4, 4, 2, 1_000, max_positions=2_048),
 }
 """The published shapes; "toy" is for trying the benchmarks on a CPU."""
+
+
+def graph_sizes(sizes: tuple[int, ...]) -> dict[str, Any]:
+    """The setting that limits CUDA graphs to these batch sizes, so that an engine opens quickly."""
+    from flexinfer.config import EngineConfig
+
+    name = "cuda_graph_sizes"
+    return {name: sizes} if name in {field.name for field in fields(EngineConfig)} else {}
 
 
 def make_model(name: str, device: str, dtype: torch.dtype) -> Any:

@@ -79,7 +79,7 @@ def environment(device: str) -> Row:
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
-        "load_before": [round(value, 1) for value in os.getloadavg()],
+        "load": [round(value, 1) for value in os.getloadavg()],
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,

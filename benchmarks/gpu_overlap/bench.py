@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu_common"))
 
 import torch
-from device_models import SHAPES, make_model
+from device_models import SHAPES, graph_sizes, make_model
 from harness import Deadline, Row, finish, parse, table
 
 from flexinfer import LLM, SamplingParams
@@ -80,6 +80,7 @@ def open_engine(setting: Setting, model: Any, device: str, **options: Any) -> LL
         layers_per_plane=setting.layers_per_plane,
         chunk_bytes=setting.chunk_bytes,
         enable_prefix_caching=False,
+        **graph_sizes((setting.num_requests,)),
         **options,
     )
 

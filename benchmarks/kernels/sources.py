@@ -72,8 +72,8 @@ class ArenaSource(Source):
     def caches(self, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
         for vtensor in self._vtensors[: shape.batch]:
             vtensor.extend(max(shape.seq_len, vtensor.num_tokens))
-        # Cut to what is mapped: a kernel may load up to the end of the shape (FlashAttention-3 does),
-        # and one that splits the keys does so by the shape, which is to be that of the plain tensor.
+        # Cut to what is mapped: FlashAttention-3 loads up to the end of the shape, and kernels that
+        # split the keys do so by the shape, which is to be that of the plain tensor.
         k, v = (cache[: shape.batch, : shape.seq_len] for cache in (self._k, self._v))
         return k.normal_(), v.normal_()
 

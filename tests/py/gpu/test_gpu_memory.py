@@ -16,6 +16,7 @@ from flexinfer.errors import OutOfMemoryError
 
 HERE = Path(__file__).parent
 GIB = 1 << 30
+ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # new and old name
 
 
 def test_the_budget_ends_cleanly_and_memory_given_back_serves_again(kit: Kit) -> None:
@@ -119,7 +120,7 @@ def test_torchs_expandable_segments_stand_beside_the_pool(cuda_kit: Kit) -> None
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(HERE)],
-        env={**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        env={**os.environ, **dict.fromkeys(ALLOC_CONF, "expandable_segments:True")},
         capture_output=True,
         text=True,
         timeout=120,

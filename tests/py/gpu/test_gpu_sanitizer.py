@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).parent / "sanitized.py"
-TOOLS = ("memcheck", "synccheck")
+TOOLS = ("memcheck",)
 
 
 def test_the_program_under_test_is_right(device: str) -> None:
