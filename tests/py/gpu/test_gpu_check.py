@@ -103,7 +103,8 @@ def test_flash_attn_is_reduced_to_the_kernels_that_are_measured(tmp_path: Path) 
     source_folder.mkdir(parents=True)
     (source_folder / "static_switch.h").write_text("#pragma once\n")
     (tmp_path / "setup.py").write_text(
-        'if True:\n    compiler_c17_flag=["-O3", "-std=c++17"]\n    nvcc_flags = [\n    "-O3",\n    ]\n'
+        'if True:\n    compiler_c17_flag=["-O3", "-std=c++17"]\n'
+        '    nvcc_flags = [\n    "-O3",\n    ]\n'
         f'sources = [\n                "csrc/flash_attn/flash_api.cpp",\n{sources}]\n'
     )
     kept = make_lean(tmp_path)
