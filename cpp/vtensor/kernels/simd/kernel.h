@@ -73,42 +73,43 @@ inline void write_results(const LayerCall& call, const AttendTask& task, const S
   }
 }
 
-template <class T, class Tile>
+template <class T, int kTokens, class Tile>
 VTENSOR_INLINE void attend_tiles(const LayerCall& call, const AttendTask& task, const Scratch& s,
                                  const Tile& compute_tile) {
   start_rows(s, task.num_tokens * task.num_heads, call.head_dim);
-  for (int64_t tile = task.begin; tile < task.end; tile += kTileTokens) {
+  for (int64_t tile = task.begin; tile < task.end; tile += kTokens) {
     const int64_t left = task.end - tile;
-    compute_tile(call, task, s, tile, left < kTileTokens ? static_cast<int>(left) : kTileTokens);
+    compute_tile(call, task, s, tile, left < kTokens ? static_cast<int>(left) : kTokens);
   }
   write_results<T>(call, task, s);
 }
 
 template <class T>
-void attend(const LayerCall& call, const AttendTask& task, float* scratch) {
-  const Scratch s = lay_out(scratch, call.head_dim);
+inline void attend_widened(const LayerCall& call, const AttendTask& task, const Scratch& s) {
   load_queries<T>(call, task, s);
   if (task.num_tokens * task.num_heads < kManyRows) {
-    attend_tiles<T>(call, task, s, few_rows_tile<T>);
+    attend_tiles<T, kFewRowsTile>(call, task, s, few_rows_tile<T>);
   } else {
-    attend_tiles<T>(call, task, s, many_rows_tile<T>);
+    attend_tiles<T, kTileTokens>(call, task, s, many_rows_tile<T>);
   }
+}
+
+template <class T>
+void attend(const LayerCall& call, const AttendTask& task, float* scratch) {
+  attend_widened<T>(call, task, lay_out(scratch, call.head_dim));
 }
 
 #if defined(__AMX_BF16__)
 template <>
 void attend<BFloat16>(const LayerCall& call, const AttendTask& task, float* scratch) {
   const Scratch s = lay_out(scratch, call.head_dim);
-  const int rows = task.num_tokens * task.num_heads;
-  if (rows < kManyRows || call.head_dim % kAmxDepth != 0) {
-    load_queries<BFloat16>(call, task, s);
-    attend_tiles<BFloat16>(call, task, s,
-                           rows < kManyRows ? few_rows_tile<BFloat16> : many_rows_tile<BFloat16>);
+  if (task.num_tokens * task.num_heads < kManyRows || call.head_dim % kAmxDepth != 0) {
+    attend_widened<BFloat16>(call, task, s);
     return;
   }
   const AmxTiles tiles;
   amx_load_queries(call, task, s);
-  attend_tiles<BFloat16>(call, task, s, amx_rows_tile);
+  attend_tiles<BFloat16, kTileTokens>(call, task, s, amx_rows_tile);
 }
 #endif
 
