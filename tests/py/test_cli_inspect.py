@@ -36,6 +36,7 @@ def memory_map(manager: VTensorManager, requests: dict[int, str] | None = None) 
         "model": "tiny",
         "chunk_bytes": snapshot.chunk_bytes,
         "num_planes": snapshot.num_planes,
+        "row_tokens": TOKENS_PER_CHUNK,
         "stats": manager.stats().as_dict(),
         "vtensors": [
             {
@@ -119,7 +120,9 @@ def test_a_prefix_that_others_continue_names_them(manager: VTensorManager) -> No
     shared = list(range(16))
     for tail in (100, 200):
         record(manager, [*shared, *range(tail, tail + 16)]).release()
-    prefixes = MemoryReport.from_json(memory_map(manager)).prefixes
+    report = MemoryReport.from_json(memory_map(manager))
+    prefixes = report.prefixes
+    assert sorted(report.first_chunks()) == [0, 2, 2]
     (root,) = [prefix for prefix in prefixes if prefix.start_tokens == 0]
     others = sorted(prefix.label for prefix in prefixes if prefix is not root)
     assert root.kept_because[0] == f"{', '.join(others)} must go first"

@@ -370,7 +370,7 @@ async def refuses(_: web.Request) -> web.StreamResponse:
 @pytest.mark.parametrize(
     ("handler", "says"),
     [
-        (refuses, "429"),
+        (refuses, "429: full"),
         (streams(text("a"), {"error": {"message": "broken"}}), "broken"),
         (streams(end=b"data: [DONE]\n\n"), "without an answer"),
         (streams(end=b"data: {not json\n\n"), "JSONDecodeError"),

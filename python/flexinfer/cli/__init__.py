@@ -1,4 +1,4 @@
-"""The command line: `flexinfer demo`, `flexinfer chat`. Nothing heavy is imported for --help."""
+"""The command line, `flexinfer`: one file a command. Nothing heavy is imported for --help."""
 
 from flexinfer.cli.app import main
 

@@ -126,8 +126,8 @@ def serve(
         str, typer.Option(help="Of ttft, tpot, itl, e2el.", rich_help_panel=RESULTS)
     ] = "ttft,tpot,itl,e2el",
     metric_percentiles: Annotated[
-        str, typer.Option(help="Such as 50,90,99.", rich_help_panel=RESULTS)
-    ] = "50,90,99",
+        str, typer.Option(help="Such as 90,99.", rich_help_panel=RESULTS)
+    ] = "90,99",
     json: Annotated[
         bool, typer.Option("--json", help="The result on stdout.", rich_help_panel=RESULTS)
     ] = False,

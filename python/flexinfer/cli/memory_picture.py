@@ -1,6 +1,7 @@
 """The memory map as a picture: a row for each vTensor and prefix, a cell for each chunk.
 
-Chunks that stand in the same rows have the same colour; grey ones stand in one row alone.
+Chunks that stand in the same rows have the same colour; grey ones stand in one row alone. A prefix
+that continues another begins where its tokens do.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ def draw_map(file: Path, report: MemoryReport) -> None:
     from matplotlib.patches import Rectangle
 
     rows = report.rows()
-    longest = max((len(row.chunks) for row in rows), default=1)
+    starts = report.first_chunks()
+    ends = [start + len(row.chunks) for row, start in zip(rows, starts, strict=True)]
+    longest = max(ends, default=1)
     size = (min(3 + longest * 0.14, 24), 1.2 + max(len(rows), 1) * 0.3)
     figure, axes = plt.subplots(figsize=size, layout="constrained")
     colours = _colours(report)
     for y, row in enumerate(rows):
-        for x, chunk in enumerate(row.chunks):
+        for x, chunk in enumerate(row.chunks, start=starts[y]):
             cell = Rectangle((x, y - 0.4), 0.9, 0.8, color=colours[chunk], linewidth=0)
             axes.add_patch(cell)
     axes.set(

@@ -56,6 +56,8 @@ class MemoryReport:
     model: str
     chunk_bytes: int
     num_planes: int
+    row_tokens: float
+    """Tokens that one chunk of the first plane holds; 0 if the server does not say."""
     truncated: bool
     stats: dict[str, Any]
     engine: dict[str, Any]
@@ -70,6 +72,7 @@ class MemoryReport:
                 model=str(body.get("model", "")),
                 chunk_bytes=int(body["chunk_bytes"]),
                 num_planes=int(body["num_planes"]),
+                row_tokens=float(body.get("row_tokens", 0.0)),
                 truncated=bool(body.get("truncated", False)),
                 stats=dict(body["stats"]),
                 engine=dict(body.get("engine", {})),
@@ -85,6 +88,13 @@ class MemoryReport:
             *(MapRow(use.label, use.chunks, use.num_tokens) for use in self.vtensors),
             *(MapRow(use.label, use.chunks, use.num_tokens) for use in self.prefixes),
         ]
+
+    def first_chunks(self) -> list[int]:
+        """For each of `rows`, how many chunks of its prompt lie before it."""
+        starts = [
+            int(p.start_tokens // self.row_tokens) if self.row_tokens else 0 for p in self.prefixes
+        ]
+        return [0] * len(self.vtensors) + starts
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

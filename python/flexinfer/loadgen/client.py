@@ -19,6 +19,7 @@ ENDPOINTS: dict[str, str] = {
     "openai-chat": "/v1/chat/completions",
 }
 MAX_LINE_BYTES = 1 << 22
+MAX_ERROR_CHARS = 300
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 
@@ -85,7 +86,7 @@ class Client:
         try:
             async with self._session.post(self._target.url, json=body) as response:
                 if response.status != 200:
-                    outcome.error = f"{response.status}: {(await response.text())[:300]}"
+                    outcome.error = f"{response.status}: {_message(await response.text())}"
                 else:
                     await _read_stream(response.content, outcome, start_s)
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -106,6 +107,14 @@ async def _read_stream(lines: Any, outcome: Outcome, start_s: float) -> None:
             if outcome.error:
                 return
     reader.end()
+
+
+def _message(text: str) -> str:
+    """What an error in OpenAI's shape says, or the beginning of the text."""
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return text[:MAX_ERROR_CHARS]
 
 
 class _StreamReader:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -95,6 +94,7 @@ def _checked(
 
 
 def _seconds(text: str) -> float:
-    """Of "2023-11-16 18:17:03.9799600"; datetime knows six digits of a second."""
-    trimmed = re.sub(r"(\.\d{6})\d+", r"\1", text)
-    return datetime.fromisoformat(trimmed).replace(tzinfo=timezone.utc).timestamp()
+    """Of "2023-11-16 18:17:03.9799600", with any number of digits."""
+    whole, _, fraction = text.partition(".")
+    start = datetime.fromisoformat(whole).replace(tzinfo=timezone.utc)
+    return start.timestamp() + float(f"0.{fraction or 0}")
