@@ -27,6 +27,7 @@ from flexinfer.server.auth import AuthMiddleware
 from flexinfer.server.errors import install_error_handlers
 from flexinfer.server.limits import BodyLimitMiddleware
 from flexinfer.server.logs import AccessLogMiddleware
+from flexinfer.server.metrics import register_metrics
 from flexinfer.server.protocol.base import ErrorResponse
 from flexinfer.server.settings import ServerSettings
 from flexinfer.server.state import ServerState
@@ -68,7 +69,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     install_error_handlers(app)
     for module in ROUTERS:
         app.include_router(module.router, responses=ERRORS)
-    _mount_optional(app, llm)
+    _mount_page(app)
     # The last one added sees a request first.
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_request_bytes)
     app.add_middleware(AuthMiddleware, settings=settings)
@@ -81,16 +82,13 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(AccessLogMiddleware)
+    register_metrics(app, llm, settings.model_name)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
 
-def _mount_optional(app: FastAPI, llm: AsyncLLM) -> None:
-    """/metrics and the page at /."""
-    if find_spec("flexinfer.server.metrics") is not None:
-        from flexinfer.server.metrics import register_metrics
-
-        register_metrics(app, llm)
+def _mount_page(app: FastAPI) -> None:
+    """The page at /."""
     if find_spec("flexinfer.server.page") is not None:
         from flexinfer.server.page import mount_page
 
