@@ -54,9 +54,10 @@ class ModelRunner:
         if compile_model:
             self.model = torch.compile(loaded.model, fullgraph=True, dynamic=True)
         self.sampler = Sampler(seed, loaded.device)
-        self.inputs = InputBuilder(loaded.device)
         layers = [LayerKV(manager.k(i), manager.v(i)) for i in range(loaded.num_layers)]
         self.backend = attention.create(attention_backend, layers)
+        cost = self.backend.sharing_cost
+        self.inputs = InputBuilder(loaded.device, manager.shared_ranges, cost)
         self.graphs: DecodeGraphs | None = None
 
     def execute(self, items: Sequence[ScheduledRequest]) -> list[SampledToken]:

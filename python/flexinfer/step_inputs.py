@@ -9,16 +9,24 @@ reach the device in one copy. Not thread-safe.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from flexinfer.attention.base import AttentionMetadata, Segment
+from flexinfer.attention.base import AttentionMetadata, Segment, SharedRange
+from flexinfer.attention.sharing_cost import SharingCost, choose_ranges
 from flexinfer.batch import ScheduledRequest
 from flexinfer.request import Request
+
+if TYPE_CHECKING:
+    from flexinfer.vtensor import VTensor
+
+FindShared = Callable[
+    [Sequence["VTensor"], Sequence[int]], list[tuple[int, int, int, tuple[int, ...]]]
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +48,17 @@ class StepInputs:
 class InputBuilder:
     """Turns scheduled requests into tensors, without a Python loop over tokens."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        find_shared: FindShared | None = None,
+        sharing_cost: SharingCost | None = None,
+    ) -> None:
+        """find_shared: `VTensorManager.shared_ranges`; sharing_cost: the backend's. Without one of
+        them no range is shared."""
         self._device = device
+        self._find_shared = find_shared
+        self._sharing_cost = sharing_cost
         self._host = self._new_host(1024)
         self._copied: torch.cuda.Event | None = None
 
@@ -73,6 +90,7 @@ class InputBuilder:
                 num_decodes=num_decodes,
                 decode_slots=parts[2],
                 decode_positions=parts[1][:num_decodes],
+                shared=self._shared(items, segments),
             ),
         )
 
@@ -86,6 +104,15 @@ class InputBuilder:
             requests=[],
             metadata=AttentionMetadata.build([Segment(slot, 0, 0, num_tokens)], self._device),
         )
+
+    def _shared(
+        self, items: Sequence[ScheduledRequest], segments: Sequence[Segment]
+    ) -> list[SharedRange]:
+        """What is worth computing once, of the KV that items share before their new tokens."""
+        if self._find_shared is None or self._sharing_cost is None:
+            return []
+        found = self._find_shared([i.vtensor for i in items], [i.start for i in items])
+        return choose_ranges([SharedRange(*f) for f in found], segments, self._sharing_cost)
 
     def _host_buffer(self, size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """The first `size` entries of the host's buffer, once the device has read the last step."""

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "flash", "host", "sdpa")
+BACKENDS = ("auto", "flash", "host", "sdpa", "two_phase")
 """auto: the best for the arena's device; flash: flash-attn on CUDA; host: our CPU kernel; sdpa:
-torch's, the reference."""
+torch's, the reference; two_phase: the same, with what decodes share computed once."""
 ALIASES = {"flash_attn": "flash", "torch_sdpa": "sdpa"}
 """vLLM's names, in any case."""
 
@@ -37,6 +37,10 @@ def create(name: str, layers: Sequence[LayerKV]) -> AttentionBackend:
     Where it can not work on them, one warning says why and what is taken instead.
     """
     known = check_name(name)
+    if known == "two_phase":
+        from flexinfer.attention.two_phase import TwoPhaseAttention
+
+        return TwoPhaseAttention(layers)
     is_cuda = layers[0].k.device.type == "cuda"
     if is_cuda and known != "host":
         from flexinfer.attention.choose import choose_cuda

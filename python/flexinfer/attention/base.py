@@ -14,8 +14,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from flexinfer.attention.sharing_cost import SharingCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +73,17 @@ class AttentionMetadata:
     decode_positions: torch.Tensor
     """[num_decodes] int64."""
     shared: Sequence[SharedRange] = ()
-    """A forest: the ranges of one segment do not overlap and stand in order."""
+    """What to compute once for several segments: of what `VTensorManager.shared_ranges` finds, what
+    `choose_ranges` in sharing_cost.py takes. A forest, parents first: the ranges of one segment
+    start at token 0, touch each other and stand in order."""
 
     @classmethod
-    def build(cls, segments: Sequence[Segment], device: torch.device) -> AttentionMetadata:
+    def build(
+        cls,
+        segments: Sequence[Segment],
+        device: torch.device,
+        shared: Sequence[SharedRange] = (),
+    ) -> AttentionMetadata:
         num_decodes = sum(1 for segment in segments if segment.num_tokens == 1)
         decodes = segments[:num_decodes]
         return cls(
@@ -82,6 +93,7 @@ class AttentionMetadata:
             decode_positions=torch.tensor(
                 [s.start for s in decodes], dtype=torch.int64, device=device
             ),
+            shared=shared,
         )
 
 
@@ -127,6 +139,11 @@ class AttentionBackend(ABC):
         any strides, the arena's dtype. Returns [num_tokens, num_heads, head_dim], contiguous.
         REQUIRES: the arena is backed for each segment up to its end.
         """
+
+    @property
+    def sharing_cost(self) -> SharingCost | None:
+        """By what AttentionMetadata.shared is chosen; None: it makes no use of it."""
+        return None
 
 
 def store_kv(

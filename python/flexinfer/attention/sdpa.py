@@ -47,15 +47,28 @@ class SdpaAttention(AttentionBackend):
         store_kv(layer, key, value, metadata)
         num_heads, num_tokens, head_dim = query.shape
         output = query.new_empty(num_tokens, num_heads, head_dim)
-        exact = options.softcap is not None or options.sinks is not None
-        for i, s in enumerate(metadata.segments):
-            if i < metadata.num_decodes and not exact:
-                self._decode(layer, query, output, s, options)
-            elif s.start == 0 and not exact and fits_window(s, options):
-                self._prefill(layer, query, output, s, options)
-            else:
-                self._blocks(layer, query, output, s, options, exact)
+        for i in range(len(metadata.segments)):
+            self.attend_segment(layer, query, output, i, options, metadata)
         return output
+
+    def attend_segment(
+        self,
+        layer: LayerKV,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        i: int,
+        options: AttentionOptions,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """Segment i of the step, whose KV is stored, into its rows of `output`."""
+        s = metadata.segments[i]
+        exact = options.softcap is not None or options.sinks is not None
+        if i < metadata.num_decodes and not exact:
+            self._decode(layer, query, output, s, options)
+        elif s.start == 0 and not exact and fits_window(s, options):
+            self._prefill(layer, query, output, s, options)
+        else:
+            self._blocks(layer, query, output, s, options, exact)
 
     def _decode(
         self,
