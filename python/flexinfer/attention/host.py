@@ -25,12 +25,21 @@ from flexinfer.attention.base import (
     AttentionOptions,
     LayerKV,
 )
+from flexinfer.attention.sharing_cost import SharingCost
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 256
 NO_WINDOW = 2**63 - 1
+
+# What computing a shared range once saves and costs, in the terms of `SharingCost`: measured with
+# one thread of a Xeon (Sapphire Rapids) on 2026-11-21, docs/two_phase.md.
+SAVED_ELEMENTS_PER_US = 16000.0
+CALL_US = 2.0
+MERGE_US = 1.0
+MAX_SHARING_TOKENS = 16
+"""As in kernels/plan.cpp: segments with more new tokens read shared keys by themselves."""
 
 
 def unsupported_reason(layers: Sequence[LayerKV]) -> str | None:
@@ -85,6 +94,17 @@ class HostAttention(AttentionBackend):
     def level(self) -> str:
         """The instruction set that is used."""
         return self._kernel.level
+
+    @property
+    def sharing_cost(self) -> SharingCost:
+        element_bytes = self.layers[0].k.element_size()
+        return SharingCost(
+            token_bytes=2 * self._num_kv_heads * self._head_dim * element_bytes,
+            bytes_per_us=SAVED_ELEMENTS_PER_US * element_bytes,
+            call_us=CALL_US,
+            merge_us=MERGE_US,
+            max_query_tokens=MAX_SHARING_TOKENS,
+        )
 
     def forward(
         self,
