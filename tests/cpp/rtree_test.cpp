@@ -211,6 +211,23 @@ TEST_F(RTreeTest, pins_end_when_their_time_is_over) {
   EXPECT_EQ(tree_.evict(4), 4U);
 }
 
+TEST_F(RTreeTest, each_pin_ends_at_its_own_time) {
+  const Tokens early = tokens_from(0, 8);
+  const Tokens late = tokens_from(100, 8);
+  const Tokens for_ever = tokens_from(200, 8);
+  for (const Tokens& tokens : {early, late, for_ever}) record(tokens);
+  tree_.pin("", late, "me", /*expires_ns=*/200);
+  tree_.pin("", early, "me", /*expires_ns=*/100);
+  tree_.pin("", for_ever, "me", /*expires_ns=*/0);
+  for (const auto& [now_ns, num_pins] : {std::pair{99, 3U}, {100, 2U}, {199, 2U}, {1000, 1U}}) {
+    tree_.expire_pins(now_ns);
+    EXPECT_EQ(tree_.pins().size(), num_pins) << now_ns;
+    check_invariants();
+  }
+  EXPECT_EQ(tree_.evict(100), 8U);
+  EXPECT_EQ(matched(for_ever), 8U);
+}
+
 TEST_F(RTreeTest, a_pin_stays_where_it_is_when_its_node_is_split) {
   const Tokens a = joined(tokens_from(0, 6), tokens_from(100, 6));
   const std::vector<ChunkId> table = record(a);

@@ -43,10 +43,20 @@ RNode& RTree::root(const std::string& salt) {
   return *slot;
 }
 
-void RTree::touch(RNode& node) {
+// Every change of a node that eviction may take stands between these two.
+void RTree::delist(RNode& node) {
   if (node.children.empty()) leaves_.erase({node.last_used, &node});
+}
+
+void RTree::enlist(RNode& node) {
+  const bool is_leaf = node.parent != nullptr && node.children.empty();
+  if (is_leaf && node.num_pins == 0) leaves_.insert({node.last_used, &node});
+}
+
+void RTree::touch(RNode& node) {
+  delist(node);
   node.last_used = ++clock_;
-  if (node.children.empty()) leaves_.insert({node.last_used, &node});
+  enlist(node);
 }
 
 RTree::Match RTree::match(const std::string& salt, std::span<const Token> tokens) {
@@ -134,9 +144,7 @@ void RTree::grow(RNode& node, std::span<const Token> tokens, std::span<const Chu
 
 RNode& RTree::add_child(RNode& parent, std::span<const Token> tokens,
                         std::span<const ChunkId> table) {
-  if (parent.parent != nullptr && parent.children.empty()) {
-    leaves_.erase({parent.last_used, &parent});
-  }
+  delist(parent);
   auto child = std::make_unique<RNode>();
   child->parent = &parent;
   child->start = parent.end();
@@ -213,7 +221,7 @@ size_t RTree::shrink(RNode& leaf, size_t num_chunks) {
 }
 
 size_t RTree::remove(RNode& leaf) {
-  leaves_.erase({leaf.last_used, &leaf});
+  delist(leaf);
   num_tokens_ -= leaf.tokens.size();
   const size_t freed = drop_rows(leaf, 0);
   RNode& parent = *leaf.parent;
@@ -221,8 +229,8 @@ size_t RTree::remove(RNode& leaf) {
   parent.children.erase(first);
   if (parent.parent == nullptr) {
     drop_root_if_empty(parent);
-  } else if (parent.children.empty()) {
-    leaves_.insert({parent.last_used, &parent});
+  } else {
+    enlist(parent);
   }
   return freed;
 }
@@ -231,10 +239,11 @@ void RTree::drop_root_if_empty(RNode& root) {
   if (root.children.empty()) roots_.erase(std::string(*root.salt));
 }
 
-// The parent of a leaf that will be a leaf itself when this one is gone; nullptr: none will be.
+// The parent of a leaf that will be an unpinned leaf itself when this one is gone, or nullptr.
 RNode* RTree::next_leaf_above(const RNode& leaf) {
   RNode& parent = *leaf.parent;
-  return parent.parent != nullptr && parent.children.size() == 1 ? &parent : nullptr;
+  const bool becomes_leaf = parent.parent != nullptr && parent.children.size() == 1;
+  return becomes_leaf && parent.num_pins == 0 ? &parent : nullptr;
 }
 
 // One pass over the leaves: those passed over are met once, however many there are. A parent that
@@ -246,7 +255,7 @@ size_t RTree::evict(size_t num_chunks, bool any) {
     RNode* node = (next++)->second;
     while (node != nullptr && freed < num_chunks) {
       const bool frees = frees_something(*node);
-      if (node->num_pins > 0 || !(any || frees)) break;
+      if (!(any || frees)) break;
       const LeafKey key{node->last_used, node};
       RNode* const above = next_leaf_above(*node);
       freed += frees ? shrink(*node, num_chunks - freed) : remove(*node);
@@ -263,7 +272,7 @@ size_t RTree::clear() {
   const size_t before = num_tokens_;
   for (auto next = leaves_.begin(); next != leaves_.end();) {
     RNode* node = (next++)->second;
-    while (node != nullptr && node->num_pins == 0) {
+    while (node != nullptr) {
       RNode* const above = next_leaf_above(*node);
       remove(*node);
       node = above;
@@ -277,6 +286,7 @@ void RTree::add_pins(RNode& node, ptrdiff_t change) {
     const bool was_pinned = at->num_pins > 0;
     at->num_pins = static_cast<size_t>(static_cast<ptrdiff_t>(at->num_pins) + change);
     if (was_pinned == (at->num_pins > 0)) continue;
+    was_pinned ? enlist(*at) : delist(*at);
     for (const ChunkId id : at->rows) was_pinned ? pset_.drop_pin(id) : pset_.add_pin(id);
   }
 }
@@ -300,6 +310,7 @@ size_t RTree::pin(const std::string& salt, std::span<const Token> tokens, const 
   }
   if (done == 0) return 0;
   pins_.emplace(owner, Pin{node, expires_ns});
+  if (expires_ns != 0) first_expiry_ns_ = std::min(first_expiry_ns_, expires_ns);
   add_pins(*node, 1);
   return done;
 }
@@ -313,9 +324,13 @@ size_t RTree::unpin(const std::string& owner) {
 }
 
 void RTree::expire_pins(int64_t now_ns) {
+  if (now_ns < first_expiry_ns_) return;
+  first_expiry_ns_ = kNever;
   for (auto pin = pins_.begin(); pin != pins_.end();) {
-    const bool expired = pin->second.expires_ns != 0 && pin->second.expires_ns <= now_ns;
+    const int64_t expires_ns = pin->second.expires_ns;
+    const bool expired = expires_ns != 0 && expires_ns <= now_ns;
     if (expired) add_pins(*pin->second.node, -1);
+    if (!expired && expires_ns != 0) first_expiry_ns_ = std::min(first_expiry_ns_, expires_ns);
     pin = expired ? pins_.erase(pin) : std::next(pin);
   }
 }

@@ -16,12 +16,14 @@
 //  1. siblings start with different tokens; no node but a root is empty;
 //  2. node.rows covers exactly rows [full_rows(start), rows_for(end)), row-major over planes;
 //  3. each entry of node.rows holds one tree reference, and one pin while node.num_pins > 0;
-//  4. node.num_pins counts the pins at or below the node; leaves_ holds every leaf, by last use.
+//  4. node.num_pins counts the pins at or below the node; leaves_ holds every leaf without pins, by
+//     last use.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <set>
@@ -76,7 +78,7 @@ class RTree {
               std::span<const ChunkId> table);
 
   // Gives up least recently used leaves, tail rows first, until `num_chunks` chunks became free.
-  // Passes over pinned leaves and, unless `any`, leaves whose chunks are mapped somewhere.
+  // Never takes pinned leaves and, unless `any`, none whose chunks are mapped somewhere.
   // Returns the number of chunks that became free.
   size_t evict(size_t num_chunks, bool any = false);
   // Forgets everything that is not pinned. Returns the number of tokens forgotten.
@@ -87,6 +89,7 @@ class RTree {
              int64_t expires_ns);
   // Drops the owner's pins; returns how many there were.
   size_t unpin(const std::string& owner);
+  // O(1) until the first pin expires.
   void expire_pins(int64_t now_ns);
 
   size_t num_tokens() const { return num_tokens_; }
@@ -96,8 +99,11 @@ class RTree {
 
  private:
   using LeafKey = std::pair<uint64_t, RNode*>;
+  static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
   RNode& root(const std::string& salt);
+  void delist(RNode& node);
+  void enlist(RNode& node);
   void touch(RNode& node);
   RNode& split(RNode& node, size_t num_tokens);
   bool can_grow(const RNode& node, std::span<const ChunkId> table) const;
@@ -117,6 +123,7 @@ class RTree {
   std::unordered_map<std::string, std::unique_ptr<RNode>> roots_;
   std::set<LeafKey> leaves_;
   std::multimap<std::string, Pin> pins_;
+  int64_t first_expiry_ns_ = kNever;  // no pin expires earlier
   uint64_t clock_ = 0;
   size_t num_tokens_ = 0;
 };
