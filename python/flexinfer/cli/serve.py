@@ -48,12 +48,25 @@ def serve(
         str, _option(ENGINE, "--dtype", "float32, bfloat16, float16, or auto (the model's own).")
     ] = "auto",
     device: Annotated[
-        str | None, _option(ENGINE, "--device", "cpu, cuda, ...; without it, where it loads.")
+        str | None,
+        _option(ENGINE, "--device", "cpu, cuda or cuda:N; without it, a GPU if there is one."),
     ] = None,
     seed: Annotated[int, _option(ENGINE, "--seed", "Of requests without a seed.")] = 0,
     attention_backend: Annotated[
-        str, _option(ENGINE, "--attention-backend", "How attention is computed.")
-    ] = "sdpa",
+        str,
+        _option(ENGINE, "--attention-backend", "auto, flash, host, sdpa: docs/cuda.md."),
+    ] = "auto",
+    enforce_eager: Annotated[
+        bool, _option(ENGINE, "--enforce-eager", "On a GPU: no CUDA graphs for decoding.")
+    ] = False,
+    gpu_memory_utilization: Annotated[
+        float,
+        _option(
+            MEMORY,
+            "--gpu-memory-utilization",
+            "Part of a GPU for weights, activations and KV, unless the KV's bytes are given.",
+        ),
+    ] = 0.9,
     max_model_len: Annotated[
         int | None,
         _option(ENGINE, "--max-model-len", "Most tokens of one request, prompt and answer."),
@@ -235,19 +248,19 @@ def _run(given: dict[str, Any]) -> None:
 
 def engine_config(given: dict[str, Any]) -> EngineConfig:
     """The engine's part of the options."""
-    from flexinfer.cli.settings import SHIPPED_CHUNK_BYTES, EngineSettings
+    from flexinfer.cli.settings import EngineSettings
     from flexinfer.config import EngineConfig
 
-    folder = EngineSettings(model=given["model"]).folder
-    chunk_bytes = given["chunk_bytes"]
-    if given["model"] is None and chunk_bytes is None:
-        chunk_bytes = SHIPPED_CHUNK_BYTES
+    settings = EngineSettings(
+        model=given["model"], device=given["device"], chunk_bytes=given["chunk_bytes"]
+    )
     same_name = (
         "tokenizer",
         "dtype",
-        "device",
         "seed",
         "attention_backend",
+        "enforce_eager",
+        "gpu_memory_utilization",
         "max_model_len",
         "layers_per_plane",
         "enable_prefix_caching",
@@ -262,9 +275,10 @@ def engine_config(given: dict[str, Any]) -> EngineConfig:
     )
     swap_space = given["swap_space"]
     return EngineConfig(
-        model=folder,
+        model=settings.folder,
+        device=settings.engine_device,
         kv_cache_memory_bytes=given["kv_cache_memory"],
-        chunk_bytes=chunk_bytes,
+        chunk_bytes=settings.engine_chunk_bytes,
         **{name: given[name] for name in same_name if name != "swap_space"},
         swap_space=int(swap_space) if swap_space.isdigit() else swap_space,
     )

@@ -37,6 +37,17 @@ class EngineSettings:
         return self.model is None
 
     @property
+    def engine_device(self) -> str | None:
+        """The shipped model is too small for a GPU, unless one is asked for."""
+        return self.device or ("cpu" if self.is_shipped else None)
+
+    @property
+    def engine_chunk_bytes(self) -> str | None:
+        """Small for the shipped model, but not on a GPU, whose chunks are 2 MiB at least."""
+        is_small = self.is_shipped and (self.device is None or self.device.startswith("cpu"))
+        return self.chunk_bytes or (SHIPPED_CHUNK_BYTES if is_small else None)
+
+    @property
     def folder(self) -> str:
         """Folder or hub id of the model. Raises ValueError if the shipped one is not there."""
         if self.model is not None:
@@ -66,23 +77,18 @@ class EngineSettings:
         return LLM(
             **source,
             dtype=self.dtype,
-            device=self.device or ("cpu" if self.is_shipped else None),
+            device=self.engine_device,
             seed=self.seed,
             max_num_seqs=self.max_num_seqs,
             enable_prefix_caching=enable_prefix_caching,
             kv_cache_memory_bytes=self.memory,
-            chunk_bytes=self.chunk_bytes or self._shipped_chunk_bytes(),
+            chunk_bytes=self.engine_chunk_bytes,
             layers_per_plane=self.layers_per_plane,
             attention_backend=self.attention_backend,
             enforce_eager=self.enforce_eager,
             gpu_memory_utilization=self.gpu_memory_utilization,
             trace=None if like is not None or self.trace is None else str(self.trace),
         )
-
-    def _shipped_chunk_bytes(self) -> str | None:
-        """None leaves the choice to the engine: a GPU has chunks of 2 MiB and no smaller ones."""
-        is_on_cpu = self.device is None or self.device.startswith("cpu")
-        return SHIPPED_CHUNK_BYTES if self.is_shipped and is_on_cpu else None
 
 
 def _quiet() -> None:
