@@ -1,4 +1,6 @@
-"""Attention on the CPU. Internal; see flexinfer.attention.host."""
+"""
+Attention and row operations on the CPU. Internal; see attention.host and row_ops.
+"""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -47,3 +49,14 @@ class HostAttention:
         """
         Store key and value, write the output. Addresses, and strides in elements.
         """
+
+class RowOps:
+    """Operations on the rows of a batch; addresses as integers."""
+
+    def __init__(self, start_threads: int = 0, level: str = '') -> None: ...
+
+    def rms_norm(self, dtype: int, x: int, x_stride: int, weight: int, output: int, num_rows: int, width: int, eps: float, num_threads: int) -> None: ...
+
+    def silu_mul(self, dtype: int, x: int, x_stride: int, factor: int, factor_stride: int, output: int, num_rows: int, width: int, num_threads: int) -> None: ...
+
+    def rotate(self, dtype: int, x: int, head_stride: int, token_stride: int, cos: int, sin: int, output: int, num_heads: int, num_tokens: int, width: int, num_threads: int) -> None: ...

@@ -50,7 +50,7 @@ PYTHON_LAYERS = [
     {"vtensor"},
     {"trace_reader", "replay_report", "replay", "vattention"},
     {"attention"},
-    {"packed_linear", "lean_layers"},
+    {"packed_linear", "row_ops", "lean_layers"},
     {"models"},
     {"admission", "batch", "memory", "policies", "preemption", "prefetch"},
     {"request_stats", "step_stats"},
@@ -256,11 +256,11 @@ def test_python_modules_form_no_cycle() -> None:
     assert not cycle_in(graph)
 
 
-def test_only_the_host_attention_opens_the_kernels() -> None:
+def test_only_attention_and_row_operations_open_the_kernels() -> None:
     openers = {
         module for module, targets in python_graph().items() if "flexinfer._kernels" in targets
     }
-    assert openers == {"flexinfer.attention.host"}
+    assert openers == {"flexinfer.attention.host", "flexinfer.row_ops"}
 
 
 def test_only_vtensor_and_errors_open_the_extension() -> None:

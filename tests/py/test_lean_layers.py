@@ -71,7 +71,7 @@ def classes(model: Any) -> list[str]:
 def test_the_layers_of_a_llama_are_replaced() -> None:
     model = copy.deepcopy(make_model("llama")).bfloat16()
     make_lean(model)
-    assert classes(model).count("GatedMLP") == classes(model).count("LlamaDecoderLayer")
+    assert classes(model).count("PackedGatedMLP") == classes(model).count("LlamaDecoderLayer")
     assert "LlamaRMSNorm" not in classes(model)
     assert "Linear" not in classes(model)
 
@@ -95,7 +95,9 @@ def test_a_tied_head_stays() -> None:
 def test_a_model_that_was_handed_over_stays() -> None:
     model = make_model("llama")
     with LLM(model, skip_tokenizer_init=True, kv_cache_memory_bytes=64 << 20):
-        assert not any(isinstance(module, (PackedLinear, GatedMLP)) for module in model.modules())
+        assert not any(
+            isinstance(module, (PackedLinear, GatedMLP, RMSNorm)) for module in model.modules()
+        )
 
 
 def test_a_replacement_that_computes_something_else_is_told() -> None:

@@ -1,4 +1,5 @@
-// The nanobind module flexinfer._kernels: attention on the CPU, for attention/host.py alone.
+// The nanobind module flexinfer._kernels: attention and row operations on the CPU, for
+// attention/host.py and row_ops.py alone.
 //
 // Addresses come as integers: a layer call then costs less than a microsecond, where converting
 // four tensors through DLPack costs several. The Python side has checked dtypes, shapes and dense
@@ -13,6 +14,7 @@
 #include <stdexcept>
 
 #include "vtensor/kernels/attention.h"
+#include "vtensor/kernels/row_ops.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -128,13 +130,58 @@ void bind_attention(nb::module_& m) {
           "Store key and value, write the output. Addresses, and strides in elements.");
 }
 
+void bind_row_ops(nb::module_& m) {
+  nb::class_<RowOps>(m, "RowOps", "Operations on the rows of a batch; addresses as integers.")
+      .def(
+          "__init__",
+          [](RowOps* self, uintptr_t start_threads, const std::string& level) {
+            const Parallel parallel(reinterpret_cast<Parallel::Start>(start_threads));
+            new (self) RowOps(parallel, find_level(level));
+          },
+          "start_threads"_a = 0, "level"_a = "")
+      .def(
+          "rms_norm",
+          [](const RowOps& self, int dtype, uintptr_t x, int64_t x_stride, uintptr_t weight,
+             uintptr_t output, int64_t num_rows, int64_t width, float eps, int num_threads) {
+            const RowCall call = {pointer(x), pointer(weight), pointer(output), x_stride, 0, width,
+                                  eps};
+            self.rms_norm(static_cast<DType>(dtype), call, num_rows, num_threads);
+          },
+          nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "x_stride"_a, "weight"_a,
+          "output"_a, "num_rows"_a, "width"_a, "eps"_a, "num_threads"_a)
+      .def(
+          "silu_mul",
+          [](const RowOps& self, int dtype, uintptr_t x, int64_t x_stride, uintptr_t factor,
+             int64_t factor_stride, uintptr_t output, int64_t num_rows, int64_t width,
+             int num_threads) {
+            const RowCall call = {
+                pointer(x), pointer(factor), pointer(output), x_stride, factor_stride, width, 0};
+            self.silu_mul(static_cast<DType>(dtype), call, num_rows, num_threads);
+          },
+          nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "x_stride"_a, "factor"_a,
+          "factor_stride"_a, "output"_a, "num_rows"_a, "width"_a, "num_threads"_a)
+      .def(
+          "rotate",
+          [](const RowOps& self, int dtype, uintptr_t x, int64_t head_stride, int64_t token_stride,
+             uintptr_t cos, uintptr_t sin, uintptr_t output, int64_t num_heads, int64_t num_tokens,
+             int64_t width, int num_threads) {
+            const RotaryCall call = {pointer(x),  pointer(cos), pointer(sin), pointer(output),
+                                     head_stride, token_stride, num_heads,    width};
+            self.rotate(static_cast<DType>(dtype), call, num_tokens, num_threads);
+          },
+          nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "head_stride"_a,
+          "token_stride"_a, "cos"_a, "sin"_a, "output"_a, "num_heads"_a, "num_tokens"_a, "width"_a,
+          "num_threads"_a);
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
-  m.doc() = "Attention on the CPU. Internal; see flexinfer.attention.host.";
+  m.doc() = "Attention and row operations on the CPU. Internal; see attention.host and row_ops.";
   m.def("simd_levels", &level_names, "Instruction sets that this build and this CPU both have.");
   bind_plan(m);
   bind_attention(m);
+  bind_row_ops(m);
 }
 
 }  // namespace vtensor::kernels

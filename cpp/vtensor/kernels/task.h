@@ -64,6 +64,31 @@ struct MergeTask {
   int num_heads = 0;
 };
 
+// Row operations: rows [begin, end) of the call, whatever the other rows' thread. Widths are
+// multiples of kHeadDimStep; rows are dense.
+struct RowCall {
+  const void* x = nullptr;       // [rows, width]
+  const void* second = nullptr;  // norm: weight [width]; gate: the factor [rows, width]
+  void* output = nullptr;        // [rows, width]
+  int64_t x_stride = 0;          // elements between two rows
+  int64_t second_stride = 0;
+  int64_t width = 0;
+  float eps = 0;
+};
+
+// Rotates pairs (j, j + width / 2) of each head of a token by that token's angles (RoFormer, Su et
+// al., 2021, in the half-split order of GPT-NeoX and Llama).
+struct RotaryCall {
+  const void* x = nullptr;    // [num_heads, num_tokens, width]
+  const void* cos = nullptr;  // [num_tokens, width], dense
+  const void* sin = nullptr;
+  void* output = nullptr;  // [num_tokens, num_heads, width], dense
+  int64_t head_stride = 0;
+  int64_t token_stride = 0;
+  int64_t num_heads = 0;
+  int64_t width = 0;
+};
+
 // The kernel compiled for one instruction set. No state.
 struct Level {
   const char* name;
@@ -71,6 +96,10 @@ struct Level {
   // By DType. `scratch` holds scratch_floats(head_dim) floats, aligned to 64 bytes, any contents.
   void (*attend[kNumDTypes])(const LayerCall&, const AttendTask&, float* scratch);
   void (*merge[kNumDTypes])(const LayerCall&, const MergeTask&);
+  // Rows or tokens [begin, end).
+  void (*rms_norm[kNumDTypes])(const RowCall&, int64_t begin, int64_t end);
+  void (*silu_mul[kNumDTypes])(const RowCall&, int64_t begin, int64_t end);
+  void (*rotate[kNumDTypes])(const RotaryCall&, int64_t begin, int64_t end);
 };
 
 // One for each level_<name>.cpp; none where the compiler's target has no such instructions.

@@ -6,6 +6,7 @@
 #endif
 #include "vtensor/kernels/simd/few_rows.h"
 #include "vtensor/kernels/simd/many_rows.h"
+#include "vtensor/kernels/simd/rows.h"
 
 namespace vtensor::kernels {
 namespace {
@@ -143,7 +144,10 @@ constexpr Level make_level(const char* name) {
   return {name,
           kLanes,
           {attend<float>, attend<BFloat16>, attend<Float16>},
-          {merge<float>, merge<BFloat16>, merge<Float16>}};
+          {merge<float>, merge<BFloat16>, merge<Float16>},
+          {rms_norm<float>, rms_norm<BFloat16>, rms_norm<Float16>},
+          {silu_mul<float>, silu_mul<BFloat16>, silu_mul<Float16>},
+          {rotate<float>, rotate<BFloat16>, rotate<Float16>}};
 }
 
 }  // namespace

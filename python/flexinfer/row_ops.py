@@ -1,0 +1,100 @@
+"""Row operations on the CPU by our own kernel: RMSNorm, SwiGLU's gate, rotary embedding.
+
+torch has no fused kernels for these on CPUs: a norm is six operators, a rotary embedding fourteen,
+each a pass over memory and some microseconds of dispatch. One call each here. `supports` says for
+which tensors; a caller takes torch's way for others.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from flexinfer import _kernels
+from flexinfer.attention.host import start_threads_address
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""In the order of kernels::DType."""
+WIDTH_STEP = 16
+
+
+def supports(dtype: torch.dtype, device: torch.device, width: int) -> bool:
+    """Whether rows of this width can be computed here."""
+    return dtype in DTYPES and device.type == "cpu" and width % WIDTH_STEP == 0
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight. x: [..., width]; weight: [width], dense, of x's dtype."""
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    num_rows, width = rows.shape
+    output = torch.empty(x.shape, dtype=x.dtype)
+    kernel().rms_norm(
+        DTYPES[x.dtype],
+        rows.data_ptr(),
+        rows.stride(0),
+        weight.data_ptr(),
+        output.data_ptr(),
+        num_rows,
+        width,
+        eps,
+        torch.get_num_threads(),
+    )
+    return output
+
+
+def silu_mul(gate: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * factor; both [..., width] of one dtype."""
+    gates, factors = (t.reshape(-1, t.shape[-1]).contiguous() for t in (gate, factor))
+    num_rows, width = gates.shape
+    output = torch.empty(gate.shape, dtype=gate.dtype)
+    kernel().silu_mul(
+        DTYPES[gate.dtype],
+        gates.data_ptr(),
+        width,
+        factors.data_ptr(),
+        width,
+        output.data_ptr(),
+        num_rows,
+        width,
+        torch.get_num_threads(),
+    )
+    return output
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [1, heads, tokens, width] rotated by cos and sin [1, tokens, width], all of one dtype.
+
+    Pairs are (j, j + width / 2). The result lies in memory as [tokens, heads, width].
+    """
+    _, num_heads, num_tokens, width = x.shape
+    if x.stride(3) != 1:
+        x = x.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    output = torch.empty(1, num_tokens, num_heads, width, dtype=x.dtype)
+    kernel().rotate(
+        DTYPES[x.dtype],
+        x.data_ptr(),
+        x.stride(1),
+        x.stride(2),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        output.data_ptr(),
+        num_heads,
+        num_tokens,
+        width,
+        torch.get_num_threads(),
+    )
+    return output.transpose(1, 2)
+
+
+@cache
+def kernel() -> _kernels.RowOps:
+    return make_kernel()
+
+
+def make_kernel(level: str = "") -> _kernels.RowOps:
+    """level: instruction set, one of `simd_levels()`; "": FLEXINFER_SIMD, or the best."""
+    return _kernels.RowOps(start_threads_address(), level)

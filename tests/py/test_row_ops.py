@@ -1,0 +1,84 @@
+"""Row operations equal torch's own, for every instruction set, dtype and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from flexinfer import row_ops
+from flexinfer.attention.host import simd_levels
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROWS = st.sampled_from([0, 1, 3, 33, 200])
+WIDTHS = st.sampled_from([16, 48, 512, 1040])
+EXAMPLES = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(params=simd_levels())
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    kernel = row_ops.make_kernel(request.param)
+    monkeypatch.setattr(row_ops, "kernel", lambda: kernel)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def check(output: torch.Tensor, expected: torch.Tensor) -> None:
+    assert output.shape == expected.shape
+    assert output.dtype == expected.dtype
+    eps = torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(output, expected, atol=8 * eps, rtol=4 * eps)
+
+
+@EXAMPLES
+@given(rows=ROWS, width=WIDTHS, dtype=st.sampled_from(DTYPES), is_slice=st.booleans())
+def test_rms_norm(level: str, rows: int, width: int, dtype: torch.dtype, is_slice: bool) -> None:
+    torch.manual_seed(rows)
+    norm = LlamaRMSNorm(width, 1e-5).to(dtype)
+    norm.weight.data.normal_()
+    x = torch.randn(1, rows, width + 16 * is_slice).to(dtype)[..., :width]
+    with torch.inference_mode():
+        check(row_ops.rms_norm(x, norm.weight, 1e-5), norm(x))
+
+
+@EXAMPLES
+@given(rows=ROWS, width=WIDTHS, dtype=st.sampled_from(DTYPES), scale=st.sampled_from([1, 30]))
+def test_silu_mul(level: str, rows: int, width: int, dtype: torch.dtype, scale: int) -> None:
+    torch.manual_seed(rows)
+    gate, factor = (scale * torch.randn(1, rows, width)).to(dtype), torch.randn(1, rows, width)
+    factor = factor.to(dtype)
+    check(row_ops.silu_mul(gate, factor), torch.nn.functional.silu(gate) * factor)
+
+
+def test_silu_of_large_numbers(level: str) -> None:
+    gate = torch.tensor([-1e30, -200.0, -90.0, -80.0, 0.0, 80.0, 200.0, 1e30] * 2)[None]
+    check(row_ops.silu_mul(gate, torch.ones(1, 16)), torch.nn.functional.silu(gate))
+
+
+@EXAMPLES
+@given(
+    tokens=ROWS,
+    heads=st.tuples(st.integers(1, 5), st.integers(1, 3)),
+    width=st.sampled_from([32, 64, 128]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_rotate(
+    level: str, tokens: int, heads: tuple[int, int], width: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(tokens)
+    q, k = (torch.randn(1, tokens, n, width).to(dtype).transpose(1, 2) for n in heads)
+    angles = torch.randn(1, tokens, width // 2).repeat(1, 1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    expected = apply_rotary_pos_emb(q, k, cos, sin)
+    for x, wanted in zip((q, k), expected, strict=True):
+        check(row_ops.rotate(x, cos, sin), wanted)
