@@ -19,11 +19,12 @@ from flexinfer.engine import LLMEngine
 from flexinfer.engine_thread import EngineThread
 from flexinfer.errors import EngineError, RequestError
 from flexinfer.llm import engine_config
-from flexinfer.outputs import BeamSearchOutput, RequestOutput
+from flexinfer.outputs import BeamSearchOutput, RequestOutput, joined
 from flexinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flexinfer.types import Prompt
 
 Result = TypeVar("Result")
+MAX_WAITING = 16
 
 
 class AsyncLLM:
@@ -170,7 +171,11 @@ class AsyncLLM:
 
 
 class _Stream:
-    """Outputs on their way from the engine's thread to one caller's event loop."""
+    """Outputs on their way from the engine's thread to one caller's event loop.
+
+    A caller that is slow gets the newest of CUMULATIVE outputs, and DELTA ones joined: never more
+    than `MAX_WAITING` wait here.
+    """
 
     def __init__(self, *, latest_only: bool) -> None:
         self._loop = asyncio.get_running_loop()
@@ -191,5 +196,9 @@ class _Stream:
         return item
 
     def _append(self, item: RequestOutput | EngineError) -> None:
-        self._items.append(item)
+        last = self._items[-1] if len(self._items) >= MAX_WAITING else None
+        if isinstance(last, RequestOutput) and isinstance(item, RequestOutput):
+            self._items[-1] = joined(last, item)
+        else:
+            self._items.append(item)
         self._ready.set()

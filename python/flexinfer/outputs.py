@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flexinfer.types import FinishReason
 
@@ -82,6 +82,27 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     """Prompt tokens whose KV was found in the prefix cache; None before the first step."""
     prompt_logprobs: None = None
+
+
+def joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:
+    """Two DELTA outputs of a request, in their order, as one."""
+    parts = {completion.index: completion for completion in first.outputs}
+    for new in then.outputs:
+        old = parts.get(new.index)
+        parts[new.index] = new if old is None else _joined(old, new)
+    return replace(then, outputs=list(parts.values()))
+
+
+def _joined(first: CompletionOutput, then: CompletionOutput) -> CompletionOutput:
+    logprobs = then.logprobs
+    if first.logprobs is not None and logprobs is not None:
+        logprobs = [*first.logprobs, *logprobs]
+    return replace(
+        then,
+        text=first.text + then.text,
+        token_ids=[*first.token_ids, *then.token_ids],
+        logprobs=logprobs,
+    )
 
 
 @dataclass(slots=True)

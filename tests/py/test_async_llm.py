@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from flexinfer import (
     RequestOutputKind,
     SamplingParams,
 )
+from flexinfer.async_llm import MAX_WAITING
 from flexinfer.config import EngineConfig
 from tiny_models import make_model, make_tokenizer, random_prompts, reference
 
@@ -115,6 +117,32 @@ def test_outputs_come_as_output_kind_says(kind: RequestOutputKind) -> None:
             assert pieces[-1] == expected
             assert [len(piece) for piece in pieces] == sorted({len(piece) for piece in pieces})
         assert (len(pieces) == 1) or kind is not RequestOutputKind.FINAL_ONLY
+
+    with_llm(scenario)
+
+
+def test_a_slow_caller_gets_deltas_joined() -> None:
+    """Nothing is lost, and what waits for the caller is bounded."""
+
+    async def scenario(llm: AsyncLLM) -> None:
+        params = SamplingParams(
+            temperature=1, n=3, seed=1, max_tokens=100, logprobs=1, ignore_eos=True
+        )
+        whole = await last(llm.generate([1, 2, 3], params))
+        tokens: list[list[int]] = [[], [], []]
+        logprobs: list[list[Any]] = [[], [], []]
+        num_outputs = 0
+        deltas = replace(params, output_kind=RequestOutputKind.DELTA)
+        async with aclosing(llm.generate([1, 2, 3], deltas)) as outputs:
+            async for output in outputs:
+                num_outputs += 1
+                for one in output.outputs:
+                    tokens[one.index] += one.token_ids
+                    logprobs[one.index] += one.logprobs or []
+                await until_idle(llm)
+        assert num_outputs <= MAX_WAITING + 1
+        assert tokens == [one.token_ids for one in whole.outputs]
+        assert logprobs == [one.logprobs for one in whole.outputs]
 
     with_llm(scenario)
 

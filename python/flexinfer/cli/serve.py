@@ -57,7 +57,10 @@ def serve(
         _option(ENGINE, "--attention-backend", "auto, flash, host, sdpa: docs/cuda.md."),
     ] = "auto",
     enforce_eager: Annotated[
-        bool, _option(ENGINE, "--enforce-eager", "On a GPU: no CUDA graphs for decoding.")
+        bool,
+        _option(
+            ENGINE, "--enforce-eager/--no-enforce-eager", "On a GPU: no CUDA graphs for decoding."
+        ),
     ] = False,
     gpu_memory_utilization: Annotated[
         float,
