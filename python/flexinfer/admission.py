@@ -23,11 +23,11 @@ class Admission:
         self.manager = manager
 
     def match(self, request: Request) -> int:
-        """Tokens that the prefix cache has now; the last token is always computed."""
+        """Tokens that the prefix cache has now and that need not be computed."""
         if not self.config.enable_prefix_caching:
             return 0
         num_matched = self.manager.match_prefix(request.token_array, cache_salt=request.cache_salt)
-        return min(num_matched, request.num_tokens - 1)
+        return min(num_matched, request.num_reusable_tokens)
 
     def waits_for_prefix(
         self, request: Request, num_matched: int, running: Collection[Request]
@@ -40,7 +40,7 @@ class Admission:
         num_shared = num_matched + config.min_shared_tokens
         if not (config.enable_prefix_caching and config.wait_for_shared_prefix):
             return False
-        if num_shared >= request.num_tokens or request.is_due:
+        if num_shared > request.num_reusable_tokens or request.is_due:
             return False
         prefilling = [
             other
@@ -78,7 +78,7 @@ class Admission:
         vtensor = manager.try_create(
             request.token_array if self.config.enable_prefix_caching else None,
             cache_salt=request.cache_salt,
-            max_cached_tokens=request.num_tokens - 1,
+            max_cached_tokens=request.num_reusable_tokens,
             expected_tokens=request.num_tokens,
             label=request.request_id if self.config.label_vtensors else None,
         )

@@ -31,6 +31,7 @@ class OutputBuilder:
                 skip_special_tokens=params.skip_special_tokens,
             )
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._cumulative_logprob = 0.0
         self._num_tokens_shown = 0
         self._end_shown = False
@@ -88,6 +89,17 @@ class OutputBuilder:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
         )
+
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Of all prompt tokens, once they are computed; None if they are not asked for."""
+        request = self.request
+        given = request.prompt_token_ids
+        if request.params.prompt_logprobs is None or len(request.scored) < len(given) - 1:
+            return None
+        if self._prompt_logprobs is None:
+            pairs = zip(given[1:], request.scored, strict=True)
+            self._prompt_logprobs = [None, *(self._decode_logprobs(t, row) for t, row in pairs)]
+        return self._prompt_logprobs
 
     def _decode_logprobs(self, token_id: int, row: RowLogprobs) -> TokenLogprobs:
         """The sampled token first, then the most probable ones."""

@@ -81,7 +81,8 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int | None = None
     """Prompt tokens whose KV was found in the prefix cache; None before the first step."""
-    prompt_logprobs: None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Of each prompt token, the first one's being None; None as long as they are not computed."""
 
 
 def joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:

@@ -64,9 +64,12 @@ class ParallelSampling(RequestGroup):
         if kind is RequestOutputKind.FINAL_ONLY and not self.is_finished:
             return None
         if self.params.num_samples > self.params.n:
-            return self._output(self._best())
-        wants_all = kind is not RequestOutputKind.DELTA
-        return self._output([b.build() for b in self._builders if wants_all or b.has_news])
+            output = self._output(self._best())
+        else:
+            wants_all = kind is not RequestOutputKind.DELTA
+            output = self._output([b.build() for b in self._builders if wants_all or b.has_news])
+        output.prompt_logprobs = self._builders[0].prompt_logprobs()
+        return output
 
     def end_with(self, failed: Request, scheduler: Scheduler) -> None:
         """Samples that were to be forked from the failed one end like it; others go on."""

@@ -66,6 +66,8 @@ class Request:
     _token_array: array[int] = field(init=False, repr=False)
     generator: Any = None
     """torch.Generator of a request with a seed; lives here to survive preemption."""
+    scored: list[Any] = field(default_factory=list)
+    """sampler.RowLogprobs of prompt tokens 1, 2, ... so far; only with params.prompt_logprobs."""
     matcher: Any = None
     """structured.TokenMatcher of a request with structured outputs."""
 
@@ -92,6 +94,15 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Most tokens whose KV may be found instead of computed: not the last one's, whose logits
+        are needed, nor those of a prompt whose log probabilities are."""
+        num_prompt_tokens = len(self.prompt_token_ids)
+        if self.params.prompt_logprobs is None or len(self.scored) >= num_prompt_tokens - 1:
+            return self.num_tokens - 1
+        return len(self.scored)
 
     @property
     def is_prefilling(self) -> bool:
@@ -149,6 +160,7 @@ class Request:
             vtensor=None,
             generator=None,
             matcher=None,
+            scored=[],
         )
         clone.requeue()
         clone.token_ids = list(self.token_ids)

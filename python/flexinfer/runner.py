@@ -20,8 +20,8 @@ from flexinfer.batch import ScheduledRequest
 from flexinfer.cuda_graphs import DecodeGraphs, Recorder
 from flexinfer.models import LoadedModel
 from flexinfer.request import Request
-from flexinfer.sampler import RowLogprobs, Sampler
-from flexinfer.step_inputs import InputBuilder, StepInputs
+from flexinfer.sampler import RowLogprobs, Sampler, score_tokens
+from flexinfer.step_inputs import InputBuilder, ScoredRows, StepInputs
 
 if TYPE_CHECKING:
     from flexinfer.vtensor import VTensor, VTensorManager
@@ -71,8 +71,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits [number of requests that sample, vocab_size] of one flat batch."""
-        if self.graphs is not None and self.graphs.accepts(inputs):
+        """Logits [number of sampled_rows, vocab_size] of one flat batch."""
+        if self.graphs is not None and not inputs.scored and self.graphs.accepts(inputs):
             return self.graphs.run(inputs)
         return self._forward(inputs)
 
@@ -106,14 +106,26 @@ class ModelRunner:
             logger.info("%d CUDA graphs captured in %.1f s", len(graphs), seconds)
 
     def sample(self, logits: torch.Tensor, inputs: StepInputs) -> list[SampledToken]:
-        """One token for each row of the logits."""
+        """One token for each row of the logits that a request samples from; the others score."""
         requests = inputs.requests
+        self._score(logits[len(requests) :], inputs.scored)
         if not requests:
             return []
-        sampled = self.sampler.sample(logits, requests)
+        sampled = self.sampler.sample(logits[: len(requests)], requests)
         return [
             SampledToken(request, token_id, logprobs)
             for request, token_id, logprobs in zip(
                 requests, sampled.token_ids, sampled.logprobs, strict=True
             )
         ]
+
+    def _score(self, logits: torch.Tensor, scored: Sequence[ScoredRows]) -> None:
+        """Log probabilities of prompt tokens; logits: [number of scored rows, vocab_size]."""
+        row = 0
+        for part in scored:
+            num_rows = part.end - part.start
+            request = part.request
+            token_ids = request.prompt_token_ids[part.start + 1 : part.end + 1]
+            num_top = request.params.prompt_logprobs or 0
+            request.scored += score_tokens(logits[row : row + num_rows], token_ids, num_top)
+            row += num_rows

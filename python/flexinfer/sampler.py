@@ -19,6 +19,9 @@ from flexinfer.sampling_params import SamplingParams
 from flexinfer.structured import GrammarCompiler
 from flexinfer.transfer import to_device
 
+SCORED_AT_ONCE = 256
+"""Rows of a prompt."""
+
 
 class SamplingRequest(Protocol):
     """What the sampler asks of a request (`flexinfer.request.Request` is one)."""
@@ -227,6 +230,26 @@ def gather_logprobs(
     columns = zip(rows, num_top, sampled[:, 0].tolist(), ranks, top_ids, top_values, strict=True)
     for row, num, logprob, rank, ids, values in columns:
         found[row] = RowLogprobs(logprob, rank, ids[:num].tolist(), values[:num].tolist())
+    return found
+
+
+@torch.inference_mode()
+def score_tokens(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[RowLogprobs]:
+    """Log probability of one given token a row; logits: [num_rows, vocab_size], any float dtype.
+
+    `num_top` most probable tokens are reported too; -1: all. Some rows at a time, so that a long
+    prompt needs no second tensor of the size of its logits.
+    """
+    found = []
+    num_top = logits.shape[-1] if num_top == -1 else min(num_top, logits.shape[-1])
+    for first in range(0, len(token_ids), SCORED_AT_ONCE):
+        part = token_ids[first : first + SCORED_AT_ONCE]
+        logprobs = torch.log_softmax(logits[first : first + len(part)].float(), dim=-1)
+        given = logprobs.gather(-1, _ids(part, logits)[:, None])
+        ranks = (logprobs >= given).sum(dim=-1).tolist()
+        top = logprobs.topk(num_top)
+        columns = (given[:, 0].tolist(), ranks, top.indices.tolist(), top.values.tolist())
+        found += [RowLogprobs(*row) for row in zip(*columns, strict=True)]
     return found
 
 

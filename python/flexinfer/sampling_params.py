@@ -73,7 +73,8 @@ class SamplingParams:
     logprobs: int | None = None
     """Report this many most probable tokens at each position (and the chosen one); -1: all."""
     prompt_logprobs: int | None = None
-    """Not supported: the prefix cache skips the computation that would give them."""
+    """The same of the prompt's tokens, each given those before it; -1: all. The whole prompt is
+    computed then, whatever the prefix cache has."""
     logit_bias: Mapping[int, float] | None = None
     """Token id -> value added to its logit, clamped to [-100, 100]."""
     structured_outputs: StructuredOutputsParams | None = None
@@ -116,6 +117,7 @@ class SamplingParams:
             best_of=None,
             seed=None if self.seed is None else self.seed + index,
             logprobs=0 if ranked and self.logprobs is None else self.logprobs,
+            prompt_logprobs=self.prompt_logprobs if index == 0 else None,
         )
 
     @property
@@ -195,11 +197,9 @@ class SamplingParams:
     def _check_reporting(self) -> None:
         if self.logprobs is not None and _integer("logprobs", self.logprobs) < -1:
             raise ValueError(f"logprobs must be at least 0, or -1 for all, got {self.logprobs}")
-        if self.prompt_logprobs is not None:
-            raise ValueError(
-                f"prompt_logprobs is not supported, got {self.prompt_logprobs!r}: "
-                "only generated tokens have log probabilities"
-            )
+        asked = self.prompt_logprobs
+        if asked is not None and _integer("prompt_logprobs", asked) < -1:
+            raise ValueError(f"prompt_logprobs must be at least 0, or -1 for all, got {asked}")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
 

@@ -30,6 +30,15 @@ FindShared = Callable[
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Prompt positions whose logits tell the log probabilities of the tokens after them."""
+
+    request: Request
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """All tensors are int64 on the model's device, and views of a buffer that the next step
     overwrites."""
@@ -39,9 +48,11 @@ class StepInputs:
     positions: torch.Tensor
     """[num_tokens]"""
     sampled_rows: torch.Tensor
-    """[number of requests that sample]: the rows of the batch whose logits are needed."""
+    """[number of requests that sample + scored rows]: rows of the batch whose logits are needed."""
     requests: list[Request]
-    """Which request samples from each of these; forks of one prompt from the same row."""
+    """Which request samples from each of the first; forks of one prompt from the same row."""
+    scored: list[ScoredRows]
+    """Whose prompt tokens are scored by the rows after these."""
     metadata: AttentionMetadata
 
 
@@ -69,6 +80,7 @@ class InputBuilder:
         num_tokens = segments[-1].row + segments[-1].num_tokens if segments else 0
         num_decodes = sum(segment.num_tokens == 1 for segment in segments)
         rows, requests = _samples(items, segments)
+        scored = _score_rows(items, segments, rows)
         host = self._host_buffer(2 * num_tokens + num_decodes + len(rows))
         ids, positions, slots, sampled = _split(host, num_tokens, num_decodes, len(rows))
         ids[:num_decodes] = [i.request.token_ids[i.start] for i in items[:num_decodes]]
@@ -85,6 +97,7 @@ class InputBuilder:
             positions=parts[1],
             sampled_rows=parts[3],
             requests=requests,
+            scored=scored,
             metadata=AttentionMetadata(
                 segments=segments,
                 num_decodes=num_decodes,
@@ -102,6 +115,7 @@ class InputBuilder:
             positions=positions,
             sampled_rows=positions[-1:],
             requests=[],
+            scored=[],
             metadata=AttentionMetadata.build([Segment(slot, 0, 0, num_tokens)], self._device),
         )
 
@@ -157,6 +171,23 @@ def _samples(
             rows += [row] * (1 + len(item.request.siblings))
             requests += (item.request, *item.request.siblings)
     return rows, requests
+
+
+def _score_rows(
+    items: Sequence[ScheduledRequest], segments: Sequence[Segment], rows: list[int]
+) -> list[ScoredRows]:
+    """Adds to `rows` those that score prompts, for requests that want that."""
+    scored = []
+    for item, segment in zip(items, segments, strict=True):
+        request = item.request
+        if request.params.prompt_logprobs is None:
+            continue
+        start = max(item.start, len(request.scored))
+        end = min(item.end, len(request.prompt_token_ids) - 1)
+        if start < end:
+            rows += range(segment.row + start - item.start, segment.row + end - item.start)
+            scored.append(ScoredRows(request, start, end))
+    return scored
 
 
 def _split(buffer: Any, num_tokens: int, num_decodes: int, num_samples: int) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ from flexinfer import SamplingParams
         ("max_tokens", -1),
         ("min_tokens", -1),
         ("logprobs", -2),
-        ("prompt_logprobs", 1),
+        ("prompt_logprobs", -2),
         ("stop", [""]),
         ("stop", [3]),
         ("stop_token_ids", [-1]),

@@ -98,7 +98,13 @@ async def _prepare(state: ServerState, tenant: str, body: CompletionRequest) -> 
             raise bad_request("beam search gives neither echo nor logprobs", "use_beam_search")
         params: Any = beam_params(state, body, max_tokens=max_tokens)
     else:
-        params = sampling_params(state, body, max_tokens=max(1, max_tokens), logprobs=body.logprobs)
+        params = sampling_params(
+            state,
+            body,
+            max_tokens=max(1, max_tokens),
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
+        )
     special = body.add_special_tokens is not False
     ids = [
         await tokenize(state, one, special_tokens=special) if isinstance(one, str) else one
@@ -135,7 +141,7 @@ def _choice(
     return CompletionChoice(
         index=call.index_of(prompt_idx, one.index),
         text=echo if is_echo_only else echo + one.text,
-        logprobs=None if is_echo_only else _logprobs(call, one, len(echo)),
+        logprobs=_logprobs(call, output, one, 0, shows_prompt=bool(call.body.echo)),
         finish_reason="length" if is_echo_only else one.finish_reason,  # type: ignore[arg-type]
         stop_reason=one.stop_reason,
         token_ids=one.token_ids if wants_ids else None,
@@ -143,11 +149,19 @@ def _choice(
     )
 
 
-def _logprobs(call: Call, one: CompletionOutput, offset: int) -> CompletionLogprobs | None:
+def _logprobs(
+    call: Call, output: RequestOutput, one: CompletionOutput, offset: int, *, shows_prompt: bool
+) -> CompletionLogprobs | None:
+    """Of the new text, and before it of the prompt if that is shown; begins at `offset`."""
     num_top = call.body.logprobs
-    if num_top is None or one.logprobs is None:
+    if num_top is None:
         return None
-    return completion_logprobs(one.logprobs, num_top, offset)
+    entries = [] if call.max_tokens == 0 else list(one.logprobs or ())
+    first = None
+    if shows_prompt:
+        entries = [entry for entry in output.prompt_logprobs or () if entry] + entries
+        first = decode(call.state, output.prompt_token_ids[:1], special_tokens=True)
+    return completion_logprobs(entries, num_top, offset, first)
 
 
 def _beam_answer(call: Call, found: Sequence[BeamSearchOutput]) -> Completion:
@@ -184,7 +198,7 @@ async def _events(call: Call) -> Events:
                 index = call.index_of(prompt_idx, one.index)
                 is_first = index not in offsets
                 echo = call.texts[prompt_idx] if body.echo and is_first else ""
-                offset = offsets.get(index, 0) + len(echo)
+                offset = offsets.get(index, 0)
                 is_echo_only = call.max_tokens == 0
                 choice: dict[str, Any] = {
                     "index": index,
@@ -193,12 +207,13 @@ async def _events(call: Call) -> Events:
                     "finish_reason": one.finish_reason,
                     "stop_reason": one.stop_reason,
                 }
-                logprobs = None if is_echo_only else _logprobs(call, one, offset)
+                shows_prompt = is_first and bool(body.echo)
+                logprobs = _logprobs(call, output, one, offset, shows_prompt=shows_prompt)
                 if logprobs is not None:
                     choice["logprobs"] = logprobs.model_dump()
                 if body.return_token_ids:
                     choice["token_ids"] = one.token_ids
-                offsets[index] = offset + len(one.text)
+                offsets[index] = offset + len(choice["text"])
                 chunk = {**head, "choices": [choice]}
                 if body.wants_usage:
                     running = counter.usage().model_dump() if body.wants_running_usage else None

@@ -15,11 +15,18 @@ def chat_logprobs(output: CompletionOutput, num_top: int) -> ChatLogprobs:
 
 
 def completion_logprobs(
-    logprobs: Sequence[TokenLogprobs], num_top: int, offset: int
+    entries: Sequence[TokenLogprobs], num_top: int, offset: int, first: str | None = None
 ) -> CompletionLogprobs:
-    """`offset`: where the text of these tokens begins, in characters."""
+    """`offset`: where the text of these tokens begins, in characters; `first`: a prompt's first
+    token, which stands before them and has no probability."""
     out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-    for entry in logprobs:
+    if first is not None:
+        out.tokens.append(first)
+        out.token_logprobs.append(None)
+        out.top_logprobs.append(None)
+        out.text_offset.append(offset)
+        offset += len(first)
+    for entry in entries:
         chosen = next(iter(entry.values()))
         token = chosen.decoded_token or ""
         out.tokens.append(token)

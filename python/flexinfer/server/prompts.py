@@ -24,12 +24,12 @@ async def tokenize(state: ServerState, text: str, *, special_tokens: bool = True
     return await asyncio.to_thread(encode)
 
 
-def decode(state: ServerState, token_ids: Sequence[int]) -> str:
-    """The text of tokens, without special ones. Raises APIError without tokenizer."""
+def decode(state: ServerState, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
+    """The text of tokens, with special ones or without. Raises APIError without tokenizer."""
     tokenizer = state.llm.tokenizer
     if tokenizer is None:
         raise bad_request("text needs a tokenizer, and this model has none")
-    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=not special_tokens)
     return text
 
 

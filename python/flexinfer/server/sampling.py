@@ -37,6 +37,7 @@ def sampling_params(
     *,
     max_tokens: int | None,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     structure: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
     """Raises APIError for what the engine would refuse. `structure`: what tool calls need."""
@@ -49,6 +50,7 @@ def sampling_params(
         **{name: value for name, value in given.items() if value is not None},
         "max_tokens": max_tokens,
         "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
         "logit_bias": logit_bias(fields),
         "structured_outputs": structure or asked,
     }

@@ -110,6 +110,22 @@ def test_echo_shows_the_prompt(client: openai.OpenAI) -> None:
     assert len(answer.choices[0].text) > len(PROMPT)
 
 
+def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI, offline: LLM) -> None:
+    choice = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=0, echo=True, logprobs=1
+    ).choices[0]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    (output,) = offline.generate(PROMPT, params, use_tqdm=False)
+    scored = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
+    assert choice.text == PROMPT
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs[0] is None
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx(
+        [entry[token].logprob for token, entry in scored if entry], abs=1e-4
+    )
+
+
 def test_chat_logprobs(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL,
@@ -295,6 +311,15 @@ def test_bad_requests_name_the_field(client: openai.OpenAI, body: Any, param: st
         client.post("/chat/completions", body=given, cast_to=object)
     assert caught.value.param == param
     assert caught.value.type == "invalid_request_error"
+
+
+def test_a_bad_tool_of_a_response_is_refused(client: openai.OpenAI) -> None:
+    """schemathesis found a 500 here."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(
+            model=MODEL, input="Hi", tools=[{"type": "function", "name": "", "parameters": {}}]
+        )
+    assert caught.value.param == "tools.0.name"
 
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:

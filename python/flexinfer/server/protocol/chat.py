@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from flexinfer.server.protocol.base import FinishReason, Model, SamplingFields, Usage
+from flexinfer.server.protocol.base import FinishReason, FunctionName, Model, SamplingFields, Usage
 
 
 class TextPart(Model):
@@ -35,7 +35,7 @@ class Message(Model):
 
 
 class Function(Model):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from flexinfer.server.protocol.base import Model
+from flexinfer.server.protocol.base import FunctionName, Model
 from flexinfer.server.protocol.chat import TextPart
 
 
@@ -55,7 +55,7 @@ class TextConfig(Model):
 
 class FunctionTool(Model):
     type: Literal["function"]
-    name: str
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
