@@ -33,10 +33,10 @@ DEVICE=cuda
 # is less; the report has its own reserve.
 STAGES="\
 environment  20  the machine, its driver and packages; fails without a GPU
-build        60  flexinfer, built here, in a virtual environment over the packages that are there
+build        75  flexinfer, built here, in a virtual environment over the packages that are there
 flash-start   5  starts flash-attn's build in the background, where its source was carried
 pytest      105  the Python tests marked gpu
-sanitizer    50  a short program over the manager under compute-sanitizer
+sanitizer    40  a short program over the manager under compute-sanitizer
 ctest        75  the C++ tests, and the driver conformance suite on the real driver
 api_latency  25  benchmark: the driver's memory calls by chunk size
 kernels      70  benchmark: attention on vTensors, plain tensors and pages
