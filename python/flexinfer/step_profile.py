@@ -196,8 +196,8 @@ class StepProfiler:
 def part_of(module: torch.nn.Module) -> str | None:
     """The part that a module's own time belongs to; None: that of the module around it."""
     name = type(module).__name__.lower()
-    if "linear" in name or name in ("conv1d", "gatedmlp"):
-        return "linear"  # of a lean MLP the activation is part of the products
+    if "linear" in name or name in ("conv1d", "packedgatedmlp"):
+        return "linear"  # its activation is part of the products
     if "norm" in name:
         return "norm"
     if "rotary" in name:
