@@ -168,6 +168,7 @@ class DecodeGraphs:
             positions=positions,
             sampled_rows=self._rows[:size],
             requests=[],
+            scored=[],
             metadata=AttentionMetadata(
                 # Bounds for the host; the device reads slots and positions.
                 segments=[Segment(0, row, bound - 1, bound) for row in range(size)],

@@ -66,10 +66,11 @@ class PackedGatedMLP(torch.nn.Module):
 class GatedMLP(torch.nn.Module):
     """down(silu(gate(x)) * up(x)), activation and product in one pass."""
 
-    def __init__(self, mlp: torch.nn.Module) -> None:
+    def __init__(self, mlp: Any) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = mlp.gate_proj, mlp.up_proj
-        self.down_proj = mlp.down_proj
+        self.gate_proj: torch.nn.Module = mlp.gate_proj
+        self.up_proj: torch.nn.Module = mlp.up_proj
+        self.down_proj: torch.nn.Module = mlp.down_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
