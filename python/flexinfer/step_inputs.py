@@ -10,7 +10,7 @@ reach the device in one copy. Not thread-safe.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,9 +51,9 @@ class StepInputs:
     """[number of requests that sample + scored rows]: rows of the batch whose logits are needed."""
     requests: list[Request]
     """Which request samples from each of the first; forks of one prompt from the same row."""
-    scored: list[ScoredRows]
-    """Whose prompt tokens are scored by the rows after these."""
     metadata: AttentionMetadata
+    scored: list[ScoredRows] = field(default_factory=list)
+    """Whose prompt tokens are scored by the sampled rows after those of `requests`."""
 
 
 class InputBuilder:
@@ -115,7 +115,6 @@ class InputBuilder:
             positions=positions,
             sampled_rows=positions[-1:],
             requests=[],
-            scored=[],
             metadata=AttentionMetadata.build([Segment(slot, 0, 0, num_tokens)], self._device),
         )
 

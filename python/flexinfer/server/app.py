@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 from fastapi import FastAPI
@@ -28,6 +27,7 @@ from flexinfer.server.errors import install_error_handlers
 from flexinfer.server.limits import BodyLimitMiddleware
 from flexinfer.server.logs import AccessLogMiddleware
 from flexinfer.server.metrics import register_metrics
+from flexinfer.server.page import mount_page
 from flexinfer.server.protocol.base import ErrorResponse
 from flexinfer.server.settings import ServerSettings
 from flexinfer.server.state import ServerState
@@ -69,7 +69,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     install_error_handlers(app)
     for module in ROUTERS:
         app.include_router(module.router, responses=ERRORS)
-    _mount_page(app)
+    mount_page(app)
     # The last one added sees a request first.
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_request_bytes)
     app.add_middleware(AuthMiddleware, settings=settings)
@@ -85,14 +85,6 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     register_metrics(app, llm, settings.model_name)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
-
-
-def _mount_page(app: FastAPI) -> None:
-    """The page at /."""
-    if find_spec("flexinfer.server.page") is not None:
-        from flexinfer.server.page import mount_page
-
-        mount_page(app)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

@@ -113,8 +113,6 @@ async def _outputs(
     )
     async with aclosing(outputs):
         async for output in outputs:
-            for listener in state.output_listeners:
-                listener(output)
             _check(output)
             yield prompt_idx, output
 

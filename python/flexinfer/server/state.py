@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 from fastapi import Depends, Request
 
 from flexinfer.async_llm import AsyncLLM
-from flexinfer.outputs import RequestOutput
 from flexinfer.server.chat_prompt import ChatRenderer
 from flexinfer.server.conversation_store import ConversationStore
 from flexinfer.server.errors import APIError
@@ -18,8 +16,6 @@ from flexinfer.server.limits import Limits
 from flexinfer.server.memory_map import MemoryMap
 from flexinfer.server.response_store import ResponseStore
 from flexinfer.server.settings import ServerSettings
-
-OutputListener = Callable[[RequestOutput], None]
 
 
 class ServerState:
@@ -36,8 +32,6 @@ class ServerState:
         self.conversations = ConversationStore(llm, settings)
         self.responses = ResponseStore(settings.max_stored_responses)
         self.memory_map = MemoryMap(llm, settings.model_name)
-        self.output_listeners: list[OutputListener] = []
-        """Called with every output of the engine, deltas and final ones: for metrics."""
         self.is_draining = False
         """The server is going down: new requests are refused."""
         self.trace_path: Path | None = None
