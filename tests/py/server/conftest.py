@@ -65,9 +65,9 @@ def offline() -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def llm() -> Iterator[AsyncLLM]:
-    """An engine for servers in threads."""
+    """An engine for servers in threads. Its thread ends with the module: others' tests count them."""
     made = make_llm()
     yield made
     made.shutdown()
