@@ -34,6 +34,7 @@ SECTIONS: list[tuple[str, str, tuple[str, ...]]] = [
     ("python/flexinfer/attention", "Python package: attention", ("__init__", "base", "hook")),
     ("python/flexinfer/cli", "Python package: command line", ("__init__", "__main__", "app")),
     ("python/flexinfer/server", "Python package: server", ("__init__",)),
+    ("python/flexinfer/loadgen", "Python package: load generator", ("__init__",)),
 ]
 OTHERS = ("examples", "benchmarks", "scripts")
 
