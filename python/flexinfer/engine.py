@@ -53,7 +53,7 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ValueError or UnsupportedModelError for settings or models that can not work."""
-        from flexinfer.torch_runtime import set_up_torch
+        from flexinfer.torch_runtime import check_can_compile, set_up_torch
 
         set_up_torch(config.threads)
         from flexinfer import attention
@@ -66,6 +66,8 @@ class LLMEngine:
         is_loaded = not isinstance(config.model, (str, os.PathLike))
         config = replace(config, device=choose_device(config.device, is_loaded=is_loaded))
         self.config = config
+        if config.compile:
+            check_can_compile(str(config.device).partition(":")[0])
         check_kv_sizes(config)
         wanted_len = choose_max_model_len(config, max_positions(resolve_config(config.model)))
         self.tokenizer: Any | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +48,17 @@ def set_up_torch(threads: int | None = None) -> int:
         return torch.get_num_threads()
     torch.set_num_threads(count)
     return count
+
+
+def check_can_compile(device_type: str) -> None:
+    """Raises ValueError if torch.compile has no C++ compiler for the CPU: it would find out in the
+    first step. It takes the one that CXX names, else g++."""
+    compiler = os.environ.get("CXX", "g++")
+    if device_type == "cpu" and shutil.which(compiler) is None:
+        raise ValueError(
+            f"compile=True needs a C++ compiler, and there is no {compiler!r} on the PATH; "
+            "install g++, name another one in CXX, or leave compile out"
+        )
 
 
 @contextmanager

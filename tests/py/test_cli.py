@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -30,6 +31,34 @@ def test_help_is_there(arguments: tuple[str, ...]) -> None:
     code, out, _ = invoke(*arguments)
     assert code == 0
     assert "Usage" in out
+
+
+@pytest.mark.parametrize("command", ["demo", "chat", "serve"])
+def test_the_help_says_what_threads_are_by_default(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
+    assert "--threads" in result.stdout
+    assert "one for each core this process may use" in result.stdout
+    assert "--compile" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["demo", "chat"])
+def test_threads_and_compile_reach_the_engine(
+    command: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flexinfer import llm
+
+    class OpenedError(Exception):
+        pass
+
+    def open_llm(**settings: Any) -> None:
+        raise OpenedError(settings["threads"], settings["compile"])
+
+    monkeypatch.setattr(llm, "LLM", open_llm)
+    sizes = DEMO[1:] if command == "demo" else ()
+    for given, expected in (((), (None, False)), (("--threads", "1", "--compile"), (1, True))):
+        result = CliRunner().invoke(app, [command, "--model", folder, *sizes, *given])
+        assert isinstance(result.exception, OpenedError)
+        assert result.exception.args == expected
 
 
 def test_version_is_that_of_the_package() -> None:
@@ -58,6 +87,8 @@ def test_help_loads_nothing_heavy() -> None:
         (("--memory", "plenty"), "plenty"),
         (("--chunk-bytes", "1000"), "granularity"),
         (("--layers-per-plane", "3"), "layers_per_plane"),
+        (("--threads", "0"), "threads must be a positive integer, got 0"),
+        (("--threads", "4096"), "threads is 4096, but this process may use"),
     ],
 )
 def test_bad_input_ends_in_one_line_and_code_2(

@@ -60,3 +60,17 @@ def test_threads_are_bound_but_the_process_is_not() -> None:
         [sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == f"{cpus} {len(cpus) - 1}"
+
+
+def test_compiling_without_a_compiler_is_refused_before_the_model_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from flexinfer import LLM
+    from flexinfer.torch_runtime import check_can_compile
+
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ValueError, match="there is no 'no-such-compiler' on the PATH"):
+        LLM("/no/such/folder", device="cpu", compile=True)
+    check_can_compile("cuda")
+    monkeypatch.setenv("CXX", sys.executable)
+    check_can_compile("cpu")

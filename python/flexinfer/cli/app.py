@@ -11,7 +11,7 @@ from flexinfer.cli.bench import bench
 from flexinfer.cli.doctor import doctor
 from flexinfer.cli.fail import usage_errors
 from flexinfer.cli.inspect import inspect
-from flexinfer.cli.options import AdminKey, ApiKey
+from flexinfer.cli.options import COMPILE_HELP, THREADS_HELP, AdminKey, ApiKey
 from flexinfer.cli.replay import replay
 from flexinfer.cli.serve import serve
 from flexinfer.cli.settings import EngineSettings
@@ -63,6 +63,8 @@ GpuShare = Annotated[
     float,
     typer.Option("--gpu-memory-utilization", help="Part of a GPU for weights, activations and KV."),
 ]
+Threads = Annotated[int | None, typer.Option(help=THREADS_HELP)]
+Compile = Annotated[bool, typer.Option("--compile", help=COMPILE_HELP)]
 Seed = Annotated[int, typer.Option(help="Of sampling; in the demo, also which conversations.")]
 
 
@@ -102,6 +104,8 @@ def demo(
     attention_backend: AttentionName = "auto",
     enforce_eager: EnforceEager = False,
     gpu_memory_utilization: GpuShare = 0.9,
+    threads: Threads = None,
+    compile_model: Compile = False,
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw memory over time into this file (.png, .svg, .pdf)."),
@@ -128,6 +132,8 @@ def demo(
             attention_backend,
             enforce_eager,
             gpu_memory_utilization,
+            threads,
+            compile_model,
         )
         settings = DemoSettings(engine, conversations, turns, max_tokens, plot, json)
         opened = Demo(settings)
@@ -156,6 +162,8 @@ def chat(
     attention_backend: AttentionName = "auto",
     enforce_eager: EnforceEager = False,
     gpu_memory_utilization: GpuShare = 0.9,
+    threads: Threads = None,
+    compile_model: Compile = False,
     url: Annotated[
         str | None,
         typer.Option(help="Talk to the server there instead; --model is then a served name."),
@@ -195,6 +203,8 @@ def chat(
                 attention_backend=attention_backend,
                 enforce_eager=enforce_eager,
                 gpu_memory_utilization=gpu_memory_utilization,
+                threads=threads,
+                compile=compile_model,
             )
             if system is None and engine.is_shipped:
                 from flexinfer.cli.script import load_script

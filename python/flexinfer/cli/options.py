@@ -1,4 +1,4 @@
-"""Options that several commands share: where a server is, and the keys for it."""
+"""Options that several commands share: where a server is, the keys for it, and texts of options."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ AdminKey = Annotated[
     str | None,
     typer.Option(envvar="FLEXINFER_ADMIN_API_KEY", help="Key of the server's administrators."),
 ]
+
+THREADS_HELP = (
+    "CPU threads of torch and the kernels; without it, one for each core this process may use."
+)
+COMPILE_HELP = "Compile the model with torch.compile: slower to start, faster steps."

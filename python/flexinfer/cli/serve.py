@@ -14,6 +14,7 @@ import typer
 
 from flexinfer.cli.config_file import load_config_file
 from flexinfer.cli.fail import usage_errors
+from flexinfer.cli.options import COMPILE_HELP, THREADS_HELP
 
 if TYPE_CHECKING:
     from flexinfer.config import EngineConfig
@@ -70,6 +71,8 @@ def serve(
             "Part of a GPU for weights, activations and KV, unless the KV's bytes are given.",
         ),
     ] = 0.9,
+    threads: Annotated[int | None, _option(ENGINE, "--threads", THREADS_HELP)] = None,
+    compile_model: Annotated[bool, _option(ENGINE, "--compile/--no-compile", COMPILE_HELP)] = False,
     max_model_len: Annotated[
         int | None,
         _option(ENGINE, "--max-model-len", "Most tokens of one request, prompt and answer."),
@@ -264,6 +267,7 @@ def engine_config(given: dict[str, Any]) -> EngineConfig:
         "attention_backend",
         "enforce_eager",
         "gpu_memory_utilization",
+        "threads",
         "max_model_len",
         "layers_per_plane",
         "enable_prefix_caching",
@@ -282,6 +286,7 @@ def engine_config(given: dict[str, Any]) -> EngineConfig:
         device=settings.engine_device,
         kv_cache_memory_bytes=given["kv_cache_memory"],
         chunk_bytes=settings.engine_chunk_bytes,
+        compile=given["compile_model"],
         **{name: given[name] for name in same_name if name != "swap_space"},
         swap_space=int(swap_space) if swap_space.isdigit() else swap_space,
     )

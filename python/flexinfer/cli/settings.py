@@ -31,6 +31,8 @@ class EngineSettings:
     attention_backend: str = "auto"
     enforce_eager: bool = False
     gpu_memory_utilization: float = 0.9
+    threads: int | None = None
+    compile: bool = False
 
     @property
     def is_shipped(self) -> bool:
@@ -59,7 +61,7 @@ class EngineSettings:
     def check_model(self) -> str:
         """The folder, if a config can be read from it; ValueError otherwise. Reads no weights."""
         folder = self.folder
-        _quiet()
+        self._prepare()
         from flexinfer.models import load_config
 
         load_config(folder)
@@ -68,7 +70,7 @@ class EngineSettings:
     def open(self, *, enable_prefix_caching: bool = True, like: LLM | None = None) -> LLM:
         """An engine; `like`: with the weights of that one. Raises ValueError or OSError."""
         folder = self.folder
-        _quiet()
+        self._prepare()
         from flexinfer.llm import LLM
 
         source: dict[str, Any] = {"model": folder}
@@ -87,8 +89,18 @@ class EngineSettings:
             attention_backend=self.attention_backend,
             enforce_eager=self.enforce_eager,
             gpu_memory_utilization=self.gpu_memory_utilization,
+            threads=self.threads,
+            compile=self.compile,
             trace=None if like is not None or self.trace is None else str(self.trace),
         )
+
+    def _prepare(self) -> None:
+        """torch first: loaded by transformers it would know nothing of `threads`. Raises ValueError
+        for a number of threads that this machine does not have."""
+        from flexinfer.torch_runtime import set_up_torch
+
+        set_up_torch(self.threads)
+        _quiet()
 
 
 def _quiet() -> None:

@@ -123,6 +123,7 @@ def test_options_become_settings(tmp_path: Path) -> None:
     given = options(
         "--max-request-bytes", "1MiB", "--no-enable-prefix-caching", "--swap-space", "0"
     )
+    assert (given["threads"], given["compile_model"]) == (None, False)
     config = engine_config(given)
     made = server_settings(given, config)
     assert made.model_name == "tiny_chat"
@@ -132,6 +133,21 @@ def test_options_become_settings(tmp_path: Path) -> None:
         server_settings({**given, "chat_template": str(tmp_path / "none.jinja")}, config)
     with pytest.raises(ValueError, match="differ"):
         server_settings({**given, "api_key": ["x"], "admin_api_key": "x"}, config)
+
+
+def test_threads_and_compile_are_options_of_the_flags_the_environment_and_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine_config(options("--threads", "1", "--compile"))
+    assert (config.threads, config.compile) == (1, True)
+    file = tmp_path / "serve.yaml"
+    file.write_text("threads: 2\ncompile: true\n")
+    config = engine_config(options("--config", str(file)))
+    assert (config.threads, config.compile) == (2, True)
+    monkeypatch.setenv("FLEXINFER_THREADS", "3")
+    monkeypatch.setenv("FLEXINFER_COMPILE", "0")
+    config = engine_config(options("--config", str(file)))
+    assert (config.threads, config.compile) == (3, False)
 
 
 def test_help_has_groups_and_loads_nothing_heavy() -> None:
