@@ -11,7 +11,13 @@ Padding rows repeat a row of the batch, that of the shortest request: they write
 same place, and need no memory of their own.
 
 A kernel splits its work by the longest length it is told, which a graph fixes. Small batches, where
-splits matter, therefore have graphs for several bounds of the length. Not thread-safe.
+splits matter, therefore have graphs for several bounds of the length.
+
+Graphs know nothing of ranges that requests share: which there are, and of how many, changes from
+step to step, and so would the kernels. A step whose ranges save more than the graph does is
+computed eagerly, in two phases; all others are replayed, and read shared KV once a request.
+
+Not thread-safe.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from typing import Protocol
 import torch
 
 from flexinfer.attention.base import AttentionMetadata, Segment
+from flexinfer.attention.sharing_cost import SharingCost, total_gain_us
 from flexinfer.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
@@ -32,6 +39,10 @@ SPLIT_BATCH_SIZE = 16
 """Up to here a batch alone does not fill a GPU, and kernels split the keys."""
 LENGTH_BOUNDS = (4096, 32768)
 """Bounds of the length for such batches, besides the longest that there may be."""
+GRAPH_GAIN_US = 500.0
+"""What a graph saves in one layer of a step: at most all of its launches from Python, some 50 of
+10 us. An estimate, not measured; less where the GPU is the slower side, so that sharing is chosen
+too rarely rather than too often."""
 
 Forward = Callable[[StepInputs], torch.Tensor]
 
@@ -92,8 +103,11 @@ class DecodeGraphs:
         sizes: Sequence[int],
         max_seq_len: int,
         device: torch.device,
+        sharing_cost: SharingCost | None = None,
     ) -> None:
+        """sharing_cost: the backend's graph_sharing_cost."""
         self._forward = forward
+        self._sharing_cost = sharing_cost
         self._recorder = recorder
         self.sizes = sorted(set(sizes))
         self._max_seq_len = max_seq_len
@@ -128,13 +142,21 @@ class DecodeGraphs:
         return True
 
     def accepts(self, inputs: StepInputs) -> bool:
-        """Whether there is a graph for this step: decodes only, and not too many."""
+        """Whether there is a graph for this step, decodes only and not too many, and sharing is
+        not worth more."""
         num_tokens = inputs.token_ids.shape[0]
         return (
             bool(self._graphs)
             and 0 < num_tokens <= self.sizes[-1]
             and inputs.metadata.num_decodes == num_tokens
+            and not self._gains_more_by_sharing(inputs.metadata)
         )
+
+    def _gains_more_by_sharing(self, metadata: AttentionMetadata) -> bool:
+        if self._sharing_cost is None or not metadata.shared:
+            return False
+        gain_us = total_gain_us(metadata.shared, metadata.segments, self._sharing_cost)
+        return gain_us > GRAPH_GAIN_US
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """Logits of the rows that sample. REQUIRES: `accepts(inputs)`."""

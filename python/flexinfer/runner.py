@@ -98,7 +98,8 @@ class ModelRunner:
             logger.info("no CUDA graphs: attention goes request by request")
             return
         max_seq_len = self.backend.layers[0].k.shape[1]
-        graphs = DecodeGraphs(self._forward, recorder, sizes, max_seq_len, self.loaded.device)
+        cost = self.backend.graph_sharing_cost
+        graphs = DecodeGraphs(self._forward, recorder, sizes, max_seq_len, self.loaded.device, cost)
         start_s = time.perf_counter()
         if graphs.capture(vtensor.slot):
             self.graphs = graphs

@@ -109,7 +109,7 @@ class FlashAttn2(Reference):
         v: torch.Tensor | None = None,
         rotary_cos: None = None,
         rotary_sin: None = None,
-        cache_seqlens: torch.Tensor | None = None,
+        cache_seqlens: int | torch.Tensor | None = None,
         cache_batch_idx: torch.Tensor | None = None,
         cache_leftpad: None = None,
         block_table: None = None,
@@ -117,35 +117,48 @@ class FlashAttn2(Reference):
         causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
         softcap: float = 0.0,
-    ) -> torch.Tensor:
+        return_softmax_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         self.calls.append("with_kvcache")
-        assert k is not None
-        assert v is not None
-        assert cache_seqlens is not None
-        assert cache_batch_idx is not None
-        self.check(q, k_cache, v_cache, k, v)
         batch_size, num_queries, num_heads, head_dim = q.shape
+        assert cache_seqlens is not None
+        if isinstance(cache_seqlens, int):
+            cache_seqlens = torch.full((k_cache.shape[0],), cache_seqlens, dtype=torch.int32)
+        if cache_batch_idx is None:
+            assert k_cache.shape[0] == batch_size
+            cache_batch_idx = torch.arange(batch_size, dtype=torch.int32)
+        self.check(q, k_cache, v_cache)
         num_kv_heads = k_cache.shape[2]
         assert k_cache.shape == v_cache.shape
         assert k_cache.shape[3] == head_dim
-        assert k.shape == v.shape == (batch_size, num_queries, num_kv_heads, head_dim)
         check_int32(cache_seqlens, batch_size)
         check_int32(cache_batch_idx, batch_size)
         assert num_heads % num_kv_heads == 0
         group = num_heads // num_kv_heads if num_queries == 1 and window_size == (-1, -1) else 1
-        assert num_queries * group <= k_cache.shape[1], "the cache looks shorter than the queries"
+        num_stored = 0
+        if k is not None:
+            assert v is not None
+            self.check(q, k, v)
+            assert k.shape == v.shape == (batch_size, num_queries, num_kv_heads, head_dim)
+            assert num_queries * group <= k_cache.shape[1], "the cache looks shorter than q"
+            num_stored = num_queries
         output = torch.full_like(q, torch.nan)
+        lse = torch.full((batch_size, num_heads, num_queries), torch.nan)
         for i, (length, slot) in enumerate(
             zip(cache_seqlens.tolist(), cache_batch_idx.tolist(), strict=True)
         ):
-            end = length + num_queries
-            assert end <= k_cache.shape[1]
-            k_cache[slot, length:end] = k[i]
-            v_cache[slot, length:end] = v[i]
+            end = length + num_stored
+            assert 0 < end <= k_cache.shape[1]
+            if k is not None and v is not None:
+                k_cache[slot, length:end] = k[i]
+                v_cache[slot, length:end] = v[i]
             stored = k_cache[slot, :end], v_cache[slot, :end]
             window = self.window(window_size)
             output[i] = attend(q[i], *stored, softmax_scale, causal, window, softcap)
-        return output
+            if return_softmax_lse:
+                assert (causal, window, softcap) == (False, None, 0.0), "lse of plain scores only"
+                lse[i] = log_sum_exp(q[i], stored[0], softmax_scale)
+        return (output, lse) if return_softmax_lse else output
 
 
 class FlashAttn3(Reference):
@@ -246,3 +259,11 @@ def attend(
         hidden |= (column < position - window[0]) | (column > position + window[1])
     weights = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
     return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+
+
+def log_sum_exp(q: torch.Tensor, k: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """Natural, of one sequence's unmasked scores: [heads, queries] float32."""
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys)
+    scores *= 1 / math.sqrt(q.shape[2]) if scale is None else scale
+    return scores.logsumexp(-1).float()

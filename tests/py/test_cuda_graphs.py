@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ torch = pytest.importorskip("torch")
 
 from flash_reference import FlashAttn2, TorchOperator
 from flexinfer import LLMEngine, SamplingParams, attention, cuda_graphs
-from flexinfer.attention.base import AttentionBackend, AttentionMetadata
+from flexinfer.attention import flash
+from flexinfer.attention.base import AttentionBackend, AttentionMetadata, SharedRange
 from flexinfer.attention.flash import FlashAttention
 from flexinfer.attention.flash_kernels import Flash2, TorchFlash
+from flexinfer.attention.sharing_cost import SharingCost
+from flexinfer.attention.two_phase_flash import FlashPartial
 from flexinfer.config import EngineConfig
 from flexinfer.cuda_graphs import DecodeGraphs, choose_sizes
 from flexinfer.step_inputs import StepInputs
@@ -230,6 +234,54 @@ def test_what_is_no_small_decode_step_is_computed_eagerly() -> None:
     object.__setattr__(mixed.metadata, "num_decodes", 1)
     assert not graphs.accepts(mixed)
     assert not graphs.accepts(inputs([], []))
+
+
+def test_a_step_leaves_its_graph_only_where_sharing_saves_more() -> None:
+    cost = SharingCost(token_bytes=1, bytes_per_us=1, call_us=10, merge_us=1)
+    graphs = DecodeGraphs(Seen(), OpRecorder(), [2], 10000, torch.device("cpu"), cost)
+    assert graphs.capture(slot=0)
+    least = int(cuda_graphs.GRAPH_GAIN_US) + 12  # of tokens read once less, for one call, two parts
+    for end, is_replayed in ((least, True), (least + 1, False)):
+        step = inputs([9000, 9000], [0, 1])
+        shared = [SharedRange(0, 0, end, (0, 1))]
+        step = replace(step, metadata=replace(step.metadata, shared=shared))
+        assert graphs.accepts(step) == is_replayed
+
+
+@pytest.mark.parametrize("graph_gain_us", [0.0, 1e9])
+def test_steps_that_share_and_steps_that_are_replayed_give_the_tokens_of_transformers(
+    graph_gain_us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversation's prompts share their heads: in two phases, or from graphs, or by turns."""
+    module = FlashAttn2((torch.float32,))
+    num_calls: list[int] = []
+
+    class Watch(FlashPartial):
+        def shared(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            num_calls.append(1)
+            return super().shared(*arguments)
+
+    def make(layers: Any) -> AttentionBackend:
+        kernel = Flash2(Flash2Operators((torch.float32,)))
+        return FlashAttention(layers, kernel, kernel, Watch(module.flash_attn_with_kvcache))
+
+    free = SharingCost(token_bytes=1, bytes_per_us=1, call_us=0, merge_us=0)
+    monkeypatch.setattr(attention, "create", lambda name, layers: make(layers))
+    monkeypatch.setattr(flash, "cuda_cost", lambda layer: free)
+    monkeypatch.setattr(cuda_graphs, "GRAPH_GAIN_US", graph_gain_us)
+    trunk, *tails = random_prompts((40, 13, 7, 30, 22), seed=5)
+    prompts = [trunk + tail for tail in tails] + [tails[2]]
+    engine = make_engine(chunk_bytes=4096)
+    recorder = capture(engine, [1, 2, 4, 6])
+    run(engine, prompts[:1], num_new=1)  # recorded: the others alias its chunks
+    final = run(engine, prompts, num_new=12)
+    for i, prompt in enumerate(prompts):
+        assert final[str(i)].outputs[0].token_ids == reference("llama", tuple(prompt), 12)
+    if graph_gain_us:
+        assert recorder.num_replays >= 10
+    else:
+        assert len(num_calls) > 10
+    engine.close()
 
 
 def test_small_batches_have_graphs_for_several_lengths() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexinfer.attention.base import Segment, SharedRange
-from flexinfer.attention.sharing_cost import SharingCost, choose_ranges
+from flexinfer.attention.sharing_cost import SharingCost, choose_ranges, total_gain_us
 from sharing_forests import check_forest, random_batch
 
 FREE = SharingCost(token_bytes=1, bytes_per_us=1, call_us=0, merge_us=0)
@@ -80,7 +80,9 @@ def test_the_choice_is_a_forest_and_never_worse_than_no_sharing(
     chosen = choose_ranges(ranges, segments, cost)
     check_forest(chosen, segments)
     assert all(segments[i].num_tokens == 1 for shared in chosen for i in shared.members)
-    assert modelled_us(chosen, segments, cost) <= modelled_us([], segments, cost)
+    gain_us = modelled_us([], segments, cost) - modelled_us(chosen, segments, cost)
+    assert gain_us >= 0
+    assert total_gain_us(chosen, segments, cost) == pytest.approx(gain_us)
 
 
 @pytest.mark.parametrize("cost", [*COSTS, AS_PREFILLS_TOO])

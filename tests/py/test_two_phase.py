@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flash_reference import FlashAttn2
 from flexinfer import LLM, SamplingParams, step_inputs
 from flexinfer.attention import two_phase
 from flexinfer.attention.base import (
@@ -210,44 +211,6 @@ def test_greedy_output_is_that_of_transformers(
     assert max(num_calls) >= 2
 
 
-def flash_reference(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    cache_seqlens: int | torch.Tensor,
-    cache_batch_idx: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    return_softmax_lse: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """flash_attn_with_kvcache as its documentation says, for what is used of it.
-
-    q: [batch, rows, heads, dim]; caches: [batch or slots, tokens, kv_heads, dim], dense in the last
-    dimension. Returns [batch, rows, heads, dim] and the log-sum-exps [batch, heads, rows] float32.
-    """
-    assert q.dtype in (torch.float16, torch.bfloat16)
-    assert k_cache.stride(-1) == v_cache.stride(-1) == q.stride(-1) == 1
-    assert return_softmax_lse
-    assert not causal
-    batch, num_rows, num_heads, dim = q.shape
-    if cache_batch_idx is None:
-        cache_batch_idx = torch.arange(len(k_cache), dtype=torch.int32)
-    if isinstance(cache_seqlens, int):
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32)
-    assert cache_batch_idx.dtype == cache_seqlens.dtype == torch.int32
-    assert cache_batch_idx.shape == cache_seqlens.shape == (batch,)
-    group = num_heads // k_cache.shape[2]
-    scale = dim**-0.5 if softmax_scale is None else softmax_scale
-    output, lse = torch.empty_like(q), torch.empty(batch, num_heads, num_rows)
-    for i, (slot, length) in enumerate(zip(cache_batch_idx, cache_seqlens, strict=True)):
-        k, v = (c[slot, :length].float().repeat_interleave(group, 1) for c in (k_cache, v_cache))
-        scores = torch.einsum("qhd,khd->hqk", q[i].float(), k) * scale
-        output[i] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
-        lse[i] = scores.logsumexp(-1)
-    return output, lse
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -265,7 +228,7 @@ def test_calls_of_flash_attn_give_the_same(
     q = torch.randn(heads[0] * heads[1], size, HEAD_DIM).bfloat16()
     k, v = torch.randn(2, heads[0], size, HEAD_DIM).bfloat16()
     expected = SdpaAttention(layers).forward(1, q, k, v, AttentionOptions(), metadata)
-    backend = TwoPhaseAttention(layers, FlashPartial(flash_reference))
+    backend = TwoPhaseAttention(layers, FlashPartial(FlashAttn2().flash_attn_with_kvcache))
     for _layer in range(2):
         output = backend.forward(1, q, k, v, AttentionOptions(), metadata)
         torch.testing.assert_close(output, expected, atol=2e-2, rtol=2e-2)

@@ -145,6 +145,12 @@ class AttentionBackend(ABC):
         """By what AttentionMetadata.shared is chosen; None: it makes no use of it."""
         return None
 
+    @property
+    def graph_sharing_cost(self) -> SharingCost | None:
+        """By what a step leaves its CUDA graph in order to share; None: it never does. Known after
+        a first `forward` of each layer."""
+        return None
+
 
 def store_kv(
     layer: LayerKV, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata

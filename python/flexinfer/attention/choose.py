@@ -22,6 +22,7 @@ from flexinfer.attention.base import (
     AttentionOptions,
     LayerKV,
     Segment,
+    SharedRange,
 )
 from flexinfer.attention.flash import FlashAttention
 from flexinfer.attention.flash_kernels import (
@@ -36,8 +37,11 @@ from flexinfer.attention.flash_kernels import (
     TorchFlash,
     count_rows_per_slot,
     installed,
+    require,
 )
 from flexinfer.attention.sdpa import SdpaAttention
+from flexinfer.attention.two_phase import TwoPhasePlan, attend
+from flexinfer.attention.two_phase_flash import FlashPartial
 
 logger = logging.getLogger(__name__)
 
@@ -109,18 +113,35 @@ def choose(
         if (
             isinstance(kernel, PrefillKernel)
             and prefill is None
-            and tried(candidate, partial(try_prefill, kernel, arena), reasons)
+            and tried(candidate.name, partial(try_prefill, kernel, arena), reasons)
         ):
             prefill = kernel
         if (
             isinstance(kernel, DecodeKernel)
             and decode is None
-            and tried(candidate, partial(try_decode, kernel, arena), reasons)
+            and tried(candidate.name, partial(try_decode, kernel, arena), reasons)
         ):
             decode = kernel
     if prefill is None or decode is None:
         return SdpaAttention(layers), reasons
-    return FlashAttention(layers, decode, prefill), reasons
+    sharing = sharing_calls(decode, arena, reasons)
+    return FlashAttention(layers, decode, prefill, sharing), reasons
+
+
+def sharing_calls(
+    decode: DecodeKernel, arena: torch.Tensor, reasons: list[str]
+) -> FlashPartial | None:
+    """The calls of two-phase attention by the kernel that decodes, if it has them and they work."""
+    if not isinstance(decode, Flash2):
+        return None
+    name = "two-phase attention"
+    try:
+        require(decode.with_kvcache, ("return_softmax_lse",))
+    except TypeError as error:
+        reasons.append(f"{name} can not be used: {first_line(error)}")
+        return None
+    calls = FlashPartial(decode.with_kvcache)
+    return calls if tried(name, lambda: try_sharing(calls, arena), reasons) else None
 
 
 def unsupported(arena: torch.Tensor) -> str | None:
@@ -151,15 +172,15 @@ def load(
     return kernel
 
 
-def tried(candidate: Candidate, trial: Callable[[], float], reasons: list[str]) -> bool:
+def tried(name: str, trial: Callable[[], float], reasons: list[str]) -> bool:
     """Whether the trial gives the reference's answer; else the reason is noted."""
     try:
         error = trial()
     except Exception as failure:  # no kernel image for this GPU, unknown arguments, ...
-        reasons.append(f"{candidate.name} does not work here: {first_line(failure)}")
+        reasons.append(f"{name} does not work here: {first_line(failure)}")
         return False
     if not error <= TOLERANCE:  # NaN as well
-        reasons.append(f"{candidate.name} gives wrong results here (off by {error:.2g})")
+        reasons.append(f"{name} gives wrong results here (off by {error:.2g})")
         return False
     return True
 
@@ -181,6 +202,21 @@ def try_decode(kernel: DecodeKernel, arena: torch.Tensor) -> float:
     )
 
 
+def try_sharing(calls: FlashPartial, arena: torch.Tensor) -> float:
+    """Largest error of three decodes, of which two share 32 tokens, in two phases."""
+    layer, (q, k, v) = small_arena(arena, num_tokens=3, num_slots=3)
+    for x in (layer.k, layer.v):
+        x[2, :32] = x[0, :32]
+    segments = [Segment(2, 0, 40, 41), Segment(1, 1, 5, 6), Segment(0, 2, 32, 33)]
+    shared = [SharedRange(2, 0, 32, (0, 2))]
+    metadata = AttentionMetadata.build(segments, arena.device, shared)
+    options = AttentionOptions()
+    expected = SdpaAttention([layer]).forward(0, q, k, v, options, metadata)  # and stores k, v
+    plan = TwoPhasePlan.build(metadata, all_decodes=True)
+    assert plan is not None
+    return largest_error(attend(calls, plan, layer, q.transpose(0, 1), options), expected)
+
+
 def try_prefill(kernel: PrefillKernel, arena: torch.Tensor) -> float:
     """Largest error of two packed prompts, and of a prompt with a prefix."""
     layer, (q, k, v) = small_arena(arena, num_tokens=12)
@@ -200,9 +236,9 @@ def try_prefill(kernel: PrefillKernel, arena: torch.Tensor) -> float:
 
 
 def small_arena(
-    like: torch.Tensor, num_tokens: int
+    like: torch.Tensor, num_tokens: int, num_slots: int = 2
 ) -> tuple[LayerKV, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Two slots with random KV, K and V interleaved; and q, k, v [heads, num_tokens, head_dim]."""
+    """Slots with random KV, K and V interleaved; and q, k, v [heads, num_tokens, head_dim]."""
     num_kv_heads, head_dim = like.shape[2:]
     generator = torch.Generator(like.device).manual_seed(0)
 
@@ -210,7 +246,7 @@ def small_arena(
         numbers = torch.empty(shape, dtype=torch.float32, device=like.device)
         return numbers.uniform_(-1, 1, generator=generator).to(like.dtype)
 
-    arena = random(2, TRIAL_TOKENS, 2, num_kv_heads, head_dim)
+    arena = random(num_slots, TRIAL_TOKENS, 2, num_kv_heads, head_dim)
     q = random(2 * num_kv_heads, num_tokens, head_dim)
     k, v = random(num_kv_heads, num_tokens, head_dim), random(num_kv_heads, num_tokens, head_dim)
     return LayerKV(arena[:, :, 0], arena[:, :, 1]), (q, k, v)

@@ -6,6 +6,10 @@ A step has three parts, one call each where the kernels allow it:
     prompts from token 0  one packed call on the step's own keys: the arena is not read
     prompts with a prefix one call a request on its contiguous view [end, heads, dim]
 
+Decodes that share ranges of KV may instead be computed in two phases (two_phase.py), so that each
+range is read once for all of them. Which ranges are worth it is said by `sharing_cost`, and comes
+with the metadata; a captured CUDA graph has none (cuda_graphs.py).
+
 What the kernels do not know (sinks, softcap) goes to `SdpaAttention`, layer by layer, with a
 warning. That unmodified FlashAttention kernels run on ranges that are mapped on demand was shown by
 vAttention (Prabhu et al., 2024, section 5).
@@ -24,10 +28,14 @@ from flexinfer.attention.base import (
     AttentionOptions,
     LayerKV,
     Segment,
+    store_decodes,
     store_prefills,
 )
 from flexinfer.attention.flash_kernels import DecodeKernel, DecodeStep, PrefillKernel, Scores
 from flexinfer.attention.sdpa import SdpaAttention
+from flexinfer.attention.sharing_cost import SharingCost
+from flexinfer.attention.two_phase import PartialAttention, TwoPhasePlan, attend
+from flexinfer.attention.two_phase_flash import cuda_cost
 from flexinfer.transfer import to_device
 
 logger = logging.getLogger(__name__)
@@ -38,9 +46,17 @@ class FlashAttention(AttentionBackend):
     num_kv_heads."""
 
     def __init__(
-        self, layers: Sequence[LayerKV], decode: DecodeKernel, prefill: PrefillKernel
+        self,
+        layers: Sequence[LayerKV],
+        decode: DecodeKernel,
+        prefill: PrefillKernel,
+        partial: PartialAttention | None = None,
     ) -> None:
+        """partial: the calls of two-phase attention; None: each decode reads all of its KV."""
         super().__init__(layers)
+        self._partial = partial
+        self._all_plain = True
+        self._plan: tuple[AttentionMetadata, TwoPhasePlan | None] | None = None
         self._decode_kernel = decode
         self._prefill_kernel = prefill
         self._rest = SdpaAttention(layers)
@@ -57,6 +73,15 @@ class FlashAttention(AttentionBackend):
         """Unless some layer needs the other backend: each has been seen in a prefill by then."""
         return not self._told
 
+    @property
+    def sharing_cost(self) -> SharingCost | None:
+        return None if self._partial is None else cuda_cost(self.layers[0])
+
+    @property
+    def graph_sharing_cost(self) -> SharingCost | None:
+        """None where a layer has a window or a soft cap: it would lose its graph for nothing."""
+        return self.sharing_cost if self._all_plain else None
+
     def forward(
         self,
         layer_idx: int,
@@ -66,23 +91,24 @@ class FlashAttention(AttentionBackend):
         options: AttentionOptions,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
+        if options.sliding_window is not None or options.softcap is not None:
+            self._all_plain = False
         missing = self._missing(options)
         if missing is not None:
             self._tell(missing)
             return self._rest.forward(layer_idx, query, key, value, options, metadata)
         layer = self.layers[layer_idx]
-        scores = Scores.of(options, query.shape[2])
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         num_decodes = metadata.num_decodes
         if num_decodes == q.shape[0]:
-            return self._decodes(layer, q, k, v, metadata, scores).contiguous()
+            return self._decodes(layer, q, k, v, metadata, options).contiguous()
         output = q.new_empty(q.shape)
         if num_decodes:
             output[:num_decodes] = self._decodes(
-                layer, q[:num_decodes], k[:num_decodes], v[:num_decodes], metadata, scores
+                layer, q[:num_decodes], k[:num_decodes], v[:num_decodes], metadata, options
             )
         store_prefills(layer, k, v, metadata)
-        self._prefills(layer, q, k, v, output, metadata, scores)
+        self._prefills(layer, q, k, v, output, metadata, Scores.of(options, q.shape[2]))
         return output
 
     def _decodes(
@@ -92,12 +118,26 @@ class FlashAttention(AttentionBackend):
         key: torch.Tensor,
         value: torch.Tensor,
         metadata: AttentionMetadata,
-        scores: Scores,
+        options: AttentionOptions,
     ) -> torch.Tensor:
+        """All tensors: [num_decodes, heads, head_dim]."""
+        plan = self._plan_for(metadata)
+        if self._partial is not None and plan is not None and plan.allows(layer, options):
+            store_decodes(layer, key, value, metadata)
+            return attend(self._partial, plan, layer, query, options)
         if self._step is None or self._step[0] is not metadata:
             self._step = (metadata, DecodeStep.of(metadata))
         step = self._step[1]
+        scores = Scores.of(options, query.shape[2])
         return self._decode_kernel.decode(layer, query, key, value, metadata, step, scores)
+
+    def _plan_for(self, metadata: AttentionMetadata) -> TwoPhasePlan | None:
+        """Made once a step, for all layers; None: no decodes share."""
+        if self._partial is None or not metadata.shared:
+            return None
+        if self._plan is None or self._plan[0] is not metadata:
+            self._plan = (metadata, TwoPhasePlan.build(metadata, all_decodes=True))
+        return self._plan[1]
 
     def _prefills(
         self,

@@ -148,7 +148,7 @@ class Flash2(DecodeKernel, PrefillKernel):
 
     def __init__(self, module: Any, version: str = "2") -> None:
         self.name = f"flash-attn {version}"
-        self._with_kvcache = require(
+        self.with_kvcache = require(
             module.flash_attn_with_kvcache,
             ("k_cache", "v_cache", "cache_seqlens", "cache_batch_idx", "softcap"),
         )
@@ -166,7 +166,7 @@ class Flash2(DecodeKernel, PrefillKernel):
         scores: Scores,
     ) -> torch.Tensor:
         shown = round_up(step.max_end, SLICE_TOKENS)
-        output: torch.Tensor = self._with_kvcache(
+        output: torch.Tensor = self.with_kvcache(
             query[:, None],
             k_cache=layer.k[:, :shown],
             v_cache=layer.v[:, :shown],

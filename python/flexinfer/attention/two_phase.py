@@ -32,6 +32,7 @@ from flexinfer.attention.base import (
 )
 from flexinfer.attention.sdpa import SdpaAttention, fits_window, head_views
 from flexinfer.attention.sharing_cost import SharingCost
+from flexinfer.transfer import to_device
 
 Rows = slice | torch.Tensor
 """Which entries of a first dimension: int64 on the arena's device where it is no slice."""
@@ -115,8 +116,11 @@ class TwoPhasePlan:
     """Indices of all other segments."""
 
     @classmethod
-    def build(cls, metadata: AttentionMetadata) -> TwoPhasePlan | None:
-        """None if no two decodes share."""
+    def build(
+        cls, metadata: AttentionMetadata, *, all_decodes: bool = False
+    ) -> TwoPhasePlan | None:
+        """None if no two decodes share. all_decodes: with those that share nothing, covered up to
+        token 0."""
         ranges = []
         for shared in metadata.shared:
             members = tuple(i for i in shared.members if i < metadata.num_decodes)
@@ -124,7 +128,7 @@ class TwoPhasePlan:
                 ranges.append(SharedRange(shared.slot, shared.start, shared.end, members))
         if not ranges:
             return None
-        covered: dict[int, int] = {}
+        covered = dict.fromkeys(range(metadata.num_decodes if all_decodes else 0), 0)
         for shared in ranges:
             covered.update(dict.fromkeys(shared.members, shared.end))
         indices = sorted(covered)
@@ -314,4 +318,4 @@ def index_rows(rows: list[int], device: torch.device) -> Rows:
     """A slice where it can be: then gathering makes a view, and merging is in place."""
     if rows == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+    return to_device(rows, torch.int64, device)

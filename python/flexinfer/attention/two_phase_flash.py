@@ -3,6 +3,9 @@
 It returns log-sum-exp, splits long ranges over the device, and takes the suffixes of many requests
 in one call: those that start at the same token, since the cache is then the arena from there on.
 The function is given, so that tests can put a reference in its place.
+
+Only FlashAttention 2's will do: a range is followed by addresses with nothing behind them, see
+flash_kernels.py.
 """
 
 from __future__ import annotations
@@ -15,7 +18,20 @@ from typing import Any
 import torch
 
 from flexinfer.attention.base import LayerKV, SharedRange
+from flexinfer.attention.sharing_cost import SharingCost
 from flexinfer.attention.two_phase import Rows, TwoPhasePlan, index_rows
+from flexinfer.transfer import to_device
+
+# What a shared range saves and costs on a GPU. ESTIMATES for an H100-class device, not measured:
+# docs/two_phase.md. Each is on the side of not sharing.
+CUDA_BYTES_PER_US = 5e6
+"""5 TB/s, about the rate of an H100's L2: repeated reads of a short range hit it, as shared chunks
+are one memory. From HBM (3.35 TB/s on an H100, 4.8 on an H200) a read that is saved is worth more,
+and on smaller devices."""
+CUDA_CALL_US = 250.0
+"""Some 25 launches of 10 us from Python: gathering, the call, merging, and the range's suffixes."""
+CUDA_MERGE_US = 0.2
+"""Ten passes over a query's partial result in float32 (16 KiB with 32 heads of 128)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +61,13 @@ class FlashPartial:
     def shared(
         self, layer: LayerKV, shared: SharedRange, query: torch.Tensor, scaling: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        # The query heads of a KV head are rows, so that K and V are read once for all of them.
+        num_members, num_heads, head_dim = query.shape
+        num_kv_heads = layer.k.shape[2]
+        group = num_heads // num_kv_heads
+        rows = query.reshape(num_members, num_kv_heads, group, head_dim).transpose(1, 2)
         output, lse = self._attend(
-            query[None],
+            rows.reshape(1, num_members * group, num_kv_heads, head_dim),
             k_cache=layer.k[shared.slot : shared.slot + 1, shared.start : shared.end],
             v_cache=layer.v[shared.slot : shared.slot + 1, shared.start : shared.end],
             cache_seqlens=shared.end - shared.start,
@@ -54,7 +75,9 @@ class FlashPartial:
             causal=False,
             return_softmax_lse=True,
         )
-        return output[0], lse[0].transpose(0, 1)
+        output = output.view(num_members, group, num_kv_heads, head_dim).transpose(1, 2)
+        lse = lse.view(num_kv_heads, num_members, group).transpose(0, 1)
+        return output.flatten(1, 2), lse.flatten(1, 2)
 
     def suffixes(
         self, layer: LayerKV, plan: TwoPhasePlan, query: torch.Tensor, scaling: float | None
@@ -88,17 +111,25 @@ def suffix_groups(plan: TwoPhasePlan, device: torch.device) -> list[SuffixGroup]
     groups = []
     for start, positions in by_start.items():
         decodes = [plan.decodes[position] for position in positions]
-        numbers = torch.tensor(
-            [[s.slot for s in decodes], [s.end - start for s in decodes]], dtype=torch.int32
-        ).to(device)
         groups.append(
             SuffixGroup(
                 start,
                 max(s.end for s in decodes),
                 index_rows([s.row for s in decodes], device),
                 index_rows(positions, device),
-                numbers[0],
-                numbers[1],
+                to_device([s.slot for s in decodes], torch.int32, device),
+                to_device([s.end - start for s in decodes], torch.int32, device),
             )
         )
     return groups
+
+
+def cuda_cost(layer: LayerKV) -> SharingCost:
+    """Of two phases in a step that is launched kernel by kernel."""
+    _, _, num_kv_heads, head_dim = layer.k.shape
+    return SharingCost(
+        token_bytes=2 * num_kv_heads * head_dim * layer.k.element_size(),
+        bytes_per_us=CUDA_BYTES_PER_US,
+        call_us=CUDA_CALL_US,
+        merge_us=CUDA_MERGE_US,
+    )
