@@ -363,6 +363,31 @@ def test_the_request_says_what_was_asked_for() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("backend", "choice"),
+    [("openai", {"text": "abc"}), ("openai-chat", {"message": {"content": "abc"}})],
+)
+def test_a_whole_answer_is_measured_at_its_end(backend: Backend, choice: dict[str, Any]) -> None:
+    seen: dict[str, Any] = {}
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        seen.update(await request.json())
+        usage = {"prompt_tokens": 7, "completion_tokens": 3}
+        return web.json_response({"choices": [choice], "usage": usage})
+
+    found = ask(handle, backend, {"stream": False})
+    assert (found.text, found.num_prompt_tokens, found.num_output_tokens) == ("abc", 7, 3)
+    assert (found.first_token_s, found.inter_token_s) == (None, [])
+    assert "stream_options" not in seen
+
+
+def test_a_whole_answer_without_choices_is_a_failure() -> None:
+    async def handle(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"choices": [], "usage": {}})
+
+    assert "no completion" in ask(handle, options={"stream": False}).error
+
+
 async def refuses(_: web.Request) -> web.StreamResponse:
     return web.json_response({"error": {"message": "full"}}, status=429)
 

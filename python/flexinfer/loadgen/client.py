@@ -33,7 +33,7 @@ class Target:
     endpoint: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
-    """Sampling options, as the JSON body takes them."""
+    """Sampling options, as the JSON body takes them; `stream` False asks for whole answers."""
 
     @property
     def url(self) -> str:
@@ -44,9 +44,10 @@ class Target:
             "model": self.model,
             "max_tokens": request.num_output_tokens,
             "stream": True,
-            "stream_options": {"include_usage": True},
             **self.options,
         }
+        if body["stream"]:
+            body.setdefault("stream_options", {"include_usage": True})
         if self.backend == "openai-chat":
             return {**body, "messages": [{"role": "user", "content": request.prompt}]}
         return {**body, "prompt": request.prompt}
@@ -87,8 +88,10 @@ class Client:
             async with self._session.post(self._target.url, json=body) as response:
                 if response.status != 200:
                     outcome.error = f"{response.status}: {_message(await response.text())}"
-                else:
+                elif body["stream"]:
                     await _read_stream(response.content, outcome, start_s)
+                else:
+                    _note_whole(json.loads(await response.read()), outcome)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             outcome.error = f"{type(error).__name__}: {error}"
         outcome.latency_s = time.perf_counter() - start_s
@@ -107,6 +110,19 @@ async def _read_stream(lines: Any, outcome: Outcome, start_s: float) -> None:
             if outcome.error:
                 return
     reader.end()
+
+
+def _note_whole(answer: dict[str, Any], outcome: Outcome) -> None:
+    """An answer in one piece: when its tokens came is not known. Raises ValueError for what is
+    none."""
+    try:
+        choice, usage = answer["choices"][0], answer["usage"]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        outcome.num_prompt_tokens = usage["prompt_tokens"]
+        outcome.num_output_tokens = usage["completion_tokens"]
+    except (LookupError, TypeError):
+        raise ValueError(f"no completion: {str(answer)[:MAX_ERROR_CHARS]}") from None
+    outcome.text = text or ""
 
 
 def _message(text: str) -> str:
