@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -98,17 +100,34 @@ class Client:
         return outcome
 
 
-async def _read_stream(lines: Any, outcome: Outcome, start_s: float) -> None:
+async def _lines(content: Any) -> AsyncGenerator[bytes, None]:
+    """Whole lines as they come: by pieces, as aiohttp's own reading by lines takes twice the time.
+
+    Raises ValueError for a line that is too long.
+    """
+    rest = b""
+    async for piece in content.iter_any():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line
+        if len(rest) > MAX_LINE_BYTES:
+            raise ValueError(f"a line is longer than {MAX_LINE_BYTES} bytes")
+    if rest:
+        yield rest
+
+
+async def _read_stream(content: Any, outcome: Outcome, start_s: float) -> None:
     """Server-sent events of a completion. Raises ValueError for what is none."""
     reader = _StreamReader(outcome, start_s)
-    async for line in lines:
-        if line.startswith(b"data:"):
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                break
-            reader.event(json.loads(data))
-            if outcome.error:
-                return
+    async with aclosing(_lines(content)) as lines:
+        async for line in lines:
+            if line.startswith(b"data:"):
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    break
+                reader.event(json.loads(data))
+                if outcome.error:
+                    return
     reader.end()
 
 
