@@ -1,0 +1,255 @@
+"""What HTTP costs: tokens a second of `flexinfer serve` against the offline engine and a peer.
+
+    python benchmarks/serving_http/bench.py [--json FILE] [--quick]
+    python benchmarks/serving_http/bench.py --vllm-python .../bin/python --vllm-preload LIB:LIB
+
+See README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import load
+from processes import Offline, Server
+from text_model import make_text_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu_common"))
+
+import workloads  # text_model.py has its folder in the path
+from harness import environment, table
+
+Row = dict[str, Any]
+MAX_MODEL_LEN = 2048
+MAX_NUM_SEQS = 64
+KV_GIB = 1
+QUICK_SCALE = 8
+"""A quick run, and the warm-up, have this part of the requests."""
+COLUMNS = (
+    "target",
+    "tokens_per_s",
+    "lowest",
+    "highest",
+    "overhead_percent",
+    "same_text_percent",
+    "cpu_ms_per_token",
+    "http_cpu_ms_per_token",
+    "load_cpu_ms_per_token",
+    "ttft_p50_ms",
+    "ttft_p99_ms",
+    "itl_p50_ms",
+    "itl_p99_ms",
+    "peak_mib",
+)
+
+
+def prompts_of(workload: str, seed: int, repetition: int | str, scale: int) -> Any:
+    """(prompts, number of new tokens) of one round of benchmarks/serving's workload."""
+    rounds = []
+
+    def note(prompts: workloads.Prompts, num_new: int) -> workloads.Prompts:
+        rounds.append((prompts, num_new))
+        return [[0] * num_new for _ in prompts]
+
+    workloads.run(workload, note, seed, repetition, scale)
+    return rounds[0]
+
+
+def run_offline(engine: Offline, prompts: workloads.Prompts, num_new: int) -> Row:
+    before_s = engine.cpu_s()
+    answer = engine.generate(prompts, num_new)
+    return {
+        "target": "offline",
+        "seconds": answer["seconds"],
+        "num_new_tokens": answer["num_new_tokens"],
+        "cpu_s": engine.cpu_s() - before_s,
+        "peak_mib": engine.peak_mib(),
+        "texts": answer["texts"],
+    }
+
+
+def run_http(
+    target: str, server: Server, prompts: workloads.Prompts, num_new: int, salt: str
+) -> Row:
+    """`target` ends with "whole" for answers that are not streamed."""
+    before_s, before_http_s = server.cpu_s(), server.main_thread_cpu_s()
+    answers = load.send(
+        server.url,
+        server.model,
+        prompts,
+        num_new,
+        stream=not target.endswith("whole"),
+        salt=f"{target} {salt}",
+    )
+    return {
+        "target": target,
+        "seconds": answers.seconds,
+        "num_new_tokens": answers.num_new_tokens,
+        "cpu_s": server.cpu_s() - before_s,
+        "http_cpu_s": server.main_thread_cpu_s() - before_http_s,
+        "load_cpu_s": answers.load_cpu_s,
+        "peak_mib": server.peak_mib(),
+        "texts": answers.texts,
+        **answers.latencies_ms,
+    }
+
+
+def measure(args: argparse.Namespace, model: Path, logs: Path) -> list[Row]:
+    """One row a target and repetition. FlexInfer's targets take turns; then the peer alone."""
+    threads = {"OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads)}
+    scale = QUICK_SCALE if args.quick else 1
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        kv_bytes = str(KV_GIB << 30)
+        sizes = [str(model), args.dtype, str(MAX_MODEL_LEN), str(MAX_NUM_SEQS), kv_bytes]
+        offline = stack.enter_context(Offline(sizes, threads, logs / "offline.log"))
+        server = stack.enter_context(
+            Server(flexinfer_command(args, model), threads, logs / "flexinfer.log")
+        )
+        for repetition in ["warm-up", *range(args.repetitions)]:
+            is_warm_up = repetition == "warm-up"
+            asked = prompts_of(
+                args.workload, args.seed, repetition, QUICK_SCALE if is_warm_up else scale
+            )
+            done = [
+                run_offline(offline, *asked),
+                run_http("serve, stream", server, *asked, str(repetition)),
+                run_http("serve, whole", server, *asked, str(repetition)),
+            ]
+            compare(done)
+            if not is_warm_up:
+                rows += [row | {"repetition": repetition} for row in done]
+    if args.vllm_python is not None:
+        try:
+            rows += measure_vllm(args, model, logs, scale)
+        except RuntimeError as error:
+            print(f"vLLM: {error}", file=sys.stderr)
+    return rows
+
+
+def measure_vllm(args: argparse.Namespace, model: Path, logs: Path, scale: int) -> list[Row]:
+    """vLLM's server; ours is down meanwhile."""
+    variables = {
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{args.threads - 1}",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if args.vllm_preload:
+        variables["LD_PRELOAD"] = args.vllm_preload
+    rows = []
+    with Server(vllm_command(args, model), variables, logs / "vllm.log") as server:
+        warm_up = prompts_of(args.workload, args.seed, "warm-up", QUICK_SCALE)
+        run_http("vLLM, stream", server, *warm_up, "warm-up")
+        for repetition in range(args.repetitions):
+            asked = prompts_of(args.workload, args.seed, repetition, scale)
+            for target in ("vLLM, stream", "vLLM, whole"):
+                row = run_http(target, server, *asked, str(repetition))
+                del row["http_cpu_s"]  # its engine and its HTTP are processes, not threads
+                rows.append(row | {"repetition": repetition})
+    return rows
+
+
+def flexinfer_command(args: argparse.Namespace, model: Path) -> list[str]:
+    command = [sys.executable, "-m", "flexinfer.cli", "serve", str(model), "--dtype", args.dtype]
+    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
+    return [*command, "--kv-cache-memory-bytes", str(KV_GIB << 30), "--port"]
+
+
+def vllm_command(args: argparse.Namespace, model: Path) -> list[str]:
+    # Not `vllm serve`: that asks for the version of a package that CPU builds call otherwise.
+    command = [str(args.vllm_python), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--dtype", args.dtype, "--host", "127.0.0.1"]
+    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
+    return [*command, *args.vllm_args.split(), "--port"]
+
+
+def compare(rows: list[Row]) -> None:
+    """Adds overhead and agreement with the first row, the offline engine's, of one repetition."""
+    reference = rows[0]
+    for row in rows[1:]:
+        rate = row["num_new_tokens"] / row["seconds"]
+        offline_rate = reference["num_new_tokens"] / reference["seconds"]
+        row["overhead_percent"] = 100 * (1 - rate / offline_rate)
+        pairs = list(zip(row["texts"], reference["texts"], strict=True))
+        row["same_text_percent"] = 100 * sum(a == b for a, b in pairs) / len(pairs)
+
+
+def summarise(rows: list[Row]) -> list[Row]:
+    """A row a target: medians over its repetitions, of the overheads too."""
+    summary = []
+    for target in dict.fromkeys(row["target"] for row in rows):
+        mine = [row for row in rows if row["target"] == target]
+        rates = [row["num_new_tokens"] / row["seconds"] for row in mine]
+        out: Row = {"target": target, "tokens_per_s": statistics.median(rates)}
+        out |= {"lowest": min(rates), "highest": max(rates)}
+        for name in mine[0]:
+            if name.endswith(("_ms", "_percent")):
+                out[name] = statistics.median(row[name] for row in mine)
+            elif name.endswith("cpu_s"):
+                each = [1e3 * row[name] / row["num_new_tokens"] for row in mine]
+                out[name.replace("cpu_s", "cpu_ms_per_token")] = statistics.median(each)
+        out["peak_mib"] = max(row["peak_mib"] for row in mine)
+        summary.append({name: _rounded(value) for name, value in out.items()})
+    return summary
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default=None, help="of benchmarks/serving/models.py")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--workload", default="mixed", choices=("mixed", "prefix"))
+    parser.add_argument("--repetitions", type=int, default=None)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--models", type=Path, default=Path("build/bench/text_models"))
+    parser.add_argument("--vllm-python", type=Path, help="Python that has a CPU build of vLLM")
+    parser.add_argument("--vllm-preload", default="", help="LD_PRELOAD for it")
+    parser.add_argument("--vllm-args", default="--enforce-eager --disable-log-stats")
+    parser.add_argument("--quick", action="store_true", help="toy sizes, only to see it work")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    args = parser.parse_args()
+    args.size = args.size or ("tiny" if args.quick else "small")
+    args.repetitions = args.repetitions or (1 if args.quick else 3)
+    return args
+
+
+def main() -> None:
+    args = parse()
+    load_before = round(os.getloadavg()[0], 2)
+    model = make_text_model(args.models, args.size)
+    with tempfile.TemporaryDirectory(prefix="serving_http-") as logs:
+        rows = measure(args, model, Path(logs))
+    summary = summarise(rows)
+    print(f"{args.size}, {args.dtype}, {args.workload}, {args.threads} threads")
+    print(table(summary, COLUMNS))
+    for row in rows:
+        del row["texts"]
+    settings = {name: str(value) for name, value in vars(args).items() if name != "json"}
+    report = {
+        "benchmark": "serving_http",
+        "environment": environment("cpu") | {"load_before": load_before},
+        "settings": settings,
+        "summary": summary,
+        "rows": rows,
+    }
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

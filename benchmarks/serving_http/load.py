@@ -1,0 +1,67 @@
+"""Load: the prompts of a round, all at once, by the generator of `flexinfer bench serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from flexinfer.loadgen.client import Client, Target
+from flexinfer.loadgen.load import run_load
+from flexinfer.loadgen.request import LoadRequest, Outcome
+from flexinfer.loadgen.summary import summarize
+
+PERCENTILES = (50.0, 90.0, 99.0)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Of one round."""
+
+    texts: list[str]
+    num_new_tokens: int
+    seconds: float
+    load_cpu_s: float
+    """CPU time of this process meanwhile: what the load generator itself takes."""
+    latencies_ms: dict[str, float]
+    """Such as `ttft_p50_ms`; a whole answer has `e2el` alone."""
+
+
+def send(
+    url: str, model: str, prompts: list[list[int]], num_new: int, *, stream: bool, salt: str
+) -> Answers:
+    """Greedy, end of text ignored. `salt` keeps a round from finding the prefixes of others.
+
+    Raises RuntimeError if a request fails.
+    """
+    options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "cache_salt": salt}
+    if not stream:
+        options["stream"] = False
+    target = Target(url, model, options=options)
+    requests = [LoadRequest(prompt, len(prompt), num_new) for prompt in prompts]
+    start_cpu_s = time.process_time()
+    outcomes, seconds = asyncio.run(_send_all(target, requests))
+    load_cpu_s = time.process_time() - start_cpu_s
+    failed = [outcome.error for outcome in outcomes if outcome.error]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(requests)} requests failed: {failed[0]}")
+    summary = summarize(outcomes, seconds, PERCENTILES)
+    return Answers(
+        [outcome.text for outcome in outcomes],
+        summary.total_output_tokens,
+        seconds,
+        load_cpu_s,
+        {
+            f"{name}_p{percentile:g}_ms": round(value, 2)
+            for name, values in summary.latencies.items()
+            for percentile, value in values.percentiles.items()
+        },
+    )
+
+
+async def _send_all(target: Target, requests: list[LoadRequest]) -> tuple[list[Outcome], float]:
+    async with Client(target) as client:
+        return await run_load(
+            requests, [0.0] * len(requests), client.send, max_concurrency=len(requests)
+        )
