@@ -156,9 +156,13 @@ TEST(AttentionPlan, contradictions_are_refused) {
   EXPECT_THROW(Plan({{0, 0, 3, 3}}, {}, options), std::invalid_argument);
   EXPECT_THROW(Plan({{0, 1, 3, 4}}, {}, options), std::invalid_argument);
   EXPECT_THROW(Plan({{-1, 0, 3, 4}}, {}, options), std::invalid_argument);
+  EXPECT_THROW(Plan({{INT64_MAX, 0, 3, 4}}, {}, options), std::invalid_argument);
+  EXPECT_THROW(Plan({{0, 0, 0, INT64_MAX}}, {}, options), std::invalid_argument);
+  EXPECT_THROW(Plan({{0, 0, INT64_MAX - 1, INT64_MAX}}, {}, options), std::invalid_argument);
   const std::vector<Segment> two = {{0, 0, 30, 31}, {1, 1, 30, 31}};
   EXPECT_THROW(Plan(two, {{0, 0, 31, {0, 1}}}, options), std::invalid_argument);
   EXPECT_THROW(Plan(two, {{0, 0, 20, {0, 2}}}, options), std::invalid_argument);
+  EXPECT_THROW(Plan(two, {{INT64_MAX, 0, 20, {0, 1}}}, options), std::invalid_argument);
   EXPECT_THROW(Plan(two, {{0, 0, 20, {0, 1}}, {0, 10, 25, {0, 1}}}, options),
                std::invalid_argument);
   EXPECT_THROW(Plan(two, {}, {0, 1, 1, 1}), std::invalid_argument);

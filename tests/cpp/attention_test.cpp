@@ -5,7 +5,9 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <random>
 #include <stdexcept>
@@ -22,6 +24,15 @@ void start_threads(void (*fn)(void*), void* data, unsigned num_threads, unsigned
   for (unsigned i = 1; i < num_threads; ++i) threads.emplace_back(fn, data);
   fn(data);
   for (std::thread& thread : threads) thread.join();
+}
+
+// Runtimes may give fewer threads than asked for: under a thread limit, or inside another region.
+void start_half(void (*fn)(void*), void* data, unsigned num_threads, unsigned flags) {
+  start_threads(fn, data, (num_threads + 1) / 2, flags);
+}
+
+void start_none(void (*fn)(void*), void* data, unsigned /*num_threads*/, unsigned /*flags*/) {
+  fn(data);
 }
 
 struct Model {
@@ -111,7 +122,8 @@ std::vector<double> slow_row(Arena& arena, const Inputs& inputs, const Segment& 
 }
 
 void check(const Model& model, const std::vector<Segment>& segments,
-           const std::vector<SharedRange>& shared, const PlanOptions& options, const Level& level) {
+           const std::vector<SharedRange>& shared, const PlanOptions& options, const Level& level,
+           Parallel::Start start = start_threads) {
   std::mt19937 random(7);
   std::normal_distribution<float> normal;
   Arena arena(model, 4, 900);
@@ -135,7 +147,7 @@ void check(const Model& model, const std::vector<Segment>& segments,
   }
   const Plan plan(segments, shared, options);
   Inputs inputs(model, plan.num_tokens(), random);
-  HostAttention attention(arena.shape(), arena.layers(), Parallel(start_threads), level);
+  HostAttention attention(arena.shape(), arena.layers(), Parallel(start), level);
   attention.forward(plan, 1, inputs.of());
   for (const Segment& segment : segments) {
     for (int64_t position = segment.start; position < segment.end; ++position) {
@@ -175,6 +187,82 @@ TEST_P(HostAttentionLevels, nested_shared_ranges_equal_attention_written_out) {
   }
 }
 
+TEST_P(HostAttentionLevels, random_batches_do_not_depend_on_how_many_threads_come) {
+  std::mt19937 random(3);
+  const auto pick = [&](std::initializer_list<int64_t> choices) {
+    return choices.begin()[std::uniform_int_distribution<size_t>(0, choices.size() - 1)(random)];
+  };
+  for (int round = 0; round < 10; ++round) {
+    const Model model{static_cast<int>(pick({1, 2})), static_cast<int>(pick({1, 3, 8})),
+                      static_cast<int>(pick({16, 48, 64}))};
+    std::vector<Segment> segments;
+    SharedRange range{0, 0, pick({100, 256, 500}), {}};
+    int64_t row = 0;
+    for (const int64_t slot : {2, 0, 3, 1}) {
+      const int64_t start = pick({0, 7, 300, 520, 780}), count = pick({1, 1, 3, 40});
+      if (start >= range.end) range.members.push_back(std::ssize(segments));
+      segments.push_back({slot, row, start, start + count});
+      row += count;
+    }
+    std::vector<SharedRange> shared;
+    if (range.members.size() > 1) {
+      range.slot = segments[static_cast<size_t>(range.members.back())].slot;
+      shared.push_back(range);
+    }
+    const PlanOptions options{pick({kNoWindow, 1, 290}), model.group, model.num_kv_heads,
+                              static_cast<int>(pick({1, 2, 5}))};
+    for (const Parallel::Start start : {start_threads, start_half, start_none}) {
+      check(model, segments, shared, options, *GetParam(), start);
+    }
+  }
+}
+
+// The arena ends with the last token of its last slot, and holds nothing else: an address sanitizer
+// sees a read beyond it.
+std::vector<float> bfloat16_output(const Level& level, int head_dim, int64_t num_new) {
+  constexpr int64_t kTokens = 300, kGroup = 4;
+  const int64_t past = kTokens - num_new;
+  std::mt19937 random(11);
+  const auto random_rows = [&](int64_t rows) {
+    std::normal_distribution<float> normal;
+    std::vector<uint16_t> values(static_cast<size_t>(rows * head_dim));
+    for (uint16_t& value : values) {
+      value = static_cast<uint16_t>(std::bit_cast<uint32_t>(normal(random)) >> 16);
+    }
+    return values;
+  };
+  std::vector<uint16_t> k = random_rows(kTokens), v = random_rows(kTokens);
+  const std::vector<uint16_t> query = random_rows(num_new * kGroup);
+  const std::vector<uint16_t> key = random_rows(num_new), value = random_rows(num_new);
+  std::vector<uint16_t> output(query.size());
+  const ArenaShape shape{DType::kBFloat16,   1,        kTokens, 1, head_dim,
+                         kTokens * head_dim, head_dim, head_dim};
+  HostAttention attention(shape, {{k.data(), v.data()}}, Parallel(start_threads), level);
+  const LayerInputs inputs{{query.data(), head_dim, kGroup * head_dim},
+                           {key.data(), 0, head_dim},
+                           {value.data(), 0, head_dim},
+                           output.data(),
+                           0.2F,
+                           0,
+                           nullptr};
+  attention.forward(Plan({{0, 0, past, kTokens}}, {}, {kNoWindow, kGroup, 1, 3}), 0, inputs);
+  std::vector<float> wide;
+  for (const uint16_t x : output) wide.push_back(std::bit_cast<float>(uint32_t{x} << 16));
+  return wide;
+}
+
+TEST_P(HostAttentionLevels, bfloat16_equals_the_portable_level) {
+  for (const int head_dim : {32, 48, 128}) {
+    for (const int64_t num_new : {1, 2, 33, 300}) {
+      const auto expected = bfloat16_output(find_level("portable"), head_dim, num_new);
+      const auto output = bfloat16_output(*GetParam(), head_dim, num_new);
+      for (size_t i = 0; i < output.size(); ++i) {
+        ASSERT_NEAR(output[i], expected[i], 2.5e-2 * (1 + std::abs(expected[i]))) << head_dim;
+      }
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(AllLevels, HostAttentionLevels, testing::ValuesIn(available_levels()),
                          [](const auto& info) { return std::string(info.param->name); });
 
@@ -197,6 +285,9 @@ TEST(HostAttention, a_plan_outside_of_the_arena_is_refused_before_anything_is_wr
   }
   EXPECT_THROW(attention.forward(Plan({{0, 0, 3, 4}}, {}, {}), 2, inputs.of()),
                std::invalid_argument);
+  LayerInputs unscaled = inputs.of();
+  unscaled.scaling = 0;
+  EXPECT_THROW(attention.forward(Plan({{0, 0, 3, 4}}, {}, {}), 1, unscaled), std::invalid_argument);
   EXPECT_TRUE(std::isnan(*arena.k(0, 3, 0)));
 }
 

@@ -138,17 +138,13 @@ class HostAttention::LayerRun {
   // Merges the tokens of `task` whose last missing partial result this was.
   void merge_complete(const AttendTask& task, size_t block) {
     const size_t blocks = plan_.head_blocks().size();
-    std::vector<const float*> partials;
     for (int i = 0; i < task.num_tokens; ++i) {
       const int32_t token = task.tokens[i];
       std::atomic_ref missing(owner_.pending_[static_cast<size_t>(token) * blocks + block]);
       if (missing.fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
-      partials.clear();
-      for (const int32_t row : plan_.partials_of(token)) {
-        partials.push_back(partials_ + row * partial_stride_);
-      }
-      const MergeTask merge = {partials.data(), static_cast<int>(partials.size()), token,
-                               task.first_head, task.num_heads};
+      const std::span<const int32_t> rows = plan_.partials_of(token);
+      const MergeTask merge = {partials_, rows.data(),     static_cast<int>(rows.size()),
+                               token,     task.first_head, task.num_heads};
       owner_.level_->merge[static_cast<size_t>(shape_.dtype)](call_, merge);
     }
   }
@@ -181,6 +177,9 @@ HostAttention::HostAttention(const ArenaShape& shape, std::vector<LayerArena> la
 
 void HostAttention::forward(const Plan& plan, size_t layer, const LayerInputs& inputs) {
   check(plan, layer);
+  if (!(inputs.scaling > 0)) {
+    throw std::invalid_argument("scaling must be positive, got " + std::to_string(inputs.scaling));
+  }
   const int num_threads = threads_for(plan);
   LayerRun run(*this, plan, layers_[layer], inputs, num_threads);
   if (!plan.stored_first().empty()) run.store_first(num_threads);

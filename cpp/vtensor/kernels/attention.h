@@ -61,7 +61,7 @@ class HostAttention {
   const Level& level() const { return *level_; }
 
   // Throws std::invalid_argument, before anything is written, for a plan that does not fit the
-  // arena.
+  // arena or a scaling that is not positive.
   void forward(const Plan& plan, size_t layer, const LayerInputs& inputs);
 
  private:

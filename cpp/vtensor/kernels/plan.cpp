@@ -17,6 +17,8 @@ constexpr int64_t kMinKeys = 256;
 // What a key costs besides the arithmetic of its query rows.
 constexpr double kKeyCost = 6;
 constexpr double kTasksPerThread = 4;
+// Slots, positions and rows of a batch are below this; no sum of two of them overflows.
+constexpr int64_t kMaxIndex = INT32_MAX;
 
 void require(bool ok, const char* what) {
   if (!ok) throw std::invalid_argument(std::string("attention plan: ") + what);
@@ -75,8 +77,11 @@ double Plan::cost_of(const PlannedTask& task) const {
 
 void Plan::add_positions() {
   for (const Segment& segment : segments_) {
-    require(segment.slot >= 0 && segment.start >= 0 && segment.num_tokens() > 0,
+    require(segment.slot >= 0 && segment.start >= 0 && segment.end > segment.start,
             "a segment has no tokens, or a negative slot or start");
+    require(segment.slot < kMaxIndex && segment.end < kMaxIndex &&
+                segment.num_tokens() < kMaxIndex - num_tokens(),
+            "a slot, a length or the number of tokens is too large");
     require(segment.row == num_tokens(), "the segments are not in the order of the flat batch");
     for (int64_t position = segment.start; position < segment.end; ++position) {
       positions_.push_back(position);
@@ -84,14 +89,14 @@ void Plan::add_positions() {
     num_slots_ = std::max(num_slots_, segment.slot + 1);
     max_seq_len_ = std::max(max_seq_len_, segment.end);
   }
-  require(num_tokens() <= INT32_MAX, "too many tokens");
 }
 
 void Plan::add_shared(const std::vector<SharedRange>& shared, Pieces& pieces) {
   std::vector<int32_t> tokens;
   for (const SharedRange& range : shared) {
-    require(range.slot >= 0 && range.start >= 0 && range.start < range.end,
-            "a shared range is empty or negative");
+    require(
+        range.slot >= 0 && range.slot < kMaxIndex && range.start >= 0 && range.start < range.end,
+        "a shared range is empty, negative or of a slot that is too large");
     num_slots_ = std::max(num_slots_, range.slot + 1);
     int64_t begin = range.end;
     std::vector<size_t> members;

@@ -57,8 +57,10 @@ struct AttendTask {
 
 // The partial results of one token, to be merged by online softmax into its output.
 struct MergeTask {
-  const float* const* partials = nullptr;  // each at head 0 of the token
-  int num_partials = 0;
+  // Partial row r, all its heads, begins at partials + r * num_heads * (head_dim + kPartialTail).
+  const float* partials = nullptr;
+  const int32_t* rows = nullptr;  // those of the token
+  int num_rows = 0;
   int token = 0;
   int first_head = 0;
   int num_heads = 0;

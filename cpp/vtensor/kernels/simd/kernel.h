@@ -121,15 +121,18 @@ void merge(const LayerCall& call, const MergeTask& task) {
   const int64_t stride = call.head_dim + kPartialTail;
   alignas(64) float accumulated[kMaxHeadDim];
   for (int head = task.first_head; head < task.first_head + task.num_heads; ++head) {
+    const auto partial_of = [&](int i) {
+      return task.partials + (int64_t{task.rows[i]} * call.num_heads + head) * stride;
+    };
     float maximum = kMinusInfinity;
-    for (int i = 0; i < task.num_partials; ++i) {
-      const float* partial = task.partials[i] + head * stride;
-      if (partial[call.head_dim] > maximum) maximum = partial[call.head_dim];
+    for (int i = 0; i < task.num_rows; ++i) {
+      const float candidate = partial_of(i)[call.head_dim];
+      if (candidate > maximum) maximum = candidate;
     }
     float sum = 0;
     for (int j = 0; j < call.head_dim; ++j) accumulated[j] = 0;
-    for (int i = 0; i < task.num_partials; ++i) {
-      const float* partial = task.partials[i] + head * stride;
+    for (int i = 0; i < task.num_rows; ++i) {
+      const float* partial = partial_of(i);
       const float factor = exp2(partial[call.head_dim] - maximum);
       sum += factor * partial[call.head_dim + 1];
       for (int j = 0; j < call.head_dim; j += kLanes) {
