@@ -2,12 +2,14 @@
 
 torch has no fused kernels for these on CPUs: a norm is six operators, a rotary embedding fourteen,
 each a pass over memory and some microseconds of dispatch. One call each here. `supports` says for
-which tensors; a caller takes torch's way for others.
+which tensors; a caller takes torch's way for others. The kernel trusts its addresses, so each
+function first sees that what will be read is there, and raises ValueError if it is not.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NoReturn
 
 import torch
 
@@ -26,6 +28,13 @@ def supports(dtype: torch.dtype, device: torch.device, width: int) -> bool:
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight. x: [..., width]; weight: [width], dense, of x's dtype."""
+    if not (
+        weight.shape == x.shape[-1:]
+        and _are_rows(x, weight)
+        and weight.stride(0) == 1
+        and weight.shape[0] % WIDTH_STEP == 0
+    ):
+        _refuse("rms_norm", "x [..., width] and a dense weight [width]", WIDTH_STEP, x, weight)
     rows = x.reshape(-1, x.shape[-1])
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
@@ -47,6 +56,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def silu_mul(gate: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """silu(gate) * factor; both [..., width] of one dtype."""
+    if not (
+        gate.shape == factor.shape
+        and _are_rows(gate, factor)
+        and gate.dim() > 0
+        and gate.shape[-1] % WIDTH_STEP == 0
+    ):
+        _refuse("silu_mul", "gate and factor [..., width]", WIDTH_STEP, gate, factor)
     gates, factors = (t.reshape(-1, t.shape[-1]).contiguous() for t in (gate, factor))
     num_rows, width = gates.shape
     output = torch.empty(gate.shape, dtype=gate.dtype)
@@ -69,6 +85,15 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
     Pairs are (j, j + width / 2). The result lies in memory as [tokens, heads, width].
     """
+    if not (
+        x.dim() == 4
+        and x.shape[0] == 1
+        and cos.shape == sin.shape == x.shape[:1] + x.shape[2:]
+        and _are_rows(x, cos, sin)
+        and x.shape[3] % (2 * WIDTH_STEP) == 0
+    ):
+        expected = "x [1, heads, tokens, width], cos and sin [1, tokens, width]"
+        _refuse("rotate", expected, 2 * WIDTH_STEP, x, cos, sin)
     _, num_heads, num_tokens, width = x.shape
     if x.stride(3) != 1:
         x = x.contiguous()
@@ -88,6 +113,23 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
         torch.get_num_threads(),
     )
     return output.transpose(1, 2)
+
+
+def _are_rows(*tensors: torch.Tensor) -> bool:
+    """Whether all are on the CPU, of one dtype that the kernel knows."""
+    dtype = tensors[0].dtype
+    for tensor in tensors:  # twice as fast as all(...), and called some times a layer
+        if not tensor.is_cpu or tensor.dtype != dtype:
+            return False
+    return dtype in DTYPES
+
+
+def _refuse(operation: str, expected: str, step: int, *tensors: torch.Tensor) -> NoReturn:
+    got = ", ".join(f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in tensors)
+    raise ValueError(
+        f"row_ops.{operation} takes {expected} on the CPU, of one dtype among "
+        f"{', '.join(str(dtype) for dtype in DTYPES)}, width a multiple of {step}; got {got}"
+    )
 
 
 @cache

@@ -302,8 +302,29 @@ def test_shared_ranges_that_contradict_the_segments_are_refused(shared: SharedRa
 def test_tensors_of_other_shapes_or_dtypes_are_refused(wrong: int) -> None:
     metadata = AttentionMetadata.build([Segment(0, 0, 3, 4)], CPU)
     backend = HostAttention(some_layers())
-    for bad in (torch.zeros(1, 2, 16), torch.zeros(1, 1, 32), torch.zeros(1, 1, 16).double()):
+    for bad in (
+        torch.zeros(1, 2, 16),
+        torch.zeros(1, 1, 32),
+        torch.zeros(1, 1, 16).double(),
+        torch.zeros(1, 1, 16, device="meta"),
+    ):
         rows = [torch.zeros(1, 1, 16)] * 3
         rows[wrong] = bad
         with pytest.raises(ValueError, match="expected"):
             backend.forward(0, *rows, AttentionOptions(), metadata)
+
+
+@pytest.mark.parametrize("sinks", [torch.zeros(1), torch.zeros(2, 1), torch.zeros(2).to("meta")])
+def test_sinks_of_another_number_of_heads_are_refused(sinks: torch.Tensor) -> None:
+    rows = [torch.zeros(heads, 1, 16) for heads in (2, 1, 1)]
+    metadata = AttentionMetadata.build([Segment(0, 0, 3, 4)], CPU)
+    with pytest.raises(ValueError, match="sinks are"):
+        HostAttention(some_layers()).forward(0, *rows, AttentionOptions(sinks=sinks), metadata)
+
+
+@pytest.mark.parametrize("scaling", [0.0, -1.0, float("nan")])
+def test_a_scaling_that_is_not_positive_is_refused(scaling: float) -> None:
+    rows = [torch.zeros(1, 1, 16)] * 3
+    metadata = AttentionMetadata.build([Segment(0, 0, 3, 4)], CPU)
+    with pytest.raises(ValueError, match="scaling must be positive"):
+        HostAttention(some_layers()).forward(0, *rows, AttentionOptions(scaling), metadata)

@@ -82,3 +82,59 @@ def test_rotate(
     expected = apply_rotary_pos_emb(q, k, cos, sin)
     for x, wanted in zip((q, k), expected, strict=True):
         check(row_ops.rotate(x, cos, sin), wanted)
+
+
+def z(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (z(2, 32), z(16)),  # the weight is too short
+        (z(2, 32), z(1).expand(32)),  # not dense
+        (z(2, 32), z(32, dtype=torch.bfloat16)),
+        (z(2, 32, dtype=torch.float64), z(32, dtype=torch.float64)),
+        (z(2, 24), z(24)),
+        (z(2, 32, device="meta"), z(32)),
+        (z(2, 32), z(32, device="meta")),
+    ],
+)
+def test_rms_norm_refuses_what_it_can_not_read(x: torch.Tensor, weight: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"row_ops\.rms_norm takes"):
+        row_ops.rms_norm(x, weight, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("gate", "factor"),
+    [
+        (z(2, 32), z(1, 32)),  # too few rows
+        (z(2, 32), z(2, 16)),
+        (z(2, 24), z(2, 24)),
+        (z(), z()),
+        (z(2, 32), z(2, 32, dtype=torch.float16)),
+        (z(2, 32), z(2, 32, device="meta")),
+    ],
+)
+def test_silu_mul_refuses_what_it_can_not_read(gate: torch.Tensor, factor: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"row_ops\.silu_mul takes"):
+        row_ops.silu_mul(gate, factor)
+
+
+@pytest.mark.parametrize(
+    ("x", "cos", "sin"),
+    [
+        (z(1, 2, 3, 32), z(1, 2, 32), z(1, 3, 32)),  # too few tokens
+        (z(1, 2, 3, 32), z(1, 3, 32), z(1, 3, 16)),
+        (z(2, 2, 3, 32), z(2, 3, 32), z(2, 3, 32)),  # two batches
+        (z(1, 2, 3, 48), z(1, 3, 48), z(1, 3, 48)),  # half of it is no multiple of 16
+        (z(2, 3, 32), z(2, 32), z(2, 32)),
+        (z(1, 2, 3, 32), z(1, 3, 32), z(1, 3, 32, dtype=torch.float16)),
+        (z(1, 2, 3, 32), z(1, 3, 32, device="meta"), z(1, 3, 32)),
+    ],
+)
+def test_rotate_refuses_what_it_can_not_read(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> None:
+    with pytest.raises(ValueError, match=r"row_ops\.rotate takes"):
+        row_ops.rotate(x, cos, sin)

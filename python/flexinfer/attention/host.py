@@ -121,6 +121,11 @@ class HostAttention(AttentionBackend):
         self._check(query, key, value, plan.num_tokens)
         sinks = options.sinks
         if sinks is not None:
+            if sinks.shape != (num_heads,) or not sinks.is_cpu:
+                raise ValueError(
+                    f"sinks are {tuple(sinks.shape)} on {sinks.device}; expected [{num_heads}], "
+                    "one for each query head, on the CPU"
+                )
             sinks = sinks.detach().to(torch.float32).contiguous()
         output = query.new_empty(num_tokens, num_heads, head_dim)
         self._kernel.forward(
@@ -155,11 +160,14 @@ class HostAttention(AttentionBackend):
             or value.shape != kv_shape
             or query.shape[1:] != kv_shape[1:]
             or not query.dtype == key.dtype == value.dtype == self._dtype
+            or not (query.is_cpu and key.is_cpu and value.is_cpu)
         ):
-            shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in (query, key, value))
+            shapes = ", ".join(
+                f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (query, key, value)
+            )
             raise ValueError(
                 f"query, key and value are {shapes}; expected [heads, {num_tokens}, "
-                f"{self._head_dim}] with {self._num_kv_heads} KV heads of {self._dtype}"
+                f"{self._head_dim}] with {self._num_kv_heads} KV heads of {self._dtype} on the CPU"
             )
 
     def _plan(
