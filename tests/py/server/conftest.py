@@ -67,7 +67,7 @@ def offline() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[AsyncLLM]:
-    """An engine for servers in threads. Its thread ends with the module: others' tests count them."""
+    """An engine for servers in threads. Its thread ends with the module: others count threads."""
     made = make_llm()
     yield made
     made.shutdown()
