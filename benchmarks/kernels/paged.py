@@ -5,6 +5,7 @@ The pages of a request are drawn at random from the pool, as in a server that ha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -140,11 +141,60 @@ def flashinfer(problem: Problem, pages: Pages) -> Call:
     return lambda: wrapper.run(q, (pages.k, pages.v)).view(problem.q.shape)
 
 
+@functools.cache
+def _compiled_flex(is_dynamic: bool) -> Callable[..., torch.Tensor]:
+    """Compiled; past its limit of recompilations it fails, where torch would go on uncompiled."""
+    from torch._dynamo import config
+    from torch.nn.attention.flex_attention import flex_attention
+
+    config.fail_on_recompile_limit_hit = True
+    return torch.compile(flex_attention, dynamic=is_dynamic, fullgraph=True)
+
+
+def flex(problem: Problem, pages: Pages) -> Call:
+    """torch's FlexAttention over pages."""
+    if problem.device.type != "cuda" or problem.shape.new_tokens > 1:
+        raise NotSupported("FlexAttention is measured for decode on CUDA only")
+    return make_flex(problem, pages)
+
+
+def make_flex(problem: Problem, pages: Pages) -> Call:
+    """The pool is one long sequence, of which a request sees its own pages. Compiles: slow."""
+    shape = problem.shape
+    try:
+        from torch.nn.attention.experimental._paged_attention import PagedAttention
+        from torch.nn.attention.flex_attention import create_block_mask
+    except ImportError as error:
+        raise NotSupported(f"FlexAttention: {error}") from None
+    (num_pages, page_size), per_request = pages.k.shape[:2], pages.table.shape[1]
+    table, used = pages.table.long(), problem.lengths()
+    paging = PagedAttention(num_pages, page_size, shape.batch, device=str(problem.device))
+    paging.page_table[:, :per_request] = table
+    order = torch.arange(per_request, device=problem.device).expand_as(table)
+    paging.physical_to_logical.scatter_(1, table, order)
+    sees = create_block_mask(
+        lambda b, h, q, key: key < used[b],
+        shape.batch,
+        None,
+        1,
+        per_request * page_size,
+        device=str(problem.device),
+        BLOCK_SIZE=(page_size, page_size),
+    )
+    mask = paging.convert_logical_block_mask(sees)
+    k, v = (pool.flatten(0, 1)[None].transpose(1, 2) for pool in (pages.k, pages.v))
+    # Inductor's C++ template does not compile with sizes that are not known (torch 2.13).
+    q, run = problem.q.transpose(1, 2), _compiled_flex(problem.device.type != "cpu")
+    gqa = shape.num_heads != shape.num_kv_heads
+    return lambda: run(q, k, v, block_mask=mask, enable_gqa=gqa).transpose(1, 2)
+
+
 KERNELS: dict[str, tuple[int, Callable[[Problem, Pages], Call]]] = {
     "gather+sdpa": (16, gather),
     "torch-varlen": (256, torch_varlen),
     "flash-attn": (256, flash_attn_2),
     "triton": (16, triton_decode),
+    "flex": (128, flex),
     "flashinfer": (16, flashinfer),
 }
 """Name -> page size in tokens, kernel. FlashAttention-2 takes multiples of 256 only."""

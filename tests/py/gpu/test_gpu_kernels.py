@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks" / "ker
 
 import contiguous
 import paged
-from problem import Problem, Shape, error_of
+from problem import Problem, Shape, error_of, make_queries
 from sources import Layout, open_source
 
 SHAPES = (
@@ -82,6 +82,17 @@ def test_paged_kernels_match_the_reference(device: str, name: str) -> None:
         LAYOUTS[:1],
         torch.bfloat16,
     )
+
+
+@pytest.mark.slow
+def test_flex_attention_over_pages_matches_the_reference_on_the_cpu() -> None:
+    """The GPU's call, compiled for the CPU: half a minute a shape."""
+    shape = Shape(batch=2, seq_len=300, num_heads=8, num_kv_heads=2, head_dim=64)
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 2, 300, 2, 64)
+    problem = Problem(shape, make_queries(shape, torch.float32, "cpu"), k, v)
+    output = paged.make_flex(problem, paged.cut(problem, 128))()
+    assert max(error_of(problem, output, request) for request in range(2)) < 1e-5
 
 
 @pytest.mark.parametrize("page_size", [0, 16])
