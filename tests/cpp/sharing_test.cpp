@@ -17,7 +17,8 @@ namespace {
 
 // Page tables without a driver behind them.
 struct Tables {
-  explicit Tables(const Geometry& geometry) : faulty(geometry, /*budget_chunks=*/4096) {}
+  explicit Tables(const Geometry& geometry)
+      : faulty(geometry, /*budget_chunks=*/4096, make_sim()) {}
 
   Pool& pool() { return faulty.pool; }
 
