@@ -18,7 +18,7 @@ namespace {
 // Page tables without a driver behind them.
 struct Tables {
   explicit Tables(const Geometry& geometry)
-      : faulty(geometry, /*budget_chunks=*/4096, make_sim()) {}
+      : faulty(geometry, /*budget_chunks=*/4096, make_driver(On::kSim)) {}
 
   Pool& pool() { return faulty.pool; }
 
