@@ -6,6 +6,7 @@ Each entry takes a Problem and returns the call to be timed, whose result is
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 import torch
@@ -86,33 +87,24 @@ def flat_rows(cache: torch.Tensor) -> torch.Tensor:
 
 def flash_attn_2(problem: Problem) -> Call:
     """flash-attn's flash_attn_with_kvcache on the arena, slots by cache_batch_idx."""
-    if problem.device.type != "cuda":
-        raise NotSupported("flash-attn needs CUDA")
-    try:
-        from flash_attn import flash_attn_with_kvcache
-    except ImportError as error:
-        raise NotSupported(f"flash-attn: {error}") from None
-    lengths, slots = problem.lengths(), problem.slots()
-    return lambda: flash_attn_with_kvcache(
-        problem.q,
-        problem.k,
-        problem.v,
-        cache_seqlens=lengths,
-        cache_batch_idx=slots,
-        causal=True,
-    )
+    return with_kvcache(problem, "flash_attn")
 
 
 def flash_attn_3(problem: Problem) -> Call:
     """FlashAttention-3's flash_attn_with_kvcache."""
+    return with_kvcache(problem, "flash_attn_interface")
+
+
+def with_kvcache(problem: Problem, package: str) -> Call:
+    """flash_attn_with_kvcache of that package: the call is the same in both."""
     if problem.device.type != "cuda":
-        raise NotSupported("FlashAttention-3 needs CUDA")
+        raise NotSupported(f"{package} needs CUDA")
     try:
-        from flash_attn_interface import flash_attn_with_kvcache
-    except ImportError as error:
-        raise NotSupported(f"FlashAttention-3: {error}") from None
+        attend = importlib.import_module(package).flash_attn_with_kvcache
+    except (ImportError, AttributeError) as error:
+        raise NotSupported(f"{package}: {error}") from None
     lengths, slots = problem.lengths(), problem.slots()
-    return lambda: flash_attn_with_kvcache(
+    return lambda: attend(
         problem.q,
         problem.k,
         problem.v,
