@@ -24,7 +24,11 @@ bool Manager::try_swap_in(VTensorId id, std::span<const Token> tokens) {
   expire_pins();
   TraceOp op(*trace_, scheduler_, "swap_in", id);
   op.tokens(tokens);
-  const bool swapped = scheduler_.swap_in(id, tokens, swap_store_);
+  bool swapped = scheduler_.swap_in(id, tokens, swap_store_);
+  if (!swapped && !scheduler_.claimed().empty()) {
+    wait_until_quiet(held);  // the worker held what was missing, for a moment
+    swapped = scheduler_.swap_in(id, tokens, swap_store_);
+  }
   op.put("result", swapped);
   return swapped;
 }

@@ -297,9 +297,11 @@ class Scheduler:
                 self._fail(request, batch)
                 continue
             item = next_tokens(request, num_left)
-            if self._extend([item]):  # else the next step settles who gives way
+            if self._extend([item]):
                 batch.items.append(item)
                 num_left -= item.num_tokens
+            elif len(self.running) == 1:
+                self._fail(request, batch)  # else the next step settles who gives way
 
     def _swap_in(self, request: Request) -> bool:
         """Swapped -> running, at the same addresses. False: shortage, nothing changed."""

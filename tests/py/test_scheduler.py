@@ -20,7 +20,7 @@ CHUNK_BYTES = 2 << 20
 TOKENS_PER_CHUNK = 16
 
 
-def make_manager(num_chunks: int = 1000, max_requests: int = 8) -> VTensorManager:
+def make_manager(num_chunks: int = 1000, max_requests: int = 8, **options: Any) -> VTensorManager:
     """Interleaved layout in which a chunk holds TOKENS_PER_CHUNK tokens."""
     spec = KVSpec(
         num_layers=8,
@@ -36,6 +36,7 @@ def make_manager(num_chunks: int = 1000, max_requests: int = 8) -> VTensorManage
         max_requests=max_requests,
         memory_budget=num_chunks * CHUNK_BYTES,
         chunk_bytes=CHUNK_BYTES,
+        **options,
     )
 
 
@@ -224,6 +225,26 @@ def test_a_lone_request_that_can_not_grow_ends_with_an_error_and_the_numbers() -
     assert failed == [request]
     assert request.finish_reason == "error"
     assert f"budget of {2 * CHUNK_BYTES}" in str(request.stop_reason)
+
+
+def test_a_swapped_request_that_comes_back_alone_and_can_not_grow_ends_in_that_step() -> None:
+    """Pinned prefixes leave room for what it had, and not for its next token."""
+    manager = make_manager(num_chunks=4, swap_space=4 * CHUNK_BYTES)
+    scheduler = make_scheduler(manager, has_swap_space=True, preemption_mode="swap")
+    scheduler.add(make_request("pinned", 2 * TOKENS_PER_CHUNK, max_tokens=1, first_token=0))
+    run_step(scheduler)
+    request = make_request("a", TOKENS_PER_CHUNK, max_tokens=40)
+    scheduler.add(request)
+    for _ in range(TOKENS_PER_CHUNK + 1):
+        run_step(scheduler)
+    assert request.num_computed_tokens == 2 * TOKENS_PER_CHUNK  # both of its chunks are full
+    scheduler.preempt(request, "test")
+    assert request in scheduler.swapped
+    manager.pin_prefix(list(range(2 * TOKENS_PER_CHUNK)), "owner")
+    batch = run_step(scheduler)
+    assert batch.failed == [request]
+    assert request.finish_reason == "error"
+    assert not scheduler.has_unfinished_requests()
 
 
 @pytest.mark.parametrize(
