@@ -37,6 +37,9 @@ JsonLine options_json(const ManagerOptions& options) {
   if (options.scheduler.max_free_chunks != SIZE_MAX) {
     line.put("max_free_chunks", options.scheduler.max_free_chunks);
   }
+  if (options.scheduler.max_idle_chunks != SIZE_MAX) {
+    line.put("max_idle_chunks", options.scheduler.max_idle_chunks);
+  }
   return line;
 }
 

@@ -36,7 +36,12 @@ void Manager::do_chores() {
   Lock held(mutex_);
   chores_posted_ = false;
   while (!closed_ && !scheduler_.is_asleep()) {
-    std::optional<Chore> chore = scheduler_.plan_chore();
+    std::optional<Chore> chore;
+    try {
+      chore = scheduler_.plan_chore();
+    } catch (const std::exception&) {
+      return;  // as below
+    }
     if (!chore) return;
     TraceOp(*trace_, scheduler_, "chore").put("chore", chore_name(chore->kind));
     held.unlock();

@@ -117,9 +117,13 @@ class EngineConfig:
     """Have the worker create chunks ahead of need, up to `free_memory_low`."""
     free_memory_low: int | str | None = None
     """Free bytes below which the worker creates chunks; None: 2 MiB in each plane for
-    each request that may run, at most 1/32 of the budget."""
+    each request that may run, at most 1/16 of the budget."""
     free_memory_high: int | str | None = None
     """Free bytes above which the worker gives chunks back to the system; None: it keeps them."""
+    prefix_cache_memory: int | str | None = None
+    """Bytes of KV that nobody uses, kept for requests with the same prefix, beyond which the least
+    recently used is reused before more memory is taken from the system. None: an eighth of the
+    budget on the CPU, whose memory others need as well, all of it on CUDA."""
     enable_dedup: bool = True
     """Map prefixes that were computed twice onto one set of chunks."""
     trace: str | None = None
@@ -145,7 +149,7 @@ class EngineConfig:
         _require_positive("max_passed_over", self.max_passed_over)
         _require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _require_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
-        for name in ("swap_space", "free_memory_low", "free_memory_high"):
+        for name in ("swap_space", "free_memory_low", "free_memory_high", "prefix_cache_memory"):
             value = getattr(self, name)
             if isinstance(value, bool) or (isinstance(value, int) and value < 0):
                 raise ValueError(f"{name} must be a number of bytes, got {value!r}")

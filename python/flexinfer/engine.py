@@ -100,6 +100,7 @@ class LLMEngine:
         except BaseException:
             self.manager.close()
             raise
+        self.manager.pre_extend([], [])  # the worker creates the first chunks while nobody waits
         self._elastic = ElasticMemory(self.scheduler, self.manager, config.swap_directory)
         self._meter = StepMeter(self.manager)
         self._requests = RequestStats()

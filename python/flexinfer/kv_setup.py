@@ -110,9 +110,17 @@ def make_manager(
         dedup=config.enable_dedup,
         eager=low_bytes if config.eager_allocation else 0,
         max_free=high_bytes,
+        max_idle=_choose_max_idle(config, loaded.device.type, memory.budget_bytes),
         swap_space=config.swap_space,
         swap_directory=config.swap_directory,
     )
+
+
+def _choose_max_idle(config: EngineConfig, device_type: str, budget: int) -> int | str | None:
+    """See `EngineConfig.prefix_cache_memory`."""
+    if config.prefix_cache_memory is not None or device_type == "cuda":
+        return config.prefix_cache_memory
+    return budget // 8
 
 
 def whole_slot_tokens(spec: KVSpec, chunk_bytes: int) -> int:

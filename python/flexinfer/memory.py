@@ -88,7 +88,7 @@ def choose_eager_bytes(
 
     high_bytes = None if high is None else parse_bytes(high, "free_memory_high")
     if low is None:
-        low_bytes = min(num_chunks * EAGER_CHUNK_BYTES, budget // 32)
+        low_bytes = min(num_chunks * EAGER_CHUNK_BYTES, budget // 16)
         low_bytes = low_bytes if high_bytes is None else min(low_bytes, high_bytes)
     else:
         low_bytes = parse_bytes(low, "free_memory_low")

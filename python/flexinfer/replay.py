@@ -92,6 +92,7 @@ def replay(
     if memory_budget is not None:
         budget = parse_bytes(memory_budget, "memory_budget")
     max_free = options.get("max_free_chunks")
+    max_idle = options.get("max_idle_chunks")
     manager = VTensorManager(
         spec,
         device,
@@ -105,6 +106,7 @@ def replay(
         pre_extend=options["pre_extend"] if pre_extend is None else pre_extend,
         eager=options["eager_chunks"] * header.chunk_bytes,
         max_free=None if max_free is None else max_free * header.chunk_bytes,
+        max_idle=None if max_idle is None else max_idle * header.chunk_bytes,
         swap_space=options["swap_space_bytes"],
         sim=SimConfig(latency) if device.startswith("sim") else None,
     )

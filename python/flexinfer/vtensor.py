@@ -275,6 +275,9 @@ class VTensorManager:
         dedup: when a prefix is recorded that was computed twice, map both onto one set of chunks.
         eager: bytes of clean free chunks that the worker keeps ready (eager allocation).
         max_free: free bytes beyond which the worker gives chunks back; None: it keeps them.
+        max_idle: bytes that no vTensor uses, of recorded prefixes and parked slots, beyond which
+            they are reused, the least recently used first, before any chunk is created; None: only
+            when the budget is full.
         swap_space: bound on host bytes of swapped-out vTensors, a number or text; 0: no swapping.
         swap_directory: where swapped KV goes, as an unlinked file; None: host memory.
         sim: what the simulated device is like; only for ``device="sim"``.
@@ -298,6 +301,7 @@ class VTensorManager:
         dedup: bool = True,
         eager: int | str = 0,
         max_free: int | str | None = None,
+        max_idle: int | str | None = None,
         swap_space: int | str = 0,
         swap_directory: str | None = None,
         sim: SimConfig | None = None,
@@ -323,6 +327,8 @@ class VTensorManager:
         options.eager_chunks = -(-parse_bytes(eager, "eager") // options.chunk_bytes)
         if max_free is not None:
             options.max_free_chunks = parse_bytes(max_free, "max_free") // options.chunk_bytes
+        if max_idle is not None:
+            options.max_idle_chunks = parse_bytes(max_idle, "max_idle") // options.chunk_bytes
         options.swap_space_bytes = parse_bytes(swap_space, "swap_space")
         options.swap_directory = swap_directory or ""
         self.chunk_bytes: int = options.chunk_bytes

@@ -231,12 +231,15 @@ std::vector<FaultCase> fault_cases() {
         unparked.park = false;
         SchedulerOptions unaliased;
         unaliased.alias = false;
+        SchedulerOptions recycling;
+        recycling.max_idle_chunks = 4;
         if (driver != On::kSim) {
           cases.push_back({name, driver, persistent, kind, defaults, 1});
           continue;
         }
         cases.push_back({name + "Unparked", driver, persistent, kind, unparked, 2});
         cases.push_back({name + "Unaliased", driver, persistent, kind, unaliased, 1});
+        cases.push_back({name + "Recycling", driver, persistent, kind, recycling, 1});
       }
     }
   }

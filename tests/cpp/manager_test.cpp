@@ -32,6 +32,8 @@ class ManagerTest : public DriverTest {
     options.memory_budget_bytes = budget_chunks * kChunk;
     options.chunk_bytes = kChunk;
     options.swap_space_bytes = 256 * kChunk;
+    options.scheduler.eager_chunks = 4;
+    options.scheduler.max_idle_chunks = 64;
     return Manager::open(param_driver(), kSpec, options);
   }
 

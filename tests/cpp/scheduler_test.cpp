@@ -46,6 +46,9 @@ class SchedulerTest : public DriverTest {
   }
 
   const VTensor& live(VTensorId id) { return scheduler_.live(id); }
+  size_t pool_matches(const Tokens& tokens) {
+    return faulty_.pool.rtree.match("", tokens).num_tokens;
+  }
   size_t copied() { return scheduler_.counters().chunks_copied; }
   int64_t calls() { return faulty_.faults.num_calls(); }
   PSet& pset() { return faulty_.pool.pset; }
@@ -329,8 +332,81 @@ TEST_P(SchedulerMemoryTest, trim_gives_back_free_and_parked_chunks_only) {
   EXPECT_EQ(faulty_.pool.vset.mapped_rows(live(kept).slot), 1U);
 }
 
-// ------------------------------------------------------------------------------------- without
-// alias
+// ------------------------------------------------------------- a bound on what nobody uses
+
+class SchedulerIdleTest : public SchedulerTest {
+ protected:
+  SchedulerIdleTest() : SchedulerTest({.max_idle_chunks = 8}) {}
+
+  size_t recorded_tokens() { return faulty_.pool.rtree.num_tokens(); }
+};
+
+TEST_P(SchedulerIdleTest, beyond_the_bound_idle_chunks_are_reused_before_any_is_created) {
+  for (Token first = 0; first < 600; first += 100) {
+    scheduler_.release(recorded(tokens_from(first, 8), 'a'));  // 4 chunks each
+  }
+  EXPECT_EQ(pset().num_created(), 12U);  // 8 idle ones, 4 in use
+  EXPECT_EQ(scheduler_.num_idle(), 12U);
+  EXPECT_EQ(scheduler_.counters().chunks_evicted, 12U);
+  EXPECT_EQ(recorded_tokens(), 24U);  // the latest
+  EXPECT_EQ(pool_matches(tokens_from(500, 8)), 8U);
+  EXPECT_EQ(pool_matches(tokens_from(200, 8)), 0U);
+}
+
+TEST_P(SchedulerIdleTest, what_is_reused_is_scrubbed) {
+  for (Token first = 0; first < 600; first += 100) {
+    scheduler_.release(recorded(tokens_from(first, 8), 's'));
+  }
+  const VTensorId id = *scheduler_.create({}, "");
+  EXPECT_TRUE(extend(id, 8));
+  EXPECT_EQ(pset().num_created(), 12U);
+  for (size_t t = 0; t < 8; ++t) EXPECT_EQ(at(id, t), '\0') << "token " << t;
+}
+
+TEST_P(SchedulerIdleTest, what_is_in_use_is_never_reused) {
+  const VTensorId user = recorded(tokens_from(0, 16), 'a');  // 8 chunks
+  scheduler_.release(*scheduler_.fork(user));
+  const VTensorId other = recorded(tokens_from(100, 16), 'b');
+  const VTensorId third = recorded(tokens_from(200, 16), 'c');
+  EXPECT_EQ(scheduler_.num_idle(), 0U);
+  EXPECT_EQ(pset().num_created(), 24U);
+  EXPECT_EQ(at(user, 15), 'a');
+  EXPECT_EQ(at(other, 15), 'b');
+  EXPECT_EQ(at(third, 15), 'c');
+}
+
+TEST_P(SchedulerIdleTest, the_worker_reuses_idle_chunks_as_well) {
+  for (Token first = 0; first < 300; first += 100) {
+    scheduler_.release(recorded(tokens_from(first, 8), 'a'));
+  }
+  const VTensorId id = *scheduler_.create({}, "");
+  const size_t target = 8;
+  Growth growth = scheduler_.plan_pre_extend({&id, 1}, {&target, 1});
+  growth.run(faulty_.faults, faulty_.pool.vset, faulty_.pool.geometry);
+  scheduler_.commit(growth);
+  EXPECT_EQ(pset().num_created(), 12U);
+  EXPECT_EQ(faulty_.pool.vset.mapped_rows(live(id).slot), 2U);
+}
+
+TEST_P(SchedulerIdleTest, eager_chunks_come_from_idle_ones_first) {
+  SchedulerOptions options{.eager_chunks = 2, .max_idle_chunks = 0};
+  Scheduler eager(faulty_.pool, options);
+  const VTensorId id = *eager.create({}, "");
+  const size_t target = 8;
+  std::optional<Growth> growth = eager.plan_extend({&id, 1}, {&target, 1});
+  growth->run(faulty_.faults, faulty_.pool.vset, faulty_.pool.geometry);
+  eager.commit(*growth);
+  eager.release(id);  // parked: 4 idle chunks
+  ASSERT_EQ(eager.next_chore(), Chore::Kind::kCreate);
+  std::optional<Chore> chore = eager.plan_chore();
+  ASSERT_TRUE(chore);
+  EXPECT_EQ(chore->kind, Chore::Kind::kScrub);
+  chore->run(faulty_.faults, kChunk);
+  eager.finish_chore(*chore);
+  EXPECT_EQ(pset().num_created(), 4U);
+}
+
+// ----------------------------------------------------------------------------- without alias
 
 class SchedulerCopyTest : public SchedulerTest {
  protected:
@@ -356,6 +432,7 @@ TEST_P(SchedulerCopyTest, a_copy_that_fails_leaves_nothing_behind) {
 
 VTENSOR_ON_EVERY_MEMORY(SchedulerTest);
 VTENSOR_ON_EVERY_MEMORY(SchedulerMemoryTest);
+VTENSOR_ON_EVERY_MEMORY(SchedulerIdleTest);
 VTENSOR_ON_EVERY_MEMORY(SchedulerCopyTest);
 
 }  // namespace

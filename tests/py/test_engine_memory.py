@@ -352,6 +352,20 @@ def test_eager_allocation_keeps_free_chunks_between_the_watermarks() -> None:
     engine.close()
 
 
+def test_memory_follows_what_is_in_use_and_not_what_was() -> None:
+    """Prefixes that nobody uses keep at most `prefix_cache_memory` while new requests come."""
+    sizes = []
+    for bound in ("256KiB", "1GiB"):
+        engine = make_engine(prefix_cache_memory=bound, eager_allocation=False)
+        for seed in range(12):
+            prompts = random_prompts((40, 50), seed)
+            submit(engine, prompts)
+            check(drain(engine), prompts)
+        sizes.append(engine.manager.stats().resident_bytes)
+        engine.close()
+    assert sizes[1] > 2 * sizes[0]
+
+
 def test_without_eager_allocation_and_parking_nothing_is_kept() -> None:
     engine = make_engine(
         eager_allocation=False,

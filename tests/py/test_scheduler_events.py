@@ -43,6 +43,7 @@ class Setup:
     park: bool = True
     eager_chunks: int = 2
     max_free_chunks: int | None = 20
+    max_idle_chunks: int | None = None
 
     def make_manager(self) -> VTensorManager:
         """A row of chunks holds 16 tokens."""
@@ -62,6 +63,7 @@ class Setup:
             park=self.park,
             eager=self.eager_chunks * CHUNK_BYTES,
             max_free=None if self.max_free_chunks is None else self.max_free_chunks * CHUNK_BYTES,
+            max_idle=None if self.max_idle_chunks is None else self.max_idle_chunks * CHUNK_BYTES,
             swap_space=self.swap_chunks * CHUNK_BYTES,
         )
 
@@ -284,6 +286,8 @@ SHORT = [
     Setup(4, preemption_mode="off", park=False),
     Setup(5, planes_per_layer=True, eager_chunks=0, max_free_chunks=None),
     Setup(6, park=False, max_free_chunks=4),
+    Setup(7, max_free_chunks=None, max_idle_chunks=6),
+    Setup(8, policy="prefix", max_idle_chunks=0),
 ]
 
 

@@ -74,6 +74,7 @@ class Setup:
     park: bool = True
     alias: bool = True
     scrub: str = "owner"
+    idle_chunks: int | None = None
 
 
 @dataclass
@@ -98,6 +99,7 @@ SETUPS = {
     "half-straddling": Setup(4096, dtype="float16", heads_x_dim=(3, 60)),
     "tight": Setup(4096, budget_chunks=24, max_requests=4),
     "no-park": Setup(4096, park=False),
+    "recycling": Setup(4096, idle_chunks=8),
     "no-alias": Setup(4096, alias=False),
     "scrub-tenant": Setup(4096, scrub="tenant"),
     "scrub-off": Setup(4096, scrub="off", layers_per_plane=1, budget_chunks=120),
@@ -139,6 +141,7 @@ class ManagerMachine(RuleBasedStateMachine):
             park=setup.park,
             alias=setup.alias,
             scrub=setup.scrub,  # type: ignore[arg-type]
+            max_idle=None if setup.idle_chunks is None else setup.idle_chunks * setup.chunk_bytes,
             swap_space=self.swap_space,
             **kv_device.options(),
         )

@@ -167,7 +167,10 @@ void bind_values(nb::module_& m) {
           [](ManagerOptions& o, size_t chunks) { o.scheduler.eager_chunks = chunks; })
       .def_prop_rw(
           "max_free_chunks", [](const ManagerOptions& o) { return o.scheduler.max_free_chunks; },
-          [](ManagerOptions& o, size_t chunks) { o.scheduler.max_free_chunks = chunks; });
+          [](ManagerOptions& o, size_t chunks) { o.scheduler.max_free_chunks = chunks; })
+      .def_prop_rw(
+          "max_idle_chunks", [](const ManagerOptions& o) { return o.scheduler.max_idle_chunks; },
+          [](ManagerOptions& o, size_t chunks) { o.scheduler.max_idle_chunks = chunks; });
 }
 
 void bind_snapshot(nb::module_& m) {

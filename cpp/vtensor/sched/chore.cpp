@@ -45,6 +45,7 @@ std::optional<Chore::Kind> Scheduler::next_chore() const {
 }
 
 std::optional<Chore> Scheduler::plan_chore() {
+  if (next_chore() == Chore::Kind::kCreate) recycle(options_.eager_chunks);
   const std::optional<Chore::Kind> kind = next_chore();
   if (!kind) return std::nullopt;
   PSet& pset = pool_.pset;

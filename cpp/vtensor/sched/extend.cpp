@@ -129,7 +129,11 @@ Growth Scheduler::plan_pre_extend(std::span<const VTensorId> ids,
     const size_t wanted = part.rows.size();
     const size_t claimable = pool_.pset.num_claimable();
     if (claimable + pool_.pset.num_evictable() < wanted) continue;
-    if (claimable < wanted) evict(wanted - claimable);
+    if (claimable < wanted) {
+      evict(wanted - claimable);
+    } else {
+      recycle(wanted);
+    }
     std::vector<GrowthPart> one;
     one.push_back(std::move(part));
     if (std::optional<Growth> claimed = claim_for(std::move(one))) {

@@ -61,7 +61,7 @@ void Scheduler::reclaim_surplus(size_t num_chunks, bool created) {
   }
 }
 
-size_t Scheduler::num_obtainable() const {
+size_t Scheduler::num_idle() const {
   std::unordered_map<ChunkId, uint32_t> parked_refs;
   for (const SlotId slot : pool_.vset.parked()) {
     for (const ChunkId id : pool_.vset[slot].table) ++parked_refs[id];
@@ -71,15 +71,38 @@ size_t Scheduler::num_obtainable() const {
     const Chunk& chunk = pool_.pset[id];
     parked_only += static_cast<size_t>(chunk.table_refs == refs && chunk.pins == 0);
   }
+  return pool_.pset.num_evictable() + parked_only;
+}
+
+size_t Scheduler::num_obtainable() const {
   size_t surplus = 0;
   for (const VTensorId id : live_ids()) {
     surplus += surplus_rows(live(id)) * pool_.geometry.num_planes;
   }
-  return pool_.pset.num_claimable() + pool_.pset.num_evictable() + parked_only + surplus;
+  return pool_.pset.num_claimable() + num_idle() + surplus;
+}
+
+void Scheduler::recycle(size_t num_chunks) {
+  const PSet& pset = pool_.pset;
+  while (pset.num_free() < num_chunks && num_idle() > options_.max_idle_chunks) {
+    const size_t wanted =
+        std::min(num_chunks - pset.num_free(), num_idle() - options_.max_idle_chunks);
+    if (evict(wanted) > 0) continue;
+    if (pool_.vset.parked().empty()) return;
+    free_parked(pool_.vset.parked().front());
+  }
+}
+
+void Scheduler::free_parked(SlotId slot) {
+  shrink_slot(slot, 0);
+  v_free(pool_, slot);
 }
 
 bool Scheduler::make_claimable(size_t num_chunks, bool created) {
-  if (enough(num_chunks, created)) return true;
+  if (enough(num_chunks, created)) {
+    if (!created) recycle(num_chunks);
+    return true;
+  }
   if (!retiring_.empty() && !epochs_.is_open()) {
     epochs_.wait();
     reap();
@@ -96,9 +119,7 @@ bool Scheduler::make_claimable(size_t num_chunks, bool created) {
   };
   if (missing() > 0) evict(missing());
   while (missing() > 0 && !pool_.vset.parked().empty()) {
-    const SlotId slot = pool_.vset.parked().front();
-    shrink_slot(slot, 0);
-    v_free(pool_, slot);
+    free_parked(pool_.vset.parked().front());
     if (missing() > 0) evict(missing());
   }
   if (missing() > 0) counters_.chunks_evicted += pool_.rtree.evict(missing(), /*any=*/true);
@@ -125,10 +146,7 @@ void Scheduler::release_free_chunk() {
 size_t Scheduler::trim() {
   reap();
   const std::vector<SlotId> parked(pool_.vset.parked().begin(), pool_.vset.parked().end());
-  for (const SlotId slot : parked) {
-    shrink_slot(slot, 0);
-    v_free(pool_, slot);
-  }
+  for (const SlotId slot : parked) free_parked(slot);
   size_t released_bytes = 0;
   while (pool_.pset.num_free() > 0) {
     release_free_chunk();

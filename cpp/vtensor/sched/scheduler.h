@@ -45,6 +45,7 @@ struct SchedulerOptions {
   bool alias = true;  // false: prefixes and forks are copied, chunk by chunk
   size_t eager_chunks = 0;  // clean free chunks that upkeep keeps ready (eager allocation)
   size_t max_free_chunks = SIZE_MAX;  // free chunks beyond this go back to the system
+  size_t max_idle_chunks = SIZE_MAX;  // idle chunks beyond this are reused before any is created
 };
 
 // Totals since the start; see docs/metrics.md.
@@ -133,6 +134,11 @@ class Scheduler {
 
   // Makes `num_chunks` chunks claimable (`created`: even without creating any). False: short.
   bool make_claimable(size_t num_chunks, bool created = false);
+  // Frees idle chunks beyond max_idle_chunks, the least recently used first, as long as fewer than
+  // `num_chunks` are free: memory grows with what is in use, not with what was.
+  void recycle(size_t num_chunks);
+  // Chunks that no vTensor uses: of recorded prefixes, and of parked slots.
+  size_t num_idle() const;
   // Chunks that make_claimable() could reach.
   size_t num_obtainable() const;
   size_t evict(size_t num_chunks);
@@ -217,6 +223,7 @@ class Scheduler {
   void reclaim_surplus(size_t num_chunks, bool created);
   void reclaim_parked_private(size_t num_chunks, bool created);
   void release_free_chunk();
+  void free_parked(SlotId slot);
   bool enough(size_t num_chunks, bool created) const;
   void unclaim(std::vector<Claim>& claims, uint64_t tenant);
 
