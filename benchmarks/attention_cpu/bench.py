@@ -180,8 +180,39 @@ def measure_prefills(read_gb_s: float, rounds: int) -> list[Row]:
     return rows
 
 
+def measure_little_sharing(read_gb_s: float, rounds: int) -> list[Row]:
+    """Where nothing or little is shared: the engine's choice, with the time to make it, against the
+    kernel that is never told of sharing. A step of a model of 8 layers."""
+    rows = []
+    for dtype_name, dtype in DTYPES.items():
+        for num_requests in (2, 8, 32):
+            for num_shared in (0, 16, 64, 256):
+                setting = Setting(((num_shared + 200, 1),) * num_requests, num_shared)
+                with open_scenario(SMALL, dtype, setting) as scenario:
+                    backend = HostAttention(scenario.layers)
+                    chosen, choice_us = scenario.chosen_metadata(backend.sharing_cost, 51)
+                    runs = [(backend, chosen), (backend, scenario.metadata)]
+                    with_choice, without = medians_us(scenario, runs, 30 * rounds)
+                    del backend, runs
+                step_us = SMALL.num_layers * with_choice + choice_us
+                rows.append(
+                    {
+                        "dtype": dtype_name,
+                        "requests": num_requests,
+                        "shared": num_shared,
+                        "ranges": len(chosen.shared),
+                        "choice_us": choice_us,
+                        "chosen_us": step_us,
+                        "never_us": SMALL.num_layers * without,
+                        "chosen_of_never": step_us / (SMALL.num_layers * without),
+                    }
+                )
+    return rows
+
+
 TABLES: dict[str, Callable[[float, int], list[Row]]] = {
     "sharing": measure_sharing,
+    "little_sharing": measure_little_sharing,
     "decodes": measure_decodes,
     "prefills": measure_prefills,
 }
@@ -200,8 +231,8 @@ def _print_table(name: str, rows: Sequence[Row]) -> None:
 def _cell(key: str, value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
-    if key == "of_read":
-        return f"{value:.0%}"
+    if "of_" in key:
+        return f"{value:.1%}"
     return f"{value:,.0f}" if key.endswith("_us") else f"{value:.1f}"
 
 

@@ -18,6 +18,7 @@ from flexinfer.attention.base import (
     Segment,
     SharedRange,
 )
+from flexinfer.attention.sharing_cost import SharingCost, choose_ranges
 from flexinfer.vtensor import KVSpec, VTensorManager
 
 CPU = torch.device("cpu")
@@ -63,6 +64,7 @@ class Scenario:
         alias: bool,
     ) -> None:
         """alias: the shared prefix is one set of chunks, mapped for each request; else copies."""
+        self.manager = manager
         self.shape = shape
         self.setting = setting
         prefix = list(range(1, setting.num_shared + 1))
@@ -104,6 +106,20 @@ class Scenario:
         members = tuple(range(len(self.vtensors)))
         whole = SharedRange(self.vtensors[0].slot, 0, self.setting.num_shared, members)
         return replace(self.metadata, shared=(whole,))
+
+    def chosen_metadata(
+        self, cost: SharingCost, num_trials: int
+    ) -> tuple[AttentionMetadata, float]:
+        """The step as the engine would run it, and the median microseconds that choosing took."""
+        starts = [start for start, _ in self.setting.lengths]
+        segments = self.metadata.segments
+        times = []
+        for _ in range(num_trials):
+            begin = time.perf_counter()
+            found = self.manager.shared_ranges(self.vtensors, starts)
+            chosen = choose_ranges([SharedRange(*range_) for range_ in found], segments, cost)
+            times.append(time.perf_counter() - begin)
+        return replace(self.metadata, shared=tuple(chosen)), median(times) * 1e6
 
     def layer_us(self, backend: AttentionBackend, metadata: AttentionMetadata) -> float:
         """Microseconds of a layer, over one pass through all layers.
