@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 
 from flexinfer import _kernels
-from flexinfer.attention.host import start_threads_address
+from flexinfer.openmp import start_threads_address
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """In the order of kernels::DType."""

@@ -20,8 +20,9 @@ from flexinfer.attention.base import (
     Segment,
     SharedRange,
 )
-from flexinfer.attention.host import HostAttention, simd_levels, start_threads_address
+from flexinfer.attention.host import HostAttention, simd_levels
 from flexinfer.attention.sdpa import SdpaAttention
+from flexinfer.openmp import start_threads_address
 
 torch.set_num_threads(1)
 NUM_SLOTS, NUM_LAYERS = 8, 2

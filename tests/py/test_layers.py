@@ -36,7 +36,7 @@ CPP_FORBIDDEN = {("kernels", "vmm")}
 # Lowest first. A name is a module or a package directly under flexinfer.
 PYTHON_LAYERS = [
     {"errors", "_vtensor", "_kernels"},
-    {"units", "stats", "kv_spec", "device", "threads", "torch_runtime", "transfer"},
+    {"units", "stats", "kv_spec", "device", "openmp", "threads", "torch_runtime", "transfer"},
     {
         "types",
         "config",
@@ -78,6 +78,7 @@ TORCH_FREE = {
     "inputs",
     "kv_spec",
     "loadgen",
+    "openmp",
     "outputs",
     "policies",
     "preemption",

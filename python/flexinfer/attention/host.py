@@ -3,17 +3,13 @@
 The kernel stores the step's keys and values and attends over the arena, prefills and decodes
 mixed; keys that requests share are read once for all of them (ChunkAttention, section 3.2; the
 ranges come with the metadata). What can be prepared once a step is a plan, so that a layer is one
-call of a few addresses. Threads are torch's own: see `start_threads_address`.
+call of a few addresses. Threads are torch's own: see `flexinfer.openmp`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import re
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,6 +22,7 @@ from flexinfer.attention.base import (
     LayerKV,
 )
 from flexinfer.attention.sharing_cost import SharingCost
+from flexinfer.openmp import start_threads_address
 
 logger = logging.getLogger(__name__)
 
@@ -217,21 +214,3 @@ def make_plan(
 def simd_levels() -> list[str]:
     """Instruction sets that this build and this CPU both have, best last."""
     return _kernels.simd_levels()
-
-
-@cache
-def start_threads_address() -> int:
-    """Address of GOMP_parallel in the OpenMP runtime that torch has loaded; 0 if there is none.
-
-    Entering torch's own runtime makes one pool of threads serve both. Threads of another pool
-    would find the cores taken: OpenMP's spin for a while after each parallel region.
-    """
-    pattern = re.compile(r"\S*/(?:libgomp|libiomp5|libomp)[^/\s]*\.so\S*$")
-    found = (pattern.search(line) for line in Path("/proc/self/maps").read_text().splitlines())
-    paths = sorted({match.group() for match in found if match})
-    # torch's own copy comes first where the process has several.
-    for path in sorted(paths, key=lambda path: "torch" not in path):
-        start = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
-        if start is not None:
-            return ctypes.cast(start, ctypes.c_void_p).value or 0
-    return 0
