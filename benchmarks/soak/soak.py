@@ -5,17 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import re
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,57 +19,67 @@ from flexinfer import LLM
 from flexinfer.cli.settings import SHIPPED_CHUNK_BYTES, SHIPPED_MODEL
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu_common"))
 
-from questions import BAD, Good, make_good
+from harness import environment
+from questions import BAD, Dialogue, Good, make_dialogues, make_good
+from soak_report import SoakReport
+from soak_server import ADMIN_KEY, SoakServer, counters, soak_server
 
-BUDGETS = ("64MiB", "4MiB", "16MiB", "8MiB")
-ADMIN_KEY = "soak-admin"
-NUM_DISTINCT = 120
-RSS_ALLOWANCE_BYTES = 48 << 20
-"""Allocators keep some of what they once needed."""
-
-
-@dataclass
-class Report:
-    """What happened; `problems` must stay empty."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    problems: list[str] = field(default_factory=list)
-    rss_bytes: list[int] = field(default_factory=list)
-
-    def problem(self, text: str) -> None:
-        self.problems.append(text[:500])
+BUDGETS = ("64MiB", "2MiB", "16MiB", "4MiB")
+"""The first one is the server's own, and enough for all callers; the others are not."""
+SERVER = ("--max-num-seqs", "8", "--kv-cache-memory-bytes", BUDGETS[0], "--swap-space", "32MiB")
+NUM_DISTINCT = 150
+NUM_DIALOGUES = 12
+SAMPLE_INTERVAL_S = 0.5
+LEVEL_TIMEOUT_S = 30.0
+LEAVING, BAD_ONES, TALKING, STREAMING = 0.1, 0.2, 0.25, 0.6
+"""Cumulated shares of the kinds of requests; the rest is answered whole."""
 
 
 class Soak:
     """`num_requests` requests by `concurrency` callers, while somebody plays with the memory."""
 
-    def __init__(self, url: str, pid: int, goods: list[Good], seed: int) -> None:
-        self.report = Report()
-        self._client = httpx.AsyncClient(
-            base_url=url, timeout=120, limits=httpx.Limits(max_connections=256)
-        )
-        self._admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
-        self._pid = pid
+    def __init__(
+        self, server: SoakServer, goods: list[Good], dialogues: list[Dialogue], seed: int
+    ) -> None:
+        self.report = SoakReport()
+        self._server = server
         self._goods = goods
+        self._dialogues = dialogues
         self._draw = Random(seed)
         self._num_left = 0
+        self._client: httpx.AsyncClient
+        self._admin: httpx.AsyncClient
 
     async def run(self, num_requests: int, concurrency: int, seconds: float | None) -> None:
-        await self._warm_up()
-        before = await self._level()
+        async with self._clients():
+            await self._warm_up()
+        self.report.before, before = await self._level(), await self._counters()
         self._num_left = num_requests
-        deadline = time.monotonic() + (seconds or float("inf"))
-        chaos = asyncio.ensure_future(self._play_with_memory())
-        await asyncio.gather(*(self._caller(deadline) for _ in range(concurrency)))
-        chaos.cancel()
-        await asyncio.gather(chaos, return_exceptions=True)
-        await self._post("/admin/wake")
-        after = await self._level()
-        if after != before:
-            self.report.problem(f"left behind: {before} before, {after} after")
-        self._check_rss()
-        await self._client.aclose()
+        start_s = time.monotonic()
+        async with self._clients():
+            background = [self._play_with_memory(), self._sample(start_s)]
+            deadline = start_s + (seconds or float("inf"))
+            callers = [self._caller(deadline) for _ in range(concurrency)]
+            await _with_background(callers, background)
+            await self._post("/admin/wake")
+        self.report.seconds = time.monotonic() - start_s
+        self.report.counters = await self._counters()
+        self.report.counters.subtract(before)
+        self.report.after = await self._level()
+        self.report.judge()
+
+    @asynccontextmanager
+    async def _clients(self) -> AsyncIterator[None]:
+        """Connections are closed at the end, so that they count in no level."""
+        url, limits = self._server.url, httpx.Limits(max_connections=256)
+        admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as self._client,
+            httpx.AsyncClient(base_url=url, timeout=300, headers=admin) as self._admin,
+        ):
+            yield
 
     async def _warm_up(self) -> None:
         """Once through all requests: what is allocated once is no leak."""
@@ -87,38 +90,42 @@ class Soak:
     async def _caller(self, deadline: float) -> None:
         while self._num_left > 0 and time.monotonic() < deadline:
             self._num_left -= 1
-            if self._num_left % 100 == 0:
-                self.report.rss_bytes.append(_rss_bytes(self._pid))
-            kind, good = self._draw.random(), self._draw.choice(self._goods)
+            if self._num_left % 500 == 0:
+                print(f"{self._num_left} left, {len(self.report.problems)} problems", flush=True)
             try:
-                if kind < 0.1:
-                    await self._leave_early(good)
-                elif kind < 0.2:
-                    await self._ask_badly()
-                elif kind < 0.6:
-                    await self._ask_streaming(good)
-                else:
-                    await self._ask(good)
+                await self._one()
             except Exception as error:
                 self.report.problem(f"lost: {type(error).__name__}: {error}")
 
+    async def _one(self) -> None:
+        """One request of a random kind."""
+        kind, good = self._draw.random(), self._draw.choice(self._goods)
+        if kind < LEAVING:
+            await self._leave_early(good)
+        elif kind < BAD_ONES:
+            await self._ask_badly()
+        elif kind < TALKING:
+            await self._talk(self._draw.choice(self._dialogues))
+        elif kind < STREAMING and good.can_stream:
+            await self._ask_streaming(good)
+        else:
+            await self._ask(good)
+
     async def _ask(self, good: Good) -> None:
-        answer = await self._client.post(good.path, json=good.body)
         self.report.counts["whole"] += 1
+        answer = await self._client.post(good.path, json=good.body)
         if answer.status_code != 200:
             self.report.problem(f"{answer.status_code}: {answer.text}")
             return
         choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
-        self._compare(
-            good, [one.get("text", one.get("message", {}).get("content")) for one in choices]
-        )
+        texts = [one.get("text", one.get("message", {}).get("content")) for one in choices]
+        self._compare(texts, good.texts, good.body)
 
     async def _ask_streaming(self, good: Good) -> None:
+        self.report.counts["streamed"] += 1
         texts = [""] * len(good.texts)
         is_done = False
-        async with self._client.stream(
-            "POST", good.path, json={**good.body, "stream": True}
-        ) as answer:
+        async with self._stream(good) as answer:
             async for line in answer.aiter_lines():
                 is_done |= line == "data: [DONE]"
                 if not line.startswith("data: {"):
@@ -126,45 +133,69 @@ class Soak:
                 for choice in json.loads(line[6:]).get("choices", ()):
                     delta = choice.get("delta", {}).get("content") or choice.get("text") or ""
                     texts[choice["index"]] += delta
-        self.report.counts["streamed"] += 1
         if not is_done:
             self.report.problem("a stream ended without [DONE]")
-        self._compare(good, texts)
+        self._compare(texts, good.texts, good.body)
+
+    def _stream(self, good: Good) -> Any:
+        return self._client.stream("POST", good.path, json={**good.body, "stream": True})
 
     async def _leave_early(self, good: Good) -> None:
-        """Before the answer, or after its first piece."""
+        """After some time, whatever has come by then, or after some pieces of the answer."""
         self.report.counts["left early"] += 1
-        if self._draw.random() < 0.5:
-            task = asyncio.ensure_future(self._client.post(good.path, json=good.body))
-            await asyncio.sleep(self._draw.random() * 0.05)
+        if self._draw.random() < 0.5 or not good.can_stream:
+            work = self._client.post(good.path, json=good.body)
+            await asyncio.wait({task := asyncio.ensure_future(work)}, timeout=self._draw.random())
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             return
-        async with self._client.stream(
-            "POST", good.path, json={**good.body, "stream": True}
-        ) as answer:
+        num_lines = self._draw.randint(0, 20)
+        async with self._stream(good) as answer:
             async for _ in answer.aiter_lines():
-                return
+                num_lines -= 1
+                if num_lines < 0:
+                    return
 
     async def _ask_badly(self) -> None:
+        self.report.counts["malformed"] += 1
         bad = self._draw.choice(BAD)
         answer = await self._client.post(
             bad.path, content=bad.content, headers={"Content-Type": "application/json"}
         )
-        self.report.counts["malformed"] += 1
-        if answer.status_code not in bad.statuses:
+        if answer.status_code not in bad.statuses or "message" not in answer.json()["error"]:
             self.report.problem(f"{bad.content[:80]!r} got {answer.status_code}: {answer.text}")
 
-    def _compare(self, good: Good, texts: list[Any]) -> None:
-        if tuple(texts) != good.texts:
-            self.report.problem(f"wrong: {texts} instead of {good.texts} for {good.body}")
+    async def _talk(self, dialogue: Dialogue) -> None:
+        """A conversation resource, pinned between its turns, until it is deleted."""
+        self.report.counts["dialogues"] += 1
+        system = {"role": "system", "content": dialogue.system}
+        made = await self._client.post("/v1/conversations", json={"messages": [system]})
+        name = made.json()["id"]
+        for turn, expected in zip(dialogue.turns, dialogue.answers, strict=True):
+            body = {
+                "messages": [{"role": "user", "content": turn}],
+                "conversation": name,
+                "temperature": 0,
+                "max_completion_tokens": dialogue.max_tokens,
+            }
+            answer = await self._client.post("/v1/chat/completions", json=body)
+            if answer.status_code != 200:
+                self.report.problem(f"{answer.status_code}: {answer.text}")
+                break
+            text = answer.json()["choices"][0]["message"]["content"]
+            self._compare([text], (expected,), body)
+        await self._client.delete(f"/v1/conversations/{name}")
+
+    def _compare(self, texts: list[Any], expected: tuple[str, ...], body: Any) -> None:
+        if tuple(texts) != expected:
+            self.report.problem(f"wrong: {texts} instead of {expected} for {body}")
 
     async def _play_with_memory(self) -> None:
         """Change the budget, empty the prefix cache, sleep and wake, for ever."""
         while True:
             for budget in BUDGETS:
                 await asyncio.sleep(0.5)
-                # 400 and 409: what runs needs more.
+                # 400: a request that runs may need more. 409: what is pinned does.
                 await self._post("/admin/budget", {"kv_cache_memory": budget}, (200, 400, 409))
             await self._post("/admin/budget", {"kv_cache_memory": BUDGETS[0]})
             await self._post("/admin/reset_prefix_cache")
@@ -174,87 +205,82 @@ class Soak:
             finally:
                 await self._post("/admin/wake")
 
-    async def _post(self, path: str, body: Any = None, allowed: tuple[int, ...] = (200,)) -> None:
-        answer = await self._client.post(path, json=body or {}, headers=self._admin)
-        self.report.counts[path] += 1
+    async def _sample(self, start_s: float) -> None:
+        while True:
+            sizes = (self._server.anonymous_bytes(), self._server.pool_bytes())
+            self.report.samples.append((time.monotonic() - start_s, *sizes))
+            await asyncio.sleep(SAMPLE_INTERVAL_S)
+
+    async def _post(self, path: str, body: Any = None, allowed: tuple[int, ...] = (200,)) -> Any:
+        answer = await self._admin.post(path, json=body or {})
+        self.report.counts[f"{path} {answer.status_code}"] += 1
         if answer.status_code not in allowed:
             self.report.problem(f"{path} got {answer.status_code}: {answer.text}")
+        return answer.json()
+
+    async def _counters(self) -> Any:
+        async with self._clients():
+            return counters((await self._client.get("/metrics")).text)
 
     async def _level(self) -> dict[str, int]:
-        """What the engine holds with nothing to do, and nothing recorded."""
-        deadline = time.monotonic() + 30
+        """What the server holds when it has nothing to do and all caches have been dropped.
+
+        Asks again until nothing is left, for readers that have gone are noticed in their own time.
+        """
+        deadline = time.monotonic() + LEVEL_TIMEOUT_S
+        kept = self.report.counts.copy()
         while True:
-            await self._post("/admin/reset_prefix_cache")
-            await self._post("/admin/budget", {"kv_cache_memory": BUDGETS[1]})
-            await self._post("/admin/budget", {"kv_cache_memory": BUDGETS[0]})
-            found = (await self._client.get("/admin/memory", headers=self._admin)).json()
-            engine, stats = found["engine"], found["stats"]
-            level = {name: engine[name] for name in ("num_running", "num_waiting", "num_swapped")}
-            level |= {
-                name: stats[name] for name in ("num_vtensors", "recorded_bytes", "swapped_bytes")
-            }
-            level["referenced_chunks"] = len(found["chunks"]) if stats["parked_bytes"] == 0 else 0
-            if not any(level.values()) or time.monotonic() > deadline:
+            async with self._clients():
+                level = await self._drop_caches()
+            level["open_files"] = self._server.num_files()
+            is_low = not any(size for name, size in level.items() if name != "open_files")
+            is_low &= level["open_files"] <= self.report.before.get("open_files", 1 << 30)
+            if is_low or time.monotonic() > deadline:
+                self.report.counts = kept
                 return level
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)
 
-    def _check_rss(self) -> None:
-        """Flat: the last fifth is no larger than the second one, but for what allocators keep."""
-        samples = self.report.rss_bytes
-        if len(samples) < 10:
-            return
-        fifth = len(samples) // 5
-        early, late = max(samples[fifth : 2 * fifth]), max(samples[-fifth:])
-        if late > early + RSS_ALLOWANCE_BYTES:
-            self.report.problem(f"resident set grew from {early} to {late} bytes")
-
-
-def _rss_bytes(pid: int) -> int:
-    """Anonymous memory: the KV pool is shared memory, and changes with the budget."""
-    found = re.search(
-        r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
-    )
-    return int(found[1]) << 10 if found else 0
-
-
-@contextmanager
-def server() -> Iterator[tuple[str, int]]:
-    """`flexinfer serve` with the shipped model; gives URL and process id."""
-    with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "flexinfer.cli", "serve", "--port", "0", "--max-num-seqs", "8",
-             "--kv-cache-memory-bytes", BUDGETS[0], "--log-level", "warning"],
-            stderr=log, stdout=log, env={**os.environ, "FLEXINFER_ADMIN_API_KEY": ADMIN_KEY},
-        )  # fmt: skip
-        try:
-            yield _wait_until_ready(process, Path(log.name)), process.pid
-            process.send_signal(signal.SIGTERM)
-            if process.wait(60) != 0:
-                raise RuntimeError(f"the server ended with {process.returncode}")
-        finally:
-            process.kill()
-            process.wait()
+    async def _drop_caches(self) -> dict[str, int]:
+        """Recorded prefixes by the reset, parked slots by a budget of nearly nothing, free chunks
+        by sleep; then what the server says it holds, and what the kernel says."""
+        await self._post("/admin/reset_prefix_cache")
+        await self._post("/admin/budget", {"kv_cache_memory": SHIPPED_CHUNK_BYTES}, (200, 400, 409))
+        await self._post("/admin/budget", {"kv_cache_memory": BUDGETS[0]})
+        await self._post("/admin/sleep", {"level": 2})
+        await self._post("/admin/wake")
+        await asyncio.sleep(0.2)  # the map is made anew
+        found = (await self._admin.get("/admin/memory")).json()
+        engine, stats = found["engine"], found["stats"]
+        level = {name: engine[name] for name in ("num_running", "num_waiting", "num_swapped")}
+        level["num_vtensors"] = stats["num_vtensors"]
+        for kind in ("resident", "mapped", "parked", "recorded", "swapped", "held"):
+            level[f"{kind}_bytes"] = stats[f"{kind}_bytes"]
+        level["referenced_chunks"] = len(found["chunks"])
+        level["pool_bytes"] = self._server.pool_bytes()
+        return level
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
-    while process.poll() is None:
-        if found := re.search(r"^Serving \S+ at (\S+)", log.read_text(), re.MULTILINE):
-            try:
-                if httpx.get(f"{found[1]}/ready").status_code == 200:
-                    return found[1]
-            except httpx.TransportError:
-                pass
-        time.sleep(0.1)
-    raise RuntimeError(f"the server has not started:\n{log.read_text()}")
+async def _with_background(
+    work: list[Coroutine[Any, Any, None]], background: list[Coroutine[Any, Any, None]]
+) -> None:
+    """Returns when `work` is done; ends `background`. Raises what failed in either."""
+    tasks = [asyncio.ensure_future(one) for one in background]
+    await asyncio.gather(*work)
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Exception):
+            raise result
 
 
-def run(num_requests: int, concurrency: int, seconds: float | None, seed: int) -> Report:
+def run(num_requests: int, concurrency: int, seconds: float | None, seed: int) -> SoakReport:
     with LLM(
         str(SHIPPED_MODEL), chunk_bytes=SHIPPED_CHUNK_BYTES, kv_cache_memory_bytes="32MiB"
     ) as llm:
         goods = make_good(llm, NUM_DISTINCT, seed)
-    with server() as (url, pid):
-        soak = Soak(url, pid, goods, seed)
+        dialogues = make_dialogues(llm, NUM_DIALOGUES, seed)
+    with soak_server(*SERVER) as server:
+        soak = Soak(server, goods, dialogues, seed)
         asyncio.run(soak.run(num_requests, concurrency, seconds))
     return soak.report
 
@@ -265,12 +291,14 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seconds", type=float, help="stop after this time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args()
-    start_s = time.monotonic()
+    head = {"benchmark": "soak", "environment": environment("cpu")}
     report = run(options.requests, options.concurrency, options.seconds, options.seed)
-    rss = [number >> 20 for number in report.rss_bytes]
-    print(f"{time.monotonic() - start_s:.0f} s; {dict(report.counts)}; RSS in MiB: {rss}")
+    print(report.table())
     print("\n".join(report.problems[:20]) or "zero lost, zero wrong, nothing left behind")
+    if options.json:
+        options.json.write_text(json.dumps({**head, **report.as_json()}) + "\n")
     sys.exit(bool(report.problems))
 
 
