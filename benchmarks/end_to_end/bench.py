@@ -14,23 +14,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu_common"))
 
 import torch
 import workloads
+from continuous_batching import kv_token_bytes
 from device_models import SHAPES, make_model
-from engines import ENGINES, Meter, kv_token_bytes
+from engines import ENGINES, Meter
 from harness import Deadline, Row, finish, parse, table
 
 GIB = 1 << 30
 
 
 def measure(
-    head: Row, name: str, sizes: workloads.Sizes, vocab: int, generate: Any, deadline: Deadline
+    head: Row,
+    name: str,
+    sizes: workloads.Sizes,
+    vocab: int,
+    generate: workloads.Generate,
+    deadline: Deadline,
 ) -> tuple[Row, workloads.Result | None]:
     """A warm-up at toy size, then one repetition."""
     try:
-        generate.deadline_s = time.monotonic() + deadline.remaining_s
         workloads.run(name, workloads.TOY, vocab, generate, seed=0)
         synchronize(head["device"])
         start = time.perf_counter()
@@ -61,7 +67,7 @@ def run_engine(
     rows: list[Row] = []
     results: dict[str, workloads.Result] = {}
     vocab = model.config.vocab_size
-    static = sizes.max_requests * sizes.max_len * kv_token_bytes(model.config, model.dtype)
+    static = sizes.max_requests * sizes.max_len * kv_token_bytes(model.config, model.dtype.itemsize)
     meter = Meter()
     try:
         with ENGINES[engine](model, sizes, meter) as generate:
@@ -69,6 +75,7 @@ def run_engine(
                 if deadline.passed(f"{head['model']}: {engine}: {name}"):
                     continue
                 meter.reset()
+                meter.deadline_s = time.monotonic() + deadline.remaining_s
                 row = head | {"engine": engine, "workload": name}
                 row, result = measure(row, name, sizes, vocab, generate, deadline)
                 rows.append(row)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import torch
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+
+from continuous_batching import ContinuousBatching, kv_token_bytes
 from device_models import graph_sizes
 from workloads import Generate, Prompts, Sizes
 
@@ -18,10 +23,13 @@ PAGE_TOKENS = 256
 
 
 class Meter:
-    """The most KV memory that a workload held, in bytes; `reset()` between two workloads."""
+    """The most KV memory that a workload held, in bytes, and until when it may run; `reset()`
+    between two workloads."""
 
     def __init__(self) -> None:
         self.peak_kv_bytes = 0
+        self.deadline_s = float("inf")
+        """On time.monotonic()'s clock."""
         self.forget: Callable[[], int] = lambda: 0
         """Gives the engine's cached memory back; returns the bytes that it still holds."""
 
@@ -31,12 +39,10 @@ class Meter:
     def see(self, num_bytes: int) -> None:
         self.peak_kv_bytes = max(self.peak_kv_bytes, num_bytes)
 
-
-def kv_token_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of one token's KV in all layers."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_layer = 2 * config.num_key_value_heads * head_dim * dtype.itemsize
-    return int(config.num_hidden_layers * per_layer)
+    def check_time(self, num_done: int, num_requests: int) -> None:
+        """Raises TimeoutError past the deadline."""
+        if time.monotonic() > self.deadline_s:
+            raise TimeoutError(f"{num_done} of {num_requests} requests were done")
 
 
 def kv_budget(model: Any, sizes: Sizes) -> int:
@@ -44,7 +50,7 @@ def kv_budget(model: Any, sizes: Sizes) -> int:
 
     Both engines get it as their bound, so that neither preempts.
     """
-    token = kv_token_bytes(model.config, model.dtype)
+    token = kv_token_bytes(model.config, model.dtype.itemsize)
     return int(1.5 * sizes.max_requests * sizes.max_len * token) + (256 << 20)
 
 
@@ -79,17 +85,17 @@ def flexinfer(model: Any, sizes: Sizes, meter: Meter, **settings: Any) -> Iterat
         for request_id, prompt in zip(ids, prompts, strict=True):
             engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
         done: dict[str, list[int]] = {}
-        while len(done) < len(ids):
-            for output in engine.step():
-                if output.finished:
-                    done[output.request_id] = list(output.outputs[0].token_ids)
-            meter.see(engine.manager.resident_bytes)
-            if time.monotonic() > generate.deadline_s:  # type: ignore[attr-defined]
-                engine.abort_request([i for i in ids if i not in done])
-                raise TimeoutError(f"{len(done)} of {len(ids)} requests were done")
+        try:
+            while len(done) < len(ids):
+                for output in engine.step():
+                    if output.finished:
+                        done[output.request_id] = list(output.outputs[0].token_ids)
+                meter.see(engine.manager.resident_bytes)
+                meter.check_time(len(done), len(ids))
+        finally:
+            engine.abort_request([i for i in ids if i not in done])
         return [done[request_id] for request_id in ids]
 
-    generate.deadline_s = float("inf")  # type: ignore[attr-defined]
     try:
         yield generate
     finally:
@@ -106,46 +112,16 @@ def flexinfer_no_sharing(model: Any, sizes: Sizes, meter: Meter) -> Iterator[Gen
 @contextmanager
 def transformers_continuous(model: Any, sizes: Sizes, meter: Meter) -> Iterator[Generate]:
     """transformers' continuous batching: paged attention, block sharing on, a cache of one size."""
-    from transformers import GenerationConfig
-    from transformers.generation import ContinuousBatchingConfig
-
-    token = kv_token_bytes(model.config, model.dtype)
-    page = PAGE_TOKENS if model.device.type == "cuda" else 32
-    num_blocks = max(8, kv_budget(model, sizes) // token // page)
-    manager = model.init_continuous_batching(
-        generation_config=GenerationConfig(
-            max_new_tokens=64, do_sample=False, eos_token_id=-1, pad_token_id=0, bos_token_id=1
-        ),
-        continuous_batching_config=ContinuousBatchingConfig(
-            allow_block_sharing=True,
-            page_size=page,
-            num_blocks=num_blocks,
-            max_batch_tokens=2048 if model.device.type == "cuda" else 256,
-        ),
+    is_cuda = model.device.type == "cuda"
+    batching = ContinuousBatching(
+        model,
+        kv_bytes=kv_budget(model, sizes),
+        page_tokens=PAGE_TOKENS if is_cuda else 32,
+        max_batch_tokens=2048 if is_cuda else 256,
     )
-    manager.start()
-    meter.forget = lambda: num_blocks * page * token
-
-    def generate(prompts: Prompts, num_new: int) -> Prompts:
-        ids = manager.add_requests(inputs=prompts, max_new_tokens=num_new)
-        done: dict[str, list[int]] = {}
-        while len(done) < len(ids):
-            result = manager.get_result(timeout=1)
-            if result is not None and result.is_finished():
-                if result.error is not None:
-                    raise RuntimeError(result.error)
-                done[result.request_id] = list(result.generated_tokens)
-            elif result is None and not manager.is_running():
-                raise RuntimeError("transformers' continuous batching thread has ended")
-            if time.monotonic() > generate.deadline_s:  # type: ignore[attr-defined]
-                raise TimeoutError(f"{len(done)} of {len(ids)} requests were done")
-        return [done[request_id] for request_id in ids]
-
-    generate.deadline_s = float("inf")  # type: ignore[attr-defined]
-    try:
-        yield generate
-    finally:
-        manager.stop(block=True, timeout=5)
+    meter.forget = lambda: batching.cache_bytes
+    with closing(batching):
+        yield partial(batching, on_poll=meter.check_time)
 
 
 ENGINES = {

@@ -40,15 +40,22 @@ def run_engine(engine: str, model: Path, args: argparse.Namespace, size: str, dt
         "MKL_NUM_THREADS": str(args.threads),
         "GOMP_CPU_AFFINITY": f"0-{args.threads - 1}",
     }
-    tcmalloc = ctypes.util.find_library("tcmalloc_minimal")
-    if engine.startswith("vllm") and tcmalloc is not None:
-        environment["LD_PRELOAD"] = tcmalloc  # as vLLM advises for its CPU build
+    if engine.startswith("vllm"):
+        environment["LD_PRELOAD"] = ":".join(vllm_preloads(Path(python).absolute()))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0:
         error = done.stderr.strip().splitlines()[-1:] or ["no message"]
         rows.append({"engine": engine, "size": size, "dtype": dtype, "error": error[0]})
     return rows
+
+
+def vllm_preloads(python: Path) -> list[str]:
+    """What vLLM advises to preload for its CPU build, as far as this machine has it."""
+    tcmalloc = ctypes.util.find_library("tcmalloc_minimal")
+    openmp = python.parents[1] / "lib" / "libiomp5.so"
+    found = [tcmalloc] if tcmalloc is not None else []
+    return [*found, str(openmp)] if openmp.exists() else found
 
 
 def same_tokens(row: dict[str, Any], reference: dict[str, Any]) -> float:
@@ -64,7 +71,7 @@ def same_tokens(row: dict[str, Any], reference: dict[str, Any]) -> float:
 def print_table(rows: list[dict[str, Any]]) -> None:
     print(
         f"{'size':6} {'dtype':9} {'workload':10} {'engine':26} {'tokens/s':>9} {'ratio':>6} "
-        f"{'peak MiB':>9} {'KV MiB':>7} {'same':>6}"
+        f"{'peak MiB':>9} {'RSS MiB':>8} {'KV MiB':>7} {'held':>6} {'needed':>6} {'same':>6}"
     )
     for row in rows:
         head = f"{row['size']:6} {row['dtype']:9} "
@@ -73,9 +80,16 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             continue
         print(
             f"{head}{row['workload']:10} {row['engine']:26} {row['median_tokens_per_s']:9.1f} "
-            f"{row['ratio_to_flexinfer']:6.2f} {row['peak_resident_mib']:9.0f} "
-            f"{row.get('kv_resident_mib', float('nan')):7.1f} {row['same_tokens']:6.1%}"
+            f"{number(row, 'ratio_to_flexinfer', 2):>6} {row['peak_memory_mib']:9.0f} "
+            f"{row['peak_resident_mib']:8.0f} {number(row, 'kv_resident_mib'):>7} "
+            f"{number(row, 'kv_held_mib'):>6} {number(row, 'kv_needed_mib'):>6} "
+            f"{number(row, 'same_tokens', 3):>6}"
         )
+
+
+def number(row: dict[str, Any], name: str, digits: int = 1) -> str:
+    """What not every row has."""
+    return f"{row[name]:.{digits}f}" if name in row else "-"
 
 
 def summarise(rows: list[dict[str, Any]]) -> None:

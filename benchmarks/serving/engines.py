@@ -1,7 +1,7 @@
 """One engine, one process: `python engines.py ENGINE ...` runs the workloads and prints JSON lines.
 
-Engines are made by a factory (model folder, dtype, threads) -> Generate; heavy imports sit inside,
-so that each engine loads torch as it wants to. Peers may live in another Python's environment.
+Engines are made by a factory (model folder, dtype, threads) -> Engine; heavy imports sit inside, so
+that each engine loads torch as it wants to. Peers may live in another Python's environment.
 """
 
 from __future__ import annotations
@@ -9,110 +9,123 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 
 import workloads
-from workloads import Generate, Prompts
+from continuous_batching import ContinuousBatching
+from kv_use import KVUse
+from process_memory import MIB, PeakMemory, peak_resident_bytes
+from workloads import Prompts
 
 MAX_LEN = 2048
 MAX_SEQS = 64
 KV_BYTES = 1 << 30
 
 
-def flexinfer(folder: Path, dtype: str, threads: int, **settings: Any) -> Generate:
+class Engine(Protocol):
+    def __call__(self, prompts: Prompts, num_new: int) -> Prompts: ...
+
+    def close(self) -> None: ...
+
+
+class FlexInfer:
     """FlexInfer's offline engine."""
-    from flexinfer import LLM, SamplingParams
 
-    llm = LLM(
-        model=str(folder),
-        dtype=dtype,
-        max_model_len=MAX_LEN,
-        max_num_seqs=MAX_SEQS,
-        kv_cache_memory_bytes=KV_BYTES,
-        skip_tokenizer_init=True,
-        threads=threads,
-        **settings,
-    )
+    def __init__(self, folder: Path, dtype: str, threads: int, **settings: Any) -> None:
+        from flexinfer import LLM
 
-    def generate(prompts: Prompts, num_new: int) -> Prompts:
-        params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
-        outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+        self.llm = LLM(
+            model=str(folder),
+            dtype=dtype,
+            max_model_len=MAX_LEN,
+            max_num_seqs=MAX_SEQS,
+            kv_cache_memory_bytes=KV_BYTES,
+            skip_tokenizer_init=True,
+            threads=threads,
+            **settings,
         )
+        self.engine = self.llm.llm_engine
+
+    def __call__(self, prompts: Prompts, num_new: int) -> Prompts:
+        outputs = self.llm.generate(_token_prompts(prompts), self._params(num_new), use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    generate.engine = llm.llm_engine  # type: ignore[attr-defined]
-    return generate
+    def step_by_step(
+        self, prompts: Prompts, num_new: int, after_step: Callable[[], None]
+    ) -> Prompts:
+        """The same, with a call after each step."""
+        ids = [f"watched-{index}" for index in range(len(prompts))]
+        for request_id, prompt in zip(ids, _token_prompts(prompts), strict=True):
+            self.engine.add_request(request_id, prompt, self._params(num_new))
+        done: dict[str, list[int]] = {}
+        while len(done) < len(ids):
+            for output in self.engine.step():
+                if output.finished:
+                    done[output.request_id] = list(output.outputs[0].token_ids)
+            after_step()
+        return [done[request_id] for request_id in ids]
+
+    def close(self) -> None:
+        self.llm.close()
+
+    def _params(self, num_new: int) -> Any:
+        from flexinfer import SamplingParams
+
+        return SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
 
 
-def flexinfer_no_cache(folder: Path, dtype: str, threads: int) -> Generate:
-    """FlexInfer without its prefix cache: what sharing is worth."""
-    return flexinfer(folder, dtype, threads, enable_prefix_caching=False)
-
-
-def flexinfer_compiled(folder: Path, dtype: str, threads: int) -> Generate:
-    """FlexInfer with the model compiled by torch.compile."""
-    return flexinfer(folder, dtype, threads, compile=True)
-
-
-def vllm_cpu(folder: Path, dtype: str, threads: int, *, eager: bool = True) -> Generate:
+class VLLM:
     """vLLM's CPU build, in one process, with its prefix cache."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(KV_BYTES >> 30))
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}")
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        model=str(folder),
-        dtype=dtype,
-        max_model_len=MAX_LEN,
-        max_num_seqs=MAX_SEQS,
-        max_num_batched_tokens=2048,
-        enforce_eager=eager,
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-    )
+    def __init__(self, folder: Path, dtype: str, threads: int, *, eager: bool = True) -> None:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(KV_BYTES >> 30))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}")
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        from vllm import LLM
 
-    def generate(prompts: Prompts, num_new: int) -> Prompts:
+        self._llm = LLM(
+            model=str(folder),
+            dtype=dtype,
+            max_model_len=MAX_LEN,
+            max_num_seqs=MAX_SEQS,
+            max_num_batched_tokens=2048,
+            enforce_eager=eager,
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+        )
+
+    def __call__(self, prompts: Prompts, num_new: int) -> Prompts:
+        from vllm import SamplingParams
+
         params = SamplingParams(
             temperature=0.0, max_tokens=num_new, ignore_eos=True, detokenize=False
         )
-        outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
-        )
+        outputs = self._llm.generate(_token_prompts(prompts), params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    return generate
+    def close(self) -> None:
+        """Ends with the process."""
 
 
-def vllm_cpu_compiled(folder: Path, dtype: str, threads: int) -> Generate:
-    """vLLM's CPU build with its compiled model."""
-    return vllm_cpu(folder, dtype, threads, eager=False)
-
-
-def _load_transformers(folder: Path, dtype: str, threads: int) -> Any:
-    import torch
-    import transformers
-
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity_error()
-    torch.set_grad_enabled(False)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    return model.eval()
-
-
-def transformers_batch(folder: Path, dtype: str, threads: int) -> Generate:
+class TransformersBatch:
     """transformers' generate() on the whole round as one left-padded batch."""
-    import torch
-    from transformers import GenerationConfig
 
-    model = _load_transformers(folder, dtype, threads)
+    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+        self._model = _load_transformers(folder, dtype, threads)
 
-    def generate(prompts: Prompts, num_new: int) -> Prompts:
+    def __call__(self, prompts: Prompts, num_new: int) -> Prompts:
+        import torch
+        from transformers import GenerationConfig
+
         longest = max(map(len, prompts))
         ids = torch.tensor([[3] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor(
@@ -126,65 +139,48 @@ def transformers_batch(folder: Path, dtype: str, threads: int) -> Generate:
             pad_token_id=3,
             bos_token_id=1,
         )
-        out = model.generate(ids, attention_mask=mask, generation_config=config)
-        return out[:, longest:].tolist()
+        out = self._model.generate(ids, attention_mask=mask, generation_config=config)
+        return out[:, longest:].tolist()  # type: ignore[no-any-return]
 
-    return generate
+    def close(self) -> None:
+        """Holds nothing but memory."""
 
 
-def transformers_continuous(folder: Path, dtype: str, threads: int) -> Generate:
-    """transformers' continuous batching: paged attention, shared prefix blocks, one manager."""
-    from transformers import GenerationConfig
-    from transformers.generation import ContinuousBatchingConfig
-
-    model = _load_transformers(folder, dtype, threads)
-    config = model.config
-    token_bytes = (
-        2
-        * config.num_hidden_layers
-        * config.num_key_value_heads
-        * config.head_dim
-        * model.dtype.itemsize
+def transformers_continuous(folder: Path, dtype: str, threads: int) -> ContinuousBatching:
+    """transformers' continuous batching: paged attention, shared prefix blocks."""
+    return ContinuousBatching(
+        _load_transformers(folder, dtype, threads),
+        kv_bytes=KV_BYTES,
+        page_tokens=32,
+        max_batch_tokens=512,
+        pad_token_id=3,
     )
-    page = 32
-    manager = model.init_continuous_batching(
-        generation_config=GenerationConfig(
-            max_new_tokens=64, do_sample=False, eos_token_id=-1, pad_token_id=3, bos_token_id=1
-        ),
-        continuous_batching_config=ContinuousBatchingConfig(
-            allow_block_sharing=True,
-            page_size=page,
-            num_blocks=KV_BYTES // token_bytes // page,
-            max_batch_tokens=512,
-        ),
-    )
-    manager.start()
-
-    def generate(prompts: Prompts, num_new: int) -> Prompts:
-        ids = manager.add_requests(inputs=prompts, max_new_tokens=num_new)
-        done: dict[str, list[int]] = {}
-        while len(done) < len(ids):
-            result = manager.get_result(timeout=5)
-            if result is not None and result.is_finished():
-                if result.error is not None:
-                    raise RuntimeError(result.error)
-                done[result.request_id] = list(result.generated_tokens)
-            elif result is None and not manager.is_running():
-                raise RuntimeError("transformers' continuous batching thread has ended")
-        return [done[request_id] for request_id in ids]
-
-    generate.stop = lambda: manager.stop(block=True, timeout=5)  # type: ignore[attr-defined]
-    return generate
 
 
-ENGINES = {
+def _token_prompts(prompts: Prompts) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": prompt} for prompt in prompts]
+
+
+def _load_transformers(folder: Path, dtype: str, threads: int) -> Any:
+    import torch
+    import transformers
+
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    torch.set_grad_enabled(False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model.eval()
+
+
+flexinfer = FlexInfer
+ENGINES: dict[str, Callable[[Path, str, int], Engine]] = {
     "flexinfer": flexinfer,
-    "flexinfer-no-cache": flexinfer_no_cache,
-    "flexinfer-compiled": flexinfer_compiled,
-    "transformers-batch": transformers_batch,
+    "flexinfer-no-cache": partial(flexinfer, enable_prefix_caching=False),
+    "flexinfer-compiled": partial(flexinfer, compile=True),
+    "transformers-batch": TransformersBatch,
     "transformers-continuous": transformers_continuous,
-    "vllm-cpu": vllm_cpu,
-    "vllm-cpu-compiled": vllm_cpu_compiled,
+    "vllm-cpu": VLLM,
+    "vllm-cpu-compiled": partial(VLLM, eager=False),
 }
 DEFAULT_ENGINES = (
     "flexinfer",
@@ -195,21 +191,16 @@ DEFAULT_ENGINES = (
 """Those that need nothing but FlexInfer's own environment."""
 
 
-def peak_resident_mib() -> float:
-    """Peak resident memory of this process, shared chunks included."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) / 1024
-    return 0.0
-
-
-def measure(args: argparse.Namespace, workload: str, generate: Generate) -> dict[str, Any]:
-    workloads.run(workload, generate, args.seed, "warm-up", scale=4)
+def measure(
+    args: argparse.Namespace, workload: str, engine: Engine, memory: PeakMemory
+) -> dict[str, Any]:
+    """A warm-up, timed repetitions, and one more in which memory is looked at."""
+    workloads.run(workload, engine, args.seed, "warm-up", scale=4)
     seconds, tokens = [], []
     outputs: Prompts = []
     for repetition in range(args.repetitions):
         start = time.perf_counter()
-        result = workloads.run(workload, generate, args.seed, repetition)
+        result = workloads.run(workload, engine, args.seed, repetition)
         seconds.append(time.perf_counter() - start)
         tokens.append(result.num_new_tokens)
         outputs = outputs or result.outputs
@@ -220,15 +211,40 @@ def measure(args: argparse.Namespace, workload: str, generate: Generate) -> dict
         "workload": workload,
         "threads": args.threads,
         "tokens_per_s": [round(n / s, 2) for n, s in zip(tokens, seconds, strict=True)],
-        "peak_resident_mib": round(peak_resident_mib(), 1),
         "outputs": outputs,
     }
-    engine = getattr(generate, "engine", None)
-    if engine is not None:
-        stats = engine.manager.stats()
-        row["kv_resident_mib"] = round(stats.resident_bytes / 2**20, 1)
-        row["map_us_exposed"] = round(stats.map_us_exposed)
-    return row
+    if isinstance(engine, FlexInfer):
+        row["map_us_exposed"] = round(engine.engine.manager.stats().map_us_exposed)
+    return row | measure_memory(args, workload, engine, memory)
+
+
+def measure_memory(
+    args: argparse.Namespace, workload: str, engine: Engine, memory: PeakMemory
+) -> dict[str, Any]:
+    """One repetition more, not timed, with memory sampled all the while: MiB since the start."""
+    if not isinstance(engine, FlexInfer):
+        with memory:
+            workloads.run(workload, engine, args.seed, "memory")
+        return memory_row(memory)
+    manager = engine.engine.manager
+    kv = KVUse(manager)
+    with memory:
+        watched = partial(engine.step_by_step, after_step=kv.see)
+        workloads.run(workload, watched, args.seed, "memory")
+    return memory_row(memory) | {
+        "kv_resident_mib": round(manager.resident_bytes / MIB, 1),
+        "kv_held_mib": round(kv.held_bytes / MIB, 1),
+        "kv_needed_mib": round(kv.needed_bytes / MIB, 1),
+        "kv_chunks_beyond_mean": round(kv.mean_chunks_beyond, 2),
+        "kv_chunks_beyond_most": round(kv.most_chunks_beyond, 2),
+    }
+
+
+def memory_row(memory: PeakMemory) -> dict[str, Any]:
+    return {
+        "peak_memory_mib": round(memory.peak_bytes / MIB, 1),
+        "peak_resident_mib": round(peak_resident_bytes() / MIB, 1),
+    }
 
 
 def main() -> None:
@@ -242,12 +258,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args()
-    generate = ENGINES[args.engine](args.model, args.dtype, args.threads)
+    memory = PeakMemory()
+    with memory:
+        engine = ENGINES[args.engine](args.model, args.dtype, args.threads)
     for workload in args.workloads.split(","):
-        print(json.dumps(measure(args, workload, generate)), flush=True)
-    stop = getattr(generate, "stop", None)
-    if stop is not None:
-        stop()
+        print(json.dumps(measure(args, workload, engine, memory)), flush=True)
+    engine.close()
 
 
 if __name__ == "__main__":
