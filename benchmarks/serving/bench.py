@@ -68,26 +68,32 @@ def same_tokens(row: dict[str, Any], reference: dict[str, Any]) -> float:
     return sum(a == b for a, b in pairs) / len(pairs)
 
 
+COLUMNS = {
+    "tokens/s": ("median_tokens_per_s", 1),
+    "first": ("first_tokens_per_s", 1),
+    "ratio": ("ratio_to_flexinfer", 2),
+    "peak MiB": ("peak_memory_mib", 0),
+    "RSS MiB": ("peak_resident_mib", 0),
+    "KV MiB": ("kv_resident_mib", 0),
+    "held": ("kv_held_mib", 1),
+    "needed": ("kv_needed_mib", 1),
+    "same": ("same_tokens", 3),
+}
+"""Heading -> name in a row, digits."""
+
+
 def print_table(rows: list[dict[str, Any]]) -> None:
-    print(
-        f"{'size':6} {'dtype':9} {'workload':10} {'engine':26} {'tokens/s':>9} {'ratio':>6} "
-        f"{'peak MiB':>9} {'RSS MiB':>8} {'KV MiB':>7} {'held':>6} {'needed':>6} {'same':>6}"
-    )
+    titles = "".join(f"{title:>9}" for title in COLUMNS)
+    print(f"{'size':6} {'dtype':9} {'workload':10} {'engine':24}{titles}")
     for row in rows:
-        head = f"{row['size']:6} {row['dtype']:9} "
+        head = f"{row['size']:6} {row['dtype']:9} {row.get('workload', ''):10} {row['engine']:24}"
         if "error" in row:
-            print(f"{head}{'':10} {row['engine']:26} FAILED: {row['error']}")
+            print(f"{head} FAILED: {row['error']}")
             continue
-        print(
-            f"{head}{row['workload']:10} {row['engine']:26} {row['median_tokens_per_s']:9.1f} "
-            f"{number(row, 'ratio_to_flexinfer', 2):>6} {row['peak_memory_mib']:9.0f} "
-            f"{row['peak_resident_mib']:8.0f} {number(row, 'kv_resident_mib'):>7} "
-            f"{number(row, 'kv_held_mib'):>6} {number(row, 'kv_needed_mib'):>6} "
-            f"{number(row, 'same_tokens', 3):>6}"
-        )
+        print(head + "".join(f"{number(row, *column):>9}" for column in COLUMNS.values()))
 
 
-def number(row: dict[str, Any], name: str, digits: int = 1) -> str:
+def number(row: dict[str, Any], name: str, digits: int) -> str:
     """What not every row has."""
     return f"{row[name]:.{digits}f}" if name in row else "-"
 
