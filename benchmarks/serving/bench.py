@@ -41,6 +41,9 @@ def run_engine(engine: str, model: Path, args: argparse.Namespace, size: str, dt
         "GOMP_CPU_AFFINITY": f"0-{args.threads - 1}",
     }
     if engine.startswith("vllm"):
+        del environment[
+            "GOMP_CPU_AFFINITY"
+        ]  # it binds its threads itself, and both halve its speed
         environment["LD_PRELOAD"] = ":".join(vllm_preloads(Path(python).absolute()))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
