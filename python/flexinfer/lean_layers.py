@@ -5,10 +5,12 @@ of its dtype. What is not recognised stays as it is; so does everything on a GPU
 
 | part | is recognised by | becomes |
 |---|---|---|
+| attention | q_proj, k_proj, v_proj, o_proj; what reaches the attention | `LeanAttention` |
 | linear | type Linear or Conv1D, bfloat16 | `PackedLinear` |
 | gated MLP | packed gate_proj, up_proj, down_proj; act_fn | `PackedGatedMLP`: 3 calls for 5 |
-| gated MLP | gate_proj, up_proj, down_proj; SiLU | `GatedMLP`: 4 calls for 5 |
+| gated MLP | gate_proj, up_proj, down_proj; SiLU | `GatedMLP`: 3 calls for 5 |
 | RMSNorm | one weight vector, an epsilon | `RMSNorm`: 1 call for 6 |
+| decoder layer | two norms, lean attention and MLP | `LeanDecoderLayer`: no additions |
 | rotary embedding | attention calls apply_rotary_pos_emb | `row_ops.rotate`: 2 calls for 14 |
 
 In a compiled model all of them are plain torch operators, for the compiler to fuse.
@@ -18,65 +20,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from types import FunctionType, MethodType
-from typing import Any
 
 import torch
 
 from flexinfer import row_ops
-from flexinfer.packed_linear import PackedLinear, linear_pointwise, pack_linears
+from flexinfer.lean_attention import lean_attention
+from flexinfer.lean_decoder import lean_decoder_layer
+from flexinfer.lean_mlp import lean_mlp
+from flexinfer.lean_rotary import NUM_TRIAL_TOKENS, make_rotary_lean
+from flexinfer.packed_linear import pack_linears
 
 logger = logging.getLogger(__name__)
 
-NUM_TRIAL_TOKENS = 3
-ACTIVATIONS: dict[str, tuple[str, str]] = {
-    "SiLU": ("swish", ""),
-    "SiLUActivation": ("swish", ""),
-    "GELU": ("gelu", "none"),
-    "GELUActivation": ("gelu", "none"),
-    "GELUTanh": ("gelu", "tanh"),
-    "PytorchGELUTanh": ("gelu", "tanh"),
-}
-"""Class of the activation -> oneDNN's name and algorithm."""
-ROTARY_FUNCTION = "apply_rotary_pos_emb"
-
-Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""(q, k [1, heads, tokens, dim], cos, sin [1, tokens, dim]) -> q, k rotated."""
-
-
-class PackedGatedMLP(torch.nn.Module):
-    """down(act(gate(x)) * up(x)), activation and product inside the two matrix products."""
-
-    def __init__(self, mlp: torch.nn.Module) -> None:
-        super().__init__()
-        self.gate_proj = _packed(mlp.gate_proj)
-        self.up_proj = _packed(mlp.up_proj)
-        self.down_proj = _packed(mlp.down_proj)
-        self._act_fn = mlp.act_fn
-        self._activation, self._algorithm = ACTIVATIONS[type(mlp.act_fn).__name__]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_proj, self.up_proj
-        if torch.compiler.is_compiling():
-            return self.down_proj(self._act_fn(gate(x)) * up(x))  # type: ignore[no-any-return,operator]
-        gated = linear_pointwise(x, gate.weight, gate.bias, self._activation, [], self._algorithm)
-        return self.down_proj(linear_pointwise(x, gated, up.weight, up.bias, "mul"))  # type: ignore[no-any-return]
-
-
-class GatedMLP(torch.nn.Module):
-    """down(silu(gate(x)) * up(x)), activation and product in one pass."""
-
-    def __init__(self, mlp: Any) -> None:
-        super().__init__()
-        self.gate_proj: torch.nn.Module = mlp.gate_proj
-        self.up_proj: torch.nn.Module = mlp.up_proj
-        self.down_proj: torch.nn.Module = mlp.down_proj
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        if torch.compiler.is_compiling():
-            return self.down_proj(torch.nn.functional.silu(gate) * up)  # type: ignore[no-any-return]
-        return self.down_proj(row_ops.silu_mul(gate, up))  # type: ignore[no-any-return]
+Lean = Callable[[torch.nn.Module], torch.nn.Module | None]
+"""What may take a module's place; None: it stays."""
 
 
 class RMSNorm(torch.nn.Module):
@@ -98,26 +55,38 @@ class RMSNorm(torch.nn.Module):
 def make_lean(model: torch.nn.Module) -> None:
     """Replace what can be replaced. The model is not for training any more."""
     counts = {
+        "attention": _replace(model, lean_attention),
         "linear": pack_linears(model),
-        "mlp": _replace(model, _lean_mlp),
-        "norm": _replace(model, _lean_norm),
-        "rotary": sum(_make_rotary_lean(module) for module in model.modules()),
+        "mlp": _replace(model, _checked(lean_mlp)),
+        "norm": _replace(model, _checked(_lean_norm)),
+        "layer": _replace(model, lean_decoder_layer),
+        "rotary": sum(make_rotary_lean(module) for module in model.modules()),
     }
     logger.debug("lean layers: %s", counts)
 
 
-def _replace(
-    model: torch.nn.Module, lean: Callable[[torch.nn.Module], torch.nn.Module | None]
-) -> int:
+def _replace(model: torch.nn.Module, lean: Lean) -> int:
     """Replace each module for which `lean` gives one that computes the same."""
     num_replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
+            if child._forward_hooks or child._forward_pre_hooks:
+                continue
             replacement = lean(child)
-            if replacement is not None and not child._forward_hooks and same(child, replacement):
+            if replacement is not None:
                 setattr(parent, name, replacement)
                 num_replaced += 1
     return num_replaced
+
+
+def _checked(lean: Lean) -> Lean:
+    """`lean`, for modules that are functions of one tensor, with the check that both are."""
+
+    def checked(module: torch.nn.Module) -> torch.nn.Module | None:
+        replacement = lean(module)
+        return replacement if replacement is not None and same(module, replacement) else None
+
+    return checked
 
 
 @torch.inference_mode()
@@ -142,28 +111,6 @@ def _input_of(module: torch.nn.Module) -> tuple[int, torch.dtype, torch.device]:
     return weight.shape[0], weight.dtype, weight.device
 
 
-def _packed(module: torch.nn.Module | torch.Tensor) -> PackedLinear:
-    assert isinstance(module, PackedLinear)
-    return module
-
-
-def _lean_mlp(module: torch.nn.Module) -> torch.nn.Module | None:
-    children = dict(module.named_children())
-    linears = [children.pop(name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    activation = ACTIVATIONS.get(type(children.pop("act_fn", None)).__name__)
-    if activation is None or children:
-        return None
-    if all(isinstance(linear, PackedLinear) for linear in linears):
-        return PackedGatedMLP(module)
-    gate = linears[0]
-    if activation[0] != "swish" or not all(type(x) is torch.nn.Linear for x in linears):
-        return None
-    assert isinstance(gate, torch.nn.Linear)
-    weight = gate.weight
-    can_run = row_ops.supports(weight.dtype, weight.device, gate.out_features)
-    return GatedMLP(module) if can_run else None
-
-
 def _lean_norm(module: torch.nn.Module) -> torch.nn.Module | None:
     parameters = list(module.parameters())
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -174,61 +121,3 @@ def _lean_norm(module: torch.nn.Module) -> torch.nn.Module | None:
         return None
     can_run = row_ops.supports(weight.dtype, weight.device, weight.shape[0])
     return RMSNorm(weight, eps) if can_run else None
-
-
-def _make_rotary_lean(module: torch.nn.Module) -> bool:
-    """Have this attention module, and no other of its class, call the lean rotary embedding.
-
-    transformers' attention modules call a function of their file by its name; the module gets its
-    forward with another function under that name.
-    """
-    forward: Any = type(module).forward
-    head_dim = getattr(module, "head_dim", None)
-    weights = (getattr(child, "weight", None) for child in module.children())
-    weight = next((weight for weight in weights if isinstance(weight, torch.Tensor)), None)
-    if not isinstance(forward, FunctionType) or ROTARY_FUNCTION not in forward.__code__.co_names:
-        return False
-    plain: Any = forward.__globals__.get(ROTARY_FUNCTION)
-    if plain is None or not isinstance(head_dim, int) or weight is None or head_dim % 2:
-        return False
-    lean = lean_rotary(plain)
-    can_run = row_ops.supports(weight.dtype, weight.device, head_dim // 2)
-    if not can_run or not same_rotary(plain, lean, head_dim, weight.dtype):
-        return False
-    names = {**forward.__globals__, ROTARY_FUNCTION: lean}
-    copy = FunctionType(
-        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    module.forward = MethodType(copy, module)
-    return True
-
-
-def lean_rotary(plain: Rotary) -> Rotary:
-    """`plain` for what the kernel does not take and in compiled models, else the kernel."""
-
-    def rotary(
-        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        is_known = q.shape[0] == 1 and cos.shape == (1, q.shape[2], q.shape[3]) and not args
-        if torch.compiler.is_compiling() or not is_known or not q.dtype == k.dtype == cos.dtype:
-            return plain(q, k, cos, sin, *args)
-        return row_ops.rotate(q, cos, sin), row_ops.rotate(k, cos, sin)
-
-    return rotary
-
-
-@torch.inference_mode()
-def same_rotary(plain: Rotary, lean: Rotary, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether both rotate alike, for random angles and vectors, up to rounding."""
-    generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 1, 2, NUM_TRIAL_TOKENS, head_dim, generator=generator).to(dtype)
-    angles = torch.randn(1, NUM_TRIAL_TOKENS, head_dim // 2, generator=generator).repeat(1, 1, 2)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    try:
-        expected = plain(q, k, cos, sin)
-    except (TypeError, ValueError, RuntimeError):
-        return False  # a function of the same name for something else
-    tolerance = 20 * torch.finfo(dtype).eps
-    pairs = zip(expected, lean(q, k, cos, sin), strict=True)
-    return all(a.shape == b.shape and bool((a - b).abs().max() <= tolerance) for a, b in pairs)

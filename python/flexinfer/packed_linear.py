@@ -44,12 +44,15 @@ class PackedLinear(torch.nn.Module):
         self.number = next(_next_layer)
         _layers[self.number] = self
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """residual: [..., out_features], added while the product is still in registers."""
         if torch.compiler.is_compiling():
             output: torch.Tensor = torch.ops.flexinfer.packed_linear(
                 x, self.number, self.out_features
             )
-            return output
+            return output if residual is None else residual + output
+        if residual is not None:
+            return linear_pointwise(x, residual, self.weight, self.bias, "add")
         return linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
     def extra_repr(self) -> str:
@@ -83,6 +86,32 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 def linear_pointwise(*arguments: Any) -> torch.Tensor:
     output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(*arguments)
     return output
+
+
+def add_linear(
+    linear: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """residual + linear(x), in one call where the layer can."""
+    if residual is None:
+        return linear(x)  # type: ignore[no-any-return]
+    if isinstance(linear, PackedLinear):
+        return linear(x, residual)  # type: ignore[no-any-return]
+    return residual + linear(x)  # type: ignore[no-any-return]
+
+
+def join_linears(*linears: torch.nn.Linear) -> torch.nn.Linear:
+    """One layer whose output is theirs, one after the other. Their weights are copied."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    joined = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    joined.weight = torch.nn.Parameter(weight, requires_grad=False)
+    biases = [linear.bias for linear in linears]
+    if any(bias is not None for bias in biases):
+        parts = [
+            weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+            for linear in linears
+        ]
+        joined.bias = torch.nn.Parameter(torch.cat(parts), requires_grad=False)
+    return joined
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

@@ -35,9 +35,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         and weight.shape[0] % WIDTH_STEP == 0
     ):
         _refuse("rms_norm", "x [..., width] and a dense weight [width]", WIDTH_STEP, x, weight)
-    rows = x.reshape(-1, x.shape[-1])
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
+    rows = _dense_rows(x)
     num_rows, width = rows.shape
     output = torch.empty(x.shape, dtype=x.dtype)
     kernel().rms_norm(
@@ -63,15 +61,15 @@ def silu_mul(gate: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         and gate.shape[-1] % WIDTH_STEP == 0
     ):
         _refuse("silu_mul", "gate and factor [..., width]", WIDTH_STEP, gate, factor)
-    gates, factors = (t.reshape(-1, t.shape[-1]).contiguous() for t in (gate, factor))
+    gates, factors = _dense_rows(gate), _dense_rows(factor)
     num_rows, width = gates.shape
     output = torch.empty(gate.shape, dtype=gate.dtype)
     kernel().silu_mul(
         DTYPES[gate.dtype],
         gates.data_ptr(),
-        width,
+        gates.stride(0),
         factors.data_ptr(),
-        width,
+        factors.stride(0),
         output.data_ptr(),
         num_rows,
         width,
@@ -85,20 +83,31 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
     Pairs are (j, j + width / 2). The result lies in memory as [tokens, heads, width].
     """
+    return _rotate(x if x.stride(-1) == 1 else x.contiguous(), cos, sin, None)
+
+
+def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """As `rotate`, in place; x's last dimension is dense."""
+    return _rotate(x, cos, sin, x)
+
+
+def _rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, output: torch.Tensor | None
+) -> torch.Tensor:
     if not (
         x.dim() == 4
         and x.shape[0] == 1
         and cos.shape == sin.shape == x.shape[:1] + x.shape[2:]
         and _are_rows(x, cos, sin)
         and x.shape[3] % (2 * WIDTH_STEP) == 0
+        and x.stride(3) == 1
     ):
-        expected = "x [1, heads, tokens, width], cos and sin [1, tokens, width]"
+        expected = "x [1, heads, tokens, width], its rows dense, cos and sin [1, tokens, width]"
         _refuse("rotate", expected, 2 * WIDTH_STEP, x, cos, sin)
     _, num_heads, num_tokens, width = x.shape
-    if x.stride(3) != 1:
-        x = x.contiguous()
+    if output is None:
+        output = torch.empty(1, num_tokens, num_heads, width, dtype=x.dtype).transpose(1, 2)
     cos, sin = cos.contiguous(), sin.contiguous()
-    output = torch.empty(1, num_tokens, num_heads, width, dtype=x.dtype)
     kernel().rotate(
         DTYPES[x.dtype],
         x.data_ptr(),
@@ -107,12 +116,20 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
         cos.data_ptr(),
         sin.data_ptr(),
         output.data_ptr(),
+        output.stride(1),
+        output.stride(2),
         num_heads,
         num_tokens,
         width,
         torch.get_num_threads(),
     )
-    return output.transpose(1, 2)
+    return output
+
+
+def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """[rows, width] of x [..., width]; a copy only if its rows are not dense or not in line."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _are_rows(*tensors: torch.Tensor) -> bool:

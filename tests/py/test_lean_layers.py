@@ -10,12 +10,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import transformers as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.llama import modeling_llama
 
 from flexinfer import LLM, SamplingParams
-from flexinfer.lean_layers import GatedMLP, RMSNorm, make_lean, same
-from flexinfer.packed_linear import PackedLinear, can_pack, pack_linears
+from flexinfer.lean_layers import RMSNorm, make_lean, same
+from flexinfer.lean_mlp import GatedMLP
+from flexinfer.packed_linear import PackedLinear, can_pack, join_linears, pack_linears
 from tiny_models import CONFIGS, make_model, random_prompts, reference
 
 DTYPES = [torch.bfloat16] if can_pack(torch.bfloat16, torch.device("cpu")) else []
@@ -71,9 +74,84 @@ def classes(model: Any) -> list[str]:
 def test_the_layers_of_a_llama_are_replaced() -> None:
     model = copy.deepcopy(make_model("llama")).bfloat16()
     make_lean(model)
-    assert classes(model).count("PackedGatedMLP") == classes(model).count("LlamaDecoderLayer")
-    assert "LlamaRMSNorm" not in classes(model)
-    assert "Linear" not in classes(model)
+    names = classes(model)
+    for name in ("LeanDecoderLayer", "LeanAttention", "PackedGatedMLP"):
+        assert names.count(name) == model.config.num_hidden_layers
+    assert not {"LlamaDecoderLayer", "LlamaRMSNorm", "Linear"} & set(names)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_whole_layers_of_common_models_are_replaced(name: str) -> None:
+    model = copy.deepcopy(make_model(name))
+    make_lean(model)
+    names = classes(model)
+    assert names.count("LeanDecoderLayer") == model.config.num_hidden_layers
+    assert names.count("GatedMLP") == model.config.num_hidden_layers
+
+
+def test_a_layer_that_scales_its_residual_stays() -> None:
+    """Granite's layers have the children of Llama's, and compute something else."""
+    torch.manual_seed(0)
+    config = tf.GraniteConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        residual_multiplier=0.25,
+        attention_multiplier=0.1,
+    )
+    model = tf.GraniteForCausalLM(config).eval()
+    lean = copy.deepcopy(model)
+    make_lean(lean)
+    assert classes(lean).count("LeanAttention") == classes(lean).count("GraniteDecoderLayer") == 2
+    ids = torch.tensor([[5, 9, 2, 77]])
+    with torch.inference_mode():
+        torch.testing.assert_close(lean(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("change", ["rotary", "extra"])
+def test_an_attention_that_computes_something_else_stays(change: str) -> None:
+    """Another forward under the same children: without positions, or with one more argument."""
+    model = copy.deepcopy(make_model("llama"))
+
+    class Other(type(model.model.layers[0].self_attn)):  # type: ignore[misc]
+        def forward(self, hidden_states: Any, position_embeddings: Any, **kwargs: Any) -> Any:
+            apply_rotary_pos_emb = modeling_llama.apply_rotary_pos_emb  # named, not called
+            assert apply_rotary_pos_emb is not None
+            if change == "extra":
+                return super().forward(hidden_states, position_embeddings, sparsity=2, **kwargs)
+            ones, zeros = (torch.full_like(position_embeddings[0], x) for x in (1, 0))
+            return super().forward(hidden_states, (ones, zeros), **kwargs)
+
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Other
+    Other.forward.__globals__["apply_rotary_pos_emb"] = modeling_llama.apply_rotary_pos_emb
+    make_lean(model)
+    assert "LeanAttention" not in classes(model)
+    assert "Other" in classes(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_layer_adds_the_residual(dtype: Any) -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(96, 64, dtype=dtype)
+    packed = PackedLinear(linear.weight, linear.bias)
+    x, residual = torch.randn(1, 7, 96).to(dtype), torch.randn(1, 7, 64).to(dtype)
+    with torch.inference_mode():
+        expected = residual.float() + linear(x).float()
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(packed(x, residual).float(), expected, atol=16 * eps, rtol=eps)
+
+
+def test_joined_layers_are_one_after_the_other() -> None:
+    torch.manual_seed(0)
+    linears = [torch.nn.Linear(32, 16), torch.nn.Linear(32, 48, bias=False)]
+    x = torch.randn(5, 32)
+    with torch.inference_mode():
+        expected = torch.cat([linear(x) for linear in linears], dim=-1)
+        torch.testing.assert_close(join_linears(*linears)(x), expected)
 
 
 def test_a_norm_with_another_formula_stays() -> None:

@@ -57,7 +57,10 @@ def test_silu_mul(level: str, rows: int, width: int, dtype: torch.dtype, scale: 
     torch.manual_seed(rows)
     gate, factor = (scale * torch.randn(1, rows, width)).to(dtype), torch.randn(1, rows, width)
     factor = factor.to(dtype)
-    check(row_ops.silu_mul(gate, factor), torch.nn.functional.silu(gate) * factor)
+    expected = torch.nn.functional.silu(gate) * factor
+    check(row_ops.silu_mul(gate, factor), expected)
+    halves = torch.cat((gate, factor), dim=-1).chunk(2, dim=-1)
+    check(row_ops.silu_mul(*halves), expected)
 
 
 def test_silu_of_large_numbers(level: str) -> None:
@@ -82,6 +85,9 @@ def test_rotate(
     expected = apply_rotary_pos_emb(q, k, cos, sin)
     for x, wanted in zip((q, k), expected, strict=True):
         check(row_ops.rotate(x, cos, sin), wanted)
+    together = torch.cat((q, k), dim=1).transpose(1, 2).contiguous().transpose(1, 2)
+    assert row_ops.rotate_(together, cos, sin) is together
+    check(together, torch.cat(expected, dim=1))
 
 
 def z(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:

@@ -163,15 +163,17 @@ void bind_row_ops(nb::module_& m) {
       .def(
           "rotate",
           [](const RowOps& self, int dtype, uintptr_t x, int64_t head_stride, int64_t token_stride,
-             uintptr_t cos, uintptr_t sin, uintptr_t output, int64_t num_heads, int64_t num_tokens,
-             int64_t width, int num_threads) {
-            const RotaryCall call = {pointer(x),  pointer(cos), pointer(sin), pointer(output),
-                                     head_stride, token_stride, num_heads,    width};
+             uintptr_t cos, uintptr_t sin, uintptr_t output, int64_t output_head_stride,
+             int64_t output_token_stride, int64_t num_heads, int64_t num_tokens, int64_t width,
+             int num_threads) {
+            const RotaryCall call = {
+                pointer(x),   pointer(cos),       pointer(sin),        pointer(output), head_stride,
+                token_stride, output_head_stride, output_token_stride, num_heads,       width};
             self.rotate(static_cast<DType>(dtype), call, num_tokens, num_threads);
           },
           nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "head_stride"_a,
-          "token_stride"_a, "cos"_a, "sin"_a, "output"_a, "num_heads"_a, "num_tokens"_a, "width"_a,
-          "num_threads"_a);
+          "token_stride"_a, "cos"_a, "sin"_a, "output"_a, "output_head_stride"_a,
+          "output_token_stride"_a, "num_heads"_a, "num_tokens"_a, "width"_a, "num_threads"_a);
 }
 
 }  // namespace

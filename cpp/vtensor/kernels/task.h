@@ -84,9 +84,11 @@ struct RotaryCall {
   const void* x = nullptr;    // [num_heads, num_tokens, width]
   const void* cos = nullptr;  // [num_tokens, width], dense
   const void* sin = nullptr;
-  void* output = nullptr;  // [num_tokens, num_heads, width], dense
+  void* output = nullptr;  // [num_heads, num_tokens, width]; may be x, with its strides
   int64_t head_stride = 0;
   int64_t token_stride = 0;
+  int64_t output_head_stride = 0;
+  int64_t output_token_stride = 0;
   int64_t num_heads = 0;
   int64_t width = 0;
 };

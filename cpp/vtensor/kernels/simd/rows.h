@@ -60,10 +60,11 @@ void rotate(const RotaryCall& call, int64_t begin, int64_t end) {
   for (int64_t token = begin; token < end; ++token) {
     const T* cos = static_cast<const T*>(call.cos) + token * call.width;
     const T* sin = static_cast<const T*>(call.sin) + token * call.width;
-    T* out = static_cast<T*>(call.output) + token * call.num_heads * call.width;
-    for (int64_t head = 0; head < call.num_heads; ++head, out += call.width) {
+    for (int64_t head = 0; head < call.num_heads; ++head) {
       const T* x =
           static_cast<const T*>(call.x) + head * call.head_stride + token * call.token_stride;
+      T* out = static_cast<T*>(call.output) + head * call.output_head_stride +
+               token * call.output_token_stride;
       for (int64_t j = 0; j < half; j += kLanes) {
         const Vec a = load(x + j), b = load(x + half + j);
         store(out + j, a * load(cos + j) - b * load(sin + j));

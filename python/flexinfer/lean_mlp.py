@@ -1,0 +1,79 @@
+"""Gated MLPs of transformers in fewer calls: PackedGatedMLP where oneDNN has packed kernels, else
+GatedMLP. Both add the residual in their last product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flexinfer import row_ops
+from flexinfer.packed_linear import PackedLinear, add_linear, join_linears, linear_pointwise
+
+ACTIVATIONS: dict[str, tuple[str, str]] = {
+    "SiLU": ("swish", ""),
+    "SiLUActivation": ("swish", ""),
+    "GELU": ("gelu", "none"),
+    "GELUActivation": ("gelu", "none"),
+    "GELUTanh": ("gelu", "tanh"),
+    "PytorchGELUTanh": ("gelu", "tanh"),
+}
+"""Class of the activation -> oneDNN's name and algorithm."""
+
+
+class PackedGatedMLP(torch.nn.Module):
+    """down(act(gate(x)) * up(x)), activation and product inside the two matrix products."""
+
+    def __init__(self, mlp: torch.nn.Module) -> None:
+        super().__init__()
+        self.gate_proj = _packed(mlp.gate_proj)
+        self.up_proj = _packed(mlp.up_proj)
+        self.down_proj = _packed(mlp.down_proj)
+        self._act_fn = mlp.act_fn
+        self._activation, self._algorithm = ACTIVATIONS[type(mlp.act_fn).__name__]
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        gate, up = self.gate_proj, self.up_proj
+        if torch.compiler.is_compiling():
+            return add_linear(self.down_proj, self._act_fn(gate(x)) * up(x), residual)  # type: ignore[operator]
+        gated = linear_pointwise(x, gate.weight, gate.bias, self._activation, [], self._algorithm)
+        gated = linear_pointwise(x, gated, up.weight, up.bias, "mul")
+        return add_linear(self.down_proj, gated, residual)
+
+
+class GatedMLP(torch.nn.Module):
+    """down(silu(gate(x)) * up(x)), activation and product in one pass."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate_up_proj: torch.nn.Module = join_linears(mlp.gate_proj, mlp.up_proj)
+        self.down_proj: torch.nn.Module = mlp.down_proj
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        if torch.compiler.is_compiling():
+            return add_linear(self.down_proj, torch.nn.functional.silu(gate) * up, residual)
+        return add_linear(self.down_proj, row_ops.silu_mul(gate, up), residual)
+
+
+def lean_mlp(module: torch.nn.Module) -> PackedGatedMLP | GatedMLP | None:
+    """What may take the module's place, if it computes the same."""
+    children = dict(module.named_children())
+    linears = [children.pop(name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    activation = ACTIVATIONS.get(type(children.pop("act_fn", None)).__name__)
+    if activation is None or children:
+        return None
+    if all(isinstance(linear, PackedLinear) for linear in linears):
+        return PackedGatedMLP(module)
+    gate = linears[0]
+    if activation[0] != "swish" or not all(type(x) is torch.nn.Linear for x in linears):
+        return None
+    assert isinstance(gate, torch.nn.Linear)
+    weight = gate.weight
+    can_run = row_ops.supports(weight.dtype, weight.device, gate.out_features)
+    return GatedMLP(module) if can_run else None
+
+
+def _packed(module: torch.nn.Module | torch.Tensor) -> PackedLinear:
+    assert isinstance(module, PackedLinear)
+    return module
