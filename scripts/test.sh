@@ -4,7 +4,8 @@
 #   scripts/test.sh             everything but the tests marked slow
 #   scripts/test.sh slow        only those marked slow
 #
-# PYTEST_ARGS goes to pytest, e.g. PYTEST_ARGS='-k prefix -x'.
+# The Python tests are spread over the cores, file by file. PYTEST_ARGS goes to pytest, e.g.
+# PYTEST_ARGS='-k prefix -x', or PYTEST_ARGS='-n 0 --pdb' for one process.
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/cpp_tests.sh"
 
@@ -27,4 +28,7 @@ want_browser
 stage "C++ core: build and test (ctest)"
 cpp_tests core
 stage "Python: test (pytest)"
-"$PY" -m pytest -m "not slow" --durations=8 --durations-min=5 "${pytest_args[@]}"
+# A process costs 10 s and 1 GB for torch and transformers. In the order of collection: the folders with
+# servers and browsers come first, so that no long file is left to one process at the end.
+"$PY" -m pytest -m "not slow" -n "$((JOBS < 4 ? JOBS : 4))" --dist loadfile --no-loadscope-reorder \
+  --durations=8 --durations-min=5 "${pytest_args[@]}"

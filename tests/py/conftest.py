@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Beside other test processes (pytest -n), servers and benchmarks must not bind threads to each core:
+# two processes would then wait for the same ones. One thread binds none.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # "default" explores anew in each run, "ci" repeats one exploration, "long" is for a night.
 settings.register_profile(
