@@ -119,6 +119,35 @@ TEST(HostDriver, huge_pages_are_active_where_the_kernel_collapses) {
   EXPECT_GE(huge_kib(), before + 8 * 2048);  // half of them: other processes come and go
 }
 
+TEST(HostDriver, a_huge_chunk_is_in_the_resident_set_once_for_each_mapping_and_no_more) {
+  HostDriver driver(options());
+  if (!driver.huge_pages_active()) GTEST_SKIP() << "small pages stay in the window once touched";
+  const auto resident_bytes = [] {
+    std::ifstream file("/proc/self/status");
+    for (std::string line; std::getline(file, line);) {
+      if (line.starts_with("RssShmem:")) return std::stoul(line.substr(9)) * kKiB;
+    }
+    return size_t{0};
+  };
+  const size_t before = resident_bytes();
+  const auto chunks = create(driver, 16);
+  std::vector<std::byte> bytes(kKiB, std::byte{2});
+  for (const Handle chunk : chunks) {
+    driver.fill(chunk, 0, kChunk / 2, std::byte{1});
+    driver.copy(chunk, kChunk / 2, chunk, 0, kKiB);
+    driver.write(chunk, kKiB, bytes);
+    driver.read(chunk, kKiB, bytes);
+  }
+  EXPECT_LT(resident_bytes(), before + 2 * kChunk);
+
+  const uintptr_t range = driver.reserve(16 * kChunk, kChunk);
+  map_rw(driver, range, chunks);
+  for (size_t i = 0; i < 16; ++i) {
+    EXPECT_EQ(reinterpret_cast<std::byte*>(range)[i * kChunk + kKiB], std::byte{2});
+  }
+  EXPECT_NEAR(static_cast<double>(resident_bytes() - before), 16.0 * kChunk, 2.0 * kChunk);
+}
+
 TEST(HostDriver, huge_pages_are_not_active_when_switched_off) {
   HostOptions small = options();
   small.huge_pages = false;

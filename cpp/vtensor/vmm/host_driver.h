@@ -5,7 +5,8 @@
 // frees nothing.
 //
 //   memfd    [chunk 0][chunk 1][ hole ][chunk 3] ...    sparse, twice the capacity
-//   window   [ all of it, read-write, for good       ]  copy, fill, read, write, collapse
+//   window   [ all of it, read-write, for good       ]  copy, fill, read, write, collapse;
+//                                                       resident only while one of them runs
 //   range A  [chunk 3][chunk 0][chunk 1][ tail       ]  reserve, map, set_access
 //   range B  [chunk 3][ tail                         ]  the same chunk, shared
 //
@@ -100,6 +101,8 @@ class HostDriver final : public Driver {
   void open_window();
   void close_window() noexcept;
   std::byte* bytes_at(Handle handle, size_t offset, size_t size_bytes) const;
+  void forget(Handle handle) const noexcept;
+  void leave_window(uint64_t offset, size_t size_bytes) const noexcept;
 
   uint64_t claim(size_t chunk_bytes);
   void unclaim(uint64_t offset, size_t chunk_bytes);

@@ -82,6 +82,11 @@ void Ledger::require_bytes(Handle handle, size_t offset_bytes, size_t size_bytes
   }
 }
 
+size_t Ledger::chunk_bytes(Handle handle) const noexcept {
+  const auto chunk = chunks_.find(number(handle));
+  return chunk == chunks_.end() ? 0 : chunk->second.size_bytes;
+}
+
 void Ledger::map(uintptr_t addr, std::span<const Handle> handles, size_t chunk_bytes) {
   require_chunk_shape(chunk_bytes);
   if (handles.empty()) return;

@@ -69,6 +69,8 @@ class Ledger {
   void undo_set_access(std::span<const Run> before);
   void undo_unmap(std::span<const Run> before);
 
+  size_t chunk_bytes(Handle handle) const noexcept;  // 0: there is no such chunk
+
   size_t num_mappings() const noexcept { return num_mappings_; }
   size_t num_chunks() const noexcept { return chunks_.size(); }
   const std::map<uintptr_t, size_t>& ranges() const noexcept { return ranges_; }  // addr -> bytes
