@@ -239,7 +239,7 @@ def measure_memory(
         "kv_held_mib": round(kv.held_bytes / MIB, 1),
         "kv_needed_mib": round(kv.needed_bytes / MIB, 1),
         "kv_chunks_beyond_mean": round(kv.mean_chunks_beyond, 2),
-        "kv_chunks_beyond_most": round(kv.most_chunks_beyond, 2),
+        "kv_chunks_beyond_most": kv.most_chunks_beyond,
     }
 
 
