@@ -68,6 +68,7 @@ def load_model(model: Any, dtype: Any = "auto", device: str | None = None) -> Lo
     Raises UnsupportedModelError, before any weight is read where the config tells enough.
     """
     from flexinfer.lean_layers import make_lean
+    from flexinfer.torch_runtime import return_freed_memory
 
     config = resolve_config(model)
     if isinstance(model, (str, os.PathLike)):
@@ -83,6 +84,7 @@ def load_model(model: Any, dtype: Any = "auto", device: str | None = None) -> Lo
     module.eval()
     if loaded is not model:
         make_lean(loaded)
+        return_freed_memory()
     return _describe(loaded, name)
 
 

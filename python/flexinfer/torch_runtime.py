@@ -50,6 +50,17 @@ def set_up_torch(threads: int | None = None) -> int:
     return count
 
 
+def return_freed_memory() -> None:
+    """Give the system what malloc keeps free, in all threads' arenas; once, after something large.
+
+    Loading leaves the originals of converted and packed weights there: 46 MiB of a bfloat16 model
+    of 61. Where the C library is not glibc nothing happens.
+    """
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
 def check_can_compile(device_type: str) -> None:
     """Raises ValueError if torch.compile has no C++ compiler for the CPU: it would find out in the
     first step. It takes the one that CXX names, else g++."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -74,3 +75,27 @@ def test_compiling_without_a_compiler_is_refused_before_the_model_is_read(
     check_can_compile("cuda")
     monkeypatch.setenv("CXX", sys.executable)
     check_can_compile("cpu")
+
+
+def test_memory_that_malloc_keeps_can_be_given_back() -> None:
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("not glibc")
+    code = (
+        "import mmap\nfrom pathlib import Path\n"
+        "from flexinfer.torch_runtime import return_freed_memory, set_up_torch\n"
+        "def resident_mib():\n"
+        "    words = Path('/proc/self/statm').read_text().split()\n"
+        "    return int(words[1]) * mmap.PAGESIZE / 2**20\n"
+        "set_up_torch(1)\n"
+        "blocks = [bytearray(b'x' * 2**20) for _ in range(64)]\n"
+        "del blocks\n"
+        "before = resident_mib()\n"
+        "return_freed_memory()\n"
+        "print(before - resident_mib())"
+    )
+    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True
+    )
+    assert float(result.stdout) > 48
