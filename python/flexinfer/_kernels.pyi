@@ -60,3 +60,16 @@ class RowOps:
     def silu_mul(self, dtype: int, x: int, x_stride: int, factor: int, factor_stride: int, output: int, num_rows: int, width: int, num_threads: int) -> None: ...
 
     def rotate(self, dtype: int, x: int, head_stride: int, token_stride: int, cos: int, sin: int, output: int, output_head_stride: int, output_token_stride: int, num_heads: int, num_tokens: int, width: int, num_threads: int) -> None: ...
+
+class Linear:
+    """Linear layers with packed weights; addresses as integers."""
+
+    def __init__(self, start_threads: int = 0, level: str = '') -> None: ...
+
+    @property
+    def level(self) -> str: ...
+
+    def forward(self, dtype: int, x: int, x_stride: int, panels: int, bias: int, residual: int, residual_stride: int, output: int, num_rows: int, depth: int, columns: int, num_threads: int) -> None:
+        """
+        output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none.
+        """

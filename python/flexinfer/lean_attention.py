@@ -17,8 +17,8 @@ import torch
 from flexinfer import row_ops
 from flexinfer.attention.base import AttentionOptions
 from flexinfer.attention.hook import use_probe
+from flexinfer.lean_linear import add_linear, join_linears
 from flexinfer.lean_rotary import NUM_TRIAL_TOKENS, Rotary, plain_rotary
-from flexinfer.packed_linear import add_linear, join_linears
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NORMS = ("q_norm", "k_norm")

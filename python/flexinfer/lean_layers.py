@@ -26,9 +26,9 @@ import torch
 from flexinfer import row_ops
 from flexinfer.lean_attention import lean_attention
 from flexinfer.lean_decoder import lean_decoder_layer
+from flexinfer.lean_linear import pack_linears
 from flexinfer.lean_mlp import lean_mlp
 from flexinfer.lean_rotary import NUM_TRIAL_TOKENS, make_rotary_lean
-from flexinfer.packed_linear import pack_linears
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,9 @@ def make_lean(model: torch.nn.Module) -> None:
     """Replace what can be replaced. The model is not for training any more."""
     counts = {
         "attention": _replace(model, lean_attention),
-        "linear": pack_linears(model),
         "mlp": _replace(model, _checked(lean_mlp)),
+        "linear": pack_linears(model),
+        "packed mlp": _replace(model, _checked(lean_mlp)),
         "norm": _replace(model, _checked(_lean_norm)),
         "layer": _replace(model, lean_decoder_layer),
         "rotary": sum(make_rotary_lean(module) for module in model.modules()),

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from flexinfer import row_ops
-from flexinfer.packed_linear import PackedLinear, add_linear, join_linears, linear_pointwise
+from flexinfer.lean_linear import add_linear, join_linears, packed_class
+from flexinfer.packed_linear import PackedLinear, linear_pointwise
 
 ACTIVATIONS: dict[str, tuple[str, str]] = {
     "SiLU": ("swish", ""),
@@ -63,13 +64,15 @@ def lean_mlp(module: torch.nn.Module) -> PackedGatedMLP | GatedMLP | None:
     activation = ACTIVATIONS.get(type(children.pop("act_fn", None)).__name__)
     if activation is None or children:
         return None
-    if all(isinstance(linear, PackedLinear) for linear in linears):
+    if all(type(linear) is PackedLinear for linear in linears):
         return PackedGatedMLP(module)
     gate = linears[0]
     if activation[0] != "swish" or not all(type(x) is torch.nn.Linear for x in linears):
         return None
     assert isinstance(gate, torch.nn.Linear)
     weight = gate.weight
+    if packed_class(weight) is PackedLinear:
+        return None  # better packed first
     can_run = row_ops.supports(weight.dtype, weight.device, gate.out_features)
     return GatedMLP(module) if can_run else None
 

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-PACKED_DTYPES = (torch.bfloat16,)
+PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 OPERATOR = "packed_linear(Tensor x, int layer, int out_features) -> Tensor"
@@ -51,6 +51,10 @@ class PackedLinear(torch.nn.Module):
                 x, self.number, self.out_features
             )
             return output if residual is None else residual + output
+        return self.multiply(x, residual)
+
+    def multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """residual + x weight^T + bias, at once."""
         if residual is not None:
             return linear_pointwise(x, residual, self.weight, self.bias, "add")
         return linear_pointwise(x, self.weight, self.bias, "none", [], "")
@@ -70,8 +74,7 @@ def register() -> torch.library.Library:
 
 
 def _packed_linear(x: torch.Tensor, layer: int, out_features: int) -> torch.Tensor:
-    packed = _layers[layer]
-    return linear_pointwise(x, packed.weight, packed.bias, "none", [], "")
+    return _layers[layer].multiply(x, None)
 
 
 def _packed_linear_shape(x: torch.Tensor, layer: int, out_features: int) -> torch.Tensor:
@@ -88,32 +91,6 @@ def linear_pointwise(*arguments: Any) -> torch.Tensor:
     return output
 
 
-def add_linear(
-    linear: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor | None
-) -> torch.Tensor:
-    """residual + linear(x), in one call where the layer can."""
-    if residual is None:
-        return linear(x)  # type: ignore[no-any-return]
-    if isinstance(linear, PackedLinear):
-        return linear(x, residual)  # type: ignore[no-any-return]
-    return residual + linear(x)  # type: ignore[no-any-return]
-
-
-def join_linears(*linears: torch.nn.Linear) -> torch.nn.Linear:
-    """One layer whose output is theirs, one after the other. Their weights are copied."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
-    joined = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    joined.weight = torch.nn.Parameter(weight, requires_grad=False)
-    biases = [linear.bias for linear in linears]
-    if any(bias is not None for bias in biases):
-        parts = [
-            weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
-            for linear in linears
-        ]
-        joined.bias = torch.nn.Parameter(torch.cat(parts), requires_grad=False)
-    return joined
-
-
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether oneDNN has a packed kernel for this dtype here."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -121,41 +98,3 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     return dtype in PACKED_DTYPES and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def pack_linears(model: torch.nn.Module) -> int:
-    """Replace the model's linear layers by packed ones, one by one, so that the memory of two
-    weights is never held for all; returns how many.
-
-    Left as they are: weights that something else uses too, such as a head tied to the embedding,
-    and dtypes without a packed kernel.
-    """
-    uses: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            uses[parameter.data_ptr()] = uses.get(parameter.data_ptr(), 0) + 1
-    num_packed = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            weight = _weight_of(child)
-            if weight is None or uses[weight.data_ptr()] > 1:
-                continue
-            if can_pack(weight.dtype, weight.device):
-                bias: Any = child.bias
-                setattr(parent, name, PackedLinear(weight, bias))
-                num_packed += 1
-    return num_packed
-
-
-def _weight_of(module: torch.nn.Module) -> torch.Tensor | None:
-    """[out_features, in_features]; None: not a plain linear layer, or one that is being watched."""
-    if module._forward_hooks or module._forward_pre_hooks:
-        return None
-    if type(module) is torch.nn.Linear:
-        return module.weight
-    from transformers.pytorch_utils import Conv1D
-
-    if type(module) is Conv1D:
-        weight: torch.Tensor = module.weight.t()
-        return weight
-    return None

@@ -52,6 +52,8 @@ PYTHON_LAYERS = [
     {"attention"},
     {
         "packed_linear",
+        "panel_linear",
+        "lean_linear",
         "row_ops",
         "lean_rotary",
         "lean_attention",

@@ -14,6 +14,7 @@
 #include <stdexcept>
 
 #include "vtensor/kernels/attention.h"
+#include "vtensor/kernels/linear.h"
 #include "vtensor/kernels/row_ops.h"
 
 namespace nb = nanobind;
@@ -176,6 +177,40 @@ void bind_row_ops(nb::module_& m) {
           "output_token_stride"_a, "num_heads"_a, "num_tokens"_a, "width"_a, "num_threads"_a);
 }
 
+void bind_linear(nb::module_& m) {
+  nb::class_<Linear>(m, "Linear", "Linear layers with packed weights; addresses as integers.")
+      .def(
+          "__init__",
+          [](Linear* self, uintptr_t start_threads, const std::string& level) {
+            const Parallel parallel(reinterpret_cast<Parallel::Start>(start_threads));
+            new (self) Linear(parallel, find_level(level));
+          },
+          "start_threads"_a = 0, "level"_a = "")
+      .def_prop_ro("level", [](const Linear& self) { return self.level().name; })
+      .def(
+          "forward",
+          [](const Linear& self, int dtype, uintptr_t x, int64_t x_stride, uintptr_t panels,
+             uintptr_t bias, uintptr_t residual, int64_t residual_stride, uintptr_t output,
+             int64_t num_rows, int64_t depth, int64_t columns, int num_threads) {
+            LinearCall call;
+            call.x = pointer(x);
+            call.x_stride = x_stride;
+            call.panels = pointer(panels);
+            call.bias = pointer(bias);
+            call.residual = pointer(residual);
+            call.residual_stride = residual_stride;
+            call.output = pointer(output);
+            call.output_stride = columns;
+            call.depth = depth;
+            call.columns = columns;
+            self.forward(static_cast<DType>(dtype), call, num_rows, num_threads);
+          },
+          nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "x_stride"_a, "panels"_a,
+          "bias"_a, "residual"_a, "residual_stride"_a, "output"_a, "num_rows"_a, "depth"_a,
+          "columns"_a, "num_threads"_a,
+          "output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none.");
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -184,6 +219,7 @@ NB_MODULE(_kernels, m) {
   bind_plan(m);
   bind_attention(m);
   bind_row_ops(m);
+  bind_linear(m);
 }
 
 }  // namespace vtensor::kernels

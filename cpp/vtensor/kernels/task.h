@@ -93,6 +93,28 @@ struct RotaryCall {
   int64_t width = 0;
 };
 
+// A packed bfloat16 weight holds pairs of inputs, and AMX sums over this many at once.
+inline constexpr int kPanelDepth = 32;
+
+// Outputs of a linear layer that stand side by side in its packed weight.
+constexpr int panel_columns(DType dtype) { return dtype == DType::kFloat32 ? 64 : 32; }
+
+// output = x weight^T + bias + residual. Weight [columns, depth] is packed in panels, as oneDNN
+// packs it: float32 [panels, depth, 64], bfloat16 [panels, depth / 2, 32, 2]; the last panel is
+// filled up with zeros. Rows are dense.
+struct LinearCall {
+  const void* x = nullptr;         // [rows, depth]
+  const void* panels = nullptr;    // aligned to 64 bytes
+  const void* bias = nullptr;      // [columns] or none
+  const void* residual = nullptr;  // [rows, columns] or none
+  void* output = nullptr;          // [rows, columns]
+  int64_t x_stride = 0;            // elements between two rows
+  int64_t residual_stride = 0;
+  int64_t output_stride = 0;
+  int64_t depth = 0;    // bfloat16: a multiple of kPanelDepth
+  int64_t columns = 0;  // a multiple of kHeadDimStep
+};
+
 // The kernel compiled for one instruction set. No state.
 struct Level {
   const char* name;
@@ -104,6 +126,8 @@ struct Level {
   void (*rms_norm[kNumDTypes])(const RowCall&, int64_t begin, int64_t end);
   void (*silu_mul[kNumDTypes])(const RowCall&, int64_t begin, int64_t end);
   void (*rotate[kNumDTypes])(const RotaryCall&, int64_t begin, int64_t end);
+  // Panels [begin, end), for all rows. None for float16.
+  void (*linear[kNumDTypes])(const LinearCall&, int64_t num_rows, int64_t begin, int64_t end);
 };
 
 // One for each level_<name>.cpp; none where the compiler's target has no such instructions.

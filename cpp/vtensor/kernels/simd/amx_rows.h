@@ -19,18 +19,22 @@ namespace {
 constexpr int kAmxDepth = 32;  // bfloat16 numbers that one instruction sums over
 constexpr int kTileBytes = 1024;
 
-// All eight tiles at their full size, for as long as it lives.
+// All eight tiles, for as long as it lives: at their full size, or A and C for fewer than 32 rows.
 class AmxTiles {
  public:
-  AmxTiles() {
-    Config full;
-    full.palette = 1;
+  explicit AmxTiles(int num_rows = 32) {
+    const int first = num_rows < 16 ? num_rows : 16;
+    const int second = num_rows > 16 ? num_rows - 16 : 16;  // unused if there are no more
+    Config config;
+    config.palette = 1;
     for (int i = 0; i < 8; ++i) {
-      full.row_bytes[i] = 64;
-      full.rows[i] = 16;
+      config.row_bytes[i] = 64;
+      config.rows[i] = 16;
     }
+    for (const int i : {0, 1, 4}) config.rows[i] = static_cast<uint8_t>(first);
+    for (const int i : {2, 3, 5}) config.rows[i] = static_cast<uint8_t>(second);
     _tile_storeconfig(&before_);
-    _tile_loadconfig(&full);
+    _tile_loadconfig(&config);
   }
   ~AmxTiles() { _tile_loadconfig(&before_); }
   AmxTiles(const AmxTiles&) = delete;

@@ -2,9 +2,11 @@
 #pragma once
 
 #if defined(__AMX_BF16__)
+#include "vtensor/kernels/simd/amx_linear.h"
 #include "vtensor/kernels/simd/amx_rows.h"
 #endif
 #include "vtensor/kernels/simd/few_rows.h"
+#include "vtensor/kernels/simd/linear.h"
 #include "vtensor/kernels/simd/many_rows.h"
 #include "vtensor/kernels/simd/rows.h"
 
@@ -114,6 +116,13 @@ void attend<BFloat16>(const LayerCall& call, const AttendTask& task, float* scra
 }
 #endif
 
+#if defined(__AMX_BF16__)
+template <>
+void linear<BFloat16>(const LinearCall& call, int64_t num_rows, int64_t begin, int64_t end) {
+  amx_linear(call, num_rows, begin, end);
+}
+#endif
+
 // Partial results with maxima m_i, sums l_i and outputs o_i are, with m = max m_i, together
 // sum 2^(m_i - m) o_i and sum 2^(m_i - m) l_i (ChunkAttention, equation 2).
 template <class T>
@@ -150,7 +159,8 @@ constexpr Level make_level(const char* name) {
           {merge<float>, merge<BFloat16>, merge<Float16>},
           {rms_norm<float>, rms_norm<BFloat16>, rms_norm<Float16>},
           {silu_mul<float>, silu_mul<BFloat16>, silu_mul<Float16>},
-          {rotate<float>, rotate<BFloat16>, rotate<Float16>}};
+          {rotate<float>, rotate<BFloat16>, rotate<Float16>},
+          {linear<float>, linear<BFloat16>, nullptr}};
 }
 
 }  // namespace

@@ -1,0 +1,142 @@
+"""Panel layers equal torch's own, for every instruction set, dtype and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flexinfer import panel_linear
+from flexinfer.attention.host import simd_levels
+from flexinfer.panel_linear import PanelLinear, in_panels, multiply_panels
+
+EXAMPLES = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(params=simd_levels())
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    kernel = panel_linear.make_kernel(request.param)
+    monkeypatch.setattr(panel_linear, "kernel", lambda: kernel)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def multiply(x: Any, weight: Any, bias: Any, residual: Any, output: Any) -> None:
+    panels = in_panels(weight)
+    multiply_panels(x, panels.data_ptr(), weight.shape[1], bias, residual, output)
+
+
+@EXAMPLES
+@given(
+    rows=st.one_of(st.integers(0, 50), st.sampled_from([64, 239, 241, 500])),
+    depth=st.sampled_from([32, 96, 512]),
+    columns=st.sampled_from([16, 32, 48, 400]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    has_bias=st.booleans(),
+    has_residual=st.booleans(),
+    is_slice=st.booleans(),
+)
+def test_panel_linear(
+    level: str,
+    rows: int,
+    depth: int,
+    columns: int,
+    dtype: torch.dtype,
+    has_bias: bool,
+    has_residual: bool,
+    is_slice: bool,
+) -> None:
+    torch.manual_seed(rows)
+    weight = (torch.randn(columns, depth) / depth**0.5).to(dtype)
+    bias = torch.randn(columns).to(dtype) if has_bias else None
+    residual = torch.randn(1, rows, columns).to(dtype) if has_residual else None
+    x = torch.randn(1, rows, depth + 16 * is_slice).to(dtype)[..., :depth]
+    output = torch.empty(1, rows, columns, dtype=dtype)
+    multiply(x, weight, bias, residual, output)
+    expected = x.double() @ weight.double().T
+    for added in (bias, residual):
+        expected = expected if added is None else expected + added.double()
+    eps = torch.finfo(dtype).eps
+    bound = 4e-6 if dtype == torch.float32 else eps
+    torch.testing.assert_close(output.double(), expected, atol=bound, rtol=bound)
+
+
+def test_an_odd_depth_in_float32(level: str) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 37), torch.randn(9, 37)
+    output = torch.empty(9, 64)
+    multiply(x, weight, None, None, output)
+    torch.testing.assert_close(output, x @ weight.T)
+
+
+def z(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        z(24, 32),
+        z(32, 16, dtype=torch.bfloat16),
+        z(32, 32, dtype=torch.float16),
+        z(32, 32, device="meta"),
+        z(32),
+        z(32, 0),
+    ],
+)
+def test_weights_that_the_kernel_does_not_take_are_told(weight: torch.Tensor) -> None:
+    assert not panel_linear.supports(weight)
+
+
+@pytest.mark.parametrize(
+    ("x", "residual"),
+    [
+        (z(2, 16), None),
+        (z(3, 32), None),
+        (z(2, 32, dtype=torch.bfloat16), None),
+        (z(2, 32, device="meta"), None),
+        (z(2, 32), z(1, 64)),
+        (z(2, 32), z(2, 64, dtype=torch.bfloat16)),
+        (z(2, 32), z(2, 64, device="meta")),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(x: torch.Tensor, residual: Any) -> None:
+    with pytest.raises(ValueError, match=r"a layer of 32 inputs and 64|the residual must be"):
+        multiply(x, z(64, 32), None, residual, z(2, 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 32), (128, 512), (512, 1408), (320, 96)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layers_that_share_their_memory_with_onednn(
+    dtype: torch.dtype, shape: tuple[int, int], has_bias: bool
+) -> None:
+    """Few rows go to the kernel, many to oneDNN; both read the one packed weight."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(shape[1], shape[0], bias=has_bias, dtype=dtype)
+    if not panel_linear.supports(linear.weight):
+        pytest.skip("not this order of oneDNN's, or a CPU without AVX-512 or AMX")
+    layer = PanelLinear(linear.weight, linear.bias)
+    bounds = {"atol": 0.04, "rtol": 0.02} if dtype == torch.bfloat16 else {}
+    for rows in (0, 1, 5, 32, 48, 49, 64, 65, 100):
+        x, residual = torch.randn(rows, shape[1]).to(dtype), torch.randn(rows, shape[0]).to(dtype)
+        with torch.inference_mode():
+            torch.testing.assert_close(layer(x), linear(x))
+            torch.testing.assert_close(layer(x, residual), residual + linear(x), **bounds)
+
+
+def test_another_order_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(192, 64)
+    monkeypatch.setattr(panel_linear, "pack_weight", lambda weight: weight.t().to_mkldnn())
+    assert not panel_linear.is_packed_in_panels(torch.float32, *weight.shape)
+    panel_linear.is_packed_in_panels.cache_clear()
