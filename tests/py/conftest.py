@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Beside other test processes (pytest -n), servers and benchmarks must not bind threads to each core:
-# two processes would then wait for the same ones. One thread binds none.
+# Beside other test processes (pytest -n), servers and benchmarks must bind no threads to cores:
+# all would bind theirs to the same ones. A single thread is not bound.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -78,6 +78,10 @@ def pytest_collection_finish() -> None:
     collection would look at again (0.4 s, in tests that call it and at random in others)."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # nanobind reports what is left at the end
 
 
 @pytest.fixture(scope="session")

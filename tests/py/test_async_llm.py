@@ -27,6 +27,7 @@ from flexinfer import (
 )
 from flexinfer.async_llm import MAX_WAITING
 from flexinfer.config import EngineConfig
+from settled import available_bytes
 from tiny_models import make_model, make_tokenizer, random_prompts, reference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -192,11 +193,11 @@ def test_text_prompts_are_tokenized() -> None:
 
 def test_breaking_out_of_the_loop_aborts() -> None:
     async def scenario(llm: AsyncLLM) -> None:
-        before = await llm.call(lambda engine: engine.manager.available_bytes)
+        before = await llm.call(lambda engine: available_bytes(engine.manager))
         async for _ in llm.generate([1, 2, 3], LONG):
             break
         await until_idle(llm)
-        assert await llm.call(lambda engine: engine.manager.available_bytes) == before
+        assert await llm.call(lambda engine: available_bytes(engine.manager)) == before
 
     with_llm(scenario)
 

@@ -19,6 +19,7 @@ from flexinfer import (
     SamplingParams,
     VTensor,
 )
+from settled import available_bytes
 from tiny_models import VOCAB_SIZE, make_model, make_tokenizer, random_prompts, save_chat_model
 
 PAD = VOCAB_SIZE - 1
@@ -259,14 +260,14 @@ def test_beams_share_all_that_they_have_in_common() -> None:
 def test_abort_frees_all_beams(num_steps: int) -> None:
     with make_llm(enable_prefix_caching=False, max_num_batched_tokens=16) as llm:
         engine = llm.llm_engine
-        before = engine.manager.available_bytes
+        before = available_bytes(engine.manager)
         for i, prompt in enumerate(random_prompts((40, 9))):
             engine.add_request(str(i), prompt, BeamSearchParams(beam_width=4, max_tokens=20))
         for _ in range(num_steps):
             engine.step()
         outputs = engine.abort_request(["0", "1"])
         assert [output.outputs[0].finish_reason for output in outputs] == ["abort"] * 2
-        assert engine.manager.available_bytes == before
+        assert available_bytes(engine.manager) == before
         check_nothing_is_left(engine)
 
 

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from flexinfer import LLMEngine, RequestError, RequestOutputKind, SamplingParams
 from flexinfer.config import EngineConfig
+from settled import available_bytes
 from tiny_models import make_model, random_prompts, reference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -83,7 +84,7 @@ def test_priority_decides_who_waits(engine: LLMEngine) -> None:
 @pytest.mark.parametrize("num_steps", [0, 1, 5])
 def test_abort_gives_back_all_memory(num_steps: int) -> None:
     engine = make_engine(enable_prefix_caching=False)
-    before = engine.manager.available_bytes
+    before = available_bytes(engine.manager)
     for i, prompt in enumerate(random_prompts((20, 30, 40, 9, 9, 9))):
         engine.add_request(str(i), prompt, GREEDY)
     for _ in range(num_steps):
@@ -91,7 +92,7 @@ def test_abort_gives_back_all_memory(num_steps: int) -> None:
     outputs = engine.abort_request([*"012345", "unknown"])
     assert {output.outputs[0].finish_reason for output in outputs} == {"abort"}
     assert not engine.has_unfinished_requests()
-    assert engine.manager.available_bytes == before
+    assert available_bytes(engine.manager) == before
     engine.manager.check_integrity()
     engine.close()
 
@@ -99,7 +100,7 @@ def test_abort_gives_back_all_memory(num_steps: int) -> None:
 @pytest.mark.parametrize("failing_layer", [0, 3])
 def test_a_failing_model_ends_its_requests_and_nothing_else(failing_layer: int) -> None:
     engine = make_engine(max_num_seqs=2, enable_prefix_caching=False)
-    before = engine.manager.available_bytes
+    before = available_bytes(engine.manager)
     prompts = random_prompts((20, 30, 25))
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, GREEDY)
@@ -116,7 +117,7 @@ def test_a_failing_model_ends_its_requests_and_nothing_else(failing_layer: int) 
         engine.step()
     engine.manager.check_integrity()
     assert engine.get_num_unfinished_requests() == 1
-    assert engine.manager.available_bytes == before
+    assert available_bytes(engine.manager) == before
     engine.runner.backend.forward = forward  # type: ignore[method-assign]
     final = run(engine)
     assert final["2"].outputs[0].token_ids == reference("llama", tuple(prompts[2]), 12)

@@ -15,6 +15,7 @@ import transformers as tf
 
 from flexinfer import LLM, LLMEngine, RequestError, RequestOutputKind, SamplingParams, VTensor
 from flexinfer.config import EngineConfig
+from settled import available_bytes
 from tiny_models import make_model, make_tokenizer, random_prompts, reference
 
 CHUNK_BYTES = 4096
@@ -201,7 +202,7 @@ def test_abort_frees_all_samples(num_steps: int, max_num_batched_tokens: int) ->
         enable_prefix_caching=False, max_num_batched_tokens=max_num_batched_tokens
     ) as llm:
         engine = llm.llm_engine
-        before = engine.manager.available_bytes
+        before = available_bytes(engine.manager)
         (prompt,) = random_prompts((40,))
         engine.add_request("a", prompt, SamplingParams(n=4, max_tokens=12))
         engine.add_request("b", prompt, SamplingParams(n=8, max_tokens=12))
@@ -210,7 +211,7 @@ def test_abort_frees_all_samples(num_steps: int, max_num_batched_tokens: int) ->
         outputs = engine.abort_request(["a", "b"])
         assert {c.finish_reason for output in outputs for c in output.outputs} == {"abort"}
         assert [len(output.outputs) for output in outputs] == [4, 8]
-        assert engine.manager.available_bytes == before
+        assert available_bytes(engine.manager) == before
         check_nothing_is_left(engine)
 
 

@@ -15,6 +15,7 @@ from flexinfer.outputs import RequestMetrics
 from flexinfer.request import Request
 from flexinfer.scheduler import Batch, Scheduler
 from flexinfer.vtensor import KVSpec, VTensorManager
+from settled import available_bytes
 
 CHUNK_BYTES = 2 << 20
 TOKENS_PER_CHUNK = 16
@@ -202,7 +203,7 @@ def test_other_salts_share_nothing_and_wait_for_nothing() -> None:
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
 def test_abort_frees_everything_at_any_time(num_steps: int) -> None:
     manager = make_manager()
-    before = manager.available_bytes
+    before = available_bytes(manager)
     scheduler = make_scheduler(manager, enable_prefix_caching=False)
     requests = [make_request(name, 50) for name in "abc"]
     for request in requests:
@@ -211,7 +212,7 @@ def test_abort_frees_everything_at_any_time(num_steps: int) -> None:
         run_step(scheduler)
     scheduler.abort(requests, "abort")
     assert not scheduler.has_unfinished_requests()
-    assert manager.available_bytes == before
+    assert available_bytes(manager) == before
     assert {request.finish_reason for request in requests} == {"abort"}
 
 
@@ -266,7 +267,7 @@ def test_random_events_lose_no_request_and_no_memory(seed: int) -> None:
     rng = random.Random(seed)
     caching = seed % 2 == 0
     manager = make_manager(num_chunks=24)
-    before = manager.available_bytes
+    before = available_bytes(manager)
     scheduler = make_scheduler(
         manager,
         enable_prefix_caching=caching,
@@ -301,4 +302,4 @@ def test_random_events_lose_no_request_and_no_memory(seed: int) -> None:
     assert all(r.num_output_tokens == r.params.max_tokens for r in done)
     manager.reset_prefix_cache()
     manager.check_integrity()
-    assert manager.available_bytes == before
+    assert available_bytes(manager) == before

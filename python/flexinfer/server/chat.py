@@ -31,7 +31,7 @@ from flexinfer.server.protocol.chat import (
 )
 from flexinfer.server.sampling import beam_params, sampling_params
 from flexinfer.server.state import ServerState, State, Tenant
-from flexinfer.server.streaming import Events, start_stream, until_gone
+from flexinfer.server.streaming import OR_EVENTS, Events, start_stream, until_gone
 from flexinfer.server.tools import Parsed, ToolUse, finish_reason, tool_use
 
 router = APIRouter(prefix="/v1", tags=["chat"])
@@ -59,7 +59,12 @@ class Call:
         return (self.body.top_logprobs or 0) if self.body.logprobs else None
 
 
-@router.post("/chat/completions", response_model=ChatCompletion, response_model_exclude_none=False)
+@router.post(
+    "/chat/completions",
+    response_model=ChatCompletion,
+    response_model_exclude_none=False,
+    responses=OR_EVENTS,
+)
 async def create_chat_completion(
     request: Request, state: State, tenant: Tenant, body: ChatRequest
 ) -> Response | ChatCompletion:

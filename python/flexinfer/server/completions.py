@@ -26,7 +26,7 @@ from flexinfer.server.protocol.completions import (
 )
 from flexinfer.server.sampling import beam_params, sampling_params
 from flexinfer.server.state import ServerState, State, Tenant
-from flexinfer.server.streaming import DONE, Events, event, start_stream, until_gone
+from flexinfer.server.streaming import DONE, OR_EVENTS, Events, event, start_stream, until_gone
 from flexinfer.types import TokensPrompt
 
 router = APIRouter(prefix="/v1", tags=["completions"])
@@ -59,7 +59,7 @@ class Call:
         )
 
 
-@router.post("/completions", response_model=Completion)
+@router.post("/completions", response_model=Completion, responses=OR_EVENTS)
 async def create_completion(
     request: Request, state: State, tenant: Tenant, body: CompletionRequest
 ) -> Response | Completion:

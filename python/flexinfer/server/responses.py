@@ -44,7 +44,7 @@ from flexinfer.server.protocol.responses import (
 )
 from flexinfer.server.response_store import StoredResponse
 from flexinfer.server.state import ServerState, State, Tenant
-from flexinfer.server.streaming import Events, event, start_stream, until_gone
+from flexinfer.server.streaming import OR_EVENTS, Events, event, start_stream, until_gone
 
 router = APIRouter(prefix="/v1/responses", tags=["responses"])
 ResponseId = Annotated[str, Path(max_length=128)]
@@ -97,7 +97,7 @@ class Call:
         return done
 
 
-@router.post("", response_model=Response)
+@router.post("", response_model=Response, responses=OR_EVENTS)
 async def create_response(
     request: Request, state: State, tenant: Tenant, body: ResponsesRequest
 ) -> HTTPResponse | Response:

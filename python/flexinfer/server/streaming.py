@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Events = AsyncGenerator[str, None]
 DONE = "data: [DONE]\n\n"
+OR_EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
+"""For the OpenAPI document of a route that also answers with a stream."""
 
 
 def event(data: Any, name: str | None = None) -> str:

@@ -14,15 +14,21 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 LONG_ANSWERS = """
 const real = window.fetch;
-window.fetch = (path, options = {}) => {
-  if (path === "v1/chat/completions") {
-    const body = { ...JSON.parse(options.body), min_tokens: 300, max_completion_tokens: 300 };
-    options = { ...options, body: JSON.stringify(body) };
-  }
-  return real(path, options);
+window.fetch = async (path, options = {}) => {
+  if (path !== "v1/chat/completions") return real(path, options);
+  const body = { ...JSON.parse(options.body), min_tokens: 1500, max_completion_tokens: 1500 };
+  const response = await real(path, { ...options, body: JSON.stringify(body) });
+  const stopped = new Promise(resolve => options.signal.addEventListener("abort", resolve));
+  let numRead = 0;
+  const transform = async (bytes, stream) => {
+    if (++numRead > 1) await stopped;
+    stream.enqueue(bytes);
+  };
+  return new Response(response.body.pipeThrough(new TransformStream({ transform })), response);
 };
 """
-"""The shipped model answers in a few words, too soon to stop it or to look at its memory."""
+"""The shipped model answers in a few words, too soon to stop it or to look at its memory. This page
+asks for long answers, and reads no more than their beginning until it is stopped."""
 
 
 class ChatPage:

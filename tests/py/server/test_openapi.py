@@ -74,6 +74,12 @@ def test_the_document_is_kept(api: Any, mode: GenerationMode) -> None:
     assert check_document(api, mode, 10) > 100
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_the_document_says_that_an_answer_may_be_a_stream(api: Any, path: str) -> None:
+    answer = api[path]["POST"].definition.raw["responses"]["200"]
+    assert set(answer["content"]) == {"application/json", "text/event-stream"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", GenerationMode)
 def test_the_document_is_kept_by_many_requests(api: Any, mode: GenerationMode) -> None:
