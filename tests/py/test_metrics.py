@@ -107,6 +107,7 @@ def test_the_memory_is_that_of_the_manager() -> None:
     async def run() -> tuple[Samples, Any]:
         async with serving() as (llm, fetch):
             await answer(llm, random_prompts((60,))[0], 6)
+            await llm.call(lambda engine: engine.manager.drain())
             found = parse(await fetch("/metrics"))
             return found, (await llm.call(lambda engine: engine.stats())).memory
 
