@@ -230,7 +230,7 @@ def measure_memory(
             workloads.run(workload, engine, args.seed, "memory")
         return memory_row(memory)
     manager = engine.engine.manager
-    kv = KVUse(manager)
+    kv = KVUse(engine.engine)
     with memory:
         watched = partial(engine.step_by_step, after_step=kv.see)
         workloads.run(workload, watched, args.seed, "memory")

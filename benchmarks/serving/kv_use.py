@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flexinfer.vtensor import VTensorManager
+    from flexinfer import LLMEngine
 
 
 class KVUse:
     """`see()` after each step; the numbers are of the step at which most was held.
 
-    A chunk that several requests map counts once, and so do the tokens in it.
+    A request's tokens are its prompt and what it has generated. A chunk that several requests map
+    counts once, and so do the tokens in it.
     """
 
-    def __init__(self, manager: VTensorManager) -> None:
-        self._manager = manager
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
         self.held_bytes = 0
         """Distinct chunks behind running requests."""
         self.needed_bytes = 0
@@ -26,19 +27,20 @@ class KVUse:
         """The same of one request, the most over all requests and steps."""
 
     def see(self) -> None:
-        manager = self._manager
+        manager = self._engine.manager
         spec = manager.spec
-        live = [one for one in manager.snapshot().vtensors if one.state == "live"]
-        beyond = [
-            one.mapped_bytes // (manager.chunk_bytes * spec.num_planes)
-            - -(-one.num_tokens * spec.plane_token_bytes // manager.chunk_bytes)
-            for one in live
-        ]
+        row_bytes = manager.chunk_bytes * spec.num_planes
+        num_tokens = 0
+        beyond = []
+        for request in self._engine.scheduler.running.values():
+            assert request.vtensor is not None  # it runs
+            num_rows = -(-request.num_tokens * spec.plane_token_bytes // manager.chunk_bytes)
+            beyond.append(request.vtensor.info().mapped_bytes // row_bytes - num_rows)
+            num_tokens += request.num_tokens
         self.most_chunks_beyond = max([self.most_chunks_beyond, *beyond])
         stats = manager.stats()
         held_bytes = stats.mapped_bytes - stats.saved_bytes
         if held_bytes > self.held_bytes:
-            num_tokens = sum(one.num_tokens for one in live)
             self.held_bytes = held_bytes
             self.needed_bytes = num_tokens * spec.bytes_per_token - stats.saved_bytes
-            self.mean_chunks_beyond = sum(beyond) / len(live)
+            self.mean_chunks_beyond = sum(beyond) / len(beyond)

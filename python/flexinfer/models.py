@@ -69,6 +69,7 @@ def load_model(model: Any, dtype: Any = "auto", device: str | None = None) -> Lo
     """
     from flexinfer.lean_layers import make_lean
     from flexinfer.torch_runtime import return_freed_memory
+    from flexinfer.weight_files import let_go_of_files
 
     config = resolve_config(model)
     if isinstance(model, (str, os.PathLike)):
@@ -84,6 +85,7 @@ def load_model(model: Any, dtype: Any = "auto", device: str | None = None) -> Lo
     module.eval()
     if loaded is not model:
         make_lean(loaded)
+        let_go_of_files(loaded)
         return_freed_memory()
     return _describe(loaded, name)
 

@@ -443,3 +443,30 @@ def test_a_trace_names_the_requests(tmp_path: Any) -> None:
     assert engine.manager.tracing
     engine.close()
     assert "conversation-7" in file.read_text()
+
+
+# What is held.
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("layers_per_plane", [None, 1])
+def test_a_running_request_holds_at_most_a_chunk_beyond_those_of_its_tokens(
+    layers_per_plane: int | None, seed: int
+) -> None:
+    rng = random.Random(seed)
+    engine = make_engine(
+        layers_per_plane=layers_per_plane, max_num_batched_tokens=rng.choice([7, 16, 64])
+    )
+    manager = engine.manager
+    row_bytes = manager.chunk_bytes * manager.spec.num_planes
+    shared = rng.choices(range(100), k=24)
+    for _ in range(3):  # later ones find parked slots and recorded prefixes
+        prompts = random_prompts(tuple(rng.choices(range(2, 60), k=6)), seed=rng.randrange(1000))
+        submit(engine, [shared + prompt if rng.random() < 0.5 else prompt for prompt in prompts])
+        while engine.has_unfinished_requests():
+            engine.step()
+            for request in engine.scheduler.running.values():
+                num_rows = -(-request.num_tokens * TOKEN_BYTES // row_bytes)
+                assert request.vtensor is not None
+                assert request.vtensor.info().mapped_bytes <= (num_rows + 1) * row_bytes
+    engine.close()

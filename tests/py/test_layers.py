@@ -36,7 +36,17 @@ CPP_FORBIDDEN = {("kernels", "vmm")}
 # Lowest first. A name is a module or a package directly under flexinfer.
 PYTHON_LAYERS = [
     {"errors", "_vtensor", "_kernels"},
-    {"units", "stats", "kv_spec", "device", "openmp", "threads", "torch_runtime", "transfer"},
+    {
+        "units",
+        "stats",
+        "kv_spec",
+        "device",
+        "openmp",
+        "threads",
+        "torch_runtime",
+        "transfer",
+        "weight_files",
+    },
     {
         "types",
         "config",
