@@ -277,11 +277,15 @@ def test_python_modules_form_no_cycle() -> None:
     assert not cycle_in(graph)
 
 
-def test_only_attention_and_row_operations_open_the_kernels() -> None:
+def test_only_attention_row_operations_and_panels_open_the_kernels() -> None:
     openers = {
         module for module, targets in python_graph().items() if "flexinfer._kernels" in targets
     }
-    assert openers == {"flexinfer.attention.host", "flexinfer.row_ops"}
+    assert openers == {
+        "flexinfer.attention.host",
+        "flexinfer.panel_linear",
+        "flexinfer.row_ops",
+    }
 
 
 def test_only_vtensor_and_errors_open_the_extension() -> None:
