@@ -6,9 +6,9 @@ of its dtype. What is not recognised stays as it is; so does everything on a GPU
 | part | is recognised by | becomes |
 |---|---|---|
 | attention | q_proj, k_proj, v_proj, o_proj; what reaches the attention | `LeanAttention` |
-| linear | type Linear or Conv1D, bfloat16 | `PackedLinear` |
+| linear | type Linear or Conv1D; bfloat16, or float32 in panels | `PanelLinear`, `PackedLinear` |
 | gated MLP | packed gate_proj, up_proj, down_proj; act_fn | `PackedGatedMLP`: 3 calls for 5 |
-| gated MLP | gate_proj, up_proj, down_proj; SiLU | `GatedMLP`: 3 calls for 5 |
+| gated MLP | gate_proj, up_proj, down_proj; SiLU; not oneDNN's alone | `GatedMLP`: 3 calls for 5 |
 | RMSNorm | one weight vector, an epsilon | `RMSNorm`: 1 call for 6 |
 | decoder layer | two norms, lean attention and MLP | `LeanDecoderLayer`: no additions |
 | rotary embedding | attention calls apply_rotary_pos_emb | `row_ops.rotate`: 2 calls for 14 |

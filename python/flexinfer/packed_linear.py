@@ -1,11 +1,9 @@
-"""PackedLinear: a linear layer whose weight lies in the order in which this CPU's kernel reads it.
+"""PackedLinear: a linear layer whose weight lies in the order in which oneDNN's kernel reads it.
 
-oneDNN brings a bfloat16 weight into its blocked order at each call, which for the few rows of a
-decode step costs as much as the product. Measured on 2 cores with AMX, over all layers of a model
-of 28 million weights, ahead of packing and after: 1 row 4.1 and 2.6 ms, 8 rows 4.1 and 2.6, 30 rows
-4.2 and 3.2, 1,024 rows 32 and 34. In float32 MKL does as well on plain weights (3.1 and 5.2; 6.8
-and 6.8; 11.9 and 10.4; 176 and 193 ms): those are not packed. The operators are those that torch's
-own compiler emits for CPUs.
+oneDNN brings a plain bfloat16 weight into its blocked order at each call, which for the few rows of
+a decode step costs as much as the product; packed once, it does not (docs/lean_step.md). In float32
+packing alone gains little: PanelLinear packs those for the sake of its own kernel. The operators
+are those that torch's own compiler emits for CPUs.
 """
 
 from __future__ import annotations
