@@ -15,7 +15,7 @@ from functools import cache
 import torch
 
 from flexinfer import _kernels
-from flexinfer.attention.host import start_threads_address
+from flexinfer.openmp import start_threads_address
 from flexinfer.packed_linear import PackedLinear, can_pack, pack_weight
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
