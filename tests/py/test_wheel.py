@@ -1,0 +1,41 @@
+"""What a wheel holds beside Python: the shipped model and the page that the server serves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("scikit_build_core")
+
+BUILD = """
+import sys
+from scikit_build_core.build import build_wheel
+print(build_wheel(sys.argv[1], {"wheel.cmake": "false"}))
+"""
+
+
+@pytest.fixture(scope="module")
+def names(root: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The files of a wheel of this source tree, built without its C++ part."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-c", BUILD, str(folder)]
+    subprocess.run(command, cwd=root, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+@pytest.mark.parametrize("folder", ["server/static", "data"])
+def test_a_wheel_holds_each_file_of_the_folder(root: Path, names: set[str], folder: str) -> None:
+    package = root / "python"
+    files = [file for file in (package / "flexinfer" / folder).rglob("*") if file.is_file()]
+    assert len(files) > 5
+    assert {str(file.relative_to(package)) for file in files} <= names
+
+
+def test_a_wheel_holds_nothing_but_the_package(names: set[str]) -> None:
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"flexinfer"}
