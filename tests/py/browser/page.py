@@ -19,16 +19,18 @@ window.fetch = async (path, options = {}) => {
   const body = { ...JSON.parse(options.body), min_tokens: 1500, max_completion_tokens: 1500 };
   const response = await real(path, { ...options, body: JSON.stringify(body) });
   const stopped = new Promise(resolve => options.signal.addEventListener("abort", resolve));
-  let numRead = 0;
+  const decoder = new TextDecoder();
+  let read = "";
   const transform = async (bytes, stream) => {
-    if (++numRead > 1) await stopped;
+    if (/"content":"[^"]/.test(read)) await stopped;
+    read += decoder.decode(bytes, { stream: true });
     stream.enqueue(bytes);
   };
   return new Response(response.body.pipeThrough(new TransformStream({ transform })), response);
 };
 """
 """The shipped model answers in a few words, too soon to stop it or to look at its memory. This page
-asks for long answers, and reads no more than their beginning until it is stopped."""
+asks for long answers, and reads no more than their first words until it is stopped."""
 
 
 class ChatPage:
