@@ -45,6 +45,7 @@ setup_venv() {
   local level="$1" python mark package="."
   python="$(find_python)"
   mark="$(fingerprint "$python")"
+  export PATH="$VENV/bin:$PATH" # an editable flexinfer calls cmake when it is imported
   if [ "$(cat "$VENV/.ready-$level" 2>/dev/null)" = "$mark" ] && [ -x "$PY" ]; then return 0; fi
 
   need_compiler
@@ -61,7 +62,7 @@ setup_venv() {
 
   [ "$level" = run ] || package=".[$level]"
   stage "install flexinfer, editable, and what it depends on (torch is large: minutes on a first run)"
-  PATH="$VENV/bin:$PATH" quietly "pip-install-$level" "${pip[@]}" --no-build-isolation \
+  quietly "pip-install-$level" "${pip[@]}" --no-build-isolation \
     -C editable.rebuild=true -C editable.verbose=false -C build-dir=build/editable -e "$package"
 
   echo "$mark" >"$VENV/.ready-$level"
