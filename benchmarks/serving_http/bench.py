@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ COLUMNS = (
     "lowest",
     "highest",
     "overhead_percent",
+    "overhead_less_load_percent",
     "same_text_percent",
     "cpu_ms_per_token",
     "http_cpu_ms_per_token",
@@ -119,11 +121,14 @@ def measure(args: argparse.Namespace, model: Path, logs: Path) -> list[Row]:
             asked = prompts_of(
                 args.workload, args.seed, repetition, QUICK_SCALE if is_warm_up else scale
             )
-            done = [
-                run_offline(offline, *asked),
-                run_http("serve, stream", server, *asked, str(repetition)),
-                run_http("serve, whole", server, *asked, str(repetition)),
-            ]
+            salt = str(repetition)
+            runs = {
+                "offline": partial(run_offline, offline, *asked),
+                "serve, stream": partial(run_http, "serve, stream", server, *asked, salt),
+                "serve, whole": partial(run_http, "serve, whole", server, *asked, salt),
+            }
+            found = {name: runs[name]() for name in rotated(list(runs), repetition)}
+            done = [found[name] for name in runs]
             compare(done)
             if not is_warm_up:
                 rows += [row | {"repetition": repetition} for row in done]
@@ -133,6 +138,12 @@ def measure(args: argparse.Namespace, model: Path, logs: Path) -> list[Row]:
         except RuntimeError as error:
             print(f"vLLM: {error}", file=sys.stderr)
     return rows
+
+
+def rotated(names: list[str], repetition: int | str) -> list[str]:
+    """Each repetition begins with another target: the machine's speed drifts."""
+    first = repetition % len(names) if isinstance(repetition, int) else 0
+    return names[first:] + names[:first]
 
 
 def measure_vllm(args: argparse.Namespace, model: Path, logs: Path, scale: int) -> list[Row]:
@@ -180,6 +191,10 @@ def compare(rows: list[Row]) -> None:
         rate = row["num_new_tokens"] / row["seconds"]
         offline_rate = reference["num_new_tokens"] / reference["seconds"]
         row["overhead_percent"] = 100 * (1 - rate / offline_rate)
+        # At least this much of the time was the load generator's, if nothing ever waited.
+        server_s = row["seconds"] - row["load_cpu_s"] / (os.cpu_count() or 1)
+        server_rate = row["num_new_tokens"] / server_s
+        row["overhead_less_load_percent"] = 100 * (1 - server_rate / offline_rate)
         pairs = list(zip(row["texts"], reference["texts"], strict=True))
         row["same_text_percent"] = 100 * sum(a == b for a, b in pairs) / len(pairs)
 
