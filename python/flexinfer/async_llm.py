@@ -6,6 +6,7 @@ One engine thread serves all callers, of any event loop; each caller has a strea
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
@@ -53,6 +54,8 @@ class AsyncLLM:
         self.grammars = engine.grammars
         self._thread = EngineThread(engine)
         self._request_ids = count()
+        self._lock = threading.Lock()  # callers may have loops in several threads
+        self._mailboxes: dict[asyncio.AbstractEventLoop, _Mailbox] = {}
         # Also at the end of the interpreter, which must not find the thread in a step.
         self._finalizer = weakref.finalize(self, self._thread.stop)
 
@@ -145,6 +148,17 @@ class AsyncLLM:
     ) -> None:
         await asyncio.to_thread(self.shutdown)
 
+    def _mailbox(self) -> _Mailbox:
+        """Of the running loop."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            mailbox = self._mailboxes.get(loop)
+            if mailbox is None:
+                kept = {k: box for k, box in self._mailboxes.items() if not k.is_closed()}
+                mailbox = kept[loop] = _Mailbox(loop)
+                self._mailboxes = kept
+            return mailbox
+
     async def _outputs(
         self,
         prompt: Prompt,
@@ -155,7 +169,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         if request_id is None:
             request_id = f"async-{next(self._request_ids)}"
-        stream = _Stream(latest_only=kind is RequestOutputKind.CUMULATIVE)
+        stream = _Stream(self._mailbox(), latest_only=kind is RequestOutputKind.CUMULATIVE)
         finished = False
         try:
             await asyncio.wrap_future(
@@ -170,21 +184,49 @@ class AsyncLLM:
                 self._thread.drop(request_id, stream.put)
 
 
+class _Mailbox:
+    """Outputs on their way from the engine's thread to one event loop.
+
+    The loop is woken once for all that comes before it gets to look: mostly once a step. A wake-up
+    is a system call, at which the engine's thread gives the GIL away in the middle of its step.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._items: list[tuple[_Stream, RequestOutput | EngineError]] = []
+
+    def put(self, stream: _Stream, item: RequestOutput | EngineError) -> None:
+        """From any thread. Raises RuntimeError if the loop is closed."""
+        with self._lock:
+            self._items.append((stream, item))
+            is_woken = len(self._items) > 1
+        # A loop that was closed after it was woken takes nothing: that must not go unnoticed.
+        if not is_woken or self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._hand_out)
+
+    def _hand_out(self) -> None:
+        with self._lock:
+            items, self._items = self._items, []
+        for stream, item in items:
+            stream.append(item)
+
+
 class _Stream:
-    """Outputs on their way from the engine's thread to one caller's event loop.
+    """Outputs of one request, for one caller.
 
     A caller that is slow gets the newest of CUMULATIVE outputs, and DELTA ones joined: never more
     than `MAX_WAITING` wait here.
     """
 
-    def __init__(self, *, latest_only: bool) -> None:
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, mailbox: _Mailbox, *, latest_only: bool) -> None:
+        self._mailbox = mailbox
         self._items: deque[RequestOutput | EngineError] = deque(maxlen=1 if latest_only else None)
         self._ready = asyncio.Event()
 
     def put(self, item: RequestOutput | EngineError) -> None:
         """From any thread. Raises RuntimeError if the loop is closed."""
-        self._loop.call_soon_threadsafe(self._append, item)
+        self._mailbox.put(self, item)
 
     async def get(self) -> RequestOutput:
         while not self._items:
@@ -195,7 +237,8 @@ class _Stream:
             raise item
         return item
 
-    def _append(self, item: RequestOutput | EngineError) -> None:
+    def append(self, item: RequestOutput | EngineError) -> None:
+        """In the loop."""
         last = self._items[-1] if len(self._items) >= MAX_WAITING else None
         if isinstance(last, RequestOutput) and isinstance(item, RequestOutput):
             self._items[-1] = joined(last, item)

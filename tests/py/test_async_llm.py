@@ -25,7 +25,7 @@ from flexinfer import (
     RequestOutputKind,
     SamplingParams,
 )
-from flexinfer.async_llm import MAX_WAITING
+from flexinfer.async_llm import MAX_WAITING, _Mailbox, _Stream
 from flexinfer.config import EngineConfig
 from settled import available_bytes
 from tiny_models import make_model, make_tokenizer, random_prompts, reference
@@ -453,3 +453,45 @@ def test_a_sleeping_engine_goes_on_when_it_wakes() -> None:
             assert (await task).outputs[0].token_ids == reference("llama", (4, 5), 12)
 
     with_llm(scenario)
+
+
+def test_outputs_that_come_together_wake_the_loop_once() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        wakings = []
+        call_soon = loop.call_soon_threadsafe
+
+        def counted(*args: Any, **options: Any) -> Any:
+            wakings.append(args)
+            return call_soon(*args, **options)
+
+        loop.call_soon_threadsafe = counted  # type: ignore[method-assign]
+        mailbox = _Mailbox(loop)
+        streams = [_Stream(mailbox, latest_only=False) for _ in range(8)]
+        errors = [EngineError(str(index)) for index in range(8)]
+        for _ in range(2):
+            for stream, error in zip(streams, errors, strict=True):
+                stream.put(error)
+            for stream, error in zip(streams, errors, strict=True):
+                with pytest.raises(EngineError) as caught:
+                    await stream.get()
+                assert caught.value is error
+        assert len(wakings) == 2
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_was_closed_after_it_was_woken_takes_nothing() -> None:
+    async def make() -> _Stream:
+        stream = _Stream(_Mailbox(asyncio.get_running_loop()), latest_only=False)
+        asyncio.get_running_loop().stop()
+        return stream
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(make())
+    loop.run_forever()
+    stream = task.result()
+    stream.put(EngineError("woken"))
+    loop.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        stream.put(EngineError("closed"))

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Events = AsyncGenerator[str, None]
 DONE = "data: [DONE]\n\n"
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""Made once: json.dumps makes an encoder at each call that has options."""
 OR_EVENTS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 }
@@ -33,7 +35,7 @@ OR_EVENTS: dict[int | str, dict[str, Any]] = {
 
 def event(data: Any, name: str | None = None) -> str:
     """One server-sent event with a JSON body."""
-    body = f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    body = f"data: {_encode(data)}\n\n"
     return body if name is None else f"event: {name}\n{body}"
 
 
