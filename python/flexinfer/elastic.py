@@ -50,16 +50,17 @@ class ElasticMemory:
         return self._budget_asleep if self._manager.asleep else self._manager.memory_budget
 
     def set_budget(self, size: int | str) -> BudgetChange:
-        """Up: at once. Down: evicts recorded prefixes, gives free chunks back, and preempts, the
-        lowest priority and latest first, until the rest fits; the memory is back when it returns.
+        """Up: at once. Down: evicts recorded prefixes, gives free chunks back, has pins give way
+        (pins.py), and preempts, the lowest priority and latest first, until the rest fits; the
+        memory is back when it returns.
 
         Time down, the `seconds` of the result: at most 0.1 s for each GiB given back, and 3 s for
         each GiB that has to be swapped out (docs/design.md, "Elastic": what was measured).
 
         Raises ValueError if some unfinished request could never end within it, and
         OutOfMemoryError, with nothing changed, if preemption is off and more than that is in use.
-        If pinned prefixes hold too much it raises OutOfMemoryError as well; requests that were
-        preempted on the way go on later.
+        If prefixes pinned by the manager's owner hold too much it raises OutOfMemoryError as well;
+        requests that were preempted on the way go on later.
         """
         from flexinfer.vtensor import parse_bytes
 
@@ -84,6 +85,8 @@ class ElasticMemory:
         scheduler = self._scheduler
         num_preempted = 0
         while (error := self._try_budget(budget)) is not None:
+            if scheduler.pins.give_way():
+                continue
             if not (scheduler.preemption.is_on and scheduler.running):
                 raise self._explain(error)
             scheduler.preempt(scheduler.choose_victim(), "budget lowered")
@@ -145,4 +148,5 @@ class ElasticMemory:
         start_s = time.perf_counter()
         self._manager.wake()
         self._scheduler.release_ended()
+        self._scheduler.pins.wake_up()
         logger.info("awake after %.3f s", time.perf_counter() - start_s)

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from flexinfer.admission import Admission
 from flexinfer.batch import Batch, ScheduledRequest, next_tokens
 from flexinfer.config import SchedulerConfig
 from flexinfer.errors import OutOfMemoryError
+from flexinfer.pins import Pins
 from flexinfer.policies import WaitingQueue
 from flexinfer.preemption import Decision, PreemptionPolicy
 from flexinfer.prefetch import PreExtender
@@ -60,6 +61,7 @@ class Scheduler:
         self.preemption = PreemptionPolicy(config.preemption_mode, config.has_swap_space)
         self.admission = Admission(config, manager)
         self.prefetch = PreExtender(manager, config.max_num_batched_tokens)
+        self.pins = Pins(manager)
         self.num_prefix_waits = 0
         self._orphans: list[VTensor] = []  # of requests that ended while the pool slept
 
@@ -200,7 +202,7 @@ class Scheduler:
             if self.preemption.is_on and len(self.running) > 1:
                 self.preempt(victim, "growth")
                 batch.preempted.append(victim)
-            else:
+            elif not self.pins.give_way():
                 self._fail(victim, batch)
 
     def _extend(self, items: list[ScheduledRequest]) -> bool:
@@ -291,7 +293,7 @@ class Scheduler:
         for request in list(self.swapped):
             if num_left == 0:
                 return
-            if not self._swap_in(request):
+            if not self._when_pins_give_way(partial(self._swap_in, request)):
                 if self.running:
                     return
                 self._fail(request, batch)
@@ -342,7 +344,8 @@ class Scheduler:
             whole_prompt = request.num_tokens - num_matched
             if not self.config.enable_chunked_prefill and whole_prompt > num_left:
                 return
-            if not self._admit(request, num_matched, num_left):
+            admit = partial(self._admit, request, num_matched, num_left)
+            if not self._when_pins_give_way(admit):
                 if self.running:
                     return
                 self._fail(request, batch)
@@ -359,6 +362,13 @@ class Scheduler:
             return False
         self.waiting.admit(request)
         self.running[request.request_id] = request
+        return True
+
+    def _when_pins_give_way(self, attempt: Callable[[], bool]) -> bool:
+        """`attempt`; while it fails and nobody runs who will free memory, again with a pin less."""
+        while not attempt():
+            if self.running or not self.pins.give_way():
+                return False
         return True
 
     # Leaving.

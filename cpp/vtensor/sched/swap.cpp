@@ -162,7 +162,7 @@ std::unordered_set<ChunkId> Scheduler::broken_chunks() const {
 size_t Scheduler::sleep(SwapStore& store) {
   epochs_.wait();  // what is saved must have been written
   reap();
-  trim();
+  const size_t trimmed_bytes = trim();
   const std::unordered_set<ChunkId> broken = broken_chunks();
   std::vector<ChunkId> chunks;
   size_t num_bytes = 0;
@@ -187,7 +187,7 @@ size_t Scheduler::sleep(SwapStore& store) {
   }
   asleep_ = std::move(saved);
   is_asleep_ = true;
-  return release_asleep() * pool_.geometry.chunk_bytes;
+  return trimmed_bytes + release_asleep() * pool_.geometry.chunk_bytes;
 }
 
 // Gives the memory of sleeping chunks back. What the driver refuses to release stays resident,

@@ -1,7 +1,8 @@
 """ConversationStore: dialogues whose KV stays pinned between their turns, for a time to live.
 
 A pin holds chunks but no slot. A fork is a second pin: it costs nothing until its branches are
-written (docs/design.md, "Conversations"). For one event loop.
+written (docs/design.md, "Conversations"). When memory is short pins give way, the longest idle
+first (flexinfer/pins.py): the next turn computes its past again. For one event loop.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Conversation:
 
 class ConversationStore:
     """
-    Invariant: a conversation's pin lives as long as itself; both end at `expires_at`.
+    Invariant: a conversation's pin ends with it, at `expires_at` or when it is deleted.
     """
 
     def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
@@ -133,22 +134,23 @@ class ConversationStore:
         return fork
 
     async def delete(self, conversation: Conversation) -> None:
+        """Also while a turn is under way: that is answered, and pins nothing any more."""
         self._all.pop(conversation.id, None)
-        if conversation.num_pinned_tokens:
-            await self._llm.call(lambda engine: engine.manager.unpin_prefix(conversation.id))
+        await self._llm.call(lambda engine: engine.scheduler.pins.drop(conversation.id))
 
     async def _pin(self, conversation: Conversation) -> None:
         """Pin what is recorded of its tokens, in place of the turn before."""
         conversation.expires_at = time.monotonic() + conversation.ttl_s
-        if not conversation.token_ids:
+        if not conversation.token_ids or conversation.id not in self._all:
             return
 
         def pin(engine: LLMEngine) -> int:
             # One function between two steps: nothing can evict what is unpinned meanwhile.
-            manager, owner = engine.manager, conversation.id
-            manager.unpin_prefix(owner)
-            return manager.pin_prefix(
-                conversation.token_ids, owner, conversation.ttl_s, conversation.cache_salt
+            return engine.scheduler.pins.keep(
+                conversation.id,
+                conversation.token_ids,
+                conversation.ttl_s,
+                conversation.cache_salt,
             )
 
         conversation.num_pinned_tokens = await self._llm.call(pin)

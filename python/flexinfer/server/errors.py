@@ -127,7 +127,9 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def on_unknown(_: Request, error: Exception) -> JSONResponse:
         logger.error("unexpected %s", type(error).__name__, exc_info=error)
-        return error_response(as_api_error(error))
+        response = error_response(as_api_error(error))
+        response.headers["Connection"] = "close"  # starlette raises it again, and uvicorn hangs up
+        return response
 
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(RequestValidationError, on_invalid)

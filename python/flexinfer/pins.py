@@ -1,0 +1,91 @@
+"""Pins: prefixes kept between requests for as long as memory suffices. No torch.
+
+The manager never evicts what is pinned. That is right for a caller who owns the engine, and wrong
+for a server, where idle conversations could hold all memory and no request would run any more. So
+these pins give way, least recently kept first, before a request would fail or a smaller budget be
+refused; the next turn then computes again what was evicted. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flexinfer.vtensor import VTensorManager
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What is to be pinned at waking up."""
+
+    token_ids: Sequence[int]
+    ttl_s: float
+    cache_salt: str
+
+
+class Pins:
+    """
+    Invariants:
+    1. An owner has at most one pin, and every pin that was made here is in `_expires_at`.
+    2. `_wishes` is empty unless the manager is asleep: it can neither pin nor unpin then.
+    """
+
+    def __init__(self, manager: VTensorManager) -> None:
+        self._manager = manager
+        self._expires_at: dict[str, float] = {}  # by owner, least recently kept first
+        self._wishes: dict[str, _Wish | None] = {}  # by owner; None: nothing any more
+        self.num_given_way = 0
+
+    def __len__(self) -> int:
+        """Pins made here that have neither been dropped nor expired."""
+        self._forget_expired()
+        return len(self._expires_at)
+
+    def keep(self, owner: str, token_ids: Sequence[int], ttl_s: float, cache_salt: str = "") -> int:
+        """Pin what is recorded of `token_ids` for `ttl_s` seconds, in place of what the owner had.
+        Returns the pinned tokens; asleep: 0, and pins at `wake_up`."""
+        if self._manager.asleep:
+            self._wishes[owner] = _Wish(token_ids, ttl_s, cache_salt)
+            return 0
+        self.drop(owner)
+        self._forget_expired()
+        num_tokens = self._manager.pin_prefix(token_ids, owner, ttl_s, cache_salt)
+        self._expires_at[owner] = time.monotonic() + ttl_s
+        return num_tokens
+
+    def drop(self, owner: str) -> None:
+        """Let the owner's prefix be evicted; asleep: at `wake_up`. Unknown owners are passed
+        over."""
+        if self._manager.asleep:
+            self._wishes[owner] = None
+        elif self._expires_at.pop(owner, None) is not None:
+            self._manager.unpin_prefix(owner)
+
+    def give_way(self) -> bool:
+        """Unpin for the owner that was served longest ago. False: there is none."""
+        while self._expires_at:
+            owner = next(iter(self._expires_at))
+            del self._expires_at[owner]
+            if self._manager.unpin_prefix(owner):
+                self.num_given_way += 1
+                return True
+        return False
+
+    def wake_up(self) -> None:
+        """Do what was asked for while the manager slept. REQUIRES: it is awake."""
+        wishes, self._wishes = self._wishes, {}
+        for owner, wish in wishes.items():
+            if wish is None:
+                self.drop(owner)
+            else:
+                self.keep(owner, wish.token_ids, wish.ttl_s, wish.cache_salt)
+
+    def _forget_expired(self) -> None:
+        """The manager has unpinned them by itself."""
+        now = time.monotonic()
+        expired = [owner for owner, at in self._expires_at.items() if at <= now]
+        for owner in expired:
+            del self._expires_at[owner]
