@@ -4,6 +4,7 @@
 #
 #   scripts/setup_venv.sh run    what flexinfer needs to run, and the build tools     (make demo)
 #   scripts/setup_venv.sh dev    and the tools to test, lint and measure              (make dev, test, lint)
+#   scripts/setup_venv.sh eval   and lm-eval, which is heavy                          (make test-slow)
 #
 # A second call returns at once unless pyproject.toml, constraints.txt, Python or the place changed.
 # Sourced by other scripts: `setup_venv dev`. Settings: PYTHON=python3.12, FLEXINFER_VENV=folder.
@@ -42,7 +43,7 @@ fingerprint() {
 }
 
 setup_venv() {
-  local level="$1" python mark package="."
+  local level="$1" each python mark package="."
   python="$(find_python)"
   mark="$(fingerprint "$python")"
   export PATH="$VENV/bin:$PATH" # an editable flexinfer calls cmake when it is imported
@@ -60,13 +61,19 @@ setup_venv() {
   stage "install the build tools (scikit-build-core, nanobind, cmake, ninja)"
   quietly pip-build-tools "${pip[@]}" pip scikit-build-core nanobind cmake ninja
 
-  [ "$level" = run ] || package=".[$level]"
+  case "$level" in
+    dev) package=".[dev]" ;;
+    eval) package=".[dev,eval]" ;;
+  esac
   stage "install flexinfer, editable, and what it depends on (torch is large: minutes on a first run)"
   quietly "pip-install-$level" "${pip[@]}" --no-build-isolation \
     -C editable.rebuild=true -C editable.verbose=false -C build-dir=build/editable -e "$package"
 
-  echo "$mark" >"$VENV/.ready-$level"
-  if [ "$level" = dev ]; then echo "$mark" >"$VENV/.ready-run"; fi
+  # Each level has what those before it have.
+  for each in run dev eval; do
+    echo "$mark" >"$VENV/.ready-$each"
+    if [ "$each" = "$level" ]; then break; fi
+  done
 }
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then

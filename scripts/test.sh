@@ -2,7 +2,7 @@
 # make test: build the C++ core and run its tests by ctest, then the Python tests by pytest.
 #
 #   scripts/test.sh             everything but the tests marked slow
-#   scripts/test.sh slow        only those marked slow
+#   scripts/test.sh slow        only those marked slow, with lm-eval installed for them
 #
 # The Python tests are spread over the cores, file by file. PYTEST_ARGS goes to pytest, e.g.
 # PYTEST_ARGS='-k prefix -x', or PYTEST_ARGS='-n 0 --pdb' for one process.
@@ -13,10 +13,10 @@ read -r -a pytest_args <<<"${PYTEST_ARGS:-}"
 
 if [ "${1:-}" = slow ]; then
   begin "make test-slow"
-  setup_venv dev
+  setup_venv eval
   stage "Python tests marked slow (pytest)"
   status=0
-  "$PY" -m pytest -m slow "${pytest_args[@]}" || status=$?
+  "$PY" -m pytest -m slow --durations=0 --durations-min=5 "${pytest_args[@]}" || status=$?
   [ "$status" -ne 5 ] || say "no test is marked slow"
   exit $((status == 5 ? 0 : status))
 fi
