@@ -34,9 +34,16 @@ MODEL = "tiny_chat"
 class ServerProcess:
     """`flexinfer serve` on a free port."""
 
-    def __init__(self, log: Path, *arguments: str, **environment: str) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *arguments: str,
+        interpreter: tuple[str, ...] = ("-m", "flexinfer.cli"),
+        **environment: str,
+    ) -> None:
+        """`interpreter`: what Python runs, if not the command line as it is."""
         self.log = log
-        command = [sys.executable, "-m", "flexinfer.cli", "serve", "--port", "0", *arguments]
+        command = [sys.executable, *interpreter, "serve", "--port", "0", *arguments]
         with log.open("w") as file:
             self.process = subprocess.Popen(
                 command, stderr=file, stdout=file, env={**os.environ, **environment}

@@ -147,6 +147,20 @@ def test_a_conversation_remembers_and_stays_in_memory(admin: httpx.Client) -> No
     assert admin.get(f"/v1/conversations/{made['id']}").status_code == 404
 
 
+def test_a_conversation_can_be_deleted_asleep(admin: httpx.Client) -> None:
+    made = admin.post("/v1/conversations", json={}).json()
+    converse(admin, made["id"], "My name is Ada. " * 8)
+    admin.post("/admin/sleep", json={"level": 1})
+    try:
+        deleted = admin.delete(f"/v1/conversations/{made['id']}")
+    finally:
+        admin.post("/admin/wake")
+    assert deleted.status_code == 200
+    admin.post("/admin/reset_prefix_cache")
+    time.sleep(0.15)  # the map is made anew
+    assert admin.get("/admin/memory").json()["prefixes"] == []
+
+
 def test_a_fork_goes_its_own_way(admin: httpx.Client) -> None:
     made = admin.post("/v1/conversations", json={}).json()
     converse(admin, made["id"], "My name is Ada. " * 8)

@@ -19,6 +19,7 @@ import typer
 
 from flexinfer.cli.app import app
 from flexinfer.cli.serve import engine_config, server_settings
+from flexinfer.server.run import ENGINE_FAILED
 from serving import ServerProcess
 
 LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
@@ -74,6 +75,28 @@ def test_a_second_sigterm_stops_at_once(process: ServerProcess) -> None:
     process.wait(10)
     thread.join(10)
     assert result["last"] != "data: [DONE]"
+
+
+def test_an_engine_that_fails_for_good_ends_the_server_with_its_own_code(tmp_path: Path) -> None:
+    """The callers get a typed error; a supervisor sees exit code 1 and one line that says why."""
+    code = (
+        "import flexinfer.engine as engine, flexinfer.cli as cli\n"
+        "def step(self): raise RuntimeError('the device is gone')\n"
+        "engine.LLMEngine.step = step\n"
+        "cli.main()"
+    )
+    made = ServerProcess(tmp_path / "log", interpreter=("-c", code))
+    try:
+        made.wait_until_ready()
+        answer = httpx.post(f"{made.url}/v1/completions", json={"prompt": "Once"}, timeout=60)
+        assert made.wait() == ENGINE_FAILED
+    finally:
+        made.stop()
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "engine_dead"
+    log = made.log.read_text()
+    assert "the engine has stopped: the server goes down" in log
+    assert "the device is gone" in log
 
 
 def test_a_port_in_use_is_one_line_and_no_traceback() -> None:
