@@ -299,7 +299,7 @@ class Scheduler:
                 self._fail(request, batch)
                 continue
             item = next_tokens(request, num_left)
-            if self._extend([item]):
+            if self._when_pins_give_way(partial(self._extend, [item]), num_own=1):
                 batch.items.append(item)
                 num_left -= item.num_tokens
             elif len(self.running) == 1:
@@ -364,10 +364,11 @@ class Scheduler:
         self.running[request.request_id] = request
         return True
 
-    def _when_pins_give_way(self, attempt: Callable[[], bool]) -> bool:
-        """`attempt`; while it fails and nobody runs who will free memory, again with a pin less."""
+    def _when_pins_give_way(self, attempt: Callable[[], bool], num_own: int = 0) -> bool:
+        """`attempt`; while it fails and nobody else runs who will free memory, again with a pin
+        less. num_own: how many of the running requests the attempt is for."""
         while not attempt():
-            if self.running or not self.pins.give_way():
+            if len(self.running) > num_own or not self.pins.give_way():
                 return False
         return True
 
