@@ -58,8 +58,8 @@ setup_venv() {
   rm -f "$VENV"/.ready-*
 
   local pip=("$PY" -m pip install --disable-pip-version-check -c constraints.txt)
-  stage "install the build tools (scikit-build-core, nanobind, cmake, ninja)"
-  quietly pip-build-tools "${pip[@]}" pip scikit-build-core nanobind cmake ninja
+  stage "install the build tools (pip, scikit-build-core, nanobind, cmake, ninja)"
+  quietly pip-build-tools "${pip[@]}" "pip>=23.1" scikit-build-core nanobind cmake ninja
 
   case "$level" in
     dev) package=".[dev]" ;;
