@@ -173,6 +173,7 @@ def measure_vllm(args: argparse.Namespace, model: Path, logs: Path, scale: int) 
 def flexinfer_command(args: argparse.Namespace, model: Path) -> list[str]:
     command = [sys.executable, "-m", "flexinfer.cli", "serve", str(model), "--dtype", args.dtype]
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
+    command += ["--stream-interval", str(args.stream_interval)]
     return [*command, "--kv-cache-memory-bytes", str(KV_GIB << 30), "--port"]
 
 
@@ -181,6 +182,7 @@ def vllm_command(args: argparse.Namespace, model: Path) -> list[str]:
     command = [str(args.vllm_python), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--dtype", args.dtype, "--host", "127.0.0.1"]
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
+    command += ["--stream-interval", str(args.stream_interval)]
     return [*command, *args.vllm_args.split(), "--port"]
 
 
@@ -234,6 +236,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vllm-python", type=Path, help="Python that has a CPU build of vLLM")
     parser.add_argument("--vllm-preload", default="", help="LD_PRELOAD for it")
     parser.add_argument("--vllm-args", default="--enforce-eager --disable-log-stats")
+    parser.add_argument("--stream-interval", type=int, default=1, help="tokens in one event")
     parser.add_argument("--quick", action="store_true", help="toy sizes, only to see it work")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     args = parser.parse_args()

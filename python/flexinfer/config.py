@@ -95,6 +95,8 @@ class EngineConfig:
     """Do not capture decode steps in CUDA graphs."""
     cuda_graph_sizes: tuple[int, ...] | None = None
     """Batch sizes to capture; None: 1, 2, 4, 8, 16, 24, ... up to max_num_seqs."""
+    stream_interval: int = 1
+    """Tokens between two outputs of a request, after the first: more of them cost a stream less."""
     threads: int | None = None
     """CPU threads of torch and the kernels; None: one for each core that the process may use."""
     compile: bool = False
@@ -131,6 +133,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require_positive("max_num_seqs", self.max_num_seqs)
+        _require_positive("stream_interval", self.stream_interval)
         for name in ("max_model_len", "max_num_batched_tokens", "layers_per_plane"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))

@@ -139,7 +139,9 @@ class LLMEngine:
         if isinstance(params, BeamSearchParams):
             group = BeamSearch(request, parsed.text, params, self.tokenizer)
         else:
-            group = ParallelSampling(request, parsed.text, self.tokenizer)
+            group = ParallelSampling(
+                request, parsed.text, self.tokenizer, self.config.stream_interval
+            )
         self._remember(group)
         self.scheduler.add(request)
 

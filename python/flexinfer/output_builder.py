@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 class OutputBuilder:
     """Follows a request token by token; `build()` gives what the caller is to see."""
 
-    def __init__(self, request: Request, tokenizer: Any | None) -> None:
+    def __init__(self, request: Request, tokenizer: Any | None, stream_interval: int = 1) -> None:
+        """stream_interval: see `EngineConfig`."""
         params = request.params
+        self._stream_interval = stream_interval
         self.request = request
         self._tokenizer = tokenizer
         self._text = StopStrings(
@@ -61,11 +63,14 @@ class OutputBuilder:
         return self._cumulative_logprob
 
     @property
-    def has_news(self) -> bool:
-        """Whether tokens or the end came since the last build."""
+    def is_due(self) -> bool:
+        """Whether the first token, the end, or `stream_interval` tokens since the last build are
+        there to be shown."""
         request = self.request
-        ended = request.is_finished and not self._end_shown
-        return ended or request.num_output_tokens > self._num_tokens_shown
+        if request.is_finished:
+            return not self._end_shown
+        num_new = request.num_output_tokens - self._num_tokens_shown
+        return num_new >= (self._stream_interval if self._num_tokens_shown else 1)
 
     def build(self) -> CompletionOutput:
         """The completion as `output_kind` wants it: all of it, or what is new since the last."""

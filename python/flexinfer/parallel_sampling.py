@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 class ParallelSampling(RequestGroup):
     """The samples of one request, each with its own text and end."""
 
-    def __init__(self, leader: Request, prompt: str | None, tokenizer: Any | None) -> None:
-        """`leader` carries the caller's params; it becomes sample 0."""
+    def __init__(
+        self, leader: Request, prompt: str | None, tokenizer: Any | None, stream_interval: int = 1
+    ) -> None:
+        """`leader` carries the caller's params; it becomes sample 0. stream_interval: see
+        `EngineConfig`."""
         params = leader.params
         ids = sequence_ids(leader.request_id, params.num_samples)
         super().__init__(leader, prompt, ids)
@@ -40,7 +43,9 @@ class ParallelSampling(RequestGroup):
         ]
         leader.num_forks = len(leader.siblings)
         self._samples: list[Request] = [leader, *leader.siblings]
-        self._builders = [OutputBuilder(sample, tokenizer) for sample in self._samples]
+        self._builders = [
+            OutputBuilder(sample, tokenizer, stream_interval) for sample in self._samples
+        ]
 
     @property
     def sequences(self) -> Sequence[Request]:
@@ -63,11 +68,14 @@ class ParallelSampling(RequestGroup):
         kind = self.params.output_kind
         if kind is RequestOutputKind.FINAL_ONLY and not self.is_finished:
             return None
+        due = [builder for builder in self._builders if builder.is_due]
+        if not due:
+            return None
         if self.params.num_samples > self.params.n:
             output = self._output(self._best())
         else:
-            wants_all = kind is not RequestOutputKind.DELTA
-            output = self._output([b.build() for b in self._builders if wants_all or b.has_news])
+            shown = due if kind is RequestOutputKind.DELTA else self._builders
+            output = self._output([builder.build() for builder in shown])
         output.prompt_logprobs = self._builders[0].prompt_logprobs()
         return output
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -148,6 +149,23 @@ def test_cumulative_outputs_hold_all_samples(llm: LLM) -> None:
         (output,) = llm.llm_engine.step()
         lengths.append([len(ids) for ids in tokens(output)])
     assert lengths == [[1] * 3, [2] * 3, [3] * 3, [4] * 3]
+
+
+@pytest.mark.parametrize(("interval", "counts"), [(1, [1] * 10), (4, [1, 4, 4, 1]), (99, [1, 9])])
+def test_the_stream_interval_joins_outputs_after_the_first(
+    interval: int, counts: list[int]
+) -> None:
+    params = SamplingParams(n=2, seed=5, max_tokens=10, output_kind=RequestOutputKind.DELTA)
+    with make_llm(stream_interval=interval) as llm:
+        (whole,) = generate(llm, [[1, 2, 3]], SamplingParams(n=2, seed=5, max_tokens=10))
+        llm.llm_engine.add_request("a", [1, 2, 3], params)
+        pieces: list[list[list[int]]] = [[], []]
+        while llm.llm_engine.has_unfinished_requests():
+            for output in llm.llm_engine.step():
+                for completion in output.outputs:
+                    pieces[completion.index].append(completion.token_ids)
+    assert [[len(piece) for piece in sample] for sample in pieces] == [counts, counts]
+    assert [list(chain.from_iterable(sample)) for sample in pieces] == tokens(whole)
 
 
 def test_each_sample_has_its_own_text() -> None:

@@ -135,6 +135,14 @@ def serve(
         int | None,
         _option(SCHEDULING, "--max-num-batched-tokens", "Most tokens that one step computes."),
     ] = None,
+    stream_interval: Annotated[
+        int,
+        _option(
+            SCHEDULING,
+            "--stream-interval",
+            "Tokens in one event of a stream, after the first; more take less of the CPU.",
+        ),
+    ] = 1,
     enable_chunked_prefill: Annotated[
         bool,
         _option(
@@ -284,6 +292,7 @@ def engine_config(given: dict[str, Any]) -> EngineConfig:
         "swap_directory",
         "max_num_seqs",
         "max_num_batched_tokens",
+        "stream_interval",
         "enable_chunked_prefill",
         "scheduling_policy",
         "preemption_mode",
