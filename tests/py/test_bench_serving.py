@@ -15,7 +15,9 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "serving"
 MIB = 1 << 20
-SIZE_BYTES = 32 * MIB
+SIZE_BYTES = 128 * MIB
+SLACK_MIB = 24
+"""What else a process of many tests may take or give back meanwhile."""
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def memfd() -> Iterator[int]:
 
 def grown(process_memory: Any, before: int) -> Any:
     """MiB since `before`; other things come and go meanwhile."""
-    return pytest.approx((process_memory.memory_bytes() - before) / MIB, abs=4)
+    return pytest.approx((process_memory.memory_bytes() - before) / MIB, abs=SLACK_MIB)
 
 
 def test_shared_memory_counts_once_however_often_it_is_mapped(
@@ -47,10 +49,10 @@ def test_shared_memory_counts_once_however_often_it_is_mapped(
     maps = [mmap.mmap(memfd, SIZE_BYTES) for _ in range(3)]
     for one in maps:
         one[:: mmap.PAGESIZE] = b"x" * (SIZE_BYTES // mmap.PAGESIZE)
-    assert grown(process_memory, before) == 32
+    assert grown(process_memory, before) == SIZE_BYTES / MIB
     for one in maps:
         one.close()
-    assert grown(process_memory, before) == 32  # a cache, still held
+    assert grown(process_memory, before) == SIZE_BYTES / MIB  # a cache, still held
 
 
 def test_a_peak_stays_when_its_memory_has_gone(process_memory: Any) -> None:
@@ -60,8 +62,8 @@ def test_a_peak_stays_when_its_memory_has_gone(process_memory: Any) -> None:
         anonymous.write(b"x" * SIZE_BYTES)
         memory.see()
         anonymous.close()
-    assert memory.peak_bytes - before > 30 * MIB
-    assert memory.see() < memory.peak_bytes - 24 * MIB
+    assert memory.peak_bytes - before > SIZE_BYTES - SLACK_MIB * MIB
+    assert memory.see() < memory.peak_bytes - SIZE_BYTES // 2
 
 
 def test_memory_of_children_counts(process_memory: Any) -> None:
@@ -71,7 +73,7 @@ def test_memory_of_children_counts(process_memory: Any) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        assert process_memory.memory_bytes() - before > 30 * MIB
+        assert process_memory.memory_bytes() - before > SIZE_BYTES - SLACK_MIB * MIB
         child.communicate(b"\n")
 
 
