@@ -27,10 +27,9 @@ Events = AsyncGenerator[str, None]
 DONE = "data: [DONE]\n\n"
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """Made once: json.dumps makes an encoder at each call that has options."""
-OR_EVENTS: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
-}
-"""For the OpenAPI document of a route that also answers with a stream."""
+OR_EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+"""For the OpenAPI document of a route that also answers with a stream. Without a schema: OpenAPI
+3.1 has none for a sequence of events."""
 
 
 def event(data: Any, name: str | None = None) -> str:
