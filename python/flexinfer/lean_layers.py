@@ -26,9 +26,10 @@ import torch
 from flexinfer import row_ops
 from flexinfer.lean_attention import lean_attention
 from flexinfer.lean_decoder import lean_decoder_layer
-from flexinfer.lean_linear import pack_linears
+from flexinfer.lean_linear import pack_linears, parents
 from flexinfer.lean_mlp import lean_mlp
 from flexinfer.lean_rotary import NUM_TRIAL_TOKENS, make_rotary_lean
+from flexinfer.weight_files import drop_pages
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +70,14 @@ def make_lean(model: torch.nn.Module) -> None:
 def _replace(model: torch.nn.Module, lean: Lean) -> int:
     """Replace each module for which `lean` gives one that computes the same."""
     num_replaced = 0
-    for parent in list(model.modules()):
+    for parent in parents(model):
         for name, child in list(parent.named_children()):
             if child._forward_hooks or child._forward_pre_hooks:
                 continue
             replacement = lean(child)
             if replacement is not None:
                 setattr(parent, name, replacement)
+                drop_pages(child.parameters())
                 num_replaced += 1
     return num_replaced
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from flexinfer import panel_linear
 from flexinfer.packed_linear import PackedLinear, can_pack
 from flexinfer.panel_linear import PanelLinear
+from flexinfer.weight_files import drop_pages
 
 
 def add_linear(
@@ -37,6 +40,20 @@ def join_linears(*linears: torch.nn.Linear) -> torch.nn.Linear:
     return joined
 
 
+def parents(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Its modules that have children, while some are replaced: those are not kept, so that their
+    weights are free at once."""
+    modules = [
+        weakref.ref(module)
+        for module in model.modules()
+        if next(module.children(), None) is not None
+    ]
+    for reference in modules:
+        module = reference()
+        if module is not None:
+            yield module
+
+
 def pack_linears(model: torch.nn.Module) -> int:
     """Replace the model's linear layers by packed ones, one by one, so that the memory of two
     weights is never held for all; returns how many.
@@ -49,7 +66,7 @@ def pack_linears(model: torch.nn.Module) -> int:
         for parameter in module.parameters(recurse=False):
             uses[parameter.data_ptr()] = uses.get(parameter.data_ptr(), 0) + 1
     num_packed = 0
-    for parent in list(model.modules()):
+    for parent in parents(model):
         for name, child in list(parent.named_children()):
             weight = _weight_of(child)
             if weight is None or uses[weight.data_ptr()] > 1:
@@ -58,6 +75,7 @@ def pack_linears(model: torch.nn.Module) -> int:
             if packed is not None:
                 bias: Any = child.bias
                 setattr(parent, name, packed(weight, bias))
+                drop_pages([weight])
                 num_packed += 1
     return num_packed
 

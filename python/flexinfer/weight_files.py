@@ -6,13 +6,45 @@ that is left keeps the pages of all in the process's resident set.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from bisect import bisect_right
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 KEPT_SHARE = 0.5
 """A file of which more than this is in use stays mapped: copying its weights would save little."""
+
+
+def drop_pages(weights: Iterable[torch.Tensor]) -> int:
+    """Give back the pages of files under weights that are not needed any more; returns bytes.
+
+    A model that is packed weight by weight would else hold its file and its packed weights at the
+    end, twice its size. A weight stays readable: its pages are read from the file again. Memory of
+    its own, and pages that it shares with a neighbour, stay.
+    """
+    files = _mapped_files()
+    num_bytes = 0
+    for weight in weights:
+        if _file_of(weight, files) is None:
+            continue
+        start = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (weight.data_ptr() + weight.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        length = end - start
+        if length > 0 and _libc().madvise(start, length, mmap.MADV_DONTNEED) == 0:
+            num_bytes += length
+    return num_bytes
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
 
 
 def let_go_of_files(model: torch.nn.Module) -> int:
@@ -21,15 +53,13 @@ def let_go_of_files(model: torch.nn.Module) -> int:
     Nothing happens where there is no /proc.
     """
     files = _mapped_files()
-    starts = [start for start, _ in files]
-    tensors: dict[int, list[torch.Tensor]] = {}
+    tensors: dict[tuple[int, int], list[torch.Tensor]] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        file = bisect_right(starts, tensor.data_ptr()) - 1
-        if tensor.device.type == "cpu" and file >= 0 and tensor.data_ptr() < files[file][1]:
+        file = _file_of(tensor, files)
+        if file is not None:
             tensors.setdefault(file, []).append(tensor)
     num_bytes = 0
-    for file, used in tensors.items():
-        start, end = files[file]
+    for (start, end), used in tensors.items():
         used_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in used}.values())
         if used_bytes <= KEPT_SHARE * (end - start):
             _copy(used)
@@ -45,6 +75,13 @@ def _copy(tensors: list[torch.Tensor]) -> None:
         if key not in copies:
             copies[key] = tensor.detach().clone()
         tensor.data = copies[key]
+
+
+def _file_of(tensor: torch.Tensor, files: list[tuple[int, int]]) -> tuple[int, int] | None:
+    """The one of these mapped files, in address order, that the tensor is a view of."""
+    index = bisect_right(files, tensor.data_ptr(), key=lambda file: file[0]) - 1
+    is_view = tensor.device.type == "cpu" and index >= 0 and tensor.data_ptr() < files[index][1]
+    return files[index] if is_view else None
 
 
 def _mapped_files() -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers.models.llama import modeling_llama
 
 from flexinfer import LLM, SamplingParams
 from flexinfer.lean_layers import RMSNorm, make_lean, same
-from flexinfer.lean_linear import join_linears, pack_linears
+from flexinfer.lean_linear import join_linears, pack_linears, parents
 from flexinfer.lean_mlp import GatedMLP
 from flexinfer.packed_linear import PackedLinear, can_pack
 from tiny_models import CONFIGS, make_model, random_prompts, reference
@@ -25,6 +26,17 @@ from tiny_models import CONFIGS, make_model, random_prompts, reference
 DTYPES = [torch.bfloat16] if can_pack(torch.bfloat16, torch.device("cpu")) else []
 if not DTYPES:
     pytest.skip("oneDNN has no bfloat16 kernels for this CPU", allow_module_level=True)
+
+
+def test_replaced_modules_are_let_go_of_before_the_next_parent() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(3)))
+    layers = list(map(weakref.ref, [model[0][0], model[1][0], model[2][0]]))
+    num_alive = []
+    for parent in parents(model):
+        num_alive.append(sum(layer() is not None for layer in layers))
+        if parent is not model:
+            parent[0] = torch.nn.Identity()
+    assert num_alive == [3, 3, 2, 1]
 
 
 @settings(max_examples=40, deadline=None)

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from flexinfer.weight_files import let_go_of_files
+from flexinfer.weight_files import drop_pages, let_go_of_files
 
 WIDTH = 256
 
@@ -57,3 +57,28 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     let_go_of_files(model)
     assert not is_mapped(file)
     assert model.tied.data_ptr() == model.w0.data_ptr()
+
+
+def resident_kib(file: Path) -> int:
+    """Of the mapping of this file in this process."""
+    entry, rss = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(maxsplit=1)[0]:
+            entry = line.endswith(str(file))
+        elif entry and line.startswith("Rss:"):
+            rss += int(line.split()[1])
+    return rss
+
+
+def test_dropped_pages_are_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    model = load(file, ["0", "1", "2", "3"])
+    expected = [parameter.clone() for parameter in model.parameters()]
+    before_kib = resident_kib(file)
+    own = torch.ones(WIDTH, WIDTH)
+    dropped_bytes = drop_pages([model.w1, own, torch.empty(0)])
+    assert WIDTH * WIDTH * 4 - 2 * 4096 <= dropped_bytes <= WIDTH * WIDTH * 4
+    assert resident_kib(file) == before_kib - dropped_bytes // 1024
+    assert torch.equal(own, torch.ones(WIDTH, WIDTH))
+    for parameter, value in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter, value)
