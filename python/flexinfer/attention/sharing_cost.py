@@ -29,7 +29,8 @@ class SharingCost:
     """Segments with more new tokens than this stay out: they read KV once for all of them."""
 
     def gain_us(self, num_tokens: int, num_readers: int, num_queries: int) -> float:
-        """Microseconds a layer that one call for all readers saves over `num_readers` reads.
+        """Microseconds a layer that one call for all readers saves over `num_readers` reads:
+        equation 4 of docs/two_phase.md.
 
         A range's readers are its members, but those for which a call further down reads it too
         count as one. num_queries: query tokens of all members.
