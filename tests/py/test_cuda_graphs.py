@@ -16,8 +16,9 @@ from flexinfer import LLMEngine, SamplingParams, attention, cuda_graphs
 from flexinfer.attention import flash
 from flexinfer.attention.base import AttentionBackend, AttentionMetadata, SharedRange
 from flexinfer.attention.flash import FlashAttention
-from flexinfer.attention.flash_kernels import Flash2, TorchFlash
+from flexinfer.attention.flash_kernels import Flash2
 from flexinfer.attention.sharing_cost import SharingCost
+from flexinfer.attention.torch_flash import TorchFlash
 from flexinfer.attention.two_phase_flash import FlashPartial
 from flexinfer.config import EngineConfig
 from flexinfer.cuda_graphs import DecodeGraphs, choose_sizes

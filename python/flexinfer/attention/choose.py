@@ -34,12 +34,11 @@ from flexinfer.attention.flash_kernels import (
     Flash4,
     PrefillKernel,
     Scores,
-    TorchFlash,
-    count_rows_per_slot,
     installed,
     require,
 )
 from flexinfer.attention.sdpa import SdpaAttention
+from flexinfer.attention.torch_flash import TorchFlash, count_rows_per_slot
 from flexinfer.attention.two_phase import TwoPhasePlan, attend
 from flexinfer.attention.two_phase_flash import FlashPartial
 
