@@ -13,6 +13,8 @@ import torch
 from problem import Problem
 from torch.nn.functional import scaled_dot_product_attention
 
+from flexinfer.attention.torch_flash import count_rows_per_slot, flat_rows
+
 Call = Callable[[], torch.Tensor]
 Kernel = Callable[[Problem], Call]
 
@@ -52,9 +54,11 @@ def torch_varlen(problem: Problem) -> Call:
     """
     if problem.device.type != "cuda":
         raise NotSupported("torch's varlen attention needs CUDA")
+    rows_a_slot = count_rows_per_slot(problem.k)
+    if rows_a_slot == 0:
+        raise NotSupported("the slot's stride is not a whole number of tokens")
     k, v = flat_rows(problem.k), flat_rows(problem.v)
     shape = problem.shape
-    rows_a_slot = problem.k.stride(0) // problem.k.stride(1)
     count = torch.arange(shape.batch + 1, dtype=torch.int32, device=problem.device)
     starts_q, starts_k, used = count * shape.new_tokens, count * rows_a_slot, problem.lengths()
     q = problem.q.flatten(0, 1)
@@ -73,16 +77,6 @@ def torch_varlen(problem: Problem) -> Call:
         False,
         seqused_k=used,
     )[0].view(size)
-
-
-def flat_rows(cache: torch.Tensor) -> torch.Tensor:
-    """[slots, tokens, heads, dim] -> [rows, heads, dim] over the same memory, gaps included."""
-    slots, tokens, heads, dim = cache.shape
-    slot_stride, token_stride, head_stride, _ = cache.stride()
-    if slot_stride % token_stride:
-        raise NotSupported("the slot's stride is not a whole number of tokens")
-    rows = (slots - 1) * (slot_stride // token_stride) + tokens
-    return cache.as_strided((rows, heads, dim), (token_stride, head_stride, 1))
 
 
 def flash_attn_2(problem: Problem) -> Call:

@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from engine_kit import run
 from flash_reference import FlashAttn2, TorchOperator
 from flexinfer import LLMEngine, SamplingParams, attention, cuda_graphs
 from flexinfer.attention import flash
@@ -122,18 +123,6 @@ def capture(engine: LLMEngine, sizes: list[int]) -> OpRecorder:
     engine.runner.capture_graphs(vtensor, recorder, sizes)
     vtensor.release()
     return recorder
-
-
-def run(engine: LLMEngine, prompts: list[list[int]], num_new: int) -> dict[str, Any]:
-    params = SamplingParams(temperature=0, max_tokens=num_new)
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params)
-    final = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            final[output.request_id] = output
-        engine.manager.check_integrity()
-    return final
 
 
 PROMPTS = random_prompts((9, 4, 30, 6, 11, 1, 17, 3), seed=11)

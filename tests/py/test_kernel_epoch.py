@@ -10,11 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from flexinfer import LLMEngine, SamplingParams
-from flexinfer.config import EngineConfig
+from engine_kit import make_engine, run
 from flexinfer.kernel_epoch import KernelEpoch, kernel_epoch
 from flexinfer.vtensor import KVSpec, VTensorManager
-from tiny_models import make_model, random_prompts, reference
+from tiny_models import random_prompts, reference
 
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, head_dim=16, max_seq_len=256)
 
@@ -87,29 +86,12 @@ def test_of_two_failures_the_first_is_told(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_an_engine_never_asks_for_what_an_open_step_forbids(mode: str) -> None:
     """The epochs of a GPU around the steps of a CPU: the manager would raise ValueError."""
-    engine = LLMEngine(
-        EngineConfig(
-            model=make_model("llama"),
-            skip_tokenizer_init=True,
-            max_num_seqs=4,
-            kv_cache_memory_bytes=96 << 10,
-            chunk_bytes=4096,
-            preemption_mode=mode,
-            swap_space="4MiB",
-        )
-    )
+    engine = make_engine(kv_cache_memory_bytes=96 << 10, preemption_mode=mode, swap_space="4MiB")
     engine._epoch = KernelEpoch(engine.manager, lambda: 0)
     prompts = random_prompts((5, 9, 3, 7, 12, 1, 8, 2), seed=5)
     shared = prompts[0] * 2
     prompts = [shared + prompt for prompt in prompts]
-    params = SamplingParams(temperature=0, max_tokens=12)
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params)
-    final = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            final[output.request_id] = output
-        engine.manager.check_integrity()
+    final = run(engine, prompts, num_new=12)
     for i, prompt in enumerate(prompts):
         assert final[str(i)].outputs[0].token_ids == reference("llama", tuple(prompt), 12)
     engine.close()

@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from engine_kit import TOKEN_BYTES, check, drain, make_engine, submit
 from flexinfer import LLMEngine, OutOfMemoryError
-from test_engine_memory import TOKEN_BYTES, check, drain, make_engine, submit
 from tiny_models import random_prompts
 
 BUDGET = 160 * TOKEN_BYTES

@@ -11,13 +11,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from engine_kit import make_engine, run
 from flexinfer import LLMEngine, OutOfMemoryError, SamplingParams, _vtensor, torch_memory
 from flexinfer.batch import ScheduledRequest
-from flexinfer.config import EngineConfig
-from flexinfer.outputs import RequestOutput
 from flexinfer.torch_memory import TorchMemory, on_torch_out_of_memory, watch
 from flexinfer.vtensor import KVSpec, SimConfig, VTensorManager, core_spec
-from tiny_models import make_model, random_prompts, reference
+from tiny_models import random_prompts, reference
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=1, head_dim=16, max_seq_len=1024)
 CHUNK = 4096
@@ -228,24 +227,6 @@ class SmallGpu:
                 self._execute(items[:-1])  # a part of the work was done
             raise torch.OutOfMemoryError("CUDA out of memory")
         return self._execute(items)
-
-
-def make_engine(**settings: Any) -> LLMEngine:
-    defaults = {"max_num_seqs": 4, "kv_cache_memory_bytes": 4 * MIB, "chunk_bytes": 4096}
-    config = {**defaults, "model": make_model("llama"), "skip_tokenizer_init": True, **settings}
-    return LLMEngine(EngineConfig(**config))
-
-
-def run(engine: LLMEngine, prompts: list[list[int]], num_new: int) -> dict[str, RequestOutput]:
-    params = SamplingParams(temperature=0, max_tokens=num_new)
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params)
-    final = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            final[output.request_id] = output
-        engine.manager.check_integrity()
-    return final
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
