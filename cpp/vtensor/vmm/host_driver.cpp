@@ -1,82 +1,30 @@
 #include "vtensor/vmm/host_driver.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <limits>
 #include <utility>
 #include <vector>
 
 #include "vtensor/error.h"
 #include "vtensor/units.h"
+#include "vtensor/vmm/host_call.h"
 #include "vtensor/vmm/host_memory.h"
 #include "vtensor/vmm/text.h"
-
-#ifndef MADV_COLLAPSE  // since Linux 6.1; older headers lack it, older kernels answer EINVAL
-#define MADV_COLLAPSE 25
-#endif
 
 namespace vtensor {
 namespace {
 
-constexpr size_t kHugePageBytes = 2 * kMiB;
 constexpr size_t kMemoryCreditBytes = 64 * kMiB;
-constexpr int kReservation = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
-[[noreturn]] void fail(const char* call, const std::string& arguments) {
-  const int code = errno;
-  throw DriverError(call, code, errno_text(code), arguments);
-}
-
-// For calls that take no memory: there ENOMEM is the system's limit on mappings.
-[[noreturn]] void fail_mapping(const char* call, const std::string& arguments) {
-  if (errno != ENOMEM) fail(call, arguments);
-  throw MappingLimitError(call, ENOMEM, "ENOMEM", arguments,
-                          "the process has about vm.max_map_count mappings. Raise that (sysctl -w "
-                          "vm.max_map_count=...) or use a larger chunk_bytes");
-}
-
-void* pointer(uintptr_t addr) { return reinterpret_cast<void*>(addr); }
 uint64_t number(Handle handle) { return static_cast<uint64_t>(handle); }
 
 int protection(Access access) {
   if (access == Access::kNone) return PROT_NONE;
   return access == Access::kRead ? PROT_READ : PROT_READ | PROT_WRITE;
-}
-
-// Repeats a call that a signal interrupted.
-template <class Call>
-int uninterrupted(Call&& call) {
-  int rc = 0;
-  do {
-    rc = call();
-  } while (rc != 0 && errno == EINTR);
-  return rc;
-}
-
-// mmap reserves at page alignment only: take more and cut both ends off.
-uintptr_t reserve_aligned(size_t size_bytes, size_t alignment_bytes, int prot, size_t page_bytes) {
-  const size_t slack_bytes = alignment_bytes - page_bytes;
-  const std::string arguments = "size_bytes=" + std::to_string(size_bytes) +
-                                ", alignment_bytes=" + std::to_string(alignment_bytes);
-  if (size_bytes > std::numeric_limits<size_t>::max() - slack_bytes) {
-    errno = ENOMEM;
-    fail("mmap", arguments);
-  }
-  void* start = mmap(nullptr, size_bytes + slack_bytes, prot, kReservation, -1, 0);
-  if (start == MAP_FAILED) fail("mmap", arguments);
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(start);
-  const uintptr_t addr = round_up(begin, alignment_bytes);
-  const size_t before_bytes = addr - begin;
-  const size_t after_bytes = slack_bytes - before_bytes;
-  if (before_bytes > 0) munmap(start, before_bytes);
-  if (after_bytes > 0) munmap(pointer(addr + size_bytes), after_bytes);
-  return addr;
 }
 
 size_t derived_mapping_limit(const std::string& system_root) {
@@ -90,50 +38,17 @@ HostDriver::HostDriver(const HostOptions& options)
     : options_(options),
       page_bytes_(static_cast<size_t>(sysconf(_SC_PAGESIZE))),
       owner_pid_(getpid()),
-      ledger_(page_bytes_) {
-  capacity_bytes_ = options_.capacity_bytes != 0 ? options_.capacity_bytes
-                                                 : available_bytes(options_.system_root) / 4 * 3;
-  mapping_limit_ = options_.mapping_limit != 0 ? options_.mapping_limit
-                                               : derived_mapping_limit(options_.system_root);
-  // Twice the capacity, so that free extents too small for a chunk (sizes may be mixed) do not
-  // count as shortage. The file is sparse and the window only addresses: neither costs memory.
-  space_bytes_ = round_up(checked_mul(std::max(capacity_bytes_, kHugePageBytes), 2, "capacity"),
-                          kHugePageBytes);
-  offsets_ = OffsetAllocator(space_bytes_);
-  try {
-    open_window();
-    huge_pages_ = options_.huge_pages && probe_huge_pages();
-  } catch (...) {
-    close_window();
-    throw;
-  }
-}
+      capacity_bytes_(options.capacity_bytes != 0 ? options.capacity_bytes
+                                                  : available_bytes(options.system_root) / 4 * 3),
+      mapping_limit_(options.mapping_limit != 0 ? options.mapping_limit
+                                                : derived_mapping_limit(options.system_root)),
+      memfd_(capacity_bytes_, page_bytes_),
+      huge_pages_(options.huge_pages && probe_huge_pages()),
+      ledger_(page_bytes_),
+      offsets_(memfd_.space_bytes()) {}
 
 HostDriver::~HostDriver() {
   for (const auto& [addr, size_bytes] : ledger_.ranges()) munmap(pointer(addr), size_bytes);
-  close_window();
-}
-
-void HostDriver::open_window() {
-  const std::string arguments = "size_bytes=" + std::to_string(space_bytes_);
-  fd_ = memfd_create("vtensor", MFD_CLOEXEC);
-  if (fd_ < 0) fail("memfd_create", "vtensor");
-  // Its size once and for all: growing it later would wait for other threads' fallocate.
-  if (ftruncate(fd_, static_cast<off_t>(space_bytes_)) != 0) fail("ftruncate", arguments);
-  const uintptr_t addr = reserve_aligned(space_bytes_, kHugePageBytes, PROT_NONE, page_bytes_);
-  window_ = static_cast<std::byte*>(pointer(addr));
-  if (mmap(window_, space_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE,
-           fd_, 0) == MAP_FAILED) {
-    fail("mmap", arguments);
-  }
-  // Every mapping of a chunk is cloned from the window and inherits these two.
-  madvise(window_, space_bytes_, MADV_DONTDUMP);
-  madvise(window_, space_bytes_, MADV_DONTFORK);
-}
-
-void HostDriver::close_window() noexcept {
-  if (window_ != nullptr) munmap(window_, space_bytes_);
-  if (fd_ >= 0) close(fd_);  // the last reference to the chunks: their memory goes back
 }
 
 // --- ranges ---
@@ -186,7 +101,7 @@ void HostDriver::release(Handle handle, size_t chunk_bytes) {
   // A forked child shares the file: its copy of the bookkeeping must not punch its parent's memory.
   if (getpid() != owner_pid_) return;
   try {
-    punch(number(handle), chunk_bytes);
+    memfd_.punch(number(handle), chunk_bytes);
   } catch (...) {
     const std::lock_guard lock(mutex_);
     ledger_.add_chunk(handle, chunk_bytes);
@@ -245,52 +160,13 @@ void HostDriver::require_memory(size_t size_bytes) {
 void HostDriver::commit(uint64_t offset, size_t size_bytes) {
   try {
     if (huge_pages_ && size_bytes % kHugePageBytes == 0) {
-      if (commit_huge(offset, size_bytes)) return;
+      if (memfd_.commit_huge(offset, size_bytes)) return;
       require_memory(size_bytes);  // a refused collapse can be the first sign of shortage
     }
-    commit_small(offset, size_bytes);
+    memfd_.commit_small(offset, size_bytes);
   } catch (...) {
-    punch(offset, size_bytes);
+    memfd_.punch(offset, size_bytes);
     throw;
-  }
-}
-
-// One small page in each huge page, then MADV_COLLAPSE: the only way to huge pages in a memfd that
-// needs no rights and no configuration (feasibility 1.2: 130 us for 2 MiB, where 512 small pages
-// cost 480, and mapping, touching and unmapping the chunk become 10-50 times cheaper). Collapse
-// needs something present in the range, hence the small page. False: no huge page to be had now.
-bool HostDriver::commit_huge(uint64_t offset, size_t size_bytes) {
-  for (uint64_t page = offset; page < offset + size_bytes; page += kHugePageBytes) {
-    commit_small(page, page_bytes_);
-  }
-  const int rc =
-      uninterrupted([&] { return madvise(window_ + offset, size_bytes, MADV_COLLAPSE); });
-  leave_window(offset, size_bytes);
-  return rc == 0;
-}
-
-// In pieces, because fallocate drops all its work when a signal arrives, and a profiler sends many.
-void HostDriver::commit_small(uint64_t offset, size_t size_bytes) {
-  for (size_t done = 0; done < size_bytes; done += kHugePageBytes) {
-    const auto start = static_cast<off_t>(offset + done);
-    const auto length = static_cast<off_t>(std::min(kHugePageBytes, size_bytes - done));
-    if (uninterrupted([&] { return fallocate(fd_, 0, start, length); }) == 0) continue;
-    if (errno == ENOSPC || errno == ENOMEM) {
-      const std::string name = errno_text(errno);
-      throw OutOfMemoryError(size_bytes, done, capacity_bytes_, "fallocate: " + name);
-    }
-    fail("fallocate", "offset=" + hex_text(offset + done) + ", size=" + std::to_string(length));
-  }
-}
-
-void HostDriver::punch(uint64_t offset, size_t size_bytes) {
-  const int rc = uninterrupted([&] {
-    return fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
-                     static_cast<off_t>(size_bytes));
-  });
-  if (rc != 0) {
-    fail("fallocate(PUNCH_HOLE)",
-         "offset=" + hex_text(offset) + ", size_bytes=" + std::to_string(size_bytes));
   }
 }
 
@@ -299,10 +175,10 @@ void HostDriver::punch(uint64_t offset, size_t size_bytes) {
 bool HostDriver::probe_huge_pages() {
   bool active = false;
   try {
-    active = commit_huge(0, kHugePageBytes);
+    active = memfd_.commit_huge(0, kHugePageBytes);
   } catch (const Error&) {
   }
-  punch(0, kHugePageBytes);
+  memfd_.punch(0, kHugePageBytes);
   return active;
 }
 
@@ -374,16 +250,11 @@ void HostDriver::require_mappings_left(size_t num_mappings) const {
           ". Raise that (sysctl -w vm.max_map_count=...) or use a larger chunk_bytes");
 }
 
-// Changes the access of one run; run.access is what it has now. A run that has none yet is cloned
-// from the window, by mremap with an old size of 0: unlike mmap, the clone inherits DONTDUMP and
-// DONTFORK, which would cost another 0.7 us each.
+// Changes the access of one run; run.access is what it has now.
 void HostDriver::apply(const Ledger::Run& run, Access access) const {
   if (run.access == access) return;
   if (run.access == Access::kNone) {
-    if (mremap(window_ + run.offset, 0, run.size_bytes, MREMAP_MAYMOVE | MREMAP_FIXED,
-               pointer(run.addr)) == MAP_FAILED) {
-      fail_mapping("mremap", span_text(run.addr, run.size_bytes));
-    }
+    memfd_.map_at(run.addr, run.offset, run.size_bytes);
     if (access == Access::kReadWrite) return;  // as the window
   }
   if (mprotect(pointer(run.addr), run.size_bytes, protection(access)) != 0) {
@@ -422,10 +293,8 @@ void HostDriver::show_tail(uintptr_t addr, size_t size_bytes) const {
 
 // --- contents ---
 
-// Takes a chunk out of the window's page tables again, once its bytes have been touched there; the
-// memory stays. Else it would count twice in the process's resident set: here and where it is
-// mapped. Only where a chunk is huge pages, which come back by one fault each (3 us); small ones
-// would cost 1 us each.
+// A chunk's bytes have been touched in the window: see HostMemfd::leave_window(). Only where a
+// chunk is huge pages, which come back by one fault each (3 us); small ones would cost 1 us each.
 void HostDriver::forget(Handle handle) const noexcept {
   if (!huge_pages_) return;
   size_t size_bytes = 0;
@@ -433,18 +302,13 @@ void HostDriver::forget(Handle handle) const noexcept {
     const std::lock_guard lock(mutex_);
     size_bytes = ledger_.chunk_bytes(handle);
   }
-  if (size_bytes % kHugePageBytes == 0) leave_window(number(handle), size_bytes);
-}
-
-// A failure only leaves the bytes counted.
-void HostDriver::leave_window(uint64_t offset, size_t size_bytes) const noexcept {
-  if (size_bytes > 0) madvise(window_ + offset, size_bytes, MADV_DONTNEED);
+  if (size_bytes % kHugePageBytes == 0) memfd_.leave_window(number(handle), size_bytes);
 }
 
 std::byte* HostDriver::bytes_at(Handle handle, size_t offset, size_t size_bytes) const {
   const std::lock_guard lock(mutex_);
   ledger_.require_bytes(handle, offset, size_bytes);
-  return window_ + number(handle) + offset;
+  return memfd_.at(number(handle) + offset);
 }
 
 void HostDriver::copy(Handle dst, size_t dst_offset, Handle src, size_t src_offset,
@@ -481,12 +345,6 @@ void HostDriver::write(Handle dst, size_t dst_offset, std::span<const std::byte>
 size_t HostDriver::created_bytes() const {
   const std::lock_guard lock(mutex_);
   return created_bytes_;
-}
-
-size_t HostDriver::resident_bytes() const {
-  struct stat status{};
-  if (fstat(fd_, &status) != 0) fail("fstat", "vtensor");
-  return static_cast<size_t>(status.st_blocks) * 512;
 }
 
 size_t HostDriver::num_mappings() const {

@@ -37,6 +37,7 @@
 #include <string_view>
 
 #include "vtensor/vmm/driver.h"
+#include "vtensor/vmm/host_memfd.h"
 #include "vtensor/vmm/ledger.h"
 #include "vtensor/vmm/offset_allocator.h"
 
@@ -91,26 +92,20 @@ class HostDriver final : public Driver {
 
   size_t capacity_bytes() const noexcept { return capacity_bytes_; }
   size_t created_bytes() const;
-  size_t resident_bytes() const;  // what the system holds for the memfd
+  size_t resident_bytes() const { return memfd_.resident_bytes(); }  // what the system holds
   size_t mapping_limit() const noexcept { return mapping_limit_; }
   size_t num_mappings() const;  // never less than the kernel's count for this driver
   // Chunks of whole 2 MiB really become huge pages: the kernel has been tried.
   bool huge_pages_active() const noexcept { return huge_pages_; }
 
  private:
-  void open_window();
-  void close_window() noexcept;
   std::byte* bytes_at(Handle handle, size_t offset, size_t size_bytes) const;
   void forget(Handle handle) const noexcept;
-  void leave_window(uint64_t offset, size_t size_bytes) const noexcept;
 
   uint64_t claim(size_t chunk_bytes);
   void unclaim(uint64_t offset, size_t chunk_bytes);
   void require_memory(size_t size_bytes);
   void commit(uint64_t offset, size_t size_bytes);
-  bool commit_huge(uint64_t offset, size_t size_bytes);
-  void commit_small(uint64_t offset, size_t size_bytes);
-  void punch(uint64_t offset, size_t size_bytes);
   bool probe_huge_pages();
 
   void require_mappings_left(size_t num_mappings) const;
@@ -121,16 +116,14 @@ class HostDriver final : public Driver {
   const HostOptions options_;
   const size_t page_bytes_;
   const pid_t owner_pid_;
-  size_t capacity_bytes_ = 0;
-  size_t mapping_limit_ = 0;
-  size_t space_bytes_ = 0;  // of the file and the window
-  int fd_ = -1;
-  std::byte* window_ = nullptr;
-  bool huge_pages_ = false;
+  const size_t capacity_bytes_;
+  const size_t mapping_limit_;
+  HostMemfd memfd_;
+  const bool huge_pages_;
 
   mutable std::mutex mutex_;  // guards all below
   Ledger ledger_;
-  OffsetAllocator offsets_{0};
+  OffsetAllocator offsets_;
   size_t created_bytes_ = 0;
   size_t memory_credit_bytes_ = 0;  // may be created before /proc is read again
 };
