@@ -25,33 +25,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexinfer.errors import OutOfMemoryError
+from flexinfer.replay_meter import ReplayMeter
 from flexinfer.replay_report import ReplayReport, Shortage, Totals
 from flexinfer.trace_reader import Record, TraceReader
-from flexinfer.vtensor import (
-    DriverCalls,
-    KVSpec,
-    SimConfig,
-    Stats,
-    VTensor,
-    VTensorManager,
-    parse_bytes,
-)
+from flexinfer.vtensor import KVSpec, SimConfig, VTensor, VTensorManager, parse_bytes
 
 __all__ = ["ReplayReport", "Shortage", "Totals", "replay"]
 
 _DTYPES = {4: "float32", 2: "float16"}
-_SAMPLE_EVERY = 64  # operations between two samples of waste
-_MAY_BE_SHORT = {"create", "fork", "extend", "swap_in", "swap_out", "set_budget"}
-_CHUNK_COUNTERS = {
-    "aliased": "chunks_aliased",
-    "copied": "chunks_copied",
-    "evicted": "chunks_evicted",
-    "adopted": "chunks_adopted",
-    "deduplicated": "chunks_deduplicated",
-    "swapped_out": "chunks_swapped_out",
-    "swapped_in": "chunks_swapped_in",
-    "hit": "prefix_hit_tokens",
-}
 
 
 def replay(
@@ -137,8 +118,6 @@ class _Replay:
         self._labels: dict[int, str] = {}
         self._pins: dict[str, list[tuple[str, float]]] = {}  # owner -> (pin, expires at us)
         self._num_pins = 0
-        self._num_samples = 0
-        self._num_run = 0
         self._line = 0
         self._report = ReplayReport(
             path=reader.path,
@@ -147,6 +126,9 @@ class _Replay:
             layers_per_plane=manager.spec.layers_per_plane or 1,
             memory_budget_bytes=manager.memory_budget,
             truncated=reader.truncated,
+        )
+        self._meter = ReplayMeter(
+            manager, self._report, reader.header.chunk_bytes, self._own_tokens
         )
         self._run_op: dict[str, Callable[[Record], None]] = {
             "create": self._create,
@@ -178,17 +160,15 @@ class _Replay:
     # -------------------------------------------------------------------------------- the loop
 
     def run(self) -> ReplayReport:
-        before = self._manager.stats()
         started = time.perf_counter()
         self._restore_live()
         operations: Counter[str] = Counter()
-        recorded_calls: dict[str, list[float]] = {}
         for line, record in self._reader:
             self._line = line
             kind = record["k"]
             try:
                 if kind == "call":
-                    _add_call(recorded_calls, record)
+                    self._meter.note_call(record)
                 elif kind == "label":
                     self._labels[record["id"]] = record["label"]
                 else:
@@ -199,17 +179,9 @@ class _Replay:
                 raise self._reader.error(line, f"{name} lacks the field {error}") from None
         report = self._report
         report.wall_s = time.perf_counter() - started
-        self._sample()
         report.operations = dict(operations)
         report.num_operations = operations.total()
-        _set_calls(
-            report.recorded,
-            {kind: DriverCalls(int(n), us, hid) for kind, (n, us, hid) in recorded_calls.items()},
-        )
-        self._set_replayed(before, self._manager.stats())
-        if self._num_samples:
-            report.mean_waste_bytes /= self._num_samples
-            report.mean_resident_bytes /= self._num_samples
+        self._meter.finish()
         return report
 
     def _operation(self, record: Record) -> None:
@@ -219,60 +191,20 @@ class _Replay:
             raise self._reader.error(
                 self._line, f"operation {record['op']!r} is unknown; known are {known}"
             )
-        self._note_recorded(record)
+        self._meter.note_recorded(record)
         if record.get("failed") and "result" not in record:
             self._report.num_skipped += 1
             return
         run(record)
-        self._num_run += 1
-        resident = self._manager.resident_bytes
-        if resident > self._report.replayed.peak_resident_bytes:
-            self._report.replayed.peak_resident_bytes = resident
-            self._report.waste_at_peak_bytes = self._sample()
-        elif self._num_run % _SAMPLE_EVERY == 0:
-            self._sample()
+        self._meter.note_run()
 
-    def _note_recorded(self, record: Record) -> None:
-        recorded = self._report.recorded
-        for key, counter in _CHUNK_COUNTERS.items():
-            if key in record:
-                setattr(recorded, counter, getattr(recorded, counter) + record[key])
-        resident = record["created"] * self._reader.header.chunk_bytes
-        if record["op"] != "sleep":  # its chunks count as created, though given back
-            recorded.peak_resident_bytes = max(recorded.peak_resident_bytes, resident)
-        if record["op"] in _MAY_BE_SHORT and record.get("result") in (0, False):
-            recorded.num_shortages += 1
-
-    def _sample(self) -> int:
-        """Adds a sample of waste and returns it."""
-        if self._manager.asleep:
-            return 0
-        stats = self._manager.stats()
-        distinct = stats.recorded_tokens + sum(
+    def _own_tokens(self) -> int:
+        """Tokens that no other vTensor and no recorded prefix counts."""
+        return sum(
             max(0, live.num_tokens - live.shared)
             for live in self._live.values()
             if not live.swapped
         )
-        waste = max(0, stats.resident_bytes - distinct * self._manager.spec.bytes_per_token)
-        report = self._report
-        report.peak_mapped_bytes = max(report.peak_mapped_bytes, stats.mapped_bytes)
-        report.mean_waste_bytes += waste
-        report.mean_resident_bytes += stats.resident_bytes
-        self._num_samples += 1
-        return waste
-
-    def _set_replayed(self, before: Stats, after: Stats) -> None:
-        replayed = self._report.replayed
-        for counter in _CHUNK_COUNTERS.values():
-            setattr(replayed, counter, getattr(after, counter) - getattr(before, counter))
-        calls = {}
-        for kind, call in after.driver_calls.items():
-            old = before.driver_calls[kind]
-            if call.calls > old.calls:
-                calls[kind] = DriverCalls(
-                    call.calls - old.calls, call.us - old.us, call.hidden_us - old.hidden_us
-                )
-        _set_calls(replayed, calls)
 
     # ------------------------------------------------------------------------------ operations
 
@@ -466,16 +398,3 @@ class _Replay:
                 self._short(record, 0)
             else:
                 self._report.replayed.num_shortages += 1
-
-
-def _add_call(calls: dict[str, list[float]], record: Record) -> None:
-    entry = calls.setdefault(record["call"], [0, 0.0, 0.0])
-    entry[0] += 1
-    entry[1] += record["us"]
-    entry[2] += record["us"] if record.get("worker") else 0.0
-
-
-def _set_calls(totals: Totals, calls: dict[str, DriverCalls]) -> None:
-    totals.driver_calls = calls
-    totals.driver_us_hidden = sum(call.hidden_us for call in calls.values())
-    totals.driver_us_exposed = sum(call.us for call in calls.values()) - totals.driver_us_hidden

@@ -17,19 +17,27 @@ Sources: vTensor (Xu et al., 2024) for the manager; PagedAttention (Kwon et al.,
 from __future__ import annotations
 
 import os
-import re
-from array import array
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
 from flexinfer import _vtensor
+from flexinfer.core_arguments import bad_lengths, check_layer, check_length, token_array
 from flexinfer.errors import OutOfMemoryError
 from flexinfer.kv_spec import KVSpec
+from flexinfer.manager_settings import (
+    SimConfig,
+    available_memory_bytes,
+    choice,
+    choose_budget,
+    choose_chunk_bytes,
+    core_spec,
+    driver_config,
+    simulate,
+)
 from flexinfer.stats import DriverCalls, Stats
 from flexinfer.units import parse_bytes
+from flexinfer.vtensor_handle import VTensor
 
 __all__ = [
     "ChunkInfo",
@@ -52,207 +60,6 @@ MappingTimes = _vtensor.MappingTimes
 PrefixInfo = _vtensor.PrefixInfo
 Snapshot = _vtensor.Snapshot
 VTensorInfo = _vtensor.VTensorInfo
-
-_HUGE_PAGE_BYTES = 2 << 20
-_DEFAULT_BUDGET_FRACTION = 0.5
-
-
-def available_memory_bytes() -> int:
-    """Bytes that this machine, or the container around this process, can still give."""
-    return int(_vtensor.available_bytes())
-
-
-@dataclass(frozen=True)
-class SimConfig:
-    """What ``device="sim"`` simulates.
-
-    Attributes:
-        latency: ``"none"``, or ``"a100"`` for the published costs of CUDA's calls at 2 MiB.
-        real_time: calls really take that long; otherwise it is only counted, in all times that
-            :class:`Stats` and traces tell.
-        capacity: bytes of the device; None: the manager's budget is the only bound.
-        granularity: bytes that chunk sizes are multiples of.
-    """
-
-    latency: Literal["none", "a100"] = "none"
-    real_time: bool = False
-    capacity: int | str | None = None
-    granularity: int = 4096
-
-    def _apply(self, config: _vtensor.DriverConfig) -> None:
-        if self.latency not in ("none", "a100"):
-            raise ValueError(f"latency is one of 'none', 'a100', got {self.latency!r}")
-        config.a100_latency = self.latency == "a100"
-        config.real_time = self.real_time
-        config.granularity_bytes = self.granularity
-        if self.capacity is not None:
-            config.capacity_bytes = parse_bytes(self.capacity, "capacity")
-
-
-def core_spec(spec: KVSpec) -> _vtensor.KVSpec:
-    """The spec as the core's own type."""
-    core = _vtensor.KVSpec()
-    core.num_layers = spec.num_layers
-    core.num_kv_heads = spec.num_kv_heads
-    core.head_dim = spec.head_dim
-    core.element_bytes = spec.element_bytes
-    core.max_tokens = spec.max_seq_len
-    core.layers_per_plane = spec.layers_per_plane or spec.num_layers
-    return core
-
-
-def _token_array(tokens: Any) -> Any:
-    """``tokens`` as a contiguous int32 buffer; buffers of int32 pass through without a copy."""
-    if isinstance(tokens, array) and tokens.typecode == "i":
-        return tokens
-    if hasattr(tokens, "__dlpack__") or hasattr(tokens, "__array_interface__"):
-        dtype = str(tokens.dtype)
-        if dtype.endswith("int32") and not dtype.endswith("uint32"):
-            return tokens
-        tokens = tokens.tolist()
-    try:
-        return array("i", tokens)
-    except (TypeError, OverflowError) as error:
-        raise ValueError(f"tokens must be integers that fit in 32 bits: {error}") from None
-
-
-def _torch_or_dlpack(exported: Any) -> Any:
-    """A torch tensor where torch is installed, else the DLPack object itself."""
-    try:
-        import torch
-    except ImportError:
-        return exported
-    return torch.from_dlpack(exported)
-
-
-class VTensor:
-    """One request's contiguous KV range. Made by :meth:`VTensorManager.create` or :meth:`fork`."""
-
-    __slots__ = ("__weakref__", "_manager", "_released", "id", "num_cached_tokens", "slot")
-
-    def __init__(self, manager: VTensorManager, vtensor_id: int) -> None:
-        info = manager._core.info(vtensor_id)
-        self._manager = manager
-        self._released = False
-        self.id: int = vtensor_id
-        self.slot: int = info.slot
-        self.num_cached_tokens: int = info.num_cached_tokens
-
-    def __repr__(self) -> str:
-        if self.released:
-            return f"VTensor(id={self.id}, released)"
-        info = self.info()
-        return f"VTensor(id={self.id}, slot={self.slot}, num_tokens={info.num_tokens})"
-
-    def __del__(self) -> None:
-        # Never raises: the manager may be closed, or half of the interpreter may be gone.
-        if not getattr(self, "_released", True) and not self._manager.closed:
-            with suppress(Exception):
-                self.release()
-
-    @property
-    def released(self) -> bool:
-        """Whether :meth:`release` has been called, or the manager is closed."""
-        return self._released or self._manager.closed
-
-    @property
-    def num_tokens(self) -> int:
-        """Declared length: tokens whose KV is, or is being, written."""
-        return self.info().num_tokens
-
-    @property
-    def mapped_tokens(self) -> int:
-        """Tokens that have memory behind them."""
-        return self.info().mapped_tokens
-
-    def info(self) -> VTensorInfo:
-        """Slot, lengths, mapped bytes, chunks aliased and copied. Raises ReleasedError."""
-        return self._manager._core.info(self.id)
-
-    def extend(self, num_tokens: int) -> None:
-        """Back the first ``num_tokens`` tokens with memory that this vTensor may write.
-
-        A tail chunk that others share is copied first, unless this vTensor continues exactly where
-        its last writer stopped. Raises OutOfMemoryError, with nothing changed.
-        """
-        self._manager.extend([self], [_length(num_tokens)])
-
-    def try_extend(self, num_tokens: int) -> bool:
-        """As :meth:`extend`; False instead of OutOfMemoryError."""
-        return self._manager.try_extend([self], [_length(num_tokens)])
-
-    def truncate(self, num_tokens: int) -> None:
-        """Give up the tokens from ``num_tokens`` on. Raises ValueError if that is more."""
-        self._manager._core.truncate(self.id, _length(num_tokens))
-
-    def record_prefix(self, tokens: Any) -> int:
-        """Let later requests share the KV of ``tokens``, this vTensor's first tokens.
-
-        Call it when their KV has been written. Returns how many of them are newly recorded.
-        """
-        return self._manager._core.record_prefix(self.id, _token_array(tokens))
-
-    def fork(self) -> VTensor:
-        """A vTensor with the same contents; whole chunks are shared, the tail is copied on write.
-
-        Raises OutOfMemoryError when no slot is left.
-        """
-        forked = self._manager._core.try_fork(self.id)
-        if forked is None:
-            raise self._manager._no_slot()
-        return VTensor(self._manager, forked)
-
-    def try_swap_out(self) -> bool:
-        """Move the contents to the swap store and give the chunks up; the addresses stay.
-
-        False, with nothing changed, when the store is too full.
-        """
-        return self._manager._core.try_swap_out(self.id)
-
-    def try_swap_in(self, tokens: Any = ()) -> bool:
-        """Bring the contents back to the same addresses; checksums are verified.
-
-        Whole chunks of ``tokens`` that are recorded are shared instead. False, with nothing
-        changed, when memory is short.
-        """
-        manager, wanted = self._manager, _token_array(tokens)
-        return manager._core.try_swap_in(self.id, wanted) or (
-            manager._got_memory_back() and manager._core.try_swap_in(self.id, wanted)
-        )
-
-    def release(self) -> None:
-        """Give the range and its chunk references back. Views of it stay valid and keep both."""
-        self._manager._core.release(self.id)
-        self._released = True
-
-    def k(self, layer: int) -> Any:
-        """Keys of ``layer``, zero-copy ``[num_tokens, num_kv_heads, head_dim]``."""
-        return self._view(layer, _vtensor.KV.KEY)
-
-    def v(self, layer: int) -> Any:
-        """Values of ``layer``, zero-copy ``[num_tokens, num_kv_heads, head_dim]``."""
-        return self._view(layer, _vtensor.KV.VALUE)
-
-    def _view(self, layer: int, which: _vtensor.KV) -> Any:
-        manager = self._manager
-        exported = manager._core.view(self.id, _layer(layer), which, manager.spec.dtype)
-        return manager._from_dlpack(exported)
-
-
-def _length(num_tokens: int) -> int:
-    if num_tokens < 0:
-        raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
-    return num_tokens
-
-
-def _bad_lengths(num_tokens: Any) -> ValueError:
-    return ValueError(f"num_tokens must be integers of at least 0, got {num_tokens!r}")
-
-
-def _layer(layer: int) -> int:
-    if layer < 0:
-        raise LookupError(f"layer must not be negative, got {layer}")
-    return layer
 
 
 class VTensorManager:
@@ -310,16 +117,18 @@ class VTensorManager:
         self._closed = True  # until it is open
         self.spec = spec
         self._from_dlpack = from_dlpack or _torch_or_dlpack
-        driver = _driver_config(device, tail)
+        driver = driver_config(device, tail)
         if sim is not None:
             if driver.kind != "sim":
                 raise ValueError(f"sim is for device='sim', got device={device!r}")
-            sim._apply(driver)
+            simulate(sim, driver)
         options = _vtensor.ManagerOptions()
         options.max_requests = max_requests
-        options.memory_budget_bytes = _budget(memory_budget)
-        options.chunk_bytes = _chunk_bytes(chunk_bytes, spec, driver, options.memory_budget_bytes)
-        options.scrub = _choice(_vtensor.ScrubPolicy, scrub, "scrub")
+        options.memory_budget_bytes = choose_budget(memory_budget)
+        options.chunk_bytes = choose_chunk_bytes(
+            chunk_bytes, spec, driver, options.memory_budget_bytes
+        )
+        options.scrub = choice(_vtensor.ScrubPolicy, scrub, "scrub")
         options.park = park
         options.pre_extend = pre_extend
         options.alias = alias
@@ -409,10 +218,10 @@ class VTensorManager:
         label: str | None = None,
     ) -> VTensor | None:
         """As :meth:`create`; None when no slot is left."""
-        wanted = _token_array(() if tokens is None else tokens)
+        wanted = token_array(() if tokens is None else tokens)
         if max_cached_tokens is not None:
             wanted = wanted[: max(0, max_cached_tokens)]
-        created = self._core.try_create(wanted, cache_salt, _length(expected_tokens))
+        created = self._core.try_create(wanted, cache_salt, check_length(expected_tokens))
         if created is None:
             return None
         if label is not None:
@@ -445,7 +254,7 @@ class VTensorManager:
                 raise
             self._core.extend(ids, num_tokens)
         except TypeError:
-            raise _bad_lengths(num_tokens) from None
+            raise bad_lengths(num_tokens) from None
 
     def try_extend(self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]) -> bool:
         """As :meth:`extend`; False, with nothing changed, when memory is short."""
@@ -455,7 +264,7 @@ class VTensorManager:
                 self._got_memory_back() and self._core.try_extend(ids, num_tokens)
             )
         except TypeError:  # checked afterwards: a decode step of many requests pays for it
-            raise _bad_lengths(num_tokens) from None
+            raise bad_lengths(num_tokens) from None
 
     def _got_memory_back(self) -> bool:
         """After a shortage: whether :attr:`on_shortage` has found something that the budget allows
@@ -473,7 +282,7 @@ class VTensorManager:
         try:
             self._core.pre_extend(ids, num_tokens)
         except TypeError:
-            raise _bad_lengths(num_tokens) from None
+            raise bad_lengths(num_tokens) from None
 
     def shared_ranges(
         self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]
@@ -490,7 +299,7 @@ class VTensorManager:
         try:
             return self._core.shared_ranges(ids, num_tokens)
         except TypeError:
-            raise _bad_lengths(num_tokens) from None
+            raise bad_lengths(num_tokens) from None
 
     def begin_step(self) -> None:
         """Say that a step's kernels are about to be issued; see :meth:`end_step`."""
@@ -512,13 +321,13 @@ class VTensorManager:
 
     def match_prefix(self, tokens: Any, cache_salt: str = "") -> int:
         """Length of the longest recorded prefix of ``tokens``; marks it as used now."""
-        return self._core.match_prefix(_token_array(tokens), cache_salt)
+        return self._core.match_prefix(token_array(tokens), cache_salt)
 
     def pin_prefix(
         self, tokens: Any, owner: str, ttl_s: float | None = None, cache_salt: str = ""
     ) -> int:
         """Keep the longest recorded prefix of ``tokens`` from eviction. Returns its length."""
-        return self._core.pin_prefix(_token_array(tokens), owner, ttl_s or 0.0, cache_salt)
+        return self._core.pin_prefix(token_array(tokens), owner, ttl_s or 0.0, cache_salt)
 
     def unpin_prefix(self, owner: str) -> int:
         """Drop the pins of ``owner``; returns how many there were."""
@@ -538,11 +347,11 @@ class VTensorManager:
 
     @memory_budget.setter
     def memory_budget(self, budget: int | str) -> None:
-        self._core.set_memory_budget_bytes(_budget(budget))
+        self._core.set_memory_budget_bytes(choose_budget(budget))
 
     def bytes_for(self, num_tokens: int) -> int:
         """Physical bytes that ``num_tokens`` tokens of a fresh vTensor need: whole chunks."""
-        return self._core.bytes_for(_length(num_tokens))
+        return self._core.bytes_for(check_length(num_tokens))
 
     @property
     def available_bytes(self) -> int:
@@ -603,7 +412,7 @@ class VTensorManager:
         return self._arena(layer, _vtensor.KV.VALUE)
 
     def _arena(self, layer: int, which: _vtensor.KV) -> Any:
-        return self._from_dlpack(self._core.arena(_layer(layer), which, self.spec.dtype))
+        return self._from_dlpack(self._core.arena(check_layer(layer), which, self.spec.dtype))
 
     # --------------------------------------------------------------------------------- tracing
 
@@ -651,50 +460,10 @@ class VTensorManager:
         self._core.check_integrity()
 
 
-def _choice(enum: Any, name: str, argument: str) -> Any:
+def _torch_or_dlpack(exported: Any) -> Any:
+    """A torch tensor where torch is installed, else the DLPack object itself."""
     try:
-        return getattr(enum, name.upper())
-    except AttributeError:
-        known = ", ".join(repr(str(member.name).lower()) for member in enum)
-        raise ValueError(f"{argument} is one of {known}, got {name!r}") from None
-
-
-def _driver_config(device: str, tail: str | None) -> _vtensor.DriverConfig:
-    match = re.fullmatch(r"(cpu|sim|cuda)(?::(\d+))?", str(device))
-    if match is None:
-        raise ValueError(f"device is 'cpu', 'cuda', 'cuda:N' or 'sim', got {device!r}")
-    config = _vtensor.DriverConfig()
-    config.kind = "host" if match[1] == "cpu" else match[1]
-    config.device_index = int(match[2] or 0)
-    config.tail = _choice(
-        _vtensor.TailPolicy, tail or ("guard" if match[1] == "cuda" else "zero"), "tail"
-    )
-    return config
-
-
-def _budget(memory_budget: int | str | None) -> int:
-    if memory_budget is None:
-        return int(available_memory_bytes() * _DEFAULT_BUDGET_FRACTION)
-    budget = parse_bytes(memory_budget, "memory_budget")
-    if budget < 1:
-        raise ValueError(f"memory_budget must be positive, got {memory_budget!r}")
-    return budget
-
-
-def _chunk_bytes(
-    chunk_bytes: int | str | None, spec: KVSpec, driver: _vtensor.DriverConfig, budget: int
-) -> int:
-    """The chunk size asked for, or a default: 2 MiB, but never so large that the budget holds
-    fewer than 64 chunks a plane, or one chunk holds more than a range."""
-    if chunk_bytes is not None:
-        size = parse_bytes(chunk_bytes, "chunk_bytes")
-        if size < 1:
-            raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes!r}")
-        return size
-    size = _HUGE_PAGE_BYTES
-    if driver.kind == "cuda":
-        return size
-    limit = min(budget // (64 * spec.num_planes), spec.max_seq_len * spec.plane_token_bytes)
-    while size > limit and size > 4096:
-        size //= 2
-    return size
+        import torch
+    except ImportError:
+        return exported
+    return torch.from_dlpack(exported)

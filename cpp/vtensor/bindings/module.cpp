@@ -10,13 +10,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "vtensor/bindings/driver_config.h"
 #include "vtensor/bindings/errors.h"
 #include "vtensor/manager.h"
-#include "vtensor/vmm/cuda_driver.h"
 #include "vtensor/vmm/faulty_driver.h"
-#include "vtensor/vmm/host_driver.h"
 #include "vtensor/vmm/host_memory.h"
-#include "vtensor/vmm/sim_driver.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -28,48 +26,6 @@ using TokenArray = nb::ndarray<const Token, nb::ndim<1>, nb::c_contig, nb::devic
 using GilRelease = nb::call_guard<nb::gil_scoped_release>;
 
 std::span<const Token> tokens_of(const TokenArray& array) { return {array.data(), array.size()}; }
-
-constexpr size_t kUnlimited = size_t{1} << 60;
-
-// What Python says about the driver to open; fields of other kinds of driver are ignored.
-struct DriverConfig {
-  std::string kind = "host";  // host | sim | cuda
-  int device_index = 0;
-  size_t capacity_bytes = 0;
-  TailPolicy tail = TailPolicy::kZero;
-  bool huge_pages = true;
-  size_t mapping_limit = 0;
-  size_t granularity_bytes = 4096;  // sim
-  bool a100_latency = false;        // sim
-  bool real_time = false;           // sim
-};
-
-std::unique_ptr<Driver> open_driver(const DriverConfig& config) {
-  if (config.kind == "host") {
-    HostOptions options;
-    options.capacity_bytes = config.capacity_bytes;
-    options.tail = config.tail;
-    options.huge_pages = config.huge_pages;
-    options.mapping_limit = config.mapping_limit;
-    return std::make_unique<HostDriver>(options);
-  }
-  if (config.kind == "sim") {
-    SimOptions options;
-    // Without a capacity of its own the manager's budget is the only bound.
-    options.capacity_bytes = config.capacity_bytes != 0 ? config.capacity_bytes : kUnlimited;
-    options.granularity_bytes = config.granularity_bytes;
-    options.latency = config.a100_latency ? SimLatency::a100() : SimLatency::none();
-    options.real_time = config.real_time;
-    return std::make_unique<SimDriver>(options);
-  }
-  if (config.kind == "cuda") {
-    CudaOptions options;
-    options.device_index = config.device_index;
-    options.tail = config.tail;
-    return std::make_unique<CudaDriver>(options);
-  }
-  throw std::invalid_argument("no driver is called '" + config.kind + "': host, sim or cuda");
-}
 
 // Fails chosen calls of a manager's driver: the tests' way to every error path.
 struct FaultInjector {
