@@ -62,11 +62,30 @@ def test_the_loop_is_short() -> None:
 
 def options_of(command: Any) -> set[str]:
     """Names of the options of a command and of those below it."""
-    own = {name for option in command.params for name in option.opts}
+    own = {name for o in command.params for name in (*o.opts, *o.secondary_opts)}
     return own.union(*map(options_of, getattr(command, "commands", {}).values()))
 
 
-@pytest.mark.parametrize("page_name", ["serving_loop.md", "demo.md", "tools.md"])
+def test_the_index_and_the_site_name_every_page() -> None:
+    pages = {path.name for path in DOCS.glob("*.md")}
+    index = set(re.findall(r"\]\((\w+\.md)\)", (DOCS / "index.md").read_text()))
+    site = set(re.findall(r"^  - .*: (\w+\.md)$", (DOCS.parent / "mkdocs.yml").read_text(), re.M))
+    assert index | {"index.md"} == site == pages
+
+
+@pytest.mark.parametrize(
+    "page_name",
+    [
+        "demo.md",
+        "lean_step.md",
+        "metrics.md",
+        "page.md",
+        "server.md",
+        "serving_loop.md",
+        "tools.md",
+        "tracing.md",
+    ],
+)
 def test_documented_options_and_names_exist(page_name: str) -> None:
     from typer.main import get_command
 
@@ -74,7 +93,7 @@ def test_documented_options_and_names_exist(page_name: str) -> None:
     from flexinfer.vtensor import VTensorManager
 
     text = (DOCS / page_name).read_text()
-    known = options_of(get_command(app))
+    known = {"--help", *options_of(get_command(app))}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known
     for name in re.findall(r"`manager\.(\w+)", text):
         assert hasattr(VTensorManager, name)
