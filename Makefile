@@ -8,7 +8,7 @@ export PYTHON JOBS PYTEST_ARGS
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow sanitize lint format stubs map bench docs dev clean
+.PHONY: help demo test test-slow soak sanitize lint format stubs map bench docs dev clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -21,6 +21,9 @@ test: ## set up, build, run the C++ tests (ctest) and the Python tests (pytest)
 
 test-slow: ## the Python tests marked slow
 	@scripts/test.sh slow
+
+soak: ## three minutes of mixed load on a server: nothing lost, wrong, or left behind
+	@scripts/test.sh soak
 
 sanitize: ## the C++ tests under ASan+UBSan and under TSan
 	@scripts/sanitize.sh

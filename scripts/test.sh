@@ -3,6 +3,7 @@
 #
 #   scripts/test.sh             everything but the tests marked slow
 #   scripts/test.sh slow        only those marked slow, with lm-eval installed for them
+#   scripts/test.sh soak        only the soak, three minutes
 #
 # The Python tests are spread over the cores, file by file. PYTEST_ARGS goes to pytest, e.g.
 # PYTEST_ARGS='-k prefix -x', or PYTEST_ARGS='-n 0 --pdb' for one process.
@@ -19,6 +20,14 @@ if [ "${1:-}" = slow ]; then
   "$PY" -m pytest -m slow --durations=0 --durations-min=5 "${pytest_args[@]}" || status=$?
   [ "$status" -ne 5 ] || say "no test is marked slow"
   exit $((status == 5 ? 0 : status))
+fi
+
+if [ "${1:-}" = soak ]; then
+  begin "make soak"
+  setup_venv dev
+  stage "Soak: a server under mixed load (pytest)"
+  "$PY" -m pytest -s tests/py/server/test_soak.py "${pytest_args[@]}"
+  exit 0
 fi
 
 begin "make test"

@@ -22,6 +22,7 @@ from flexinfer.errors import EngineDeadError, EngineError
 from flexinfer.openmp import release_threads
 from flexinfer.outputs import RequestOutput
 from flexinfer.sampling_params import BeamSearchParams, SamplingParams
+from flexinfer.torch_runtime import bound_primitive_caches
 from flexinfer.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ class EngineThread:
     def _serve(self) -> None:
         end = EngineDeadError("the engine was shut down")
         try:
+            bound_primitive_caches()
             while self._run_commands():
                 self._step()
         except BaseException as error:

@@ -63,6 +63,44 @@ def test_threads_are_bound_but_the_process_is_not() -> None:
     assert result.stdout.strip() == f"{cpus} {len(cpus) - 1}"
 
 
+@pytest.mark.parametrize(("chosen", "num_compiled"), [(None, 2), (1000, 1)])
+def test_few_compiled_products_are_kept(chosen: int | None, num_compiled: int) -> None:
+    """A product of 1 row is asked for again after many others, by a thread as the engine's: it must
+    have left both oneDNN's and ideep's cache. `chosen`: the user's own number for both."""
+    import torch
+
+    from flexinfer.packed_linear import can_pack
+    from flexinfer.torch_runtime import CACHED_PRIMITIVES, PRIMITIVE_CACHES
+
+    if not can_pack(torch.float32, torch.device("cpu")):
+        pytest.skip("torch without oneDNN's packed products")
+    code = (
+        "import threading\n"
+        "from flexinfer.torch_runtime import bound_primitive_caches, set_up_torch\n"
+        "set_up_torch(1)\n"
+        "import torch\n"
+        "from flexinfer.packed_linear import linear_pointwise, pack_weight\n"
+        "weight = pack_weight(torch.zeros(32, 32))\n"
+        "def multiply():\n"
+        "    bound_primitive_caches()\n"
+        f"    for rows in (*range(1, {CACHED_PRIMITIVES + 3}), 1):\n"
+        "        linear_pointwise(torch.zeros(rows, 32), weight, None, 'none', [], '')\n"
+        "thread = threading.Thread(target=multiply)\n"
+        "thread.start(); thread.join()"
+    )
+    clean = {name: value for name, value in os.environ.items() if name not in PRIMITIVE_CACHES}
+    own = {} if chosen is None else dict.fromkeys(PRIMITIVE_CACHES, str(chosen))
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**clean, **own, "ONEDNN_VERBOSE": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = [line for line in result.stdout.splitlines() if "mb1ic32oc32" in line]
+    assert sum("create:cache_miss" in line for line in lines) == num_compiled
+
+
 def test_compiling_without_a_compiler_is_refused_before_the_model_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
