@@ -40,6 +40,9 @@ JsonLine options_json(const ManagerOptions& options) {
   if (options.scheduler.max_idle_chunks != SIZE_MAX) {
     line.put("max_idle_chunks", options.scheduler.max_idle_chunks);
   }
+  if (options.scheduler.max_idle_fraction < 1) {
+    line.put("max_idle_fraction", options.scheduler.max_idle_fraction);
+  }
   return line;
 }
 

@@ -125,8 +125,8 @@ class EngineConfig:
     prefix_cache_memory: int | str | None = None
     """Bytes of KV that nobody uses, kept for requests with the same prefix, beyond which the least
     recently used is reused before more memory is taken from the system. None: an eighth of the
-    budget on the CPU, whose memory others need as well, all of it on CUDA. It stays when the budget
-    is changed later."""
+    budget on the CPU, whose memory others need as well, all of it on CUDA; both follow the budget
+    when it is changed, a number stays. Free memory kept ready (`free_memory_low`) is part of it."""
     enable_dedup: bool = True
     """Map prefixes that were computed twice onto one set of chunks."""
     trace: str | None = None

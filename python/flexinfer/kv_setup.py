@@ -26,6 +26,10 @@ CUDA_CHUNK_BYTES = 2 << 20
 """Granularity of CUDA's physical memory, and the size of a chunk when nobody says."""
 
 
+CPU_IDLE_FRACTION = 1 / 8
+"""Of the budget: what idle prefixes may hold on a CPU when nobody says."""
+
+
 def choose_max_model_len(config: EngineConfig, limit: int | None) -> int:
     """What the user asked for, or what the model can (`limit`); never more than that."""
     if config.max_model_len is None:
@@ -110,17 +114,18 @@ def make_manager(
         dedup=config.enable_dedup,
         eager=low_bytes if config.eager_allocation else 0,
         max_free=high_bytes,
-        max_idle=_choose_max_idle(config, loaded.device.type, memory.budget_bytes),
+        max_idle=config.prefix_cache_memory,
+        max_idle_fraction=_max_idle_fraction(config, loaded.device.type),
         swap_space=config.swap_space,
         swap_directory=config.swap_directory,
     )
 
 
-def _choose_max_idle(config: EngineConfig, device_type: str, budget: int) -> int | str | None:
+def _max_idle_fraction(config: EngineConfig, device_type: str) -> float:
     """See `EngineConfig.prefix_cache_memory`."""
     if config.prefix_cache_memory is not None or device_type == "cuda":
-        return config.prefix_cache_memory
-    return budget // 8
+        return 1.0
+    return CPU_IDLE_FRACTION
 
 
 def whole_slot_tokens(spec: KVSpec, chunk_bytes: int) -> int:

@@ -88,6 +88,7 @@ def replay(
         eager=options["eager_chunks"] * header.chunk_bytes,
         max_free=None if max_free is None else max_free * header.chunk_bytes,
         max_idle=None if max_idle is None else max_idle * header.chunk_bytes,
+        max_idle_fraction=options.get("max_idle_fraction", 1.0),
         swap_space=options["swap_space_bytes"],
         sim=SimConfig(latency) if device.startswith("sim") else None,
     )

@@ -82,9 +82,11 @@ class VTensorManager:
         dedup: when a prefix is recorded that was computed twice, map both onto one set of chunks.
         eager: bytes of clean free chunks that the worker keeps ready (eager allocation).
         max_free: free bytes beyond which the worker gives chunks back; None: it keeps them.
-        max_idle: bytes that no vTensor uses, of recorded prefixes and parked slots, beyond which
-            they are reused, the least recently used first, before any chunk is created; None: only
-            when the budget is full.
+        max_idle: bytes that no vTensor uses, of recorded prefixes and parked slots, `eager` ones
+            included, beyond which they are reused, the least recently used first, before any chunk
+            is created; None: only when the budget is full.
+        max_idle_fraction: the same bound as a part of the budget, with which it changes. Of the two
+            the lesser counts.
         swap_space: bound on host bytes of swapped-out vTensors, a number or text; 0: no swapping.
         swap_directory: where swapped KV goes, as an unlinked file; None: host memory.
         sim: what the simulated device is like; only for ``device="sim"``.
@@ -109,6 +111,7 @@ class VTensorManager:
         eager: int | str = 0,
         max_free: int | str | None = None,
         max_idle: int | str | None = None,
+        max_idle_fraction: float = 1.0,
         swap_space: int | str = 0,
         swap_directory: str | None = None,
         sim: SimConfig | None = None,
@@ -138,6 +141,9 @@ class VTensorManager:
             options.max_free_chunks = parse_bytes(max_free, "max_free") // options.chunk_bytes
         if max_idle is not None:
             options.max_idle_chunks = parse_bytes(max_idle, "max_idle") // options.chunk_bytes
+        if not 0 <= max_idle_fraction <= 1:
+            raise ValueError(f"max_idle_fraction must be from 0 to 1, got {max_idle_fraction!r}")
+        options.max_idle_fraction = max_idle_fraction
         options.swap_space_bytes = parse_bytes(swap_space, "swap_space")
         options.swap_directory = swap_directory or ""
         self.chunk_bytes: int = options.chunk_bytes

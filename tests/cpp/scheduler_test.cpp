@@ -406,6 +406,41 @@ TEST_P(SchedulerIdleTest, eager_chunks_come_from_idle_ones_first) {
   EXPECT_EQ(pset().num_created(), 4U);
 }
 
+TEST_P(SchedulerIdleTest, what_upkeep_keeps_ready_counts_as_idle) {
+  SchedulerOptions options{.eager_chunks = 3, .max_idle_chunks = 5};
+  Scheduler eager(faulty_.pool, options);
+  const auto run_chores = [&] {
+    while (std::optional<Chore> chore = eager.plan_chore()) {
+      chore->run(faulty_.faults, kChunk);
+      eager.finish_chore(*chore);
+    }
+  };
+  for (Token first = 0; first < 600; first += 100) {
+    const Tokens tokens = tokens_from(first, 8);
+    const VTensorId id = *eager.create(tokens, "");
+    const size_t target = 8;  // 4 chunks
+    std::optional<Growth> growth = eager.plan_extend({&id, 1}, {&target, 1});
+    ASSERT_TRUE(growth);
+    growth->run(faulty_.faults, faulty_.pool.vset, faulty_.pool.geometry);
+    eager.commit(*growth);
+    run_chores();
+    EXPECT_EQ(pset().num_free(), 3U);
+    EXPECT_LE(pset().num_created(), 4U + 5U);
+    eager.record_prefix(id, tokens);
+    eager.release(id);
+  }
+}
+
+TEST_P(SchedulerIdleTest, a_fraction_follows_the_budget) {
+  Scheduler scheduler(faulty_.pool, {.max_idle_chunks = 8, .max_idle_fraction = 0.25});
+  ASSERT_TRUE(scheduler.set_budget_chunks(20));
+  EXPECT_EQ(scheduler.max_idle(), 5U);
+  ASSERT_TRUE(scheduler.set_budget_chunks(12));
+  EXPECT_EQ(scheduler.max_idle(), 3U);
+  ASSERT_TRUE(scheduler.set_budget_chunks(64));
+  EXPECT_EQ(scheduler.max_idle(), 8U);  // the lesser of the two
+}
+
 // ----------------------------------------------------------------------------- without alias
 
 class SchedulerCopyTest : public SchedulerTest {

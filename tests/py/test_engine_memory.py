@@ -48,6 +48,31 @@ def test_a_lower_budget_forgets_prefixes_before_it_preempts() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize(("budget", "prompts_kept"), [("4MiB", 16), ("1MiB", 4), ("8MiB", 32)])
+def test_what_idle_prefixes_may_hold_follows_the_budget(budget: str, prompts_kept: int) -> None:
+    """An eighth of it: 4 MiB keep 512 KiB, 16 prompts of 32 KiB."""
+    engine = make_engine(max_num_seqs=1, eager_allocation=False)
+    engine.set_kv_cache_memory(budget)
+    num_tokens = (32 << 10) // TOKEN_BYTES
+    for prompt in random_prompts((num_tokens - NUM_NEW + 1,) * 40):
+        submit(engine, [prompt])
+        drain(engine)
+    stats = engine.manager.stats()
+    assert stats.resident_bytes == (prompts_kept + 1) * (32 << 10)  # and those of the last one
+    engine.close()
+
+
+def test_free_memory_kept_ready_counts_as_idle() -> None:
+    engine = make_engine(max_num_seqs=1, free_memory_low="128KiB", prefix_cache_memory="256KiB")
+    num_tokens = (32 << 10) // TOKEN_BYTES
+    for prompt in random_prompts((num_tokens - NUM_NEW + 1,) * 20):
+        submit(engine, [prompt])
+        drain(engine)
+        engine.manager.drain()
+    assert engine.manager.stats().resident_bytes <= (256 + 32 + 16) << 10
+    engine.close()
+
+
 def test_without_preemption_a_budget_below_what_runs_is_refused_with_the_numbers() -> None:
     engine = make_engine(preemption_mode="off")
     prompts = random_prompts((40, 40, 40))

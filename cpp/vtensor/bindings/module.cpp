@@ -126,7 +126,11 @@ void bind_values(nb::module_& m) {
           [](ManagerOptions& o, size_t chunks) { o.scheduler.max_free_chunks = chunks; })
       .def_prop_rw(
           "max_idle_chunks", [](const ManagerOptions& o) { return o.scheduler.max_idle_chunks; },
-          [](ManagerOptions& o, size_t chunks) { o.scheduler.max_idle_chunks = chunks; });
+          [](ManagerOptions& o, size_t chunks) { o.scheduler.max_idle_chunks = chunks; })
+      .def_prop_rw(
+          "max_idle_fraction",
+          [](const ManagerOptions& o) { return o.scheduler.max_idle_fraction; },
+          [](ManagerOptions& o, double part) { o.scheduler.max_idle_fraction = part; });
 }
 
 void bind_snapshot(nb::module_& m) {

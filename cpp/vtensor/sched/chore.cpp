@@ -1,5 +1,7 @@
 #include "vtensor/sched/chore.h"
 
+#include <algorithm>
+
 #include "vtensor/sched/scheduler.h"
 
 namespace vtensor {
@@ -45,7 +47,11 @@ std::optional<Chore::Kind> Scheduler::next_chore() const {
 }
 
 std::optional<Chore> Scheduler::plan_chore() {
-  if (next_chore() == Chore::Kind::kCreate) recycle(options_.eager_chunks);
+  if (next_chore() == Chore::Kind::kCreate) {
+    // What will be free then counts as idle too: nobody uses it.
+    const size_t eager = options_.eager_chunks, bound = max_idle();
+    recycle(eager, bound - std::min(bound, eager));
+  }
   const std::optional<Chore::Kind> kind = next_chore();
   if (!kind) return std::nullopt;
   PSet& pset = pool_.pset;

@@ -132,7 +132,7 @@ Growth Scheduler::plan_pre_extend(std::span<const VTensorId> ids,
     if (claimable < wanted) {
       evict(wanted - claimable);
     } else {
-      recycle(wanted);
+      recycle(wanted, max_idle());
     }
     std::vector<GrowthPart> one;
     one.push_back(std::move(part));

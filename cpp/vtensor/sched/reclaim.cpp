@@ -82,11 +82,17 @@ size_t Scheduler::num_obtainable() const {
   return pool_.pset.num_claimable() + num_idle() + surplus;
 }
 
-void Scheduler::recycle(size_t num_chunks) {
+size_t Scheduler::max_idle() const {
+  if (options_.max_idle_fraction >= 1) return options_.max_idle_chunks;
+  const auto budget = static_cast<double>(pool_.pset.budget_chunks());
+  return std::min(options_.max_idle_chunks,
+                  static_cast<size_t>(budget * options_.max_idle_fraction));
+}
+
+void Scheduler::recycle(size_t num_chunks, size_t max_idle) {
   const PSet& pset = pool_.pset;
-  while (pset.num_free() < num_chunks && num_idle() > options_.max_idle_chunks) {
-    const size_t wanted =
-        std::min(num_chunks - pset.num_free(), num_idle() - options_.max_idle_chunks);
+  while (pset.num_free() < num_chunks && num_idle() > max_idle) {
+    const size_t wanted = std::min(num_chunks - pset.num_free(), num_idle() - max_idle);
     if (evict(wanted) > 0) continue;
     if (pool_.vset.parked().empty()) return;
     free_parked(pool_.vset.parked().front());
@@ -100,7 +106,7 @@ void Scheduler::free_parked(SlotId slot) {
 
 bool Scheduler::make_claimable(size_t num_chunks, bool created) {
   if (enough(num_chunks, created)) {
-    if (!created) recycle(num_chunks);
+    if (!created) recycle(num_chunks, max_idle());
     return true;
   }
   if (!retiring_.empty() && !epochs_.is_open()) {

@@ -45,7 +45,10 @@ struct SchedulerOptions {
   bool alias = true;  // false: prefixes and forks are copied, chunk by chunk
   size_t eager_chunks = 0;  // clean free chunks that upkeep keeps ready (eager allocation)
   size_t max_free_chunks = SIZE_MAX;  // free chunks beyond this go back to the system
-  size_t max_idle_chunks = SIZE_MAX;  // idle chunks beyond this are reused before any is created
+  // Idle chunks beyond this, free ones that upkeep keeps ready among them, are reused before any is
+  // created; the lesser of the two.
+  size_t max_idle_chunks = SIZE_MAX;
+  double max_idle_fraction = 1;  // of the budget, as it is then
 };
 
 // Totals since the start; see docs/metrics.md.
@@ -134,9 +137,10 @@ class Scheduler {
 
   // Makes `num_chunks` chunks claimable (`created`: even without creating any). False: short.
   bool make_claimable(size_t num_chunks, bool created = false);
-  // Frees idle chunks beyond max_idle_chunks, the least recently used first, as long as fewer than
+  // Frees idle chunks beyond `max_idle`, the least recently used first, as long as fewer than
   // `num_chunks` are free: memory grows with what is in use, not with what was.
-  void recycle(size_t num_chunks);
+  void recycle(size_t num_chunks, size_t max_idle);
+  size_t max_idle() const;
   // Chunks that no vTensor uses: of recorded prefixes, and of parked slots.
   size_t num_idle() const;
   // Chunks that make_claimable() could reach.
