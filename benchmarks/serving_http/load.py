@@ -1,13 +1,16 @@
-"""Load: the prompts of a round, all at once, by the generator of `flexinfer bench serve`."""
+"""Load: the prompts of a round, all at once: the generator of `flexinfer bench serve` with a client
+of its own (lean_client.py)."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 from typing import Any
 
-from flexinfer.loadgen.client import Client, Target
+import uvloop
+from lean_client import LeanClient
+
+from flexinfer.loadgen.client import Target
 from flexinfer.loadgen.load import run_load
 from flexinfer.loadgen.request import LoadRequest, Outcome
 from flexinfer.loadgen.summary import summarize
@@ -40,9 +43,11 @@ def send(
         options["stream"] = False
     target = Target(url, model, options=options)
     requests = [LoadRequest(prompt, len(prompt), num_new) for prompt in prompts]
+    client = LeanClient(target)
     start_cpu_s = time.process_time()
-    outcomes, seconds = asyncio.run(_send_all(target, requests))
+    outcomes, seconds = uvloop.run(_send_all(client, requests))
     load_cpu_s = time.process_time() - start_cpu_s
+    client.read()
     failed = [outcome.error for outcome in outcomes if outcome.error]
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(requests)} requests failed: {failed[0]}")
@@ -60,8 +65,5 @@ def send(
     )
 
 
-async def _send_all(target: Target, requests: list[LoadRequest]) -> tuple[list[Outcome], float]:
-    async with Client(target) as client:
-        return await run_load(
-            requests, [0.0] * len(requests), client.send, max_concurrency=len(requests)
-        )
+async def _send_all(client: LeanClient, requests: list[LoadRequest]) -> tuple[list[Outcome], float]:
+    return await run_load(requests, [0.0] * len(requests), client.send)

@@ -192,7 +192,7 @@ class _Mailbox:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self._lock = threading.Lock()
         self._items: list[tuple[_Stream, RequestOutput | EngineError]] = []
 
@@ -202,8 +202,8 @@ class _Mailbox:
             self._items.append((stream, item))
             is_woken = len(self._items) > 1
         # A loop that was closed after it was woken takes nothing: that must not go unnoticed.
-        if not is_woken or self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._hand_out)
+        if not is_woken or self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self._hand_out)
 
     def _hand_out(self) -> None:
         with self._lock:
@@ -222,7 +222,8 @@ class _Stream:
     def __init__(self, mailbox: _Mailbox, *, latest_only: bool) -> None:
         self._mailbox = mailbox
         self._items: deque[RequestOutput | EngineError] = deque(maxlen=1 if latest_only else None)
-        self._ready = asyncio.Event()
+        self._loop = mailbox.loop
+        self._reader: asyncio.Future[None] | None = None  # set while one waits
 
     def put(self, item: RequestOutput | EngineError) -> None:
         """From any thread. Raises RuntimeError if the loop is closed."""
@@ -230,8 +231,11 @@ class _Stream:
 
     async def get(self) -> RequestOutput:
         while not self._items:
-            self._ready.clear()
-            await self._ready.wait()
+            self._reader = self._loop.create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
         item = self._items.popleft()
         if isinstance(item, EngineError):
             raise item
@@ -244,4 +248,5 @@ class _Stream:
             self._items[-1] = joined(last, item)
         else:
             self._items.append(item)
-        self._ready.set()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

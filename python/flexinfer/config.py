@@ -95,8 +95,9 @@ class EngineConfig:
     """Do not capture decode steps in CUDA graphs."""
     cuda_graph_sizes: tuple[int, ...] | None = None
     """Batch sizes to capture; None: 1, 2, 4, 8, 16, 24, ... up to max_num_seqs."""
-    stream_interval: int = 1
-    """Tokens between two outputs of a request, after the first: more of them cost a stream less."""
+    stream_interval: int | None = 1
+    """Tokens between two outputs of a request, after the first: more of them cost a stream less.
+    None: one with few streams, with many those of up to 50 ms; see stream_pace.py."""
     threads: int | None = None
     """CPU threads of torch and the kernels; None: one for each core that the process may use."""
     compile: bool = False
@@ -134,8 +135,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require_positive("max_num_seqs", self.max_num_seqs)
-        _require_positive("stream_interval", self.stream_interval)
-        for name in ("max_model_len", "max_num_batched_tokens", "layers_per_plane"):
+        for name in (
+            "stream_interval",
+            "max_model_len",
+            "max_num_batched_tokens",
+            "layers_per_plane",
+        ):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
         for name in ("kv_cache_memory_bytes", "chunk_bytes"):

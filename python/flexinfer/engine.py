@@ -36,6 +36,7 @@ from flexinfer.request_stats import RequestStats
 from flexinfer.sampling_params import BeamSearchParams, SamplingParams
 from flexinfer.scheduler import Batch, Scheduler
 from flexinfer.step_stats import EngineStats, StepMeter, StepStats, StepTotals
+from flexinfer.stream_pace import StreamPace
 from flexinfer.structured import GrammarCompiler
 from flexinfer.types import Prompt
 
@@ -104,6 +105,7 @@ class LLMEngine:
         self._elastic = ElasticMemory(self.scheduler, self.manager, config.swap_directory)
         self._meter = StepMeter(self.manager)
         self._requests = RequestStats()
+        self._pace = StreamPace(config.stream_interval)
         self._groups: dict[str, RequestGroup] = {}
         self._group_of: dict[str, RequestGroup] = {}  # by the id of each of its sequences
 
@@ -139,9 +141,7 @@ class LLMEngine:
         if isinstance(params, BeamSearchParams):
             group = BeamSearch(request, parsed.text, params, self.tokenizer)
         else:
-            group = ParallelSampling(
-                request, parsed.text, self.tokenizer, self.config.stream_interval
-            )
+            group = ParallelSampling(request, parsed.text, self.tokenizer, self._pace)
         self._remember(group)
         self.scheduler.add(request)
 
@@ -270,6 +270,7 @@ class LLMEngine:
         for sampled in sampled_tokens:
             group = self._group_of[sampled.request.request_id]
             tokens_of.setdefault(group, []).append(sampled)
+        self._pace.end_step(sum(group.is_streamed for group in tokens_of), now)
         for group, tokens in tokens_of.items():
             group.update(tokens, self.scheduler)
             leader = group.leader

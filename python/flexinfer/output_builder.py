@@ -8,6 +8,7 @@ from flexinfer.detokenizer import IncrementalDetokenizer, StopStrings
 from flexinfer.outputs import CompletionOutput, Logprob, TokenLogprobs
 from flexinfer.request import Request
 from flexinfer.sampling_params import RequestOutputKind
+from flexinfer.stream_pace import StreamPace
 
 if TYPE_CHECKING:
     from flexinfer.sampler import RowLogprobs
@@ -16,10 +17,9 @@ if TYPE_CHECKING:
 class OutputBuilder:
     """Follows a request token by token; `build()` gives what the caller is to see."""
 
-    def __init__(self, request: Request, tokenizer: Any | None, stream_interval: int = 1) -> None:
-        """stream_interval: see `EngineConfig`."""
+    def __init__(self, request: Request, tokenizer: Any | None, pace: StreamPace) -> None:
         params = request.params
-        self._stream_interval = stream_interval
+        self._pace = pace
         self.request = request
         self._tokenizer = tokenizer
         self._text = StopStrings(
@@ -64,13 +64,12 @@ class OutputBuilder:
 
     @property
     def is_due(self) -> bool:
-        """Whether the first token, the end, or `stream_interval` tokens since the last build are
-        there to be shown."""
+        """Whether the first token or the end is there to be shown, or later ones at their time."""
         request = self.request
         if request.is_finished:
             return not self._end_shown
         num_new = request.num_output_tokens - self._num_tokens_shown
-        return num_new >= (self._stream_interval if self._num_tokens_shown else 1)
+        return num_new > 0 and (self._num_tokens_shown == 0 or self._pace.is_due(num_new))
 
     def build(self) -> CompletionOutput:
         """The completion as `output_kind` wants it: all of it, or what is new since the last."""

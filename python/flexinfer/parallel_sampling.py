@@ -18,6 +18,7 @@ from flexinfer.outputs import CompletionOutput, RequestOutput
 from flexinfer.request import Request
 from flexinfer.request_group import RequestGroup, sequence_ids
 from flexinfer.sampling_params import RequestOutputKind
+from flexinfer.stream_pace import StreamPace
 
 if TYPE_CHECKING:
     from flexinfer.runner import SampledToken
@@ -28,10 +29,9 @@ class ParallelSampling(RequestGroup):
     """The samples of one request, each with its own text and end."""
 
     def __init__(
-        self, leader: Request, prompt: str | None, tokenizer: Any | None, stream_interval: int = 1
+        self, leader: Request, prompt: str | None, tokenizer: Any | None, pace: StreamPace
     ) -> None:
-        """`leader` carries the caller's params; it becomes sample 0. stream_interval: see
-        `EngineConfig`."""
+        """`leader` carries the caller's params; it becomes sample 0."""
         params = leader.params
         ids = sequence_ids(leader.request_id, params.num_samples)
         super().__init__(leader, prompt, ids)
@@ -43,13 +43,15 @@ class ParallelSampling(RequestGroup):
         ]
         leader.num_forks = len(leader.siblings)
         self._samples: list[Request] = [leader, *leader.siblings]
-        self._builders = [
-            OutputBuilder(sample, tokenizer, stream_interval) for sample in self._samples
-        ]
+        self._builders = [OutputBuilder(sample, tokenizer, pace) for sample in self._samples]
 
     @property
     def sequences(self) -> Sequence[Request]:
         return self._samples
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.params.output_kind is not RequestOutputKind.FINAL_ONLY
 
     @property
     def is_finished(self) -> bool:

@@ -37,6 +37,11 @@ class RequestGroup(ABC):
         """Those that have not ended, and maybe some that have."""
 
     @property
+    def is_streamed(self) -> bool:
+        """Whether the caller gets outputs before the end."""
+        return False
+
+    @property
     @abstractmethod
     def is_finished(self) -> bool: ...
 

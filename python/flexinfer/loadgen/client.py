@@ -89,11 +89,11 @@ class Client:
         try:
             async with self._session.post(self._target.url, json=body) as response:
                 if response.status != 200:
-                    outcome.error = f"{response.status}: {_message(await response.text())}"
+                    outcome.error = f"{response.status}: {error_message(await response.text())}"
                 elif body["stream"]:
                     await _read_stream(response.content, outcome, start_s)
                 else:
-                    _note_whole(json.loads(await response.read()), outcome)
+                    note_whole(json.loads(await response.read()), outcome)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             outcome.error = f"{type(error).__name__}: {error}"
         outcome.latency_s = time.perf_counter() - start_s
@@ -118,20 +118,20 @@ async def _lines(content: Any) -> AsyncGenerator[bytes, None]:
 
 async def _read_stream(content: Any, outcome: Outcome, start_s: float) -> None:
     """Server-sent events of a completion. Raises ValueError for what is none."""
-    reader = _StreamReader(outcome, start_s)
+    reader = StreamReader(outcome, start_s)
     async with aclosing(_lines(content)) as lines:
         async for line in lines:
             if line.startswith(b"data:"):
                 data = line[5:].strip()
                 if data == b"[DONE]":
                     break
-                reader.event(json.loads(data))
+                reader.event(json.loads(data), time.perf_counter())
                 if outcome.error:
                     return
     reader.end()
 
 
-def _note_whole(answer: dict[str, Any], outcome: Outcome) -> None:
+def note_whole(answer: dict[str, Any], outcome: Outcome) -> None:
     """An answer in one piece: when its tokens came is not known. Raises ValueError for what is
     none."""
     try:
@@ -144,7 +144,7 @@ def _note_whole(answer: dict[str, Any], outcome: Outcome) -> None:
     outcome.text = text or ""
 
 
-def _message(text: str) -> str:
+def error_message(text: str) -> str:
     """What an error in OpenAI's shape says, or the beginning of the text."""
     try:
         return str(json.loads(text)["error"]["message"])
@@ -152,8 +152,8 @@ def _message(text: str) -> str:
         return text[:MAX_ERROR_CHARS]
 
 
-class _StreamReader:
-    """Fills an outcome from the events of one stream."""
+class StreamReader:
+    """Fills an outcome from the events of one stream. Times are those of `time.perf_counter`."""
 
     def __init__(self, outcome: Outcome, start_s: float) -> None:
         self._outcome = outcome
@@ -163,8 +163,9 @@ class _StreamReader:
         self._num_pieces = 0
         self._num_tokens: int | None = None
 
-    def event(self, event: dict[str, Any]) -> None:
-        outcome, now_s = self._outcome, time.perf_counter()
+    def event(self, event: dict[str, Any], now_s: float) -> None:
+        """It came at `now_s`."""
+        outcome = self._outcome
         if error := event.get("error"):
             outcome.error = str(error.get("message", error) if isinstance(error, dict) else error)
             return

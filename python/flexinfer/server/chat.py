@@ -200,11 +200,10 @@ async def _events(call: Call) -> Events:
     try:
         async with aclosing(generate.stream(call.state, call.job)) as outputs:
             async for _, output in outputs:
-                for text in stream.add(output):
+                if text := stream.add(output):
                     yield text
         await _keep(call, stream.message(0), stream.token_ids(0))
-        for text in stream.finish():
-            yield text
+        yield stream.finish()
     finally:
         if call.conversation is not None:
             call.state.conversations.end_turn(call.conversation)

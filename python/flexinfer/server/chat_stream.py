@@ -11,7 +11,7 @@ from flexinfer.server.generate import UsageCounter
 from flexinfer.server.logprobs import chat_logprobs
 from flexinfer.server.protocol.base import Usage
 from flexinfer.server.protocol.chat import AnswerMessage, ToolCall
-from flexinfer.server.streaming import DONE, event
+from flexinfer.server.streaming import DONE, TextEvents, event
 from flexinfer.server.tools import Parsed, ToolParser, finish_reason
 
 if TYPE_CHECKING:
@@ -43,15 +43,16 @@ class ChatStream:
             self._head["conversation"] = call.conversation.id
         self._counter = UsageCounter()
         self._choices: dict[int, Progress] = {}
+        self._plain = TextEvents(lambda index, text: self._body(index, {"content": text}))
+        body = call.body
+        self._has_plain = not (
+            body.return_token_ids or body.wants_running_usage or call.num_top_logprobs is not None
+        )
 
-    def add(self, output: RequestOutput) -> Iterator[str]:
-        """The events of one output."""
+    def add(self, output: RequestOutput) -> str:
+        """The events of one output; none if it shows nothing new."""
         self._counter.add(0, output)
-        for one in output.outputs:
-            if one.index not in self._choices:
-                yield self._chunk(one.index, {"role": "assistant", "content": ""})
-            progress, parsed = self._read(one)
-            yield from self._chunks(progress, parsed, one)
+        return "".join([text for one in output.outputs for text in self._events(one)])
 
     def deltas(self, output: RequestOutput) -> Iterator[str]:
         """Only the new text of each choice, for another shape of stream."""
@@ -59,11 +60,11 @@ class ChatStream:
         for one in output.outputs:
             yield self._read(one)[1].content
 
-    def finish(self) -> Iterator[str]:
-        if self._call.body.wants_usage:
-            usage = self._counter.usage().model_dump()
-            yield event({**self._head, "choices": [], "usage": usage})
-        yield DONE
+    def finish(self) -> str:
+        if not self._call.body.wants_usage:
+            return DONE
+        usage = self._counter.usage().model_dump()
+        return event({**self._head, "choices": [], "usage": usage}) + DONE
 
     def message(self, index: int) -> AnswerMessage:
         """A choice as a whole message."""
@@ -76,6 +77,16 @@ class ChatStream:
     def usage(self) -> Usage:
         """Tokens so far."""
         return self._counter.usage()
+
+    def _events(self, one: CompletionOutput) -> Iterator[str]:
+        if one.index not in self._choices:
+            yield self._chunk(one.index, {"role": "assistant", "content": ""})
+        progress, parsed = self._read(one)
+        if self._has_plain and one.finish_reason is None and not parsed.calls:
+            if parsed.content:
+                yield self._plain.event(one.index, parsed.content)
+        else:
+            yield from self._chunks(progress, parsed, one)
 
     def _read(self, one: CompletionOutput) -> tuple[Progress, Parsed]:
         """Take in what is new of a choice."""
@@ -107,12 +118,15 @@ class ChatStream:
             yield self._chunk(one.index, {}, finish_reason=reason, stop_reason=one.stop_reason)
 
     def _chunk(self, index: int, delta: dict[str, Any], **extra: Any) -> str:
+        return event(self._body(index, delta, **extra))
+
+    def _body(self, index: int, delta: dict[str, Any], **extra: Any) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **extra}
         chunk: dict[str, Any] = {**self._head, "choices": [choice]}
         if self._call.body.wants_usage:
             wanted = self._call.body.wants_running_usage
             chunk["usage"] = self._counter.usage().model_dump() if wanted else None
-        return event(chunk)
+        return chunk
 
 
 def _parse(parser: ToolParser | None, one: CompletionOutput) -> Parsed:

@@ -13,6 +13,7 @@ from fastapi.responses import Response
 
 from flexinfer.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
 from flexinfer.server import generate
+from flexinfer.server.completion_stream import CompletionStream
 from flexinfer.server.errors import bad_request
 from flexinfer.server.generate import Job
 from flexinfer.server.logprobs import completion_logprobs
@@ -26,7 +27,7 @@ from flexinfer.server.protocol.completions import (
 )
 from flexinfer.server.sampling import beam_params, sampling_params
 from flexinfer.server.state import ServerState, State, Tenant
-from flexinfer.server.streaming import DONE, OR_EVENTS, Events, event, start_stream, until_gone
+from flexinfer.server.streaming import OR_EVENTS, Events, start_stream, until_gone
 from flexinfer.types import TokensPrompt
 
 router = APIRouter(prefix="/v1", tags=["completions"])
@@ -57,6 +58,20 @@ class Call:
             model=self.body.model or self.state.settings.model_name,
             choices=choices,
         )
+
+    def logprobs(
+        self, output: RequestOutput, one: CompletionOutput, offset: int, *, shows_prompt: bool
+    ) -> CompletionLogprobs | None:
+        """Of the new text, and before it of the prompt if that is shown; begins at `offset`."""
+        num_top = self.body.logprobs
+        if num_top is None:
+            return None
+        entries = [] if self.max_tokens == 0 else list(one.logprobs or ())
+        first = None
+        if shows_prompt:
+            entries = [entry for entry in output.prompt_logprobs or () if entry] + entries
+            first = decode(self.state, output.prompt_token_ids[:1], special_tokens=True)
+        return completion_logprobs(entries, num_top, offset, first)
 
 
 @router.post("/completions", response_model=Completion, responses=OR_EVENTS)
@@ -141,27 +156,12 @@ def _choice(
     return CompletionChoice(
         index=call.index_of(prompt_idx, one.index),
         text=echo if is_echo_only else echo + one.text,
-        logprobs=_logprobs(call, output, one, 0, shows_prompt=bool(call.body.echo)),
+        logprobs=call.logprobs(output, one, 0, shows_prompt=bool(call.body.echo)),
         finish_reason="length" if is_echo_only else one.finish_reason,  # type: ignore[arg-type]
         stop_reason=one.stop_reason,
         token_ids=one.token_ids if wants_ids else None,
         prompt_token_ids=output.prompt_token_ids if wants_ids else None,
     )
-
-
-def _logprobs(
-    call: Call, output: RequestOutput, one: CompletionOutput, offset: int, *, shows_prompt: bool
-) -> CompletionLogprobs | None:
-    """Of the new text, and before it of the prompt if that is shown; begins at `offset`."""
-    num_top = call.body.logprobs
-    if num_top is None:
-        return None
-    entries = [] if call.max_tokens == 0 else list(one.logprobs or ())
-    first = None
-    if shows_prompt:
-        entries = [entry for entry in output.prompt_logprobs or () if entry] + entries
-        first = decode(call.state, output.prompt_token_ids[:1], special_tokens=True)
-    return completion_logprobs(entries, num_top, offset, first)
 
 
 def _beam_answer(call: Call, found: Sequence[BeamSearchOutput]) -> Completion:
@@ -187,38 +187,8 @@ def _beam_answer(call: Call, found: Sequence[BeamSearchOutput]) -> Completion:
 
 
 async def _events(call: Call) -> Events:
-    body = call.body
-    head = call.answer([]).model_dump(exclude={"usage"})
-    counter = generate.UsageCounter()
-    offsets: dict[int, int] = {}
+    stream = CompletionStream(call)
     async with aclosing(generate.stream(call.state, call.job)) as outputs:
         async for prompt_idx, output in outputs:
-            counter.add(prompt_idx, output)
-            for one in output.outputs:
-                index = call.index_of(prompt_idx, one.index)
-                is_first = index not in offsets
-                echo = call.texts[prompt_idx] if body.echo and is_first else ""
-                offset = offsets.get(index, 0)
-                is_echo_only = call.max_tokens == 0
-                choice: dict[str, Any] = {
-                    "index": index,
-                    "text": echo if is_echo_only else echo + one.text,
-                    "logprobs": None,
-                    "finish_reason": one.finish_reason,
-                    "stop_reason": one.stop_reason,
-                }
-                shows_prompt = is_first and bool(body.echo)
-                logprobs = _logprobs(call, output, one, offset, shows_prompt=shows_prompt)
-                if logprobs is not None:
-                    choice["logprobs"] = logprobs.model_dump()
-                if body.return_token_ids:
-                    choice["token_ids"] = one.token_ids
-                offsets[index] = offset + len(choice["text"])
-                chunk = {**head, "choices": [choice]}
-                if body.wants_usage:
-                    running = counter.usage().model_dump() if body.wants_running_usage else None
-                    chunk["usage"] = running
-                yield event(chunk)
-    if body.wants_usage:
-        yield event({**head, "choices": [], "usage": counter.usage().model_dump()})
-    yield DONE
+            yield stream.add(prompt_idx, output)
+    yield stream.finish()

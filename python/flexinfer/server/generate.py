@@ -48,7 +48,7 @@ async def stream(state: ServerState, job: Job) -> Outputs:
     with state.limits.hold(job.tenant, job.num_sequences):
         params = _sampling(job, RequestOutputKind.DELTA)
         parts = [_outputs(state, job, params, idx) for idx in range(len(job.prompts))]
-        async with aclosing(_join(parts)) as outputs:
+        async with aclosing(_join(parts) if len(parts) > 1 else parts[0]) as outputs:
             async for item in outputs:
                 yield item
 
@@ -129,11 +129,6 @@ def _check(output: RequestOutput) -> None:
 
 async def _join(parts: Sequence[Outputs]) -> Outputs:
     """Items of several generators in the order in which they come."""
-    if len(parts) == 1:
-        async with aclosing(parts[0]) as only:
-            async for item in only:
-                yield item
-        return
     queue: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None]
     queue = asyncio.Queue(MAX_JOINED)
 

@@ -230,15 +230,14 @@ async def _events(call: Call) -> Events:
     finish_reason = "stop"
     async with aclosing(generate.stream(call.chat.state, call.chat.job)) as outputs:
         async for _, output in outputs:
-            for text in writer.start():
-                yield text
+            events = writer.start()
             for delta in stream.deltas(output):
-                for text in writer.text(message_id, delta):
-                    yield text
+                events += writer.text(message_id, delta)
+            if events:
+                yield "".join(events)
             finish_reason = output.outputs[0].finish_reason or finish_reason
     done = call.answer(stream.message(0), finish_reason, stream.usage(), message_id)
-    for text in writer.finish(done):
-        yield text
+    yield "".join(writer.finish(done))
 
 
 class _EventWriter:

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -83,8 +84,18 @@ def serve(app: FastAPI, sock: socket.socket) -> int:
         finally:
             watch.cancel()
 
-    asyncio.run(main())
+    _run(main())
     return server.exit_code
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    """On uvloop where it is installed: an event costs a third less there."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
+from json.encoder import encode_basestring
+from types import TracebackType
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -27,6 +29,7 @@ Events = AsyncGenerator[str, None]
 DONE = "data: [DONE]\n\n"
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """Made once: json.dumps makes an encoder at each call that has options."""
+_MARK = "\x00text\x00"
 OR_EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 """For the OpenAPI document of a route that also answers with a stream. Without a schema: OpenAPI
 3.1 has none for a sequence of events."""
@@ -36,6 +39,25 @@ def event(data: Any, name: str | None = None) -> str:
     """One server-sent event with a JSON body."""
     body = f"data: {_encode(data)}\n\n"
     return body if name is None else f"event: {name}\n{body}"
+
+
+class TextEvents:
+    """Events of a stream that differ in nothing but a choice's text: the rest is encoded once."""
+
+    def __init__(self, make: Callable[[int, str], Any]) -> None:
+        """`make(index, text)` is an event's body; the text of choice `index` stands in it once."""
+        self._make = make
+        self._around: dict[int, tuple[str, str]] = {}
+
+    def event(self, index: int, text: str) -> str:
+        """The same as `event(make(index, text))`."""
+        before, after = self._around.get(index) or self._encode_around(index)
+        return f"{before}{encode_basestring(text)}{after}"
+
+    def _encode_around(self, index: int) -> tuple[str, str]:
+        before, _, after = event(self._make(index, _MARK)).rpartition(_encode(_MARK))
+        self._around[index] = (before, after)
+        return before, after
 
 
 class ClientGoneError(APIError):
@@ -91,37 +113,59 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         headers = [h for h in self.raw_headers if h[0] != b"content-length"]
+        start = {"type": "http.response.start", "status": 200, "headers": headers}
         try:
-            start = {"type": "http.response.start", "status": 200, "headers": headers}
-            await self._send(send, start)
-            await self._send(send, _body(self._first, more=True))
-            async with aclosing(_errors_as_events(self._rest)) as events:
-                async for text in events:
-                    await self._send(send, _body(text, more=True))
-            await self._send(send, _body("", more=False))
+            with _SendTimer(self._send_timeout_s) as timer:
+                await timer.watch(send(start))
+                await timer.watch(send(_body(self._first, more=True)))
+                async with aclosing(_errors_as_events(self._rest)) as events:
+                    async for text in events:
+                        await timer.watch(send(_body(text, more=True)))
+                await timer.watch(send(_body("", more=False)))
         except TimeoutError:
             logger.warning("a reader took nothing for %g s: cut off", self._send_timeout_s)
 
-    async def _send(self, send: Send, message: dict[str, Any]) -> None:
-        """Raises TimeoutError if the socket takes it not in time."""
-        task = asyncio.current_task()
-        assert task is not None
-        late = False
 
-        def cut_off() -> None:
-            nonlocal late
-            late = True
-            task.cancel()
+class _SendTimer:
+    """Ends the task when something that it sends is not taken in time.
 
-        timer = asyncio.get_running_loop().call_later(self._send_timeout_s, cut_off)
-        try:
-            await send(message)
-        except asyncio.CancelledError:
-            if late:
-                raise TimeoutError from None
-            raise
-        finally:
-            timer.cancel()
+    One timer for a stream, which looks at the clock now and then: an event costs two assignments.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._since_s: float | None = None
+        self._is_late = False
+
+    def __enter__(self) -> _SendTimer:
+        self._handle = self._loop.call_later(self._timeout_s, self._look)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Raises TimeoutError in place of the cancellation that this timer asked for."""
+        self._handle.cancel()
+        if self._is_late and kind is asyncio.CancelledError:
+            raise TimeoutError from None
+
+    async def watch(self, sending: Awaitable[None]) -> None:
+        self._since_s = self._loop.time()
+        await sending
+        self._since_s = None
+
+    def _look(self) -> None:
+        waited_s = 0.0 if self._since_s is None else self._loop.time() - self._since_s
+        if waited_s < self._timeout_s:
+            self._handle = self._loop.call_later(self._timeout_s - waited_s, self._look)
+        elif self._task is not None:
+            self._is_late = True
+            self._task.cancel()
 
 
 async def start_stream(request: Request, events: Events, send_timeout_s: float) -> EventStream:
