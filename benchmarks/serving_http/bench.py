@@ -32,6 +32,8 @@ Row = dict[str, Any]
 MAX_MODEL_LEN = 2048
 MAX_NUM_SEQS = 64
 KV_GIB = 1
+ENGINE_THREAD = "flexinfer-engin"
+"""Of `flexinfer serve`, as /proc has it: 15 characters."""
 QUICK_SCALE = 8
 """A quick run, and the warm-up, have this part of the requests."""
 COLUMNS = (
@@ -43,6 +45,8 @@ COLUMNS = (
     "overhead_less_load_percent",
     "same_text_percent",
     "cpu_ms_per_token",
+    "cpu_overhead_percent",
+    "engine_cpu_ms_per_token",
     "http_cpu_ms_per_token",
     "load_cpu_ms_per_token",
     "ttft_p50_ms",
@@ -66,13 +70,14 @@ def prompts_of(workload: str, seed: int, repetition: int | str, scale: int) -> A
 
 
 def run_offline(engine: Offline, prompts: workloads.Prompts, num_new: int) -> Row:
-    before_s = engine.cpu_s()
+    before_s, before_engine_s = engine.cpu_s(), engine.thread_cpu_s()
     answer = engine.generate(prompts, num_new)
     return {
         "target": "offline",
         "seconds": answer["seconds"],
         "num_new_tokens": answer["num_new_tokens"],
         "cpu_s": engine.cpu_s() - before_s,
+        "engine_cpu_s": engine.thread_cpu_s() - before_engine_s,
         "peak_mib": engine.peak_mib(),
         "texts": answer["texts"],
     }
@@ -82,7 +87,8 @@ def run_http(
     target: str, server: Server, prompts: workloads.Prompts, num_new: int, salt: str
 ) -> Row:
     """`target` ends with "whole" for answers that are not streamed."""
-    before_s, before_http_s = server.cpu_s(), server.main_thread_cpu_s()
+    before_s = server.cpu_s()
+    before_http_s, before_engine_s = server.thread_cpu_s(), server.thread_cpu_s(ENGINE_THREAD)
     answers = load.send(
         server.url,
         server.model,
@@ -96,7 +102,8 @@ def run_http(
         "seconds": answers.seconds,
         "num_new_tokens": answers.num_new_tokens,
         "cpu_s": server.cpu_s() - before_s,
-        "http_cpu_s": server.main_thread_cpu_s() - before_http_s,
+        "http_cpu_s": server.thread_cpu_s() - before_http_s,
+        "engine_cpu_s": server.thread_cpu_s(ENGINE_THREAD) - before_engine_s,
         "load_cpu_s": answers.load_cpu_s,
         "peak_mib": server.peak_mib(),
         "texts": answers.texts,
@@ -165,7 +172,7 @@ def measure_vllm(args: argparse.Namespace, model: Path, logs: Path, scale: int) 
             asked = prompts_of(args.workload, args.seed, repetition, scale)
             for target in ("vLLM, stream", "vLLM, whole"):
                 row = run_http(target, server, *asked, str(repetition))
-                del row["http_cpu_s"]  # its engine and its HTTP are processes, not threads
+                del row["http_cpu_s"], row["engine_cpu_s"]  # with vLLM they are processes
                 rows.append(row | {"repetition": repetition})
     return rows
 
@@ -173,7 +180,8 @@ def measure_vllm(args: argparse.Namespace, model: Path, logs: Path, scale: int) 
 def flexinfer_command(args: argparse.Namespace, model: Path) -> list[str]:
     command = [sys.executable, "-m", "flexinfer.cli", "serve", str(model), "--dtype", args.dtype]
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
-    command += ["--stream-interval", str(args.stream_interval)]
+    if args.stream_interval is not None:
+        command += ["--stream-interval", str(args.stream_interval)]
     return [*command, "--kv-cache-memory-bytes", str(KV_GIB << 30), "--port"]
 
 
@@ -182,7 +190,7 @@ def vllm_command(args: argparse.Namespace, model: Path) -> list[str]:
     command = [str(args.vllm_python), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--dtype", args.dtype, "--host", "127.0.0.1"]
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
-    command += ["--stream-interval", str(args.stream_interval)]
+    command += ["--stream-interval", str(args.stream_interval or 1)]
     return [*command, *args.vllm_args.split(), "--port"]
 
 
@@ -196,6 +204,9 @@ def compare(rows: list[Row]) -> None:
         # At least this much of the time was the load generator's, if nothing ever waited.
         server_s = row["seconds"] - row["load_cpu_s"] / (os.cpu_count() or 1)
         server_rate = row["num_new_tokens"] / server_s
+        cpu_s_per_token = row["cpu_s"] / row["num_new_tokens"]
+        offline_cpu_s = reference["cpu_s"] / reference["num_new_tokens"]
+        row["cpu_overhead_percent"] = 100 * (cpu_s_per_token / offline_cpu_s - 1)
         row["overhead_less_load_percent"] = 100 * (1 - server_rate / offline_rate)
         pairs = list(zip(row["texts"], reference["texts"], strict=True))
         row["same_text_percent"] = 100 * sum(a == b for a, b in pairs) / len(pairs)
@@ -236,7 +247,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vllm-python", type=Path, help="Python that has a CPU build of vLLM")
     parser.add_argument("--vllm-preload", default="", help="LD_PRELOAD for it")
     parser.add_argument("--vllm-args", default="--enforce-eager --disable-log-stats")
-    parser.add_argument("--stream-interval", type=int, default=1, help="tokens in one event")
+    parser.add_argument("--stream-interval", type=int, help="tokens in one event, given to servers")
     parser.add_argument("--quick", action="store_true", help="toy sizes, only to see it work")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     args = parser.parse_args()

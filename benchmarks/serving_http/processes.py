@@ -62,11 +62,14 @@ class Measured:
         times = [one.cpu_times() for one in self._tree()]
         return float(sum(one.user + one.system for one in times))
 
-    def main_thread_cpu_s(self) -> float:
-        """Of the first process's first thread: in `flexinfer serve`, the one that speaks HTTP."""
-        threads = psutil.Process(self.process.pid).threads()
-        main = next(one for one in threads if one.id == self.process.pid)
-        return float(main.user_time + main.system_time)
+    def thread_cpu_s(self, name: str | None = None) -> float:
+        """Of one thread of the first process: the one called so; None: the first one, which in
+        `flexinfer serve` speaks HTTP and in offline.py computes. 0 if there is no such thread."""
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            is_first = task.name == str(self.process.pid)
+            if is_first if name is None else (task / "comm").read_text().strip() == name:
+                return int((task / "schedstat").read_text().split()[0]) / 1e9
+        return 0.0
 
     def peak_mib(self) -> float:
         """Sum of the peak resident memory of each process that is alive, or was at a call before:

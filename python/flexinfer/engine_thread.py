@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -26,6 +27,9 @@ from flexinfer.torch_runtime import bound_primitive_caches
 from flexinfer.types import Prompt
 
 logger = logging.getLogger(__name__)
+
+THREAD_NAME = "flexinfer-engine"
+"""Also for `top -H` and /proc, which keep 15 characters of it."""
 
 Result = TypeVar("Result")
 Sink = Callable[[RequestOutput | EngineError], None]
@@ -50,7 +54,7 @@ class EngineThread:
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._lock = threading.Lock()  # orders the last command before the end
         self._ended: EngineDeadError | None = None
-        self._thread = threading.Thread(target=self._serve, name="flexinfer-engine", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
     @property
@@ -114,6 +118,8 @@ class EngineThread:
     # In the thread.
 
     def _serve(self) -> None:
+        with suppress(OSError):  # no /proc: then tools that list threads show no name
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(THREAD_NAME)
         end = EngineDeadError("the engine was shut down")
         try:
             bound_primitive_caches()

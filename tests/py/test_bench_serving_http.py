@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("aiohttp")
 pytest.importorskip("psutil")
 pytest.importorskip("uvicorn")
+pytest.importorskip("uvloop")
+pytest.importorskip("httptools")
 
 BENCH = Path(__file__).resolve().parents[2] / "benchmarks" / "serving_http" / "bench.py"
 

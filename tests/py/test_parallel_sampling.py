@@ -168,6 +168,23 @@ def test_the_stream_interval_joins_outputs_after_the_first(
     assert [list(chain.from_iterable(sample)) for sample in pieces] == tokens(whole)
 
 
+def test_an_interval_by_the_load_loses_nothing_and_shows_the_first_token_at_once() -> None:
+    params = SamplingParams(seed=5, max_tokens=40, output_kind=RequestOutputKind.DELTA)
+    prompts = [[index + 1, 2, 3] for index in range(12)]
+    with make_llm(stream_interval=None) as llm:
+        wholes = generate(llm, prompts, SamplingParams(seed=5, max_tokens=40))
+        for index, prompt in enumerate(prompts):
+            llm.llm_engine.add_request(str(index), prompt, params)
+        pieces: dict[str, list[list[int]]] = {}
+        while llm.llm_engine.has_unfinished_requests():
+            for output in llm.llm_engine.step():
+                pieces.setdefault(output.request_id, []).append(output.outputs[0].token_ids)
+    for index, whole in enumerate(wholes):
+        mine = pieces[str(index)]
+        assert len(mine[0]) == 1
+        assert list(chain.from_iterable(mine)) == tokens(whole)[0]
+
+
 def test_each_sample_has_its_own_text() -> None:
     tokenizer = make_tokenizer()
     settings: dict[str, Any] = {"kv_cache_memory_bytes": 16 << 20, "tokenizer": tokenizer}

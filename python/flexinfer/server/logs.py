@@ -124,6 +124,8 @@ class JsonFormatter(logging.Formatter):
 
 def _one_line(text: str) -> str:
     """A path may hold anything: nobody writes lines of their own into the log."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

@@ -63,12 +63,16 @@ class ServerState:
             )
 
 
-def _state_of(request: Request) -> ServerState:
+# Coroutines, though nothing waits: FastAPI would run plain functions in threads of their own, which
+# wait for the GIL while the engine computes.
+
+
+async def _state_of(request: Request) -> ServerState:
     state: ServerState = request.app.state.flexinfer
     return state
 
 
-def _tenant_of(request: Request) -> str:
+async def _tenant_of(request: Request) -> str:
     tenant: str = request.scope["state"]["tenant"]
     return tenant
 
