@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import load
+from peers import Peer, peers_of
 from processes import Offline, Server
 from text_model import make_text_model
 
@@ -36,6 +37,7 @@ ENGINE_THREAD = "flexinfer-engin"
 """Of `flexinfer serve`, as /proc has it: 15 characters."""
 QUICK_SCALE = 8
 """A quick run, and the warm-up, have this part of the requests."""
+OURS = ("serve, stream", "serve, each token", "serve, whole")
 COLUMNS = (
     "target",
     "tokens_per_s",
@@ -84,9 +86,14 @@ def run_offline(engine: Offline, prompts: workloads.Prompts, num_new: int) -> Ro
 
 
 def run_http(
-    target: str, server: Server, prompts: workloads.Prompts, num_new: int, salt: str
+    target: str,
+    server: Server,
+    prompts: workloads.Prompts,
+    num_new: int,
+    salt: str,
+    options: dict[str, Any] | None = None,
 ) -> Row:
-    """`target` ends with "whole" for answers that are not streamed."""
+    """`target` ends with "whole" for answers that are not streamed; `options`: of requests."""
     before_s = server.cpu_s()
     before_http_s, before_engine_s = server.thread_cpu_s(), server.thread_cpu_s(ENGINE_THREAD)
     answers = load.send(
@@ -96,6 +103,7 @@ def run_http(
         num_new,
         stream=not target.endswith("whole"),
         salt=f"{target} {salt}",
+        options=options or {},
     )
     return {
         "target": target,
@@ -112,7 +120,7 @@ def run_http(
 
 
 def measure(args: argparse.Namespace, model: Path, logs: Path) -> list[Row]:
-    """One row a target and repetition. FlexInfer's targets take turns; then the peer alone."""
+    """One row a target and repetition. FlexInfer's targets take turns; then each peer alone."""
     threads = {"OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads)}
     scale = QUICK_SCALE if args.quick else 1
     rows: list[Row] = []
@@ -120,8 +128,11 @@ def measure(args: argparse.Namespace, model: Path, logs: Path) -> list[Row]:
         kv_bytes = str(KV_GIB << 30)
         sizes = [str(model), args.dtype, str(MAX_MODEL_LEN), str(MAX_NUM_SEQS), kv_bytes]
         offline = stack.enter_context(Offline(sizes, threads, logs / "offline.log"))
-        server = stack.enter_context(
-            Server(flexinfer_command(args, model), threads, logs / "flexinfer.log")
+        server, exact = (
+            stack.enter_context(
+                Server(flexinfer_command(args, model, interval), threads, logs / name)
+            )
+            for interval, name in ((None, "flexinfer.log"), (1, "flexinfer-1.log"))
         )
         for repetition in ["warm-up", *range(args.repetitions)]:
             is_warm_up = repetition == "warm-up"
@@ -129,21 +140,16 @@ def measure(args: argparse.Namespace, model: Path, logs: Path) -> list[Row]:
                 args.workload, args.seed, repetition, QUICK_SCALE if is_warm_up else scale
             )
             salt = str(repetition)
-            runs = {
-                "offline": partial(run_offline, offline, *asked),
-                "serve, stream": partial(run_http, "serve, stream", server, *asked, salt),
-                "serve, whole": partial(run_http, "serve, whole", server, *asked, salt),
-            }
+            runs = {"offline": partial(run_offline, offline, *asked)}
+            for name, at in zip(OURS, (server, exact, server), strict=True):
+                runs[name] = partial(run_http, name, at, *asked, salt)
             found = {name: runs[name]() for name in rotated(list(runs), repetition)}
             done = [found[name] for name in runs]
             compare(done)
             if not is_warm_up:
                 rows += [row | {"repetition": repetition} for row in done]
-    if args.vllm_python is not None:
-        try:
-            rows += measure_vllm(args, model, logs, scale)
-        except RuntimeError as error:
-            print(f"vLLM: {error}", file=sys.stderr)
+    for peer in peers_of(args, model, MAX_MODEL_LEN, MAX_NUM_SEQS, KV_GIB):
+        rows += measure_peer(args, peer, logs, scale)
     return rows
 
 
@@ -153,45 +159,37 @@ def rotated(names: list[str], repetition: int | str) -> list[str]:
     return names[first:] + names[:first]
 
 
-def measure_vllm(args: argparse.Namespace, model: Path, logs: Path, scale: int) -> list[Row]:
-    """vLLM's server; ours is down meanwhile."""
-    variables = {
-        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{args.threads - 1}",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    if args.vllm_preload:
-        variables["LD_PRELOAD"] = args.vllm_preload
+def measure_peer(args: argparse.Namespace, peer: Peer, logs: Path, scale: int) -> list[Row]:
+    """A peer's server; ours is down meanwhile. No rows, and a word why, if it fails."""
+    try:
+        with Server(peer.command, peer.variables, logs / f"{peer.name}.log") as server:
+            return run_peer(args, peer, server, scale)
+    except RuntimeError as error:
+        print(f"{peer.name}: {error}", file=sys.stderr)
+        return []
+
+
+def run_peer(args: argparse.Namespace, peer: Peer, server: Server, scale: int) -> list[Row]:
     rows = []
-    with Server(vllm_command(args, model), variables, logs / "vllm.log") as server:
-        warm_up = prompts_of(args.workload, args.seed, "warm-up", QUICK_SCALE)
-        run_http("vLLM, stream", server, *warm_up, "warm-up")
-        for repetition in range(args.repetitions):
-            asked = prompts_of(args.workload, args.seed, repetition, scale)
-            for target in ("vLLM, stream", "vLLM, whole"):
-                row = run_http(target, server, *asked, str(repetition))
-                del row["http_cpu_s"], row["engine_cpu_s"]  # with vLLM they are processes
-                rows.append(row | {"repetition": repetition})
+    warm_up = prompts_of(args.workload, args.seed, "warm-up", QUICK_SCALE)
+    run_http(f"{peer.name}, stream", server, *warm_up, "warm-up", peer.options)
+    for repetition in range(args.repetitions):
+        asked = prompts_of(args.workload, args.seed, repetition, scale)
+        for target in (f"{peer.name}, stream", f"{peer.name}, whole"):
+            row = run_http(target, server, *asked, str(repetition), peer.options)
+            del row["http_cpu_s"], row["engine_cpu_s"]  # divided otherwise there
+            rows.append(row | {"repetition": repetition})
     return rows
 
 
-def flexinfer_command(args: argparse.Namespace, model: Path) -> list[str]:
+def flexinfer_command(
+    args: argparse.Namespace, model: Path, stream_interval: int | None
+) -> list[str]:
     command = [sys.executable, "-m", "flexinfer.cli", "serve", str(model), "--dtype", args.dtype]
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
-    if args.stream_interval is not None:
-        command += ["--stream-interval", str(args.stream_interval)]
+    if stream_interval is not None:
+        command += ["--stream-interval", str(stream_interval)]
     return [*command, "--kv-cache-memory-bytes", str(KV_GIB << 30), "--port"]
-
-
-def vllm_command(args: argparse.Namespace, model: Path) -> list[str]:
-    # Not `vllm serve`: that asks for the version of a package that CPU builds call otherwise.
-    command = [str(args.vllm_python), "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(model), "--dtype", args.dtype, "--host", "127.0.0.1"]
-    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
-    command += ["--stream-interval", str(args.stream_interval or 1)]
-    return [*command, *args.vllm_args.split(), "--port"]
 
 
 def compare(rows: list[Row]) -> None:
@@ -247,7 +245,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vllm-python", type=Path, help="Python that has a CPU build of vLLM")
     parser.add_argument("--vllm-preload", default="", help="LD_PRELOAD for it")
     parser.add_argument("--vllm-args", default="--enforce-eager --disable-log-stats")
-    parser.add_argument("--stream-interval", type=int, help="tokens in one event, given to servers")
+    parser.add_argument("--llama-server", type=Path, help="binary of llama.cpp's server")
+    parser.add_argument("--llama-model", type=Path, help="the same model as GGUF, for it")
     parser.add_argument("--quick", action="store_true", help="toy sizes, only to see it work")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     args = parser.parse_args()

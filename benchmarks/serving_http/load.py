@@ -32,16 +32,25 @@ class Answers:
 
 
 def send(
-    url: str, model: str, prompts: list[list[int]], num_new: int, *, stream: bool, salt: str
+    url: str,
+    model: str,
+    prompts: list[list[int]],
+    num_new: int,
+    *,
+    stream: bool,
+    salt: str,
+    options: dict[str, Any] | None = None,
 ) -> Answers:
     """Greedy, end of text ignored. `salt` keeps a round from finding the prefixes of others.
+    `options`: what requests say besides.
 
     Raises RuntimeError if a request fails.
     """
-    options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "cache_salt": salt}
+    given: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "cache_salt": salt}
+    given |= options or {}
     if not stream:
-        options["stream"] = False
-    target = Target(url, model, options=options)
+        given["stream"] = False
+    target = Target(url, model, options=given)
     requests = [LoadRequest(prompt, len(prompt), num_new) for prompt in prompts]
     client = LeanClient(target)
     start_cpu_s = time.process_time()

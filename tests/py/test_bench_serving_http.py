@@ -27,9 +27,9 @@ def test_a_quick_run_serves_what_the_offline_engine_says(tmp_path: Path) -> None
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads(file.read_text())
     targets = {row["target"]: row for row in report["summary"]}
-    assert list(targets) == ["offline", "serve, stream", "serve, whole"]
+    assert list(targets) == ["offline", "serve, stream", "serve, each token", "serve, whole"]
     assert {row["num_new_tokens"] for row in report["rows"]} == {4 * 64}
-    for name in ("serve, stream", "serve, whole"):
+    for name in ("serve, stream", "serve, each token", "serve, whole"):
         assert targets[name]["same_text_percent"] == 100
         assert targets[name]["load_cpu_ms_per_token"] > 0
     assert targets["serve, stream"]["itl_p50_ms"] > 0
