@@ -2,11 +2,11 @@
 
 An event of a stream takes CPU time which the engine lacks where the cores compute the model. With
 few streams each token is an event. With many at once tokens are shown together, those of all
-streams after the same step, so that there are about `MAX_EVENTS_PER_S` events a second, but a token
-waits at most `MAX_DELAY_S`:
+streams after the same step, so that there are at most `MAX_EVENTS_PER_S` events a second, unless
+a token would wait for longer than `MAX_DELAY_S`:
 
     step     1   2   3   4   5   6   7   8    17 ms each, 32 streams
-    shown    *       *       *       *        every 34 ms: a third step would be 51
+    shown    *           *           *        the token of step 2 waits for 34 ms
 
 The first token of a stream and its end are always shown at once (`OutputBuilder.is_due`).
 """
@@ -14,9 +14,9 @@ The first token of a stream and its end are always shown at once (`OutputBuilder
 from __future__ import annotations
 
 MAX_EVENTS_PER_S = 500.0
-"""Of all streams; one costs some 50 us of one core, in the server and the client."""
+"""Of all streams; one takes some 50 us of one core, in the server and the client together."""
 MAX_DELAY_S = 0.05
-"""20 changes a second look like steady writing."""
+"""Some 15 changes a second look like steady writing."""
 
 
 class StreamPace:
@@ -28,12 +28,15 @@ class StreamPace:
         self._is_open = True
         self._step_s = 0.0
         self._shown_s = 0.0
+        self._oldest_s = 0.0  # when the first token came that has not been shown
 
     def end_step(self, num_streams: int, now_s: float) -> None:
         """A step has ended, in which so many streams got a token. `now_s`: of any steady clock."""
-        gap_s = min(MAX_DELAY_S, num_streams / MAX_EVENTS_PER_S)
+        if self._is_open:
+            self._oldest_s = now_s
         next_step_s = now_s + (now_s - self._step_s)  # if it takes as long as this one
-        self._is_open = next_step_s - self._shown_s > gap_s
+        is_late = next_step_s - self._oldest_s > MAX_DELAY_S
+        self._is_open = is_late or now_s - self._shown_s >= num_streams / MAX_EVENTS_PER_S
         self._step_s = now_s
         if self._is_open:
             self._shown_s = now_s

@@ -31,8 +31,8 @@ def test_few_streams_or_slow_steps_get_each_token(num_streams: int, step_s: floa
 
 
 def test_many_streams_get_tokens_together() -> None:
-    assert shown_steps(StreamPace(None), 0.017, 32, 8) == [1, 3, 5, 7]
-    assert shown_steps(StreamPace(None), 0.009, 32, 12) == [1, 6, 11]
+    assert shown_steps(StreamPace(None), 0.017, 32, 8) == [1, 4, 7]
+    assert shown_steps(StreamPace(None), 0.009, 32, 15) == [1, 7, 13]
 
 
 def test_a_pause_opens_the_next_step() -> None:
@@ -49,17 +49,14 @@ def test_no_token_waits_longer_than_the_bound_and_events_are_few(seed: int) -> N
     num_streams = draw.randint(1, 200)
     step_s = draw.uniform(0.0005, 0.045)
     pace = StreamPace(None)
-    now_s, waiting_since_s, num_events, longest_s = 5.0, None, 0, 0.0
+    now_s, waiting_since_s, shown_s, longest_s = 5.0, None, 0.0, 0.0
     for _ in range(2000):
         now_s += step_s * draw.uniform(0.95, 1.05)
         pace.end_step(num_streams, now_s)
-        if waiting_since_s is None:
-            waiting_since_s = now_s
+        waiting_since_s = waiting_since_s or now_s
         if pace.is_due(1):
+            is_rare = now_s - shown_s >= num_streams / MAX_EVENTS_PER_S
+            assert is_rare or now_s + step_s * 1.1 - waiting_since_s > MAX_DELAY_S
             longest_s = max(longest_s, now_s - waiting_since_s)
-            waiting_since_s = None
-            num_events += num_streams
-    assert longest_s <= MAX_DELAY_S * 1.1
-    # Cut to whole steps, a gap is at worst little more than half of what was aimed at.
-    rate = num_events / (now_s - 5.0)
-    assert rate <= 2.2 * max(MAX_EVENTS_PER_S, num_streams / MAX_DELAY_S)
+            waiting_since_s, shown_s = None, now_s
+    assert longest_s <= MAX_DELAY_S + step_s * 0.1
