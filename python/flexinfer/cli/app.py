@@ -10,6 +10,7 @@ import typer
 from flexinfer.cli.bench import bench
 from flexinfer.cli.doctor import doctor
 from flexinfer.cli.fail import usage_errors
+from flexinfer.cli.help import WholeNames
 from flexinfer.cli.inspect import inspect
 from flexinfer.cli.options import COMPILE_HELP, THREADS_HELP, AdminKey, ApiKey
 from flexinfer.cli.replay import replay
@@ -88,7 +89,7 @@ def _flexinfer(
     pass
 
 
-@app.command()
+@app.command(cls=WholeNames)
 def demo(
     model: Model = None,
     conversations: Annotated[int, typer.Option(min=1, help="How many run together.")] = 4,
@@ -140,7 +141,7 @@ def demo(
     raise typer.Exit(opened.run())
 
 
-@app.command()
+@app.command(cls=WholeNames)
 def chat(
     model: Model = None,
     system: Annotated[
@@ -215,11 +216,11 @@ def chat(
     opened.run()
 
 
-app.command()(replay)
-app.command()(inspect)
-app.command()(top)
-app.command()(doctor)
-app.command()(serve)
+app.command(cls=WholeNames)(replay)
+app.command(cls=WholeNames)(inspect)
+app.command(cls=WholeNames)(top)
+app.command(cls=WholeNames)(doctor)
+app.command(cls=WholeNames)(serve)
 app.add_typer(bench)
 
 

@@ -6,7 +6,8 @@ import typer
 
 from flexinfer.cli.bench_serve import serve
 from flexinfer.cli.bench_step import step
+from flexinfer.cli.help import WholeNames
 
 bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure a server or the engine.")
-bench.command()(serve)
-bench.command()(step)
+bench.command(cls=WholeNames)(serve)
+bench.command(cls=WholeNames)(step)

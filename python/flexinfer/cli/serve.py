@@ -31,7 +31,14 @@ LOGS = "Logs and configuration"
 def _option(panel: str, name: str, text: str, **settings: Any) -> Any:
     """An option with its environment variable."""
     variable = "FLEXINFER_" + name.split("/")[0].lstrip("-").replace("-", "_").upper()
-    return typer.Option(name, help=text, rich_help_panel=panel, envvar=variable, **settings)
+    return typer.Option(
+        name,
+        help=text,
+        rich_help_panel=panel,
+        envvar=variable,
+        show_envvar=False,  # the command's own text says how they are called
+        **settings,
+    )
 
 
 def serve(
@@ -173,7 +180,6 @@ def serve(
             "--api-key",
             "Key that requests must have; several keys are several tenants. Better in the "
             "environment or the file: other users of this machine see arguments.",
-            show_envvar=True,
         ),
     ] = None,
     admin_api_key: Annotated[
@@ -234,7 +240,10 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve a model by OpenAI's HTTP interface, with a page at / and metrics at /metrics."""
+    """Serve a model by OpenAI's HTTP interface, with a page at / and metrics at /metrics.
+
+    Every option may stand in the environment: FLEXINFER_MAX_NUM_SEQS for --max-num-seqs.
+    """
     given = dict(locals())
     with usage_errors():
         _run(given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -183,3 +184,20 @@ def test_help_has_groups_and_loads_nothing_heavy() -> None:
     assert result.stderr.strip() == "0"
     for group in ("Model and engine", "KV memory", "Scheduling", "Limits", "--max-num-seqs"):
         assert group in result.stdout
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_help_cuts_off_no_name(width: int) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "flexinfer.cli", "serve", "--help"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": str(width)},
+    )
+    assert "…" not in result.stdout
+    for option in typer.main.get_command(app).commands["serve"].params:  # type: ignore[attr-defined]
+        assert all(name in result.stdout for name in option.opts if name[:2] == "--")
+    assert "--no-enable-prefix-caching turns it off" in " ".join(
+        result.stdout.replace("│", " ").split()
+    )
+    assert "FLEXINFER_MAX_NUM_SEQS" in result.stdout
