@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine_kit import GREEDY, TOKEN_BYTES, check, drain, make_engine, submit
+from engine_kit import GREEDY, NUM_NEW, TOKEN_BYTES, check, drain, make_engine, submit
 from flexinfer import OutOfMemoryError
 from tiny_models import random_prompts
 
