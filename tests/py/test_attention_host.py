@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,9 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexinfer import attention
+transformers = pytest.importorskip("transformers")
+
+from flexinfer import LLM, SamplingParams, attention
 from flexinfer.attention.base import (
     AttentionMetadata,
     AttentionOptions,
@@ -23,6 +26,7 @@ from flexinfer.attention.base import (
 from flexinfer.attention.host import HostAttention, simd_levels
 from flexinfer.attention.sdpa import SdpaAttention
 from flexinfer.openmp import start_threads_address
+from tiny_models import CONFIGS, random_prompts
 
 torch.set_num_threads(1)
 NUM_SLOTS, NUM_LAYERS = 8, 2
@@ -329,3 +333,25 @@ def test_a_scaling_that_is_not_positive_is_refused(scaling: float) -> None:
     metadata = AttentionMetadata.build([Segment(0, 0, 3, 4)], CPU)
     with pytest.raises(ValueError, match="scaling must be positive"):
         HostAttention(some_layers()).forward(0, *rows, AttentionOptions(scaling), metadata)
+
+
+def test_a_model_whose_head_size_no_kernel_takes_is_served_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **{**CONFIGS["llama"]().to_dict(), "head_dim": 24, "num_hidden_layers": 2}
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    prompt = random_prompts((20,))[0]
+    expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8)
+    with (
+        caplog.at_level(logging.WARNING, "flexinfer"),
+        LLM(str(tmp_path), skip_tokenizer_init=True, kv_cache_memory_bytes="4MiB") as llm,
+    ):
+        output = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    assert output[0].outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+    told = [r.getMessage() for r in caplog.records if r.name.startswith("flexinfer")]
+    assert [message for message in told if "head size 24" in message] == told
+    assert len(told) == 1
