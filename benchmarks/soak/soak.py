@@ -54,7 +54,7 @@ class Soak:
 
     async def run(self, num_requests: int, concurrency: int, seconds: float | None) -> None:
         async with self._clients():
-            await self._warm_up()
+            await self._warm_up(concurrency)
         self.report.before, before = await self._level(), await self._counters()
         self._num_left = num_requests
         start_s = time.monotonic()
@@ -81,10 +81,18 @@ class Soak:
         ):
             yield
 
-    async def _warm_up(self) -> None:
-        """Once through all requests: what is allocated once is no leak."""
+    async def _warm_up(self, concurrency: int) -> None:
+        """All requests one by one, then twice by all callers: what is allocated once, such as a
+        thread for each caller and its malloc arena, is no leak."""
         for good in self._goods:
             await self._ask(good)
+        waiting = iter(self._goods * 2)
+
+        async def ask_the_next() -> None:
+            for good in waiting:
+                await self._ask(good)
+
+        await asyncio.gather(*(ask_the_next() for _ in range(concurrency)))
         self.report.counts.clear()
 
     async def _caller(self, deadline: float) -> None:
