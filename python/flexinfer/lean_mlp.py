@@ -3,6 +3,7 @@ GatedMLP. Both add the residual in their last product."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,30 @@ ACTIVATIONS: dict[str, tuple[str, str]] = {
 """Class of the activation -> oneDNN's name and algorithm."""
 
 
+BLOCK_ROWS = 512
+"""What lies between the products of so many rows stays in the cache, and is allocated once."""
+
+
+def in_row_blocks(
+    compute: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    width: int,
+) -> torch.Tensor:
+    """compute(x, residual), [1, tokens, width], in blocks of at most BLOCK_ROWS tokens, as few and
+    as equal as can be."""
+    num_tokens = x.shape[-2]
+    if num_tokens <= BLOCK_ROWS:
+        return compute(x, residual)
+    num_blocks = -(-num_tokens // BLOCK_ROWS)
+    output = x.new_empty(*x.shape[:-1], width)
+    for i in range(num_blocks):
+        block = slice(num_tokens * i // num_blocks, num_tokens * (i + 1) // num_blocks)
+        added = None if residual is None else residual[..., block, :]
+        output[..., block, :] = compute(x[..., block, :], added)
+    return output
+
+
 class PackedGatedMLP(torch.nn.Module):
     """down(act(gate(x)) * up(x)), activation and product inside the two matrix products."""
 
@@ -37,6 +62,10 @@ class PackedGatedMLP(torch.nn.Module):
         gate, up = self.gate_proj, self.up_proj
         if torch.compiler.is_compiling():
             return add_linear(self.down_proj, self._act_fn(gate(x)) * up(x), residual)  # type: ignore[operator]
+        return in_row_blocks(self._compute, x, residual, self.down_proj.out_features)
+
+    def _compute(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        gate, up = self.gate_proj, self.up_proj
         gated = linear_pointwise(x, gate.weight, gate.bias, self._activation, [], self._algorithm)
         gated = linear_pointwise(x, gated, up.weight, up.bias, "mul")
         return add_linear(self.down_proj, gated, residual)
@@ -48,12 +77,16 @@ class GatedMLP(torch.nn.Module):
     def __init__(self, mlp: Any) -> None:
         super().__init__()
         self.gate_up_proj: torch.nn.Module = join_linears(mlp.gate_proj, mlp.up_proj)
-        self.down_proj: torch.nn.Module = mlp.down_proj
+        self.down_proj: Any = mlp.down_proj
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         if torch.compiler.is_compiling():
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
             return add_linear(self.down_proj, torch.nn.functional.silu(gate) * up, residual)
+        return in_row_blocks(self._compute, x, residual, self.down_proj.out_features)
+
+    def _compute(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return add_linear(self.down_proj, row_ops.silu_mul(gate, up), residual)
 
 

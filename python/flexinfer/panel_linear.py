@@ -1,10 +1,15 @@
-"""PanelLinear: a PackedLinear that does the few rows of a decode step by our own kernel.
+"""PanelLinear: a PackedLinear that does the few rows of a decode step by our own kernel, and with
+AMX the many of a prefill in float32.
 
 A decode step is bound by reading the weights. oneDNN and MKL reach their speed with hundreds of
 rows; with 1 to 64 of them they take up to twice as long as reading takes (docs/lean_step.md). The
 kernel (cpp/vtensor/kernels/linear) reads the weight in the order in which oneDNN has packed it, so
 that both work on the same memory: panels of 64 (float32) or 32 (bfloat16) outputs. That order is
 oneDNN's own affair; whether it is this one is seen by comparison, once for each shape.
+
+A prefill is bound by arithmetic. AMX multiplies bfloat16 alone, but sixteen times as fast as
+AVX-512 float32: the kernel takes each float32 number for the sum of three bfloat16 ones and adds up
+six products of them, which gives float32's accuracy (simd/amx_split_linear.h). oneDNN does not.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 LEVELS = {torch.float32: ("avx512", "amx"), torch.bfloat16: ("amx",)}
 """Instruction sets with which the kernel was measured to be faster than oneDNN."""
 MAX_ROWS = {torch.float32: 64, torch.bfloat16: 48}
-"""With more rows oneDNN is as fast."""
+"""With more rows oneDNN is as fast, where the kernel has no way of its own for many rows."""
 PANEL_COLUMNS = {torch.float32: 64, torch.bfloat16: 32}
 DEPTH_STEP = {torch.float32: 1, torch.bfloat16: 32}
 COLUMNS_STEP = 16
@@ -79,11 +84,12 @@ class PanelLinear(PackedLinear):
         super().__init__(weight, bias)
         self._dtype = weight.dtype
         self._max_rows = MAX_ROWS[weight.dtype]
+        self._has_many_rows = kernel().has_many_rows(DTYPES[weight.dtype], self.in_features)
         self._panels: int = torch.ops.mkldnn.data_ptr(self.weight)
 
     def multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         num_rows = x.numel() // self.in_features
-        if num_rows > self._max_rows:
+        if num_rows > self._max_rows and not self._has_many_rows:
             return super().multiply(x, residual)
         output = torch.empty(*x.shape[:-1], self.out_features, dtype=self._dtype)
         multiply_panels(x, self._panels, self.in_features, self.bias, residual, output)

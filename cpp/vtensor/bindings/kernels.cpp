@@ -188,6 +188,12 @@ void bind_linear(nb::module_& m) {
           "start_threads"_a = 0, "level"_a = "")
       .def_prop_ro("level", [](const Linear& self) { return self.level().name; })
       .def(
+          "has_many_rows",
+          [](const Linear& self, int dtype, int64_t depth) {
+            return self.has_many_rows(static_cast<DType>(dtype), depth);
+          },
+          "dtype"_a, "depth"_a, "Whether a prefill's many rows of such a layer are fast.")
+      .def(
           "forward",
           [](const Linear& self, int dtype, uintptr_t x, int64_t x_stride, uintptr_t panels,
              uintptr_t bias, uintptr_t residual, int64_t residual_stride, uintptr_t output,

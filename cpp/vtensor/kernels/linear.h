@@ -1,4 +1,5 @@
-// Linear: linear layers with packed weights on the CPU, for the few rows of a decode step.
+// Linear: linear layers with packed weights on the CPU, for the few rows of a decode step and, with
+// AMX, the many of a prefill in float32.
 //
 // A decode step reads each weight once for a few rows: the packed weight is one stream of memory,
 // and all rows are multiplied with a panel of it while it is in the cache. Needs no torch:
@@ -21,10 +22,15 @@ class Linear {
   const Level& level() const { return *level_; }
 
   // REQUIRES: dtype float32 or bfloat16; sizes as LinearCall says; num_threads >= 1; the output
-  // overlaps no input.
+  // overlaps no input. Throws std::bad_alloc where many rows want scratch memory.
   void forward(DType dtype, const LinearCall& call, int64_t num_rows, int num_threads) const;
 
+  // Whether the level has a kernel for a prefill's many rows of such a layer.
+  bool has_many_rows(DType dtype, int64_t depth) const;
+
  private:
+  void forward_many(DType dtype, const LinearCall& call, int64_t num_rows, int num_threads) const;
+
   Parallel parallel_;
   const Level* level_;
 };

@@ -115,6 +115,21 @@ struct LinearCall {
   int64_t columns = 0;  // a multiple of kHeadDimStep
 };
 
+// What LinearBlock needs beside: the rows and the depth of a block whose parts fit in the
+// second-level cache, with those of a panel (simd/amx_split_linear.h).
+inline constexpr int64_t kSplitRows = 384;
+inline constexpr int64_t kSplitDepth = 512;
+// Floats of scratch, aligned to 64 bytes: three bfloat16 numbers for each of float32.
+inline constexpr int64_t kSplitFloats = (kSplitRows + 64) * kSplitDepth * 3 / 2;
+
+// Rows [row_begin, row_end) and panels [begin, end) of a linear layer, on one thread.
+struct LinearBlock {
+  int64_t row_begin = 0;
+  int64_t row_end = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
 // The kernel compiled for one instruction set. No state.
 struct Level {
   const char* name;
@@ -128,6 +143,8 @@ struct Level {
   void (*rotate[kNumDTypes])(const RotaryCall&, int64_t begin, int64_t end);
   // Panels [begin, end), for all rows. None for float16.
   void (*linear[kNumDTypes])(const LinearCall&, int64_t num_rows, int64_t begin, int64_t end);
+  // For many rows: float32 on AMX with a depth that is a multiple of kPanelDepth, else none.
+  void (*linear_many[kNumDTypes])(const LinearCall&, const LinearBlock&, float* scratch);
 };
 
 // One for each level_<name>.cpp; none where the compiler's target has no such instructions.

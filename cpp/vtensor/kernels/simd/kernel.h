@@ -4,6 +4,7 @@
 #if defined(__AMX_BF16__)
 #include "vtensor/kernels/simd/amx_linear.h"
 #include "vtensor/kernels/simd/amx_rows.h"
+#include "vtensor/kernels/simd/amx_split_linear.h"
 #endif
 #include "vtensor/kernels/simd/few_rows.h"
 #include "vtensor/kernels/simd/linear.h"
@@ -160,7 +161,12 @@ constexpr Level make_level(const char* name) {
           {rms_norm<float>, rms_norm<BFloat16>, rms_norm<Float16>},
           {silu_mul<float>, silu_mul<BFloat16>, silu_mul<Float16>},
           {rotate<float>, rotate<BFloat16>, rotate<Float16>},
-          {linear<float>, linear<BFloat16>, nullptr}};
+          {linear<float>, linear<BFloat16>, nullptr},
+#if defined(__AMX_BF16__)
+          {amx_split_linear, nullptr, nullptr}};
+#else
+          {}};
+#endif
 }
 
 }  // namespace
