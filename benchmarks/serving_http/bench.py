@@ -36,7 +36,7 @@ KV_GIB = 1
 ENGINE_THREAD = "flexinfer-engin"
 """Of `flexinfer serve`, as /proc has it: 15 characters."""
 QUICK_SCALE = 8
-"""A quick run, and the warm-up, have this part of the requests."""
+"""A quick run has this part of the requests."""
 OURS = ("serve, stream", "serve, each token", "serve, whole")
 COLUMNS = (
     "target",
@@ -136,9 +136,7 @@ def measure(args: argparse.Namespace, model: Path, logs: Path) -> list[Row]:
         )
         for repetition in ["warm-up", *range(args.repetitions)]:
             is_warm_up = repetition == "warm-up"
-            asked = prompts_of(
-                args.workload, args.seed, repetition, QUICK_SCALE if is_warm_up else scale
-            )
+            asked = prompts_of(args.workload, args.seed, repetition, scale)
             salt = str(repetition)
             runs = {"offline": partial(run_offline, offline, *asked)}
             for name, at in zip(OURS, (server, exact, server), strict=True):
@@ -171,7 +169,7 @@ def measure_peer(args: argparse.Namespace, peer: Peer, logs: Path, scale: int) -
 
 def run_peer(args: argparse.Namespace, peer: Peer, server: Server, scale: int) -> list[Row]:
     rows = []
-    warm_up = prompts_of(args.workload, args.seed, "warm-up", QUICK_SCALE)
+    warm_up = prompts_of(args.workload, args.seed, "warm-up", scale)
     run_http(f"{peer.name}, stream", server, *warm_up, "warm-up", peer.options)
     for repetition in range(args.repetitions):
         asked = prompts_of(args.workload, args.seed, repetition, scale)

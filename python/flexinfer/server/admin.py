@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import Response
@@ -26,6 +27,7 @@ from flexinfer.server.state import ServerState, State
 
 router = APIRouter(prefix="/admin", tags=["admin"])
 MaxRows = Annotated[int, Query(ge=1, le=1 << 20)]
+Result = TypeVar("Result")
 IfNoneMatch = Annotated[str | None, Header()]
 
 
@@ -45,8 +47,8 @@ async def memory(
 async def budget(state: State, body: BudgetRequest) -> BudgetAnswer:
     """Change the budget of physical KV memory; when it answers, the memory is given back."""
     try:
-        change = await state.llm.call(
-            lambda engine: engine.set_kv_cache_memory(body.kv_cache_memory)
+        change = await _change(
+            state, lambda engine: engine.set_kv_cache_memory(body.kv_cache_memory)
         )
     except OutOfMemoryError as error:
         raise APIError(409, str(error), param="kv_cache_memory", code="memory_in_use") from None
@@ -59,13 +61,13 @@ async def budget(state: State, body: BudgetRequest) -> BudgetAnswer:
 async def sleep(state: State, body: SleepRequest | None = None) -> SleepAnswer:
     """Give all KV memory back; requests wait for /admin/wake."""
     level = (body or SleepRequest()).level
-    return SleepAnswer(returned_bytes=await state.llm.sleep(level))
+    return SleepAnswer(returned_bytes=await _change(state, lambda engine: engine.sleep(level)))
 
 
 @router.post("/wake")
 async def wake(state: State) -> WakeAnswer:
     """Undo /admin/sleep. 503, still asleep, when memory is short."""
-    await state.llm.wake_up()
+    await _change(state, lambda engine: engine.wake_up())
     return WakeAnswer(is_sleeping=await state.llm.is_sleeping())
 
 
@@ -73,7 +75,9 @@ async def wake(state: State) -> WakeAnswer:
 async def reset_prefix_cache(state: State) -> ResetAnswer:
     """Forget all recorded prefixes that are not pinned."""
     try:
-        return ResetAnswer(forgotten_tokens=await state.llm.reset_prefix_cache())
+        return ResetAnswer(
+            forgotten_tokens=await _change(state, lambda engine: engine.reset_prefix_cache())
+        )
     except ValueError as error:  # asleep
         raise APIError(409, str(error), code="asleep") from None
 
@@ -91,6 +95,14 @@ async def trace(state: State, body: TraceRequest) -> TraceAnswer:
         raise APIError(409, str(error), code="trace_state") from None
     path, state.trace_path = state.trace_path, None
     return TraceAnswer(tracing=False, path=None if path is None else str(path))
+
+
+async def _change(state: ServerState, function: Callable[[LLMEngine], Result]) -> Result:
+    """Have the engine change its memory; the map shows it at once."""
+    try:
+        return await state.llm.call(function)
+    finally:
+        state.memory_map.outdate()
 
 
 async def _start_trace(state: ServerState, name: str) -> TraceAnswer:

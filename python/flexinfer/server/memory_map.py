@@ -55,11 +55,16 @@ class MemoryMap:
         async with self._lock:
             made_at, rendered = self._made.get(max_rows, (float("-inf"), None))
             if rendered is None or time.monotonic() - made_at >= MIN_INTERVAL_S:
+                self._made = made = {}
                 moment = await self._llm.call(_moment)
                 content = await asyncio.to_thread(_content, moment, max_rows)
                 rendered = self._number(content)
-                self._made = {max_rows: (time.monotonic(), rendered)}
+                made[max_rows] = (time.monotonic(), rendered)  # unless outdated meanwhile
             return rendered
+
+    def outdate(self) -> None:
+        """Something was changed on purpose: whoever did it is to see it at once."""
+        self._made = {}
 
     def _number(self, content: bytes) -> RenderedMap:
         """The same content keeps its number."""
