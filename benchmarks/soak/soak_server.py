@@ -83,7 +83,7 @@ def soak_server(*arguments: str) -> Iterator[SoakServer]:
 def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
     deadline = time.monotonic() + START_TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline:
-        if found := re.search(r"^Serving \S+ at (\S+)", log.read_text(), re.MULTILINE):
+        if found := re.search(r"Serving \S+ at ([^\s\"]+)", log.read_text(), re.MULTILINE):
             try:
                 if httpx.get(f"{found[1]}/ready").status_code == 200:
                     return found[1]

@@ -109,9 +109,12 @@ def load_tokenizer(tokenizer: Any, model: Any) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
     except Exception as error:
         raise UnsupportedModelError(
             f"no tokenizer can be loaded from {os.fspath(source)!r} ({error}); pass tokenizer=..., "
             "or skip_tokenizer_init=True to work with token ids"
         ) from error
+    # It would warn of texts longer than the model's context; we refuse these, and say so.
+    loaded.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return loaded

@@ -66,3 +66,8 @@ def test_rows_of_a_real_snapshot_show_aliased_chunks() -> None:
         assert [row.label for row in rows] == ["one", "two"]
         assert rows[0].chunks[:3] == rows[1].chunks[:3]
         assert len(rows[0].chunks) == 4  # 200 tokens, 64 in one chunk of one plane
+
+
+def test_rows_that_differ_in_their_last_word_are_named_together() -> None:
+    rows = [MapRow("prefix 1", (0,)), MapRow("prefix 2", (0,))]
+    assert "A  1 chunk in prefixes 1, 2  (chunk 0)" in text_of(rows)

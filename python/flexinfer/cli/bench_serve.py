@@ -28,7 +28,10 @@ def serve(
         str, typer.Option(help="openai (completions) or openai-chat.", rich_help_panel=SERVER)
     ] = "openai",
     base_url: Annotated[
-        str | None, typer.Option(help="Instead of --host and --port.", rich_help_panel=SERVER)
+        str | None,
+        typer.Option(
+            "--base-url", "--url", help="Instead of --host and --port.", rich_help_panel=SERVER
+        ),
     ] = None,
     host: Annotated[str, typer.Option(rich_help_panel=SERVER)] = "127.0.0.1",
     port: Annotated[int, typer.Option(rich_help_panel=SERVER)] = 8000,

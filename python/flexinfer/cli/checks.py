@@ -30,6 +30,7 @@ PACKAGES = {
     "fastapi": "serve",
     "uvicorn": "serve",
     "prometheus-client": "serve",
+    "llguidance": "serve",
     "aiohttp": "bench",
     "matplotlib": "bench",
     "flash-attn": "flash",

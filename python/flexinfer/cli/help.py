@@ -16,7 +16,7 @@ class WholeNames(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         shown = copy.copy(self)
-        shown.params = [_with_one_name(param) for param in self.params]
+        shown.params = [_with_one_name(p) for p in self.params if not getattr(p, "hidden", False)]
         super(WholeNames, shown).format_help(ctx, formatter)
 
 
@@ -25,7 +25,11 @@ def _with_one_name(param: Any) -> Any:
     if not getattr(param, "secondary_opts", ()):
         return param
     shown = copy.copy(param)
-    state = f"On by default; {param.secondary_opts[0]} turns it off." if param.default else "Off by default."
+    state = (
+        f"On by default; {param.secondary_opts[0]} turns it off."
+        if param.default
+        else "Off by default."
+    )
     shown.help = f"{param.help} {state}"
     shown.secondary_opts = []
     shown.show_default = False

@@ -133,7 +133,9 @@ def _together(labels: Sequence[str]) -> str:
     parts = [label.rpartition(" ") for label in labels]
     if len({head for head, _, _ in parts}) > 1:
         return ", ".join(labels)
-    return f"{parts[0][0].removesuffix('s')}s {', '.join(tail for _, _, tail in parts)}"
+    head = parts[0][0].removesuffix("s")
+    plural = f"{head}es" if head.endswith("x") else f"{head}s"
+    return f"{plural} {', '.join(tail for _, _, tail in parts)}"
 
 
 def runs(group: Group) -> list[tuple[int, int]]:

@@ -29,7 +29,7 @@ def draw_map(file: Path, report: MemoryReport) -> None:
     starts = report.first_chunks()
     ends = [start + len(row.chunks) for row, start in zip(rows, starts, strict=True)]
     longest = max(ends, default=1)
-    size = (min(3 + longest * 0.14, 24), 1.2 + max(len(rows), 1) * 0.3)
+    size = (min(6 + longest * 0.14, 24), 1.2 + max(len(rows), 1) * 0.3)
     figure, axes = plt.subplots(figsize=size, layout="constrained")
     colours = _colours(report)
     for y, row in enumerate(rows):

@@ -153,7 +153,8 @@ def _prefix(
         used = ", ".join(f"{label} ({count})" for label, count in users.items())
         reasons.append(f"chunks in use by {used}")
     if num_elsewhere:
-        reasons.append(f"{num_elsewhere} chunks also in parked slots or other prefixes")
+        chunks_text = "1 chunk" if num_elsewhere == 1 else f"{num_elsewhere} chunks"
+        reasons.append(f"{chunks_text} also in parked slots or other prefixes")
     return PrefixUse(
         label=label,
         start_tokens=entry["start_tokens"],

@@ -7,6 +7,9 @@ that before the default.
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +22,8 @@ from flexinfer.cli.options import COMPILE_HELP, THREADS_HELP
 if TYPE_CHECKING:
     from flexinfer.config import EngineConfig
     from flexinfer.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
 
 ENGINE = "Model and engine"
 MEMORY = "KV memory"
@@ -256,6 +261,8 @@ def _run(given: dict[str, Any]) -> None:
     if given["log_format"] not in ("text", "json"):
         raise ValueError(f"log format must be text or json, got {given['log_format']!r}")
     configure_logging(given["log_format"], given["log_level"])
+    if given["log_format"] == "json" or not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # bars are no lines of a log
     config = engine_config(given)
     settings = server_settings(given, config)
 
@@ -266,17 +273,27 @@ def _run(given: dict[str, Any]) -> None:
         settings = dataclasses.replace(settings, host=host, port=port)
         from flexinfer.async_llm import AsyncLLM
         from flexinfer.server.app import create_app
+        from flexinfer.server.logs import adopt_transformers
         from flexinfer.server.run import serve
 
+        adopt_transformers()
         llm = AsyncLLM.from_engine_args(config)
         try:
             app = create_app(llm, settings)
-            typer.echo(f"Serving {settings.model_name} at {url_of(host, port)}", err=True)
+            _announce(f"Serving {settings.model_name} at {url_of(host, port)}", given)
             code = serve(app, sock)
         finally:
             llm.shutdown()
     if code:
         raise typer.Exit(code)
+
+
+def _announce(text: str, given: dict[str, Any]) -> None:
+    """Where the server is: for a person at any log level, or one more line of JSON."""
+    if given["log_format"] == "json":
+        logger.info(text)
+    else:
+        typer.echo(text, err=True)
 
 
 def engine_config(given: dict[str, Any]) -> EngineConfig:

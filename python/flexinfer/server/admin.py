@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import Response
 
+from flexinfer.elastic import BudgetChange
 from flexinfer.engine import LLMEngine
 from flexinfer.errors import DriverError, OutOfMemoryError
 from flexinfer.server.errors import APIError, bad_request
@@ -46,10 +47,14 @@ async def memory(
 @router.post("/budget")
 async def budget(state: State, body: BudgetRequest) -> BudgetAnswer:
     """Change the budget of physical KV memory; when it answers, the memory is given back."""
+
+    def change_budget(engine: LLMEngine) -> BudgetChange:
+        if engine.is_sleeping():
+            raise APIError(409, "the engine sleeps: POST /admin/wake first", code="asleep")
+        return engine.set_kv_cache_memory(body.kv_cache_memory)
+
     try:
-        change = await _change(
-            state, lambda engine: engine.set_kv_cache_memory(body.kv_cache_memory)
-        )
+        change = await _change(state, change_budget)
     except OutOfMemoryError as error:
         raise APIError(409, str(error), param="kv_cache_memory", code="memory_in_use") from None
     except ValueError as error:

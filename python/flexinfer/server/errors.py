@@ -6,6 +6,7 @@ What callers did wrong is 4xx and says what, why and what to do; what failed her
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,9 @@ TYPE_OF_STATUS = {
     503: "service_unavailable_error",
 }
 PLAIN_TYPES = frozenset({"str", "int", "float", "bool", "none"})
+FIELD_NAME = re.compile(r"([a-z]+(?:_[a-z]+)+|n|seed|stop|temperature|logprobs)\b")
+"""Of a request, at the head of a message. Words of one part are also plain words, so these are
+only those that the engine checks."""
 CLIENT_CLOSED_REQUEST = 499
 """Nobody reads it: the caller has gone."""
 
@@ -65,6 +69,12 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return APIError(400, message, param=param, code=code)
 
 
+def invalid_field(error: ValueError) -> APIError:
+    """What the engine refuses; its messages begin with the name of the field that is wrong."""
+    name = FIELD_NAME.match(str(error))
+    return bad_request(str(error), name[1] if name else None)
+
+
 def as_api_error(error: BaseException) -> APIError:
     """What an exception from below is to a caller."""
     if isinstance(error, APIError):
@@ -74,7 +84,7 @@ def as_api_error(error: BaseException) -> APIError:
     if isinstance(error, EngineError):
         return APIError(500, f"{error}; other requests go on", code="engine_error")
     if isinstance(error, RequestError):
-        return bad_request(str(error))
+        return invalid_field(error)
     if isinstance(error, OutOfMemoryError):
         return APIError(503, str(error), code="out_of_memory", headers={"Retry-After": "1"})
     return APIError(500, "internal error; the server's log has the details", code="internal_error")

@@ -1,4 +1,4 @@
-"""`/health`, `/ready`, `/version`: for load balancers and people."""
+"""`/health`, `/ready`, `/version`: for load balancers, which may ask with HEAD, and people."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from flexinfer.server.state import State
 router = APIRouter(tags=["health"])
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(state: State) -> Status:
     """200 while the engine lives, asleep or not."""
@@ -21,6 +22,7 @@ async def health(state: State) -> Status:
     return Status(status="ok")
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(state: State) -> Status:
     """200 while new requests are taken."""

@@ -129,6 +129,14 @@ def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def adopt_transformers() -> None:
+    """Have transformers log through our handler: its own writes lines of another form."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
+
+
 def configure_logging(log_format: LogFormat, level: str) -> None:
     """Send all logs to stderr in this format. Raises ValueError for an unknown level."""
     number = logging.getLevelName(level.upper())

@@ -35,6 +35,7 @@ class PageFiles(StaticFiles):
 def mount_page(app: FastAPI) -> None:
     """Serve the page at `/` and its files under `/static`."""
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     def page() -> FileResponse:
         return FileResponse(STATIC / "index.html", headers=HEADERS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flexinfer.sampling_params import BeamSearchParams, SamplingParams
-from flexinfer.server.errors import bad_request
+from flexinfer.server.errors import bad_request, invalid_field
 from flexinfer.server.protocol.base import ResponseFormat, SamplingFields
 from flexinfer.server.state import ServerState
 from flexinfer.structured import StructuredOutputsParams
@@ -57,7 +57,7 @@ def sampling_params(
     try:
         return SamplingParams(**settings)
     except ValueError as error:
-        raise bad_request(str(error)) from None
+        raise invalid_field(error) from None
 
 
 def beam_params(
@@ -79,7 +79,7 @@ def beam_params(
             **{k: v for k, v in optional.items() if v is not None},  # type: ignore[arg-type]
         )
     except ValueError as error:
-        raise bad_request(str(error)) from None
+        raise invalid_field(error) from None
 
 
 def structured_outputs(fields: SamplingFields) -> StructuredOutputsParams | None:
@@ -132,7 +132,7 @@ def _check_numbers(state: ServerState, fields: SamplingFields, logprobs: int | N
     if logprobs is not None and logprobs > state.settings.max_logprobs:
         raise bad_request(
             f"at most {state.settings.max_logprobs} log probabilities a token, got {logprobs}",
-            "logprobs",
+            "top_logprobs" if hasattr(fields, "top_logprobs") else "logprobs",
         )
     if isinstance(fields.stop, list) and len(fields.stop) > MAX_STOP_STRINGS:
         raise bad_request(f"stop has more than {MAX_STOP_STRINGS} strings", "stop")

@@ -7,6 +7,8 @@ import pytest
 from page import ChatPage
 from selenium.webdriver import Keys
 
+from serving import ServerProcess
+
 pytestmark = pytest.mark.browser
 
 
@@ -40,11 +42,50 @@ def test_escape_stops_too(page: ChatPage) -> None:
     page.until(lambda: page.all(".message.assistant.stopped"))
 
 
-def test_regenerate_replaces_the_last_answer(page: ChatPage) -> None:
-    first = page.send("Hello! My name is Ada.")
+def test_regenerate_replaces_the_last_answer_by_a_sampled_one(page: ChatPage) -> None:
+    page.send("Hello! My name is Ada.")
+    page.driver.execute_script(
+        """window.asked = []; const real = window.fetch;
+        window.fetch = (path, options = {}) => {
+          if (path === "v1/chat/completions") window.asked.push(JSON.parse(options.body));
+          return real(path, options);
+        };"""
+    )
     page.click("Regenerate the answer")
-    assert page.answer() == first, "greedy: the same again"
+    assert page.answer()
     assert len(page.all(".message")) == 2
+    (asked,) = page.driver.execute_script("return window.asked")
+    assert asked["temperature"] > 0, "greedy, it would be the same again"
+    assert "seed" not in asked
+    assert [message["role"] for message in asked["messages"]] == ["system", "user"]
+
+
+def test_an_answer_cut_off_by_leaving_the_page_is_a_stopped_one(page: ChatPage) -> None:
+    page.ask_for_long_answers()
+    page.send("Hello! My name is Ada.", wait=False)
+    page.until(lambda: page.texts(".message.assistant .body")[-1])
+    page.driver.refresh()
+    page.until(lambda: page.all(".message.assistant.stopped"))
+    assert not page.all(".caret")
+    assert page.texts(".message.assistant .body")[-1], "what was said is kept"
+    page.until(lambda: not [row for row in page.rows() if row["kind"] == "live"])
+
+
+def test_evicted_chunks_are_seen_to_go(page: ChatPage, server: ServerProcess) -> None:
+    page.send("Hello! My name is Ada.")
+    page.until(lambda: [row for row in page.rows() if row["kind"] == "cached"])
+    page.driver.execute_script(
+        """window.gone = 0;
+        new MutationObserver(() => {
+          window.gone = Math.max(window.gone, document.querySelectorAll(".cells .evicted").length);
+        }).observe(document.querySelector(".grid"), {childList: true, subtree: true});"""
+    )
+    for i in range(12):  # more than the prefix cache may keep
+        long = {"prompt": [100 + i] * 1500, "max_tokens": 1}
+        httpx.post(f"{server.url}/v1/completions", json=long, timeout=60).raise_for_status()
+    page.until(lambda: page.driver.execute_script("return window.gone"))
+    page.until(lambda: not page.all(".cells .evicted"))
+    assert "evicted" in page.text(".ticker")
 
 
 def test_a_fork_shares_the_chunks_of_its_prefix(page: ChatPage) -> None:

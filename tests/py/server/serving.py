@@ -54,7 +54,7 @@ class ServerProcess:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"the server has ended:\n{self.log.read_text()}"
-            if found := re.search(r"^Serving \S+ at (\S+)", self.log.read_text(), re.MULTILINE):
+            if found := re.search(r"Serving \S+ at ([^\s\"]+)", self.log.read_text(), re.MULTILINE):
                 self.url = found[1]
                 with contextlib.suppress(httpx.TransportError):
                     if httpx.get(f"{self.url}/ready").status_code == 200:

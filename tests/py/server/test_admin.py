@@ -98,6 +98,9 @@ def test_a_sleeping_server_answers_after_waking(admin: httpx.Client) -> None:
         assert admin.get("/ready").status_code == 503
         assert admin.get("/health").status_code == 200
         assert admin.get("/admin/memory").json()["engine"]["is_sleeping"]
+        for path, body in (("budget", {"kv_cache_memory": "32MiB"}), ("reset_prefix_cache", None)):
+            refused = admin.post(f"/admin/{path}", json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "asleep")
         answers: list[dict[str, Any]] = []
         thread = threading.Thread(target=lambda: answers.append(ask(admin)))
         thread.start()

@@ -61,7 +61,8 @@ def test_sigterm_drains_what_runs(process: ServerProcess) -> None:
     thread.join(30)
     assert result == {"last": "data: [DONE]"}
     assert process.wait() == 0
-    lines = [json.loads(line) for line in process.log.read_text().splitlines() if line[:1] == "{"]
+    lines = [json.loads(line) for line in process.log.read_text().splitlines()]
+    assert any(line["message"].startswith("Serving tiny_chat at http://") for line in lines)
     (done,) = [line for line in lines if line.get("path") == "/v1/completions"]
     assert done["status"] == 200
     assert len(done["request_id"]) == 32

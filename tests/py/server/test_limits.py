@@ -52,6 +52,12 @@ def test_health_needs_no_key(tenants: str) -> None:
     assert httpx.get(f"{tenants}/version").json()["version"]
 
 
+@pytest.mark.parametrize("path", ["health", "ready", ""])
+def test_a_load_balancer_may_ask_with_head(tenants: str, path: str) -> None:
+    answer = httpx.head(f"{tenants}/{path}")
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
 @pytest.mark.parametrize("key", ["k-one", "none"])
 @pytest.mark.parametrize("path", ["memory", "sleep", "reset_prefix_cache"])
 def test_an_api_key_is_no_admin_key(tenants: str, key: str, path: str) -> None:

@@ -48,6 +48,7 @@ async function connect() {
 }
 
 replies.addEventListener("key", () => settings.open("api-key"));
+window.addEventListener("pagehide", () => { if (replies.count > 0) store.save(); }); // with what was said so far
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") replies.stop(store.currentId);
   if (event.altKey && event.key.toLowerCase() === "n") {

@@ -91,9 +91,10 @@ export function sharing(chunks, chunkBytes) {
 
 // What happened between two maps: per row the events of its chunks, and the totals.
 //   new: mapped and filled for the first time; shared: mapped, though it existed before (aliased);
-//   copied: took the place of another chunk (copy-on-write); evicted: existed before and is gone.
+//   copied: took the place of another chunk (copy-on-write). `gone`: per cached row the chunks that stood in it and now
+//   stand nowhere: evicted, or forgotten with the whole prefix cache.
 export function changesOf(before, rows, stats) {
-  const changes = { events: new Map(), mapped: 0, shared: 0, copied: 0, evicted: 0 };
+  const changes = { events: new Map(), gone: new Map(), mapped: 0, shared: 0, copied: 0, evicted: 0 };
   if (before === null) return changes;
   const known = new Set(before.rows.flatMap((row) => row.chunks));
   const rowsBefore = new Map(before.rows.map((row) => [row.key, row]));
@@ -106,6 +107,11 @@ export function changesOf(before, rows, stats) {
       changes.events.set(`${row.key}/${i}`, event);
     });
     changes.mapped += Math.max(0, row.chunks.length - old.length);
+  }
+  const kept = new Set(rows.flatMap((row) => row.chunks));
+  for (const row of before.rows.filter(({ kind }) => kind === "cached")) {
+    const gone = row.chunks.filter((id) => !kept.has(id));
+    if (gone.length > 0) changes.gone.set(row.key, gone);
   }
   changes.shared = Math.max(0, stats.chunks_aliased - before.stats.chunks_aliased);
   changes.copied = Math.max(0, stats.chunks_copied - before.stats.chunks_copied);

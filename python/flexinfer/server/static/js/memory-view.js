@@ -5,6 +5,7 @@ import { titleOf } from "./store.js";
 
 const FAST_MS = 200; // while something runs
 const SLOW_MS = 1000;
+const GONE_MS = 1200; // how long an evicted chunk is still seen
 const GHOST_CHUNKS = 6; // drawn after a live row: reserved addresses without memory behind them
 const FIGURES = [
   ["reserved", "Reserved", "virtual addresses, no memory behind them yet"],
@@ -40,7 +41,7 @@ export class MemoryView {
         h("div", { title: note, dataset: { figure: name } }, h("dt", {}, label), this.figures[name]))),
       this.bar, this.barText, this.grid, this.detail,
       h("ul", { class: "legend", "aria-label": "Legend" },
-        ["own", "shared", "new", "copied", "parked", "reserved"].map((name) => h("li", {}, h("i", { class: `chunk ${name}` }), name))),
+        ["own", "shared", "new", "copied", "parked", "evicted", "reserved"].map((name) => h("li", {}, h("i", { class: `chunk ${name}` }), name))),
       h("h3", {}, "Just now"), this.ticker);
     replies.addEventListener("change", () => this.#soon());
     document.addEventListener("visibilitychange", () => this.#soon());
@@ -92,7 +93,7 @@ export class MemoryView {
     this.chunks = chunks;
     this.#name(rows);
     this.#showFigures(map);
-    this.#showRows(rows, chunks, changes.events);
+    this.#showRows(rows, chunks, changes);
     this.#report(changes);
     this.#last = { rows, stats: map.stats };
     if (this.#selected !== null) this.#showDetail();
@@ -149,7 +150,7 @@ export class MemoryView {
     this.barText.textContent = `${text} · ${hits} % of prompt tokens came from the cache`;
   }
 
-  #showRows(rows, chunks, events) {
+  #showRows(rows, chunks, { events, gone }) {
     const kept = new Set();
     let anchor = null;
     for (const row of rows) {
@@ -163,7 +164,12 @@ export class MemoryView {
     for (const [key, entry] of this.#rowElements) {
       if (kept.has(key)) continue;
       this.#rowElements.delete(key);
-      entry.element.remove();
+      if (gone.has(key)) this.#leave(entry, gone.get(key).length);
+      else entry.element.remove();
+    }
+    for (const [key, chunks] of gone) {
+      const entry = this.#rowElements.get(key);
+      if (entry) this.#showEvicted(entry.cells, chunks.length);
     }
     this.grid.classList.toggle("empty", rows.length === 0);
     if (!this.grid.querySelector('[tabindex="0"]')) this.grid.querySelector("button.chunk")?.setAttribute("tabindex", "0");
@@ -192,6 +198,23 @@ export class MemoryView {
     });
     for (const button of buttons.slice(row.chunks.length)) button.remove();
     this.#showReserved(cells, row);
+  }
+
+  // A row of which nothing is left: it is seen to go.
+  #leave({ element, cells }, numChunks) {
+    element.classList.add("leaving");
+    element.setAttribute("aria-hidden", "true");
+    cells.replaceChildren();
+    this.#showEvicted(cells, numChunks);
+    setTimeout(() => element.remove(), GONE_MS);
+  }
+
+  #showEvicted(cells, numChunks) {
+    for (let i = 0; i < numChunks; i += 1) {
+      const chunk = h("i", { class: "chunk evicted", "aria-hidden": "true" });
+      cells.append(chunk);
+      setTimeout(() => chunk.remove(), GONE_MS);
+    }
   }
 
   #showReserved(cells, row) {

@@ -1,6 +1,7 @@
 // Replies: the answers that are being streamed, at most one a conversation. Views listen for "change".
 
 const MAX_TITLE = 40;
+const REGENERATE_TEMPERATURE = 0.8; // where answers are greedy; that of `flexinfer chat`
 
 export class Replies extends EventTarget {
   #running = new Map(); // conversation id -> AbortController
@@ -46,15 +47,16 @@ export class Replies extends EventTarget {
     return this.answer(conversation);
   }
 
-  // Drop the last answer and ask again, with another seed where sampling would be the same otherwise.
+  // Drop the last answer and ask again: sampled and without a seed, or it would be the same again.
   regenerate(conversation) {
     while (conversation.messages.at(-1)?.role === "assistant") conversation.messages.pop();
-    return this.answer(conversation);
+    const temperature = this.store.settings.temperature || REGENERATE_TEMPERATURE;
+    return this.answer(conversation, { temperature, seed: undefined });
   }
 
-  async answer(conversation) {
+  async answer(conversation, changed = {}) {
     const controller = new AbortController();
-    const request = this.#body(conversation);
+    const request = { ...this.#body(conversation), ...changed };
     const reply = { role: "assistant", content: "", state: "waiting" };
     conversation.messages.push(reply);
     this.#running.set(conversation.id, controller);

@@ -20,6 +20,9 @@ export class Store extends EventTarget {
     super();
     const saved = read(PLACE, { conversations: [], currentId: null });
     this.conversations = saved.conversations;
+    for (const message of this.conversations.flatMap(({ messages }) => messages)) {
+      if (message.state === "waiting" || message.state === "streaming") message.state = "stopped"; // the page was left
+    }
     this.currentId = saved.currentId;
     this.settings = { ...DEFAULT_SETTINGS, ...read(SETTINGS_PLACE, {}) };
     if (!this.current) this.create();
