@@ -136,8 +136,7 @@ async def _answer(request: Request, call: Call) -> Response | ChatCompletion:
     (output,) = await until_gone(request, generate.finals(state, call.job))
     answer = final_answer(call, output)
     await _keep(call, answer.choices[0].message, output.outputs[0].token_ids)
-    log = request.scope["state"]["log"]
-    log.update(answer.usage.model_dump(exclude={"prompt_tokens_details"}))
+    generate.log_usage(answer.usage)
     return answer
 
 
@@ -205,6 +204,7 @@ async def _events(call: Call) -> Events:
         await _keep(call, stream.message(0), stream.token_ids(0))
         yield stream.finish()
     finally:
+        generate.log_usage(stream.usage())
         if call.conversation is not None:
             call.state.conversations.end_turn(call.conversation)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexinfer.outputs import CompletionOutput, RequestOutput
 from flexinfer.server.generate import UsageCounter
+from flexinfer.server.protocol.base import Usage
 from flexinfer.server.streaming import DONE, TextEvents, event
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ class CompletionStream:
             return DONE
         usage = self._counter.usage().model_dump()
         return event({**self._head, "choices": [], "usage": usage}) + DONE
+
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return self._counter.usage()
 
     def _event(self, prompt_idx: int, output: RequestOutput, one: CompletionOutput) -> str:
         index = self._call.index_of(prompt_idx, one.index)

@@ -89,7 +89,7 @@ async def create_completion(
         return await start_stream(request, events, state.settings.send_timeout_s)
     outputs = await until_gone(request, generate.finals(state, call.job))
     usage = generate.usage_of(outputs)
-    request.scope["state"]["log"].update(usage.model_dump(exclude={"prompt_tokens_details"}))
+    generate.log_usage(usage)
     answer = call.answer(
         [
             _choice(call, idx, output, one)
@@ -188,7 +188,10 @@ def _beam_answer(call: Call, found: Sequence[BeamSearchOutput]) -> Completion:
 
 async def _events(call: Call) -> Events:
     stream = CompletionStream(call)
-    async with aclosing(generate.stream(call.state, call.job)) as outputs:
-        async for prompt_idx, output in outputs:
-            yield stream.add(prompt_idx, output)
+    try:
+        async with aclosing(generate.stream(call.state, call.job)) as outputs:
+            async for prompt_idx, output in outputs:
+                yield stream.add(prompt_idx, output)
+    finally:
+        generate.log_usage(stream.usage())
     yield stream.finish()

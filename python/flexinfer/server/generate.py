@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from flexinfer.outputs import BeamSearchOutput, RequestOutput
 from flexinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flexinfer.server.errors import APIError, bad_request
+from flexinfer.server.logs import log_with_request
 from flexinfer.server.protocol.base import PromptTokensDetails, Usage
 from flexinfer.server.state import ServerState
 from flexinfer.types import TokensPrompt
@@ -85,6 +86,11 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
         sum(len(one.token_ids) for output in outputs for one in output.outputs),
         sum(output.num_cached_tokens or 0 for output in outputs),
     )
+
+
+def log_usage(usage: Usage) -> None:
+    """Tokens of the request that is being answered, for its line in the log."""
+    log_with_request(**usage.model_dump(exclude={"prompt_tokens_details"}))
 
 
 def make_usage(num_prompt: int, num_completion: int, num_cached: int) -> Usage:

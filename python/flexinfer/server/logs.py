@@ -22,6 +22,7 @@ QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/admin/memory"})
 """Polled all the time: logged only when they fail, or with --log-level debug."""
 
 _request_id: ContextVar[str | None] = ContextVar("flexinfer_request_id", default=None)
+_fields: ContextVar[dict[str, Any] | None] = ContextVar("flexinfer_log_fields", default=None)
 
 
 def current_request_id() -> str:
@@ -33,10 +34,17 @@ def new_id() -> str:
     return uuid.uuid4().hex
 
 
+def log_with_request(**fields: Any) -> None:
+    """Let the line of the request that is being answered say this too."""
+    known = _fields.get()
+    if known is not None:
+        known.update(fields)
+
+
 class AccessLogMiddleware:
     """Gives each request an id, the caller's X-Request-Id if it is a sound one, and logs its end.
 
-    What handlers put into `scope["state"]["log"]` stands in the line too.
+    What handlers give `log_with_request` stands in the line too.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -48,7 +56,9 @@ class AccessLogMiddleware:
             return
         request_id = _given_id(scope) or new_id()
         token = _request_id.set(request_id)
-        fields: dict[str, Any] = scope.setdefault("state", {}).setdefault("log", {})
+        scope.setdefault("state", {})
+        fields: dict[str, Any] = {}
+        fields_token = _fields.set(fields)
         start_s = time.perf_counter()
         status = 0
 
@@ -65,6 +75,7 @@ class AccessLogMiddleware:
             seconds = time.perf_counter() - start_s
             _log_access(scope, status, {"seconds": round(seconds, 4), **fields})
             _request_id.reset(token)
+            _fields.reset(fields_token)
 
 
 def _given_id(scope: Scope) -> str | None:

@@ -109,8 +109,7 @@ async def create_response(
     (output,) = await until_gone(request, generate.finals(state, call.chat.job))
     answer = chat.final_answer(call.chat, output)
     choice = answer.choices[0]
-    log = request.scope["state"]["log"]
-    log.update(answer.usage.model_dump(exclude={"prompt_tokens_details"}))
+    generate.log_usage(answer.usage)
     return call.answer(choice.message, choice.finish_reason, answer.usage, f"msg_{new_id()}")
 
 
@@ -228,14 +227,17 @@ async def _events(call: Call) -> Events:
     message_id = f"msg_{new_id()}"
     stream = ChatStream(call.chat)
     finish_reason = "stop"
-    async with aclosing(generate.stream(call.chat.state, call.chat.job)) as outputs:
-        async for _, output in outputs:
-            events = writer.start()
-            for delta in stream.deltas(output):
-                events += writer.text(message_id, delta)
-            if events:
-                yield "".join(events)
-            finish_reason = output.outputs[0].finish_reason or finish_reason
+    try:
+        async with aclosing(generate.stream(call.chat.state, call.chat.job)) as outputs:
+            async for _, output in outputs:
+                events = writer.start()
+                for delta in stream.deltas(output):
+                    events += writer.text(message_id, delta)
+                if events:
+                    yield "".join(events)
+                finish_reason = output.outputs[0].finish_reason or finish_reason
+    finally:
+        generate.log_usage(stream.usage())
     done = call.answer(stream.message(0), finish_reason, stream.usage(), message_id)
     yield "".join(writer.finish(done))
 

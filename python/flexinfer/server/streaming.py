@@ -21,6 +21,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from flexinfer.server.errors import CLIENT_CLOSED_REQUEST, APIError, as_api_error
+from flexinfer.server.logs import log_with_request
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class EventStream(Response):
             if sending.done():
                 sending.result()
             else:
-                scope["state"]["log"]["disconnected"] = True
+                log_with_request(disconnected=True)
         finally:
             await _cancel(gone)
             await _cancel(sending)

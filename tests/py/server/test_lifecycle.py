@@ -68,6 +68,47 @@ def test_sigterm_drains_what_runs(process: ServerProcess) -> None:
     assert len(done["request_id"]) == 32
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": "Once", "max_tokens": 3}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}),
+        ("responses", {"input": "Hi", "max_output_tokens": 3}),
+    ],
+)
+def test_the_log_has_the_tokens_of_each_request(
+    server: ServerProcess, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    request_id = f"log-{path.replace('/', '-')}-{stream}"
+    url = f"{server.url}/v1/{path}"
+    httpx.post(url, json={**body, "stream": stream}, headers={"X-Request-Id": request_id})
+    (line,) = lines_of(server, request_id)
+    assert (line["status"], line["completion_tokens"]) == (200, 3)
+    assert line["prompt_tokens"] + 3 == line["total_tokens"]
+
+
+def test_the_log_has_the_tokens_of_a_stream_that_was_left(server: ServerProcess) -> None:
+    url, headers = f"{server.url}/v1/completions", {"X-Request-Id": "log-left"}
+    with httpx.stream("POST", url, json=LONG, headers=headers, timeout=60) as answer:
+        next(answer.iter_lines())
+    (line,) = lines_of(server, "log-left")
+    assert line["disconnected"]
+    assert 1 <= line["completion_tokens"] < LONG["max_tokens"]
+
+
+def lines_of(server: ServerProcess, request_id: str) -> list[dict[str, Any]]:
+    """Of a log in JSON, what is said of one request; waits until there is something."""
+    deadline = time.monotonic() + 20
+    found: list[dict[str, Any]] = []
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.05)
+        whole = server.log.read_text().rpartition("\n")[0]
+        lines = [json.loads(line) for line in whole.splitlines()]
+        found = [line for line in lines if line.get("request_id") == request_id]
+    return found
+
+
 def test_a_second_sigterm_stops_at_once(process: ServerProcess) -> None:
     result: dict[str, Any] = {}
     thread = start_stream(process.url, result)
