@@ -116,11 +116,11 @@ struct LinearCall {
 };
 
 // What LinearBlock needs beside: the rows and the depth of a block whose parts fit in the
-// second-level cache, with those of a panel (simd/amx_split_linear.h).
-inline constexpr int64_t kSplitRows = 384;
+// second-level cache, with those of two panels (simd/amx_split_linear.h).
+inline constexpr int64_t kSplitRows = 256;
 inline constexpr int64_t kSplitDepth = 512;
 // Floats of scratch, aligned to 64 bytes: three bfloat16 numbers for each of float32.
-inline constexpr int64_t kSplitFloats = (kSplitRows + 64) * kSplitDepth * 3 / 2;
+inline constexpr int64_t kSplitFloats = (kSplitRows + 2 * 64) * kSplitDepth * 3 / 2;
 
 // Rows [row_begin, row_end) and panels [begin, end) of a linear layer, on one thread.
 struct LinearBlock {

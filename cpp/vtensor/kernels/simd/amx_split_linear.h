@@ -70,18 +70,20 @@ inline void split_rows(const float* x, int64_t x_stride, int64_t num_rows, int64
   }
 }
 
-// The inputs [0, depth) of a panel: [column / 16, step, part] tiles of pairs of inputs.
-inline void split_panel(const float* panel, int64_t depth, float* tiles) {
-  for (int64_t k = 0; k < depth; k += 2, panel += 2 * kSplitColumns) {
-    float* to = tiles + k / kAmxDepth * kStepFloats + k % kAmxDepth / 2 * kLanes;
+// The inputs k and k + 1 of a panel, to [column / 16, step, part] tiles of pairs of inputs. Asks
+// for those that come next.
+VTENSOR_INLINE void split_pair(const float* panel, int64_t k, float* tiles) {
+  constexpr int64_t kAhead = 16;
+  const float* from = panel + k * kSplitColumns;
+  float* to = tiles + k / kAmxDepth * kStepFloats + k % kAmxDepth / 2 * kLanes;
 #pragma GCC unroll 4
-    for (int64_t n = 0; n < kSplitColumns; n += kLanes) {
-      const SplitVec even = split(load(panel + n)), odd = split(load(panel + kSplitColumns + n));
+  for (int64_t n = 0; n < kSplitColumns; n += kLanes, to += kBlockFloats) {
+    const SplitVec even = split(load(from + n)), odd = split(load(from + kSplitColumns + n));
+    __builtin_prefetch(from + kAhead * kSplitColumns + n);
+    __builtin_prefetch(from + (kAhead + 1) * kSplitColumns + n);
 #pragma GCC unroll 3
-      for (int i = 0; i < kParts; ++i) {
-        store(to + i * kTileFloats, from_bits(even.part[i] >> 16 | odd.part[i]));
-      }
-      to += kBlockFloats;
+    for (int i = 0; i < kParts; ++i) {
+      store(to + i * kTileFloats, from_bits(even.part[i] >> 16 | odd.part[i]));
     }
   }
 }
@@ -103,9 +105,77 @@ VTENSOR_INLINE void multiply_tiles() {
   _tile_dpbf16ps(3, 5, 7);
 }
 
+// What vectors do while the tiles multiply, a little at each step of the depth: they add the sums
+// of the tiles before to the output and split the next panel.
+class Beside {
+ public:
+  explicit Beside(const LinearCall& call, bool is_first) : call_(call), is_first_(is_first) {}
+
+  // The inputs [0, depth) of `panel`, in about `num_steps` steps.
+  void split_next(const float* panel, int64_t depth, int64_t num_steps, float* tiles) {
+    panel_ = panel;
+    tiles_ = tiles;
+    k_ = 0;
+    depth_ = depth;
+    inputs_ = 2 * ((depth / 2 + num_steps - 1) / num_steps);
+  }
+  void end_split() {
+    for (; k_ < depth_; k_ += 2) split_pair(panel_, k_, tiles_);
+  }
+
+  // sums [32, 32], of which `num_rows` count, in about `num_steps` steps.
+  void add_next(const float* sums, int64_t row, int64_t num_rows, int64_t column,
+                int64_t num_steps) {
+    sums_ = sums;
+    row_ = row;
+    column_ = column;
+    last_row_ = row + num_rows;
+    rows_ = (num_rows + num_steps - 1) / num_steps;
+  }
+  void end_add() {
+    while (row_ < last_row_) add_row();
+  }
+
+  VTENSOR_INLINE void step() {
+    for (int64_t i = 0; i < inputs_ && k_ < depth_; i += 2, k_ += 2) {
+      split_pair(panel_, k_, tiles_);
+    }
+    for (int64_t i = 0; i < rows_ && row_ < last_row_; ++i) add_row();
+  }
+
+ private:
+  // In the first block of the depth with bias and residual.
+  VTENSOR_INLINE void add_row() {
+    const int64_t width = less(2 * kLanes, call_.columns - column_);
+    float* out = static_cast<float*>(call_.output) + row_ * call_.output_stride + column_;
+    for (int64_t n = 0; n < width; n += kLanes) {
+      if (is_first_) {
+        finish<float>(call_, row_, column_ + n, load(sums_ + n));
+      } else {
+        store(out + n, load(out + n) + load(sums_ + n));
+      }
+    }
+    sums_ += 2 * kLanes;
+    ++row_;
+  }
+
+  const LinearCall& call_;
+  const bool is_first_;
+  const float* panel_ = nullptr;
+  float* tiles_ = nullptr;
+  int64_t k_ = 0;
+  int64_t depth_ = 0;
+  int64_t inputs_ = 0;  // a step
+  const float* sums_ = nullptr;
+  int64_t row_ = 0;
+  int64_t last_row_ = 0;
+  int64_t column_ = 0;
+  int64_t rows_ = 0;  // a step
+};
+
 // C tiles 0 1 / 2 3 = two tiles of rows times two of columns, each product with one change of
 // parts; the small ones first.
-inline void split_multiply(const float* rows, const float* weight, int64_t depth) {
+inline void split_multiply(const float* rows, const float* weight, int64_t depth, Beside& beside) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -118,6 +188,7 @@ inline void split_multiply(const float* rows, const float* weight, int64_t depth
     multiply_tiles();  // x1 w2
     load_rows(rows + kTileFloats);
     multiply_tiles();  // x2 w2
+    beside.step();
     load_weight(weight);
     multiply_tiles();  // x2 w1
     load_rows(rows + 2 * kTileFloats);
@@ -129,70 +200,45 @@ inline void split_multiply(const float* rows, const float* weight, int64_t depth
   }
 }
 
-// Asks for what `add_sums` will need, while its sums are computed.
-inline void prefetch_output(const LinearCall& call, int64_t row, int64_t num_rows, int64_t column,
-                            bool is_first) {
-  const float* out = static_cast<const float*>(call.output) + row * call.output_stride + column;
-  const float* residual = static_cast<const float*>(call.residual);
-  for (int64_t m = 0; m < num_rows; ++m) {
-    __builtin_prefetch(out + m * call.output_stride, 1);
-    __builtin_prefetch(out + m * call.output_stride + kLanes, 1);
-    if (is_first && residual != nullptr) {
-      const float* from = residual + (row + m) * call.residual_stride + column;
-      __builtin_prefetch(from);
-      __builtin_prefetch(from + kLanes);
-    }
-  }
-}
-
-// Adds the sums [32, 32] to the output; in the first block of the depth with bias and residual.
-inline void add_sums(const LinearCall& call, const float* sums, int64_t row, int64_t num_rows,
-                     int64_t column, bool is_first) {
-  const int64_t width = less(2 * kLanes, call.columns - column);
-  for (int64_t m = 0; m < num_rows; ++m, sums += 2 * kLanes) {
-    float* out = static_cast<float*>(call.output) + (row + m) * call.output_stride + column;
-    for (int64_t n = 0; n < width; n += kLanes) {
-      if (is_first) {
-        finish<float>(call, row + m, column + n, load(sums + n));
-      } else {
-        store(out + n, load(out + n) + load(sums + n));
-      }
-    }
-  }
-}
-
-// One block of the depth: rows [row, row + num_rows) times the panels [begin, end). While a panel
-// is multiplied, the next one's share of this block is asked for.
+// One block of the depth: rows [row, row + num_rows) times the panels [begin, end).
 inline void split_block(const LinearCall& call, int64_t row, int64_t num_rows, int64_t begin,
                         int64_t end, int64_t k, float* scratch) {
-  const int64_t depth = less(kSplitDepth, call.depth - k);
-  float* weight = scratch + kSplitRows / kTileRows * kBlockFloats;
+  const int64_t depth = less(kSplitDepth, call.depth - k), steps = depth / kAmxDepth;
+  const int64_t tiles = 2 * ((num_rows + 2 * kTileRows - 1) / (2 * kTileRows));
   const float* x = static_cast<const float*>(call.x) + row * call.x_stride + k;
   for (int64_t m = 0; m < num_rows; m += kTileRows) {
     split_rows(x + m * call.x_stride, call.x_stride, num_rows - m, depth,
                scratch + m / kTileRows * kBlockFloats);
   }
-  const int64_t tiles = 2 * ((num_rows + 2 * kTileRows - 1) / (2 * kTileRows));
-  const int64_t share = (depth * kStepBytes<float> / tiles + 63) / 64 * 64;
-  alignas(64) float sums[4 * kTileRows * kTileRows];
+  float* weight = scratch + kSplitRows / kTileRows * kBlockFloats;
+  float* next_weight = weight + kSplitColumns / kTileRows * kBlockFloats;
+  const auto inputs_of = [&](int64_t panel) {
+    return static_cast<const float*>(call.panels) + (panel * call.depth + k) * kSplitColumns;
+  };
+  Beside beside(call, k == 0);
+  beside.split_next(inputs_of(begin), depth, 1, weight);
+  beside.end_split();
+  alignas(64) float sums[2][4 * kTileRows * kTileRows];
+  int which = 0;
   for (int64_t panel = begin; panel < end; ++panel) {
-    const float* from = static_cast<const float*>(call.panels) +
-                        panel * kSplitColumns * call.depth + k * kSplitColumns;
-    Prefetch ahead = {reinterpret_cast<const char*>(from + kSplitColumns * call.depth), share};
-    split_panel(from, depth, weight);
+    if (panel + 1 < end) beside.split_next(inputs_of(panel + 1), depth, tiles * steps, next_weight);
     for (int64_t n = 0; n < kSplitColumns; n += 2 * kTileRows) {
-      for (int64_t m = 0; m < num_rows; m += 2 * kTileRows) {
-        const int64_t rows = less(2 * kTileRows, num_rows - m), column = panel * kSplitColumns + n;
-        if (column >= call.columns) break;
-        if (panel + 1 < end) ahead.step();
-        prefetch_output(call, row + m, rows, column, k == 0);
+      const int64_t column = panel * kSplitColumns + n;
+      if (column >= call.columns) break;
+      for (int64_t m = 0; m < num_rows; m += 2 * kTileRows, which ^= 1) {
         split_multiply(scratch + m / kTileRows * kBlockFloats,
-                       weight + n / kTileRows * kBlockFloats, depth);
-        amx_store(sums, 2 * kTileRows);
-        add_sums(call, sums, row + m, rows, column, k == 0);
+                       weight + n / kTileRows * kBlockFloats, depth, beside);
+        beside.end_add();
+        amx_store(sums[which], 2 * kTileRows);
+        beside.add_next(sums[which], row + m, less(2 * kTileRows, num_rows - m), column, steps);
       }
     }
+    beside.end_split();
+    float* other = weight;
+    weight = next_weight;
+    next_weight = other;
   }
+  beside.end_add();
 }
 
 // Blocks of equal size, as few as there can be.
