@@ -35,6 +35,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         process.stop()
 
 
+@pytest.fixture
+def server_with_keys(tmp_path: Path) -> Iterator[ServerProcess]:
+    """The same, asking for a key, and for another one under /admin."""
+    process = ServerProcess(tmp_path / "log", "--api-key", "one", "--admin-api-key", "two")
+    try:
+        yield process.wait_until_ready()
+    finally:
+        process.stop()
+
+
 @pytest.fixture(scope="session")
 def driver() -> Iterator[webdriver.Chrome]:
     if CHROMIUM is None or DRIVER is None:

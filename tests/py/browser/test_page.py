@@ -154,6 +154,20 @@ def test_settings_reach_the_model(page: ChatPage) -> None:
     assert "cut at the token limit" in page.text(".message.assistant .facts")
 
 
+def test_a_server_that_asks_for_keys(server_with_keys: ServerProcess, page: ChatPage) -> None:
+    guarded = ChatPage(page.driver, server_with_keys.url)
+    guarded.open_new()
+    guarded.until(lambda: guarded.find("#set-api-key") == page.driver.switch_to.active_element)
+    guarded.find("#set-api-key").send_keys("one")
+    guarded.find("#set-admin-key").send_keys("two")
+    guarded.find(".settings .primary").click()
+    assert guarded.send("Hello! My name is Ada.")
+    assert guarded.texts(".message.user .body") == ["Hello! My name is Ada."]
+    guarded.until(guarded.rows)
+    refused = guarded.console()  # each 401 before the keys were there
+    assert all("401" in entry for entry in refused)
+
+
 def test_markup_in_a_message_stays_text(page: ChatPage) -> None:
     page.send("<img src=x onerror=alert(1)> **b**")
     assert page.texts(".message.user .body") == ["<img src=x onerror=alert(1)> **b**"]

@@ -15,6 +15,7 @@ export class SettingsDialog {
   constructor(store, api, { onKeys }) {
     Object.assign(this, { store, api, onKeys });
     this.dialog = h("dialog", { class: "settings", "aria-labelledby": "settings-title" });
+    this.dialog.addEventListener("close", refocus);
     document.body.append(this.dialog);
     store.addEventListener("settings", () => applyTheme(store.settings.theme));
     applyTheme(store.settings.theme);
@@ -65,6 +66,14 @@ export class SettingsDialog {
       this.dialog.querySelector(`#set-${name}`).value = String(value);
     }
   }
+}
+
+// A closing dialog gives the focus back while the page is still inert: Chromium then shows a text field as
+// focused, but places no caret, and what is typed is lost.
+function refocus() {
+  const focused = document.activeElement;
+  focused.blur();
+  focused.focus();
 }
 
 function field(name, label, input, note = "") {
