@@ -19,7 +19,7 @@ from transformers.models.llama import modeling_llama
 from flexinfer import LLM, SamplingParams, lean_mlp
 from flexinfer.lean_layers import RMSNorm, make_lean, same
 from flexinfer.lean_linear import join_linears, pack_linears, parents
-from flexinfer.lean_mlp import GatedMLP, PackedGatedMLP
+from flexinfer.lean_mlp import GatedMLP
 from flexinfer.packed_linear import PackedLinear, can_pack
 from tiny_models import CONFIGS, make_model, random_prompts, reference
 
@@ -67,17 +67,16 @@ def test_lean_model_gives_the_same_logits(name: str, dtype: Any) -> None:
     assert (logits - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 0.06) * scale
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES])
-@pytest.mark.parametrize("num_tokens", [1, 511, 513, 1300])
+@pytest.mark.parametrize("num_tokens", [1, 1024, 1025, 2300])
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_an_mlp_in_blocks_of_rows_is_the_same(
-    num_tokens: int, dtype: Any, has_residual: bool, monkeypatch: pytest.MonkeyPatch
+    num_tokens: int, has_residual: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = copy.deepcopy(make_model("llama")).to(dtype)
+    model = copy.deepcopy(make_model("llama"))
     make_lean(model)
     mlp = next(module for name, module in model.named_modules() if name.endswith("mlp"))
-    assert isinstance(mlp, (GatedMLP, PackedGatedMLP))
-    x = torch.randn(1, num_tokens, model.config.hidden_size).to(dtype)
+    assert isinstance(mlp, GatedMLP)
+    x = torch.randn(1, num_tokens, model.config.hidden_size)
     residual = torch.randn_like(x) if has_residual else None
     with torch.inference_mode():
         blocks = mlp(x, residual)
