@@ -77,7 +77,8 @@ def _replace(model: torch.nn.Module, lean: Lean) -> int:
             replacement = lean(child)
             if replacement is not None:
                 setattr(parent, name, replacement)
-                drop_pages(child.parameters())
+                kept = {weight.data_ptr() for weight in replacement.parameters()}
+                drop_pages(w for w in child.parameters() if w.data_ptr() not in kept)
                 num_replaced += 1
     return num_replaced
 

@@ -26,23 +26,17 @@ ARGUMENTS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-s
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """`flexinfer serve` with the shipped model and no keys: the page needs none."""
     folder = tmp_path_factory.mktemp("server")
-    process = ServerProcess(
-        folder / "log", "--max-num-seqs", "8", "--kv-cache-memory-bytes", "32MiB"
-    )
-    try:
+    arguments = ("--max-num-seqs", "8", "--kv-cache-memory-bytes", "32MiB")
+    with ServerProcess(folder / "log", *arguments) as process:
         yield process.wait_until_ready()
-    finally:
-        process.stop()
 
 
 @pytest.fixture
 def server_with_keys(tmp_path: Path) -> Iterator[ServerProcess]:
     """The same, asking for a key, and for another one under /admin."""
-    process = ServerProcess(tmp_path / "log", "--api-key", "one", "--admin-api-key", "two")
-    try:
+    keys = ("--api-key", "one", "--admin-api-key", "two")
+    with ServerProcess(tmp_path / "log", *keys) as process:
         yield process.wait_until_ready()
-    finally:
-        process.stop()
 
 
 @pytest.fixture(scope="session")

@@ -26,16 +26,13 @@ ADMIN_KEY = "admin-secret"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """`flexinfer serve` with the shipped model, open, with an admin key."""
     folder: Path = tmp_path_factory.mktemp("server")
-    process = ServerProcess(
+    with ServerProcess(
         folder / "log",
         *("--max-num-seqs", "8", "--kv-cache-memory-bytes", "64MiB", "--trace-dir", str(folder)),
         FLEXINFER_ADMIN_API_KEY=ADMIN_KEY,
         FLEXINFER_LOG_FORMAT="json",
-    )
-    try:
+    ) as process:
         yield process.wait_until_ready()
-    finally:
-        process.stop()
 
 
 @pytest.fixture(scope="session")

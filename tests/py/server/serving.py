@@ -32,7 +32,7 @@ MODEL = "tiny_chat"
 
 
 class ServerProcess:
-    """`flexinfer serve` on a free port."""
+    """`flexinfer serve` on a free port, stopped at the end of the `with`."""
 
     def __init__(
         self,
@@ -62,14 +62,17 @@ class ServerProcess:
             time.sleep(0.05)
         raise AssertionError(f"the server is not ready:\n{self.log.read_text()}")
 
+    def __enter__(self) -> ServerProcess:
+        return self
+
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 
     def wait(self, timeout_s: float = 30) -> int:
         return self.process.wait(timeout_s)
 
-    def stop(self) -> None:
-        """However it is."""
+    def __exit__(self, *_: object) -> None:
+        """Stops it, however it is."""
         if self.process.poll() is None:
             self.signal()
             try:

@@ -160,7 +160,6 @@ def test_a_conversation_can_be_deleted_asleep(admin: httpx.Client) -> None:
         admin.post("/admin/wake")
     assert deleted.status_code == 200
     admin.post("/admin/reset_prefix_cache")
-    time.sleep(0.15)  # the map is made anew
     assert admin.get("/admin/memory").json()["prefixes"] == []
 
 

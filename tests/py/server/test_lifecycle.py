@@ -28,11 +28,9 @@ LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[ServerProcess]:
-    made = ServerProcess(tmp_path / "log", "--log-format", "json", "--shutdown-timeout", "20")
-    try:
+    arguments = ("--log-format", "json", "--shutdown-timeout", "20")
+    with ServerProcess(tmp_path / "log", *arguments) as made:
         yield made.wait_until_ready()
-    finally:
-        made.stop()
 
 
 def start_stream(url: str, result: dict[str, Any]) -> threading.Thread:
@@ -128,13 +126,10 @@ def test_an_engine_that_fails_for_good_ends_the_server_with_its_own_code(tmp_pat
         "engine.LLMEngine.step = step\n"
         "cli.main()"
     )
-    made = ServerProcess(tmp_path / "log", interpreter=("-c", code))
-    try:
+    with ServerProcess(tmp_path / "log", interpreter=("-c", code)) as made:
         made.wait_until_ready()
         answer = httpx.post(f"{made.url}/v1/completions", json={"prompt": "Once"}, timeout=60)
         assert made.wait() == ENGINE_FAILED
-    finally:
-        made.stop()
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "engine_dead"
     log = made.log.read_text()
