@@ -85,7 +85,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
     while process.poll() is None and time.monotonic() < deadline:
         if found := re.search(r"Serving \S+ at ([^\s\"]+)", log.read_text(), re.MULTILINE):
             try:
-                if httpx.get(f"{found[1]}/ready").status_code == 200:
+                if httpx.get(f"{found[1]}/ready", timeout=60).status_code == 200:
                     return found[1]
             except httpx.TransportError:
                 pass

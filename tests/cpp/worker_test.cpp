@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <future>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -47,7 +48,12 @@ TEST(Worker, stop_finishes_the_running_job_and_drops_the_waiting_ones) {
   worker.post([&] { ++num_run; });
   started.get_future().wait();
   std::thread stopper([&] { worker.stop(); });
-  std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  // Dropped at once only when stop() has begun; until then it waits behind the others.
+  const auto probe = std::make_shared<int>();
+  do {
+    worker.post([probe] {});
+    std::this_thread::yield();
+  } while (probe.use_count() > 1);
   may_end.set_value();
   stopper.join();
   EXPECT_EQ(num_run, 1);

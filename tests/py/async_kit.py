@@ -33,7 +33,7 @@ def with_llm(scenario: Callable[[AsyncLLM], Awaitable[None]], **settings: Any) -
         assert not llm.is_running
         assert "flexinfer-engine" not in {thread.name for thread in threading.enumerate()}
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 300))
 
 
 def check_nothing_is_left(engine: LLMEngine) -> None:

@@ -80,7 +80,7 @@ def test_a_forgotten_engine_ends_its_thread() -> None:
     thread = llm._thread._thread
     del llm
     gc.collect()
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     assert not thread.is_alive()
 
 

@@ -213,7 +213,8 @@ def test_a_trace_gives_the_lengths(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("num_prefill_tokens,num_decode_tokens\n80,16\n40,8\n")
     dataset = ("--dataset-name", "trace", "--dataset-path", str(trace))
-    code, out, err, bodies = bench(*dataset, "--trace-length-scale", "0.5", "--json")
+    in_order = ("--max-concurrency", "1")
+    code, out, err, bodies = bench(*dataset, "--trace-length-scale", "0.5", "--json", *in_order)
     assert code == 0, err
     assert [len(body["prompt"].split()) for body in bodies[1:]] == [40, 20]
     assert [body["max_tokens"] for body in bodies[1:]] == [8, 4]

@@ -174,7 +174,7 @@ def test_an_open_step_refuses_what_it_cannot_wait_for(standin: StandinCuda) -> N
 def test_python_goes_on_while_a_view_waits_for_the_manager(standin: StandinCuda, what: str) -> None:
     """Another thread holds the manager for as long as a kernel runs. Were the GIL held by who waits
     for the manager, nobody could end the kernel."""
-    standin.set_sync_timeout_ms(3000)
+    standin.set_sync_timeout_ms(20_000)
     with open_manager() as manager:
         vtensor = filled(manager)
         views = [vtensor.k(0)]

@@ -161,9 +161,11 @@ def test_a_pinned_prefix_is_not_evicted(manager: VTensorManager) -> None:
 
 def test_a_pin_ends_with_its_time_to_live(manager: VTensorManager) -> None:
     filled(manager, PROMPT).record_prefix(PROMPT)
-    manager.pin_prefix(PROMPT, "me", ttl_s=0.05)
+    manager.pin_prefix(PROMPT, "me", ttl_s=600)
     manager.trim()
     assert manager.evict(CHUNK) == 0
+    manager.unpin_prefix("me")
+    manager.pin_prefix(PROMPT, "me", ttl_s=0.05)
     time.sleep(0.06)
     assert manager.evict(CHUNK) == CHUNK
 

@@ -57,7 +57,7 @@ class ServerProcess:
             if found := re.search(r"Serving \S+ at ([^\s\"]+)", self.log.read_text(), re.MULTILINE):
                 self.url = found[1]
                 with contextlib.suppress(httpx.TransportError):
-                    if httpx.get(f"{self.url}/ready").status_code == 200:
+                    if httpx.get(f"{self.url}/ready", timeout=60).status_code == 200:
                         return self
             time.sleep(0.05)
         raise AssertionError(f"the server is not ready:\n{self.log.read_text()}")
@@ -68,7 +68,7 @@ class ServerProcess:
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 
-    def wait(self, timeout_s: float = 30) -> int:
+    def wait(self, timeout_s: float = 120) -> int:
         return self.process.wait(timeout_s)
 
     def __exit__(self, *_: object) -> None:

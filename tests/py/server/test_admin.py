@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +42,21 @@ def test_the_map_is_whole(admin: httpx.Client) -> None:
 
 def test_the_map_shows_who_shares_a_chunk(admin: httpx.Client) -> None:
     """Four samples of one prompt, while they run."""
-    body = {"prompt": "Once upon a time " * 20, "n": 4, "max_tokens": 300, "ignore_eos": True}
-    thread = threading.Thread(
-        target=admin.post, args=("/v1/completions",), kwargs={"json": {**body, "seed": 1}}
-    )
-    thread.start()
-    most = 0
-    while thread.is_alive():
-        found = admin.get("/admin/memory").json()
-        live = {v["id"]: v for v in found["vtensors"] if v["state"] == "live"}
-        shared = [chunk for chunk in found["chunks"] if len(chunk["sharers"]) > 1]
-        for chunk in shared:
-            holders = {key for key, v in live.items() if chunk["id"] in v["chunks"]}
-            assert holders == set(chunk["sharers"])
-        most = max(most, *(len(chunk["sharers"]) for chunk in shared), 0)
-        assert all(v["request_id"].startswith("cmpl-") for v in live.values())
-        time.sleep(0.02)
+    body = {"prompt": "Once upon a time " * 20, "n": 4, "max_tokens": 1500, "ignore_eos": True}
+    most, deadline = 0, time.monotonic() + 60
+    with admin.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        while most < 4 and time.monotonic() < deadline:
+            found = admin.get("/admin/memory").json()
+            live = {v["id"]: v for v in found["vtensors"] if v["state"] == "live"}
+            shared = [chunk for chunk in found["chunks"] if len(chunk["sharers"]) > 1]
+            for chunk in shared:
+                holders = {key for key, v in live.items() if chunk["id"] in v["chunks"]}
+                assert holders == set(chunk["sharers"])
+            most = max(most, *(len(chunk["sharers"]) for chunk in shared), 0)
+            assert all("cmpl-" in v["request_id"] for v in live.values())
+            time.sleep(0.02)
     assert most == 4
 
 
@@ -108,7 +108,7 @@ def test_a_sleeping_server_answers_after_waking(admin: httpx.Client) -> None:
         assert thread.is_alive()
     finally:
         assert not admin.post("/admin/wake").json()["is_sleeping"]
-    thread.join(30)
+    thread.join(60)
     assert answers[0]["choices"] == before["choices"]
     assert answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
@@ -202,19 +202,21 @@ def test_a_conversation_ends_with_its_time_to_live(admin: httpx.Client) -> None:
 
 
 def test_a_conversation_has_one_turn_at_a_time(admin: httpx.Client) -> None:
+    """The first turn lasts: the engine sleeps."""
     made = admin.post("/v1/conversations", json={}).json()
-    body = {
-        "messages": CHAT,
-        "conversation": made["id"],
-        "max_completion_tokens": 1200,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    with admin.stream("POST", "/v1/chat/completions", json=body) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        second = admin.post("/v1/chat/completions", json={**body, "stream": False})
+    turn = {"messages": CHAT, "conversation": made["id"], "max_completion_tokens": 2}
+    admin.post("/admin/sleep")
+    with ThreadPoolExecutor() as pool:
+        try:
+            first = pool.submit(admin.post, "/v1/chat/completions", json=turn)
+            while admin.get("/admin/memory").json()["engine"]["num_waiting"] == 0:
+                assert not first.done()
+                time.sleep(0.02)
+            second = admin.post("/v1/chat/completions", json=turn)
+        finally:
+            admin.post("/admin/wake")
         assert second.status_code == 409
+        assert first.result().status_code == 200
 
 
 def test_tokenize_and_back(http: httpx.Client) -> None:
