@@ -234,6 +234,15 @@ def serve(
     log_level: Annotated[
         str, _option(LOGS, "--log-level", "debug, info, warning or error.")
     ] = "info",
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        _option(
+            LOGS,
+            "--otlp-traces-endpoint",
+            "OpenTelemetry collector, such as http://localhost:4318/v1/traces, that gets a span a "
+            "request; needs flexinfer[otel].",
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         _option(
@@ -358,6 +367,7 @@ def server_settings(given: dict[str, Any], config: EngineConfig) -> ServerSettin
         "max_n",
         "max_logprobs",
         "max_conversations",
+        "otlp_traces_endpoint",
     )
     return ServerSettings(
         served_model_names=tuple(names),

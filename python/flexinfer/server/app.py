@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -31,6 +32,7 @@ from flexinfer.server.page import mount_page
 from flexinfer.server.protocol.base import ErrorResponse
 from flexinfer.server.settings import ServerSettings
 from flexinfer.server.state import ServerState
+from flexinfer.server.tracing import TraceContextMiddleware
 
 ROUTERS = (health, models, chat, completions, responses, conversations, tokenize, admin)
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -51,11 +53,14 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """The app. It does not own the engine: whoever made it shuts it down."""
+    state = ServerState(llm, settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        app.state.flexinfer.is_draining = True
+        state.is_draining = True
+        if state.tracer is not None:
+            await asyncio.to_thread(state.tracer.shutdown)
 
     app = FastAPI(
         title="FlexInfer",
@@ -65,7 +70,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         redoc_url=None,
         docs_url=None,
     )
-    app.state.flexinfer = ServerState(llm, settings)
+    app.state.flexinfer = state
     install_error_handlers(app)
     for module in ROUTERS:
         app.include_router(module.router, responses=ERRORS)
@@ -81,6 +86,8 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
             allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
+    if state.tracer is not None:
+        app.add_middleware(TraceContextMiddleware)
     app.add_middleware(AccessLogMiddleware)
     register_metrics(app, llm, settings.model_name)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]

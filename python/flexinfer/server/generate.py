@@ -71,12 +71,7 @@ async def beams(state: ServerState, job: Job) -> list[BeamSearchOutput]:
     params = job.params
     assert isinstance(params, BeamSearchParams)
     with state.limits.hold(job.tenant, job.num_sequences):
-        return await _all(
-            [
-                state.llm.beam_search(prompt, params, job.id_of(idx), priority=job.priority)
-                for idx, prompt in enumerate(job.prompts)
-            ]
-        )
+        return await _all([_beams(state, job, params, idx) for idx in range(len(job.prompts))])
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
@@ -117,10 +112,24 @@ async def _outputs(
     outputs = state.llm.generate(
         job.prompts[prompt_idx], params, job.id_of(prompt_idx), priority=job.priority
     )
+    if state.tracer is not None:
+        outputs = state.tracer.watch(outputs, job.id_of(prompt_idx), params)
     async with aclosing(outputs):
         async for output in outputs:
             _check(output)
             yield prompt_idx, output
+
+
+async def _beams(
+    state: ServerState, job: Job, params: BeamSearchParams, prompt_idx: int
+) -> BeamSearchOutput:
+    request_id = job.id_of(prompt_idx)
+    search = state.llm.beam_search(
+        job.prompts[prompt_idx], params, request_id, priority=job.priority
+    )
+    if state.tracer is not None:
+        return await state.tracer.watch_beams(search, request_id, params)
+    return await search
 
 
 def _check(output: RequestOutput) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from flexinfer.server.tracing import check_endpoint
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
@@ -43,6 +45,8 @@ class ServerSettings:
     """Origins of web pages that may call this server (CORS); its own page needs none."""
     trace_directory: Path | None = None
     """Where /admin/trace may write; None: it may not."""
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector (OTLP over HTTP) that gets a span a request."""
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
@@ -61,6 +65,8 @@ class ServerSettings:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
         self._check_keys()
+        if self.otlp_traces_endpoint is not None:
+            check_endpoint(self.otlp_traces_endpoint)
 
     @property
     def model_name(self) -> str:

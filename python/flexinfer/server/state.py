@@ -16,6 +16,7 @@ from flexinfer.server.limits import Limits
 from flexinfer.server.memory_map import MemoryMap
 from flexinfer.server.response_store import ResponseStore
 from flexinfer.server.settings import ServerSettings
+from flexinfer.server.tracing import RequestTracer
 
 
 class ServerState:
@@ -32,6 +33,8 @@ class ServerState:
         self.conversations = ConversationStore(llm, settings)
         self.responses = ResponseStore(settings.max_stored_responses)
         self.memory_map = MemoryMap(llm, settings.model_name)
+        endpoint = settings.otlp_traces_endpoint
+        self.tracer = RequestTracer(endpoint, settings.model_name) if endpoint else None
         self.is_draining = False
         """The server is going down: new requests are refused."""
         self.trace_path: Path | None = None
