@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -24,11 +25,12 @@ def test_a_lower_budget_preempts_and_a_higher_one_goes_on(mode: str) -> None:
     for _ in range(4):
         engine.step()
     small = 64 * TOKEN_BYTES
+    before_s = time.perf_counter()
     change = engine.set_kv_cache_memory(small)
+    assert 0 < change.seconds <= time.perf_counter() - before_s
     assert change.num_preempted >= 2
     assert engine.manager.stats().resident_bytes <= small
     assert change.returned_bytes > 0
-    assert change.seconds < 1.0
     engine.manager.check_integrity()
     for _ in range(5):
         engine.step()
