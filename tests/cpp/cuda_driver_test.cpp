@@ -293,9 +293,11 @@ TEST_F(CudaDriverTest, AnyThreadMayCallAndNeedsNoContext) {
 }
 
 TEST_F(CudaDriverTest, CaptureModeOfTheThreadIsRestored) {
-  (void)create(1);
   const auto api = CudaApi::load(STANDIN_CUDA_PATH);
-  auto mode = cuda::CU_STREAM_CAPTURE_MODE_GLOBAL;
+  auto mode = cuda::CU_STREAM_CAPTURE_MODE_GLOBAL;  // a test of faults may have left another one
+  ASSERT_EQ(api->cuThreadExchangeStreamCaptureMode(&mode), cuda::CUDA_SUCCESS);
+  (void)create(1);
+  mode = cuda::CU_STREAM_CAPTURE_MODE_GLOBAL;
   ASSERT_EQ(api->cuThreadExchangeStreamCaptureMode(&mode), cuda::CUDA_SUCCESS);
   EXPECT_EQ(mode, cuda::CU_STREAM_CAPTURE_MODE_GLOBAL);
 }

@@ -57,6 +57,7 @@ def check_nothing_is_left(engine: LLMEngine) -> None:
     engine.manager.check_integrity()
     assert engine.get_num_unfinished_requests() == 0
     assert engine.manager.stats().num_vtensors == 0
+    engine.manager.drain()  # the worker may be creating chunks still
     engine.manager.reset_prefix_cache()
     engine.manager.trim()
     assert engine.manager.stats().resident_bytes == 0

@@ -61,7 +61,7 @@ def test_a_json_object_is_one(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("structure", "pattern"),
     [
-        ({"regex": r"[A-C]{2}-\d{3}"}, r"[A-C]{2}-\d{3}"),
+        ({"regex": r"[A-C]{2}-[0-9]{3}"}, r"[A-C]{2}-[0-9]{3}"),
         ({"choice": ["yes", "no", 'may"be']}, r'yes|no|may"be'),
         ({"grammar": 'start: "a" start "b" | "c"'}, r"a*cb*"),
         ({"json": {"type": "integer", "maximum": 99}}, r"\s*-?\d+\s*"),
@@ -78,6 +78,7 @@ def test_other_structures_are_kept(
 
 
 def test_each_of_n_streamed_samples_keeps_it(client: openai.OpenAI) -> None:
+    r"""Not with \d: llguidance's Unicode, and so its digits, is newer than Python's."""
     texts = ["", "", "", ""]
     for chunk in client.completions.create(
         model=MODEL,
@@ -87,11 +88,11 @@ def test_each_of_n_streamed_samples_keeps_it(client: openai.OpenAI) -> None:
         seed=1,
         max_tokens=40,
         stream=True,
-        extra_body={"structured_outputs": {"regex": r"(\d\d-){3}x"}},
+        extra_body={"structured_outputs": {"regex": r"([0-9]{2}-){3}x"}},
     ):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
-    assert all(re.fullmatch(r"(\d\d-){3}x", text) for text in texts)
+    assert all(re.fullmatch(r"([0-9]{2}-){3}x", text) for text in texts)
     assert len(set(texts)) > 1
 
 
