@@ -122,7 +122,7 @@ def test_a_preempted_request_keeps_its_structure() -> None:
     with LLM(
         str(SHIPPED_MODEL),
         chunk_bytes="32KiB",
-        kv_cache_memory_bytes=1 << 20,
+        kv_cache_memory_bytes=640 << 10,  # whatever the seeds say, too little for all
         max_num_seqs=8,
         enable_prefix_caching=False,
     ) as llm:
