@@ -67,11 +67,20 @@ def load_model(model: Any, dtype: Any = "auto", device: str | None = None) -> Lo
 
     Raises UnsupportedModelError, before any weight is read where the config tells enough.
     """
-    from flexinfer.lean_layers import make_lean
-    from flexinfer.torch_runtime import return_freed_memory
-    from flexinfer.weight_files import let_go_of_files
+    from flexinfer.torch_runtime import large_blocks_apart, return_freed_memory
 
     config = resolve_config(model)
+    with large_blocks_apart():
+        loaded, name = _place(model, config, dtype, device)
+    return_freed_memory()
+    return _describe(loaded, name)
+
+
+def _place(model: Any, config: Any, dtype: Any, device: str | None) -> tuple[PreTrainedModel, str]:
+    """The model on its device, lean where it is loaded here, and its name."""
+    from flexinfer.lean_layers import make_lean
+    from flexinfer.weight_files import let_go_of_files
+
     if isinstance(model, (str, os.PathLike)):
         name = os.fspath(model)
         loaded = _load_weights(name, config, dtype, device or "cpu")
@@ -86,8 +95,7 @@ def load_model(model: Any, dtype: Any = "auto", device: str | None = None) -> Lo
     if loaded is not model:
         make_lean(loaded)
         let_go_of_files(loaded)
-        return_freed_memory()
-    return _describe(loaded, name)
+    return loaded, name
 
 
 def resolve_config(model: Any) -> Any:
@@ -312,14 +320,17 @@ def _describe(model: PreTrainedModel, name: str) -> LoadedModel:
 def _load_weights(name: str, config: Any, dtype: Any, device: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
+    from flexinfer.weight_files import converting_one_by_one
+
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            name,
-            config=config,
-            dtype=_weights_dtype(config, dtype, device),
-            use_safetensors=True,
-            trust_remote_code=False,
-        )
+        with converting_one_by_one():
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                dtype=_weights_dtype(config, dtype, device),
+                use_safetensors=True,
+                trust_remote_code=False,
+            )
     except OSError as error:
         raise UnsupportedModelError(
             f"model {name!r} has no safetensors weights that can be read: {_first_line(error)}"

@@ -55,8 +55,8 @@ def can_run(weight: torch.Tensor) -> bool:
 @cache
 def is_packed_in_panels(dtype: torch.dtype, columns: int, depth: int) -> bool:
     """Whether oneDNN packs a weight of this shape as `in_panels` does."""
-    numbers = torch.arange(columns * depth) % 251  # exact in bfloat16; no period of a panel
-    weight = numbers.to(dtype).view(columns, depth)
+    period = torch.arange(251, dtype=dtype)  # exact in bfloat16; no period of a panel
+    weight = period.repeat(columns * depth // 251 + 1)[: columns * depth].view(columns, depth)
     packed = pack_weight(weight)
     panels = in_panels(weight)
     num_bytes = panels.numel() * panels.element_size()

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from typing import Any
 
 from flexinfer.threads import CpuQuota, choose_threads, cpu_quota
 
@@ -26,6 +27,8 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 """Parameters of mallopt(3)."""
 MAX_MMAP_THRESHOLD = 32 << 20
 """glibc takes no more."""
+APART_BYTES = 1 << 20
+"""Weights from this size on lie in mappings of their own, outside the heap."""
 KEPT_BYTES = 256 << 20
 """Free heap that is kept for the next step's activations."""
 CACHED_PRIMITIVES = 128
@@ -80,6 +83,27 @@ def return_freed_memory() -> None:
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
+
+
+@contextmanager
+def large_blocks_apart() -> Iterator[None]:
+    """Have malloc map each large block by itself, for the time that a model is loaded.
+
+    A weight that is replaced by a packed one then goes back to the system at once, and leaves no
+    hole in the heap, which steps would fill with what they keep. Does nothing where malloc is not
+    ours to set.
+    """
+    mallopt = _own_mallopt()
+    if mallopt is None:
+        yield
+        return
+    mallopt(M_MMAP_THRESHOLD, APART_BYTES)
+    mallopt(M_TOP_PAD, 0)  # else large blocks come out of the heap's end, grown for a small one
+    try:
+        yield
+    finally:
+        mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD)
+        mallopt(M_TOP_PAD, MAX_MMAP_THRESHOLD)
 
 
 def check_can_compile(device_type: str) -> None:
@@ -140,10 +164,16 @@ def _keep_freed_memory() -> None:
 
     Where the C library is not glibc nothing happens.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-    if mallopt is None or any(name in os.environ for name in names):
+    mallopt = _own_mallopt()
+    if mallopt is None:
         return
     mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD)
     mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
     mallopt(M_TOP_PAD, MAX_MMAP_THRESHOLD)
+
+
+def _own_mallopt() -> Any | None:
+    """glibc's mallopt; None: another C library, or the user has set malloc by the environment."""
+    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+    is_users = any(name in os.environ for name in names)
+    return None if is_users else getattr(ctypes.CDLL(None), "mallopt", None)

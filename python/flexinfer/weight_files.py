@@ -1,4 +1,4 @@
-"""Weight files: letting go of a safetensors file whose weights have been packed elsewhere.
+"""Weight files: letting go of a safetensors file whose weights have been converted or packed.
 
 safetensors maps a file as a whole, and each weight that needs no conversion is a view of it: one
 that is left keeps the pages of all in the process's resident set.
@@ -8,16 +8,73 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 KEPT_SHARE = 0.5
 """A file of which more than this is in use stays mapped: copying its weights would save little."""
+
+CONVERTED_BYTES = 32 << 20
+"""Weights whose pages are let go of together: finding the files takes a millisecond."""
+NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
+"""With it transformers reads and converts weights one by one, in the thread that loads."""
+
+
+class DropBehind(TorchFunctionMode):
+    """While it is entered, a weight of a file that this thread converts to another dtype or device
+    leaves no pages behind: else the whole file is held beside the converted model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._converted: list[torch.Tensor] = []
+        self._num_bytes = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.to and result is not args[0]:
+            self._converted.append(args[0])
+            self._num_bytes += args[0].nbytes
+            if self._num_bytes >= CONVERTED_BYTES:
+                self._drop()
+        return result
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._drop()
+
+    def _drop(self) -> None:
+        drop_pages(self._converted)
+        self._converted, self._num_bytes = [], 0
+
+
+@contextmanager
+def converting_one_by_one() -> Iterator[None]:
+    """Have transformers convert the weights that it loads here in this thread, each read when its
+    turn comes and then let go of: the most that is held is the model and a few of its weights."""
+    before = os.environ.get(NO_THREADS)
+    os.environ[NO_THREADS] = "1"
+    try:
+        with DropBehind():
+            yield
+    finally:
+        if before is None:
+            del os.environ[NO_THREADS]
+        else:
+            os.environ[NO_THREADS] = before
 
 
 def drop_pages(weights: Iterable[torch.Tensor]) -> int:
