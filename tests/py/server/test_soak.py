@@ -48,3 +48,9 @@ def test_what_is_left_behind_is_a_problem(soak: Any) -> None:
     report = soak.SoakReport(before={"resident_bytes": 0}, after={"resident_bytes": 65536})
     report.judge()
     assert "left behind" in report.problems[0]
+
+
+def test_a_connection_that_closed_late_before_is_none(soak: Any) -> None:
+    report = soak.SoakReport(before={"open_files": 9}, after={"open_files": 8})
+    report.judge()
+    assert report.problems == []
