@@ -53,7 +53,7 @@ class DropBehind(TorchFunctionMode):
         return result
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._drop()
 
     def _drop(self) -> None:
