@@ -72,7 +72,7 @@ class Linear:
     def has_many_rows(self, dtype: int, depth: int) -> bool:
         """Whether a prefill's many rows of such a layer are fast."""
 
-    def forward(self, dtype: int, x: int, x_stride: int, panels: int, bias: int, residual: int, residual_stride: int, output: int, num_rows: int, depth: int, columns: int, num_threads: int) -> None:
+    def forward(self, dtype: int, x: int, x_stride: int, panels: int, bias: int, residual: int, residual_stride: int, output: int, num_rows: int, depth: int, columns: int, gates: bool, num_threads: int) -> None:
         """
-        output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none.
+        output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none. gates: output [num_rows, columns / 2] = silu(first half) * second half, no residual.
         """

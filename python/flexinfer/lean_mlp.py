@@ -11,6 +11,7 @@ import torch
 from flexinfer import row_ops
 from flexinfer.lean_linear import add_linear, join_linears, packed_class
 from flexinfer.packed_linear import PackedLinear, linear_pointwise
+from flexinfer.panel_linear import PanelLinear
 
 ACTIVATIONS: dict[str, tuple[str, str]] = {
     "SiLU": ("swish", ""),
@@ -69,7 +70,7 @@ class PackedGatedMLP(torch.nn.Module):
 
 
 class GatedMLP(torch.nn.Module):
-    """down(silu(gate(x)) * up(x)), activation and product in one pass."""
+    """down(silu(gate(x)) * up(x)), activation and product in one pass or in the layer's product."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
@@ -83,8 +84,16 @@ class GatedMLP(torch.nn.Module):
         return in_row_blocks(self._compute, x, residual, self.down_proj.out_features)
 
     def _compute(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return add_linear(self.down_proj, row_ops.silu_mul(gate, up), residual)
+        return add_linear(self.down_proj, gated(self.gate_up_proj, x), residual)
+
+
+def gated(linear: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """silu(gates) * factors of a layer whose outputs are both, one after the other; in its product
+    where it can."""
+    if isinstance(linear, PanelLinear) and linear.can_gate(x.numel() // x.shape[-1]):
+        return linear.multiply_gates(x)
+    gate, up = linear(x).chunk(2, dim=-1)
+    return row_ops.silu_mul(gate, up)
 
 
 def lean_mlp(module: torch.nn.Module) -> PackedGatedMLP | GatedMLP | None:

@@ -1,5 +1,5 @@
 """PanelLinear: a PackedLinear that does the few rows of a decode step by our own kernel, and with
-AMX the many of a prefill in float32.
+AMX the many of a prefill.
 
 A decode step is bound by reading the weights. oneDNN and MKL reach their speed with hundreds of
 rows; with 1 to 64 of them they take up to twice as long as reading takes (docs/lean_step.md). The
@@ -9,7 +9,9 @@ oneDNN's own affair; whether it is this one is seen by comparison, once for each
 
 A prefill is bound by arithmetic. AMX multiplies bfloat16 alone, but sixteen times as fast as
 AVX-512 float32: the kernel takes each float32 number for the sum of three bfloat16 ones and adds up
-six products of them, which gives float32's accuracy (simd/amx_split_linear.h). oneDNN does not.
+six products of them, which gives float32's accuracy (simd/amx_split_linear.h). oneDNN does not. In
+bfloat16 it keeps the tiles busier than oneDNN (simd/amx_many_linear.h), and computes the gates of
+an MLP with the product that they come from.
 """
 
 from __future__ import annotations
@@ -95,6 +97,21 @@ class PanelLinear(PackedLinear):
         multiply_panels(x, self._panels, self.in_features, self.bias, residual, output)
         return output
 
+    def can_gate(self, num_rows: int) -> bool:
+        """Whether `multiply_gates` takes so many rows, and is faster than two passes."""
+        return (
+            self._has_many_rows
+            and num_rows > self._max_rows
+            and can_gate(self.weight.dtype, self.out_features)
+        )
+
+    def multiply_gates(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gates) * factors [..., out_features / 2]; the layer's outputs are gates, then
+        factors. The same bits as in two passes. REQUIRES `can_gate`."""
+        output = torch.empty(*x.shape[:-1], self.out_features // 2, dtype=self._dtype)
+        multiply_panels(x, self._panels, self.in_features, self.bias, None, output, gates=True)
+        return output
+
 
 def multiply_panels(
     x: torch.Tensor,
@@ -103,13 +120,22 @@ def multiply_panels(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     output: torch.Tensor,
+    *,
+    gates: bool = False,
 ) -> None:
     """output [..., columns] = x [..., depth] weight^T + bias + residual.
 
     panels: address of `in_panels` of the weight; output: dense, which says columns and dtype.
+    gates: output [..., columns / 2] = silu(first half) * second half, without residual; REQUIRES
+    more than MAX_ROWS rows, `can_gate`, and a kernel that has many rows of this dtype.
     Raises ValueError for what the kernel would read beyond.
     """
-    dtype, columns = output.dtype, output.shape[-1]
+    dtype, columns = output.dtype, output.shape[-1] * (2 if gates else 1)
+    if gates and (residual is not None or not can_gate(dtype, columns)):
+        raise ValueError(
+            f"gates take no residual, bfloat16, and a multiple of {2 * PANEL_COLUMNS[dtype]} "
+            f"outputs; got {columns} of {dtype}"
+        )
     if x.dtype != dtype or not x.is_cpu or x.shape != (*output.shape[:-1], depth):
         raise ValueError(
             f"a layer of {depth} inputs and {columns} outputs of {dtype} on the CPU got "
@@ -137,8 +163,14 @@ def multiply_panels(
         rows.shape[0],
         depth,
         columns,
+        gates,
         torch.get_num_threads(),
     )
+
+
+def can_gate(dtype: torch.dtype, columns: int) -> bool:
+    """Whether gates and factors of so many outputs in all stand in panels of their own."""
+    return dtype == torch.bfloat16 and columns % (2 * PANEL_COLUMNS[dtype]) == 0
 
 
 @cache

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flexinfer import panel_linear
+from flexinfer import panel_linear, row_ops
 from flexinfer.attention.host import simd_levels
 from flexinfer.panel_linear import PanelLinear, in_panels, multiply_panels
 
@@ -98,6 +98,43 @@ def test_many_rows_of_float32_are_as_exact_as_torch(level: str) -> None:
     assert error < 4 * of_torch  # portable sums one product after the other
 
 
+@EXAMPLES
+@given(
+    rows=st.one_of(st.integers(49, 130), st.sampled_from([255, 257, 500, 900])),
+    depth=st.sampled_from([32, 96, 512, 1408, 2816]),
+    columns=st.sampled_from([64, 128, 704]),
+    has_bias=st.booleans(),
+    is_slice=st.booleans(),
+)
+def test_gates_are_the_same_bits_as_in_two_passes(
+    level: str, rows: int, depth: int, columns: int, has_bias: bool, is_slice: bool
+) -> None:
+    if not panel_linear.kernel().has_many_rows(panel_linear.DTYPES[torch.bfloat16], depth):
+        pytest.skip("no AMX")
+    torch.manual_seed(rows)
+    weight = (torch.randn(columns, depth) / depth**0.5).bfloat16()
+    bias = torch.randn(columns).bfloat16() if has_bias else None
+    x = torch.randn(rows, depth + 16 * is_slice).bfloat16()[:, :depth]
+    plain, gated = (torch.empty(rows, n, dtype=x.dtype) for n in (columns, columns // 2))
+    panels = in_panels(weight)
+    multiply_panels(x, panels.data_ptr(), depth, bias, None, plain)
+    multiply_panels(x, panels.data_ptr(), depth, bias, None, gated, gates=True)
+    assert torch.equal(gated, row_ops.silu_mul(*plain.chunk(2, dim=-1)))
+
+
+@pytest.mark.parametrize("special", [float("inf"), -float("inf"), float("nan")])
+def test_special_numbers_of_bfloat16_reach_the_outputs_of_their_row_alone(
+    level: str, special: float
+) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(70, 96).bfloat16(), torch.randn(48, 96).bfloat16()
+    x[67, 33] = special
+    output = torch.empty(70, 48, dtype=x.dtype)
+    multiply(x, weight, None, None, output)
+    torch.testing.assert_close(output, x @ weight.T, equal_nan=True, atol=0.1, rtol=0.01)
+    assert output.isfinite().all(dim=1).sum() == 69
+
+
 def test_an_odd_depth_in_float32(level: str) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(64, 37), torch.randn(9, 37)
@@ -140,6 +177,22 @@ def test_weights_that_the_kernel_does_not_take_are_told(weight: torch.Tensor) ->
 def test_inputs_that_do_not_fit_are_refused(x: torch.Tensor, residual: Any) -> None:
     with pytest.raises(ValueError, match=r"a layer of 32 inputs and 64|the residual must be"):
         multiply(x, z(64, 32), None, residual, z(2, 64))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "residual"),
+    [
+        (torch.float32, 128, None),
+        (torch.bfloat16, 96, None),
+        (torch.bfloat16, 128, z(64, 64, dtype=torch.bfloat16)),
+    ],
+)
+def test_gates_that_the_kernel_does_not_take_are_refused(
+    dtype: torch.dtype, columns: int, residual: Any
+) -> None:
+    output = z(64, columns // 2, dtype=dtype)
+    with pytest.raises(ValueError, match="gates take no residual"):
+        multiply_panels(z(64, 32, dtype=dtype), 0, 32, None, residual, output, gates=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -197,7 +197,7 @@ void bind_linear(nb::module_& m) {
           "forward",
           [](const Linear& self, int dtype, uintptr_t x, int64_t x_stride, uintptr_t panels,
              uintptr_t bias, uintptr_t residual, int64_t residual_stride, uintptr_t output,
-             int64_t num_rows, int64_t depth, int64_t columns, int num_threads) {
+             int64_t num_rows, int64_t depth, int64_t columns, bool gates, int num_threads) {
             LinearCall call;
             call.x = pointer(x);
             call.x_stride = x_stride;
@@ -206,15 +206,17 @@ void bind_linear(nb::module_& m) {
             call.residual = pointer(residual);
             call.residual_stride = residual_stride;
             call.output = pointer(output);
-            call.output_stride = columns;
+            call.output_stride = gates ? columns / 2 : columns;
             call.depth = depth;
             call.columns = columns;
+            call.gates = gates;
             self.forward(static_cast<DType>(dtype), call, num_rows, num_threads);
           },
           nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "x_stride"_a, "panels"_a,
           "bias"_a, "residual"_a, "residual_stride"_a, "output"_a, "num_rows"_a, "depth"_a,
-          "columns"_a, "num_threads"_a,
-          "output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none.");
+          "columns"_a, "gates"_a, "num_threads"_a,
+          "output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none. "
+          "gates: output [num_rows, columns / 2] = silu(first half) * second half, no residual.");
 }
 
 }  // namespace

@@ -10,17 +10,18 @@ namespace {
 
 // Fewer multiplications are done sooner than another thread wakes.
 constexpr int64_t kWorkPerThread = 64 << 10;
-// Up to here the kernel for few rows is faster.
-constexpr int64_t kMaxFewRows = 64;
-// Rows that the kernel for many of them computes at once.
-constexpr int64_t kSplitStep = 32;
+// Up to here the kernel for few rows is faster, by DType.
+constexpr int64_t kMaxFewRows[] = {64, 48, 0};
+// Rows that the kernels for many of them compute at once.
+constexpr int64_t kRowStep = kMinManyRows;
 
 }  // namespace
 
 // Each thread has panels that are neighbours: while one is multiplied, the next is on its way.
 void Linear::forward(DType dtype, const LinearCall& call, int64_t num_rows, int num_threads) const {
   if (num_rows <= 0) return;
-  if (num_rows > kMaxFewRows && has_many_rows(dtype, call.depth)) {
+  const int64_t max_few_rows = call.gates ? 0 : kMaxFewRows[static_cast<size_t>(dtype)];
+  if (num_rows > max_few_rows && has_many_rows(dtype, call.depth)) {
     forward_many(dtype, call, num_rows, num_threads);
     return;
   }
@@ -43,26 +44,27 @@ bool Linear::has_many_rows(DType dtype, int64_t depth) const {
 }
 
 // Each thread has a share of the rows or of the panels, of which there is more: what a thread
-// splits of the other is split by each.
+// splits of the other in float32 is split by each.
 void Linear::forward_many(DType dtype, const LinearCall& call, int64_t num_rows,
                           int num_threads) const {
   const auto compute = level_->linear_many[static_cast<size_t>(dtype)];
   const int64_t width = panel_columns(dtype), num_panels = (call.columns + width - 1) / width;
   const bool by_rows = num_rows >= call.columns;
-  const int64_t units = by_rows ? (num_rows + kSplitStep - 1) / kSplitStep : num_panels;
+  const int64_t units = by_rows ? (num_rows + kRowStep - 1) / kRowStep : num_panels;
   const int64_t parts = parallel_.can_fork() ? std::min(int64_t{num_threads}, units) : 1;
+  const int64_t scratch_floats = dtype == DType::kFloat32 ? kSplitFloats : 0;
   const auto free_scratch = [](float* p) { ::operator delete[](p, std::align_val_t{64}); };
   const std::unique_ptr<float[], decltype(free_scratch)> scratch(
-      new (std::align_val_t{64}) float[static_cast<size_t>(parts * kSplitFloats)], free_scratch);
+      new (std::align_val_t{64}) float[static_cast<size_t>(parts * scratch_floats)], free_scratch);
   std::atomic<int64_t> next{0};
   auto work = [&] {
     for (int64_t part = next++; part < parts; part = next++) {
       const int64_t first = units * part / parts, last = units * (part + 1) / parts;
       LinearBlock block = {0, num_rows, first, last};
       if (by_rows) {
-        block = {first * kSplitStep, std::min(last * kSplitStep, num_rows), 0, num_panels};
+        block = {first * kRowStep, std::min(last * kRowStep, num_rows), 0, num_panels};
       }
-      compute(call, block, scratch.get() + part * kSplitFloats);
+      compute(call, block, scratch.get() + part * scratch_floats);
     }
   };
   parallel_.run(static_cast<int>(parts), work);

@@ -113,10 +113,16 @@ struct LinearCall {
   int64_t output_stride = 0;
   int64_t depth = 0;    // bfloat16: a multiple of kPanelDepth
   int64_t columns = 0;  // a multiple of kHeadDimStep
+  // Outputs are gates, then as many factors (a multiple of a panel of each), and what is written is
+  // [rows, columns / 2] of silu(gate) * factor, both rounded before; without residual.
+  bool gates = false;
 };
 
-// What LinearBlock needs beside: the rows and the depth of a block whose parts fit in the
-// second-level cache, with those of two panels (simd/amx_split_linear.h).
+// The fewest rows of a layer that linear_many takes.
+inline constexpr int64_t kMinManyRows = 32;
+
+// What LinearBlock needs beside in float32: the rows and the depth of a block whose parts fit in
+// the second-level cache, with those of two panels (simd/amx_split_linear.h).
 inline constexpr int64_t kSplitRows = 256;
 inline constexpr int64_t kSplitDepth = 512;
 // Floats of scratch, aligned to 64 bytes: three bfloat16 numbers for each of float32.
@@ -143,7 +149,8 @@ struct Level {
   void (*rotate[kNumDTypes])(const RotaryCall&, int64_t begin, int64_t end);
   // Panels [begin, end), for all rows. None for float16.
   void (*linear[kNumDTypes])(const LinearCall&, int64_t num_rows, int64_t begin, int64_t end);
-  // For many rows: float32 on AMX with a depth that is a multiple of kPanelDepth, else none.
+  // For at least kMinManyRows rows on AMX, with a depth that is a multiple of kPanelDepth, else
+  // none. `scratch`: kSplitFloats in float32, none in bfloat16. Gates: in bfloat16.
   void (*linear_many[kNumDTypes])(const LinearCall&, const LinearBlock&, float* scratch);
 };
 

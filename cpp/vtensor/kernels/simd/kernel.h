@@ -3,6 +3,7 @@
 
 #if defined(__AMX_BF16__)
 #include "vtensor/kernels/simd/amx_linear.h"
+#include "vtensor/kernels/simd/amx_many_linear.h"
 #include "vtensor/kernels/simd/amx_rows.h"
 #include "vtensor/kernels/simd/amx_split_linear.h"
 #endif
@@ -163,7 +164,7 @@ constexpr Level make_level(const char* name) {
           {rotate<float>, rotate<BFloat16>, rotate<Float16>},
           {linear<float>, linear<BFloat16>, nullptr},
 #if defined(__AMX_BF16__)
-          {amx_split_linear, nullptr, nullptr}};
+          {amx_split_linear, amx_many_linear, nullptr}};
 #else
           {}};
 #endif

@@ -4,6 +4,7 @@
 // is broadcast to it. Sums are float32 whatever the dtype.
 #pragma once
 
+#include "vtensor/kernels/simd/rows.h"
 #include "vtensor/kernels/simd/vec.h"
 #include "vtensor/kernels/task.h"
 
@@ -109,6 +110,19 @@ VTENSOR_INLINE void finish(const LinearCall& call, int64_t row, int64_t column, 
     sum += load(static_cast<const T*>(call.residual) + row * call.residual_stride + column);
   }
   store(static_cast<T*>(call.output) + row * call.output_stride + column, sum);
+}
+
+// One vector of silu(gate) * factor, from the sums of both, as if these were stored between.
+template <class T>
+VTENSOR_INLINE void finish_gate(const LinearCall& call, int64_t row, int64_t column, Vec gate,
+                                Vec factor) {
+  if (call.bias != nullptr) {
+    const T* bias = static_cast<const T*>(call.bias) + column;
+    gate += load(bias);
+    factor += load(bias + call.columns / 2);
+  }
+  const Vec gated = rounded<T>(silu(rounded<T>(gate))) * rounded<T>(factor);
+  store(static_cast<T*>(call.output) + row * call.output_stride + column, gated);
 }
 
 // Rows [row, row + M) times the outputs from `column` on that fit in the registers.

@@ -36,20 +36,23 @@ void rms_norm(const RowCall& call, int64_t begin, int64_t end) {
   }
 }
 
-// output = x / (1 + e^-x) * second: the gate of a SwiGLU layer (Shazeer, 2020).
-template <class T>
-void silu_mul(const RowCall& call, int64_t begin, int64_t end) {
+// x / (1 + e^-x)
+VTENSOR_INLINE Vec silu(Vec x) {
   constexpr float kLog2 = 1.4426950408889634F;
   constexpr float kBound = 87;  // e^87 is finite
+  const Vec bounded = x < splat(-kBound) ? splat(-kBound) : x;
+  return x / (1.0F + exp2(max(-bounded, splat(-kBound)) * kLog2));
+}
+
+// output = silu(x) * second: the gate of a SwiGLU layer (Shazeer, 2020).
+template <class T>
+void silu_mul(const RowCall& call, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
     const T* second = static_cast<const T*>(call.second) + row * call.second_stride;
     T* out = static_cast<T*>(call.output) + row * call.width;
     for (int64_t j = 0; j < call.width; j += kLanes) {
-      const Vec v = load(x + j);
-      const Vec bounded = v < splat(-kBound) ? splat(-kBound) : v;
-      const Vec silu = v / (1.0F + exp2(max(-bounded, splat(-kBound)) * kLog2));
-      store(out + j, rounded<T>(silu) * load(second + j));
+      store(out + j, rounded<T>(silu(load(x + j))) * load(second + j));
     }
   }
 }
