@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -81,7 +82,7 @@ def test_sigterm_drains_what_runs(process: ServerProcess) -> None:
 def test_the_log_has_the_tokens_of_each_request(
     server: ServerProcess, path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    request_id = f"log-{path.replace('/', '-')}-{stream}"
+    request_id = uuid4().hex
     url = f"{server.url}/v1/{path}"
     body = {**body, "temperature": 0, "stream": stream}
     httpx.post(url, json=body, headers={"X-Request-Id": request_id}, timeout=60)
@@ -91,10 +92,11 @@ def test_the_log_has_the_tokens_of_each_request(
 
 
 def test_the_log_has_the_tokens_of_a_stream_that_was_left(server: ServerProcess) -> None:
-    url, headers = f"{server.url}/v1/completions", {"X-Request-Id": "log-left"}
+    request_id = uuid4().hex
+    url, headers = f"{server.url}/v1/completions", {"X-Request-Id": request_id}
     with httpx.stream("POST", url, json=LONG, headers=headers, timeout=60) as answer:
         next(answer.iter_lines())
-    (line,) = lines_of(server, "log-left")
+    (line,) = lines_of(server, request_id)
     assert line["disconnected"]
     assert 1 <= line["completion_tokens"] < LONG["max_tokens"]
 
