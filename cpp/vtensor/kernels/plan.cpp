@@ -27,9 +27,9 @@ void require(bool ok, const char* what) {
 std::vector<HeadBlock> make_head_blocks(const PlanOptions& options) {
   std::vector<HeadBlock> blocks;
   for (int kv_head = 0; kv_head < options.num_kv_heads; ++kv_head) {
-    for (int head = 0; head < options.group; head += kMaxRows) {
+    for (int head = 0; head < options.group; head += kPartRows) {
       blocks.push_back(
-          {kv_head, kv_head * options.group + head, std::min(kMaxRows, options.group - head)});
+          {kv_head, kv_head * options.group + head, std::min(kPartRows, options.group - head)});
     }
   }
   return blocks;
@@ -48,7 +48,7 @@ Plan::Plan(std::vector<Segment> segments, const std::vector<SharedRange>& shared
   require(options.group > 0 && options.num_kv_heads > 0, "no heads");
   require(options.window > 0, "the sliding window must be at least 1");
   head_blocks_ = make_head_blocks(options_);
-  block_tokens_ = std::max(1, kMaxRows / std::min(options_.group, kMaxRows));
+  block_tokens_ = kMaxRows / std::min(options_.group, kPartRows);
   add_positions();
   Pieces pieces{std::vector<std::vector<std::pair<int64_t, int64_t>>>(segments_.size())};
   add_shared(shared, pieces);

@@ -12,8 +12,10 @@
 
 namespace vtensor::kernels {
 
-// Query rows of one task: bounds the scratch of a thread. A row is one head of one token.
-inline constexpr int kMaxRows = 96;
+// Query rows of one task: bounds the scratch of a thread. A row is one head of one token. AMX packs
+// keys and values once for all of them, others take as many at once as fit the first-level cache.
+inline constexpr int kMaxRows = 512;
+inline constexpr int kPartRows = 96;
 // Keys that are computed at once.
 inline constexpr int kTileTokens = 128;
 inline constexpr int kMaxHeadDim = 256;
@@ -44,7 +46,7 @@ struct AttendTask {
   const int32_t* tokens = nullptr;  // rows of the flat batch, positions ascending a request
   int num_tokens = 0;
   int first_head = 0;       // query heads [first_head, first_head + num_heads), all of this KV head
-  int num_heads = 0;        // REQUIRES: num_tokens * num_heads <= kMaxRows
+  int num_heads = 0;        // REQUIRES: <= kPartRows, num_tokens * num_heads <= kMaxRows
   const void* k = nullptr;  // of the slot's token 0 and this KV head; each row is dense
   const void* v = nullptr;
   int64_t token_stride = 0;  // elements between two tokens

@@ -6,7 +6,7 @@
 
 #include <immintrin.h>
 
-#include "vtensor/kernels/simd/amx_rows.h"
+#include "vtensor/kernels/simd/amx_tiles.h"
 #include "vtensor/kernels/simd/linear.h"
 
 namespace vtensor::kernels {

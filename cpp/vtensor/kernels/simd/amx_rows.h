@@ -1,179 +1,344 @@
-// Tiles of tasks with many query rows in bfloat16: the two products of many_rows.h on AMX's tiles.
+// Tasks with many query rows on AMX's tiles, which multiply bfloat16 matrices 16 times as fast as
+// AVX-512 multiplies float32 ones; float32 goes there in three parts (split.h).
 //
-// A tile register holds 16 rows of 64 bytes. One instruction adds to a [16, 16] float32 tile the
-// product of 16 rows of 32 bfloat16 and a tile of 32 x 16 that is stored in pairs: row i holds
-// (b[2i][0], b[2i + 1][0]), (b[2i][1], b[2i + 1][1]), ... Sums are float32; weights are rounded to
-// bfloat16, as torch's kernel does.
+// A tile of keys and values is packed once for all rows of the task. These go in blocks of 32:
+// while the tiles multiply queries and keys of the next block, and weights and values of the one
+// before, vectors turn the scores of this one into weights.
 //
-// The tile configuration belongs to the thread and others (oneDNN) may have set it: AmxTiles puts
-// it back. REQUIRES: head_dim a multiple of 32; the process may use AMX (level.cpp asks for it).
+// REQUIRES: head_dim a multiple of 32; see amx_tiles.h.
 #pragma once
 
 #include <immintrin.h>
 
-#include "vtensor/kernels/simd/softmax.h"
+#include "vtensor/kernels/simd/amx_softmax.h"
 
 namespace vtensor::kernels {
 namespace {
 
-constexpr int kAmxDepth = 32;  // bfloat16 numbers that one instruction sums over
-constexpr int kTileBytes = 1024;
+// C tiles 0 1 / 2 3 += two A tiles times two B tiles, over a depth of 32, parts of a tile one
+// behind the other. Without kBoth the second B tile, C tiles 1 and 3, are left out.
+template <bool kBoth>
+VTENSOR_INLINE void load_b(const float* b, int64_t next) {
+  _tile_loadd(6, b, 64);
+  if constexpr (kBoth) _tile_loadd(7, b + next, 64);
+}
 
-// All eight tiles, for as long as it lives: at their full size, or A and C for fewer than 32 rows.
-class AmxTiles {
- public:
-  explicit AmxTiles(int num_rows = 32) {
-    const int first = num_rows < 16 ? num_rows : 16;
-    const int second = num_rows > 16 ? num_rows - 16 : 16;  // unused if there are no more
-    Config config;
-    config.palette = 1;
-    for (int i = 0; i < 8; ++i) {
-      config.row_bytes[i] = 64;
-      config.rows[i] = 16;
-    }
-    for (const int i : {0, 1, 4}) config.rows[i] = static_cast<uint8_t>(first);
-    for (const int i : {2, 3, 5}) config.rows[i] = static_cast<uint8_t>(second);
-    _tile_storeconfig(&before_);
-    _tile_loadconfig(&config);
-  }
-  ~AmxTiles() { _tile_loadconfig(&before_); }
-  AmxTiles(const AmxTiles&) = delete;
-  AmxTiles& operator=(const AmxTiles&) = delete;
+VTENSOR_INLINE void load_a(const float* a, int64_t next) {
+  _tile_loadd(4, a, 64);
+  _tile_loadd(5, a + next, 64);
+}
 
- private:
-  struct alignas(64) Config {
-    uint8_t palette = 0;
-    uint8_t start_row = 0;
-    uint8_t reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-  };
-  Config before_;
-};
-
-// C tiles 0 1 / 2 3 += A tiles 4 / 5 times B tiles 6 7, over `steps` depths of 32.
-// a: rows of a_bytes, two blocks of 16 rows; b: packed tiles, the next depth b_step bytes on.
-VTENSOR_INLINE void amx_accumulate(const char* a, int64_t a_bytes, const char* b_left,
-                                   const char* b_right, int64_t b_step, int steps) {
-  for (int i = 0; i < steps; ++i) {
-    const char* rows = a + i * kAmxDepth * 2;
-    _tile_loadd(4, rows, a_bytes);
-    _tile_loadd(5, rows + 16 * a_bytes, a_bytes);
-    _tile_loadd(6, b_left + i * b_step, 64);
-    _tile_loadd(7, b_right + i * b_step, 64);
-    _tile_dpbf16ps(0, 4, 6);
+template <bool kBoth>
+VTENSOR_INLINE void multiply_loaded() {
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(2, 5, 6);
+  if constexpr (kBoth) {
     _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
 }
 
-VTENSOR_INLINE void amx_store(float* c, int64_t columns) {
-  const int64_t bytes = columns * 4;
-  _tile_stored(0, c, bytes);
-  _tile_stored(1, c + 16, bytes);
-  _tile_stored(2, c + 16 * columns, bytes);
-  _tile_stored(3, c + 16 * columns + 16, bytes);
+constexpr int kMaxBlocks = kMaxRows / kBlockRows;
+// Calls of step() for a depth of 32: products of parts.
+template <class T>
+constexpr int kBesideSteps = kPartsOf<T> == 1 ? 1 : 6;
+
+template <class T, bool kBoth, class Beside>
+VTENSOR_INLINE void multiply_depth(const float* a, int64_t a_next, const float* b, int64_t b_next,
+                                   Beside& beside) {
+  load_a(a, a_next);
+  if constexpr (kPartsOf<T> == 1) {
+    load_b<kBoth>(b, b_next);
+    multiply_loaded<kBoth>();
+    beside.step();
+  } else {
+    load_b<kBoth>(b + 2 * kTileFloats, b_next);
+    multiply_loaded<kBoth>();  // a1 b3
+    beside.step();
+    load_b<kBoth>(b + kTileFloats, b_next);
+    multiply_loaded<kBoth>();  // a1 b2
+    beside.step();
+    load_a(a + kTileFloats, a_next);
+    multiply_loaded<kBoth>();  // a2 b2
+    beside.step();
+    load_b<kBoth>(b, b_next);
+    multiply_loaded<kBoth>();  // a2 b1
+    beside.step();
+    load_a(a + 2 * kTileFloats, a_next);
+    multiply_loaded<kBoth>();  // a3 b1
+    beside.step();
+    load_a(a, a_next);
+    multiply_loaded<kBoth>();  // a1 b1
+    beside.step();
+  }
 }
 
-VTENSOR_INLINE void amx_load(const float* c, int64_t columns) {
-  const int64_t bytes = columns * 4;
-  _tile_loadd(0, c, bytes);
-  _tile_loadd(1, c + 16, bytes);
-  _tile_loadd(2, c + 16 * columns, bytes);
-  _tile_loadd(3, c + 16 * columns + 16, bytes);
+// scores = keys times queries, of the block.
+template <class T, bool kBoth, class Beside>
+VTENSOR_INLINE void multiply_keys(const RowBlock& block, const float* queries, const float* keys,
+                                  int head_dim, float* scores, Beside& beside) {
+  constexpr int64_t kStep = kPartsOf<T> * kTileFloats;
+  const int64_t next = head_dim / kAmxDepth * kStep;
+  for (int key = block.begin; key < block.end; key += 32) {
+    amx_zero();
+    const float* a = keys + key / kTileRows * next;
+    for (int64_t i = 0; i < next; i += kStep) {
+      multiply_depth<T, kBoth>(a + i, next, queries + i, next, beside);
+    }
+    float* c = scores + key * kBlockRows;
+    _tile_stored(0, c, kBlockRows * 4);
+    _tile_stored(2, c + kTileRows * kBlockRows, kBlockRows * 4);
+    if constexpr (kBoth) {
+      _tile_stored(1, c + kTileRows, kBlockRows * 4);
+      _tile_stored(3, c + kTileRows * kBlockRows + kTileRows, kBlockRows * 4);
+    }
+  }
 }
 
-// 16 keys a tile, one tile for each 32 numbers of them: the transposition of 16 x 16 pairs.
-inline void amx_pack_keys(const BFloat16* k, int64_t token_stride, int num_keys, int width,
-                          int head_dim, float* packed) {
-  for (int first = 0; first < width; first += 16) {
-    for (int i = 0; i < head_dim; i += kAmxDepth, packed += kTileBytes / 4) {
-      Vec square[16];
-#pragma GCC unroll 16
-      for (int j = 0; j < 16; ++j) {
-        square[j] = Vec{};
-        if (first + j < num_keys) {
-          __builtin_memcpy(&square[j], k + (first + j) * token_stride + i, sizeof(Vec));
-        }
+// output += values times weights, of the block.
+template <class T, bool kBoth, class Beside>
+VTENSOR_INLINE void multiply_values(const RowBlock& block, const float* weights,
+                                    const float* values, int head_dim, float* output,
+                                    Beside& beside) {
+  constexpr int64_t kStep = kPartsOf<T> * kTileFloats, kNext = kKeySteps * kStep;
+  for (int dim = 0; dim < head_dim; dim += 32) {
+    float* c = output + dim * kBlockRows;
+    _tile_loadd(0, c, kBlockRows * 4);
+    _tile_loadd(2, c + kTileRows * kBlockRows, kBlockRows * 4);
+    if constexpr (kBoth) {
+      _tile_loadd(1, c + kTileRows, kBlockRows * 4);
+      _tile_loadd(3, c + kTileRows * kBlockRows + kTileRows, kBlockRows * 4);
+    }
+    const float* a = values + dim / kTileRows * kNext;
+    for (int64_t i = block.begin / kAmxDepth * kStep; i < block.end / kAmxDepth * kStep;
+         i += kStep) {
+      multiply_depth<T, kBoth>(a + i, kNext, weights + i, kNext, beside);
+    }
+    _tile_stored(0, c, kBlockRows * 4);
+    _tile_stored(2, c + kTileRows * kBlockRows, kBlockRows * 4);
+    if constexpr (kBoth) {
+      _tile_stored(1, c + kTileRows, kBlockRows * 4);
+      _tile_stored(3, c + kTileRows * kBlockRows + kTileRows, kBlockRows * 4);
+    }
+  }
+}
+
+// Asks for the next tile's keys and values, a few at each step(): the first-level cache can wait
+// for 16 lines at once, and packing them needs more.
+template <class T>
+class NextRows {
+ public:
+  NextRows(const AttendTask& task, int64_t tile, int head_dim)
+      : k_(static_cast<const T*>(task.k) + tile * task.token_stride),
+        v_(static_cast<const T*>(task.v) + tile * task.token_stride),
+        stride_(task.token_stride),
+        head_dim_(head_dim),
+        left_(static_cast<int>(clip(task.end - tile, 0, kTileTokens))) {}
+
+  // About num_steps calls of step() will follow.
+  void spread(int num_steps) { rows_ = (left_ + num_steps - 1) / num_steps; }
+
+  VTENSOR_INLINE void step() {
+    constexpr int kLine = 64 / static_cast<int>(sizeof(T));
+    for (int i = 0; i < rows_ && left_ > 0; ++i, --left_, k_ += stride_, v_ += stride_) {
+      for (int d = 0; d < head_dim_; d += kLine) {
+        __builtin_prefetch(k_ + d, 0, 2);
+        __builtin_prefetch(v_ + d, 0, 2);
       }
-      transpose(square);
-#pragma GCC unroll 16
-      for (int j = 0; j < 16; ++j) store(packed + j * 16, square[j]);
     }
   }
-}
 
-// 32 keys a row of tiles, one tile for each 16 columns: pairs of keys side by side.
-inline void amx_pack_values(const BFloat16* v, int64_t token_stride, int num_keys, int width,
-                            int head_dim, float* packed) {
-  for (int first = 0; first < width; first += kAmxDepth) {
-    for (int i = 0; i < head_dim; i += 16, packed += kTileBytes / 4) {
-      for (int j = 0; j < 16; ++j) {
-        const int key = first + 2 * j;
-        const BFloat16* row = v + key * token_stride + i;
-        UVec pair = {};
-        if (key < num_keys) pair = load_halves(row);
-        if (key + 1 < num_keys) pair |= load_halves(row + token_stride) << 16;
-        store(packed + j * 16, from_bits(pair));
-      }
+ private:
+  const T* k_;
+  const T* v_;
+  const int64_t stride_;
+  const int head_dim_;
+  int left_;
+  int rows_ = 0;  // a step
+};
+
+// One task's way through its keys, tile by tile.
+template <class T>
+class AmxTask {
+ public:
+  AmxTask(const LayerCall& call, const AttendTask& task, const AmxScratch& s)
+      : call_(call), task_(task), s_(s), dim_(call.head_dim) {
+    const int rows = task.num_tokens * task.num_heads;
+    for (int row = 0; row < rows; row += kBlockRows, ++num_all_) {
+      const int last = row + kBlockRows < rows ? row + kBlockRows : rows;
+      num_rows_[num_all_] = last - row;
+      find_positions(task.tokens + row / task.num_heads, task.tokens + (last - 1) / task.num_heads);
     }
   }
-}
 
-// The queries as they are; the scores are scaled instead.
-inline void amx_load_queries(const LayerCall& call, const AttendTask& task, const Scratch& s) {
-  const auto* query = static_cast<const BFloat16*>(call.query);
-  char* out = reinterpret_cast<char*>(s.query);
-  const size_t row_bytes = static_cast<size_t>(call.head_dim) * sizeof(BFloat16);
-  for (int i = 0; i < task.num_tokens; ++i) {
-    for (int h = 0; h < task.num_heads; ++h, out += row_bytes) {
-      __builtin_memcpy(out,
-                       query + (task.first_head + h) * call.query_head_stride +
-                           task.tokens[i] * call.query_token_stride,
-                       row_bytes);
+  void attend() {
+    for (tile_ = task_.begin; tile_ < task_.end; tile_ += kTileTokens) {
+      const int64_t left = task_.end - tile_;
+      num_keys_ = left < kTileTokens ? static_cast<int>(left) : kTileTokens;
+      find_blocks();
+      if (num_blocks_ > 0) attend_tile();
     }
   }
-}
 
-// Rows up to the next multiple of 32 are computed too, from whatever stands there, and never used.
-inline void amx_rows_tile(const LayerCall& call, const AttendTask& task, const Scratch& s,
-                          int64_t tile, int num_keys) {
+ private:
+  struct Nothing {
+    void step() {}
+  };
+  // What vectors do while tiles multiply.
+  struct Beside {
+    Weights<T> weights;
+    NextRows<T>& next;
+    VTENSOR_INLINE void step() {
+      next.step();
+      weights.step();
+    }
+  };
+
+  void attend_tile() {
+    const int64_t stride = task_.token_stride, offset = tile_ * stride;
+    amx_pack_keys(static_cast<const T*>(task_.k) + offset, stride, num_keys_, dim_, s_.keys);
+    amx_pack_values(static_cast<const T*>(task_.v) + offset, stride, num_keys_, dim_, s_.values);
+    Nothing nothing;
+    compute_scores(0, nothing);
+    NextRows<T> next(task_, tile_ + kTileTokens, dim_);
+    for (int i = 0; i < num_blocks_; ++i) {
+      Beside beside{Weights<T>(), next};
+      start(i, beside.weights);
+      next.spread((num_blocks_ - i) * steps_beside(i));
+      if (i > 0) add_values(i - 1, beside);
+      if (i + 1 < num_blocks_) compute_scores(i + 1, beside);
+      beside.weights.finish();
+    }
+    add_values(num_blocks_ - 1, nothing);
+  }
+
+  // Of the tokens [first, last], whose rows are a block.
+  void find_positions(const int32_t* first, const int32_t* last) {
+    int64_t earliest = INT64_MAX, latest = 0;
+    for (; first <= last; ++first) {
+      const int64_t position = call_.positions[*first];
+      earliest = position < earliest ? position : earliest;
+      latest = position > latest ? position : latest;
+    }
+    earliest_[num_all_] = earliest;
+    latest_[num_all_] = latest;
+  }
+
+  // Leaves out what no row of a block sees.
+  void find_blocks() {
+    num_blocks_ = 0;
+    for (int i = 0; i < num_all_; ++i) {
+      const int64_t begin = first_visible(earliest_[i]);
+      const int64_t end = clip(latest_[i] + 1 - tile_, 0, num_keys_);
+      if (begin >= end) continue;
+      RowBlock& block = blocks_[num_blocks_++];
+      block.row = i * kBlockRows;
+      block.num_rows = num_rows_[i];
+      block.begin = static_cast<int>(begin) / kAmxDepth * kAmxDepth;
+      block.end = (static_cast<int>(end) + kAmxDepth - 1) / kAmxDepth * kAmxDepth;
+      block.masked = clip(earliest_[i] + 1 - tile_, 0, num_keys_) < block.end ||
+                     first_visible(latest_[i]) > block.begin;
+    }
+  }
+
+  int64_t first_visible(int64_t position) const {
+    return position < call_.window ? 0 : clip(position + 1 - call_.window - tile_, 0, num_keys_);
+  }
+
+  template <class Beside>
+  void compute_scores(int i, Beside& beside) {
+    const RowBlock& block = blocks_[i];
+    const float* queries = s_.queries + block.row / 2 * dim_ * kPartsOf<T>;
+    float* scores = s_.scores + i % 2 * kScoreFloats;
+    if (block.halves() == 2) {
+      multiply_keys<T, true>(block, queries, s_.keys, dim_, scores, beside);
+    } else {
+      multiply_keys<T, false>(block, queries, s_.keys, dim_, scores, beside);
+    }
+  }
+
+  template <class Beside>
+  void add_values(int i, Beside& beside) {
+    const RowBlock& block = blocks_[i];
+    const float* weights = s_.weights + i % 2 * kWeightFloats<T>;
+    float* output = s_.output + block.row * dim_;
+    if (block.halves() == 2) {
+      multiply_values<T, true>(block, weights, s_.values, dim_, output, beside);
+    } else {
+      multiply_values<T, false>(block, weights, s_.values, dim_, output, beside);
+    }
+  }
+
+  void start(int i, Weights<T>& weights) {
+    const RowBlock& block = blocks_[i];
+    float* scores = s_.scores + i % 2 * kScoreFloats;
+    float factor = query_factor(call_);
+    if (call_.softcap != 0) {
+      cap_block(block, factor, call_.softcap, scores);
+      factor = 1;
+    }
+    if (block.masked) mask_block(call_, task_, block, tile_, num_keys_, scores);
+    weights.start(block, s_, i % 2, dim_, factor, steps_beside(i));
+  }
+
+  // Of the products of the blocks before and behind; at least 1.
+  int steps_beside(int i) const {
+    int keys = 0;
+    if (i > 0) keys += blocks_[i - 1].end - blocks_[i - 1].begin;
+    if (i + 1 < num_blocks_) keys += blocks_[i + 1].end - blocks_[i + 1].begin;
+    const int steps = keys / kAmxDepth * (dim_ / kAmxDepth) * kBesideSteps<T>;
+    return steps > 0 ? steps : 1;
+  }
+
+  const LayerCall& call_;
+  const AttendTask& task_;
+  const AmxScratch& s_;
+  const int dim_;
+  int64_t tile_ = 0;
+  int num_keys_ = 0;  // of the tile
+  int num_all_ = 0;
+  int num_rows_[kMaxBlocks];      // of each block
+  int64_t earliest_[kMaxBlocks];  // position of its rows
+  int64_t latest_[kMaxBlocks];
+  int num_blocks_ = 0;  // that see keys of the tile
+  RowBlock blocks_[kMaxBlocks];
+};
+
+template <class T>
+inline void amx_start_rows(const LayerCall& call, const AttendTask& task, const AmxScratch& s) {
   const int rows = task.num_tokens * task.num_heads, dim = call.head_dim;
-  const int width = (num_keys + kAmxDepth - 1) / kAmxDepth * kAmxDepth;
-  const int64_t offset = tile * task.token_stride;
-  const int dim_steps = dim / kAmxDepth, key_steps = width / kAmxDepth;
-  const char* query = reinterpret_cast<const char*>(s.query);
-  const char* keys = reinterpret_cast<const char*>(s.keys);
-  const char* weights = reinterpret_cast<const char*>(s.score);
-  const char* values = reinterpret_cast<const char*>(s.values);
-
-  amx_pack_keys(static_cast<const BFloat16*>(task.k) + offset, task.token_stride, num_keys, width,
-                dim, s.keys);
-  for (int key = 0; key < width; key += 32) {
-    const char* left = keys + key / 16 * dim_steps * kTileBytes;
-    for (int row = 0; row < rows; row += 32) {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      amx_accumulate(query + row * dim * 2, dim * 2, left, left + dim_steps * kTileBytes,
-                     kTileBytes, dim_steps);
-      amx_store(s.score + row * kTileTokens + key, kTileTokens);
-    }
+  const T* query = static_cast<const T*>(call.query);
+  for (int row = 0; row < rows; row += static_cast<int>(kTileRows)) {
+    const auto address = [&](int i) {
+      return query + (task.first_head + (row + i) % task.num_heads) * call.query_head_stride +
+             task.tokens[(row + i) / task.num_heads] * call.query_token_stride;
+    };
+    pack_queries<T>(address, rows - row, dim, s.queries + row / 2 * dim * kPartsOf<T>);
+    store(s.maximum + row, splat(kMinusInfinity));
+    store(s.sum + row, Vec{});
   }
-  softmax_tile<BFloat16>(call, task, s, tile, num_keys, width, query_factor(call));
-  amx_pack_values(static_cast<const BFloat16*>(task.v) + offset, task.token_stride, num_keys, width,
-                  dim, s.values);
-  const int64_t step = dim / 16 * kTileBytes;
-  for (int column = 0; column < dim; column += 32) {
-    const char* left = values + column / 16 * kTileBytes;
-    for (int row = 0; row < rows; row += 32) {
-      float* output = s.output + row * dim + column;
-      amx_load(output, dim);
-      amx_accumulate(weights + row * kTileTokens * 4, kTileTokens * 4, left, left + kTileBytes,
-                     step, key_steps);
-      amx_store(output, dim);
+  const int blocks = (rows + kBlockRows - 1) / kBlockRows;
+  for (int i = 0; i < blocks * kBlockRows * dim; i += kLanes) store(s.output + i, Vec{});
+}
+
+// Calls write(row, output, maximum, sum) for all rows of the task.
+template <class Write>
+inline void amx_end_rows(int rows, int head_dim, const AmxScratch& s, const Write& write) {
+  float* dense = s.scores;  // [32, head_dim]
+  for (int first = 0; first < rows; first += kBlockRows) {
+    const float* output = s.output + first * head_dim;
+    for (int half = 0; half < kBlockRows; half += kLanes) {
+      for (int i = 0; i < head_dim; i += kLanes) {
+        Vec square[kLanes];
+#pragma GCC unroll 16
+        for (int j = 0; j < kLanes; ++j) square[j] = load(output + (i + j) * kBlockRows + half);
+        transpose(square);
+#pragma GCC unroll 16
+        for (int j = 0; j < kLanes; ++j) store(dense + (half + j) * head_dim + i, square[j]);
+      }
+    }
+    for (int row = first; row < first + kBlockRows && row < rows; ++row) {
+      write(row, dense + (row - first) * head_dim, s.maximum[row], s.sum[row]);
     }
   }
 }

@@ -1,55 +1,29 @@
 // Linear layers in float32 with many rows on AMX's tiles, which multiply bfloat16 alone.
 //
-// A float32 number is the sum of three bfloat16 ones, of 8 significant bits each: x = x1 + x2 + x3.
-// Of the nine products of two such sums the six largest are added up in float32,
-//
-//   x w ~ (x1 w3 + x2 w2 + x3 w1) + (x1 w2 + x2 w1) + x1 w1,
-//
-// and what is left out is below 2^-25 of |x w|: less than float32 itself rounds off (Henry, Tang
-// and Heinecke, Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
-// Computations, 2019). Six instructions of 16384 operations are faster than AVX-512 by more than 2.
+// Each float32 number is three bfloat16 ones, each product six (split.h says how well, and what
+// becomes of infinities).
 //
 // The depth is cut into blocks. Of each, the rows' parts and, panel by panel, the weight's lie in
 // the second-level cache as whole tiles; its sums start at 0 and are added to the output.
-//
-// Infinite inputs give NaN, as do those that round to infinity in bfloat16 (above 3.39e38). Parts
-// below float32's normal numbers count as 0.
 #pragma once
 
 #include <immintrin.h>
 
-#include "vtensor/kernels/simd/amx_rows.h"
+#include "vtensor/kernels/simd/amx_tiles.h"
 #include "vtensor/kernels/simd/linear.h"
+#include "vtensor/kernels/simd/split.h"
 
 namespace vtensor::kernels {
 namespace {
 
-constexpr int kParts = 3;
-constexpr int64_t kTileRows = 16;
 constexpr int64_t kSplitColumns = kPanelColumns<float>;
-// Floats of a tile register and of the tiles of one step of the depth, all parts.
-constexpr int64_t kTileFloats = kTileBytes / 4;
+// Of the tiles of one step of the depth, all parts.
 constexpr int64_t kStepFloats = kParts * kTileFloats;
 constexpr int64_t kBlockSteps = kSplitDepth / kAmxDepth;
 // Of 16 rows or columns of a block.
 constexpr int64_t kBlockFloats = kBlockSteps * kStepFloats;
 
 VTENSOR_INLINE int64_t less(int64_t a, int64_t b) { return a < b ? a : b; }
-
-struct SplitVec {
-  UVec part[kParts];  // bfloat16 in the upper halves
-};
-
-// Rounded to nearest, so that each rest has as many bits less, and sign of its own.
-VTENSOR_INLINE SplitVec split(Vec x) {
-  SplitVec s;
-#pragma GCC unroll 3
-  for (int i = 0; i < kParts; ++i) {
-    s.part[i] = (bits_of(x) + 0x8000) & 0xffff0000;
-    x -= from_bits(s.part[i]);
-  }
-  return s;
-}
 
 // Up to 16 rows of x, the inputs [0, depth): [step, part] tiles of 16 rows of 32 numbers. Rows of a
 // tile beyond num_rows stay what they are: what is computed from them is never used.
@@ -176,10 +150,7 @@ class Beside {
 // C tiles 0 1 / 2 3 = two tiles of rows times two of columns, each product with one change of
 // parts; the small ones first.
 inline void split_multiply(const float* rows, const float* weight, int64_t depth, Beside& beside) {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  amx_zero();
   for (int64_t k = 0; k < depth; k += kAmxDepth) {
     load_rows(rows);
     load_weight(weight + 2 * kTileFloats);

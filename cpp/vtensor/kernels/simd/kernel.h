@@ -17,6 +17,13 @@ namespace {
 
 // From so many query rows on, transposing the keys pays.
 constexpr int kManyRows = 8;
+#if defined(__AMX_BF16__)
+// From so many on, AMX does, which packs keys and values in parts.
+template <class T>
+constexpr int kAmxRowsFrom = 48;
+template <>
+constexpr int kAmxRowsFrom<BFloat16> = kManyRows;
+#endif
 
 template <class T>
 inline void load_queries(const LayerCall& call, const AttendTask& task, const Scratch& s) {
@@ -58,22 +65,29 @@ inline void write_output(const LayerCall& call, int token, int head, const float
   write_scaled<T>(call, token, head, accumulated, 1 / sum);
 }
 
+// The output of row h of token i of the task, or its partial result.
+template <class T>
+VTENSOR_INLINE void write_row(const LayerCall& call, const AttendTask& task, int i, int h,
+                              const float* accumulated, float maximum, float sum) {
+  const int head = task.first_head + h;
+  if (task.partial == nullptr) {
+    write_output<T>(call, task.tokens[i], head, accumulated, maximum, sum);
+    return;
+  }
+  float* out = task.partial +
+               (static_cast<int64_t>(i) * call.num_heads + head) * (call.head_dim + kPartialTail);
+  __builtin_memcpy(out, accumulated, static_cast<size_t>(call.head_dim) * sizeof(float));
+  out[call.head_dim] = maximum;
+  out[call.head_dim + 1] = sum;
+}
+
 template <class T>
 inline void write_results(const LayerCall& call, const AttendTask& task, const Scratch& s) {
   for (int i = 0; i < task.num_tokens; ++i) {
     for (int h = 0; h < task.num_heads; ++h) {
-      const int row = i * task.num_heads + h, head = task.first_head + h;
-      const float* accumulated = s.output + row * call.head_dim;
-      const float sum = sum_lanes(load(s.sum + row * kLanes));
-      if (task.partial == nullptr) {
-        write_output<T>(call, task.tokens[i], head, accumulated, s.maximum[row], sum);
-        continue;
-      }
-      float* out = task.partial + (static_cast<int64_t>(i) * call.num_heads + head) *
-                                      (call.head_dim + kPartialTail);
-      __builtin_memcpy(out, accumulated, static_cast<size_t>(call.head_dim) * sizeof(float));
-      out[call.head_dim] = s.maximum[row];
-      out[call.head_dim + 1] = sum;
+      const int row = i * task.num_heads + h;
+      write_row<T>(call, task, i, h, s.output + row * call.head_dim, s.maximum[row],
+                   sum_lanes(load(s.sum + row * kLanes)));
     }
   }
 }
@@ -89,34 +103,68 @@ VTENSOR_INLINE void attend_tiles(const LayerCall& call, const AttendTask& task, 
   write_results<T>(call, task, s);
 }
 
-template <class T>
-inline void attend_widened(const LayerCall& call, const AttendTask& task, const Scratch& s) {
-  load_queries<T>(call, task, s);
-  if (task.num_tokens * task.num_heads < kManyRows) {
-    attend_tiles<T, kFewRowsTile>(call, task, s, few_rows_tile<T>);
-  } else {
-    attend_tiles<T, kTileTokens>(call, task, s, many_rows_tile<T>);
+// Up to num_tokens tokens of a task, from `first` on, and the keys that they see.
+inline AttendTask part_of(const LayerCall& call, const AttendTask& task, int first,
+                          int num_tokens) {
+  AttendTask part = task;
+  part.tokens += first;
+  part.num_tokens = task.num_tokens - first < num_tokens ? task.num_tokens - first : num_tokens;
+  if (part.partial != nullptr) {
+    part.partial += static_cast<int64_t>(first) * call.num_heads * (call.head_dim + kPartialTail);
   }
+  int64_t begin = task.end, end = task.begin;
+  for (int i = 0; i < part.num_tokens; ++i) {
+    const int64_t position = call.positions[part.tokens[i]];
+    const int64_t visible = position < call.window ? 0 : position + 1 - call.window;
+    begin = visible < begin ? visible : begin;
+    end = position + 1 > end ? position + 1 : end;
+  }
+  part.begin = begin > task.begin ? begin : task.begin;
+  part.end = end < task.end ? end : task.end;
+  return part;
 }
 
+// Tasks with more rows than fit the first-level cache go part by part.
 template <class T>
-void attend(const LayerCall& call, const AttendTask& task, float* scratch) {
-  attend_widened<T>(call, task, lay_out(scratch, call.head_dim));
+inline void attend_widened(const LayerCall& call, const AttendTask& task, float* scratch) {
+  const Scratch s = lay_out(scratch, call.head_dim);
+  const int part_tokens = kPartRows > task.num_heads ? kPartRows / task.num_heads : 1;
+  for (int first = 0; first < task.num_tokens; first += part_tokens) {
+    const AttendTask part = part_of(call, task, first, part_tokens);
+    load_queries<T>(call, part, s);
+    if (part.num_tokens * part.num_heads < kManyRows) {
+      attend_tiles<T, kFewRowsTile>(call, part, s, few_rows_tile<T>);
+    } else {
+      attend_tiles<T, kTileTokens>(call, part, s, many_rows_tile<T>);
+    }
+  }
 }
 
 #if defined(__AMX_BF16__)
-template <>
-void attend<BFloat16>(const LayerCall& call, const AttendTask& task, float* scratch) {
-  const Scratch s = lay_out(scratch, call.head_dim);
-  if (task.num_tokens * task.num_heads < kManyRows || call.head_dim % kAmxDepth != 0) {
-    attend_widened<BFloat16>(call, task, s);
-    return;
-  }
+template <class T>
+inline void attend_amx(const LayerCall& call, const AttendTask& task, float* scratch) {
+  const AmxScratch s = lay_out_amx<T>(scratch, call.head_dim);
   const AmxTiles tiles;
-  amx_load_queries(call, task, s);
-  attend_tiles<BFloat16, kTileTokens>(call, task, s, amx_rows_tile);
+  amx_start_rows<T>(call, task, s);
+  AmxTask<T>(call, task, s).attend();
+  amx_end_rows(task.num_tokens * task.num_heads, call.head_dim, s,
+               [&](int row, const float* accumulated, float maximum, float sum) {
+                 write_row<T>(call, task, row / task.num_heads, row % task.num_heads, accumulated,
+                              maximum, sum);
+               });
 }
 #endif
+
+template <class T>
+void attend(const LayerCall& call, const AttendTask& task, float* scratch) {
+#if defined(__AMX_BF16__)
+  if (task.num_tokens * task.num_heads >= kAmxRowsFrom<T> && call.head_dim % kAmxDepth == 0) {
+    attend_amx<T>(call, task, scratch);
+    return;
+  }
+#endif
+  attend_widened<T>(call, task, scratch);
+}
 
 #if defined(__AMX_BF16__)
 template <>

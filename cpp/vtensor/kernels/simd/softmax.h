@@ -30,11 +30,11 @@ struct Scratch {
 inline Scratch lay_out(float* base, int head_dim) {
   Scratch s;
   s.query = base;
-  s.output = s.query + kMaxRows * head_dim;
-  s.score = s.output + kMaxRows * head_dim;
-  s.maximum = s.score + kMaxRows * kTileTokens;
-  s.sum = s.maximum + kMaxRows * kHeadDimStep;
-  s.keys = s.sum + kMaxRows * kHeadDimStep;
+  s.output = s.query + kPartRows * head_dim;
+  s.score = s.output + kPartRows * head_dim;
+  s.maximum = s.score + kPartRows * kTileTokens;
+  s.sum = s.maximum + kPartRows * kHeadDimStep;
+  s.keys = s.sum + kPartRows * kHeadDimStep;
   s.values = s.keys + kTileTokens * head_dim;
   return s;
 }
