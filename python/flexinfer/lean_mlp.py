@@ -90,8 +90,8 @@ class GatedMLP(torch.nn.Module):
 def gated(linear: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """silu(gates) * factors of a layer whose outputs are both, one after the other; in its product
     where it can."""
-    if isinstance(linear, PanelLinear) and linear.can_gate(x.numel() // x.shape[-1]):
-        return linear.multiply_gates(x)
+    if isinstance(linear, PanelLinear) and linear.can_gate(x):
+        return linear(x, gates=True)  # type: ignore[no-any-return]
     gate, up = linear(x).chunk(2, dim=-1)
     return row_ops.silu_mul(gate, up)
 

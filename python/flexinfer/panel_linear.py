@@ -89,6 +89,12 @@ class PanelLinear(PackedLinear):
         self._has_many_rows = kernel().has_many_rows(DTYPES[weight.dtype], self.in_features)
         self._panels: int = torch.ops.mkldnn.data_ptr(self.weight)
 
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, *, gates: bool = False
+    ) -> torch.Tensor:
+        """gates: as `multiply_gates`; never in a graph."""
+        return self.multiply_gates(x) if gates else super().forward(x, residual)
+
     def multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         num_rows = x.numel() // self.in_features
         if num_rows > self._max_rows and not self._has_many_rows:
@@ -97,13 +103,9 @@ class PanelLinear(PackedLinear):
         multiply_panels(x, self._panels, self.in_features, self.bias, residual, output)
         return output
 
-    def can_gate(self, num_rows: int) -> bool:
-        """Whether `multiply_gates` takes so many rows, and is faster than two passes."""
-        return (
-            self._has_many_rows
-            and num_rows > self._max_rows
-            and can_gate(self.weight.dtype, self.out_features)
-        )
+    def can_gate(self, x: torch.Tensor) -> bool:
+        """Whether `multiply_gates` takes this input."""
+        return can_gate(x, self.out_features)
 
     def multiply_gates(self, x: torch.Tensor) -> torch.Tensor:
         """silu(gates) * factors [..., out_features / 2]; the layer's outputs are gates, then
@@ -131,10 +133,11 @@ def multiply_panels(
     Raises ValueError for what the kernel would read beyond.
     """
     dtype, columns = output.dtype, output.shape[-1] * (2 if gates else 1)
-    if gates and (residual is not None or not can_gate(dtype, columns)):
+    if gates and (residual is not None or not can_gate(x, columns)):
         raise ValueError(
-            f"gates take no residual, bfloat16, and a multiple of {2 * PANEL_COLUMNS[dtype]} "
-            f"outputs; got {columns} of {dtype}"
+            f"gates take no residual, more than {MAX_ROWS[torch.bfloat16]} rows of bfloat16, AMX, "
+            f"and a multiple of {2 * PANEL_COLUMNS[torch.bfloat16]} outputs; got {tuple(x.shape)} "
+            f"{x.dtype} and {columns} outputs on {kernel().level}"
         )
     if x.dtype != dtype or not x.is_cpu or x.shape != (*output.shape[:-1], depth):
         raise ValueError(
@@ -168,9 +171,16 @@ def multiply_panels(
     )
 
 
-def can_gate(dtype: torch.dtype, columns: int) -> bool:
-    """Whether gates and factors of so many outputs in all stand in panels of their own."""
-    return dtype == torch.bfloat16 and columns % (2 * PANEL_COLUMNS[dtype]) == 0
+def can_gate(x: torch.Tensor, columns: int) -> bool:
+    """Whether the kernel computes gates and factors, so many outputs in all, of x [..., depth]:
+    each stand in panels of their own, and the rows are many."""
+    dtype, depth = x.dtype, x.shape[-1]
+    return (
+        dtype == torch.bfloat16
+        and columns % (2 * PANEL_COLUMNS[dtype]) == 0
+        and x.numel() > MAX_ROWS[dtype] * depth
+        and kernel().has_many_rows(DTYPES[dtype], depth)
+    )
 
 
 @cache

@@ -180,19 +180,29 @@ def test_inputs_that_do_not_fit_are_refused(x: torch.Tensor, residual: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("dtype", "columns", "residual"),
+    ("rows", "dtype", "columns", "has_residual"),
     [
-        (torch.float32, 128, None),
-        (torch.bfloat16, 96, None),
-        (torch.bfloat16, 128, z(64, 64, dtype=torch.bfloat16)),
+        (64, torch.float32, 128, False),
+        (64, torch.bfloat16, 96, False),
+        (64, torch.bfloat16, 128, True),
+        (48, torch.bfloat16, 128, False),
     ],
 )
 def test_gates_that_the_kernel_does_not_take_are_refused(
-    dtype: torch.dtype, columns: int, residual: Any
+    rows: int, dtype: torch.dtype, columns: int, has_residual: bool
 ) -> None:
-    output = z(64, columns // 2, dtype=dtype)
+    x, output = z(rows, 32, dtype=dtype), z(rows, columns // 2, dtype=dtype)
+    residual = output if has_residual else None
     with pytest.raises(ValueError, match="gates take no residual"):
-        multiply_panels(z(64, 32, dtype=dtype), 0, 32, None, residual, output, gates=True)
+        multiply_panels(x, 0, 32, None, residual, output, gates=True)
+
+
+def test_gates_without_amx_are_refused(level: str) -> None:
+    if level == "amx":
+        pytest.skip("it has them")
+    x = z(64, 32, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=f"on {level}"):
+        multiply_panels(x, 0, 32, None, None, x, gates=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
