@@ -72,6 +72,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     )
     app.state.flexinfer = state
     install_error_handlers(app)
+    app.router.routes.extend(module.DIRECT for module in (completions, chat))
     for module in ROUTERS:
         app.include_router(module.router, responses=ERRORS)
     mount_page(app)

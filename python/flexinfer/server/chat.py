@@ -16,6 +16,7 @@ from flexinfer.server import generate
 from flexinfer.server.chat_prompt import ChatPrompt
 from flexinfer.server.chat_stream import ChatStream
 from flexinfer.server.conversation_store import Conversation
+from flexinfer.server.direct import DirectRoute
 from flexinfer.server.errors import bad_request
 from flexinfer.server.generate import Job
 from flexinfer.server.logprobs import chat_logprobs
@@ -86,6 +87,9 @@ async def create_chat_completion(
     if not body.wants_stream:  # else the stream's end is the turn's
         state.conversations.end_turn(conversation)
     return answer
+
+
+DIRECT = DirectRoute("/v1/chat/completions", create_chat_completion, ChatRequest)
 
 
 async def prepare(

@@ -14,6 +14,7 @@ from fastapi.responses import Response
 from flexinfer.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
 from flexinfer.server import generate
 from flexinfer.server.completion_stream import CompletionStream
+from flexinfer.server.direct import DirectRoute
 from flexinfer.server.errors import bad_request
 from flexinfer.server.generate import Job
 from flexinfer.server.logprobs import completion_logprobs
@@ -99,6 +100,9 @@ async def create_completion(
     )
     answer.usage = usage
     return answer
+
+
+DIRECT = DirectRoute("/v1/completions", create_completion, CompletionRequest)
 
 
 async def _prepare(state: ServerState, tenant: str, body: CompletionRequest) -> Call:

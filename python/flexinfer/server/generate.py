@@ -173,6 +173,8 @@ async def _join(parts: Sequence[Outputs]) -> Outputs:
 
 async def _all(work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
     """Results of all coroutines; when one fails the others are cancelled."""
+    if len(work) == 1:
+        return [await work[0]]
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))

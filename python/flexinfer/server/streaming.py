@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from json.encoder import encode_basestring
 from types import TracebackType
 from typing import Any, TypeVar
@@ -119,12 +119,24 @@ class EventStream(Response):
             with _SendTimer(self._send_timeout_s) as timer:
                 await timer.watch(send(start))
                 await timer.watch(send(_body(self._first, more=True)))
-                async with aclosing(_errors_as_events(self._rest)) as events:
-                    async for text in events:
-                        await timer.watch(send(_body(text, more=True)))
+                await self._send_rest(send, timer)
                 await timer.watch(send(_body("", more=False)))
         except TimeoutError:
             logger.warning("a reader took nothing for %g s: cut off", self._send_timeout_s)
+
+    async def _send_rest(self, send: Send, timer: _SendTimer) -> None:
+        """Runs for each event while the model computes: no more steps than it needs."""
+        while True:
+            try:
+                text = await anext(self._rest)
+            except StopAsyncIteration:
+                return
+            except Exception as error:
+                await timer.watch(send(_body(_failure(error), more=True)))
+                return
+            timer.since_s = timer.now_s()
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            timer.since_s = None
 
 
 class _SendTimer:
@@ -134,10 +146,12 @@ class _SendTimer:
     """
 
     def __init__(self, timeout_s: float) -> None:
+        self.since_s: float | None = None
+        """When the sending began that is under way."""
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
+        self.now_s = self._loop.time
         self._task = asyncio.current_task()
-        self._since_s: float | None = None
         self._is_late = False
 
     def __enter__(self) -> _SendTimer:
@@ -156,12 +170,12 @@ class _SendTimer:
             raise TimeoutError from None
 
     async def watch(self, sending: Awaitable[None]) -> None:
-        self._since_s = self._loop.time()
+        self.since_s = self.now_s()
         await sending
-        self._since_s = None
+        self.since_s = None
 
     def _look(self) -> None:
-        waited_s = 0.0 if self._since_s is None else self._loop.time() - self._since_s
+        waited_s = 0.0 if self.since_s is None else self.now_s() - self.since_s
         if waited_s < self._timeout_s:
             self._handle = self._loop.call_later(self._timeout_s - waited_s, self._look)
         elif self._task is not None:
@@ -179,17 +193,12 @@ async def start_stream(request: Request, events: Events, send_timeout_s: float) 
     return EventStream(first, events, send_timeout_s)
 
 
-async def _errors_as_events(events: Events) -> Events:
-    async with aclosing(events):
-        try:
-            async for text in events:
-                yield text
-        except Exception as error:
-            known = as_api_error(error)
-            if known.code == "internal_error":
-                logger.exception("a stream has failed")
-            yield event(known.body)
-            yield DONE
+def _failure(error: Exception) -> str:
+    """The last events of a stream that fails."""
+    known = as_api_error(error)
+    if known.code == "internal_error":
+        logger.error("a stream has failed", exc_info=error)
+    return event(known.body) + DONE
 
 
 def _body(text: str, *, more: bool) -> dict[str, Any]:
