@@ -21,7 +21,7 @@ from typing import Any
 
 import load
 from peers import Peer, peers_of
-from processes import Offline, Server
+from processes import Offline, Server, busy_cpu_s
 from text_model import make_text_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu_common"))
@@ -56,6 +56,7 @@ COLUMNS = (
     "itl_p50_ms",
     "itl_p99_ms",
     "peak_mib",
+    "others_percent",
 )
 
 
@@ -72,14 +73,16 @@ def prompts_of(workload: str, seed: int, repetition: int | str, scale: int) -> A
 
 
 def run_offline(engine: Offline, prompts: workloads.Prompts, num_new: int) -> Row:
-    before_s, before_engine_s = engine.cpu_s(), engine.thread_cpu_s()
+    before_s, before_engine_s, busy_s = engine.cpu_s(), engine.thread_cpu_s(), busy_cpu_s()
     answer = engine.generate(prompts, num_new)
+    others_s = busy_cpu_s() - busy_s - (engine.cpu_s() - before_s)
     return {
         "target": "offline",
         "seconds": answer["seconds"],
         "num_new_tokens": answer["num_new_tokens"],
         "cpu_s": engine.cpu_s() - before_s,
         "engine_cpu_s": engine.thread_cpu_s() - before_engine_s,
+        "others_percent": others_percent(others_s, answer["seconds"]),
         "peak_mib": engine.peak_mib(),
         "texts": answer["texts"],
     }
@@ -94,7 +97,7 @@ def run_http(
     options: dict[str, Any] | None = None,
 ) -> Row:
     """`target` ends with "whole" for answers that are not streamed; `options`: of requests."""
-    before_s = server.cpu_s()
+    before_s, busy_s = server.cpu_s(), busy_cpu_s()
     before_http_s, before_engine_s = server.thread_cpu_s(), server.thread_cpu_s(ENGINE_THREAD)
     answers = load.send(
         server.url,
@@ -105,11 +108,14 @@ def run_http(
         salt=f"{target} {salt}",
         options=options or {},
     )
+    cpu_s = server.cpu_s() - before_s
+    others_s = busy_cpu_s() - busy_s - cpu_s - answers.load_cpu_s
     return {
         "target": target,
         "seconds": answers.seconds,
         "num_new_tokens": answers.num_new_tokens,
-        "cpu_s": server.cpu_s() - before_s,
+        "cpu_s": cpu_s,
+        "others_percent": others_percent(others_s, answers.seconds),
         "http_cpu_s": server.thread_cpu_s() - before_http_s,
         "engine_cpu_s": server.thread_cpu_s(ENGINE_THREAD) - before_engine_s,
         "load_cpu_s": answers.load_cpu_s,
@@ -117,6 +123,11 @@ def run_http(
         "texts": answers.texts,
         **answers.latencies_ms,
     }
+
+
+def others_percent(cpu_s: float, seconds: float) -> float:
+    """What other processes took of the machine; where it is much, the times say little."""
+    return max(0.0, 100 * cpu_s / (seconds * (os.cpu_count() or 1)))
 
 
 def measure(args: argparse.Namespace, model: Path, logs: Path) -> list[Row]:

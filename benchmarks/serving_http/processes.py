@@ -26,6 +26,12 @@ STOP_TIMEOUT_S = 30
 LOG_TAIL_CHARS = 2000
 
 
+def busy_cpu_s() -> float:
+    """CPU time of all processes of this machine so far."""
+    times = psutil.cpu_times()
+    return float(times.user + times.system + times.nice + times.irq + times.softirq)
+
+
 class Measured:
     """A child process; leaving its `with` block ends it."""
 

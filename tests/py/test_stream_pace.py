@@ -25,14 +25,16 @@ def test_a_given_interval_counts_tokens_whatever_the_load() -> None:
     assert [pace.is_due(count) for count in range(1, 5)] == [False, False, True, True]
 
 
-@pytest.mark.parametrize(("num_streams", "step_s"), [(1, 0.005), (4, 0.01), (16, 0.04), (64, 0.1)])
+@pytest.mark.parametrize(
+    ("num_streams", "step_s"), [(1, 0.005), (4, 0.011), (16, 0.041), (64, 0.11)]
+)
 def test_few_streams_or_slow_steps_get_each_token(num_streams: int, step_s: float) -> None:
     assert shown_steps(StreamPace(None), step_s, num_streams, 6) == [1, 2, 3, 4, 5, 6]
 
 
 def test_many_streams_get_tokens_together() -> None:
-    assert shown_steps(StreamPace(None), 0.017, 32, 8) == [1, 4, 7]
-    assert shown_steps(StreamPace(None), 0.009, 32, 15) == [1, 7, 13]
+    assert shown_steps(StreamPace(None), 0.017, 32, 12) == [1, 6, 11]
+    assert shown_steps(StreamPace(None), 0.009, 32, 20) == [1, 10, 19]
 
 
 def test_a_pause_opens_the_next_step() -> None:
