@@ -18,6 +18,24 @@ PREFILL_TOKENS_PER_S = 2000.0
 SWAP_BYTES_PER_S = 1e9
 """Speeds that are assumed until the first are measured."""
 
+CAUSES = ("growth", "activations", "budget lowered")
+"""What memory is taken for."""
+REASONS = {
+    "recompute": ("configured", "cheaper", "no swap space", "swap space is full"),
+    "swap": ("configured", "cheaper"),
+}
+"""mode -> why it is this one."""
+
+
+def all_counts() -> dict[tuple[str, str], int]:
+    """0 for each (mode, reason) that `PreemptionPolicy.counts` may have."""
+    return {
+        (mode, f"{cause}: {reason}"): 0
+        for mode, reasons in REASONS.items()
+        for cause in CAUSES
+        for reason in reasons
+    }
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from flexinfer import AsyncLLM, SamplingParams
+from flexinfer.preemption import all_counts
 from flexinfer.server import families as families_module
 from flexinfer.server.metrics import register_metrics
 from tiny_models import make_model, random_prompts
@@ -159,8 +160,22 @@ def test_preemptions_are_counted_by_mode_and_reason() -> None:
         for reason, count in reasons.items()
     }
     assert sum(expected.values()) > 0
-    for (mode, reason), count in expected.items():
+    assert set(expected) <= set(all_counts())
+    for (mode, reason), count in (all_counts() | expected).items():
         assert value(found, "num_preemptions_total", mode=mode, reason=reason) == count
+
+
+def test_counters_with_labels_begin_at_zero_and_not_with_their_first_event() -> None:
+    async def run() -> Samples:
+        async with serving() as (_, fetch):
+            return parse(await fetch("/metrics"))
+
+    found = run_and(run)
+    for mode, reason in all_counts():
+        assert value(found, "num_preemptions_total", mode=mode, reason=reason) == 0
+    for reason in families_module.FINISH_REASONS:
+        assert value(found, "request_success_total", finished_reason=reason) == 0
+    assert value(found, "driver_calls_total", call="unmap") == 0
 
 
 def test_answers_are_counted_by_route_and_not_by_path() -> None:

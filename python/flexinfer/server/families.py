@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from flexinfer.preemption import all_counts
+
 if TYPE_CHECKING:
     from flexinfer.request_stats import RequestStats
     from flexinfer.stats import Stats
@@ -113,11 +115,7 @@ def _engine(stats: EngineStats, make: _Maker) -> Iterator[Metric]:
         "num_preemptions",
         "Times that a running request lost its memory.",
         ("mode", "reason"),
-        {
-            (mode, reason): count
-            for mode, reasons in stats.preemptions.items()
-            for reason, count in reasons.items()
-        },
+        _preemptions(stats),
     )
     yield make.counter(
         "prefix_waits", "Requests put off until their prefix is computed.", stats.num_prefix_waits
@@ -131,6 +129,15 @@ def _engine(stats: EngineStats, make: _Maker) -> Iterator[Metric]:
         ("phase",),
         {("prefill",): steps.num_prefill_tokens, ("decode",): decode_tokens},
     )
+
+
+def _preemptions(stats: EngineStats) -> dict[tuple[str, ...], float]:
+    """By mode and reason, those that have not been too: a counter that begins with its first event
+    has no rate at that event."""
+    counts: dict[tuple[str, ...], float] = {**all_counts()}
+    for mode, reasons in stats.preemptions.items():
+        counts.update({(mode, reason): count for reason, count in reasons.items()})
+    return counts
 
 
 def _requests(requests: RequestStats, make: _Maker) -> Iterator[Metric]:
