@@ -6,6 +6,8 @@ Built on httpx2 (httpx on Python 3.10), which transformers brings along. Not thr
 from __future__ import annotations
 
 import json
+import os
+import ssl
 from collections.abc import Generator
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,6 +37,7 @@ class Endpoint:
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=self._http.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
             trust_env=not is_local,  # a proxy does not know this machine's loopback
+            verify=_trusted(),
         )
 
     def get_text(self, path: str) -> str:
@@ -112,6 +115,11 @@ class Endpoint:
         raise EndpointError(f"{self.url}{path} answers {status}: {message}", status)
 
     def _unreachable(self, path: str, error: Exception) -> EndpointError:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return EndpointError(
+                f"{self.url}: its certificate is not trusted here ({_certificate_fault(error)}): "
+                "for one of your own authority set SSL_CERT_FILE=CA.pem"
+            )
         return EndpointError(f"{self.url}{path}: {error or type(error).__name__}; is it running?")
 
 
@@ -127,6 +135,19 @@ def _message(body: Any) -> str:
     """What an error in OpenAI's shape says."""
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def _trusted() -> ssl.SSLContext | bool:
+    """Whose certificates are believed: SSL_CERT_FILE's, which `trust_env` may have turned off."""
+    file = os.environ.get("SSL_CERT_FILE")
+    return True if file is None else ssl.create_default_context(cafile=file)
+
+
+def _certificate_fault(error: Exception) -> str:
+    """The part of OpenSSL's message that says what is wrong."""
+    return str(error).partition("certificate verify failed: ")[2].partition(" (_ssl")[0] or str(
+        error
+    )
 
 
 def _http_library() -> Any:

@@ -7,9 +7,11 @@ that before the default.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +31,7 @@ ENGINE = "Model and engine"
 MEMORY = "KV memory"
 SCHEDULING = "Scheduling"
 SERVER = "Server"
+TLS = "HTTPS"
 LIMITS = "Limits"
 LOGS = "Logs and configuration"
 
@@ -153,7 +156,7 @@ def serve(
             SCHEDULING,
             "--stream-interval",
             "Tokens in one event of a stream, after the first. Without it one with few streams, "
-            "with many those of up to 50 ms, which takes less of the CPU.",
+            "with many those of up to 100 ms, which takes less of the CPU.",
         ),
     ] = None,
     enable_chunked_prefill: Annotated[
@@ -192,8 +195,42 @@ def serve(
     ] = None,
     allowed_origins: Annotated[
         list[str] | None,
-        _option(SERVER, "--allowed-origins", "Origin of a web page that may call (CORS)."),
+        _option(
+            SERVER,
+            "--allowed-origins",
+            "Origin of a web page that may call (CORS); several times, or a JSON list.",
+        ),
     ] = None,
+    allowed_methods: Annotated[
+        list[str] | None,
+        _option(SERVER, "--allowed-methods", "That such pages may use; without it, all."),
+    ] = None,
+    allowed_headers: Annotated[
+        list[str] | None,
+        _option(SERVER, "--allowed-headers", "That such pages may send; without it, all."),
+    ] = None,
+    allow_credentials: Annotated[
+        bool,
+        _option(
+            SERVER,
+            "--allow-credentials/--no-allow-credentials",
+            "Such pages may send cookies and certificates.",
+        ),
+    ] = False,
+    ssl_keyfile: Annotated[
+        Path | None, _option(TLS, "--ssl-keyfile", "Its key, if that is a file of its own.")
+    ] = None,
+    ssl_certfile: Annotated[
+        Path | None, _option(TLS, "--ssl-certfile", "Certificate (PEM); turns HTTPS on.")
+    ] = None,
+    ssl_ca_certs: Annotated[
+        Path | None,
+        _option(TLS, "--ssl-ca-certs", "Authorities of the certificates that callers show."),
+    ] = None,
+    ssl_cert_reqs: Annotated[
+        int,
+        _option(TLS, "--ssl-cert-reqs", "Callers show no certificate (0), may (1), must (2)."),
+    ] = 0,
     trace_dir: Annotated[
         Path | None,
         _option(SERVER, "--trace-dir", "Where /admin/trace writes.", exists=True, file_okay=False),
@@ -289,7 +326,8 @@ def _run(given: dict[str, Any]) -> None:
         llm = AsyncLLM.from_engine_args(config)
         try:
             app = create_app(llm, settings)
-            _announce(f"Serving {settings.model_name} at {url_of(host, port)}", given)
+            url = url_of(host, port, is_tls=settings.tls is not None)
+            _announce(f"Serving {settings.model_name} at {url}", given)
             code = serve(app, sock)
         finally:
             llm.shutdown()
@@ -354,6 +392,7 @@ def _bytes(text: str) -> int | str:
 def server_settings(given: dict[str, Any], config: EngineConfig) -> ServerSettings:
     """The server's part of the options."""
     from flexinfer.server.settings import ServerSettings
+    from flexinfer.server.tls import tls_settings
     from flexinfer.units import parse_bytes
 
     names = given["served_model_name"] or _names_of(str(config.model), given["model"])
@@ -373,7 +412,16 @@ def server_settings(given: dict[str, Any], config: EngineConfig) -> ServerSettin
         served_model_names=tuple(names),
         api_keys=tuple(given["api_key"] or ()),
         chat_template=_template(given["chat_template"]),
-        allowed_origins=tuple(given["allowed_origins"] or ()),
+        allowed_origins=_list(given["allowed_origins"]),
+        allowed_methods=_list(given["allowed_methods"]) or ("*",),
+        allowed_headers=_list(given["allowed_headers"]) or ("*",),
+        allow_credentials=given["allow_credentials"],
+        tls=tls_settings(
+            given["ssl_certfile"],
+            given["ssl_keyfile"],
+            given["ssl_ca_certs"],
+            given["ssl_cert_reqs"],
+        ),
         trace_directory=given["trace_dir"],
         shutdown_timeout_s=given["shutdown_timeout"],
         max_request_bytes=parse_bytes(given["max_request_bytes"], "max_request_bytes"),
@@ -384,8 +432,26 @@ def server_settings(given: dict[str, Any], config: EngineConfig) -> ServerSettin
     )
 
 
-def url_of(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _list(given: Sequence[str] | None) -> tuple[str, ...]:
+    """Of an option given several times, or once with a JSON list, as vLLM has it."""
+    words: list[str] = []
+    for text in given or ():
+        if not text.startswith("["):
+            words.append(text)
+            continue
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{text!r} is no JSON list of texts: {error}") from None
+        if not all(isinstance(word, str) for word in found):
+            raise ValueError(f"{text!r} is no JSON list of texts")
+        words += found
+    return tuple(words)
+
+
+def url_of(host: str, port: int, *, is_tls: bool = False) -> str:
+    scheme = "https" if is_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _names_of(folder: str, model: str | None) -> list[str]:

@@ -83,8 +83,9 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.allowed_origins),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            allow_methods=list(settings.allowed_methods),
+            allow_headers=list(settings.allowed_headers),
+            allow_credentials=settings.allow_credentials,
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     if state.tracer is not None:

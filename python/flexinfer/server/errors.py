@@ -75,6 +75,15 @@ def invalid_field(error: ValueError) -> APIError:
     return bad_request(str(error), name[1] if name else None)
 
 
+def wrong_content_type(kind: str) -> APIError:
+    """Most often that of `curl -d` by itself, which says that it sends a form."""
+    return bad_request(
+        f"the body has the content type {kind!r}: send JSON, with the header "
+        "'Content-Type: application/json'",
+        code="unsupported_content_type",
+    )
+
+
 def as_api_error(error: BaseException) -> APIError:
     """What an exception from below is to a caller."""
     if isinstance(error, APIError):
@@ -128,8 +137,11 @@ def install_error_handlers(app: FastAPI) -> None:
         body = error_body(error.status_code, str(error.detail))
         return JSONResponse(body, error.status_code, dict(error.headers or {}))
 
-    async def on_invalid(_: Request, error: Exception) -> JSONResponse:
+    async def on_invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
+        kind = request.headers.get("content-type", "none")
+        if request.method == "POST" and "json" not in kind.lower():
+            return error_response(wrong_content_type(kind))
         return error_response(validation_error(error))
 
     async def on_known(_: Request, error: Exception) -> JSONResponse:

@@ -10,6 +10,7 @@ from flexinfer.server.state import ServerState, State
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
 
+@router.get("/", include_in_schema=False)  # else it would be the model without a name
 @router.get("")
 async def list_models(state: State) -> ModelList:
     """All names under which the one model is served."""

@@ -66,6 +66,7 @@ class Server(uvicorn.Server):
 def serve(app: FastAPI, sock: socket.socket) -> int:
     """Serve on a socket that is bound; returns the exit code. The engine is left running."""
     state: ServerState = app.state.flexinfer
+    tls = state.settings.tls
     timeout_s = max(1, round(state.settings.shutdown_timeout_s))
     config = uvicorn.Config(
         app,
@@ -74,6 +75,7 @@ def serve(app: FastAPI, sock: socket.socket) -> int:
         server_header=False,
         timeout_graceful_shutdown=timeout_s,
         lifespan="on",
+        **({} if tls is None else tls.uvicorn_options()),
     )
     server = Server(config, state)
 

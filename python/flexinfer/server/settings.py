@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from flexinfer.server.tls import TLSSettings
 from flexinfer.server.tracing import check_endpoint
 
 
@@ -43,6 +44,13 @@ class ServerSettings:
     """How long a shutdown waits for running requests."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may call this server (CORS); its own page needs none."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    """Which of theirs they may use; OpenAI's client sends many headers of its own."""
+    allow_credentials: bool = False
+    """Whether they may send cookies and TLS certificates. Keys in a header need no leave."""
+    tls: TLSSettings | None = None
+    """None: plain HTTP."""
     trace_directory: Path | None = None
     """Where /admin/trace may write; None: it may not."""
     otlp_traces_endpoint: str | None = None

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from flexinfer.server.errors import CLIENT_CLOSED_REQUEST, APIError, as_api_error
 from flexinfer.server.logs import log_with_request
@@ -99,6 +99,8 @@ class EventStream(Response):
         self._send_timeout_s = send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("http_version") == "1.0":  # knows no body without a length
+            send = _Whole(send)
         sending = asyncio.ensure_future(self._send_all(send))
         gone = asyncio.ensure_future(_gone(receive))
         try:
@@ -137,6 +139,26 @@ class EventStream(Response):
             timer.since_s = timer.now_s()
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
             timer.since_s = None
+
+
+class _Whole:
+    """Sends an answer in one piece, with its length, when it is complete."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message = {}
+        self._parts: list[bytes] = []
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        self._parts.append(message["body"])
+        if not message["more_body"]:
+            body = b"".join(self._parts)
+            length = (b"content-length", str(len(body)).encode())
+            await self._send({**self._start, "headers": [*self._start["headers"], length]})
+            await self._send({**message, "body": body})
 
 
 class _SendTimer:
