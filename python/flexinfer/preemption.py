@@ -27,7 +27,7 @@ REASONS = {
 """mode -> why it is this one."""
 
 
-def all_counts() -> dict[tuple[str, str], int]:
+def all_counts() -> dict[tuple[str, ...], float]:
     """0 for each (mode, reason) that `PreemptionPolicy.counts` may have."""
     return {
         (mode, f"{cause}: {reason}"): 0

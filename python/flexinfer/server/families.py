@@ -134,7 +134,7 @@ def _engine(stats: EngineStats, make: _Maker) -> Iterator[Metric]:
 def _preemptions(stats: EngineStats) -> dict[tuple[str, ...], float]:
     """By mode and reason, those that have not been too: a counter that begins with its first event
     has no rate at that event."""
-    counts: dict[tuple[str, ...], float] = {**all_counts()}
+    counts = all_counts()
     for mode, reasons in stats.preemptions.items():
         counts.update({(mode, reason): count for reason, count in reasons.items()})
     return counts
