@@ -27,7 +27,7 @@ from tiny_models import make_model, random_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
-Fetch = Callable[[str], Awaitable[str]]
+Fetch = Callable[..., Awaitable[str]]
 
 
 @asynccontextmanager
@@ -46,8 +46,8 @@ async def serving(**settings: Any) -> AsyncIterator[tuple[AsyncLLM, Fetch]]:
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
 
-        async def fetch(path: str) -> str:
-            text: str = (await client.get(path)).text
+        async def fetch(path: str, accept: str = "*/*") -> str:
+            text: str = (await client.get(path, headers={"Accept": accept})).text
             return text
 
         try:
@@ -255,6 +255,26 @@ def test_the_dashboard_names_only_metrics_that_exist(names: set[str]) -> None:
     assert len(queries) > 20
     assert len(used) > 20
     assert used <= names
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "text/plain;version=0.0.4",
+        "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1",
+        "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8",
+        "text/plain;version=1.0.0;escaping=underscores",
+    ],
+    ids=["text", "prometheus-2", "prometheus-3", "escaped"],
+)
+def test_names_are_the_same_whatever_a_scraper_asks_for(accept: str) -> None:
+    async def run() -> str:
+        async with serving() as (_, fetch):
+            return await fetch("/metrics", accept)
+
+    lines = run_and(run).splitlines()
+    assert [line for line in lines if line.startswith("flexinfer:engine_up{")]
+    assert not [line for line in lines if line.startswith("flexinfer_")]
 
 
 def test_panels_of_the_dashboard_do_not_overlap() -> None:

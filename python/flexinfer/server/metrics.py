@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
 from flexinfer.errors import EngineDeadError
 from flexinfer.server.families import PREFIX, engine_families
@@ -109,8 +110,12 @@ def register_metrics(app: FastAPI, engine: AsyncLLM, model_name: str = "") -> No
 
     async def metrics(request: Request) -> Response:
         await collector.refresh()
+        encode: Callable[..., bytes]
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"content-type": content_type})
+        # Prometheus 2 does not ask for an escaping, and would get flexinfer_... by default. Colons
+        # are valid in names of all versions: there is nothing to escape.
+        body = encode(registry, escaping=ALLOWUTF8)
+        return Response(body, headers={"content-type": content_type})
 
     app.add_api_route(
         "/metrics",
