@@ -84,8 +84,7 @@ class ChatPage:
 
     def answer(self) -> str:
         """The last answer, once it is whole."""
-        self.until(lambda: self.all(".message.assistant.done"))
-        self.until(lambda: not self.all(".caret"))
+        self.until(lambda: self.all(".message.assistant.done:last-child"))
         return self.texts(".message.assistant .body")[-1]
 
     def rows(self) -> list[dict[str, Any]]:

@@ -68,7 +68,7 @@ def test_an_answer_cut_off_by_leaving_the_page_is_a_stopped_one(page: ChatPage) 
     page.until(lambda: page.texts(".message.assistant .body")[-1])
     page.driver.refresh()
     page.until(lambda: page.all(".message.assistant.stopped"))
-    assert not page.all(".caret")
+    assert not page.all(".message.streaming")
     assert page.texts(".message.assistant .body")[-1], "what was said is kept"
     page.until(lambda: not [row for row in page.rows() if row["kind"] == "live"])
 
@@ -188,7 +188,7 @@ def test_the_map_by_keyboard(page: ChatPage) -> None:
     assert page.text(".detail h3") == f"Chunk {page.rows()[0]['chunks'][1][0]}"
     second.send_keys(Keys.ESCAPE)
     page.until(lambda: not page.find(".detail").is_displayed())
-    assert len(page.all('.grid [tabindex="0"]')) == 1
+    assert len(page.all('.grid button[tabindex="0"]')) == 1
 
 
 def test_on_a_phone_one_pane_at_a_time(page: ChatPage) -> None:

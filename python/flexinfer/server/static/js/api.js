@@ -2,6 +2,8 @@
 
 const KEYS = { api: "flexinfer.api-key", admin: "flexinfer.admin-key" };
 
+const BROKEN = "The connection ended in the middle of the answer: the server has stopped, or the network is gone.";
+
 export class ApiError extends Error {
   constructor(status, message) {
     super(message);
@@ -44,6 +46,10 @@ export class Api {
     return response.json();
   }
 
+  async wake() {
+    await this.#request("admin/wake", { method: "POST", key: this.key("admin") || this.key("api") });
+  }
+
   // Yields the chunks of a streamed chat completion. `signal` stops it, and the server's work with it.
   async *chat(body, signal) {
     const response = await this.#request("v1/chat/completions", {
@@ -58,7 +64,7 @@ export class Api {
       if (chunk.error) throw new ApiError(500, chunk.error.message);
       yield chunk;
     }
-    throw new ApiError(0, "The connection ended in the middle of the answer.");
+    throw new ApiError(0, BROKEN);
   }
 
   async #request(path, { headers = {}, key = this.key("api"), ...options } = {}) {
@@ -89,7 +95,10 @@ async function* events(body) {
   let buffer = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reader.read().catch((error) => {
+        if (error.name === "AbortError") throw error;
+        throw new ApiError(0, BROKEN);
+      });
       if (done) return;
       buffer += value;
       const lines = buffer.split(/\r?\n/);

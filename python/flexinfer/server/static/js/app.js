@@ -8,6 +8,7 @@ import { SettingsDialog } from "./settings-dialog.js";
 import { Sidebar } from "./sidebar.js";
 import { Store } from "./store.js";
 
+let wasOffline = false;
 const api = new Api();
 const store = new Store();
 const replies = new Replies(api, store);
@@ -23,7 +24,7 @@ const sidebar = new Sidebar(document.getElementById("sidebar"), store, replies, 
     chat.focus();
   },
 });
-const memory = new MemoryView(document.getElementById("memory"), api, store, replies, { openSettings });
+const memory = new MemoryView(document.getElementById("memory"), api, store, replies, { openSettings, onState });
 
 // On a phone one pane at a time; the tabs do nothing on a wide screen, where all stand side by side.
 const tabs = [["conversations", "Chats", "list"], ["chat", "Chat", "chat"], ["memory", "Memory", "map"]].map(([view, label, picture]) =>
@@ -33,6 +34,15 @@ document.getElementById("tabs").append(...tabs);
 function show(view) {
   app.dataset.view = view;
   for (const tab of tabs) tab.setAttribute("aria-pressed", String(tab.dataset.view === view));
+}
+
+// What holds all answers up stands above the message box, too: on a phone the map is not seen.
+function onState({ isOffline, isAsleep }) {
+  if (isOffline) chat.setObstacle("The server does not answer. This page tries again every second.");
+  else if (isAsleep) chat.setObstacle("The engine sleeps: answers come when somebody wakes it.");
+  else chat.setObstacle(null);
+  if (!isOffline && wasOffline) connect(); // perhaps another server, with another model
+  wasOffline = isOffline;
 }
 
 async function connect() {
@@ -48,7 +58,7 @@ async function connect() {
 }
 
 replies.addEventListener("key", () => settings.open("api-key"));
-window.addEventListener("pagehide", () => { if (replies.count > 0) store.save(); }); // with what was said so far
+window.addEventListener("pagehide", () => replies.leave());
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") replies.stop(store.currentId);
   if (event.altKey && event.key.toLowerCase() === "n") {

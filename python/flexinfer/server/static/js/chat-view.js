@@ -1,17 +1,25 @@
 // ChatView: the messages of the current conversation and the box to write the next one.
-import { h, icon, iconButton, replaceChildren } from "./dom.js";
-import { renderMarkdown } from "./markdown.js";
+import { h, icon, iconButton, replaceChildren, soon } from "./dom.js";
+import { MessageView } from "./message-view.js";
 import { titleOf } from "./store.js";
 
 const SUGGESTIONS = ["Hello! My name is Ada.", "What is 17 plus 25?", "What can you remember?"];
 const NEAR_END_PX = 80;
+const SETTLED_FRAMES = 3;
 
 export class ChatView {
+  #views = new WeakMap(); // message -> MessageView
+  #shownId = null;
+  #numSettling = 0; // frames until the end is where it stays
+  #told = null; // the last answer that a screen reader was told
+
   constructor(element, store, replies, { openSettings }) {
     Object.assign(this, { element, store, replies });
     this.title = h("h2", {});
     this.modelName = h("span", { class: "model" });
-    this.log = h("div", { class: "messages", role: "log", "aria-live": "polite", "aria-label": "Messages", tabindex: "0" });
+    this.log = h("div", { class: "messages", role: "log", "aria-live": "off", "aria-label": "Messages", tabindex: "0" });
+    this.notice = h("p", { class: "notice", role: "status", hidden: true });
+    this.status = h("p", { class: "offscreen", role: "status" });
     this.text = h("textarea", {
       id: "composer-text", rows: "1", placeholder: "Message", "aria-label": "Message",
       oninput: () => this.#fit(), onkeydown: (event) => this.#onKey(event),
@@ -21,13 +29,17 @@ export class ChatView {
       element,
       h("header", { class: "bar" }, h("div", { class: "heading" }, this.title, this.modelName),
         iconButton("settings", "Settings and system prompt", openSettings)),
-      this.log,
+      this.log, this.status,
       h("form", { class: "composer", onsubmit: (event) => this.#onSubmit(event) },
+        this.notice,
         h("div", { class: "field" }, this.text, this.button),
         h("p", { class: "hint" }, "Enter sends, Shift+Enter starts a line, Escape stops.")),
     );
+    for (const type of ["wheel", "touchmove", "pointerdown", "keydown"]) {
+      this.log.addEventListener(type, () => { this.#numSettling = 0; }, { passive: true });
+    }
     store.addEventListener("change", () => this.render());
-    replies.addEventListener("change", () => this.#update());
+    replies.addEventListener("change", soon(() => this.#update()));
     this.render();
   }
 
@@ -39,6 +51,12 @@ export class ChatView {
     this.modelName.textContent = name;
   }
 
+  // Something that holds all answers up, as long as it does; null: nothing.
+  setObstacle(text) {
+    this.obstacle = text;
+    this.#showNotice();
+  }
+
   get #conversation() {
     return this.store.current;
   }
@@ -46,24 +64,49 @@ export class ChatView {
   render() {
     const conversation = this.#conversation;
     this.title.textContent = titleOf(conversation);
-    const isEmpty = conversation.messages.length === 0;
-    const last = conversation.messages.length - 1;
-    this.log.replaceChildren(
-      ...(isEmpty ? [this.#welcome()] : conversation.messages.map((message, i) => this.#message(message, i, i === last))));
-    this.#showButton();
-    this.#scroll(true);
+    const toEnd = this.#shownId !== conversation.id || this.#isNearEnd();
+    if (this.#shownId !== conversation.id) this.#told = conversation.messages.at(-1);
+    this.#shownId = conversation.id;
+    const elements = conversation.messages.map((message) => this.#viewOf(message).element);
+    if (elements.length === 0) this.log.replaceChildren(this.#welcome());
+    else place(this.log, elements);
+    this.#update(toEnd);
+    this.#showNotice();
   }
 
-  // Only the last message and the button change while an answer comes.
-  #update() {
-    const { messages } = this.#conversation;
-    const last = messages.length - 1;
-    const isNear = this.#isNearEnd();
-    if (last >= 0 && messages[last].role === "assistant" && this.log.children.length === messages.length) {
-      this.log.lastElementChild.replaceWith(this.#message(messages[last], last, true));
+  #update(toEnd = this.#isNearEnd()) {
+    const { id, messages } = this.#conversation;
+    const isRunning = this.replies.isRunning(id);
+    messages.forEach((message, i) => {
+      const isLast = i === messages.length - 1;
+      this.#viewOf(message).update(isLast && !isRunning, !(isLast && isRunning));
+    });
+    this.#tell(messages.at(-1));
+    this.#showButton(isRunning);
+    if (toEnd) this.#scrollToEnd();
+  }
+
+  #viewOf(message) {
+    let view = this.#views.get(message);
+    if (!view) {
+      view = new MessageView(message, {
+        regenerate: () => this.replies.regenerate(this.#conversation),
+        retry: () => this.replies.retry(this.#conversation),
+        fork: () => {
+          this.store.fork(this.#shownId, this.#conversation.messages.indexOf(message) + 1);
+          this.focus();
+        },
+      });
+      this.#views.set(message, view);
     }
-    this.#showButton();
-    this.#scroll(isNear);
+    return view;
+  }
+
+  // A whole answer is read aloud once; while it grows that would never end.
+  #tell(last) {
+    if (!last || last.role !== "assistant" || last === this.#told || this.#viewOf(last).isWriting) return;
+    this.#told = last;
+    this.status.textContent = last.state === "failed" ? "" : last.content; // an error is an alert of its own
   }
 
   #welcome() {
@@ -75,33 +118,14 @@ export class ChatView {
         h("button", { type: "button", onclick: () => this.#send(text) }, text))));
   }
 
-  #message(message, index, isLast) {
-    const isUser = message.role === "user";
-    const body = h("div", { class: "body" }, isUser ? h("p", {}, message.content) : renderMarkdown(message.content));
-    if (!isUser && (message.state === "waiting" || message.state === "streaming")) {
-      body.append(h("span", { class: "caret", "aria-label": "writing" }));
-    }
-    return h("article", { class: `message ${message.role} ${message.state ?? ""}`, "aria-label": isUser ? "You" : "Assistant" },
-      body,
-      message.state === "failed" ? h("p", { class: "error", role: "alert" }, message.error) : null,
-      h("footer", {}, facts(message), this.#actions(message, index, isLast)));
+  #showNotice() {
+    const full = this.store.isFull ? "This browser keeps no more conversations: delete some, or this one is lost with its tab." : null;
+    const text = this.obstacle ?? full;
+    this.notice.hidden = !text;
+    if (this.notice.textContent !== (text ?? "")) this.notice.textContent = text ?? "";
   }
 
-  #actions(message, index, isLast) {
-    const conversation = this.#conversation;
-    if (this.replies.isRunning(conversation.id) && isLast) return null;
-    const isAnswer = message.role === "assistant";
-    return h("span", { class: "actions" },
-      isAnswer && isLast ? iconButton("redo", "Regenerate the answer", () => this.replies.regenerate(conversation)) : null,
-      isAnswer ? iconButton("fork", "Fork the conversation here", () => {
-        this.store.fork(conversation.id, index + 1);
-        this.focus();
-      }) : null,
-      iconButton("copy", "Copy the text", () => navigator.clipboard?.writeText(message.content)));
-  }
-
-  #showButton() {
-    const isRunning = this.replies.isRunning(this.#conversation.id);
+  #showButton(isRunning) {
     const label = isRunning ? "Stop" : "Send";
     if (this.button.getAttribute("aria-label") === label) return;
     this.button.setAttribute("aria-label", label);
@@ -124,10 +148,10 @@ export class ChatView {
   }
 
   #send(text) {
-    if (text.trim() === "") return;
+    if (text.trim() === "" || !this.replies.send(this.#conversation, text.trim())) return;
     this.text.value = "";
     this.#fit();
-    this.replies.send(this.#conversation, text.trim());
+    this.#scrollToEnd();
   }
 
   #fit() {
@@ -135,23 +159,31 @@ export class ChatView {
     this.text.style.height = `${Math.min(this.text.scrollHeight, 200)}px`;
   }
 
-  #isNearEnd() {
-    return this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < NEAR_END_PX;
+  // Messages get their real height only once they are seen (content-visibility): the end moves away until all there are.
+  #scrollToEnd() {
+    const isUnderWay = this.#numSettling > 0;
+    this.#numSettling = SETTLED_FRAMES;
+    let height = 0;
+    const step = () => {
+      if (this.#numSettling === 0) return; // the reader has taken over
+      this.log.scrollTop = this.log.scrollHeight;
+      this.#numSettling = this.log.scrollHeight === height ? this.#numSettling - 1 : SETTLED_FRAMES;
+      height = this.log.scrollHeight;
+      if (this.#numSettling > 0) requestAnimationFrame(step);
+    };
+    if (isUnderWay) this.log.scrollTop = this.log.scrollHeight;
+    else step();
   }
 
-  #scroll(toEnd) {
-    if (toEnd) this.log.scrollTop = this.log.scrollHeight;
+  #isNearEnd() {
+    return this.#numSettling > 0 || this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < NEAR_END_PX;
   }
 }
 
-// What the server told about an answer.
-function facts(message) {
-  if (message.role !== "assistant") return null;
-  const parts = [];
-  if (message.state === "stopped") parts.push("stopped");
-  if (message.finish === "length") parts.push("cut at the token limit");
-  if (message.tokens) parts.push(`${message.tokens} tokens`);
-  if (message.firstMs) parts.push(`first after ${Math.round(message.firstMs)} ms`);
-  if (message.promptTokens) parts.push(`${message.cachedTokens} of ${message.promptTokens} prompt tokens from the cache`);
-  return h("span", { class: "facts" }, parts.join(" · "));
+// Make these the children, moving only those that stand elsewhere.
+function place(parent, elements) {
+  elements.forEach((element, i) => {
+    if (parent.children[i] !== element) parent.insertBefore(element, parent.children[i] ?? null);
+  });
+  while (parent.childElementCount > elements.length) parent.lastElementChild.remove();
 }

@@ -32,6 +32,7 @@ const ICONS = {
   fork: "M6 4v16M6 12c8 0 12-2 12-8M15 7l3-3 3 3",
   redo: "M20 11a8 8 0 1 0-2.3 6M20 4v7h-7",
   copy: "M9 9h11v11H9zM5 15H4V4h11v1",
+  done: "M5 13l4 4L19 7",
   trash: "M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13",
   settings: "M4 7h10M18 7h2M4 17h2M10 17h10M16 5v4M8 15v4",
   close: "M6 6l12 12M18 6L6 18",
@@ -56,6 +57,21 @@ export function icon(name) {
 export function iconButton(name, label, onclick, attributes = {}) {
   return h("button", { type: "button", class: "icon-button", "aria-label": label, title: label, onclick, ...attributes },
     icon(name));
+}
+
+// `draw`, but once for all calls before the next picture; a tab that nobody sees draws, too, though seldom.
+export function soon(draw) {
+  let isAsked = false;
+  const run = () => {
+    isAsked = false;
+    draw();
+  };
+  return () => {
+    if (isAsked) return;
+    isAsked = true;
+    if (document.hidden) setTimeout(run, 250);
+    else requestAnimationFrame(run);
+  };
 }
 
 export function formatBytes(bytes) {

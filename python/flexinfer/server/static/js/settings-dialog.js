@@ -55,7 +55,7 @@ export class SettingsDialog {
     this.api.setKey("api", this.#value("api-key"));
     this.api.setKey("admin", this.#value("admin-key"));
     this.store.current.system = settings.system;
-    this.store.save();
+    this.store.changed();
     this.store.saveSettings(settings);
     this.dialog.close();
     this.onKeys();

@@ -5,7 +5,10 @@ import { titleOf } from "./store.js";
 export class Sidebar {
   constructor(element, store, replies, { openSettings, showChat }) {
     Object.assign(this, { element, store, replies, openSettings, showChat });
-    store.addEventListener("change", () => this.render());
+    store.addEventListener("change", () => {
+      this.render();
+      this.#markRunning();
+    });
     replies.addEventListener("change", () => this.#markRunning());
     this.render();
   }
@@ -17,16 +20,31 @@ export class Sidebar {
 
   render() {
     const { store } = this;
+    // A button that is drawn anew between press and release of the pointer is not clicked.
+    const shown = JSON.stringify([store.currentId, store.conversations.map(({ id, title, parentId }) => [id, title, parentId])]);
+    if (shown === this.shown) return;
+    this.shown = shown;
+    const focused = this.#focused();
     replaceChildren(
       this.element,
       h("header", { class: "brand" },
         h("span", { class: "mark", "aria-hidden": "true" }, [0, 1, 2, 3, 4, 5].map(() => h("i"))),
-        h("h1", {}, "FlexInfer")),
+        h("strong", {}, "FlexInfer")),
       h("button", { type: "button", class: "new", onclick: () => this.create() }, icon("plus"), "New conversation"),
       h("ul", { class: "conversations" }, inOrder(store.conversations).map(([item, depth]) => this.#item(item, depth))),
       h("footer", {}, h("button", { type: "button", class: "quiet", onclick: this.openSettings }, icon("settings"), "Settings")),
     );
     this.#markRunning();
+    focused?.()?.focus();
+  }
+
+  // Finds the button again that has the focus now, after all are drawn anew.
+  #focused() {
+    const button = document.activeElement;
+    if (!this.element.contains(button)) return null;
+    const id = button.closest("li")?.dataset.id;
+    const name = `.${button.classList[0]}`;
+    return () => this.element.querySelector(id ? `li[data-id="${CSS.escape(id)}"] ${name}` : name) ?? this.element.querySelector(".new");
   }
 
   #item(conversation, depth) {
