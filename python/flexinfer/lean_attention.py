@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flexinfer import row_ops
+from flexinfer import lean_operators, row_ops
 from flexinfer.attention.base import AttentionOptions
 from flexinfer.attention.hook import use_probe
 from flexinfer.lean_linear import add_linear, join_linears
@@ -30,6 +30,7 @@ class LeanAttention(torch.nn.Module):
     def __init__(self, attention: Any, rotary: Rotary, options: AttentionOptions) -> None:
         """rotary: transformers' function, for compiled models; options: what the module passes."""
         super().__init__()
+        lean_operators.register()
         self.config = attention.config
         self.layer_idx = attention.layer_idx
         self.is_causal = True
@@ -72,8 +73,15 @@ class LeanAttention(torch.nn.Module):
             key = self.k_norm(key.transpose(1, 2)).transpose(1, 2)
         cos, sin = position_embeddings
         can_rotate = self._rotates and batch == 1 and cos.dtype == qkv.dtype
-        if torch.compiler.is_compiling() or not can_rotate:
+        if not can_rotate:
             query, key = self._rotary(query, key, cos, sin)
+        elif torch.compiler.is_compiling():
+            if self.q_norm is not None:
+                query = lean_operators.rotate(query, cos, sin)
+                key = lean_operators.rotate(key, cos, sin)
+            else:
+                rotated = lean_operators.rotate(qkv[:, : -self.num_kv_heads], cos, sin)
+                query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
         elif self.q_norm is not None:
             row_ops.rotate_(query, cos, sin)
             row_ops.rotate_(key, cos, sin)

@@ -13,7 +13,7 @@ of its dtype. What is not recognised stays as it is; so does everything on a GPU
 | decoder layer | two norms, lean attention and MLP | `LeanDecoderLayer`: no additions |
 | rotary embedding | attention calls apply_rotary_pos_emb | `row_ops.rotate`: 2 calls for 14 |
 
-In a compiled model all of them are plain torch operators, for the compiler to fuse.
+In a compiled model they are operators that the compiler does not look into (`lean_operators`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 import torch
 
-from flexinfer import row_ops
+from flexinfer import lean_operators, row_ops
 from flexinfer.lean_attention import lean_attention
 from flexinfer.lean_decoder import lean_decoder_layer
 from flexinfer.lean_linear import pack_linears, parents
@@ -42,14 +42,17 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
+        lean_operators.register()
         self.weight = torch.nn.Parameter(weight.detach().contiguous(), requires_grad=False)
         self.variance_epsilon = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or x.dtype != self.weight.dtype:
+        if x.dtype != self.weight.dtype:
             return torch.nn.functional.rms_norm(
                 x, self.weight.shape, self.weight, self.variance_epsilon
             )
+        if torch.compiler.is_compiling():
+            return lean_operators.rms_norm(x, self.weight, self.variance_epsilon)
         return row_ops.rms_norm(x, self.weight, self.variance_epsilon)
 
 

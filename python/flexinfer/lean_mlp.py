@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from flexinfer import row_ops
+from flexinfer import lean_operators, row_ops
 from flexinfer.lean_linear import add_linear, join_linears, packed_class
+from flexinfer.lean_operators import gated
 from flexinfer.packed_linear import PackedLinear, linear_pointwise
 from flexinfer.panel_linear import PanelLinear
 
@@ -74,26 +75,22 @@ class GatedMLP(torch.nn.Module):
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
+        lean_operators.register()
         self.gate_up_proj: torch.nn.Module = join_linears(mlp.gate_proj, mlp.up_proj)
         self.down_proj: Any = mlp.down_proj
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-            return add_linear(self.down_proj, torch.nn.functional.silu(gate) * up, residual)
+            if isinstance(self.gate_up_proj, PanelLinear):
+                hidden = lean_operators.gated_linear(x, self.gate_up_proj)
+            else:
+                gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+                hidden = torch.nn.functional.silu(gate) * up
+            return add_linear(self.down_proj, hidden, residual)
         return in_row_blocks(self._compute, x, residual, self.down_proj.out_features)
 
     def _compute(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         return add_linear(self.down_proj, gated(self.gate_up_proj, x), residual)
-
-
-def gated(linear: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """silu(gates) * factors of a layer whose outputs are both, one after the other; in its product
-    where it can."""
-    if isinstance(linear, PanelLinear) and linear.can_gate(x):
-        return linear(x, gates=True)  # type: ignore[no-any-return]
-    gate, up = linear(x).chunk(2, dim=-1)
-    return row_ops.silu_mul(gate, up)
 
 
 def lean_mlp(module: torch.nn.Module) -> PackedGatedMLP | GatedMLP | None:

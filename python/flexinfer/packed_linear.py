@@ -18,7 +18,7 @@ import torch
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
-OPERATOR = "packed_linear(Tensor x, int layer, int out_features) -> Tensor"
+OPERATOR = "packed_linear(Tensor x, Tensor? residual, int layer, int out_features) -> Tensor"
 
 _layers: WeakValueDictionary[int, PackedLinear] = WeakValueDictionary()
 _next_layer = count()
@@ -46,9 +46,9 @@ class PackedLinear(torch.nn.Module):
         """residual: [..., out_features], added while the product is still in registers."""
         if torch.compiler.is_compiling():
             output: torch.Tensor = torch.ops.flexinfer.packed_linear(
-                x, self.number, self.out_features
+                x, residual, self.number, self.out_features
             )
-            return output if residual is None else residual + output
+            return output
         return self.multiply(x, residual)
 
     def multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -71,11 +71,20 @@ def register() -> torch.library.Library:
     return library
 
 
-def _packed_linear(x: torch.Tensor, layer: int, out_features: int) -> torch.Tensor:
-    return _layers[layer].multiply(x, None)
+def layer_of(number: int) -> PackedLinear:
+    """The layer with this number, while it lives; else KeyError."""
+    return _layers[number]
 
 
-def _packed_linear_shape(x: torch.Tensor, layer: int, out_features: int) -> torch.Tensor:
+def _packed_linear(
+    x: torch.Tensor, residual: torch.Tensor | None, layer: int, out_features: int
+) -> torch.Tensor:
+    return _layers[layer].multiply(x, residual)
+
+
+def _packed_linear_shape(
+    x: torch.Tensor, residual: torch.Tensor | None, layer: int, out_features: int
+) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
 

@@ -40,6 +40,22 @@ def test_the_model_is_one_graph(name: str, tmp_path: Path, monkeypatch: pytest.M
     check(name, tmp_path)
 
 
+def test_in_bfloat16_it_says_what_the_eager_model_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that rounds is in operators, which are the functions of the eager model."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    make_model("llama").save_pretrained(tmp_path)
+    torch._dynamo.reset()
+    answers = []
+    for compile_model in (False, True):
+        settings = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 64 << 20}
+        with LLM(str(tmp_path), compile=compile_model, dtype="bfloat16", **settings) as llm:
+            outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+            answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_compiled_models_match(name: str, tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ PYTHON_LAYERS = [
         "packed_linear",
         "panel_linear",
         "lean_linear",
+        "lean_operators",
         "row_ops",
         "lean_rotary",
         "lean_attention",
