@@ -41,7 +41,8 @@ class InputProcessor:
         tokenizer = self._require_tokenizer("chat")
         if chat_template is None and getattr(tokenizer, "chat_template", None) is None:
             raise RequestError(
-                "the model's tokenizer has no chat template: pass chat_template, or use generate"
+                "the model's tokenizer has no chat template: give one (chat_template=, or "
+                "--chat-template of flexinfer serve), or use plain prompts"
             )
         ids: list[int] = tokenizer.apply_chat_template(
             messages, chat_template=chat_template, tokenize=True, return_dict=False, **kwargs

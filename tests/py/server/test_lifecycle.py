@@ -20,7 +20,7 @@ import pytest
 import typer
 
 from flexinfer.cli.app import app
-from flexinfer.cli.serve import engine_config, server_settings
+from flexinfer.cli.serve_settings import engine_config, server_settings
 from flexinfer.server.run import ENGINE_FAILED
 from serving import ServerProcess
 
