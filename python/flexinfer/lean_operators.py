@@ -2,7 +2,8 @@
 
 A compiled model calls them where an eager one calls the functions behind them, and the compiler
 does not look into them: with its own code for norms and rotary embeddings models took longer in
-bfloat16 (docs/lean_step.md). As products are operators anyway, it has little to fuse. Modules that call them in a graph `register` them when they are made.
+bfloat16 (docs/lean_step.md). As products are operators anyway, it has little to fuse. Modules that
+call them in a graph `register` them when they are made.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from functools import cache
 
 import torch
 
-from flexinfer import row_ops
+from flexinfer import panel_linear, row_ops
 from flexinfer.packed_linear import layer_of
-from flexinfer.panel_linear import PanelLinear
 
 OPERATORS = (
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
@@ -34,7 +34,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return output
 
 
-def gated_linear(x: torch.Tensor, linear: PanelLinear) -> torch.Tensor:
+def gated_linear(x: torch.Tensor, linear: panel_linear.PanelLinear) -> torch.Tensor:
     """`gated`, in a graph."""
     width = linear.out_features // 2
     output: torch.Tensor = torch.ops.flexinfer.gated_linear(x, linear.number, width)
@@ -44,7 +44,7 @@ def gated_linear(x: torch.Tensor, linear: PanelLinear) -> torch.Tensor:
 def gated(linear: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """silu(gates) * factors of a layer whose outputs are both, one after the other; in its product
     where it can."""
-    if isinstance(linear, PanelLinear) and linear.can_gate(x):
+    if isinstance(linear, panel_linear.PanelLinear) and linear.can_gate(x):
         return linear(x, gates=True)  # type: ignore[no-any-return]
     return _gate(linear(x))
 
@@ -72,7 +72,7 @@ def register() -> torch.library.Library:
 
 def _gated_linear(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
     linear = layer_of(layer)
-    assert isinstance(linear, PanelLinear)
+    assert isinstance(linear, panel_linear.PanelLinear)
     return linear.multiply_gates(x) if linear.can_gate(x) else _gate(linear.multiply(x, None))
 
 

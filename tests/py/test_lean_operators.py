@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -46,3 +48,15 @@ def test_products(dtype: torch.dtype, num_rows: int) -> None:
     gate, up = PackedLinear.forward(layer, x).chunk(2, dim=-1)
     gated = lean_operators.gated_linear(x, layer)
     torch.testing.assert_close(gated, row_ops.silu_mul(gate, up))
+
+
+def test_nothing_is_left_of_the_kernels_when_python_ends() -> None:
+    """torch keeps operators to the very end, and with them all that they refer to."""
+    program = (
+        "import torch\n"
+        "from flexinfer import lean_operators, panel_linear, row_ops\n"
+        "lean_operators.register()\n"
+        "kernels = panel_linear.kernel(), row_ops.kernel()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import Request, Response
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
@@ -110,11 +110,10 @@ def register_metrics(app: FastAPI, engine: AsyncLLM, model_name: str = "") -> No
 
     async def metrics(request: Request) -> Response:
         await collector.refresh()
-        encode: Callable[..., bytes]
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         # Prometheus 2 does not ask for an escaping, and would get flexinfer_... by default. Colons
         # are valid in names of all versions: there is nothing to escape.
-        body = encode(registry, escaping=ALLOWUTF8)
+        body = cast("Callable[..., bytes]", encode)(registry, escaping=ALLOWUTF8)
         return Response(body, headers={"content-type": content_type})
 
     app.add_api_route(
