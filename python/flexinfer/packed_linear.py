@@ -15,6 +15,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from flexinfer.torch_runtime import back_by_huge_pages
+
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -37,6 +39,9 @@ class PackedLinear(torch.nn.Module):
         self.out_features, self.in_features = weight.shape
         self.weight = pack_weight(weight)
         """Opaque, but for its dtype and device."""
+        back_by_huge_pages(
+            torch.ops.mkldnn.data_ptr(self.weight), torch.ops.mkldnn._nbytes(self.weight)
+        )
         self.bias = None if bias is None else bias.detach()
         register()
         self.number = next(_next_layer)

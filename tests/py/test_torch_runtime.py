@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
+
+from flexinfer.torch_runtime import HUGE_PAGE_BYTES, back_by_huge_pages
 
 
 @pytest.mark.parametrize(
@@ -164,3 +169,27 @@ def test_weights_loaded_apart_leave_no_hole_in_the_heap() -> None:
     )
     # Its end, 32 MiB kept ready since torch was loaded, may be used up; 128 MiB were allocated.
     assert int(result.stdout) < 40 << 20
+
+
+def test_what_is_backed_by_huge_pages_keeps_its_contents() -> None:
+    memory = mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    view = (ctypes.c_char * len(memory)).from_buffer(memory)
+    written = os.urandom(1 << 20) * 8
+    memory[:] = written
+    address = ctypes.addressof(view)
+    if not back_by_huge_pages(address, len(memory)):
+        pytest.skip("the system has no MADV_COLLAPSE, or no huge page")
+    assert huge_bytes(address) >= 3 * HUGE_PAGE_BYTES
+    assert memory[:] == written
+    assert not back_by_huge_pages(address, HUGE_PAGE_BYTES // 2)
+
+
+def huge_bytes(address: int) -> int:
+    """Of the mapping that holds this address."""
+    maps = Path("/proc/self/smaps").read_text()
+    for match in re.finditer(r"^([0-9a-f]+)-([0-9a-f]+) (?:.*\n[A-Z])*.*", maps, re.MULTILINE):
+        if int(match[1], 16) <= address < int(match[2], 16):
+            found = re.search(r"AnonHugePages: +(\d+) kB", match[0])
+            assert found is not None
+            return int(found[1]) << 10
+    raise AssertionError("no such mapping")
