@@ -223,6 +223,33 @@ def test_sharing_changes_nothing_but_the_order_of_additions() -> None:
     torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cut", [64, 77, 130])
+def test_a_token_is_the_same_bits_in_whatever_chunk_of_its_prompt(
+    level: str, dtype: torch.dtype, cut: int
+) -> None:
+    """Scores grow with the position, so that the maxima of the softmax are raised often."""
+    whole = Case([Segment(0, 0, 150, 350)], [], 2, 2, 64, dtype, False, AttentionOptions())
+    generator = torch.Generator().manual_seed(cut)
+    arena = make_arena(whole, generator)
+    q, k, v = random_rows(whole, generator)
+    q, k = 4 * q, k * torch.linspace(0.1, 3, 200)[:, None].to(dtype)
+
+    def outputs_of(*chunks: Segment) -> torch.Tensor:
+        backend = HostAttention(layers_of(copy_of(arena)), level)
+        parts = []
+        for chunk in chunks:
+            rows = (part[:, chunk.start - 150 : chunk.end - 150] for part in (q, k, v))
+            metadata = AttentionMetadata.build([chunk], CPU)
+            parts.append(backend.forward(0, *rows, whole.options, metadata))
+        return torch.cat(parts)
+
+    at_once = outputs_of(*whole.segments)
+    in_two = outputs_of(Segment(0, 0, 150, 150 + cut), Segment(0, 0, 150 + cut, 350))
+    assert torch.equal(at_once, in_two)
+
+
 def test_nothing_beyond_a_request_is_read_or_written() -> None:
     case = long_case(num_kv_heads=2)
     generator = torch.Generator().manual_seed(2)

@@ -122,6 +122,28 @@ def test_gates_are_the_same_bits_as_in_two_passes(
     assert torch.equal(gated, row_ops.silu_mul(*plain.chunk(2, dim=-1)))
 
 
+@EXAMPLES
+@given(
+    rows=st.integers(2, 700),
+    cut=st.floats(0, 1),
+    depth=st.sampled_from([32, 96, 512, 1408]),
+    columns=st.sampled_from([64, 704]),
+)
+def test_a_row_of_bfloat16_is_the_same_bits_among_whatever_rows(
+    level: str, rows: int, cut: float, depth: int, columns: int
+) -> None:
+    if not panel_linear.kernel().has_many_rows(panel_linear.DTYPES[torch.bfloat16], depth):
+        pytest.skip("no AMX")
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, depth).bfloat16(), torch.randn(columns, depth).bfloat16()
+    at_once, in_two = (torch.empty(rows, columns, dtype=x.dtype) for _ in range(2))
+    first = 1 + int(cut * (rows - 2))
+    multiply(x, weight, None, None, at_once)
+    multiply(x[:first], weight, None, None, in_two[:first])
+    multiply(x[first:], weight, None, None, in_two[first:])
+    assert torch.equal(at_once, in_two)
+
+
 @pytest.mark.parametrize("special", [float("inf"), -float("inf"), float("nan")])
 def test_special_numbers_of_bfloat16_reach_the_outputs_of_their_row_alone(
     level: str, special: float

@@ -2,13 +2,12 @@
 //
 // Squares of 32 rows times 32 outputs, as two tiles of each: rows are tiles where they stand in x,
 // outputs where they stand in their panel. The rows of a block stay in the second-level cache while
-// panel after panel is multiplied with them. Squares below each other share their panel: every
-// other one, by its first row, goes from the end of the depth to its beginning, to find what the
-// one before has left in the first-level cache. Beside the tiles' products vectors write the
-// outputs of the square before, and what comes next is asked for.
+// panel after panel is multiplied with them. Beside the tiles' products vectors write the outputs
+// of the square before, and what comes next is asked for.
 //
-// Sums are float32 over the whole depth, rounded once. Rows that fill no square are computed with
-// those before them. REQUIRES: block.row_end >= 32.
+// Sums are float32 over the whole depth, in its order, rounded once: a row's outputs are the same
+// bits among whatever rows it stands, here and in amx_linear.h. Rows that fill no square are
+// computed with those before them. REQUIRES: block.row_end >= 32.
 #pragma once
 
 #include <immintrin.h>
@@ -132,15 +131,12 @@ class SquarePrefetch {
   int64_t rows_ = 0;  // a step
 };
 
-// C tiles 0 1 / 2 3 = 32 rows from x on times the outputs, backwards through the depth or not.
+// C tiles 0 1 / 2 3 = 32 rows from x on times the outputs.
 VTENSOR_INLINE void square_multiply(const char* x, int64_t x_bytes, const SquareOutputs& outputs,
-                                    int64_t num_steps, bool is_backward, SquarePrefetch ahead,
-                                    SquareWriter& beside) {
-  const int64_t first = is_backward ? num_steps - 1 : 0, direction = is_backward ? -1 : 1;
+                                    int64_t num_steps, SquarePrefetch ahead, SquareWriter& beside) {
   constexpr int64_t kXStep = kAmxDepth * 2, kStep = kAmxRows * kPanelRowBytes;
-  x += first * kXStep;
-  const char* left = outputs.left + first * kStep;
-  const char* right = outputs.right + first * kStep;
+  const char* left = outputs.left;
+  const char* right = outputs.right;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -154,9 +150,9 @@ VTENSOR_INLINE void square_multiply(const char* x, int64_t x_bytes, const Square
     _tile_loadd(5, x + kAmxRows * x_bytes, x_bytes);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
-    x += direction * kXStep;
-    left += direction * kStep;
-    right += direction * kStep;
+    x += kXStep;
+    left += kStep;
+    right += kStep;
     ahead.step();
     beside.step();
   }
@@ -180,7 +176,7 @@ inline void amx_row_block(const LinearCall& call, int64_t row, int64_t row_end, 
       ahead.start_panels(next, tile, num_tiles, num_steps);
       ahead.start_rows(call, first, outputs.column, num_steps);
       square_multiply(static_cast<const char*>(call.x) + at * x_bytes, x_bytes, outputs, num_steps,
-                      first / kSquare % 2 != 0, ahead, writer);
+                      ahead, writer);
       writer.end();
       amx_store(sums[which], kSquare);
       writer.start(sums[which] + (first - at) * kSquare, first, at + kSquare - first,

@@ -118,15 +118,16 @@ VTENSOR_INLINE Vec largest(const float* scores, int begin, int end) {
   return max(max(best[0], best[1]), max(best[2], best[3]));
 }
 
-// Raises the maximum of 16 rows to that of the scores, where it is too low for them, and shrinks
-// what has been summed up. sum, output: of these rows.
+// Raises the maximum of those of 16 rows for whose scores it is too low, and shrinks what has been
+// summed up for them: a row's result hangs on no other's. sum, output: of these rows.
 inline void raise_maximum(Vec candidate, int head_dim, float* maximum, float* sum, float* output) {
   const Vec before = load(maximum);
-  if (_mm512_cmp_ps_mask(reinterpret_cast<__m512>(candidate),
-                         reinterpret_cast<__m512>(before + kSlack), _CMP_GT_OQ) == 0) {
+  const Vec bound = before + kSlack;
+  if (_mm512_cmp_ps_mask(reinterpret_cast<__m512>(candidate), reinterpret_cast<__m512>(bound),
+                         _CMP_GT_OQ) == 0) {
     return;
   }
-  const Vec raised = max(before, candidate);
+  const Vec raised = candidate > bound ? candidate : before;
   const Vec reference = raised == splat(kMinusInfinity) ? Vec{} : raised;
   const Vec shrink = exp2(before - reference);
   store(maximum, raised);
