@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import ssl
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,6 +151,9 @@ def test_certificates_of_callers_need_an_authority(files: Files) -> None:
 
 
 def test_the_command_ends_with_one_line(files: Files) -> None:
-    result = CliRunner().invoke(app, ["serve", "--ssl-certfile", str(files.ca.parent / "none")])
-    assert result.exit_code == 2
-    assert "--ssl-certfile" in result.stderr
+    """In a process of its own: `serve` sets up the logs of all of its process."""
+    none = str(files.ca.parent / "none")
+    command = [sys.executable, "-m", "flexinfer.cli", "serve", "--ssl-certfile", none]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert f"--ssl-certfile {none} can not be read" in " ".join(result.stderr.split())
