@@ -98,6 +98,7 @@ def test_a_fork_shares_the_chunks_of_its_prefix(page: ChatPage) -> None:
     assert "Ada" in page.send("What is my name?")
     page.all(".conversations .open")[0].click()
     page.send("Remember: my city is Rome.")
+    page.until(lambda: not [row for row in page.rows() if row["kind"] == "live"])
 
     def shared() -> bool:
         rows = [row for row in page.rows() if row["kind"] == "cached"]
