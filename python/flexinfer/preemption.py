@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 PREFILL_TOKENS_PER_S = 2000.0
 SWAP_BYTES_PER_S = 1e9
 """Speeds that are assumed until the first are measured."""
 
-CAUSES = ("growth", "activations", "budget lowered")
+Cause = Literal["growth", "activations", "budget lowered"]
 """What memory is taken for."""
-REASONS = {
-    "recompute": ("configured", "cheaper", "no swap space", "swap space is full"),
+Reason = Literal["configured", "cheaper", "no swap space", "swap space is full"]
+REASONS: dict[str, tuple[Reason, ...]] = {
+    "recompute": get_args(Reason),
     "swap": ("configured", "cheaper"),
 }
 """mode -> why it is this one."""
@@ -32,7 +33,7 @@ def all_counts() -> dict[tuple[str, ...], float]:
     return {
         (mode, f"{cause}: {reason}"): 0
         for mode, reasons in REASONS.items()
-        for cause in CAUSES
+        for cause in get_args(Cause)
         for reason in reasons
     }
 
@@ -42,7 +43,7 @@ class Decision:
     """What happens to a victim, and why."""
 
     mode: Literal["recompute", "swap"]
-    reason: str
+    reason: Reason
 
 
 class PreemptionPolicy:
@@ -90,7 +91,7 @@ class PreemptionPolicy:
         if seconds > 0 and num_bytes > 0:
             self.swap_bytes_per_s = self._average(self.swap_bytes_per_s, num_bytes / seconds)
 
-    def count(self, decision: Decision, cause: str) -> None:
+    def count(self, decision: Decision, cause: Cause) -> None:
         self.counts[decision.mode, f"{cause}: {decision.reason}"] += 1
 
     def counts_by_mode(self) -> dict[str, dict[str, int]]:

@@ -35,7 +35,7 @@ from flexinfer.config import SchedulerConfig
 from flexinfer.errors import OutOfMemoryError
 from flexinfer.pins import Pins
 from flexinfer.policies import WaitingQueue
-from flexinfer.preemption import Decision, PreemptionPolicy
+from flexinfer.preemption import Cause, Decision, PreemptionPolicy
 from flexinfer.prefetch import PreExtender
 from flexinfer.request import Request
 from flexinfer.step_stats import StepStats
@@ -232,7 +232,7 @@ class Scheduler:
         REQUIRES: one runs."""
         return max(self.running.values() if among is None else among, key=self.waiting.key)
 
-    def preempt(self, request: Request, cause: str) -> None:
+    def preempt(self, request: Request, cause: Cause) -> None:
         """Take the memory of a running request; it goes on later where it was."""
         vtensor = request.vtensor
         assert vtensor is not None

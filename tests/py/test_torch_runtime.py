@@ -120,6 +120,16 @@ def test_compiling_without_a_compiler_is_refused_before_the_model_is_read(
     check_can_compile("cpu")
 
 
+def number_with_own_malloc(code: str) -> float:
+    """What the program prints, in a process whose malloc nobody has set by the environment."""
+    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True
+    )
+    return float(result.stdout)
+
+
 def test_memory_that_malloc_keeps_can_be_given_back() -> None:
     if not hasattr(ctypes.CDLL(None), "malloc_trim"):
         pytest.skip("not glibc")
@@ -136,12 +146,7 @@ def test_memory_that_malloc_keeps_can_be_given_back() -> None:
         "return_freed_memory()\n"
         "print(before - resident_mib())"
     )
-    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-    clean = {name: value for name, value in os.environ.items() if name not in names}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True
-    )
-    assert float(result.stdout) > 48
+    assert number_with_own_malloc(code) > 48
 
 
 def test_weights_loaded_apart_leave_no_hole_in_the_heap() -> None:
@@ -162,13 +167,8 @@ def test_weights_loaded_apart_leave_no_hole_in_the_heap() -> None:
         "    kept = [small for _, small in pairs]; del pairs\n"
         "print(mallinfo().a - before)"
     )
-    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-    clean = {name: value for name, value in os.environ.items() if name not in names}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True
-    )
     # Its end, 32 MiB kept ready since torch was loaded, may be used up; 128 MiB were allocated.
-    assert int(result.stdout) < 40 << 20
+    assert number_with_own_malloc(code) < 40 << 20
 
 
 def test_what_is_backed_by_huge_pages_keeps_its_contents() -> None:

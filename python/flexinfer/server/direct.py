@@ -1,9 +1,9 @@
 """DirectRoute: a POST endpoint that is called without FastAPI's machinery, for the busy ones.
 
 FastAPI looks for the route twice, resolves dependencies, and validates the answer that we have just
-made: more than half of a request's CPU time here, which the model lacks. The same endpoint stands
-in FastAPI too, for the OpenAPI document and for what is not plain JSON; errors go to the same
-handlers.
+made: a quarter of the HTTP thread's time for a request, which the model lacks. The same endpoint
+stands in FastAPI too, for the OpenAPI document and for what is not plain JSON; errors go to the
+same handlers.
 """
 
 from __future__ import annotations
