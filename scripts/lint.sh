@@ -28,11 +28,11 @@ clang_tidy() {
   local passed="build/tidy/passed" headers key file todo=()
   mkdir -p build/tidy
   touch "$passed"
-  headers="$(cat .clang-tidy cpp/vtensor/*.h cpp/vtensor/*/*.h | sha256sum | cut -c1-16)"
+  headers="$(find cpp -name '*.h' -o -name .clang-tidy | sort | xargs cat .clang-tidy | sha256sum | cut -c1-16)"
   while read -r file; do
     key="$headers $(sha256sum <"$file" | cut -c1-16) $file"
     grep -qxF "$key" "$passed" || todo+=("$file")
-  done < <(find cpp/vtensor -name '*.cpp' -not -path '*/bindings/*' | sort)
+  done < <(find cpp/vtensor cpp/kernels -name '*.cpp' | sort)
   [ "${#todo[@]}" -gt 0 ] || return 0
   printf '%s\n' "${todo[@]}" |
     xargs -P "$JOBS" -n 1 "$bin/clang-tidy" --quiet -p build/tidy >build/tidy/out.log 2>build/tidy/err.log || {

@@ -1,7 +1,7 @@
 """Keeps docs/module_map.md complete: adds new source files, drops gone ones (make map).
 
 A new row takes its sentence from the head of the file; sentences that stand in the map are kept, so
-that they can be improved by hand. tests/py/test_module_map.py fails while a file is missing.
+that they can be improved by hand. tests/py/repo/test_module_map.py fails while a file is missing.
 """
 
 from __future__ import annotations
@@ -21,20 +21,38 @@ One sentence a file, lowest layer first; a file includes or imports only its own
 ones. A C++ header and its source share a row, named without an ending. `make map` adds new files.
 """
 
+# Folders of the Python package, lowest first.
+PACKAGES = (
+    *("runtime", "vtensor", "attention", "layers", "models", "sampling", "metrics", "scheduler"),
+    *("memory", "runner", "engine", "replay"),
+    *("server", "server/http", "server/api", "server/protocol", "server/observability", "loadgen"),
+    *("cli", "cli/chat", "cli/demo", "cli/bench", "cli/doctor", "cli/inspect", "cli/top"),
+)
+
 # Folder, title, files to list first (the rest follow by name).
 SECTIONS: list[tuple[str, str, tuple[str, ...]]] = [
-    ("cpp/vtensor", "C++ core: the two ends", ("error", "units", "snapshot", "manager")),
-    ("cpp/vtensor/vmm", "C++ core: drivers (`vmm/`)", ("driver", "host_driver", "sim_driver")),
-    ("cpp/vtensor/kernels", "C++ core: kernels (`kernels/`)", ()),
+    ("cpp/vtensor/util", "C++ core: utilities", ("error", "units")),
+    ("cpp/vtensor/driver", "C++ core: drivers (`driver/`)", ("driver",)),
+    ("cpp/vtensor/driver/host", "C++ core: the host driver", ("host_driver",)),
+    ("cpp/vtensor/driver/cuda", "C++ core: the CUDA driver", ("cuda_driver",)),
+    ("cpp/vtensor/driver/sim", "C++ core: the simulated driver", ()),
+    ("cpp/vtensor/driver/wrappers", "C++ core: wrappers around drivers", ("forwarding_driver",)),
     ("cpp/vtensor/pool", "C++ core: the pool (`pool/`)", ("kv_spec", "geometry", "id_set")),
     ("cpp/vtensor/ops", "C++ core: the paper's operations (`ops/`)", ()),
-    ("cpp/vtensor/sched", "C++ core: the scheduler operations (`sched/`)", ("vtensor",)),
-    ("cpp/vtensor/bindings", "C++ core: Python bindings (`bindings/`)", ("module",)),
-    ("python/flexinfer", "Python package (`flexinfer`)", ("__init__", "errors", "types", "config")),
-    ("python/flexinfer/attention", "Python package: attention", ("__init__", "base", "hook")),
-    ("python/flexinfer/cli", "Python package: command line", ("__init__", "__main__", "app")),
-    ("python/flexinfer/server", "Python package: server", ("__init__",)),
-    ("python/flexinfer/loadgen", "Python package: load generator", ("__init__",)),
+    ("cpp/vtensor/store", "C++ core: the swap store (`store/`)", ()),
+    ("cpp/vtensor/core", "C++ core: what the manager does (`core/`)", ("vtensor",)),
+    ("cpp/vtensor", "C++ core: the manager", ("manager",)),
+    ("cpp/kernels", "CPU kernels", ("isa",)),
+    ("cpp/kernels/attention", "CPU kernels: attention", ("attention",)),
+    ("cpp/kernels/linear", "CPU kernels: linear layers", ()),
+    ("cpp/kernels/rows", "CPU kernels: row operations", ()),
+    ("cpp/kernels/simd", "CPU kernels: what each instruction set compiles", ()),
+    ("cpp/bindings", "Python bindings", ()),
+    ("python/flexinfer", "Python package: what users import", ("__init__", "llm", "async_llm")),
+    *(
+        (f"python/flexinfer/{folder}", f"Python package: {folder}", ("__init__",))
+        for folder in PACKAGES
+    ),
 ]
 OTHERS = ("examples", "benchmarks", "scripts")
 
@@ -42,7 +60,7 @@ OTHERS = ("examples", "benchmarks", "scripts")
 def source_files() -> dict[str, Path]:
     """Name in the map -> file that says what it is, for every source file of the project."""
     found: dict[str, Path] = {}
-    for path in (ROOT / "cpp" / "vtensor").rglob("*"):
+    for path in (ROOT / "cpp").rglob("*"):
         if path.suffix in {".h", ".cpp"}:
             header = path.with_suffix(".h")
             paired = header.is_file() and path.with_suffix(".cpp").is_file()

@@ -39,7 +39,8 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
 
 # Changes whenever .venv must be looked at again.
 fingerprint() {
-  { echo "$ROOT" && "$1" -VV && cat pyproject.toml constraints.txt scripts/setup_venv.sh; } | sha256sum
+  { echo "$ROOT" && "$1" -VV && cat pyproject.toml constraints.txt scripts/setup_venv.sh &&
+    find python -name "*.py" | sort; } | sha256sum # an editable install knows the files it was made with
 }
 
 setup_venv() {

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # make stubs: copy the type stubs that the build generated from the C++ bindings to the source tree, where
-# mypy, editors and reviewers read them. tests/py/test_stubs.py fails while they differ.
+# mypy, editors and reviewers read them. tests/py/repo/test_stubs.py fails while they differ.
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
 
 begin "make stubs"

@@ -21,7 +21,7 @@ from device_models import SHAPES, graph_sizes, make_model
 from harness import Deadline, Row, finish, parse, table
 
 from flexinfer import LLM, SamplingParams
-from flexinfer.step_stats import StepStats
+from flexinfer.metrics.steps import StepStats
 
 TARGET_EXPOSED_FRACTION = 0.01
 TARGET_P99_RATIO = 1.02

@@ -16,14 +16,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from flexinfer.torch_runtime import set_up_torch
+from flexinfer.runtime.torch_settings import set_up_torch
 
 set_up_torch()  # threads and malloc as an engine has them; before torch is loaded
 
 import torch  # noqa: E402
 
-from flexinfer import panel_linear  # noqa: E402
-from flexinfer.packed_linear import PackedLinear  # noqa: E402
+from flexinfer.layers import host_linear as panel_linear  # noqa: E402
+from flexinfer.layers.onednn_linear import PackedLinear  # noqa: E402
 
 # Inputs, outputs, with a residual: the layers of benchmarks/serving/models.py, those that one
 # product computes joined; so many that their weights are not in a cache when they are used again.

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flexinfer import SamplingParams, _vtensor
-from flexinfer.batch import Batch
 from flexinfer.config import SchedulerConfig
+from flexinfer.metrics.steps import StepMeter, StepStats
 from flexinfer.outputs import RequestMetrics
-from flexinfer.request import Request
-from flexinfer.scheduler import Scheduler
-from flexinfer.step_stats import StepMeter, StepStats
+from flexinfer.scheduler.batch import Batch
+from flexinfer.scheduler.request import Request
+from flexinfer.scheduler.scheduler import Scheduler
 from flexinfer.vtensor import KVSpec, VTensorManager
 
 MODES = ("off", "on", "on+eager", "pre-mapped")
@@ -116,7 +116,7 @@ def _step(scheduler: Scheduler, setting: Setting, meter: StepMeter) -> StepStats
     scheduler.pre_extend(batch)
     setting.kernel(setting.kernel_s)
     _sample(scheduler, batch)
-    step = meter.stop(batch, 0)
+    step = meter.stop(num_requests=len(batch.items), num_tokens=batch.num_tokens)
     scheduler.observe(step)
     return step
 

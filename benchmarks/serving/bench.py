@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from engines import DEFAULT_ENGINES, ENGINES
-from models import SIZES, make_model
 from workloads import WORKLOADS
+
+from models import SIZES, make_model
 
 HERE = Path(__file__).parent
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 
-from models import make_model
 from workloads import VOCAB_SIZE
+
+from models import make_model
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")
 """Ids 0 to 3: no prompt of the workloads has them."""

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from flexinfer import LLM, BeamSearchParams, SamplingParams
-from flexinfer.structured import StructuredOutputsParams
+from flexinfer.sampling.grammars import StructuredOutputsParams
 
 WORDS = ["cat", "dog", "tea", "river", "number", "story", "hello", "green", "house", "seven"]
 REGEX = r"[a-z]{2,6} [0-9]{2}"

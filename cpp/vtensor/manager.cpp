@@ -4,10 +4,10 @@
 #include <stdexcept>
 #include <utility>
 
-#include "vtensor/error.h"
-#include "vtensor/sched/integrity.h"
-#include "vtensor/vmm/stopwatch.h"
-#include "vtensor/vmm/tracing_driver.h"
+#include "vtensor/core/integrity.h"
+#include "vtensor/driver/stopwatch.h"
+#include "vtensor/driver/wrappers/tracing_driver.h"
+#include "vtensor/util/error.h"
 
 namespace vtensor {
 namespace {

@@ -21,13 +21,13 @@
 #include <string>
 #include <vector>
 
+#include "vtensor/core/scheduler.h"
+#include "vtensor/core/trace.h"
+#include "vtensor/core/worker.h"
+#include "vtensor/driver/wrappers/metered_driver.h"
 #include "vtensor/ops/sharing.h"
 #include "vtensor/pool/kv_spec.h"
-#include "vtensor/sched/scheduler.h"
-#include "vtensor/sched/trace.h"
-#include "vtensor/sched/worker.h"
 #include "vtensor/snapshot.h"
-#include "vtensor/vmm/metered_driver.h"
 
 namespace vtensor {
 

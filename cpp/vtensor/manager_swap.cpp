@@ -3,8 +3,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "vtensor/driver/stopwatch.h"
 #include "vtensor/manager.h"
-#include "vtensor/vmm/stopwatch.h"
 
 namespace vtensor {
 

@@ -2,7 +2,7 @@
 #include <string>
 
 #include "vtensor/manager.h"
-#include "vtensor/sched/json_line.h"
+#include "vtensor/util/json_line.h"
 
 namespace vtensor {
 namespace {

@@ -3,9 +3,9 @@
 #include <utility>
 #include <vector>
 
+#include "vtensor/driver/call_scope.h"
+#include "vtensor/driver/work_clock.h"
 #include "vtensor/manager.h"
-#include "vtensor/vmm/call_scope.h"
-#include "vtensor/vmm/work_clock.h"
 
 namespace vtensor {
 

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "vtensor/driver/wrappers/metered_driver.h"
 #include "vtensor/pool/vset.h"
-#include "vtensor/vmm/metered_driver.h"
 
 namespace vtensor {
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flexinfer.async_llm import AsyncLLM
     from flexinfer.conversation import Conversation
-    from flexinfer.engine import LLMEngine
+    from flexinfer.engine.llm_engine import LLMEngine
     from flexinfer.errors import (
         DriverError,
         EngineDeadError,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
     )
-    from flexinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from flexinfer.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
     from flexinfer.types import TextPrompt, TokensPrompt
     from flexinfer.vtensor import KVSpec, VTensor, VTensorManager
 
@@ -41,12 +41,12 @@ __version__ = "0.1.0"
 
 _HOME_OF = {
     "LLM": "llm",
-    "LLMEngine": "engine",
+    "LLMEngine": "engine.llm_engine",
     "AsyncLLM": "async_llm",
     "Conversation": "conversation",
-    "SamplingParams": "sampling_params",
-    "BeamSearchParams": "sampling_params",
-    "RequestOutputKind": "sampling_params",
+    "SamplingParams": "sampling.params",
+    "BeamSearchParams": "sampling.params",
+    "RequestOutputKind": "sampling.params",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "BeamSearchOutput": "outputs",

@@ -14,14 +14,14 @@ from itertools import count
 from types import TracebackType
 from typing import Any, TypeVar
 
-from flexinfer.beam_search import beam_search_output
 from flexinfer.config import EngineConfig
-from flexinfer.engine import LLMEngine
-from flexinfer.engine_thread import EngineThread
+from flexinfer.engine.beam_search import beam_search_output
+from flexinfer.engine.llm_engine import LLMEngine
+from flexinfer.engine.thread import EngineThread
 from flexinfer.errors import EngineError, RequestError
 from flexinfer.llm import engine_config
 from flexinfer.outputs import BeamSearchOutput, RequestOutput, joined
-from flexinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from flexinfer.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flexinfer.types import Prompt
 
 Result = TypeVar("Result")

@@ -15,18 +15,34 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import count
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from flexinfer.engine.history import History, PlainFormat, choose_format
 from flexinfer.errors import EngineError, ReleasedError, RequestError
-from flexinfer.history import History, PlainFormat, choose_format
 from flexinfer.outputs import CompletionOutput, RequestOutput
-from flexinfer.sampling_params import SamplingParams
+from flexinfer.sampling.params import SamplingParams
 from flexinfer.types import ChatMessage, Messages, TokensPrompt
 
 if TYPE_CHECKING:
-    from flexinfer.llm import LLM
+    from flexinfer.engine.llm_engine import LLMEngine
 
 _pin_ids = count()
+
+
+class Speaker(Protocol):
+    """What a conversation asks of the `flexinfer.LLM` that it belongs to."""
+
+    llm_engine: LLMEngine
+
+    def get_tokenizer(self) -> Any: ...
+
+    def generate(
+        self, prompts: Any, sampling_params: Any = None, *, use_tqdm: bool = True
+    ) -> list[RequestOutput]: ...
+
+    def stream(
+        self, prompts: Any, sampling_params: Any = None
+    ) -> Generator[RequestOutput, None, None]: ...
 
 
 class Conversation:
@@ -40,7 +56,7 @@ class Conversation:
     """
 
     def __init__(
-        self, llm: LLM, history: Messages | Sequence[int] = (), cache_salt: str = ""
+        self, llm: Speaker, history: Messages | Sequence[int] = (), cache_salt: str = ""
     ) -> None:
         """`history`: messages of a chat, or token ids. Nothing is computed yet."""
         self._pin: str | None = None

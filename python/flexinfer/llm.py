@@ -8,14 +8,14 @@ from itertools import count
 from types import TracebackType
 from typing import Any
 
-from flexinfer.beam_search import beam_search_output
 from flexinfer.config import EngineConfig
 from flexinfer.conversation import Conversation
-from flexinfer.engine import LLMEngine
+from flexinfer.engine.beam_search import beam_search_output
+from flexinfer.engine.inputs import is_single_prompt
+from flexinfer.engine.llm_engine import LLMEngine
 from flexinfer.errors import RequestError, UnsupportedModelError
-from flexinfer.inputs import is_single_prompt
 from flexinfer.outputs import BeamSearchOutput, RequestOutput
-from flexinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from flexinfer.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flexinfer.types import Messages, Prompt
 
 ManyParams = SamplingParams | Sequence[SamplingParams] | None

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from standin_cuda import StandinCuda
+    from helpers.standin_cuda import StandinCuda
 
 # Before anything imports torch or transformers. PASSIVE: OpenMP threads that spin while another
 # process wants the core slow everything down (measured on 2 cores: a 2.3 ms matmul took 16 ms).
@@ -87,7 +87,7 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session")
 def standin_library() -> StandinCuda:
     """The stand-in CUDA driver, built when it is first needed."""
-    from standin_cuda import StandinCuda
+    from helpers.standin_cuda import StandinCuda
 
     return StandinCuda()
 
@@ -106,7 +106,7 @@ def standin(standin_library: StandinCuda, monkeypatch: pytest.MonkeyPatch) -> It
 @pytest.fixture(params=["cpu", "cuda"])
 def kv_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Runs a test of the manager on each device; see kv_device.py."""
-    import kv_device as devices
+    from helpers import device_param as devices
 
     needs_standin = request.param == "cuda"
     standin = request.getfixturevalue("standin_library") if needs_standin else None

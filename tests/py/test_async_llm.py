@@ -12,7 +12,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from async_kit import GREEDY, LONG, last, until_idle, with_llm
 from flexinfer import (
     AsyncLLM,
     BeamSearchParams,
@@ -25,8 +24,9 @@ from flexinfer import (
 )
 from flexinfer.async_llm import MAX_WAITING
 from flexinfer.config import EngineConfig
-from settled import available_bytes
-from tiny_models import make_model, make_tokenizer, random_prompts, reference
+from helpers.async_kit import GREEDY, LONG, last, until_idle, with_llm
+from helpers.idle_manager import available_bytes
+from helpers.tiny_models import make_model, make_tokenizer, random_prompts, reference
 
 
 @pytest.fixture(scope="module", autouse=True)

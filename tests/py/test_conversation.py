@@ -11,7 +11,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flexinfer import LLM, Conversation, ReleasedError, RequestError, SamplingParams
-from tiny_models import make_model, make_tokenizer, random_prompts, reference, save_chat_model
+from helpers.tiny_models import (
+    make_model,
+    make_tokenizer,
+    random_prompts,
+    reference,
+    save_chat_model,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 

@@ -11,7 +11,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flexinfer import LLM, RequestError, SamplingParams, UnsupportedModelError
-from tiny_models import make_model, make_tokenizer, random_prompts, reference, save_chat_model
+from helpers.tiny_models import (
+    make_model,
+    make_tokenizer,
+    random_prompts,
+    reference,
+    save_chat_model,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -294,7 +300,9 @@ def test_bad_setting_is_refused(
 def test_sizes_that_no_model_can_have_are_refused_before_the_weights_are_read(
     sizes: dict[str, Any], says: str, model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexinfer.models.load_model", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "flexinfer.models.loading.load_model", lambda *_: pytest.fail("weights were read")
+    )
     with pytest.raises(ValueError, match=says):
         LLM(model=model_path, **sizes)
 
@@ -340,7 +348,9 @@ def test_half_precision_runs(model_path: str, dtype: Any) -> None:
 def test_bad_setting_is_refused_before_weights_are_read(
     model_path: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexinfer.models._load_weights", lambda *_: pytest.fail("weights read"))
+    monkeypatch.setattr(
+        "flexinfer.models.loading._load_weights", lambda *_: pytest.fail("weights read")
+    )
     with pytest.raises(ValueError, match=r"1000|magic|no tokenizer"):
         LLM(model_path, **settings)
 

@@ -9,9 +9,9 @@
 #include <cstddef>
 #include <span>
 
-#include "vtensor/error.h"
+#include "vtensor/driver/driver.h"
 #include "vtensor/pool/vset.h"
-#include "vtensor/vmm/driver.h"
+#include "vtensor/util/error.h"
 
 namespace vtensor {
 

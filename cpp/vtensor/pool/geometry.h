@@ -13,7 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "vtensor/units.h"
+#include "vtensor/util/units.h"
 
 namespace vtensor {
 

@@ -7,11 +7,11 @@
 #include <memory>
 #include <utility>
 
+#include "vtensor/driver/driver.h"
 #include "vtensor/pool/geometry.h"
 #include "vtensor/pool/pset.h"
 #include "vtensor/pool/rtree.h"
 #include "vtensor/pool/vset.h"
-#include "vtensor/vmm/driver.h"
 
 namespace vtensor {
 

@@ -18,8 +18,8 @@
 #include <span>
 #include <vector>
 
+#include "vtensor/driver/driver.h"
 #include "vtensor/pool/id_set.h"
-#include "vtensor/vmm/driver.h"
 
 namespace vtensor {
 

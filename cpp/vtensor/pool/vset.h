@@ -21,10 +21,10 @@
 #include <list>
 #include <vector>
 
+#include "vtensor/driver/driver.h"
 #include "vtensor/pool/geometry.h"
 #include "vtensor/pool/id_set.h"
 #include "vtensor/pool/pset.h"
-#include "vtensor/vmm/driver.h"
 
 namespace vtensor {
 

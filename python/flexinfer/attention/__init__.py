@@ -43,7 +43,7 @@ def create(name: str, layers: Sequence[LayerKV]) -> AttentionBackend:
         return TwoPhaseAttention(layers)
     is_cuda = layers[0].k.device.type == "cuda"
     if is_cuda and known != "host":
-        from flexinfer.attention.choose import choose_cuda
+        from flexinfer.attention.select import choose_cuda
 
         return choose_cuda(known, layers)
     if known == "sdpa":

@@ -36,7 +36,7 @@ from flexinfer.attention.sdpa import SdpaAttention
 from flexinfer.attention.sharing_cost import SharingCost
 from flexinfer.attention.two_phase import PartialAttention, TwoPhasePlan, attend
 from flexinfer.attention.two_phase_flash import cuda_cost
-from flexinfer.transfer import to_device
+from flexinfer.runtime.transfer import to_device
 
 logger = logging.getLogger(__name__)
 

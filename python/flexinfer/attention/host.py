@@ -3,7 +3,7 @@
 The kernel stores the step's keys and values and attends over the arena, prefills and decodes
 mixed; keys that requests share are read once for all of them (ChunkAttention, section 3.2; the
 ranges come with the metadata). What can be prepared once a step is a plan, so that a layer is one
-call of a few addresses. Threads are torch's own: see `flexinfer.openmp`.
+call of a few addresses. Threads are torch's own: see `flexinfer.runtime.openmp`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flexinfer.attention.base import (
     LayerKV,
 )
 from flexinfer.attention.sharing_cost import SharingCost
-from flexinfer.openmp import start_threads_address
+from flexinfer.runtime.openmp import start_threads_address
 
 logger = logging.getLogger(__name__)
 

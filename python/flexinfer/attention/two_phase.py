@@ -32,7 +32,7 @@ from flexinfer.attention.base import (
 )
 from flexinfer.attention.sdpa import SdpaAttention, fits_window, head_views
 from flexinfer.attention.sharing_cost import SharingCost
-from flexinfer.transfer import to_device
+from flexinfer.runtime.transfer import to_device
 
 Rows = slice | torch.Tensor
 """Which entries of a first dimension: int64 on the arena's device where it is no slice."""

@@ -20,7 +20,7 @@ import torch
 from flexinfer.attention.base import LayerKV, SharedRange
 from flexinfer.attention.sharing_cost import SharingCost
 from flexinfer.attention.two_phase import Rows, TwoPhasePlan, index_rows
-from flexinfer.transfer import to_device
+from flexinfer.runtime.transfer import to_device
 
 # What a shared range saves and costs on a GPU. ESTIMATES for an H100-class device, not measured:
 # docs/two_phase.md. Each is on the side of not sharing.

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexinfer.cli.bench import bench
-from flexinfer.cli.doctor import doctor
-from flexinfer.cli.fail import usage_errors
+from flexinfer.cli.bench.command import bench
+from flexinfer.cli.doctor.command import doctor
+from flexinfer.cli.errors import usage_errors
 from flexinfer.cli.help import WholeNames
-from flexinfer.cli.inspect import inspect
+from flexinfer.cli.inspect.command import inspect
 from flexinfer.cli.options import COMPILE_HELP, THREADS_HELP, AdminKey, ApiKey
 from flexinfer.cli.replay import replay
 from flexinfer.cli.serve import serve
 from flexinfer.cli.settings import EngineSettings
-from flexinfer.cli.top import top
+from flexinfer.cli.top.command import top
 
 if TYPE_CHECKING:
-    from flexinfer.cli.talk import Partner
+    from flexinfer.cli.chat.backend import Partner
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -118,7 +118,7 @@ def demo(
 ) -> None:
     """Several chats that share a long system prompt, run together, and what that saves."""
     with usage_errors():
-        from flexinfer.cli.demo import Demo, DemoSettings
+        from flexinfer.cli.demo.command import Demo, DemoSettings
 
         engine = EngineSettings(
             model,
@@ -174,8 +174,8 @@ def chat(
 ) -> None:
     """Talk to a model at the terminal; each turn reuses the KV cache of the turns before."""
     with usage_errors():
-        from flexinfer.cli.chat import Chat
-        from flexinfer.sampling_params import SamplingParams
+        from flexinfer.cli.chat.command import Chat
+        from flexinfer.sampling.params import SamplingParams
 
         params = SamplingParams(
             temperature=temperature,
@@ -186,11 +186,11 @@ def chat(
         )
         partner: Partner
         if url is not None:
-            from flexinfer.cli.chat_remote import RemotePartner
+            from flexinfer.cli.chat.remote import RemotePartner
 
             partner = RemotePartner(url, model, api_key, admin_api_key)
         else:
-            from flexinfer.cli.chat_local import LocalPartner
+            from flexinfer.cli.chat.local import LocalPartner
 
             engine = EngineSettings(
                 model,
@@ -208,7 +208,7 @@ def chat(
                 compile=compile_model,
             )
             if system is None and engine.is_shipped:
-                from flexinfer.cli.script import load_script
+                from flexinfer.cli.demo.script import load_script
 
                 system = load_script(engine.folder, 1, 1, 0).system_prompt
             partner = LocalPartner(engine)

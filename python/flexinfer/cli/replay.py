@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexinfer.cli.fail import usage_errors
-from flexinfer.cli.printable import size_text
+from flexinfer.cli.errors import usage_errors
+from flexinfer.cli.terminal_text import size_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from flexinfer.replay_report import ReplayReport
+    from flexinfer.replay.report import ReplayReport
 
 MAX_SHORTAGES_SHOWN = 8
 Switch = Annotated[bool | None, typer.Option(help="Without it: as it was recorded.")]
@@ -42,7 +42,7 @@ def replay(
 ) -> None:
     """Run a recorded trace again, without a model: time, waste and peak of memory."""
     with usage_errors():
-        from flexinfer.replay import replay as run
+        from flexinfer.replay.replay import replay as run
 
         report = run(
             file,

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from flexinfer.cli.config_file import load_config_file
-from flexinfer.cli.fail import usage_errors
+from flexinfer.cli.errors import usage_errors
 from flexinfer.cli.options import COMPILE_HELP, THREADS_HELP
 from flexinfer.cli.serve_settings import engine_config, server_settings
 
@@ -297,7 +297,7 @@ def serve(
 
 def _run(given: dict[str, Any]) -> None:
     """Take the address, load the model, serve. Raises ValueError or OSError for what can not be."""
-    from flexinfer.server.logs import configure_logging
+    from flexinfer.server.observability.logs import configure_logging
 
     if given["log_format"] not in ("text", "json"):
         raise ValueError(f"log format must be text or json, got {given['log_format']!r}")
@@ -314,7 +314,7 @@ def _run(given: dict[str, Any]) -> None:
         settings = dataclasses.replace(settings, host=host, port=port)
         from flexinfer.async_llm import AsyncLLM
         from flexinfer.server.app import create_app
-        from flexinfer.server.logs import adopt_transformers
+        from flexinfer.server.observability.logs import adopt_transformers
         from flexinfer.server.run import serve
 
         adopt_transformers()

@@ -60,9 +60,9 @@ def _bytes(text: str) -> int | str:
 
 def server_settings(given: dict[str, Any], config: EngineConfig) -> ServerSettings:
     """The server's part of the options."""
+    from flexinfer.runtime.units import parse_bytes
+    from flexinfer.server.http.tls import tls_settings
     from flexinfer.server.settings import ServerSettings
-    from flexinfer.server.tls import tls_settings
-    from flexinfer.units import parse_bytes
 
     names = given["served_model_name"] or _names_of(str(config.model), given["model"])
     same_name = (

@@ -62,7 +62,7 @@ class EngineSettings:
         """The folder, if a config can be read from it; ValueError otherwise. Reads no weights."""
         folder = self.folder
         self._prepare()
-        from flexinfer.models import load_config
+        from flexinfer.models.loading import load_config
 
         load_config(folder)
         return folder
@@ -97,7 +97,7 @@ class EngineSettings:
     def _prepare(self) -> None:
         """torch first: loaded by transformers it would know nothing of `threads`. Raises ValueError
         for a number of threads that this machine does not have."""
-        from flexinfer.torch_runtime import set_up_torch
+        from flexinfer.runtime.torch_settings import set_up_torch
 
         set_up_torch(self.threads)
         _quiet()

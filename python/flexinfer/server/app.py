@@ -13,7 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 
 from flexinfer.async_llm import AsyncLLM
-from flexinfer.server import (
+from flexinfer.server.api import (
     admin,
     chat,
     completions,
@@ -23,16 +23,16 @@ from flexinfer.server import (
     responses,
     tokenize,
 )
-from flexinfer.server.auth import AuthMiddleware
-from flexinfer.server.errors import install_error_handlers
-from flexinfer.server.limits import BodyLimitMiddleware
-from flexinfer.server.logs import AccessLogMiddleware
-from flexinfer.server.metrics import register_metrics
-from flexinfer.server.page import mount_page
+from flexinfer.server.api.page import mount_page
+from flexinfer.server.http.auth import AuthMiddleware
+from flexinfer.server.http.errors import install_error_handlers
+from flexinfer.server.http.limits import BodyLimitMiddleware
+from flexinfer.server.observability.logs import AccessLogMiddleware
+from flexinfer.server.observability.metrics import register_metrics
+from flexinfer.server.observability.tracing import TraceContextMiddleware
 from flexinfer.server.protocol.base import ErrorResponse
 from flexinfer.server.settings import ServerSettings
 from flexinfer.server.state import ServerState
-from flexinfer.server.tracing import TraceContextMiddleware
 
 ROUTERS = (health, models, chat, completions, responses, conversations, tokenize, admin)
 ERRORS: dict[int | str, dict[str, Any]] = {

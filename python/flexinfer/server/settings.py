@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexinfer.server.tls import TLSSettings
-from flexinfer.server.tracing import check_endpoint
+from flexinfer.server.http.tls import TLSSettings
+from flexinfer.server.observability.tracing import check_endpoint
 
 
 @dataclass(frozen=True, kw_only=True)

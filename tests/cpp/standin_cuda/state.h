@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-#include "vtensor/vmm/cuda_abi.h"
+#include "vtensor/driver/cuda/cuda_abi.h"
 
 namespace standin {
 

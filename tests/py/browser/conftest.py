@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from page import ChatPage
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
-
-from serving import ServerProcess
+from helpers.chat_page import ChatPage
+from helpers.serving import ServerProcess
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from page import ChatPage
 from selenium.webdriver import Keys
 
-from serving import ServerProcess
+from helpers.chat_page import ChatPage
+from helpers.serving import ServerProcess
 
 pytestmark = pytest.mark.browser
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from page import ChatPage
+
+from helpers.chat_page import ChatPage
 
 pytestmark = pytest.mark.browser
 

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gpu_kit import Kit
+from helpers.gpu_kit import Kit
 
 
 def require_torch_cuda() -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from gpu_kit import Arena, Kit
 from torch.nn.functional import scaled_dot_product_attention
+
+from helpers.gpu_kit import Arena, Kit
 
 
 def main(device: str) -> None:

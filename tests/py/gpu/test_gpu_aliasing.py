@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_kit import SPEC, Arena, Kit, with_layout
 
 from flexinfer.vtensor import VTensor, VTensorManager
+from helpers.gpu_kit import SPEC, Arena, Kit, with_layout
 
 LAYOUTS = pytest.mark.parametrize("layers_per_plane", [1, SPEC.num_layers])
 

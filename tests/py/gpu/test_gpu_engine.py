@@ -14,7 +14,7 @@ import torch
 
 from flexinfer import LLM, SamplingParams
 from flexinfer.config import EngineConfig
-from tiny_models import CONFIGS, VOCAB_SIZE, make_model, random_prompts
+from helpers.tiny_models import CONFIGS, VOCAB_SIZE, make_model, random_prompts
 
 NUM_NEW = 16
 ARCHITECTURES = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss")

@@ -7,7 +7,8 @@ what the kernels saw. A mistake is wrong data, or an illegal address that ends t
 from __future__ import annotations
 
 import torch
-from gpu_kit import Arena, Kit
+
+from helpers.gpu_kit import Arena, Kit
 
 BUSY_MS = 50.0
 

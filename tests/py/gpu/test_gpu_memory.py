@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_kit import SPEC, Arena, Kit
 
 from flexinfer.errors import OutOfMemoryError
+from helpers.gpu_kit import SPEC, Arena, Kit
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 GIB = 1 << 30
 ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # new and old name
 
@@ -115,11 +115,11 @@ def test_torchs_expandable_segments_stand_beside_the_pool(cuda_kit: Kit) -> None
     when torch starts."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from gpu_kit import Kit; import test_gpu_memory as t\n"
+        "from helpers.gpu_kit import Kit; from gpu import test_gpu_memory as t\n"
         "kit = Kit('cuda'); t.test_torch_allocates_and_frees_beside_the_pool(kit); kit.close()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(HERE)],
+        [sys.executable, "-c", code, str(TESTS)],
         env={**os.environ, **dict.fromkeys(ALLOC_CONF, "expandable_segments:True")},
         capture_output=True,
         text=True,
@@ -133,7 +133,7 @@ def test_reading_beyond_what_is_mapped_faults(device: str) -> None:
     shows another request's data."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from gpu_kit import Arena, Kit\n"
+        "from helpers.gpu_kit import Arena, Kit\n"
         "kit = Kit(sys.argv[2]); manager = kit.manager(); arena = Arena(manager)\n"
         "vtensor = manager.create(); vtensor.extend(1)\n"
         "row = kit.row_tokens(manager)\n"
@@ -141,7 +141,10 @@ def test_reading_beyond_what_is_mapped_faults(device: str) -> None:
         "print('beyond', bool(arena.read(vtensor, row, 2 * row).any()), flush=True)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(HERE), device], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, str(TESTS), device],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.stdout == "mapped False\n", done.stderr
     assert done.returncode != 0

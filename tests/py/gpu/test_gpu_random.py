@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from gpu_kit import SPEC, Arena, Kit, with_layout
 
 from flexinfer.vtensor import VTensor
+from helpers.gpu_kit import SPEC, Arena, Kit, with_layout
 
 VOCAB_SIZE = 50
 NUM_STEPS = {"cpu": 60, "cuda": 400}

@@ -17,7 +17,7 @@ import openai
 from flexinfer import LLM
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.cli.settings import SHIPPED_CHUNK_BYTES, SHIPPED_MODEL
-from serving import ServerProcess, make_llm
+from helpers.serving import ServerProcess, make_llm
 
 ADMIN_KEY = "admin-secret"
 

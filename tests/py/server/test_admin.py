@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from flexinfer.server.protocol.chat import ChatCompletion
-from serving import MODEL
+from helpers.serving import MODEL
 
 CHAT: Any = [{"role": "user", "content": "Please remember this rather long sentence. " * 6}]
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from flexinfer.cli.app import app
 from flexinfer.cli.settings import SHIPPED_MODEL
-from flexinfer.cli.top_sample import Sample
-from serving import MODEL, ServerProcess
+from flexinfer.cli.top.sample import Sample
+from helpers.serving import MODEL, ServerProcess
 
 pytest.importorskip("aiohttp")
 

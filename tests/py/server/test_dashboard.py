@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving import MODEL, ServerProcess
+from helpers.serving import MODEL, ServerProcess
 
 PROMETHEUS = shutil.which("prometheus")
 PROMTOOL = shutil.which("promtool")

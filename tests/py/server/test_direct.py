@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving import MODEL
+from helpers.serving import MODEL
 
 DIRECT, REFERENCE = "application/json; charset=utf-8", "application/vnd.api+json"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -13,7 +13,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
 from flexinfer import LLM, SamplingParams
-from serving import MODEL, ServerProcess
+from helpers.serving import MODEL, ServerProcess
 
 
 def model(server: ServerProcess, **fields: Any) -> ChatOpenAI:

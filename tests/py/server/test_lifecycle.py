@@ -22,7 +22,7 @@ import typer
 from flexinfer.cli.app import app
 from flexinfer.cli.serve_settings import engine_config, server_settings
 from flexinfer.server.run import ENGINE_FAILED
-from serving import ServerProcess
+from helpers.serving import ServerProcess
 
 LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 
@@ -127,7 +127,7 @@ def test_a_second_sigterm_stops_at_once(process: ServerProcess) -> None:
 def test_an_engine_that_fails_for_good_ends_the_server_with_its_own_code(tmp_path: Path) -> None:
     """The callers get a typed error; a supervisor sees exit code 1 and one line that says why."""
     code = (
-        "import flexinfer.engine as engine, flexinfer.cli as cli\n"
+        "import flexinfer.engine.llm_engine as engine, flexinfer.cli as cli\n"
         "def step(self): raise RuntimeError('the device is gone')\n"
         "engine.LLMEngine.step = step\n"
         "cli.main()"

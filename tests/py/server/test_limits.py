@@ -17,7 +17,7 @@ import pytest
 
 from flexinfer import LLMEngine
 from flexinfer.async_llm import AsyncLLM
-from serving import MODEL, make_llm, serving, settings
+from helpers.serving import MODEL, make_llm, serving, settings
 
 CHAT: Any = [{"role": "user", "content": "Tell me a long story."}]
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 1500, "ignore_eos": True}

@@ -16,7 +16,7 @@ lm_eval = pytest.importorskip("lm_eval")
 
 from flexinfer import LLM, SamplingParams
 from flexinfer.cli.settings import SHIPPED_MODEL
-from serving import MODEL, ServerProcess
+from helpers.serving import MODEL, ServerProcess
 
 QUESTIONS = [
     {"question": "Hello", "choices": [" there", " qqq zz"], "answer": 0},

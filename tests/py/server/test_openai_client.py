@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from flexinfer import LLM, BeamSearchParams, SamplingParams
-from serving import MODEL, ServerProcess
+from helpers.serving import MODEL, ServerProcess
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 PROMPT = "The cat sat on"

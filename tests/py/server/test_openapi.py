@@ -24,8 +24,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from serving import make_llm, serving
-from serving import settings as server_settings
+from helpers.serving import make_llm, serving
+from helpers.serving import settings as server_settings
 
 ADMIN = {"Authorization": "Bearer admin"}
 CHECKS = [

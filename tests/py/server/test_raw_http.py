@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from flexinfer.async_llm import AsyncLLM
-from serving import MODEL, ServerProcess, serving, settings
+from helpers.serving import MODEL, ServerProcess, serving, settings
 
 TIMEOUT_S = 60
 STREAM = {"model": MODEL, "prompt": "Once", "max_tokens": 5, "temperature": 0.0, "stream": True}

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from flexinfer.sampling_params import SamplingParams
-from flexinfer.server import chat, completions
-from flexinfer.server.chat_stream import ChatStream
-from flexinfer.server.completion_stream import CompletionStream
-from flexinfer.server.generate import Job
+from flexinfer.sampling.params import SamplingParams
+from flexinfer.server.api import chat, completions
+from flexinfer.server.api.chat_stream import ChatStream
+from flexinfer.server.api.completion_stream import CompletionStream
+from flexinfer.server.api.generate import Job
+from flexinfer.server.api.tools import tool_use
+from flexinfer.server.http.streaming import EventStream, TextEvents, event
 from flexinfer.server.protocol.chat import ChatRequest
 from flexinfer.server.protocol.completions import Completion, CompletionRequest
-from flexinfer.server.streaming import EventStream, TextEvents, event
-from flexinfer.server.tools import tool_use
 
 PROMPT: Any = {"prompt_token_ids": [1, 2, 3], "cache_salt": ""}
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

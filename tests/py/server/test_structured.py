@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexinfer import LLM, RequestError, SamplingParams
-from flexinfer.structured import GrammarCompiler, StructuredOutputsParams
-from serving import MODEL
+from flexinfer.sampling.grammars import GrammarCompiler, StructuredOutputsParams
+from helpers.serving import MODEL
 
 PERSON: dict[str, Any] = {
     "type": "object",

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 trustme = pytest.importorskip("trustme")
 
 from flexinfer.cli.app import app
-from flexinfer.server.tls import TLSSettings, tls_settings
-from serving import MODEL, ServerProcess
+from flexinfer.server.http.tls import TLSSettings, tls_settings
+from helpers.serving import MODEL, ServerProcess
 
 
 class Files:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexinfer.server.chat_prompt import with_tools_in_words
+from flexinfer.server.api.chat_prompt import with_tools_in_words
+from flexinfer.server.api.tools import HermesParser, ToolUse
 from flexinfer.server.protocol.chat import Function, Tool
-from flexinfer.server.tools import HermesParser, ToolUse
-from serving import MODEL
+from helpers.serving import MODEL
 
 CHAT: Any = [{"role": "user", "content": "What is the weather?"}]
 WEATHER: Any = {

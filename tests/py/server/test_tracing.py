@@ -20,8 +20,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.server import settings as settings_module
-from flexinfer.server import tracing
-from serving import MODEL, serving, settings
+from flexinfer.server.observability import tracing
+from helpers.serving import MODEL, serving, settings
 
 HELLO = [{"role": "user", "content": "Hello! My name is Ada."}]
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -1,0 +1,233 @@
+// The nanobind module flexinfer._kernels: attention and row operations on the CPU, for
+// attention/host.py and row_ops.py alone.
+//
+// Addresses come as integers: a layer call then costs less than a microsecond, where converting
+// four tensors through DLPack costs several. The Python side has checked dtypes, shapes and dense
+// rows.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "kernels/attention/attention.h"
+#include "kernels/linear/linear.h"
+#include "kernels/rows/row_ops.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace vtensor::kernels {
+namespace {
+
+using SegmentArray = nb::ndarray<const int64_t, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
+using SharedTuple = std::tuple<int64_t, int64_t, int64_t, std::vector<int64_t>>;
+
+template <class T = void>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+DType dtype_of(const std::string& name) {
+  if (name == "float32") return DType::kFloat32;
+  if (name == "bfloat16") return DType::kBFloat16;
+  if (name == "float16") return DType::kFloat16;
+  throw std::invalid_argument("the host kernel takes float32, bfloat16 and float16, got " + name);
+}
+
+Plan make_plan(const SegmentArray& segments, const std::vector<SharedTuple>& shared,
+               const PlanOptions& options) {
+  std::vector<Segment> rows(segments.shape(0));
+  for (size_t i = 0; i < rows.size(); ++i) {
+    rows[i] = {segments(i, 0), segments(i, 1), segments(i, 2), segments(i, 3)};
+  }
+  std::vector<SharedRange> ranges;
+  ranges.reserve(shared.size());
+  for (const auto& [slot, start, end, members] : shared) {
+    ranges.push_back({slot, start, end, members});
+  }
+  return {std::move(rows), ranges, options};
+}
+
+std::vector<std::string> level_names() {
+  std::vector<std::string> names;
+  for (const Level* level : available_levels()) names.emplace_back(level->name);
+  return names;
+}
+
+void bind_plan(nb::module_& m) {
+  nb::class_<Plan>(m, "Plan", "What one step's attention consists of, the same for all layers.")
+      .def(
+          "__init__",
+          [](Plan* self, const SegmentArray& segments, const std::vector<SharedTuple>& shared,
+             int num_kv_heads, int group, int64_t window, int num_threads) {
+            new (self)
+                Plan(make_plan(segments, shared, {window, group, num_kv_heads, num_threads}));
+          },
+          "segments"_a, "shared"_a, "num_kv_heads"_a, "group"_a, "window"_a = kNoWindow,
+          "num_threads"_a = 1,
+          "segments: int64 [n, 4] of slot, row, start, end. shared: (slot, start, end, members) of "
+          "each shared range. Raises ValueError where they contradict each other.")
+      .def_prop_ro("num_tokens", &Plan::num_tokens)
+      .def_prop_ro("num_tasks", [](const Plan& plan) { return plan.tasks().size(); })
+      .def_prop_ro("num_partials", &Plan::num_partials);
+}
+
+void bind_attention(nb::module_& m) {
+  nb::class_<ArenaShape>(m, "ArenaShape",
+                         "Shape and strides, in elements, of each layer's K and V.")
+      .def(
+          "__init__",
+          [](ArenaShape* self, const std::string& dtype, int64_t num_slots, int64_t max_seq_len,
+             int num_kv_heads, int head_dim, int64_t slot_stride, int64_t token_stride,
+             int64_t head_stride) {
+            new (self) ArenaShape{dtype_of(dtype), num_slots,   max_seq_len,  num_kv_heads,
+                                  head_dim,        slot_stride, token_stride, head_stride};
+          },
+          "dtype"_a, "num_slots"_a, "max_seq_len"_a, "num_kv_heads"_a, "head_dim"_a,
+          "slot_stride"_a, "token_stride"_a, "head_stride"_a);
+  nb::class_<HostAttention>(m, "HostAttention",
+                            "A step's attention over the KV arena, one call a layer.")
+      .def(
+          "__init__",
+          [](HostAttention* self, const ArenaShape& shape,
+             const std::vector<std::pair<uintptr_t, uintptr_t>>& layers, uintptr_t start_threads,
+             const std::string& level) {
+            std::vector<LayerArena> arenas;
+            arenas.reserve(layers.size());
+            for (const auto& [k, v] : layers) arenas.push_back({pointer(k), pointer(v)});
+            const Parallel parallel(reinterpret_cast<Parallel::Start>(start_threads));
+            new (self) HostAttention(shape, std::move(arenas), parallel, find_level(level));
+          },
+          "shape"_a, "layers"_a, "start_threads"_a = 0, "level"_a = "",
+          "layers: addresses of K and V. start_threads: address of GOMP_parallel, 0 for one "
+          "thread. "
+          "level: one of simd_levels(), or the best. Raises ValueError for an unsupported head "
+          "size.")
+      .def_prop_ro("level", [](const HostAttention& self) { return self.level().name; })
+      .def(
+          "forward",
+          [](HostAttention& self, const Plan& plan, size_t layer, uintptr_t query,
+             int64_t query_head_stride, int64_t query_token_stride, uintptr_t key,
+             int64_t key_head_stride, int64_t key_token_stride, uintptr_t value,
+             int64_t value_head_stride, int64_t value_token_stride, uintptr_t output, float scaling,
+             float softcap, uintptr_t sinks) {
+            self.forward(plan, layer,
+                         {{pointer(query), query_head_stride, query_token_stride},
+                          {pointer(key), key_head_stride, key_token_stride},
+                          {pointer(value), value_head_stride, value_token_stride},
+                          pointer(output),
+                          scaling,
+                          softcap,
+                          pointer<float>(sinks)});
+          },
+          nb::call_guard<nb::gil_scoped_release>(), "plan"_a, "layer"_a, "query"_a,
+          "query_head_stride"_a, "query_token_stride"_a, "key"_a, "key_head_stride"_a,
+          "key_token_stride"_a, "value"_a, "value_head_stride"_a, "value_token_stride"_a,
+          "output"_a, "scaling"_a, "softcap"_a, "sinks"_a,
+          "Store key and value, write the output. Addresses, and strides in elements.");
+}
+
+void bind_row_ops(nb::module_& m) {
+  nb::class_<RowOps>(m, "RowOps", "Operations on the rows of a batch; addresses as integers.")
+      .def(
+          "__init__",
+          [](RowOps* self, uintptr_t start_threads, const std::string& level) {
+            const Parallel parallel(reinterpret_cast<Parallel::Start>(start_threads));
+            new (self) RowOps(parallel, find_level(level));
+          },
+          "start_threads"_a = 0, "level"_a = "")
+      .def(
+          "rms_norm",
+          [](const RowOps& self, int dtype, uintptr_t x, int64_t x_stride, uintptr_t weight,
+             uintptr_t output, int64_t num_rows, int64_t width, float eps, int num_threads) {
+            const RowCall call = {pointer(x), pointer(weight), pointer(output), x_stride, 0, width,
+                                  eps};
+            self.rms_norm(static_cast<DType>(dtype), call, num_rows, num_threads);
+          },
+          nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "x_stride"_a, "weight"_a,
+          "output"_a, "num_rows"_a, "width"_a, "eps"_a, "num_threads"_a)
+      .def(
+          "silu_mul",
+          [](const RowOps& self, int dtype, uintptr_t x, int64_t x_stride, uintptr_t factor,
+             int64_t factor_stride, uintptr_t output, int64_t num_rows, int64_t width,
+             int num_threads) {
+            const RowCall call = {
+                pointer(x), pointer(factor), pointer(output), x_stride, factor_stride, width, 0};
+            self.silu_mul(static_cast<DType>(dtype), call, num_rows, num_threads);
+          },
+          nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "x_stride"_a, "factor"_a,
+          "factor_stride"_a, "output"_a, "num_rows"_a, "width"_a, "num_threads"_a)
+      .def(
+          "rotate",
+          [](const RowOps& self, int dtype, uintptr_t x, int64_t head_stride, int64_t token_stride,
+             uintptr_t cos, uintptr_t sin, uintptr_t output, int64_t output_head_stride,
+             int64_t output_token_stride, int64_t num_heads, int64_t num_tokens, int64_t width,
+             int num_threads) {
+            const RotaryCall call = {
+                pointer(x),   pointer(cos),       pointer(sin),        pointer(output), head_stride,
+                token_stride, output_head_stride, output_token_stride, num_heads,       width};
+            self.rotate(static_cast<DType>(dtype), call, num_tokens, num_threads);
+          },
+          nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "head_stride"_a,
+          "token_stride"_a, "cos"_a, "sin"_a, "output"_a, "output_head_stride"_a,
+          "output_token_stride"_a, "num_heads"_a, "num_tokens"_a, "width"_a, "num_threads"_a);
+}
+
+void bind_linear(nb::module_& m) {
+  nb::class_<Linear>(m, "Linear", "Linear layers with packed weights; addresses as integers.")
+      .def(
+          "__init__",
+          [](Linear* self, uintptr_t start_threads, const std::string& level) {
+            const Parallel parallel(reinterpret_cast<Parallel::Start>(start_threads));
+            new (self) Linear(parallel, find_level(level));
+          },
+          "start_threads"_a = 0, "level"_a = "")
+      .def_prop_ro("level", [](const Linear& self) { return self.level().name; })
+      .def(
+          "has_many_rows",
+          [](const Linear& self, int dtype, int64_t depth) {
+            return self.has_many_rows(static_cast<DType>(dtype), depth);
+          },
+          "dtype"_a, "depth"_a, "Whether a prefill's many rows of such a layer are fast.")
+      .def(
+          "forward",
+          [](const Linear& self, int dtype, uintptr_t x, int64_t x_stride, uintptr_t panels,
+             uintptr_t bias, uintptr_t residual, int64_t residual_stride, uintptr_t output,
+             int64_t num_rows, int64_t depth, int64_t columns, bool gates, int num_threads) {
+            LinearCall call;
+            call.x = pointer(x);
+            call.x_stride = x_stride;
+            call.panels = pointer(panels);
+            call.bias = pointer(bias);
+            call.residual = pointer(residual);
+            call.residual_stride = residual_stride;
+            call.output = pointer(output);
+            call.output_stride = gates ? columns / 2 : columns;
+            call.depth = depth;
+            call.columns = columns;
+            call.gates = gates;
+            self.forward(static_cast<DType>(dtype), call, num_rows, num_threads);
+          },
+          nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "x_stride"_a, "panels"_a,
+          "bias"_a, "residual"_a, "residual_stride"_a, "output"_a, "num_rows"_a, "depth"_a,
+          "columns"_a, "gates"_a, "num_threads"_a,
+          "output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none. "
+          "gates: output [num_rows, columns / 2] = silu(first half) * second half, no residual.");
+}
+
+}  // namespace
+
+NB_MODULE(_kernels, m) {
+  m.doc() = "Attention and row operations on the CPU. Internal; see attention.host and row_ops.";
+  m.def("simd_levels", &level_names, "Instruction sets that this build and this CPU both have.");
+  bind_plan(m);
+  bind_attention(m);
+  bind_row_ops(m);
+  bind_linear(m);
+}
+
+}  // namespace vtensor::kernels

@@ -1,0 +1,386 @@
+// The nanobind module flexinfer._vtensor: the manager and its plain values, nothing else.
+//
+// Same names as in C++. Every call that takes the manager's mutex or calls the driver releases the
+// GIL. flexinfer/vtensor/manager.py puts the friendly face on top.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings/driver_config.h"
+#include "bindings/errors.h"
+#include "vtensor/driver/host/host_memory.h"
+#include "vtensor/driver/wrappers/faulty_driver.h"
+#include "vtensor/manager.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace vtensor {
+namespace {
+
+using TokenArray = nb::ndarray<const Token, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using GilRelease = nb::call_guard<nb::gil_scoped_release>;
+
+std::span<const Token> tokens_of(const TokenArray& array) { return {array.data(), array.size()}; }
+
+// Fails chosen calls of a manager's driver: the tests' way to every error path.
+struct FaultInjector {
+  std::shared_ptr<Manager> manager;  // keeps the driver alive
+  FaultyDriver* driver;
+};
+
+std::pair<std::shared_ptr<Manager>, FaultInjector> open_faulty(const DriverConfig& config,
+                                                               const KVSpec& spec,
+                                                               const ManagerOptions& options) {
+  auto faulty = std::make_unique<FaultyDriver>(open_driver(config));
+  FaultyDriver* driver = faulty.get();
+  std::shared_ptr<Manager> manager = Manager::open(std::move(faulty), spec, options);
+  return {manager, FaultInjector{manager, driver}};
+}
+
+nb::dlpack::dtype dtype_of(const std::string& name) {
+  if (name == "float32") return nb::dtype<float>();
+  if (name == "float16") return {static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
+  if (name == "bfloat16") return {static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat), 16, 1};
+  throw std::invalid_argument("no KV dtype is called '" + name + "': float32, float16 or bfloat16");
+}
+
+// An object with __dlpack__; it owns the view's lease. Python comes here with the GIL held, but a
+// lease begins and ends under the manager's mutex, which others may hold for a whole sleep().
+template <typename MakeView>
+nb::ndarray<nb::array_api> export_view(Manager& manager, const std::string& dtype,
+                                       MakeView&& make_view) {
+  TensorView view = [&] {
+    const nb::gil_scoped_release unlocked;
+    return make_view();
+  }();
+  const Device device = manager.device();
+  auto lease = std::make_unique<std::shared_ptr<void>>(std::move(view.lease));
+  const nb::capsule owner(lease.get(), [](void* pointer) noexcept {
+    const nb::gil_scoped_release unlocked;
+    delete static_cast<std::shared_ptr<void>*>(pointer);
+  });
+  static_cast<void>(lease.release());
+  return nb::ndarray<nb::array_api>(reinterpret_cast<void*>(view.address), view.shape.size(),
+                                    view.shape.data(), owner, view.strides.data(), dtype_of(dtype),
+                                    static_cast<int>(device.type), device.index);
+}
+
+void bind_values(nb::module_& m) {
+  nb::enum_<ScrubPolicy>(m, "ScrubPolicy")
+      .value("OWNER", ScrubPolicy::kOwner)
+      .value("TENANT", ScrubPolicy::kTenant)
+      .value("OFF", ScrubPolicy::kOff);
+  nb::enum_<TailPolicy>(m, "TailPolicy")
+      .value("GUARD", TailPolicy::kGuard)
+      .value("ZERO", TailPolicy::kZero);
+  nb::class_<KVSpec>(m, "KVSpec")
+      .def(nb::init<>())
+      .def_rw("num_layers", &KVSpec::num_layers)
+      .def_rw("num_kv_heads", &KVSpec::num_kv_heads)
+      .def_rw("head_dim", &KVSpec::head_dim)
+      .def_rw("element_bytes", &KVSpec::element_bytes)
+      .def_rw("max_tokens", &KVSpec::max_tokens)
+      .def_rw("layers_per_plane", &KVSpec::layers_per_plane)
+      .def("check", &KVSpec::check)
+      .def("num_planes", &KVSpec::num_planes)
+      .def("token_bytes", &KVSpec::token_bytes);
+  nb::class_<DriverConfig>(m, "DriverConfig")
+      .def(nb::init<>())
+      .def_rw("kind", &DriverConfig::kind)
+      .def_rw("device_index", &DriverConfig::device_index)
+      .def_rw("capacity_bytes", &DriverConfig::capacity_bytes)
+      .def_rw("tail", &DriverConfig::tail)
+      .def_rw("huge_pages", &DriverConfig::huge_pages)
+      .def_rw("mapping_limit", &DriverConfig::mapping_limit)
+      .def_rw("granularity_bytes", &DriverConfig::granularity_bytes)
+      .def_rw("a100_latency", &DriverConfig::a100_latency)
+      .def_rw("real_time", &DriverConfig::real_time);
+  nb::class_<ManagerOptions>(m, "ManagerOptions")
+      .def(nb::init<>())
+      .def_rw("max_requests", &ManagerOptions::max_requests)
+      .def_rw("memory_budget_bytes", &ManagerOptions::memory_budget_bytes)
+      .def_rw("chunk_bytes", &ManagerOptions::chunk_bytes)
+      .def_rw("pre_extend", &ManagerOptions::pre_extend)
+      .def_rw("dedup", &ManagerOptions::dedup)
+      .def_rw("swap_space_bytes", &ManagerOptions::swap_space_bytes)
+      .def_rw("swap_directory", &ManagerOptions::swap_directory)
+      .def_prop_rw(
+          "scrub", [](const ManagerOptions& o) { return o.scheduler.scrub; },
+          [](ManagerOptions& o, ScrubPolicy scrub) { o.scheduler.scrub = scrub; })
+      .def_prop_rw(
+          "park", [](const ManagerOptions& o) { return o.scheduler.park; },
+          [](ManagerOptions& o, bool park) { o.scheduler.park = park; })
+      .def_prop_rw(
+          "alias", [](const ManagerOptions& o) { return o.scheduler.alias; },
+          [](ManagerOptions& o, bool alias) { o.scheduler.alias = alias; })
+      .def_prop_rw(
+          "eager_chunks", [](const ManagerOptions& o) { return o.scheduler.eager_chunks; },
+          [](ManagerOptions& o, size_t chunks) { o.scheduler.eager_chunks = chunks; })
+      .def_prop_rw(
+          "max_free_chunks", [](const ManagerOptions& o) { return o.scheduler.max_free_chunks; },
+          [](ManagerOptions& o, size_t chunks) { o.scheduler.max_free_chunks = chunks; })
+      .def_prop_rw(
+          "max_idle_chunks", [](const ManagerOptions& o) { return o.scheduler.max_idle_chunks; },
+          [](ManagerOptions& o, size_t chunks) { o.scheduler.max_idle_chunks = chunks; })
+      .def_prop_rw(
+          "max_idle_fraction",
+          [](const ManagerOptions& o) { return o.scheduler.max_idle_fraction; },
+          [](ManagerOptions& o, double part) { o.scheduler.max_idle_fraction = part; });
+}
+
+void bind_snapshot(nb::module_& m) {
+  nb::class_<MappingTimes>(m, "MappingTimes")
+      .def_ro("exposed_us", &MappingTimes::exposed_us)
+      .def_ro("hidden_us", &MappingTimes::hidden_us)
+      .def_ro("pre_extended_rows", &MappingTimes::pre_extended_rows);
+  nb::class_<ChunkInfo>(m, "ChunkInfo")
+      .def_ro("id", &ChunkInfo::id)
+      .def_ro("refs", &ChunkInfo::refs)
+      .def_ro("recorded", &ChunkInfo::recorded)
+      .def_ro("pinned", &ChunkInfo::pinned)
+      .def_ro("appender", &ChunkInfo::appender)
+      .def_ro("sharers", &ChunkInfo::sharers);
+  nb::class_<VTensorInfo>(m, "VTensorInfo")
+      .def_ro("id", &VTensorInfo::id)
+      .def_ro("slot", &VTensorInfo::slot)
+      .def_prop_ro("state", [](const VTensorInfo& info) { return to_string(info.state); })
+      .def_ro("num_tokens", &VTensorInfo::num_tokens)
+      .def_ro("num_cached_tokens", &VTensorInfo::num_cached_tokens)
+      .def_ro("mapped_tokens", &VTensorInfo::mapped_tokens)
+      .def_ro("mapped_bytes", &VTensorInfo::mapped_bytes)
+      .def_ro("chunks_aliased", &VTensorInfo::chunks_aliased)
+      .def_ro("chunks_copied", &VTensorInfo::chunks_copied)
+      .def_ro("table", &VTensorInfo::table);
+  nb::class_<PrefixInfo>(m, "PrefixInfo")
+      .def_ro("cache_salt", &PrefixInfo::cache_salt)
+      .def_ro("parent", &PrefixInfo::parent)
+      .def_ro("start_tokens", &PrefixInfo::start_tokens)
+      .def_ro("num_tokens", &PrefixInfo::num_tokens)
+      .def_ro("last_used", &PrefixInfo::last_used)
+      .def_ro("chunks", &PrefixInfo::chunks)
+      .def_ro("pinned_by", &PrefixInfo::pinned_by);
+  nb::class_<Snapshot>(m, "Snapshot")
+      .def_ro("chunk_bytes", &Snapshot::chunk_bytes)
+      .def_ro("num_planes", &Snapshot::num_planes)
+      .def_ro("vtensors", &Snapshot::vtensors)
+      .def_ro("chunks", &Snapshot::chunks)
+      .def_ro("prefixes", &Snapshot::prefixes);
+}
+
+// One dict of every number, so that a new one needs no new binding on the Python side.
+nb::dict stats_dict(const Stats& stats) {
+  nb::dict out;
+  const auto put = [&](const char* name, auto value) { out[name] = value; };
+  put("reserved_bytes", stats.reserved_bytes);
+  put("mapped_bytes", stats.mapped_bytes);
+  put("resident_bytes", stats.resident_bytes);
+  put("shared_bytes", stats.shared_bytes);
+  put("saved_bytes", stats.saved_bytes);
+  put("free_bytes", stats.free_bytes);
+  put("parked_bytes", stats.parked_bytes);
+  put("held_bytes", stats.held_bytes);
+  put("recorded_bytes", stats.recorded_bytes);
+  put("swapped_bytes", stats.swapped_bytes);
+  put("asleep_bytes", stats.asleep_bytes);
+  put("budget_bytes", stats.budget_bytes);
+  put("obtainable_bytes", stats.obtainable_bytes);
+  put("num_vtensors", stats.num_vtensors);
+  put("num_free_slots", stats.num_free_slots);
+  put("recorded_tokens", stats.recorded_tokens);
+  put("prefix_queries", stats.prefix_queries);
+  put("prefix_query_tokens", stats.prefix_query_tokens);
+  put("prefix_hit_tokens", stats.prefix_hit_tokens);
+  put("chunks_aliased", stats.chunks_aliased);
+  put("chunks_copied", stats.chunks_copied);
+  put("chunks_evicted", stats.chunks_evicted);
+  put("chunks_adopted", stats.chunks_adopted);
+  put("chunks_deduplicated", stats.chunks_deduplicated);
+  put("dedup_failures", stats.dedup_failures);
+  put("chunks_swapped_out", stats.chunks_swapped_out);
+  put("chunks_swapped_in", stats.chunks_swapped_in);
+  put("pre_extend_failures", stats.pre_extend_failures);
+  put("map_us_exposed", stats.map_us_exposed);
+  put("map_us_hidden", stats.map_us_hidden);
+  nb::dict calls;
+  for (size_t i = 0; i < kNumCallKinds; ++i) {
+    const CallStats& call = stats.driver.calls[i];
+    nb::dict entry;
+    entry["calls"] = call.num_calls;
+    entry["us"] = static_cast<double>(call.total_ns) / 1e3;
+    entry["hidden_us"] = static_cast<double>(call.hidden_ns) / 1e3;
+    calls[nb::str(kCallNames[i].data(), kCallNames[i].size())] = entry;
+  }
+  out["driver_calls"] = calls;
+  return out;
+}
+
+// (slot, start, end, members) of each.
+nb::list range_tuples(const std::vector<SharedRange>& ranges) {
+  nb::list out;
+  for (const SharedRange& range : ranges) {
+    nb::list members;
+    for (const uint32_t member : range.members) members.append(member);
+    out.append(nb::make_tuple(range.slot, range.start, range.end, nb::tuple(members)));
+  }
+  return out;
+}
+
+void bind_manager(nb::module_& m) {
+  nb::enum_<KV>(m, "KV").value("KEY", KV::kKey).value("VALUE", KV::kValue);
+  nb::class_<Manager>(m, "Manager")
+      .def_static(
+          "open",
+          [](const DriverConfig& driver, const KVSpec& spec, const ManagerOptions& options) {
+            return Manager::open(open_driver(driver), spec, options);
+          },
+          "driver"_a, "spec"_a, "options"_a, GilRelease())
+      .def(
+          "try_create",
+          [](Manager& self, const TokenArray& tokens, const std::string& cache_salt,
+             size_t expected_tokens) {
+            const nb::gil_scoped_release unlocked;
+            return self.try_create(tokens_of(tokens), cache_salt, expected_tokens);
+          },
+          "tokens"_a, "cache_salt"_a, "expected_tokens"_a = 0)
+      .def("try_fork", &Manager::try_fork, "id"_a, GilRelease())
+      .def("release", &Manager::release, "id"_a, GilRelease())
+      .def(
+          "try_extend",
+          [](Manager& self, const std::vector<VTensorId>& ids,
+             const std::vector<size_t>& num_tokens) { return self.try_extend(ids, num_tokens); },
+          "ids"_a, "num_tokens"_a, GilRelease())
+      .def(
+          "extend",
+          [](Manager& self, const std::vector<VTensorId>& ids,
+             const std::vector<size_t>& num_tokens) { self.extend(ids, num_tokens); },
+          "ids"_a, "num_tokens"_a, GilRelease())
+      .def("pre_extend", &Manager::pre_extend, "ids"_a, "num_tokens"_a, GilRelease())
+      .def("drain", &Manager::drain, GilRelease())
+      .def("truncate", &Manager::truncate, "id"_a, "num_tokens"_a, GilRelease())
+      .def("begin_step", &Manager::begin_step, GilRelease())
+      .def("end_step", &Manager::end_step, "stream"_a, GilRelease())
+      .def(
+          "record_prefix",
+          [](Manager& self, VTensorId id, const TokenArray& tokens) {
+            const nb::gil_scoped_release unlocked;
+            return self.record_prefix(id, tokens_of(tokens));
+          },
+          "id"_a, "tokens"_a)
+      .def(
+          "match_prefix",
+          [](Manager& self, const TokenArray& tokens, const std::string& cache_salt) {
+            const nb::gil_scoped_release unlocked;
+            return self.match_prefix(tokens_of(tokens), cache_salt);
+          },
+          "tokens"_a, "cache_salt"_a)
+      .def(
+          "pin_prefix",
+          [](Manager& self, const TokenArray& tokens, const std::string& owner, double ttl_seconds,
+             const std::string& cache_salt) {
+            const nb::gil_scoped_release unlocked;
+            return self.pin_prefix(tokens_of(tokens), owner, ttl_seconds, cache_salt);
+          },
+          "tokens"_a, "owner"_a, "ttl_seconds"_a, "cache_salt"_a)
+      .def("unpin_prefix", &Manager::unpin_prefix, "owner"_a, GilRelease())
+      .def("reset_prefix_cache", &Manager::reset_prefix_cache, GilRelease())
+      .def("try_swap_out", &Manager::try_swap_out, "id"_a, GilRelease())
+      .def(
+          "try_swap_in",
+          [](Manager& self, VTensorId id, const TokenArray& tokens) {
+            const nb::gil_scoped_release unlocked;
+            return self.try_swap_in(id, tokens_of(tokens));
+          },
+          "id"_a, "tokens"_a)
+      .def("sleep", &Manager::sleep, "directory"_a, GilRelease())
+      .def("wake", &Manager::wake, GilRelease())
+      .def("is_asleep", &Manager::is_asleep, GilRelease())
+      .def("evict", &Manager::evict, "num_bytes"_a, GilRelease())
+      .def("trim", &Manager::trim, GilRelease())
+      .def("memory_budget_bytes", &Manager::memory_budget_bytes, GilRelease())
+      .def("set_memory_budget_bytes", &Manager::set_memory_budget_bytes, "budget_bytes"_a,
+           GilRelease())
+      .def("bytes_for", &Manager::bytes_for, "num_tokens"_a)
+      .def("mapping_times", &Manager::mapping_times, GilRelease())
+      .def("obtainable_bytes", &Manager::obtainable_bytes, GilRelease())
+      .def("start_trace", &Manager::start_trace, "path"_a, GilRelease())
+      .def("stop_trace", &Manager::stop_trace, GilRelease())
+      .def("is_tracing", &Manager::is_tracing)
+      .def("label", &Manager::label, "id"_a, "text"_a, GilRelease())
+      .def("resident_bytes", &Manager::resident_bytes, GilRelease())
+      .def("info", &Manager::info, "id"_a, GilRelease())
+      .def("snapshot", &Manager::snapshot, GilRelease())
+      .def("stats",
+           [](const Manager& self) {
+             const Stats stats = [&] {
+               const nb::gil_scoped_release unlocked;
+               return self.stats();
+             }();
+             return stats_dict(stats);
+           })
+      .def("check_integrity", &Manager::check_integrity, GilRelease())
+      .def("close", &Manager::close, GilRelease())
+      .def(
+          "shared_ranges",
+          [](Manager& self, const std::vector<VTensorId>& ids,
+             const std::vector<size_t>& num_tokens) {
+            const std::vector<SharedRange> ranges = [&] {
+              const nb::gil_scoped_release unlocked;
+              return self.shared_ranges(ids, num_tokens);
+            }();
+            return range_tuples(ranges);
+          },
+          "ids"_a, "num_tokens"_a,
+          nb::sig("def shared_ranges(self, ids: Sequence[int], num_tokens: Sequence[int]) -> "
+                  "list[tuple[int, int, int, tuple[int, ...]]]"))
+      .def(
+          "view",
+          [](Manager& self, VTensorId id, size_t layer, KV which, const std::string& dtype) {
+            return export_view(self, dtype, [&] { return self.view(id, layer, which); });
+          },
+          "id"_a, "layer"_a, "which"_a, "dtype"_a)
+      .def(
+          "arena",
+          [](Manager& self, size_t layer, KV which, const std::string& dtype) {
+            return export_view(self, dtype, [&] { return self.arena(layer, which); });
+          },
+          "layer"_a, "which"_a, "dtype"_a);
+}
+
+void bind_faults(nb::module_& m) {
+  nb::class_<FaultInjector>(m, "FaultInjector")
+      .def(
+          "fail",
+          [](FaultInjector& self, int64_t fail_at, bool out_of_memory, bool persistent) {
+            FaultPlan plan;
+            plan.fail_at = fail_at;
+            plan.kind =
+                out_of_memory ? FaultPlan::Kind::kOutOfMemory : FaultPlan::Kind::kDriverError;
+            plan.persistent = persistent;
+            self.driver->set_plan(plan);
+          },
+          "fail_at"_a, "out_of_memory"_a = false, "persistent"_a = false,
+          "Fail the fail_at-th driver call from now on (0: none).")
+      .def("num_calls", [](const FaultInjector& self) { return self.driver->num_calls(); })
+      .def("num_failed", [](const FaultInjector& self) { return self.driver->num_failed(); });
+  m.def("open_faulty", &open_faulty, "driver"_a, "spec"_a, "options"_a, GilRelease());
+}
+
+}  // namespace
+}  // namespace vtensor
+
+NB_MODULE(_vtensor, m) {
+  m.doc() = "The vTensor Manager. Use it through flexinfer.vtensor.";
+  vtensor::bind_errors(m);
+  vtensor::bind_values(m);
+  vtensor::bind_snapshot(m);
+  vtensor::bind_manager(m);
+  vtensor::bind_faults(m);
+  m.def(
+      "available_bytes", [] { return vtensor::available_bytes(); },
+      "Bytes that this machine, or this container, can still give.");
+}

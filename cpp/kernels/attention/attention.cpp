@@ -1,0 +1,212 @@
+#include "kernels/attention/attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+namespace vtensor::kernels {
+namespace {
+
+// Less work than this, in Plan::cost() units, is not worth waking another thread.
+constexpr double kCostPerThread = 4000;
+constexpr int64_t kStoreTokens = 64;
+
+char* at(void* base, int64_t elements, size_t element_bytes) {
+  return static_cast<char*>(base) + elements * static_cast<int64_t>(element_bytes);
+}
+
+const char* at(const void* base, int64_t elements, size_t element_bytes) {
+  return static_cast<const char*>(base) + elements * static_cast<int64_t>(element_bytes);
+}
+
+}  // namespace
+
+float* HostAttention::Buffer::reserve(size_t num_floats) {
+  if (num_floats > size_) {
+    data_.reset(
+        static_cast<float*>(::operator new[](num_floats * sizeof(float), std::align_val_t{64})));
+    size_ = num_floats;
+  }
+  return data_.get();
+}
+
+// One layer of one step. Threads draw units of work, a task and a head block each, until none is
+// left.
+class HostAttention::LayerRun {
+ public:
+  LayerRun(HostAttention& owner, const Plan& plan, const LayerArena& arena,
+           const LayerInputs& inputs, int num_threads)
+      : owner_(owner),
+        plan_(plan),
+        shape_(owner.shape_),
+        arena_(arena),
+        inputs_(inputs),
+        bytes_(element_bytes(owner.shape_.dtype)),
+        num_units_(plan.tasks().size() * plan.head_blocks().size()),
+        scratch_floats_(scratch_floats(owner.shape_.head_dim)) {
+    call_.query = inputs.query.data;
+    call_.query_head_stride = inputs.query.head_stride;
+    call_.query_token_stride = inputs.query.token_stride;
+    call_.output = inputs.output;
+    call_.num_heads = plan.options().group * plan.options().num_kv_heads;
+    call_.head_dim = shape_.head_dim;
+    call_.scaling = inputs.scaling;
+    call_.softcap = inputs.softcap;
+    call_.sinks = inputs.sinks;
+    call_.window = plan.options().window;
+    call_.positions = plan.positions().data();
+    scratch_ = owner.scratch_.reserve(scratch_floats_ * static_cast<size_t>(num_threads));
+    partial_stride_ = static_cast<int64_t>(call_.num_heads) * (shape_.head_dim + kPartialTail);
+    partials_ = owner.partials_.reserve(static_cast<size_t>(plan.num_partials() * partial_stride_));
+    count_pending();
+  }
+
+  void store_first(int num_threads) {
+    auto work = [this] {
+      const std::vector<int32_t>& segments = plan_.stored_first();
+      for (size_t i = next_++; i < segments.size(); i = next_++) {
+        const Segment& segment = plan_.segments()[static_cast<size_t>(segments[i])];
+        for (int head = 0; head < shape_.num_kv_heads; ++head) store(segment, head);
+      }
+    };
+    owner_.parallel_.run(num_threads, work);
+    next_ = 0;
+  }
+
+  void attend(int num_threads) {
+    auto work = [this] {
+      float* scratch = scratch_ + scratch_floats_ * next_thread_++;
+      for (size_t unit = next_++; unit < num_units_; unit = next_++) {
+        const size_t blocks = plan_.head_blocks().size();
+        compute(plan_.tasks()[unit / blocks], unit % blocks, scratch);
+      }
+    };
+    owner_.parallel_.run(num_threads, work);
+  }
+
+ private:
+  void count_pending() {
+    if (plan_.num_partials() == 0) return;
+    const size_t blocks = plan_.head_blocks().size();
+    owner_.pending_.resize(static_cast<size_t>(plan_.num_tokens()) * blocks);
+    for (int64_t token = 0; token < plan_.num_tokens(); ++token) {
+      const auto count = plan_.partials_of(static_cast<int32_t>(token)).size();
+      std::fill_n(owner_.pending_.begin() + token * static_cast<int64_t>(blocks), blocks,
+                  static_cast<int32_t>(count));
+    }
+  }
+
+  // The new keys and values of a segment, one KV head.
+  void store(const Segment& segment, int kv_head) {
+    const size_t row_bytes = static_cast<size_t>(shape_.head_dim) * bytes_;
+    for (int64_t i = 0; i < segment.num_tokens(); ++i) {
+      const int64_t to = segment.slot * shape_.slot_stride +
+                         (segment.start + i) * shape_.token_stride + kv_head * shape_.head_stride;
+      const auto from = [&](const TokenRows& rows) {
+        return at(rows.data, kv_head * rows.head_stride + (segment.row + i) * rows.token_stride,
+                  bytes_);
+      };
+      std::memcpy(at(arena_.k, to, bytes_), from(inputs_.key), row_bytes);
+      std::memcpy(at(arena_.v, to, bytes_), from(inputs_.value), row_bytes);
+    }
+  }
+
+  void compute(const PlannedTask& planned, size_t block, float* scratch) {
+    const HeadBlock& heads = plan_.head_blocks()[block];
+    if (planned.stores_segment >= 0) {
+      store(plan_.segments()[static_cast<size_t>(planned.stores_segment)], heads.kv_head);
+    }
+    const int64_t base = planned.slot * shape_.slot_stride + heads.kv_head * shape_.head_stride;
+    AttendTask task;
+    task.tokens = plan_.task_tokens().data() + planned.first_token;
+    task.num_tokens = planned.num_tokens;
+    task.first_head = heads.first_head;
+    task.num_heads = heads.num_heads;
+    task.k = at(arena_.k, base, bytes_);
+    task.v = at(arena_.v, base, bytes_);
+    task.token_stride = shape_.token_stride;
+    task.begin = planned.begin;
+    task.end = planned.end;
+    if (planned.partial >= 0) task.partial = partials_ + planned.partial * partial_stride_;
+    owner_.level_->attend[static_cast<size_t>(shape_.dtype)](call_, task, scratch);
+    if (planned.partial >= 0) merge_complete(task, block);
+  }
+
+  // Merges the tokens of `task` whose last missing partial result this was.
+  void merge_complete(const AttendTask& task, size_t block) {
+    const size_t blocks = plan_.head_blocks().size();
+    for (int i = 0; i < task.num_tokens; ++i) {
+      const int32_t token = task.tokens[i];
+      std::atomic_ref missing(owner_.pending_[static_cast<size_t>(token) * blocks + block]);
+      if (missing.fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
+      const std::span<const int32_t> rows = plan_.partials_of(token);
+      const MergeTask merge = {partials_, rows.data(),     static_cast<int>(rows.size()),
+                               token,     task.first_head, task.num_heads};
+      owner_.level_->merge[static_cast<size_t>(shape_.dtype)](call_, merge);
+    }
+  }
+
+  HostAttention& owner_;
+  const Plan& plan_;
+  const ArenaShape& shape_;
+  const LayerArena& arena_;
+  const LayerInputs& inputs_;
+  LayerCall call_;
+  size_t bytes_;
+  size_t num_units_;
+  size_t scratch_floats_;
+  float* scratch_;
+  float* partials_;
+  int64_t partial_stride_;
+  std::atomic<size_t> next_{0};
+  std::atomic<size_t> next_thread_{0};
+};
+
+HostAttention::HostAttention(const ArenaShape& shape, std::vector<LayerArena> layers,
+                             Parallel parallel, const Level& level)
+    : shape_(shape), layers_(std::move(layers)), parallel_(parallel), level_(&level) {
+  if (shape.head_dim < 1 || shape.head_dim > kMaxHeadDim || shape.head_dim % kHeadDimStep != 0) {
+    throw std::invalid_argument(
+        "the host kernel takes head sizes that are multiples of " + std::to_string(kHeadDimStep) +
+        " up to " + std::to_string(kMaxHeadDim) + ", got " + std::to_string(shape.head_dim));
+  }
+}
+
+void HostAttention::forward(const Plan& plan, size_t layer, const LayerInputs& inputs) {
+  check(plan, layer);
+  if (!(inputs.scaling > 0)) {
+    throw std::invalid_argument("scaling must be positive, got " + std::to_string(inputs.scaling));
+  }
+  const int num_threads = threads_for(plan);
+  LayerRun run(*this, plan, layers_[layer], inputs, num_threads);
+  if (!plan.stored_first().empty()) run.store_first(num_threads);
+  run.attend(num_threads);
+}
+
+void HostAttention::check(const Plan& plan, size_t layer) const {
+  if (layer >= layers_.size()) {
+    throw std::invalid_argument("layer " + std::to_string(layer) + " of " +
+                                std::to_string(layers_.size()));
+  }
+  if (plan.options().num_kv_heads != shape_.num_kv_heads || plan.num_slots() > shape_.num_slots ||
+      plan.max_seq_len() > shape_.max_seq_len) {
+    throw std::invalid_argument(
+        "the plan does not fit the arena: " + std::to_string(plan.options().num_kv_heads) +
+        " KV heads, slot " + std::to_string(plan.num_slots() - 1) + ", " +
+        std::to_string(plan.max_seq_len()) + " tokens");
+  }
+}
+
+int HostAttention::threads_for(const Plan& plan) const {
+  if (!parallel_.can_fork()) return 1;
+  const double work = plan.cost() * static_cast<double>(plan.head_blocks().size());
+  const auto worth = 1 + static_cast<int64_t>(std::min(work / kCostPerThread, 1e6));
+  const auto units = static_cast<int64_t>(plan.tasks().size() * plan.head_blocks().size());
+  const int64_t num_threads = std::min({worth, units, int64_t{plan.options().num_threads}});
+  return static_cast<int>(std::max<int64_t>(num_threads, 1));
+}
+
+}  // namespace vtensor::kernels

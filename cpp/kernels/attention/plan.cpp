@@ -1,0 +1,248 @@
+#include "kernels/attention/plan.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/attention/task.h"
+
+namespace vtensor::kernels {
+namespace {
+
+// A segment with more new tokens than this reads shared keys by itself: its own query rows make a
+// block that is large enough.
+constexpr int64_t kMaxSharingTokens = 16;
+// Tasks are not cut below this: each cut writes and merges partial results.
+constexpr int64_t kMinKeys = 256;
+// What a key costs besides the arithmetic of its query rows.
+constexpr double kKeyCost = 6;
+constexpr double kTasksPerThread = 4;
+// Slots, positions and rows of a batch are below this; no sum of two of them overflows.
+constexpr int64_t kMaxIndex = INT32_MAX;
+
+void require(bool ok, const char* what) {
+  if (!ok) throw std::invalid_argument(std::string("attention plan: ") + what);
+}
+
+std::vector<HeadBlock> make_head_blocks(const PlanOptions& options) {
+  std::vector<HeadBlock> blocks;
+  for (int kv_head = 0; kv_head < options.num_kv_heads; ++kv_head) {
+    for (int head = 0; head < options.group; head += kPartRows) {
+      blocks.push_back(
+          {kv_head, kv_head * options.group + head, std::min(kPartRows, options.group - head)});
+    }
+  }
+  return blocks;
+}
+
+}  // namespace
+
+// For each segment the ranges that are computed for it in the chunk-first phase, in order.
+struct Plan::Pieces {
+  std::vector<std::vector<std::pair<int64_t, int64_t>>> shared;
+};
+
+Plan::Plan(std::vector<Segment> segments, const std::vector<SharedRange>& shared,
+           const PlanOptions& options)
+    : segments_(std::move(segments)), options_(options) {
+  require(options.group > 0 && options.num_kv_heads > 0, "no heads");
+  require(options.window > 0, "the sliding window must be at least 1");
+  head_blocks_ = make_head_blocks(options_);
+  block_tokens_ = kMaxRows / std::min(options_.group, kPartRows);
+  add_positions();
+  Pieces pieces{std::vector<std::vector<std::pair<int64_t, int64_t>>>(segments_.size())};
+  add_shared(shared, pieces);
+  add_own(pieces);
+  cut_long_tasks();
+  std::stable_sort(tasks_.begin(), tasks_.end(),
+                   [this](const auto& a, const auto& b) { return cost_of(a) > cost_of(b); });
+  number_partials();
+  choose_stores();
+}
+
+std::span<const int32_t> Plan::partials_of(int32_t token) const {
+  const auto begin = static_cast<size_t>(partial_begins_[static_cast<size_t>(token)]);
+  const auto end = static_cast<size_t>(partial_begins_[static_cast<size_t>(token) + 1]);
+  return std::span(partial_ids_).subspan(begin, end - begin);
+}
+
+int64_t Plan::first_visible(int64_t position) const {
+  return position < options_.window ? 0 : position + 1 - options_.window;
+}
+
+double Plan::cost_of(const PlannedTask& task) const {
+  const double rows = static_cast<double>(task.num_tokens) * options_.group;
+  return static_cast<double>(task.end - task.begin) * (kKeyCost + rows);
+}
+
+void Plan::add_positions() {
+  for (const Segment& segment : segments_) {
+    require(segment.slot >= 0 && segment.start >= 0 && segment.end > segment.start,
+            "a segment has no tokens, or a negative slot or start");
+    require(segment.slot < kMaxIndex && segment.end < kMaxIndex &&
+                segment.num_tokens() < kMaxIndex - num_tokens(),
+            "a slot, a length or the number of tokens is too large");
+    require(segment.row == num_tokens(), "the segments are not in the order of the flat batch");
+    for (int64_t position = segment.start; position < segment.end; ++position) {
+      positions_.push_back(position);
+    }
+    num_slots_ = std::max(num_slots_, segment.slot + 1);
+    max_seq_len_ = std::max(max_seq_len_, segment.end);
+  }
+}
+
+void Plan::add_shared(const std::vector<SharedRange>& shared, Pieces& pieces) {
+  std::vector<int32_t> tokens;
+  for (const SharedRange& range : shared) {
+    require(
+        range.slot >= 0 && range.slot < kMaxIndex && range.start >= 0 && range.start < range.end,
+        "a shared range is empty, negative or of a slot that is too large");
+    num_slots_ = std::max(num_slots_, range.slot + 1);
+    int64_t begin = range.end;
+    std::vector<size_t> members;
+    for (const int64_t member : range.members) {
+      require(member >= 0 && member < static_cast<int64_t>(segments_.size()),
+              "a shared range names a segment that does not exist");
+      const Segment& segment = segments_[static_cast<size_t>(member)];
+      require(range.end <= segment.start, "a shared range reaches into a member's new tokens");
+      const int64_t visible = first_visible(segment.start);
+      if (segment.num_tokens() > kMaxSharingTokens || visible >= range.end) continue;
+      members.push_back(static_cast<size_t>(member));
+      begin = std::min(begin, std::max(range.start, visible));
+    }
+    if (members.size() < 2) continue;
+    tokens.clear();
+    for (const size_t member : members) {
+      const Segment& segment = segments_[member];
+      auto& taken = pieces.shared[member];
+      require(taken.empty() || taken.back().second <= range.start,
+              "the shared ranges of a segment overlap or are not in order");
+      taken.emplace_back(range.start, range.end);
+      for (int64_t i = 0; i < segment.num_tokens(); ++i) {
+        tokens.push_back(static_cast<int32_t>(segment.row + i));
+      }
+    }
+    add_task(range.slot, begin, range.end, tokens);
+  }
+}
+
+// What the shared ranges leave of each segment, in blocks of query tokens.
+void Plan::add_own(Pieces& pieces) {
+  std::vector<int32_t> tokens;
+  for (size_t i = 0; i < segments_.size(); ++i) {
+    const Segment& segment = segments_[i];
+    pieces.shared[i].emplace_back(segment.end, segment.end);
+    int64_t begin = 0;
+    for (const auto& [taken_begin, taken_end] : pieces.shared[i]) {
+      for (int64_t first = segment.start; first < segment.end; first += block_tokens_) {
+        const int64_t last = std::min(first + block_tokens_, segment.end);
+        tokens.clear();
+        for (int64_t position = first; position < last; ++position) {
+          tokens.push_back(static_cast<int32_t>(segment.row + position - segment.start));
+        }
+        add_task(segment.slot, std::max(begin, first_visible(first)), std::min(taken_begin, last),
+                 tokens);
+      }
+      begin = taken_end;
+    }
+  }
+}
+
+// As tasks of at most block_tokens_ tokens. Nothing for an empty range.
+void Plan::add_task(int64_t slot, int64_t begin, int64_t end, std::span<const int32_t> tokens) {
+  if (begin >= end) return;
+  const int64_t count = static_cast<int64_t>(tokens.size());
+  for (int64_t first = 0; first < count; first += block_tokens_) {
+    PlannedTask task;
+    task.slot = slot;
+    task.begin = begin;
+    task.end = end;
+    task.first_token = static_cast<int32_t>(task_tokens_.size());
+    task.num_tokens = static_cast<int32_t>(std::min(block_tokens_, count - first));
+    const auto block =
+        tokens.subspan(static_cast<size_t>(first), static_cast<size_t>(task.num_tokens));
+    task_tokens_.insert(task_tokens_.end(), block.begin(), block.end());
+    tasks_.push_back(task);
+  }
+}
+
+// Flash decoding: with few requests, or one that dwarfs the others, threads share a task's keys.
+void Plan::cut_long_tasks() {
+  for (const PlannedTask& task : tasks_) cost_ += cost_of(task);
+  if (options_.num_threads <= 1) return;
+  // Each task is done once for each head block, so there are that many times more to share out.
+  const double fair = cost_ * static_cast<double>(head_blocks_.size()) /
+                      (kTasksPerThread * static_cast<double>(options_.num_threads));
+  std::vector<PlannedTask> cut;
+  for (const PlannedTask& task : tasks_) {
+    const int64_t keys = task.end - task.begin;
+    const auto wanted = static_cast<int64_t>(cost_of(task) / fair) + 1;
+    const int64_t parts = std::clamp<int64_t>(keys / kMinKeys, 1, wanted);
+    const int64_t step = (keys / parts + kTileTokens - 1) / kTileTokens * kTileTokens;
+    for (int64_t begin = task.begin; begin < task.end; begin += parts == 1 ? keys : step) {
+      PlannedTask part = task;
+      part.begin = begin;
+      part.end = parts == 1 ? task.end : std::min(begin + step, task.end);
+      cut.push_back(part);
+    }
+  }
+  tasks_ = std::move(cut);
+}
+
+void Plan::number_partials() {
+  const auto tokens_of = [this](const PlannedTask& task) {
+    return std::span(task_tokens_)
+        .subspan(static_cast<size_t>(task.first_token), static_cast<size_t>(task.num_tokens));
+  };
+  std::vector<int32_t> pieces(positions_.size(), 0);
+  for (const PlannedTask& task : tasks_) {
+    for (const int32_t token : tokens_of(task)) ++pieces[static_cast<size_t>(token)];
+  }
+  // A task writes either only outputs or only partial results: one partial token makes all so.
+  for (PlannedTask& task : tasks_) {
+    const auto tokens = tokens_of(task);
+    const bool direct = std::all_of(tokens.begin(), tokens.end(), [&](int32_t token) {
+      return pieces[static_cast<size_t>(token)] == 1;
+    });
+    if (direct) continue;
+    task.partial = static_cast<int32_t>(num_partials_);
+    num_partials_ += task.num_tokens;
+  }
+  partial_begins_.assign(positions_.size() + 1, 0);
+  for (const PlannedTask& task : tasks_) {
+    if (task.partial < 0) continue;
+    for (const int32_t token : tokens_of(task)) ++partial_begins_[static_cast<size_t>(token) + 1];
+  }
+  for (size_t i = 0; i < positions_.size(); ++i) partial_begins_[i + 1] += partial_begins_[i];
+  partial_ids_.resize(static_cast<size_t>(num_partials_));
+  std::vector<int32_t> next(partial_begins_.begin(), partial_begins_.end() - 1);
+  for (const PlannedTask& task : tasks_) {
+    if (task.partial < 0) continue;
+    int32_t row = task.partial;
+    for (const int32_t token : tokens_of(task)) {
+      partial_ids_[static_cast<size_t>(next[static_cast<size_t>(token)]++)] = row++;
+    }
+  }
+}
+
+// A decode's new key is read by one task a head block, which can store it first, in cache.
+void Plan::choose_stores() {
+  const bool one_block_a_head = head_blocks_.size() == static_cast<size_t>(options_.num_kv_heads);
+  std::vector<int32_t> segment_of(positions_.size(), -1);
+  for (size_t i = 0; i < segments_.size(); ++i) {
+    if (one_block_a_head && segments_[i].num_tokens() == 1) {
+      segment_of[static_cast<size_t>(segments_[i].row)] = static_cast<int32_t>(i);
+    } else {
+      stored_first_.push_back(static_cast<int32_t>(i));
+    }
+  }
+  for (PlannedTask& task : tasks_) {
+    if (task.num_tokens != 1) continue;
+    const auto token = static_cast<size_t>(task_tokens_[static_cast<size_t>(task.first_token)]);
+    if (segment_of[token] >= 0 && task.end == positions_[token] + 1) {
+      task.stores_segment = segment_of[token];
+    }
+  }
+}
+
+}  // namespace vtensor::kernels

@@ -1,0 +1,107 @@
+#include "kernels/isa.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <stdexcept>
+
+namespace vtensor::kernels {
+namespace {
+
+#if defined(__x86_64__)
+struct CpuId {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+};
+
+// gcc 12's __builtin_cpu_supports does not know all of these names.
+bool cpuid_bit(unsigned leaf, unsigned subleaf, unsigned CpuId::* word, int bit) {
+  CpuId id;
+  if (__get_cpuid_count(leaf, subleaf, &id.a, &id.b, &id.c, &id.d) == 0) return false;
+  return ((id.*word >> bit) & 1) != 0;
+}
+#endif
+
+bool cpu_has_avx2() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+  return false;
+#endif
+}
+
+bool cpu_has_avx512() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#else
+  return false;
+#endif
+}
+
+// AMX's tiles are state that the kernel saves only for processes that have asked for it.
+bool cpu_has_amx() {
+#if defined(__x86_64__) && defined(__linux__)
+  if (!cpu_has_avx512() || amx_level() == nullptr) return false;
+  if (!cpuid_bit(7, 1, &CpuId::a, 5) || !cpuid_bit(7, 0, &CpuId::d, 22) ||
+      !cpuid_bit(7, 0, &CpuId::d, 24)) {
+    return false;  // avx512_bf16, amx_bf16, amx_tile
+  }
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return ::syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+std::vector<const Level*> find_available() {
+  std::vector<const Level*> levels = {portable_level()};
+  if (avx2_level() != nullptr && cpu_has_avx2()) levels.push_back(avx2_level());
+  if (avx512_level() != nullptr && cpu_has_avx512()) levels.push_back(avx512_level());
+  if (cpu_has_amx()) levels.push_back(amx_level());
+  return levels;
+}
+
+}  // namespace
+
+// The larger one of what simd/softmax.h and simd/amx_softmax.h lay out.
+size_t scratch_floats(int head_dim) {
+  const size_t dim = static_cast<size_t>(head_dim), tile = kTileTokens, lanes = kHeadDimStep;
+  const size_t rows = kPartRows;
+  const size_t queries_and_outputs = 2 * rows * dim;
+  const size_t scores = rows * tile;
+  const size_t maxima_and_sums = 2 * rows * lanes;
+  const size_t keys_and_values = 2 * tile * dim;
+  const size_t widened = queries_and_outputs + scores + maxima_and_sums + keys_and_values;
+
+  const auto parts = [](size_t numbers) { return numbers * 3 / 2; };  // of two bytes
+  const size_t amx_rows = kMaxRows, block_rows = 32;
+  const size_t amx = parts(amx_rows * dim) + amx_rows * dim + 2 * amx_rows + 2 * parts(tile * dim) +
+                     2 * block_rows * tile + 2 * parts(block_rows * tile);
+  return std::max(widened, amx);
+}
+
+const std::vector<const Level*>& available_levels() {
+  static const std::vector<const Level*> levels = find_available();
+  return levels;
+}
+
+const Level& find_level(const std::string& name) {
+  const std::vector<const Level*>& levels = available_levels();
+  const char* forced = std::getenv("FLEXINFER_SIMD");
+  const std::string wanted = !name.empty() ? name : forced != nullptr ? forced : "";
+  if (wanted.empty()) return *levels.back();
+  std::string choices;
+  for (const Level* level : levels) {
+    if (wanted == level->name) return *level;
+    choices += choices.empty() ? level->name : std::string(", ") + level->name;
+  }
+  throw std::invalid_argument("no SIMD level '" + wanted + "' on this machine; choose one of " +
+                              choices + " (argument or FLEXINFER_SIMD)");
+}
+
+}  // namespace vtensor::kernels

@@ -1,0 +1,39 @@
+// Linear: linear layers with packed weights on the CPU, for the few rows of a decode step and, with
+// AMX, the many of a prefill.
+//
+// A decode step reads each weight once for a few rows: the packed weight is one stream of memory,
+// and all rows are multiplied with a panel of it while it is in the cache. Needs no torch:
+// pointers, strides (in elements) and lengths.
+//
+// Thread-safety: no state but its settings; any thread may call.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/isa.h"
+#include "kernels/parallel.h"
+
+namespace vtensor::kernels {
+
+class Linear {
+ public:
+  Linear(Parallel parallel, const Level& level) : parallel_(parallel), level_(&level) {}
+
+  const Level& level() const { return *level_; }
+
+  // REQUIRES: dtype float32 or bfloat16; sizes as LinearCall says; num_threads >= 1; the output
+  // overlaps no input; for gates bfloat16, a level that has_many_rows, and kMinManyRows of them.
+  // Throws std::bad_alloc where many rows want scratch memory.
+  void forward(DType dtype, const LinearCall& call, int64_t num_rows, int num_threads) const;
+
+  // Whether the level has a kernel for a prefill's many rows of such a layer.
+  bool has_many_rows(DType dtype, int64_t depth) const;
+
+ private:
+  void forward_many(DType dtype, const LinearCall& call, int64_t num_rows, int num_threads) const;
+
+  Parallel parallel_;
+  const Level* level_;
+};
+
+}  // namespace vtensor::kernels

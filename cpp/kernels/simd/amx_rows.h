@@ -1,0 +1,347 @@
+// Tasks with many query rows on AMX's tiles, which multiply bfloat16 matrices 16 times as fast as
+// AVX-512 multiplies float32 ones; float32 goes there in three parts (split.h).
+//
+// A tile of keys and values is packed once for all rows of the task. These go in blocks of 32:
+// while the tiles multiply queries and keys of the next block, and weights and values of the one
+// before, vectors turn the scores of this one into weights.
+//
+// REQUIRES: head_dim a multiple of 32; see amx_tiles.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernels/simd/amx_softmax.h"
+
+namespace vtensor::kernels {
+namespace {
+
+// C tiles 0 1 / 2 3 += two A tiles times two B tiles, over a depth of 32, parts of a tile one
+// behind the other. Without kBoth the second B tile, C tiles 1 and 3, are left out.
+template <bool kBoth>
+VTENSOR_INLINE void load_b(const float* b, int64_t next) {
+  _tile_loadd(6, b, 64);
+  if constexpr (kBoth) _tile_loadd(7, b + next, 64);
+}
+
+VTENSOR_INLINE void load_a(const float* a, int64_t next) {
+  _tile_loadd(4, a, 64);
+  _tile_loadd(5, a + next, 64);
+}
+
+template <bool kBoth>
+VTENSOR_INLINE void multiply_loaded() {
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(2, 5, 6);
+  if constexpr (kBoth) {
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+constexpr int kMaxBlocks = kMaxRows / kBlockRows;
+// Calls of step() for a depth of 32: products of parts.
+template <class T>
+constexpr int kBesideSteps = kPartsOf<T> == 1 ? 1 : 6;
+
+template <class T, bool kBoth, class Beside>
+VTENSOR_INLINE void multiply_depth(const float* a, int64_t a_next, const float* b, int64_t b_next,
+                                   Beside& beside) {
+  load_a(a, a_next);
+  if constexpr (kPartsOf<T> == 1) {
+    load_b<kBoth>(b, b_next);
+    multiply_loaded<kBoth>();
+    beside.step();
+  } else {
+    load_b<kBoth>(b + 2 * kTileFloats, b_next);
+    multiply_loaded<kBoth>();  // a1 b3
+    beside.step();
+    load_b<kBoth>(b + kTileFloats, b_next);
+    multiply_loaded<kBoth>();  // a1 b2
+    beside.step();
+    load_a(a + kTileFloats, a_next);
+    multiply_loaded<kBoth>();  // a2 b2
+    beside.step();
+    load_b<kBoth>(b, b_next);
+    multiply_loaded<kBoth>();  // a2 b1
+    beside.step();
+    load_a(a + 2 * kTileFloats, a_next);
+    multiply_loaded<kBoth>();  // a3 b1
+    beside.step();
+    load_a(a, a_next);
+    multiply_loaded<kBoth>();  // a1 b1
+    beside.step();
+  }
+}
+
+// scores = keys times queries, of the block.
+template <class T, bool kBoth, class Beside>
+VTENSOR_INLINE void multiply_keys(const RowBlock& block, const float* queries, const float* keys,
+                                  int head_dim, float* scores, Beside& beside) {
+  constexpr int64_t kStep = kPartsOf<T> * kTileFloats;
+  const int64_t next = head_dim / kAmxDepth * kStep;
+  for (int key = block.begin; key < block.end; key += 32) {
+    amx_zero();
+    const float* a = keys + key / kTileRows * next;
+    for (int64_t i = 0; i < next; i += kStep) {
+      multiply_depth<T, kBoth>(a + i, next, queries + i, next, beside);
+    }
+    float* c = scores + key * kBlockRows;
+    _tile_stored(0, c, kBlockRows * 4);
+    _tile_stored(2, c + kTileRows * kBlockRows, kBlockRows * 4);
+    if constexpr (kBoth) {
+      _tile_stored(1, c + kTileRows, kBlockRows * 4);
+      _tile_stored(3, c + kTileRows * kBlockRows + kTileRows, kBlockRows * 4);
+    }
+  }
+}
+
+// output += values times weights, of the block.
+template <class T, bool kBoth, class Beside>
+VTENSOR_INLINE void multiply_values(const RowBlock& block, const float* weights,
+                                    const float* values, int head_dim, float* output,
+                                    Beside& beside) {
+  constexpr int64_t kStep = kPartsOf<T> * kTileFloats, kNext = kKeySteps * kStep;
+  for (int dim = 0; dim < head_dim; dim += 32) {
+    float* c = output + dim * kBlockRows;
+    _tile_loadd(0, c, kBlockRows * 4);
+    _tile_loadd(2, c + kTileRows * kBlockRows, kBlockRows * 4);
+    if constexpr (kBoth) {
+      _tile_loadd(1, c + kTileRows, kBlockRows * 4);
+      _tile_loadd(3, c + kTileRows * kBlockRows + kTileRows, kBlockRows * 4);
+    }
+    const float* a = values + dim / kTileRows * kNext;
+    for (int64_t i = block.begin / kAmxDepth * kStep; i < block.end / kAmxDepth * kStep;
+         i += kStep) {
+      multiply_depth<T, kBoth>(a + i, kNext, weights + i, kNext, beside);
+    }
+    _tile_stored(0, c, kBlockRows * 4);
+    _tile_stored(2, c + kTileRows * kBlockRows, kBlockRows * 4);
+    if constexpr (kBoth) {
+      _tile_stored(1, c + kTileRows, kBlockRows * 4);
+      _tile_stored(3, c + kTileRows * kBlockRows + kTileRows, kBlockRows * 4);
+    }
+  }
+}
+
+// Asks for the next tile's keys and values, a few at each step(): the first-level cache can wait
+// for 16 lines at once, and packing them needs more.
+template <class T>
+class NextRows {
+ public:
+  NextRows(const AttendTask& task, int64_t tile, int head_dim)
+      : k_(static_cast<const T*>(task.k) + tile * task.token_stride),
+        v_(static_cast<const T*>(task.v) + tile * task.token_stride),
+        stride_(task.token_stride),
+        head_dim_(head_dim),
+        left_(static_cast<int>(clip(task.end - tile, 0, kTileTokens))) {}
+
+  // About num_steps calls of step() will follow.
+  void spread(int num_steps) { rows_ = (left_ + num_steps - 1) / num_steps; }
+
+  VTENSOR_INLINE void step() {
+    constexpr int kLine = 64 / static_cast<int>(sizeof(T));
+    for (int i = 0; i < rows_ && left_ > 0; ++i, --left_, k_ += stride_, v_ += stride_) {
+      for (int d = 0; d < head_dim_; d += kLine) {
+        __builtin_prefetch(k_ + d, 0, 2);
+        __builtin_prefetch(v_ + d, 0, 2);
+      }
+    }
+  }
+
+ private:
+  const T* k_;
+  const T* v_;
+  const int64_t stride_;
+  const int head_dim_;
+  int left_;
+  int rows_ = 0;  // a step
+};
+
+// One task's way through its keys, tile by tile.
+template <class T>
+class AmxTask {
+ public:
+  AmxTask(const LayerCall& call, const AttendTask& task, const AmxScratch& s)
+      : call_(call), task_(task), s_(s), dim_(call.head_dim) {
+    const int rows = task.num_tokens * task.num_heads;
+    for (int row = 0; row < rows; row += kBlockRows, ++num_all_) {
+      const int last = row + kBlockRows < rows ? row + kBlockRows : rows;
+      num_rows_[num_all_] = last - row;
+      find_positions(task.tokens + row / task.num_heads, task.tokens + (last - 1) / task.num_heads);
+    }
+  }
+
+  void attend() {
+    for (tile_ = task_.begin; tile_ < task_.end; tile_ += kTileTokens) {
+      const int64_t left = task_.end - tile_;
+      num_keys_ = left < kTileTokens ? static_cast<int>(left) : kTileTokens;
+      find_blocks();
+      if (num_blocks_ > 0) attend_tile();
+    }
+  }
+
+ private:
+  struct Nothing {
+    void step() {}
+  };
+  // What vectors do while tiles multiply.
+  struct Beside {
+    Weights<T> weights;
+    NextRows<T>& next;
+    VTENSOR_INLINE void step() {
+      next.step();
+      weights.step();
+    }
+  };
+
+  void attend_tile() {
+    const int64_t stride = task_.token_stride, offset = tile_ * stride;
+    amx_pack_keys(static_cast<const T*>(task_.k) + offset, stride, num_keys_, dim_, s_.keys);
+    amx_pack_values(static_cast<const T*>(task_.v) + offset, stride, num_keys_, dim_, s_.values);
+    Nothing nothing;
+    compute_scores(0, nothing);
+    NextRows<T> next(task_, tile_ + kTileTokens, dim_);
+    for (int i = 0; i < num_blocks_; ++i) {
+      Beside beside{Weights<T>(), next};
+      start(i, beside.weights);
+      next.spread((num_blocks_ - i) * steps_beside(i));
+      if (i > 0) add_values(i - 1, beside);
+      if (i + 1 < num_blocks_) compute_scores(i + 1, beside);
+      beside.weights.finish();
+    }
+    add_values(num_blocks_ - 1, nothing);
+  }
+
+  // Of the tokens [first, last], whose rows are a block.
+  void find_positions(const int32_t* first, const int32_t* last) {
+    int64_t earliest = INT64_MAX, latest = 0;
+    for (; first <= last; ++first) {
+      const int64_t position = call_.positions[*first];
+      earliest = position < earliest ? position : earliest;
+      latest = position > latest ? position : latest;
+    }
+    earliest_[num_all_] = earliest;
+    latest_[num_all_] = latest;
+  }
+
+  // Leaves out what no row of a block sees.
+  void find_blocks() {
+    num_blocks_ = 0;
+    for (int i = 0; i < num_all_; ++i) {
+      const int64_t begin = first_visible(earliest_[i]);
+      const int64_t end = clip(latest_[i] + 1 - tile_, 0, num_keys_);
+      if (begin >= end) continue;
+      RowBlock& block = blocks_[num_blocks_++];
+      block.row = i * kBlockRows;
+      block.num_rows = num_rows_[i];
+      block.begin = static_cast<int>(begin) / kAmxDepth * kAmxDepth;
+      block.end = (static_cast<int>(end) + kAmxDepth - 1) / kAmxDepth * kAmxDepth;
+      block.masked = clip(earliest_[i] + 1 - tile_, 0, num_keys_) < block.end ||
+                     first_visible(latest_[i]) > block.begin;
+    }
+  }
+
+  int64_t first_visible(int64_t position) const {
+    return position < call_.window ? 0 : clip(position + 1 - call_.window - tile_, 0, num_keys_);
+  }
+
+  template <class Beside>
+  void compute_scores(int i, Beside& beside) {
+    const RowBlock& block = blocks_[i];
+    const float* queries = s_.queries + block.row / 2 * dim_ * kPartsOf<T>;
+    float* scores = s_.scores + i % 2 * kScoreFloats;
+    if (block.halves() == 2) {
+      multiply_keys<T, true>(block, queries, s_.keys, dim_, scores, beside);
+    } else {
+      multiply_keys<T, false>(block, queries, s_.keys, dim_, scores, beside);
+    }
+  }
+
+  template <class Beside>
+  void add_values(int i, Beside& beside) {
+    const RowBlock& block = blocks_[i];
+    const float* weights = s_.weights + i % 2 * kWeightFloats<T>;
+    float* output = s_.output + block.row * dim_;
+    if (block.halves() == 2) {
+      multiply_values<T, true>(block, weights, s_.values, dim_, output, beside);
+    } else {
+      multiply_values<T, false>(block, weights, s_.values, dim_, output, beside);
+    }
+  }
+
+  void start(int i, Weights<T>& weights) {
+    const RowBlock& block = blocks_[i];
+    float* scores = s_.scores + i % 2 * kScoreFloats;
+    float factor = query_factor(call_);
+    if (call_.softcap != 0) {
+      cap_block(block, factor, call_.softcap, scores);
+      factor = 1;
+    }
+    if (block.masked) mask_block(call_, task_, block, tile_, num_keys_, scores);
+    weights.start(block, s_, i % 2, dim_, factor, steps_beside(i));
+  }
+
+  // Of the products of the blocks before and behind; at least 1.
+  int steps_beside(int i) const {
+    int keys = 0;
+    if (i > 0) keys += blocks_[i - 1].end - blocks_[i - 1].begin;
+    if (i + 1 < num_blocks_) keys += blocks_[i + 1].end - blocks_[i + 1].begin;
+    const int steps = keys / kAmxDepth * (dim_ / kAmxDepth) * kBesideSteps<T>;
+    return steps > 0 ? steps : 1;
+  }
+
+  const LayerCall& call_;
+  const AttendTask& task_;
+  const AmxScratch& s_;
+  const int dim_;
+  int64_t tile_ = 0;
+  int num_keys_ = 0;  // of the tile
+  int num_all_ = 0;
+  int num_rows_[kMaxBlocks];      // of each block
+  int64_t earliest_[kMaxBlocks];  // position of its rows
+  int64_t latest_[kMaxBlocks];
+  int num_blocks_ = 0;  // that see keys of the tile
+  RowBlock blocks_[kMaxBlocks];
+};
+
+template <class T>
+inline void amx_start_rows(const LayerCall& call, const AttendTask& task, const AmxScratch& s) {
+  const int rows = task.num_tokens * task.num_heads, dim = call.head_dim;
+  const T* query = static_cast<const T*>(call.query);
+  for (int row = 0; row < rows; row += static_cast<int>(kTileRows)) {
+    const auto address = [&](int i) {
+      return query + (task.first_head + (row + i) % task.num_heads) * call.query_head_stride +
+             task.tokens[(row + i) / task.num_heads] * call.query_token_stride;
+    };
+    pack_queries<T>(address, rows - row, dim, s.queries + row / 2 * dim * kPartsOf<T>);
+    store(s.maximum + row, splat(kMinusInfinity));
+    store(s.sum + row, Vec{});
+  }
+  const int blocks = (rows + kBlockRows - 1) / kBlockRows;
+  for (int i = 0; i < blocks * kBlockRows * dim; i += kLanes) store(s.output + i, Vec{});
+}
+
+// Calls write(row, output, maximum, sum) for all rows of the task.
+template <class Write>
+inline void amx_end_rows(int rows, int head_dim, const AmxScratch& s, const Write& write) {
+  float* dense = s.scores;  // [32, head_dim]
+  for (int first = 0; first < rows; first += kBlockRows) {
+    const float* output = s.output + first * head_dim;
+    for (int half = 0; half < kBlockRows; half += kLanes) {
+      for (int i = 0; i < head_dim; i += kLanes) {
+        Vec square[kLanes];
+#pragma GCC unroll 16
+        for (int j = 0; j < kLanes; ++j) square[j] = load(output + (i + j) * kBlockRows + half);
+        transpose(square);
+#pragma GCC unroll 16
+        for (int j = 0; j < kLanes; ++j) store(dense + (half + j) * head_dim + i, square[j]);
+      }
+    }
+    for (int row = first; row < first + kBlockRows && row < rows; ++row) {
+      write(row, dense + (row - first) * head_dim, s.maximum[row], s.sum[row]);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace vtensor::kernels

@@ -1,0 +1,131 @@
+// Tiles of tasks with few query rows (decodes): K and V are read once, where they stand.
+//
+// Bound by memory: a key is multiplied with all rows while it is in registers, and the rows of V of
+// the same tile are prefetched meanwhile. Scores are dot products; kLanes of them are summed
+// across their lanes at once.
+#pragma once
+
+#include "kernels/simd/softmax.h"
+
+namespace vtensor::kernels {
+namespace {
+
+// Rows that are multiplied with a key at once: rows x keys = kLanes dot products in registers.
+constexpr int kDotRows = 4;
+// Keys of a tile: K and V of that many tokens stay in the first-level cache between the two passes.
+constexpr int kFewRowsTile = 32;
+// How far ahead of the current keys memory is asked for: 2 KiB of them, about what a core can have
+// under way (measured: less or more cost 5 to 20 %).
+constexpr int kPrefetchBytes = 2048;
+
+VTENSOR_INLINE int max_int(int a, int b) { return a > b ? a : b; }
+
+template <class T>
+VTENSOR_INLINE void prefetch_row(const T* p, int head_dim) {
+  constexpr int kLine = 64 / static_cast<int>(sizeof(T));
+  for (int i = 0; i < head_dim; i += kLine) __builtin_prefetch(p + i);
+}
+
+// score[r][j] for R rows and `num_keys` keys; keys beyond the last are the last one again.
+template <class T, int R>
+inline void dot_rows(const AttendTask& task, const float* query, int head_dim, float* score,
+                     int64_t tile, int num_keys) {
+  constexpr int kKeys = kLanes / R;
+  const T* k = static_cast<const T*>(task.k) + tile * task.token_stride;
+  const T* v = static_cast<const T*>(task.v) + tile * task.token_stride;
+  const int64_t ahead =
+      max_int(4, kPrefetchBytes / (head_dim * static_cast<int>(sizeof(T)))) * task.token_stride;
+  for (int j = 0; j < num_keys; j += kKeys) {
+    const T* key[kKeys];
+#pragma GCC unroll 16
+    for (int n = 0; n < kKeys; ++n) {
+      const int64_t token = j + n < num_keys ? j + n : num_keys - 1;
+      key[n] = k + token * task.token_stride;
+      prefetch_row(key[n] + ahead, head_dim);
+      prefetch_row(v + token * task.token_stride, head_dim);
+    }
+    Vec acc[kLanes] = {};
+    for (int i = 0; i < head_dim; i += kLanes) {
+#pragma GCC unroll 16
+      for (int n = 0; n < kKeys; ++n) {
+        const Vec x = load(key[n] + i);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) acc[r * kKeys + n] += x * load(query + r * head_dim + i);
+      }
+    }
+    const Vec sums = sums_of(acc);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      __builtin_memcpy(score + r * kTileTokens + j,
+                       reinterpret_cast<const float*>(&sums) + r * kKeys, kKeys * sizeof(float));
+    }
+  }
+}
+
+// output[r] += sum over keys of weight[r][j] * value[j], for R rows and N vectors of columns.
+template <class T, int R, int N>
+VTENSOR_INLINE void add_columns(const T* v, int64_t token_stride, const float* weight,
+                                float* output, int head_dim, int num_keys) {
+  Vec acc[R][N];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) acc[r][n] = load(output + r * head_dim + n * kLanes);
+  }
+  for (int j = 0; j < num_keys; ++j) {
+    Vec value[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) value[n] = load(v + j * token_stride + n * kLanes);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const float w = weight[r * kTileTokens + j];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) acc[r][n] += w * value[n];
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) store(output + r * head_dim + n * kLanes, acc[r][n]);
+  }
+}
+
+template <class T, int R>
+inline void add_values(const AttendTask& task, const float* weight, float* output, int head_dim,
+                       int64_t tile, int num_keys) {
+  constexpr int kVecs = kLanes == 16 ? 4 : 2;
+  const T* v = static_cast<const T*>(task.v) + tile * task.token_stride;
+  int i = 0;
+  for (; i + kVecs * kLanes <= head_dim; i += kVecs * kLanes) {
+    add_columns<T, R, kVecs>(v + i, task.token_stride, weight, output + i, head_dim, num_keys);
+  }
+  for (; i < head_dim; i += kLanes) {
+    add_columns<T, R, 1>(v + i, task.token_stride, weight, output + i, head_dim, num_keys);
+  }
+}
+
+// Calls fn<R>(first row) for all rows, in groups of 4, 2 and 1.
+template <class Fn>
+VTENSOR_INLINE void in_row_groups(int rows, const Fn& fn) {
+  int row = 0;
+  for (; row + kDotRows <= rows; row += kDotRows) fn.template operator()<kDotRows>(row);
+  for (; row + 2 <= rows; row += 2) fn.template operator()<2>(row);
+  if (row < rows) fn.template operator()<1>(row);
+}
+
+template <class T>
+void few_rows_tile(const LayerCall& call, const AttendTask& task, const Scratch& s, int64_t tile,
+                   int num_keys) {
+  const int rows = task.num_tokens * task.num_heads, dim = call.head_dim;
+  in_row_groups(rows, [&]<int R>(int row) {
+    dot_rows<T, R>(task, s.query + row * dim, dim, s.score + row * kTileTokens, tile, num_keys);
+  });
+  const int width = (num_keys + kLanes - 1) / kLanes * kLanes;
+  softmax_tile<float>(call, task, s, tile, num_keys, width, 1);
+  in_row_groups(rows, [&]<int R>(int row) {
+    add_values<T, R>(task, s.score + row * kTileTokens, s.output + row * dim, dim, tile, num_keys);
+  });
+}
+
+}  // namespace
+}  // namespace vtensor::kernels

@@ -1,0 +1,73 @@
+// C (+)= A B in float32, on one thread, for matrices that fit in the second-level cache.
+//
+// The inner kernel keeps a tile of M x N vectors of C in registers: enough of them to hide the
+// latency of a multiply-add, few enough for the register file.
+#pragma once
+
+#include "kernels/simd/vec.h"
+
+namespace vtensor::kernels {
+namespace {
+
+// 32 registers with AVX-512, 16 before.
+constexpr int kGemmRows = 6;
+constexpr int kGemmVecs = kLanes == 16 ? 4 : 2;
+// Columns of B that are read together: the packed keys of a tile are stored in panels of this
+// width.
+constexpr int kPanel = kGemmVecs * kLanes;
+
+template <int M, int N, bool kAdd>
+VTENSOR_INLINE void gemm_tile(const float* a, int lda, const float* b, int ldb, float* c, int ldc,
+                              int depth) {
+  Vec acc[M][N];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) acc[m][n] = kAdd ? load(c + m * ldc + n * kLanes) : Vec{};
+  }
+  for (int k = 0; k < depth; ++k) {
+    Vec column[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) column[n] = load(b + k * ldb + n * kLanes);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const float x = a[m * lda + k];
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) acc[m][n] += x * column[n];
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) store(c + m * ldc + n * kLanes, acc[m][n]);
+  }
+}
+
+// All rows of a panel of N vectors.
+template <int N, bool kAdd>
+void gemm_panel(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int rows,
+                int depth) {
+  int m = 0;
+  for (; m + kGemmRows <= rows; m += kGemmRows) {
+    gemm_tile<kGemmRows, N, kAdd>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, depth);
+  }
+  for (; m + 2 <= rows; m += 2) {
+    gemm_tile<2, N, kAdd>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, depth);
+  }
+  if (m < rows) gemm_tile<1, N, kAdd>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, depth);
+}
+
+// c [rows, columns] += a [rows, depth] b [depth, columns]; columns: a multiple of kLanes.
+inline void gemm_add(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int rows,
+                     int columns, int depth) {
+  int n = 0;
+  for (; n + kPanel <= columns; n += kPanel) {
+    gemm_panel<kGemmVecs, true>(a, lda, b + n, ldb, c + n, ldc, rows, depth);
+  }
+  for (; n < columns; n += kLanes) {
+    gemm_panel<1, true>(a, lda, b + n, ldb, c + n, ldc, rows, depth);
+  }
+}
+
+}  // namespace
+}  // namespace vtensor::kernels

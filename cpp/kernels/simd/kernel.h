@@ -1,0 +1,222 @@
+// One level's functions: a task from its queries to its output, and the merge of partial outputs.
+#pragma once
+
+#if defined(__AMX_BF16__)
+#include "kernels/simd/amx_linear.h"
+#include "kernels/simd/amx_many_linear.h"
+#include "kernels/simd/amx_rows.h"
+#include "kernels/simd/amx_split_linear.h"
+#endif
+#include "kernels/simd/few_rows.h"
+#include "kernels/simd/linear.h"
+#include "kernels/simd/many_rows.h"
+#include "kernels/simd/rows.h"
+
+namespace vtensor::kernels {
+namespace {
+
+// From so many query rows on, transposing the keys pays.
+constexpr int kManyRows = 8;
+#if defined(__AMX_BF16__)
+// From so many on, AMX does, which packs keys and values in parts.
+template <class T>
+constexpr int kAmxRowsFrom = 48;
+template <>
+constexpr int kAmxRowsFrom<BFloat16> = kManyRows;
+#endif
+
+template <class T>
+inline void load_queries(const LayerCall& call, const AttendTask& task, const Scratch& s) {
+  const T* query = static_cast<const T*>(call.query);
+  const float factor = query_factor(call);
+  float* out = s.query;
+  for (int i = 0; i < task.num_tokens; ++i) {
+    for (int h = 0; h < task.num_heads; ++h) {
+      const T* row = query + (task.first_head + h) * call.query_head_stride +
+                     task.tokens[i] * call.query_token_stride;
+      for (int j = 0; j < call.head_dim; j += kLanes) store(out + j, load(row + j) * factor);
+      out += call.head_dim;
+    }
+  }
+}
+
+template <class T>
+VTENSOR_INLINE void write_scaled(const LayerCall& call, int token, int head,
+                                 const float* accumulated, float factor) {
+  T* out = static_cast<T*>(call.output) +
+           (static_cast<int64_t>(token) * call.num_heads + head) * call.head_dim;
+  for (int i = 0; i < call.head_dim; i += kLanes) store(out + i, load(accumulated + i) * factor);
+}
+
+// output = accumulated / sum, with the head's sink in the sum.
+template <class T>
+inline void write_output(const LayerCall& call, int token, int head, const float* accumulated,
+                         float maximum, float sum) {
+  if (call.sinks != nullptr) {
+    const float sink = call.sinks[head] * kLog2e;
+    // Where the sink is the largest score, all other weights shrink by the same factor.
+    if (sink > maximum) {
+      const float factor = exp2(maximum - sink);
+      write_scaled<T>(call, token, head, accumulated, factor / (sum * factor + 1));
+      return;
+    }
+    sum += exp2(sink - maximum);
+  }
+  write_scaled<T>(call, token, head, accumulated, 1 / sum);
+}
+
+// The output of row h of token i of the task, or its partial result.
+template <class T>
+VTENSOR_INLINE void write_row(const LayerCall& call, const AttendTask& task, int i, int h,
+                              const float* accumulated, float maximum, float sum) {
+  const int head = task.first_head + h;
+  if (task.partial == nullptr) {
+    write_output<T>(call, task.tokens[i], head, accumulated, maximum, sum);
+    return;
+  }
+  float* out = task.partial +
+               (static_cast<int64_t>(i) * call.num_heads + head) * (call.head_dim + kPartialTail);
+  __builtin_memcpy(out, accumulated, static_cast<size_t>(call.head_dim) * sizeof(float));
+  out[call.head_dim] = maximum;
+  out[call.head_dim + 1] = sum;
+}
+
+template <class T>
+inline void write_results(const LayerCall& call, const AttendTask& task, const Scratch& s) {
+  for (int i = 0; i < task.num_tokens; ++i) {
+    for (int h = 0; h < task.num_heads; ++h) {
+      const int row = i * task.num_heads + h;
+      write_row<T>(call, task, i, h, s.output + row * call.head_dim, s.maximum[row],
+                   sum_lanes(load(s.sum + row * kLanes)));
+    }
+  }
+}
+
+template <class T, int kTokens, class Tile>
+VTENSOR_INLINE void attend_tiles(const LayerCall& call, const AttendTask& task, const Scratch& s,
+                                 const Tile& compute_tile) {
+  start_rows(s, task.num_tokens * task.num_heads, call.head_dim);
+  for (int64_t tile = task.begin; tile < task.end; tile += kTokens) {
+    const int64_t left = task.end - tile;
+    compute_tile(call, task, s, tile, left < kTokens ? static_cast<int>(left) : kTokens);
+  }
+  write_results<T>(call, task, s);
+}
+
+// Up to num_tokens tokens of a task, from `first` on, and the keys that they see.
+inline AttendTask part_of(const LayerCall& call, const AttendTask& task, int first,
+                          int num_tokens) {
+  AttendTask part = task;
+  part.tokens += first;
+  part.num_tokens = task.num_tokens - first < num_tokens ? task.num_tokens - first : num_tokens;
+  if (part.partial != nullptr) {
+    part.partial += static_cast<int64_t>(first) * call.num_heads * (call.head_dim + kPartialTail);
+  }
+  int64_t begin = task.end, end = task.begin;
+  for (int i = 0; i < part.num_tokens; ++i) {
+    const int64_t position = call.positions[part.tokens[i]];
+    const int64_t visible = position < call.window ? 0 : position + 1 - call.window;
+    begin = visible < begin ? visible : begin;
+    end = position + 1 > end ? position + 1 : end;
+  }
+  part.begin = begin > task.begin ? begin : task.begin;
+  part.end = end < task.end ? end : task.end;
+  return part;
+}
+
+// Tasks with more rows than fit the first-level cache go part by part.
+template <class T>
+inline void attend_widened(const LayerCall& call, const AttendTask& task, float* scratch) {
+  const Scratch s = lay_out(scratch, call.head_dim);
+  const int part_tokens = kPartRows > task.num_heads ? kPartRows / task.num_heads : 1;
+  for (int first = 0; first < task.num_tokens; first += part_tokens) {
+    const AttendTask part = part_of(call, task, first, part_tokens);
+    load_queries<T>(call, part, s);
+    if (part.num_tokens * part.num_heads < kManyRows) {
+      attend_tiles<T, kFewRowsTile>(call, part, s, few_rows_tile<T>);
+    } else {
+      attend_tiles<T, kTileTokens>(call, part, s, many_rows_tile<T>);
+    }
+  }
+}
+
+#if defined(__AMX_BF16__)
+template <class T>
+inline void attend_amx(const LayerCall& call, const AttendTask& task, float* scratch) {
+  const AmxScratch s = lay_out_amx<T>(scratch, call.head_dim);
+  const AmxTiles tiles;
+  amx_start_rows<T>(call, task, s);
+  AmxTask<T>(call, task, s).attend();
+  amx_end_rows(task.num_tokens * task.num_heads, call.head_dim, s,
+               [&](int row, const float* accumulated, float maximum, float sum) {
+                 write_row<T>(call, task, row / task.num_heads, row % task.num_heads, accumulated,
+                              maximum, sum);
+               });
+}
+#endif
+
+template <class T>
+void attend(const LayerCall& call, const AttendTask& task, float* scratch) {
+#if defined(__AMX_BF16__)
+  if (task.num_tokens * task.num_heads >= kAmxRowsFrom<T> && call.head_dim % kAmxDepth == 0) {
+    attend_amx<T>(call, task, scratch);
+    return;
+  }
+#endif
+  attend_widened<T>(call, task, scratch);
+}
+
+#if defined(__AMX_BF16__)
+template <>
+void linear<BFloat16>(const LinearCall& call, int64_t num_rows, int64_t begin, int64_t end) {
+  amx_linear(call, num_rows, begin, end);
+}
+#endif
+
+// Partial results with maxima m_i, sums l_i and outputs o_i are, with m = max m_i, together
+// sum 2^(m_i - m) o_i and sum 2^(m_i - m) l_i (ChunkAttention, equation 2).
+template <class T>
+void merge(const LayerCall& call, const MergeTask& task) {
+  const int64_t stride = call.head_dim + kPartialTail;
+  alignas(64) float accumulated[kMaxHeadDim];
+  for (int head = task.first_head; head < task.first_head + task.num_heads; ++head) {
+    const auto partial_of = [&](int i) {
+      return task.partials + (int64_t{task.rows[i]} * call.num_heads + head) * stride;
+    };
+    float maximum = kMinusInfinity;
+    for (int i = 0; i < task.num_rows; ++i) {
+      const float candidate = partial_of(i)[call.head_dim];
+      if (candidate > maximum) maximum = candidate;
+    }
+    float sum = 0;
+    for (int j = 0; j < call.head_dim; ++j) accumulated[j] = 0;
+    for (int i = 0; i < task.num_rows; ++i) {
+      const float* partial = partial_of(i);
+      const float factor = exp2(partial[call.head_dim] - maximum);
+      sum += factor * partial[call.head_dim + 1];
+      for (int j = 0; j < call.head_dim; j += kLanes) {
+        store(accumulated + j, load(accumulated + j) + load(partial + j) * factor);
+      }
+    }
+    write_output<T>(call, task.token, head, accumulated, maximum, sum);
+  }
+}
+
+constexpr Level make_level(const char* name) {
+  return {name,
+          kLanes,
+          {attend<float>, attend<BFloat16>, attend<Float16>},
+          {merge<float>, merge<BFloat16>, merge<Float16>},
+          {rms_norm<float>, rms_norm<BFloat16>, rms_norm<Float16>},
+          {silu_mul<float>, silu_mul<BFloat16>, silu_mul<Float16>},
+          {rotate<float>, rotate<BFloat16>, rotate<Float16>},
+          {linear<float>, linear<BFloat16>, nullptr},
+#if defined(__AMX_BF16__)
+          {amx_split_linear, amx_many_linear, nullptr}};
+#else
+          {}};
+#endif
+}
+
+}  // namespace
+}  // namespace vtensor::kernels

@@ -1,0 +1,179 @@
+// Linear layers with packed weights, in vectors: a tile of rows times a panel of outputs.
+//
+// The accumulators of a tile fill the registers; the panel is read row by row, each of x's numbers
+// is broadcast to it. Sums are float32 whatever the dtype.
+#pragma once
+
+#include "kernels/attention/task.h"
+#include "kernels/simd/rows.h"
+#include "kernels/simd/vec.h"
+
+namespace vtensor::kernels {
+namespace {
+
+constexpr int kLinearRows = 6;
+// How far ahead of the products memory is asked for.
+constexpr int64_t kStreamBytes = 2048;
+
+template <class T>
+constexpr DType kDType = sizeof(T) == 4 ? DType::kFloat32 : DType::kBFloat16;
+template <class T>
+constexpr int64_t kPanelColumns = panel_columns(kDType<T>);
+// Bytes of a panel for each step of its depth, a pair of inputs in bfloat16.
+template <class T>
+constexpr int64_t kStepBytes = kPanelColumns<T> * 4;
+// With AVX-512 6 x 4 of 32 registers accumulate float32, 6 x 2 of 16 before.
+template <class T>
+constexpr int kLinearVecs = kLanes == 16 && sizeof(T) == 4 ? 4 : 2;
+
+VTENSOR_INLINE Vec widen_low(UVec pairs) { return from_bits(pairs << 16); }
+VTENSOR_INLINE Vec widen_high(UVec pairs) { return from_bits(pairs & 0xffff0000); }
+
+VTENSOR_INLINE float widen(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Four rows share a pointer, so that all fit in registers: row m is at base[m / 4] + m % 4 rows.
+template <class T, int M>
+struct RowPointers {
+  const char* base[(M + 3) / 4];
+  int64_t stride;
+
+  VTENSOR_INLINE RowPointers(const T* x, int64_t x_stride)
+      : stride(x_stride * static_cast<int64_t>(sizeof(T))) {
+    for (int i = 0; i < (M + 3) / 4; ++i)
+      base[i] = reinterpret_cast<const char*>(x) + 4 * i * stride;
+  }
+  VTENSOR_INLINE T at(int m, int64_t bytes) const {
+    T value;
+    __builtin_memcpy(&value, base[m / 4] + (m % 4) * stride + bytes, sizeof value);
+    return value;
+  }
+};
+
+// What is asked for while a tile is computed: `bytes` of the panel from `address` on a step.
+struct Prefetch {
+  const char* address;
+  int64_t bytes;
+
+  VTENSOR_INLINE void step() {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(address + i, 0, 2);
+    address += bytes;
+  }
+};
+
+template <int M, int N>
+VTENSOR_INLINE void multiply(const float* x, int64_t x_stride, const float* panel, int64_t depth,
+                             Prefetch ahead, Vec (&acc)[M][N]) {
+  const RowPointers<float, M> rows(x, x_stride);
+  for (int64_t k = 0; k < depth; ++k, panel += kPanelColumns<float>) {
+    Vec weight[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) weight[n] = load(panel + n * kLanes);
+    ahead.step();
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      const float value = rows.at(m, k * 4);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) acc[m][n] += value * weight[n];
+    }
+  }
+}
+
+template <int M, int N>
+VTENSOR_INLINE void multiply(const BFloat16* x, int64_t x_stride, const BFloat16* panel,
+                             int64_t depth, Prefetch ahead, Vec (&acc)[M][N]) {
+  const RowPointers<BFloat16, M> rows(x, x_stride);
+  for (int64_t k = 0; k < depth; k += 2, panel += 2 * kPanelColumns<BFloat16>) {
+    UVec pairs[N];
+    __builtin_memcpy(&pairs, panel, sizeof pairs);
+    ahead.step();
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      const float even = widen(rows.at(m, k * 2)), odd = widen(rows.at(m, k * 2 + 2));
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        acc[m][n] += even * widen_low(pairs[n]) + odd * widen_high(pairs[n]);
+      }
+    }
+  }
+}
+
+// One vector of outputs, from its sums.
+template <class T>
+VTENSOR_INLINE void finish(const LinearCall& call, int64_t row, int64_t column, Vec sum) {
+  if (call.bias != nullptr) sum += load(static_cast<const T*>(call.bias) + column);
+  if (call.residual != nullptr) {
+    sum += load(static_cast<const T*>(call.residual) + row * call.residual_stride + column);
+  }
+  store(static_cast<T*>(call.output) + row * call.output_stride + column, sum);
+}
+
+// One vector of silu(gate) * factor, from the sums of both, as if these were stored between.
+template <class T>
+VTENSOR_INLINE void finish_gate(const LinearCall& call, int64_t row, int64_t column, Vec gate,
+                                Vec factor) {
+  if (call.bias != nullptr) {
+    const T* bias = static_cast<const T*>(call.bias) + column;
+    gate += load(bias);
+    factor += load(bias + call.columns / 2);
+  }
+  const Vec gated = rounded<T>(silu(rounded<T>(gate))) * rounded<T>(factor);
+  store(static_cast<T*>(call.output) + row * call.output_stride + column, gated);
+}
+
+// Rows [row, row + M) times the outputs from `column` on that fit in the registers.
+template <class T, int M>
+void linear_tile(const LinearCall& call, int64_t row, int64_t column, const T* panel,
+                 Prefetch ahead) {
+  Vec acc[M][kLinearVecs<T>] = {};
+  multiply(static_cast<const T*>(call.x) + row * call.x_stride, call.x_stride, panel, call.depth,
+           ahead, acc);
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m) {
+    for (int n = 0; n < kLinearVecs<T>; ++n) {
+      const int64_t at = column + n * kLanes;
+      if (at < call.columns) finish<T>(call, row + m, at, acc[m][n]);
+    }
+  }
+}
+
+template <class T, int M = kLinearRows>
+VTENSOR_INLINE void linear_rows(const LinearCall& call, int64_t row, int64_t num_rows,
+                                int64_t column, const T* panel, Prefetch ahead) {
+  if (num_rows == M) {
+    linear_tile<T, M>(call, row, column, panel, ahead);
+  } else if constexpr (M > 1) {
+    linear_rows<T, M - 1>(call, row, num_rows, column, panel, ahead);
+  }
+}
+
+// Tiles of equal height, as few as there can be. One tile reads the panel as it comes from memory;
+// of several, each asks for its share of the next panel, and finds its own in the cache.
+template <class T>
+void linear(const LinearCall& call, int64_t num_rows, int64_t begin, int64_t end) {
+  constexpr int64_t kPair = sizeof(T) == 4 ? 1 : 2;
+  constexpr int64_t kColumns = kLinearVecs<T> * kLanes;
+  const int64_t tiles = (num_rows + kLinearRows - 1) / kLinearRows;
+  const int64_t steps = call.depth / kPair, panel_bytes = steps * kStepBytes<T>;
+  for (int64_t panel = begin; panel < end; ++panel) {
+    const T* weight = static_cast<const T*>(call.panels) + panel * kPanelColumns<T> * call.depth;
+    const char* here = reinterpret_cast<const char*>(weight);
+    for (int64_t n = 0; n < kPanelColumns<T>; n += kColumns) {
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t share = (kStepBytes<T> / tiles + 63) / 64 * 64;
+        Prefetch ahead = {here + panel_bytes + tile * steps * share, share};
+        if (tiles == 1 || (panel == begin && tile == 0)) ahead = {here + kStreamBytes, share};
+        const int64_t first = num_rows * tile / tiles, last = num_rows * (tile + 1) / tiles;
+        linear_rows<T>(call, first, last - first, panel * kPanelColumns<T> + n, weight + n * kPair,
+                       ahead);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace vtensor::kernels

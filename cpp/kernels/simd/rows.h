@@ -1,0 +1,81 @@
+// The operations of a layer beside its products and its attention, each in one pass over its rows.
+#pragma once
+
+#include "kernels/attention/task.h"
+#include "kernels/simd/vec.h"
+
+namespace vtensor::kernels {
+namespace {
+
+// As if stored and read again: where the model rounds between two steps, so does this.
+template <class T>
+VTENSOR_INLINE Vec rounded(Vec v) {
+  if constexpr (sizeof(T) == sizeof(float)) return v;
+  T stored[kLanes];
+  store(stored, v);
+  return load(stored);
+}
+
+// output = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019).
+template <class T>
+void rms_norm(const RowCall& call, int64_t begin, int64_t end) {
+  const T* weight = static_cast<const T*>(call.second);
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
+    T* out = static_cast<T*>(call.output) + row * call.width;
+    Vec squares = {};
+    for (int64_t j = 0; j < call.width; j += kLanes) {
+      const Vec v = load(x + j);
+      squares += v * v;
+    }
+    const float mean = sum_lanes(squares) / static_cast<float>(call.width);
+    const float factor = 1 / __builtin_sqrtf(mean + call.eps);
+    for (int64_t j = 0; j < call.width; j += kLanes) {
+      store(out + j, rounded<T>(load(x + j) * factor) * load(weight + j));
+    }
+  }
+}
+
+// x / (1 + e^-x)
+VTENSOR_INLINE Vec silu(Vec x) {
+  constexpr float kLog2 = 1.4426950408889634F;
+  constexpr float kBound = 87;  // e^87 is finite
+  const Vec bounded = x < splat(-kBound) ? splat(-kBound) : x;
+  return x / (1.0F + exp2(max(-bounded, splat(-kBound)) * kLog2));
+}
+
+// output = silu(x) * second: the gate of a SwiGLU layer (Shazeer, 2020).
+template <class T>
+void silu_mul(const RowCall& call, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
+    const T* second = static_cast<const T*>(call.second) + row * call.second_stride;
+    T* out = static_cast<T*>(call.output) + row * call.width;
+    for (int64_t j = 0; j < call.width; j += kLanes) {
+      store(out + j, rounded<T>(silu(load(x + j))) * load(second + j));
+    }
+  }
+}
+
+template <class T>
+void rotate(const RotaryCall& call, int64_t begin, int64_t end) {
+  const int64_t half = call.width / 2;
+  for (int64_t token = begin; token < end; ++token) {
+    const T* cos = static_cast<const T*>(call.cos) + token * call.width;
+    const T* sin = static_cast<const T*>(call.sin) + token * call.width;
+    for (int64_t head = 0; head < call.num_heads; ++head) {
+      const T* x =
+          static_cast<const T*>(call.x) + head * call.head_stride + token * call.token_stride;
+      T* out = static_cast<T*>(call.output) + head * call.output_head_stride +
+               token * call.output_token_stride;
+      for (int64_t j = 0; j < half; j += kLanes) {
+        const Vec a = load(x + j), b = load(x + half + j);
+        store(out + j, a * load(cos + j) - b * load(sin + j));
+        store(out + half + j, b * load(cos + half + j) + a * load(sin + half + j));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace vtensor::kernels

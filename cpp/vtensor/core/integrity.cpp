@@ -1,0 +1,146 @@
+#include "vtensor/core/integrity.h"
+
+#include <string>
+#include <vector>
+
+#include "vtensor/util/error.h"
+
+namespace vtensor {
+namespace {
+
+void expect(bool holds, const std::string& invariant) {
+  if (!holds) throw IntegrityError("broken invariant: " + invariant);
+}
+
+struct Counted {
+  uint32_t table_refs = 0;
+  uint32_t tree_refs = 0;
+  uint32_t pins = 0;
+};
+
+std::vector<Counted> count_references(const Scheduler& scheduler) {
+  const Pool& pool = scheduler.pool();
+  std::vector<Counted> counted(pool.pset.num_ids());
+  for (SlotId slot = 0; slot < pool.vset.num_slots(); ++slot) {
+    for (const ChunkId id : pool.vset[slot].table) ++counted.at(id).table_refs;
+  }
+  for (const ChunkId id : scheduler.claimed()) ++counted.at(id).table_refs;
+  pool.rtree.for_each([&](const RNode& node, const std::string&) {
+    for (const ChunkId id : node.rows) {
+      ++counted.at(id).tree_refs;
+      counted.at(id).pins += node.num_pins > 0 ? 1 : 0;
+    }
+  });
+  return counted;
+}
+
+void check_chunks(const Scheduler& scheduler) {
+  const PSet& pset = scheduler.pool().pset;
+  const std::vector<Counted> counted = count_references(scheduler);
+  size_t free = 0;
+  size_t referenced = 0;
+  size_t evictable = 0;
+  size_t dirty_free = 0;
+  size_t aliased = 0;
+  for (ChunkId id = 0; id < pset.num_ids(); ++id) {
+    const Chunk& chunk = pset[id];
+    const std::string name = "chunk " + std::to_string(id);
+    expect(chunk.table_refs == counted[id].table_refs && chunk.tree_refs == counted[id].tree_refs,
+           "1, reference count of " + name);
+    expect(chunk.pins == counted[id].pins, "pin count of " + name);
+    expect(chunk.refs() == 0 || chunk.created || scheduler.is_asleep() ||
+               scheduler.claimed().contains(id),
+           "referenced " + name + " has no memory");
+    expect(chunk.refs() > 0 || chunk.appender == kNoVTensor,
+           "2, free " + name + " has an appender");
+    free += static_cast<size_t>(chunk.created && chunk.refs() == 0);
+    referenced += static_cast<size_t>(chunk.refs() > 0);
+    evictable += static_cast<size_t>(chunk.evictable());
+    aliased += static_cast<size_t>(chunk.aliased());
+    dirty_free += static_cast<size_t>(chunk.created && chunk.refs() == 0 && chunk.dirty_bytes > 0);
+  }
+  expect(pset.num_free() == free, "2, the free set is the set of chunks without references");
+  expect(pset.num_dirty_free() == dirty_free, "count of free chunks to scrub");
+  expect(pset.num_evictable() == evictable, "count of evictable chunks");
+  expect(pset.num_aliased() == aliased, "count of chunks behind several page-table entries");
+  expect(pset.num_created() <= pset.budget_chunks(), "5, created bytes <= budget");
+  expect(pset.num_created() == free + referenced, "6, created = free + referenced");
+}
+
+// A chunk's appender is a live vTensor whose page table names it.
+void check_appenders(const Scheduler& scheduler) {
+  const Pool& pool = scheduler.pool();
+  size_t with_appender = 0;
+  for (ChunkId id = 0; id < pool.pset.num_ids(); ++id) {
+    with_appender += static_cast<size_t>(pool.pset[id].appender != kNoVTensor);
+  }
+  size_t appended = 0;
+  for (const VTensorId id : scheduler.live_ids()) {
+    for (const ChunkId chunk : pool.vset[scheduler.live(id).slot].table) {
+      appended += static_cast<size_t>(pool.pset[chunk].appender == id);
+    }
+  }
+  expect(with_appender == appended, "4, every appender is alive and maps its chunk");
+}
+
+void check_slots(const Scheduler& scheduler) {
+  const Pool& pool = scheduler.pool();
+  size_t parked = 0;
+  for (SlotId slot = 0; slot < pool.vset.num_slots(); ++slot) {
+    const Slot& entry = pool.vset[slot];
+    const std::string name = "slot " + std::to_string(slot);
+    parked += static_cast<size_t>(entry.state == SlotState::kParked);
+    if (entry.state == SlotState::kBroken) continue;
+    expect(entry.table.size() % pool.geometry.num_planes == 0, "3, " + name + " has whole rows");
+    expect(entry.table.size() <= pool.geometry.max_rows() * pool.geometry.num_planes,
+           "3, " + name + " is mapped within its range");
+    expect(entry.state != SlotState::kFree || entry.table.empty(), "free " + name + " is unmapped");
+  }
+  expect(parked == pool.vset.parked().size(), "the parked list holds the parked slots");
+}
+
+void check_vtensor(const Scheduler& scheduler, const VTensor& vtensor) {
+  const Pool& pool = scheduler.pool();
+  const std::string name = "vTensor " + std::to_string(vtensor.id);
+  const std::vector<ChunkId>& table = pool.vset[vtensor.slot].table;
+  const size_t rows = pool.vset.mapped_rows(vtensor.slot);
+  if (vtensor.is_swapped) {
+    expect(rows == 0, "swapped " + name + " is unmapped");
+    return;
+  }
+  expect(pool.geometry.rows_for(vtensor.num_tokens) <= rows, name + " is mapped up to its length");
+  expect(vtensor.write_limit <= pool.geometry.tokens_in(rows),
+         name + " may write mapped rows only");
+  const size_t first_owned = vtensor.own_row + (vtensor.tail_shared ? 1 : 0);
+  for (size_t i = 0; i < table.size(); ++i) {
+    const bool owned = pool.pset[table[i]].appender == vtensor.id;
+    const size_t row = i / pool.geometry.num_planes;
+    expect(row < first_owned || owned, "4, " + name + " appends to row " + std::to_string(row));
+    expect(row >= vtensor.own_row || !owned, "4, " + name + " owns an aliased row");
+  }
+}
+
+void check_tree(const Scheduler& scheduler) {
+  const Pool& pool = scheduler.pool();
+  size_t num_tokens = 0;
+  pool.rtree.for_each([&](const RNode& node, const std::string&) {
+    const size_t rows = pool.geometry.rows_for(node.end()) - pool.geometry.full_rows(node.start);
+    expect(!node.tokens.empty(), "an rTree node has tokens");
+    expect(node.rows.size() == rows * pool.geometry.num_planes,
+           "7, an rTree path's tokens are covered by its chunks");
+    num_tokens += node.tokens.size();
+  });
+  expect(num_tokens == pool.rtree.num_tokens(), "count of recorded tokens");
+}
+
+}  // namespace
+
+void check_integrity(const Scheduler& scheduler) {
+  check_chunks(scheduler);
+  check_appenders(scheduler);
+  check_slots(scheduler);
+  for (const VTensorId id : scheduler.live_ids()) check_vtensor(scheduler, scheduler.live(id));
+  check_tree(scheduler);
+}
+
+}  // namespace vtensor

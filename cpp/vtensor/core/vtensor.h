@@ -1,0 +1,44 @@
+// VTensor: one request's contiguous virtual range, as the scheduler keeps book of it.
+//
+//   tokens   0 ........ own_row ........ num_tokens ....... write_limit
+//            |  aliased  |  appended by this vTensor | mapped, may be |
+//            |  rows     |                           | written next   |
+//
+// Invariants:
+//  1. it is the appender of every chunk in rows [own_row, mapped rows), except the tail row while
+//     tail_shared;
+//  2. tokens below frozen_tokens are seen by others (recorded or forked): never written again;
+//  3. write_limit is the length up to which extend() needs no driver call and no copy.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "vtensor/pool/vset.h"
+#include "vtensor/store/swap_store.h"
+
+namespace vtensor {
+
+struct VTensor {
+  VTensorId id = kNoVTensor;
+  SlotId slot = 0;
+  size_t num_tokens = 0;         // declared length: KV of these tokens is or is being written
+  size_t num_cached_tokens = 0;  // of them, found recorded at creation
+  size_t peak_tokens = 0;        // the longest it ever was
+  size_t frozen_tokens = 0;
+  size_t own_row = 0;
+  size_t write_limit = 0;
+  bool tail_shared = false;                // the tail row is an alias; own it before writing
+  bool is_swapped = false;                 // its contents are in the swap store, nothing is mapped
+  std::vector<SwapStore::Ticket> swapped;  // one a chunk, row-major
+  bool busy = false;  // a growth of it is under way without the manager's mutex
+  uint64_t plan = 0;  // the last plan_extend() that named it
+  uint64_t tenant = 0;
+  std::string salt;
+  size_t chunks_aliased = 0;
+  size_t chunks_copied = 0;
+};
+
+}  // namespace vtensor

@@ -1,0 +1,119 @@
+// CudaDriver: Driver over the virtual memory management of one NVIDIA GPU. One driver, and so one
+// manager, a device; the compute capability does not matter.
+//
+// Thread-safety: as Driver: every call from any thread, calls on the same addresses or chunk
+// ordered by the caller. No lock is held during a driver call.
+//
+// Invariants (beside Driver's rules):
+//  1. One cuMemCreate handle a chunk, because cuMemMap's offset must be 0.
+//  2. Each chunk is mapped read-write in the window (cuda_window.h) from create() to release().
+//  3. create() zero-fills: CUDA does not document that new memory is zero.
+//  4. Copies and fills run on a non-blocking stream of the driver's own and have finished when the
+//     call returns. They are not ordered after other streams' kernels unless wait_event() was
+//     called; create()'s zero-fill never is.
+//  5. No call here waits for running kernels. unmap(), map() and set_access() on addresses that a
+//     kernel may read are the caller's mistake: gate them by a CudaEvent.
+//  6. A failed rollback is said in the error's text, and the books then show what really is mapped.
+//
+// Weaker than on the host:
+//  - kGuard: a kernel that reads an unmapped address ends the whole context (illegal address).
+//  - kZero is refused. CUDA has no lazy zero page, and a real zero chunk behind every tail slot
+//  would
+//    have to be unmapped before each map(), next to addresses that kernels read. Padded kernels
+//    need a mapped, scrubbed tail instead.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+
+#include "vtensor/driver/cuda/cuda_book.h"
+#include "vtensor/driver/cuda/cuda_context.h"
+#include "vtensor/driver/cuda/cuda_event.h"
+#include "vtensor/driver/cuda/cuda_window.h"
+#include "vtensor/driver/driver.h"
+#include "vtensor/util/units.h"
+
+namespace vtensor {
+
+struct CudaOptions {
+  int device_index = 0;
+  std::string libcuda_path;  // empty: $FLEXINFER_LIBCUDA, then "libcuda.so.1"
+  TailPolicy tail = TailPolicy::kGuard;
+  size_t window_slab_bytes = 64 * kGiB;  // address space only, reserved piece by piece
+};
+
+class CudaDriver final : public Driver {
+ public:
+  // Throws DriverError without libcuda, device or virtual memory management; std::invalid_argument
+  // for a device index out of range or tail policy kZero.
+  explicit CudaDriver(const CudaOptions& options = {});
+  // Gives back everything, also what the caller forgot. REQUIRES: no kernel uses it any more.
+  ~CudaDriver() override;
+  CudaDriver(const CudaDriver&) = delete;
+  CudaDriver& operator=(const CudaDriver&) = delete;
+
+  std::string_view name() const noexcept override { return "cuda"; }
+  Device device() const noexcept override;
+  bool has_memory() const noexcept override { return true; }
+  size_t granularity() const noexcept override { return granularity_; }
+
+  uintptr_t reserve(size_t size_bytes, size_t alignment_bytes) override;
+  void free(uintptr_t addr, size_t size_bytes) override;
+
+  // OutOfMemoryError carries the device's free bytes, and its total bytes as the budget.
+  Handle create(size_t chunk_bytes) override;
+  void release(Handle handle, size_t chunk_bytes) override;
+
+  void map(uintptr_t addr, std::span<const Handle> handles, size_t chunk_bytes) override;
+  void set_access(uintptr_t addr, size_t size_bytes, Access access) override;
+  void unmap(uintptr_t addr, size_t size_bytes, size_t chunk_bytes) override;
+
+  // Source and destination may lie in one chunk, but may not overlap.
+  void copy(Handle dst, size_t dst_offset, Handle src, size_t src_offset,
+            size_t size_bytes) override;
+  void fill(Handle dst, size_t dst_offset, size_t size_bytes, std::byte value) override;
+  void read(Handle src, size_t src_offset, std::span<std::byte> out) override;
+  void write(Handle dst, size_t dst_offset, std::span<const std::byte> in) override;
+
+  // Copies, fills, reads and writes from now on run after the work that `event` closes, without
+  // making the calling thread wait here.
+  void wait_event(const CudaEvent& event);
+
+  // `stream` is a CUstream of this device, not being captured into a graph.
+  std::unique_ptr<Fence> fence(uintptr_t stream) override;
+  void synchronize() override;
+
+  // What the device has now, all processes counted; the other users of it are torch and its cache.
+  struct MemoryInfo {
+    size_t free_bytes;
+    size_t total_bytes;
+  };
+  MemoryInfo memory_info() const;
+
+  // To make CudaEvents with; may outlive the driver.
+  std::shared_ptr<const CudaContext> context() const noexcept { return context_; }
+
+ private:
+  const CudaApi& api() const noexcept { return context_->api(); }
+  void check_create(cuda::CUresult code, const char* call, size_t chunk_bytes) const;
+  cuda::CUresult grant(uintptr_t addr, size_t size_bytes, Access access) const noexcept;
+  cuda::CUresult map_again(const CudaBook::PlacedMapping& placed) const noexcept;
+  void unmap_run(std::span<const CudaBook::PlacedMapping> run);
+  void unmap_one_by_one(std::span<const CudaBook::PlacedMapping> run);
+  cuda::CUstream create_stream() const;
+  void finish(cuda::CUstream stream) const;
+
+  std::shared_ptr<const CudaContext> context_;
+  size_t granularity_;
+  CudaBook book_;
+  CudaWindow window_;
+  cuda::CUstream stream_ = nullptr;
+  // create()'s zero-fills: nobody uses a new chunk yet, so they need not stand behind wait_event(),
+  // and a chunk for the next step comes while this step's kernels run.
+  cuda::CUstream zero_stream_ = nullptr;
+  // Cleared when this driver refuses to unmap several mappings by one call; see unmap_run().
+  std::atomic<bool> can_unmap_runs_{true};
+};
+
+}  // namespace vtensor

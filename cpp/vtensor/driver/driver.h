@@ -1,0 +1,95 @@
+// Driver: the one narrow door to a device's virtual memory. All above it works on any driver.
+//
+//   reserve   a virtual range, nothing behind it          free      give the range back
+//   create    a physical chunk, committed and zero        release   give it back to the system
+//   map       chunks behind a range (no access yet)       unmap     take them away
+//   set_access  after map, once over a whole run         copy / fill / read / write  contents
+//
+// Thread-safety: every call may be made from any thread. Calls on overlapping addresses or on the
+// same chunk must be ordered by the caller.
+//
+// Rules, checked by the conformance suite (tests/cpp/driver_conformance_test.cpp) on every driver:
+//  1. All-or-nothing: a call that throws has changed nothing.
+//  2. create() commits: touching a mapped chunk never fails later. A fresh chunk reads as zeros.
+//  3. The same chunk may be mapped at many addresses; all of them show the same bytes.
+//  4. map() needs a range with nothing mapped in it; unmap() takes exactly whole mapped chunks.
+//  5. A mapped range gives no access to its chunks until set_access(); one call may span any run of
+//     mapped chunks. (Until then it faults, or still shows the tail: reads are zeros or faults.)
+//  6. release() of a chunk that is still mapped keeps its memory until the last unmap. (The pool
+//     never does this; the rule is CUDA's, and the host driver refuses it.)
+//  7. free() needs a range with nothing mapped in it.
+//  8. After unmap() a range shows the tail policy again: kGuard faults, kZero reads as zeros.
+//
+// Errors: std::invalid_argument for a caller mistake, OutOfMemoryError where create() finds no
+// memory, DriverError (call, code, arguments) for everything else.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+
+#include "vtensor/driver/fence.h"
+
+namespace vtensor {
+
+// One physical allocation, opaque: an offset for the host driver, a handle for CUDA.
+enum class Handle : uint64_t {};
+
+enum class Access { kNone, kRead, kReadWrite };
+
+// What the unmapped part of a reserved range does when read.
+enum class TailPolicy { kGuard, kZero };
+
+// Device of the memory, in DLPack's numbering.
+struct Device {
+  enum class Type : int { kCpu = 1, kCuda = 2 };
+  Type type = Type::kCpu;
+  int index = 0;
+};
+
+class Driver {
+ public:
+  virtual ~Driver() = default;
+
+  virtual std::string_view name() const noexcept = 0;
+  virtual Device device() const noexcept = 0;
+
+  // True when chunks hold bytes that copy/read/write really move (false for sim).
+  virtual bool has_memory() const noexcept = 0;
+
+  // Chunk sizes and range sizes are multiples of this, in bytes.
+  virtual size_t granularity() const noexcept = 0;
+
+  // A range of `size_bytes` aligned to `alignment_bytes` (a power of two >= granularity).
+  virtual uintptr_t reserve(size_t size_bytes, size_t alignment_bytes) = 0;
+  virtual void free(uintptr_t addr, size_t size_bytes) noexcept(false) = 0;
+
+  // A committed, zero-filled physical chunk.
+  virtual Handle create(size_t chunk_bytes) = 0;
+  virtual void release(Handle handle, size_t chunk_bytes) = 0;
+
+  // Maps handles[i] at addr + i * chunk_bytes, all or none.
+  virtual void map(uintptr_t addr, std::span<const Handle> handles, size_t chunk_bytes) = 0;
+  virtual void set_access(uintptr_t addr, size_t size_bytes, Access access) = 0;
+  virtual void unmap(uintptr_t addr, size_t size_bytes, size_t chunk_bytes) = 0;
+
+  // Contents, by chunk and offset, whether or not the chunk is mapped anywhere. Synchronous with
+  // respect to the calling thread: when they return, the bytes are there.
+  virtual void copy(Handle dst, size_t dst_offset, Handle src, size_t src_offset,
+                    size_t size_bytes) = 0;
+  virtual void fill(Handle dst, size_t dst_offset, size_t size_bytes, std::byte value) = 0;
+  virtual void read(Handle src, size_t src_offset, std::span<std::byte> out) = 0;
+  virtual void write(Handle dst, size_t dst_offset, std::span<const std::byte> in) = 0;
+
+  // A fence after all kernels issued to `stream` so far; nullptr: they are over when they return.
+  virtual std::unique_ptr<Fence> fence(uintptr_t stream) {
+    static_cast<void>(stream);
+    return nullptr;
+  }
+  // Sleeps until all kernels of the device are over, whoever issued them.
+  virtual void synchronize() {}
+};
+
+}  // namespace vtensor

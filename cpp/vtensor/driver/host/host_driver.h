@@ -1,0 +1,131 @@
+// HostDriver: real memory on any Linux machine, without a GPU and without root.
+//
+// All chunks are extents of one sparse memfd; a Handle is an offset in it. Mapping is mmap, sharing
+// is mapping the same offset twice, and giving memory back is punching a hole: unmapping a memfd
+// frees nothing.
+//
+//   memfd    [chunk 0][chunk 1][ hole ][chunk 3] ...    sparse, twice the capacity
+//   window   [ all of it, read-write, for good       ]  copy, fill, read, write, collapse;
+//                                                       resident only while one of them runs
+//   range A  [chunk 3][chunk 0][chunk 1][ tail       ]  reserve, map, set_access
+//   range B  [chunk 3][ tail                         ]  the same chunk, shared
+//
+// Thread-safety: as driver.h says. One mutex guards the bookkeeping; it is not held during system
+// calls, except a reading of /proc once every 64 MiB created.
+//
+// Fork: a child has neither the window nor the mapped chunks (touching them faults), so it can not
+// write into its parent's cache by accident; it must not use the driver. Core dumps leave the
+// chunks out: they hold users' text, once for every mapping.
+//
+// Invariants:
+//  1. Memory is committed when a chunk is created, below the byte cap and what the system says it
+//     has, never when it is touched: there, shortage is SIGBUS or the kernel's OOM killer.
+//  2. A chunk that is a multiple of 2 MiB lies at a multiple of 2 MiB in the file, so that it can
+//     be huge pages. It is *mapped* by huge pages where its address is such a multiple too.
+//  3. No more than mapping_limit() mappings are held, well below vm.max_map_count: at the system's
+//     limit malloc fails, and unmapping too.
+//  4. An address of a reserved range is always mapped by this driver, to a chunk or to the tail.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "vtensor/driver/driver.h"
+#include "vtensor/driver/host/host_memfd.h"
+#include "vtensor/driver/ledger.h"
+#include "vtensor/driver/offset_allocator.h"
+
+namespace vtensor {
+
+struct HostOptions {
+  size_t capacity_bytes = 0;  // cap on created chunks; 0: three quarters of the available memory
+  TailPolicy tail = TailPolicy::kZero;
+  bool huge_pages = true;    // use them where the kernel can
+  size_t mapping_limit = 0;  // mappings held by this driver; 0: 75 % of vm.max_map_count, less the
+                             // mappings that the process has already
+  size_t reserve_headroom_bytes = size_t{256} << 20;  // of available memory that create() leaves
+  // Put before the paths of /proc and /sys, so that tests can show other numbers.
+  std::string system_root{};
+};
+
+class HostDriver final : public Driver {
+ public:
+  // Throws DriverError when the system refuses the memfd or the window.
+  explicit HostDriver(const HostOptions& options = {});
+  ~HostDriver() override;  // gives everything back, mapped or not
+
+  HostDriver(const HostDriver&) = delete;
+  HostDriver& operator=(const HostDriver&) = delete;
+
+  std::string_view name() const noexcept override { return "host"; }
+  Device device() const noexcept override { return {Device::Type::kCpu, 0}; }
+  bool has_memory() const noexcept override { return true; }
+  size_t granularity() const noexcept override { return page_bytes_; }
+
+  // Alignment of 2 MiB or more lets huge pages be mapped as such.
+  uintptr_t reserve(size_t size_bytes, size_t alignment_bytes) override;
+  void free(uintptr_t addr, size_t size_bytes) override;
+
+  // Throws OutOfMemoryError at the cap, and before the system or the container is short of memory.
+  Handle create(size_t chunk_bytes) override;
+  // Throws std::invalid_argument while the chunk is mapped. In a forked child it frees nothing.
+  void release(Handle handle, size_t chunk_bytes) override;
+
+  // map() throws MappingLimitError before the mapping limit is passed.
+  void map(uintptr_t addr, std::span<const Handle> handles, size_t chunk_bytes) override;
+  void set_access(uintptr_t addr, size_t size_bytes, Access access) override;
+  // At the system's own mapping limit unmap() leaves a range that faults under kZero too, until it
+  // is mapped again.
+  void unmap(uintptr_t addr, size_t size_bytes, size_t chunk_bytes) override;
+
+  void copy(Handle dst, size_t dst_offset, Handle src, size_t src_offset,
+            size_t size_bytes) override;
+  void fill(Handle dst, size_t dst_offset, size_t size_bytes, std::byte value) override;
+  void read(Handle src, size_t src_offset, std::span<std::byte> out) override;
+  void write(Handle dst, size_t dst_offset, std::span<const std::byte> in) override;
+
+  size_t capacity_bytes() const noexcept { return capacity_bytes_; }
+  size_t created_bytes() const;
+  size_t resident_bytes() const { return memfd_.resident_bytes(); }  // what the system holds
+  size_t mapping_limit() const noexcept { return mapping_limit_; }
+  size_t num_mappings() const;  // never less than the kernel's count for this driver
+  // Chunks of whole 2 MiB really become huge pages: the kernel has been tried.
+  bool huge_pages_active() const noexcept { return huge_pages_; }
+
+ private:
+  std::byte* bytes_at(Handle handle, size_t offset, size_t size_bytes) const;
+  void forget(Handle handle) const noexcept;
+
+  uint64_t claim(size_t chunk_bytes);
+  void unclaim(uint64_t offset, size_t chunk_bytes);
+  void require_memory(size_t size_bytes);
+  void commit(uint64_t offset, size_t size_bytes);
+  bool probe_huge_pages();
+
+  void require_mappings_left(size_t num_mappings) const;
+  void apply(const Ledger::Run& run, Access access) const;
+  void take_back(Ledger::Run run, Access access) const noexcept;
+  void show_tail(uintptr_t addr, size_t size_bytes) const;
+
+  const HostOptions options_;
+  const size_t page_bytes_;
+  const pid_t owner_pid_;
+  const size_t capacity_bytes_;
+  const size_t mapping_limit_;
+  HostMemfd memfd_;
+  const bool huge_pages_;
+
+  mutable std::mutex mutex_;  // guards all below
+  Ledger ledger_;
+  OffsetAllocator offsets_;
+  size_t created_bytes_ = 0;
+  size_t memory_credit_bytes_ = 0;  // may be created before /proc is read again
+};
+
+}  // namespace vtensor

@@ -1,0 +1,62 @@
+// HostMemfd: the host driver's memory, one sparse memfd, and a window that shows all of it.
+//
+//   memfd    [ memory ][ hole ][ memory ] ...        sparse: its size costs nothing
+//   window   [ all of it, read-write, for good ]     addresses only; where contents are changed
+//
+// Which extents are in use is the caller's affair (offset_allocator.h), and so is a bound on them.
+//
+// Thread-safety: all members may be called from any thread, for extents that do not overlap.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "vtensor/util/units.h"
+
+namespace vtensor {
+
+inline constexpr size_t kHugePageBytes = 2 * kMiB;
+
+class HostMemfd {
+ public:
+  // For up to `capacity_bytes` of memory. Throws DriverError when the system refuses the memfd or
+  // the window.
+  HostMemfd(size_t capacity_bytes, size_t page_bytes);
+  ~HostMemfd();  // the memory goes back when the last mapping of it is gone
+  HostMemfd(const HostMemfd&) = delete;
+  HostMemfd& operator=(const HostMemfd&) = delete;
+
+  size_t space_bytes() const noexcept { return space_bytes_; }
+  std::byte* at(uint64_t offset) const noexcept { return window_ + offset; }
+
+  // Backs an extent with zeroed memory, by small pages. Throws OutOfMemoryError or DriverError with
+  // a part of it done: punch() takes that back.
+  void commit_small(uint64_t offset, size_t size_bytes);
+  // By huge pages. False: there are none to be had now, and a part may be done by small ones.
+  // REQUIRES: multiples of kHugePageBytes.
+  bool commit_huge(uint64_t offset, size_t size_bytes);
+  // Gives the memory of an extent back to the system. Throws DriverError.
+  void punch(uint64_t offset, size_t size_bytes);
+
+  // Shows an extent at `addr` too, read-write, in the place of what is mapped there. Throws
+  // MappingLimitError or DriverError.
+  void map_at(uintptr_t addr, uint64_t offset, size_t size_bytes) const;
+
+  // Takes an extent out of the window's page tables once it has been touched there; the memory
+  // stays. Else it counts twice in the process's resident set, here and where it is mapped.
+  void leave_window(uint64_t offset, size_t size_bytes) const noexcept;
+
+  size_t resident_bytes() const;  // what the system holds for the memfd
+
+ private:
+  void open();
+  void close() noexcept;
+
+  const size_t capacity_bytes_;
+  const size_t page_bytes_;
+  const size_t space_bytes_;  // of the file and the window
+  int fd_ = -1;
+  std::byte* window_ = nullptr;
+};
+
+}  // namespace vtensor

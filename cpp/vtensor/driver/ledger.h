@@ -1,0 +1,108 @@
+// Ledger: what is reserved, created and mapped, kept beside the real thing. It enforces rules 1, 4,
+// 6 (by refusing) and 7 of driver.h, so that a driver is a ledger plus its own calls.
+//
+// Mappings are kept as maximal segments, not as chunks: a segment is a run of chunks at consecutive
+// addresses whose handles are consecutive numbers too and whose access is the same. For the host
+// driver, where a handle is a file offset, that is what the kernel merges into one mapping (VMA),
+// so num_mappings() is its count:
+//
+//   range    |=================================================|
+//   segments |[A RW, offsets 0..6M)[B RW, 40..42M)             |   2 segments + 1 tail = 3 mappings
+//
+// Not thread-safe; the owner locks. Every throwing function throws std::invalid_argument with the
+// offending value and changes nothing.
+//
+// Invariants:
+//  1. Ranges are disjoint. A segment lies in one range; segments are disjoint.
+//  2. No two neighbouring segments of one range could be one segment.
+//  3. num_maps of a chunk = the number of times segments contain it.
+//  4. num_mappings() = for each range, its segments plus the gaps around them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "vtensor/driver/driver.h"
+
+namespace vtensor {
+
+class Ledger {
+ public:
+  struct Run {
+    uintptr_t addr;
+    uint64_t offset;  // number of the first handle; the next one's is chunk_bytes higher
+    size_t size_bytes;
+    size_t chunk_bytes;
+    Access access;
+
+    uintptr_t end() const { return addr + size_bytes; }
+  };
+
+  // `granularity_bytes`: every address and size must be a multiple of it.
+  explicit Ledger(size_t granularity_bytes) : granularity_bytes_(granularity_bytes) {}
+
+  // Checks the arguments of Driver::reserve and Driver::create.
+  void require_range_shape(size_t size_bytes, size_t alignment_bytes) const;
+  void require_chunk_shape(size_t chunk_bytes) const;
+
+  void add_range(uintptr_t addr, size_t size_bytes);
+  void remove_range(uintptr_t addr, size_t size_bytes);  // exactly as added, nothing mapped in it
+
+  void add_chunk(Handle handle, size_t chunk_bytes);
+  void remove_chunk(Handle handle, size_t chunk_bytes);  // mapped nowhere
+
+  // The bytes [offset, offset + size) lie in a chunk that exists.
+  void require_bytes(Handle handle, size_t offset_bytes, size_t size_bytes) const;
+
+  // Records the chunks with no access.
+  void map(uintptr_t addr, std::span<const Handle> handles, size_t chunk_bytes);
+
+  // Both return what was there before, in address order: the runs to work on, and the way back.
+  std::vector<Run> set_access(uintptr_t addr, size_t size_bytes, Access access);
+  std::vector<Run> unmap(uintptr_t addr, size_t size_bytes, size_t chunk_bytes);
+
+  // Take the same call back, after the system refused it. `before`: what the call returned.
+  void undo_set_access(std::span<const Run> before);
+  void undo_unmap(std::span<const Run> before);
+
+  size_t chunk_bytes(Handle handle) const noexcept;  // 0: there is no such chunk
+
+  size_t num_mappings() const noexcept { return num_mappings_; }
+  size_t num_chunks() const noexcept { return chunks_.size(); }
+  const std::map<uintptr_t, size_t>& ranges() const noexcept { return ranges_; }  // addr -> bytes
+
+ private:
+  struct Chunk {
+    size_t size_bytes;
+    size_t num_maps;
+  };
+  struct Span {
+    uintptr_t begin;
+    uintptr_t end;
+  };
+  using Segments = std::map<uintptr_t, Run>;
+
+  Span range_around(uintptr_t addr, size_t size_bytes) const;
+  const Chunk& chunk_at(Handle handle, size_t chunk_bytes) const;
+  void require_covered(uintptr_t addr, size_t size_bytes, size_t chunk_bytes) const;
+  std::vector<Run> carve(uintptr_t addr, uintptr_t end);
+  void split(uintptr_t addr);
+  void insert(Span range, const Run& run);
+  void count_maps(const Run& run, bool add);
+  Span surroundings(Span range, uintptr_t addr, uintptr_t end) const;
+  size_t count_mappings(Span span) const;
+  template <class Change>
+  void recount(Span range, uintptr_t addr, uintptr_t end, Change&& change);
+
+  size_t granularity_bytes_;
+  std::map<uintptr_t, size_t> ranges_;
+  std::unordered_map<uint64_t, Chunk> chunks_;
+  Segments segments_;
+  size_t num_mappings_ = 0;
+};
+
+}  // namespace vtensor

@@ -1,0 +1,1 @@
+"""`flexinfer demo`: six-turn chats whose later turns compute only their new tokens."""

@@ -1,0 +1,1 @@
+"""`flexinfer doctor`: what this machine offers and lacks."""

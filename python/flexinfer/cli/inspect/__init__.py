@@ -1,0 +1,1 @@
+"""`flexinfer inspect`: the memory map of a server."""

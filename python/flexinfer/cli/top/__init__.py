@@ -1,0 +1,1 @@
+"""`flexinfer top`: a server live at the terminal."""

@@ -1,0 +1,1 @@
+"""Engine: the step loop, and what callers get of it."""

@@ -1,0 +1,414 @@
+"""LLMEngine: the step loop. Not thread-safe.
+
+add_request ----> Scheduler.waiting
+step:  schedule -> extend -> pre-extend (next step, in the background) -> model -> sample
+       -> stop check -> record and release what has ended -> outputs
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from flexinfer.config import EngineConfig
+from flexinfer.engine.beam_search import BeamSearch
+from flexinfer.engine.group import RequestGroup
+from flexinfer.engine.inputs import InputProcessor, load_tokenizer
+from flexinfer.engine.parallel_sampling import ParallelSampling
+from flexinfer.engine.stream_pace import StreamPace
+from flexinfer.errors import OutOfMemoryError, RequestError
+from flexinfer.memory.elastic import BudgetChange, ElasticMemory
+from flexinfer.memory.epochs import kernel_epoch
+from flexinfer.memory.kv_setup import (
+    check_kv_sizes,
+    choose_max_model_len,
+    fit_max_model_len,
+    make_manager,
+    settle_kv_memory,
+)
+from flexinfer.metrics.requests import RequestStats
+from flexinfer.metrics.steps import EngineStats, StepMeter, StepStats, StepTotals
+from flexinfer.outputs import RequestMetrics, RequestOutput
+from flexinfer.runtime.device import choose_device
+from flexinfer.sampling.grammars import GrammarCompiler
+from flexinfer.sampling.params import BeamSearchParams, SamplingParams
+from flexinfer.scheduler.request import Request
+from flexinfer.scheduler.scheduler import Batch, Scheduler
+from flexinfer.types import Prompt
+
+if TYPE_CHECKING:
+    from flexinfer.runner.model_runner import SampledToken
+
+logger = logging.getLogger(__name__)
+
+ACTIVATION_BYTES = 256 << 20
+"""What the KV pool gives up at a time while a step's activations find no memory."""
+
+
+class LLMEngine:
+    """Owns model, manager, scheduler and runner."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises ValueError or UnsupportedModelError for settings or models that can not work."""
+        from flexinfer.runtime.torch_settings import check_can_compile, set_up_torch
+
+        set_up_torch(config.threads)
+        from flexinfer import attention
+        from flexinfer.memory.torch_share import share_device
+        from flexinfer.models.loading import load_model, max_positions, resolve_config
+        from flexinfer.runner.model_runner import ModelRunner
+
+        # What can be refused without the weights is refused before they are read.
+        attention.check_name(config.attention_backend)
+        is_loaded = not isinstance(config.model, (str, os.PathLike))
+        config = replace(config, device=choose_device(config.device, is_loaded=is_loaded))
+        self.config = config
+        if config.compile:
+            check_can_compile(str(config.device).partition(":")[0])
+        check_kv_sizes(config)
+        wanted_len = choose_max_model_len(config, max_positions(resolve_config(config.model)))
+        self.tokenizer: Any | None = None
+        if not config.skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(config.tokenizer, config.model)
+        self.loaded = load_model(config.model, config.dtype, config.device)
+        self.kv_memory = settle_kv_memory(config, self.loaded, wanted_len)
+        self.manager = make_manager(config, self.loaded, wanted_len, self.kv_memory)
+        try:
+            if config.trace is not None:
+                self.manager.start_trace(config.trace)
+            max_model_len = fit_max_model_len(self.manager, wanted_len, config)
+            self.scheduler = Scheduler(config.scheduler_config(max_model_len), self.manager)
+            self.inputs = InputProcessor(self.tokenizer, self.loaded.vocab_size, max_model_len)
+            self.grammars = GrammarCompiler(
+                self.tokenizer, self.loaded.vocab_size, self.loaded.eos_token_ids
+            )
+            self.runner = ModelRunner(
+                self.loaded,
+                self.manager,
+                config.attention_backend,
+                config.seed,
+                compile_model=config.compile,
+            )
+            self.runner.sampler.grammars = self.grammars
+            self._epoch = kernel_epoch(self.manager, self.loaded.device)
+            self._torch_memory = share_device(self.manager, self.loaded.device)
+            if self.loaded.device.type == "cuda" and not config.enforce_eager:
+                self._capture_graphs()
+        except BaseException:
+            self.manager.close()
+            raise
+        self.manager.pre_extend([], [])  # the worker creates the first chunks while nobody waits
+        self._elastic = ElasticMemory(self.scheduler, self.manager, config.swap_directory)
+        self._meter = StepMeter(self.manager)
+        self._requests = RequestStats()
+        self._pace = StreamPace(config.stream_interval)
+        self._groups: dict[str, RequestGroup] = {}
+        self._group_of: dict[str, RequestGroup] = {}  # by the id of each of its sequences
+
+    @property
+    def max_model_len(self) -> int:
+        return self.scheduler.config.max_model_len
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request. Raises RequestError, before any work, if it can not be served."""
+        params = SamplingParams() if params is None else params
+        self._check_priority(priority)
+        parsed = self.inputs.parse(prompt)
+        self._check_params(params)
+        max_tokens = self.max_model_len if params.max_tokens is None else params.max_tokens
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=parsed.token_ids,
+            params=params if isinstance(params, SamplingParams) else SamplingParams(),
+            max_num_tokens=min(self.max_model_len, len(parsed.token_ids) + max_tokens),
+            metrics=RequestMetrics(arrival_time=time.monotonic()),
+            eos_token_ids=self.loaded.eos_token_ids,
+            priority=priority,
+            cache_salt=parsed.cache_salt,
+        )
+        self._check_memory(request)
+        group: RequestGroup
+        if isinstance(params, BeamSearchParams):
+            group = BeamSearch(request, parsed.text, params, self.tokenizer)
+        else:
+            group = ParallelSampling(request, parsed.text, self.tokenizer, self._pace)
+        self._remember(group)
+        self.scheduler.add(request)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_unfinished_requests()
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._groups)
+
+    def is_unfinished(self, request_id: str) -> bool:
+        return request_id in self._groups
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
+        """End requests at any point and free what they hold; unknown ids are passed over."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        groups = [self._groups[i] for i in ids if i in self._groups]
+        for group in groups:
+            self.scheduler.abort(group.unfinished(), "abort")
+        return self._outputs(groups)
+
+    def step(self) -> list[RequestOutput]:
+        """Advance all scheduled requests by one step; returns the outputs of those that changed.
+
+        If the model fails, the requests of the step end with finish_reason "error", what they held
+        is freed, and the exception goes on to the caller; the others stay queued. While
+        the engine sleeps it raises ValueError, with nothing changed.
+        """
+        self._meter.start()
+        batch = self.scheduler.schedule()
+        requests = [item.request for item in batch.items]
+        num_prefill_tokens = sum(i.num_tokens for i in batch.items if i.request.is_prefilling)
+        _note_scheduled(batch)
+        try:
+            changed = self._compute(batch) if requests else []
+        except BaseException as error:
+            message = f"{type(error).__name__}: {error}"
+            groups = self._groups_of([*requests, *batch.failed])
+            for group in groups:
+                self.scheduler.abort(group.unfinished(), "error", message)
+            self._outputs(groups)
+            raise
+        for request in batch.failed:
+            self._group_of[request.request_id].end_with(request, self.scheduler)
+        outputs = self._outputs([*self._groups_of(batch.failed), *changed])
+        if batch.items:
+            step = self._meter.stop(
+                num_requests=len(batch.items),
+                num_tokens=batch.num_tokens,
+                num_prefill_tokens=num_prefill_tokens,
+                num_preempted=len(batch.preempted),
+            )
+            self.scheduler.observe(step)
+        return outputs
+
+    def close(self) -> None:
+        """End all requests and free all memory. The engine can not be used afterwards."""
+        self.abort_request(list(self._groups))
+        self.manager.close()
+
+    # Memory while serving. All of it between steps.
+
+    def set_kv_cache_memory(self, size: int | str) -> BudgetChange:
+        """Change the budget of physical KV memory; see `ElasticMemory.set_budget`."""
+        return self._elastic.set_budget(size)
+
+    def sleep(self, level: int = 1) -> int:
+        """Give all physical KV memory back to the system; returns bytes.
+
+        Unfinished requests keep their state and go on after `wake_up`; recorded prefixes are saved
+        with level 1, forgotten with level 2. The model's weights stay where they are.
+        """
+        return self._elastic.sleep(level)
+
+    def wake_up(self) -> None:
+        """Undo `sleep`. Raises OutOfMemoryError, still asleep, when memory is short."""
+        self._elastic.wake_up()
+
+    def is_sleeping(self) -> bool:
+        return self.manager.asleep
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all recorded prefixes that are not pinned; returns how many tokens they held."""
+        return self.manager.reset_prefix_cache()
+
+    def pin_prefix(self, prompt: Prompt, owner: str, ttl_s: float | None = None) -> int:
+        """Keep the longest recorded prefix of `prompt` from eviction, for `ttl_s` seconds or until
+        `unpin_prefix(owner)`; returns how many tokens are pinned."""
+        if ttl_s is not None and not ttl_s > 0:
+            raise ValueError(f"ttl_s must be a positive number of seconds, got {ttl_s!r}")
+        parsed = self.inputs.parse(prompt)
+        return self.manager.pin_prefix(parsed.token_ids, owner, ttl_s, parsed.cache_salt)
+
+    def unpin_prefix(self, owner: str) -> int:
+        """Drop the pins of `owner`; returns how many there were."""
+        return self.manager.unpin_prefix(owner)
+
+    @property
+    def step_totals(self) -> StepTotals:
+        """Sums over all steps so far; changes with the next step."""
+        return self._meter.totals
+
+    @property
+    def last_step(self) -> StepStats | None:
+        """Times of the last step that computed something."""
+        return self._meter.last
+
+    def stats(self) -> EngineStats:
+        """All numbers at this moment. Walks all chunks: not for every step."""
+        scheduler = self.scheduler
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_swapped=len(scheduler.swapped),
+            is_sleeping=self.is_sleeping(),
+            preemptions=scheduler.preemption.counts_by_mode(),
+            num_prefix_waits=scheduler.num_prefix_waits,
+            num_promoted=scheduler.waiting.num_promoted,
+            extension_depth_tokens=scheduler.prefetch.depth.tokens,
+            steps=replace(self._meter.totals),
+            last_step=self._meter.last,
+            memory=self.manager.stats(),
+            requests=self._requests.copy(),
+        )
+
+    def _compute(self, batch: Batch) -> list[RequestGroup]:
+        """Run the model on the batch; returns the groups that got tokens."""
+        self.scheduler.pre_extend(batch)
+        sampled_tokens = self._execute(batch)
+        self.scheduler.advance(batch)
+        now = time.monotonic()
+        tokens_of: dict[RequestGroup, list[SampledToken]] = {}
+        for sampled in sampled_tokens:
+            group = self._group_of[sampled.request.request_id]
+            tokens_of.setdefault(group, []).append(sampled)
+        self._pace.end_step(sum(group.is_streamed for group in tokens_of), now)
+        for group, tokens in tokens_of.items():
+            group.update(tokens, self.scheduler)
+            leader = group.leader
+            num_prompt_tokens = len(leader.prompt_token_ids)
+            self._requests.note_tokens(leader.metrics, num_prompt_tokens, len(tokens), now)
+        return list(tokens_of)
+
+    def _execute(self, batch: Batch) -> list[SampledToken]:
+        """Run the model; while a GPU has no memory for the activations, again with less in the way:
+        first without what the KV pool can spare, then with fewer requests.
+
+        What a failed attempt has written is written again, to the same places.
+        """
+        is_first = True
+        while True:
+            try:
+                with self._epoch:
+                    return self.runner.execute(batch.items)
+            except Exception as error:
+                if not self._torch_memory.is_shortage(error):
+                    raise
+                reason = str(error)
+            # Here the error is gone, and with its traceback the tensors of the failed attempt.
+            self._give_way(batch, reason, is_first=is_first)
+            is_first = False
+
+    def _give_way(self, batch: Batch, reason: str, *, is_first: bool) -> None:
+        """Raises OutOfMemoryError when nothing is left to give."""
+        given_bytes = self._torch_memory.give_to_torch(ACTIVATION_BYTES)
+        if given_bytes > 0 or is_first:  # torch's observer may have given something before
+            return
+        if len(batch.items) < 2 or not self.scheduler.preemption.is_on:
+            raise OutOfMemoryError(
+                f"the GPU has no memory for the activations of {batch.num_tokens} tokens: lower "
+                "max_num_batched_tokens, gpu_memory_utilization or kv_cache_memory_bytes "
+                f"({reason})"
+            )
+        victim = self.scheduler.choose_victim([item.request for item in batch.items])
+        self.scheduler.preempt(victim, "activations")
+        batch.items = [item for item in batch.items if item.request is not victim]
+        batch.preempted.append(victim)
+
+    def _capture_graphs(self) -> None:
+        """Record decode steps as CUDA graphs, with a vTensor that lives only meanwhile."""
+        from flexinfer.runner.cuda_graphs import CudaRecorder, choose_sizes
+
+        sizes = choose_sizes(self.config.cuda_graph_sizes, self.scheduler.config.max_num_seqs)
+        vtensor = self.manager.create()
+        try:
+            with self._epoch:
+                self.runner.capture_graphs(vtensor, CudaRecorder(self.loaded.device), sizes)
+        finally:
+            vtensor.release()
+
+    def _outputs(self, groups: Iterable[RequestGroup]) -> list[RequestOutput]:
+        """Outputs of groups that changed; those that have ended are forgotten."""
+        outputs = []
+        for group in dict.fromkeys(groups):
+            if group.is_finished:
+                group.leader.metrics.finished_time = time.monotonic()
+                self._forget(group)
+            output = group.build()
+            if output is not None:
+                outputs.append(output)
+                if output.finished:
+                    self._requests.note_end(output, time.monotonic())
+        return outputs
+
+    def _groups_of(self, requests: Iterable[Request]) -> list[RequestGroup]:
+        return list(dict.fromkeys(self._group_of[request.request_id] for request in requests))
+
+    def _remember(self, group: RequestGroup) -> None:
+        for sequence_id in group.sequence_ids:
+            if sequence_id in self._group_of:
+                raise RequestError(f"request id {sequence_id!r} is in use")
+        self._groups[group.request_id] = group
+        self._group_of.update(dict.fromkeys(group.sequence_ids, group))
+
+    def _forget(self, group: RequestGroup) -> None:
+        """Nothing of a group outlives it: beams that a finished search still runs are freed."""
+        self.scheduler.abort(group.unfinished(), "abort")
+        del self._groups[group.request_id]
+        for sequence_id in group.sequence_ids:
+            del self._group_of[sequence_id]
+
+    def _check_params(self, params: SamplingParams | BeamSearchParams) -> None:
+        max_num_seqs = self.scheduler.config.max_num_seqs
+        if isinstance(params, BeamSearchParams):
+            if params.beam_width > max_num_seqs:
+                raise RequestError(
+                    f"beam_width is {params.beam_width}, but max_num_seqs is {max_num_seqs}: "
+                    "all beams of a prompt run at the same time"
+                )
+            return
+        if params.num_samples > max_num_seqs:
+            name = "n" if params.best_of is None else "best_of"
+            raise RequestError(
+                f"{name} is {params.num_samples}, but max_num_seqs is {max_num_seqs}: "
+                "all samples of a prompt are forked from it at the same time"
+            )
+        if params.structured_outputs is not None:
+            self.grammars.check(params.structured_outputs)
+        if params.stop_strings and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this engine has none")
+        for token_id in params.logit_bias or ():
+            if token_id >= self.loaded.vocab_size:
+                raise RequestError(
+                    f"logit_bias names token {token_id}, but the vocabulary has "
+                    f"{self.loaded.vocab_size}"
+                )
+
+    def _check_priority(self, priority: Any) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority must be an integer, got {priority!r}")
+        if priority != 0 and self.config.scheduling_policy == "fcfs":
+            raise RequestError(
+                f'priority is {priority}, but scheduling_policy "fcfs" knows no priorities'
+            )
+
+    def _check_memory(self, request: Request) -> None:
+        """A request that can never fit is refused now, with the numbers."""
+        num_tokens = request.max_num_tokens - 1  # the last token needs no KV
+        needed = self.manager.bytes_for(num_tokens)
+        if needed > self._elastic.budget_bytes:
+            raise RequestError(
+                f"request {request.request_id!r} may need KV memory for {num_tokens} tokens "
+                f"({needed} bytes); the budget is {self._elastic.budget_bytes} bytes"
+            )
+
+
+def _note_scheduled(batch: Batch) -> None:
+    now = time.monotonic()
+    for item in batch.items:
+        if item.request.metrics.first_scheduled_time is None:
+            item.request.metrics.first_scheduled_time = now

@@ -1,0 +1,216 @@
+"""EngineThread: an LLMEngine that runs in a thread of its own.
+
+Whoever wants something of the engine hands over a function, which the thread calls between two
+steps. With nothing to compute the thread sleeps in its queue: no polling.
+
+Thread-safety: all methods may be called from any thread. Sinks are called in the engine's thread
+and must not block.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from flexinfer.engine.llm_engine import LLMEngine
+from flexinfer.errors import EngineDeadError, EngineError
+from flexinfer.outputs import RequestOutput
+from flexinfer.runtime.openmp import release_threads
+from flexinfer.runtime.torch_settings import bound_primitive_caches
+from flexinfer.sampling.params import BeamSearchParams, SamplingParams
+from flexinfer.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+THREAD_NAME = "flexinfer-engine"
+"""Also for `top -H` and /proc, which keep 15 characters of it."""
+
+Result = TypeVar("Result")
+Sink = Callable[[RequestOutput | EngineError], None]
+"""Takes the outputs of one request: the last is `finished`, or an error."""
+Command = tuple[Future[Any], Callable[[LLMEngine], Any]]
+
+
+class EngineThread:
+    """
+    Invariants:
+    1. Only the thread touches the engine and `_sinks`.
+    2. Each sink gets a last item: its request's end, or an error.
+    3. Every future is settled; after `stop` none is accepted.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        """The calling thread gives the engine away, and the OpenMP threads that loaded its model:
+        with two pools the engine's would sleep between operators (a quarter of decode, 2 cores)."""
+        release_threads()
+        self._engine = engine
+        self._sinks: dict[str, Sink] = {}
+        self._commands: SimpleQueue[Command | None] = SimpleQueue()
+        self._lock = threading.Lock()  # orders the last command before the end
+        self._ended: EngineDeadError | None = None
+        self._thread = threading.Thread(target=self._serve, name=THREAD_NAME, daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> EngineDeadError | None:
+        """Why it serves no more; None while it does."""
+        return self._ended
+
+    def call(self, function: Callable[[LLMEngine], Result]) -> Future[Result]:
+        """Have the thread call `function(engine)` between two steps.
+
+        Raises EngineDeadError if the thread has ended.
+        """
+        future: Future[Result] = Future()
+        self._post((future, function))
+        return future
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | None,
+        priority: int,
+        sink: Sink,
+    ) -> Future[None]:
+        """Queue a request. The future raises RequestError if it can not be served."""
+
+        def add(engine: LLMEngine) -> None:
+            engine.add_request(request_id, prompt, params, priority)
+            self._sinks[request_id] = sink
+
+        return self.call(add)
+
+    def abort(self, request_id: str) -> Future[None]:
+        """End a request; its sink gets what it has. Unknown ids are passed over."""
+        return self.call(lambda engine: self._deliver(engine.abort_request(request_id)))
+
+    def drop(self, request_id: str, sink: Sink) -> None:
+        """Nobody listens at this sink any more: free its request, if it is still running."""
+
+        def forget(engine: LLMEngine) -> None:
+            if self._sinks.get(request_id) == sink:  # else the id is somebody else's
+                del self._sinks[request_id]
+                engine.abort_request(request_id)
+
+        with suppress(EngineDeadError):  # it has freed everything
+            self.call(forget)
+
+    def stop(self) -> None:
+        """End all requests and the engine; returns when it has. May be called again."""
+        with suppress(EngineDeadError):
+            self._post(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _post(self, command: Command | None) -> None:
+        with self._lock:
+            if self._ended is not None:
+                raise _again(self._ended)
+            self._commands.put(command)
+
+    # In the thread.
+
+    def _serve(self) -> None:
+        with suppress(OSError):  # no /proc: then tools that list threads show no name
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(THREAD_NAME)
+        end = EngineDeadError("the engine was shut down")
+        try:
+            bound_primitive_caches()
+            while self._run_commands():
+                self._step()
+        except BaseException as error:
+            logger.exception("the engine has failed")
+            end = EngineDeadError(f"the engine has failed: {type(error).__name__}: {error}")
+            end.__cause__ = error
+        self._end(end)
+
+    def _run_commands(self) -> bool:
+        """Run what is in the queue; wait there if there is nothing else to do. False: stop."""
+        engine = self._engine
+        while True:
+            is_idle = engine.is_sleeping() or not engine.has_unfinished_requests()
+            try:
+                command = self._commands.get(block=is_idle)
+            except Empty:
+                return True
+            if command is None:
+                return False
+            self._run(*command)
+
+    def _step(self) -> None:
+        """One step. One that fails ends its own requests; if it ended none, it would fail for
+        ever, and the error goes on."""
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            ended = [i for i in self._sinks if not self._engine.is_unfinished(i)]
+            if not ended:
+                raise
+            logger.warning("a step has failed, %d requests with it", len(ended), exc_info=True)
+            for request_id in ended:
+                self._tell(request_id, _step_error(request_id, error), last=True)
+        else:
+            self._deliver(outputs)
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            self._tell(output.request_id, output, last=output.finished)
+
+    def _tell(self, request_id: str, item: RequestOutput | EngineError, *, last: bool) -> None:
+        """A sink that fails (its event loop is closed) is a caller that has gone."""
+        sink = self._sinks.get(request_id)
+        if sink is None:
+            return
+        try:
+            sink(item)
+        except Exception:
+            logger.warning("nobody takes the output of request %r", request_id, exc_info=True)
+            self._engine.abort_request(request_id)
+            last = True
+        if last:
+            del self._sinks[request_id]
+
+    def _run(self, future: Future[Any], function: Callable[[LLMEngine], Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = function(self._engine)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def _end(self, end: EngineDeadError) -> None:
+        """Tell everybody, whatever else fails; free everything."""
+        with self._lock:
+            self._ended = end
+        try:
+            self._engine.close()
+        except Exception:
+            logger.exception("the engine could not be closed")
+        for request_id in list(self._sinks):
+            self._tell(request_id, _again(end), last=True)
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None and command[0].set_running_or_notify_cancel():
+                command[0].set_exception(_again(end))
+
+
+def _again(end: EngineDeadError) -> EngineDeadError:
+    """The same error for one more caller: an exception object collects a traceback."""
+    error = EngineDeadError(str(end))
+    error.__cause__ = end.__cause__
+    return error
+
+
+def _step_error(request_id: str, cause: Exception) -> EngineError:
+    error = EngineError(f"the step of request {request_id!r} failed: {cause}")
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,1 @@
+"""Layers: what takes the place of a loaded model's modules and computes the same in fewer calls."""

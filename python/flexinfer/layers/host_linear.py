@@ -1,0 +1,193 @@
+"""PanelLinear: a PackedLinear that does the few rows of a decode step by our own kernel, and with
+AMX the many of a prefill.
+
+A decode step is bound by reading the weights. oneDNN and MKL reach their speed with hundreds of
+rows; with 1 to 64 of them they take up to twice as long as reading takes (docs/lean_step.md). The
+kernel (cpp/vtensor/kernels/linear) reads the weight in the order in which oneDNN has packed it, so
+that both work on the same memory: panels of 64 (float32) or 32 (bfloat16) outputs. That order is
+oneDNN's own affair; whether it is this one is seen by comparison, once for each shape.
+
+A prefill is bound by arithmetic. AMX multiplies bfloat16 alone, but sixteen times as fast as
+AVX-512 float32: the kernel takes each float32 number for the sum of three bfloat16 ones and adds up
+six products of them, which gives float32's accuracy (simd/amx_split_linear.h). oneDNN does not. In
+bfloat16 it keeps the tiles busier than oneDNN (simd/amx_many_linear.h), and computes the gates of
+an MLP with the product that they come from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+
+from flexinfer import _kernels
+from flexinfer.layers.onednn_linear import PackedLinear, can_pack, pack_weight
+from flexinfer.runtime.openmp import start_threads_address
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""In the order of kernels::DType."""
+LEVELS = {torch.float32: ("avx512", "amx"), torch.bfloat16: ("amx",)}
+"""Instruction sets with which the kernel was measured to be faster than oneDNN."""
+MAX_ROWS = {torch.float32: 64, torch.bfloat16: 48}
+"""With more rows oneDNN is as fast, where the kernel has no way of its own for many rows."""
+PANEL_COLUMNS = {torch.float32: 64, torch.bfloat16: 32}
+DEPTH_STEP = {torch.float32: 1, torch.bfloat16: 32}
+COLUMNS_STEP = 16
+
+
+def supports(weight: torch.Tensor) -> bool:
+    """Whether a layer with this weight [out_features, in_features] is faster here."""
+    return (
+        can_run(weight)
+        and kernel().level in LEVELS[weight.dtype]
+        and can_pack(weight.dtype, weight.device)
+        and is_packed_in_panels(weight.dtype, *weight.shape)
+    )
+
+
+def can_run(weight: torch.Tensor) -> bool:
+    """Whether the kernel can compute this layer, on whatever CPU."""
+    if weight.device.type != "cpu" or weight.dtype not in DTYPES or weight.dim() != 2:
+        return False
+    columns, depth = weight.shape
+    return columns % COLUMNS_STEP == 0 and depth % DEPTH_STEP[weight.dtype] == 0 and depth > 0
+
+
+@cache
+def is_packed_in_panels(dtype: torch.dtype, columns: int, depth: int) -> bool:
+    """Whether oneDNN packs a weight of this shape as `in_panels` does."""
+    period = torch.arange(251, dtype=dtype)  # exact in bfloat16; no period of a panel
+    weight = period.repeat(columns * depth // 251 + 1)[: columns * depth].view(columns, depth)
+    packed = pack_weight(weight)
+    panels = in_panels(weight)
+    num_bytes = panels.numel() * panels.element_size()
+    if torch.ops.mkldnn._nbytes(packed) != num_bytes:
+        return False
+    found = ctypes.string_at(torch.ops.mkldnn.data_ptr(packed), num_bytes)
+    return found == ctypes.string_at(panels.data_ptr(), num_bytes)
+
+
+def in_panels(weight: torch.Tensor) -> torch.Tensor:
+    """float32 [panels, depth, 64], bfloat16 [panels, depth / 2, 32, 2] of a weight [columns,
+    depth]; zeros fill the last panel. REQUIRES `can_run`."""
+    columns, depth = weight.shape
+    width = PANEL_COLUMNS[weight.dtype]
+    weight = torch.cat((weight, weight.new_zeros(-columns % width, depth)))
+    if weight.dtype == torch.bfloat16:
+        return weight.view(-1, width, depth // 2, 2).permute(0, 2, 1, 3).contiguous()
+    return weight.view(-1, width, depth).transpose(1, 2).contiguous()
+
+
+class PanelLinear(PackedLinear):
+    """x [..., in_features] -> [..., out_features]; REQUIRES a weight that `supports` accepts."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self._dtype = weight.dtype
+        self._max_rows = MAX_ROWS[weight.dtype]
+        self._has_many_rows = kernel().has_many_rows(DTYPES[weight.dtype], self.in_features)
+        self._panels: int = torch.ops.mkldnn.data_ptr(self.weight)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, *, gates: bool = False
+    ) -> torch.Tensor:
+        """gates: as `multiply_gates`; never in a graph."""
+        return self.multiply_gates(x) if gates else super().forward(x, residual)
+
+    def multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        num_rows = x.numel() // self.in_features
+        if num_rows > self._max_rows and not self._has_many_rows:
+            return super().multiply(x, residual)
+        output = torch.empty(*x.shape[:-1], self.out_features, dtype=self._dtype)
+        multiply_panels(x, self._panels, self.in_features, self.bias, residual, output)
+        return output
+
+    def can_gate(self, x: torch.Tensor) -> bool:
+        """Whether `multiply_gates` takes this input."""
+        return can_gate(x, self.out_features)
+
+    def multiply_gates(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gates) * factors [..., out_features / 2]; the layer's outputs are gates, then
+        factors. The same bits as in two passes. REQUIRES `can_gate`."""
+        output = torch.empty(*x.shape[:-1], self.out_features // 2, dtype=self._dtype)
+        multiply_panels(x, self._panels, self.in_features, self.bias, None, output, gates=True)
+        return output
+
+
+def multiply_panels(
+    x: torch.Tensor,
+    panels: int,
+    depth: int,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    output: torch.Tensor,
+    *,
+    gates: bool = False,
+) -> None:
+    """output [..., columns] = x [..., depth] weight^T + bias + residual.
+
+    panels: address of `in_panels` of the weight; output: dense, which says columns and dtype.
+    gates: output [..., columns / 2] = silu(first half) * second half, without residual; REQUIRES
+    more than MAX_ROWS rows, `can_gate`, and a kernel that has many rows of this dtype.
+    Raises ValueError for what the kernel would read beyond.
+    """
+    dtype, columns = output.dtype, output.shape[-1] * (2 if gates else 1)
+    if gates and (residual is not None or not can_gate(x, columns)):
+        raise ValueError(
+            f"gates take no residual, more than {MAX_ROWS[torch.bfloat16]} rows of bfloat16, AMX, "
+            f"and a multiple of {2 * PANEL_COLUMNS[torch.bfloat16]} outputs; got {tuple(x.shape)} "
+            f"{x.dtype} and {columns} outputs on {kernel().level}"
+        )
+    if x.dtype != dtype or not x.is_cpu or x.shape != (*output.shape[:-1], depth):
+        raise ValueError(
+            f"a layer of {depth} inputs and {columns} outputs of {dtype} on the CPU got "
+            f"{tuple(x.shape)} {x.dtype} on {x.device}"
+        )
+    if residual is not None:
+        if residual.shape != output.shape or residual.dtype != dtype or not residual.is_cpu:
+            raise ValueError(
+                f"the residual must be {tuple(output.shape)} {dtype} on the CPU, got "
+                f"{tuple(residual.shape)} {residual.dtype} on {residual.device}"
+            )
+        residual = residual.contiguous()
+    rows = x.reshape(-1, depth)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    kernel().forward(
+        DTYPES[dtype],
+        rows.data_ptr(),
+        rows.stride(0),
+        panels,
+        0 if bias is None else bias.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        columns,
+        output.data_ptr(),
+        rows.shape[0],
+        depth,
+        columns,
+        gates,
+        torch.get_num_threads(),
+    )
+
+
+def can_gate(x: torch.Tensor, columns: int) -> bool:
+    """Whether the kernel computes gates and factors, so many outputs in all, of x [..., depth]:
+    each stand in panels of their own, and the rows are many."""
+    dtype, depth = x.dtype, x.shape[-1]
+    return (
+        dtype == torch.bfloat16
+        and columns % (2 * PANEL_COLUMNS[dtype]) == 0
+        and x.numel() > MAX_ROWS[dtype] * depth
+        and kernel().has_many_rows(DTYPES[dtype], depth)
+    )
+
+
+@cache
+def kernel() -> _kernels.Linear:
+    return make_kernel()
+
+
+def make_kernel(level: str = "") -> _kernels.Linear:
+    """level: instruction set, one of `simd_levels()`; "": FLEXINFER_SIMD, or the best."""
+    return _kernels.Linear(start_threads_address(), level)

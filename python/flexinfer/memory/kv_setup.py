@@ -1,0 +1,168 @@
+"""KV setup: from settings and a loaded model to a vTensor manager and the longest request."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from dataclasses import replace
+from math import gcd
+from typing import TYPE_CHECKING
+
+from flexinfer.config import EngineConfig, dtype_name
+from flexinfer.memory.budget import KVMemory, choose_eager_bytes, choose_kv_memory
+from flexinfer.runtime.units import parse_bytes
+
+if TYPE_CHECKING:
+    from flexinfer.models.loading import LoadedModel
+    from flexinfer.vtensor import VTensorManager
+    from flexinfer.vtensor.spec import KVSpec
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_MODEL_LEN = 4096
+"""For architectures that set no limit themselves."""
+
+CUDA_CHUNK_BYTES = 2 << 20
+"""Granularity of CUDA's physical memory, and the size of a chunk when nobody says."""
+
+
+CPU_IDLE_FRACTION = 1 / 8
+"""Of the budget: what idle prefixes may hold on a CPU when nobody says."""
+
+
+def choose_max_model_len(config: EngineConfig, limit: int | None) -> int:
+    """What the user asked for, or what the model can (`limit`); never more than that."""
+    if config.max_model_len is None:
+        return DEFAULT_MAX_MODEL_LEN if limit is None else limit
+    if limit is not None and config.max_model_len > limit:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}, but the model has {limit} positions"
+        )
+    return config.max_model_len
+
+
+def check_kv_sizes(config: EngineConfig) -> None:
+    """Refuse sizes that can not work with any model, before one is loaded. Raises ValueError."""
+    unit = CUDA_CHUNK_BYTES if str(config.device).startswith("cuda") else mmap.PAGESIZE
+    chunk = unit
+    if config.chunk_bytes is not None:
+        chunk = parse_bytes(config.chunk_bytes, "chunk_bytes")
+        if chunk < 1 or chunk % unit:
+            raise ValueError(
+                f"chunk_bytes {config.chunk_bytes!r} is not a positive multiple of the driver's "
+                f"granularity, {unit} bytes"
+            )
+    if config.kv_cache_memory_bytes is not None:
+        budget = parse_bytes(config.kv_cache_memory_bytes, "kv_cache_memory_bytes")
+        if budget < chunk:
+            raise ValueError(
+                f"kv_cache_memory_bytes {config.kv_cache_memory_bytes!r} is less than one chunk of "
+                f"{chunk} bytes: raise it or lower chunk_bytes"
+            )
+
+
+def settle_kv_memory(config: EngineConfig, loaded: LoadedModel, max_seq_len: int) -> KVMemory:
+    """The budget, from the settings and what the model's device can still give."""
+    if loaded.device.type != "cuda":
+        from flexinfer.vtensor import available_memory_bytes
+
+        return choose_kv_memory(config.kv_cache_memory_bytes, available_memory_bytes())
+    import torch
+
+    from flexinfer.models.loading import warm_up
+
+    warm_up(loaded, config.scheduler_config(max_seq_len), max_seq_len)
+    free_bytes, gpu_bytes = torch.cuda.mem_get_info(loaded.device)
+    return choose_kv_memory(
+        config.kv_cache_memory_bytes,
+        free_bytes,
+        gpu_bytes=gpu_bytes,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+    )
+
+
+def make_manager(
+    config: EngineConfig, loaded: LoadedModel, max_seq_len: int, memory: KVMemory
+) -> VTensorManager:
+    """The vTensor manager for the model's KV."""
+    from flexinfer.vtensor import KVSpec, VTensorManager
+
+    spec = KVSpec(
+        num_layers=loaded.num_layers,
+        num_kv_heads=loaded.num_kv_heads,
+        head_dim=loaded.head_dim,
+        dtype=dtype_name(loaded.dtype),
+        max_seq_len=max_seq_len,
+        layers_per_plane=config.layers_per_plane,
+    )
+    if loaded.device.type == "cuda":
+        chunk_bytes = parse_bytes(config.chunk_bytes or CUDA_CHUNK_BYTES, "chunk_bytes")
+        spec = replace(spec, max_seq_len=whole_slot_tokens(spec, chunk_bytes))
+    low_bytes, high_bytes = choose_eager_bytes(
+        config.free_memory_low,
+        config.free_memory_high,
+        num_chunks=config.max_num_seqs * spec.num_planes,
+        budget=memory.budget_bytes,
+    )
+    return VTensorManager(
+        spec,
+        device=str(loaded.device),
+        max_requests=config.max_num_seqs,
+        memory_budget=memory.budget_bytes,
+        chunk_bytes=config.chunk_bytes,
+        park=config.enable_deferred_reclamation,
+        dedup=config.enable_dedup,
+        eager=low_bytes if config.eager_allocation else 0,
+        max_free=high_bytes,
+        max_idle=config.prefix_cache_memory,
+        max_idle_fraction=_max_idle_fraction(config, loaded.device.type),
+        swap_space=config.swap_space,
+        swap_directory=config.swap_directory,
+    )
+
+
+def _max_idle_fraction(config: EngineConfig, device_type: str) -> float:
+    """See `EngineConfig.prefix_cache_memory`."""
+    if config.prefix_cache_memory is not None or device_type == "cuda":
+        return 1.0
+    return CPU_IDLE_FRACTION
+
+
+def whole_slot_tokens(spec: KVSpec, chunk_bytes: int) -> int:
+    """The least max_seq_len, no smaller than the spec's, with which a slot, which is whole chunks,
+    is also a whole number of tokens.
+
+    The arena is then a list of token rows at one stride from slot to slot, as packed kernels read
+    it (attention/flash_kernels.py). It costs addresses, not memory.
+    """
+    unit = chunk_bytes // gcd(chunk_bytes, spec.plane_token_bytes)
+    return -(-spec.max_seq_len // unit) * unit
+
+
+def fit_max_model_len(manager: VTensorManager, wanted_len: int, config: EngineConfig) -> int:
+    """The longest request that the budget holds, at most wanted_len.
+
+    An explicit max_model_len that does not fit is refused: such a request would never end.
+    """
+    low, high = 0, wanted_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        if manager.bytes_for(middle) <= manager.memory_budget:
+            low = middle
+        else:
+            high = middle - 1
+    if low == wanted_len:
+        return wanted_len
+    if low < 2 or config.max_model_len is not None:
+        raise ValueError(
+            f"the KV budget of {manager.memory_budget} bytes holds one request of {low} tokens; "
+            f"{wanted_len} tokens need {manager.bytes_for(wanted_len)} bytes: raise "
+            "kv_cache_memory_bytes or lower max_model_len"
+        )
+    logger.warning(
+        "max_model_len is %d, not the model's %d: the KV budget of %d bytes holds no more",
+        low,
+        wanted_len,
+        manager.memory_budget,
+    )
+    return low

@@ -1,0 +1,1 @@
+"""Metrics: what steps and requests took, as plain values. No torch."""

@@ -1,0 +1,1 @@
+"""Models: loading through transformers, and which of them the engine can run."""

@@ -1,0 +1,1 @@
+"""Replay: the operations of a trace, read and run again on any driver."""

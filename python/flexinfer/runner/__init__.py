@@ -1,0 +1,1 @@
+"""Runner: from the plan of a step to its tokens."""

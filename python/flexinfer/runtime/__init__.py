@@ -1,0 +1,1 @@
+"""Runtime: this process and machine: device, threads, OpenMP, torch's settings, weight files."""

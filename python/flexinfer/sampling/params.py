@@ -1,0 +1,261 @@
+"""SamplingParams and BeamSearchParams: how a request's tokens are chosen and when it ends.
+
+Names, defaults and meaning are those of vLLM, early stopping that of transformers. Checked where
+they are made, without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Literal
+
+from flexinfer.sampling.grammars import StructuredOutputsParams
+
+GREEDY_EPS = 1e-5
+"""A temperature below this is greedy (the logits would overflow)."""
+
+
+class RequestOutputKind(Enum):
+    """What each RequestOutput of a request carries."""
+
+    CUMULATIVE = 0
+    """Everything generated so far, at every step."""
+    DELTA = 1
+    """What is new since the previous output of the request."""
+    FINAL_ONLY = 2
+    """One output, when the request has ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling of one request.
+
+    Steps, in this order: logit_bias and min_tokens, repetition then frequency then presence
+    penalty, structured outputs, temperature, min_p, top_k, top_p. Log probabilities are those of
+    the model itself, before any of these steps.
+    """
+
+    n: int = 1
+    """Number of completions, sampled from one prompt whose KV is held once."""
+    best_of: int | None = None
+    """Sample so many and give the n most probable ones, by cumulative_logprob; None: n."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 or -1: all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches p, in (0, 1]."""
+    min_p: float = 0.0
+    """Drop tokens less probable than min_p times the most probable one."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that occur in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each occurrence in the output."""
+    seed: int | None = None
+    """Own random numbers, whatever else is in the batch; None: those of the engine.
+
+    Sample i of n uses seed + i."""
+    stop: str | Sequence[str] | None = None
+    """Strings that end the request."""
+    stop_token_ids: Sequence[int] | None = None
+    """Tokens that end the request, like the end-of-sequence token."""
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    """Most tokens to generate; None: as many as max_model_len admits."""
+    min_tokens: int = 0
+    """No stop token and no stop string counts before that many tokens."""
+    logprobs: int | None = None
+    """Report this many most probable tokens at each position (and the chosen one); -1: all."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens, each given those before it; -1: all. The whole prompt is
+    computed then, whatever the prefix cache has."""
+    logit_bias: Mapping[int, float] | None = None
+    """Token id -> value added to its logit, clamped to [-100, 100]."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the text must look like; the request ends when it is complete."""
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
+    """`stop` as a tuple."""
+    stop_ids: frozenset[int] = field(init=False, repr=False, default=frozenset())
+    """`stop_token_ids` as a set."""
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop_strings", stop)
+        object.__setattr__(self, "stop_ids", frozenset(self.stop_token_ids or ()))
+        self._check_number()
+        self._check_sampling()
+        self._check_ending()
+        self._check_reporting()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_EPS
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences that are sampled, of which `n` are given."""
+        return self.n if self.best_of is None else self.best_of
+
+    def of_sample(self, index: int) -> SamplingParams:
+        """The params of one of the samples; `index` counts from 0."""
+        if self.num_samples == 1:
+            return self
+        ranked = self.num_samples > self.n
+        return replace(
+            self,
+            n=1,
+            best_of=None,
+            seed=None if self.seed is None else self.seed + index,
+            logprobs=0 if ranked and self.logprobs is None else self.logprobs,
+            prompt_logprobs=self.prompt_logprobs if index == 0 else None,
+        )
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    def _check_number(self) -> None:
+        if _integer("n", self.n) < 1:
+            raise ValueError(f"n must be at least 1, got {self.n}")
+        if self.best_of is None:
+            return
+        if _integer("best_of", self.best_of) < self.n:
+            raise ValueError(f"best_of must be at least n, got best_of={self.best_of}, n={self.n}")
+        if self.best_of > self.n and self.output_kind is RequestOutputKind.DELTA:
+            raise ValueError(
+                f"best_of ({self.best_of}) larger than n ({self.n}) has no DELTA output: "
+                "which samples are the best is known at the end"
+            )
+
+    def _check_sampling(self) -> None:
+        _number("temperature", self.temperature, 0.0, math.inf, "at least 0 (0 is greedy)")
+        if _integer("top_k", self.top_k) < -1:
+            raise ValueError(f"top_k must be at least 1, or 0 or -1 for off, got {self.top_k}")
+        _number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]", low_open=True)
+        _number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
+        _number(
+            "repetition_penalty",
+            self.repetition_penalty,
+            0.0,
+            math.inf,
+            "greater than 0",
+            low_open=True,
+        )
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "in [-2, 2]")
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "in [-2, 2]")
+        if self.seed is not None:
+            last = _integer("seed", self.seed) + self.num_samples - 1
+            if not -(2**63) <= self.seed <= last < 2**63:
+                raise ValueError(f"seed must be a 64-bit integer, got {self.seed}")
+        for token_id, bias in (self.logit_bias or {}).items():
+            _token_id("logit_bias", token_id)
+            _number(f"logit_bias[{token_id}]", bias, -math.inf, math.inf, "a number")
+
+    def _check_ending(self) -> None:
+        if self.max_tokens is not None and _integer("max_tokens", self.max_tokens) < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if _integer("min_tokens", self.min_tokens) < 0:
+            raise ValueError(f"min_tokens must be at least 0, got {self.min_tokens}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens ({self.min_tokens}) must be at most max_tokens ({self.max_tokens})"
+            )
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop must hold non-empty strings, got {text!r}")
+        if self.stop_strings and not self.detokenize:
+            raise ValueError("stop strings need the text: detokenize must be True")
+        for token_id in self.stop_ids:
+            _token_id("stop_token_ids", token_id)
+        if self.structured_outputs is None:
+            return
+        if not isinstance(self.structured_outputs, StructuredOutputsParams):
+            raise ValueError(
+                "structured_outputs must be StructuredOutputsParams, "
+                f"got {self.structured_outputs!r}"
+            )
+        if self.ignore_eos or self.min_tokens:
+            raise ValueError(
+                "structured outputs end when the text is complete: "
+                "they take neither ignore_eos nor min_tokens"
+            )
+
+    def _check_reporting(self) -> None:
+        if self.logprobs is not None and _integer("logprobs", self.logprobs) < -1:
+            raise ValueError(f"logprobs must be at least 0, or -1 for all, got {self.logprobs}")
+        asked = self.prompt_logprobs
+        if asked is not None and _integer("prompt_logprobs", asked) < -1:
+            raise ValueError(f"prompt_logprobs must be at least 0, or -1 for all, got {asked}")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise ValueError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """Beam search of one request.
+
+    A finished sequence scores cum_logprob / num_generated ** length_penalty, its end-of-sequence
+    token counted, as in transformers. (vLLM counts the prompt and not the end-of-sequence token.)
+    """
+
+    beam_width: int
+    """Sequences kept at each step, and given at the end."""
+    max_tokens: int = 16
+    """Most tokens to generate."""
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    """Only 0: sequences are ranked by the model's own probabilities."""
+    length_penalty: float = 1.0
+    """Above 0 favours long sequences, below 0 short ones."""
+    early_stopping: bool | Literal["never"] = False
+    """When to end with beam_width finished sequences at hand: True: at once; False: when no
+    running beam would beat them at its present length; "never": when none can, whatever its
+    length will be."""
+
+    def __post_init__(self) -> None:
+        if _integer("beam_width", self.beam_width) < 1:
+            raise ValueError(f"beam_width must be at least 1, got {self.beam_width}")
+        if _integer("max_tokens", self.max_tokens) < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        _number(
+            "temperature", self.temperature, 0.0, 0.0, "0 with beam search (it does not sample)"
+        )
+        _number("length_penalty", self.length_penalty, -math.inf, math.inf, "a number")
+        if self.early_stopping not in (True, False, "never"):
+            raise ValueError(
+                f"early_stopping must be True, False or 'never', got {self.early_stopping!r}"
+            )
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    return value
+
+
+def _token_id(name: str, value: Any) -> None:
+    if _integer(name, value) < 0:
+        raise ValueError(f"{name} must hold token ids (at least 0), got {value}")
+
+
+def _number(
+    name: str, value: Any, low: float, high: float, allowed: str, *, low_open: bool = False
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    if value < low or value > high or (low_open and value == low):
+        raise ValueError(f"{name} must be {allowed}, got {value}")

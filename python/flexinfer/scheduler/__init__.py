@@ -1,0 +1,1 @@
+"""Scheduler: which requests compute which tokens in a step, and with what memory. No torch."""

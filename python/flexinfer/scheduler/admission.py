@@ -1,0 +1,114 @@
+"""Admission: whether a waiting request may start, and the vTensor that it starts with. No torch.
+
+`running` is always the requests that run now. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from flexinfer.config import SchedulerConfig
+from flexinfer.scheduler.request import Request
+
+if TYPE_CHECKING:
+    from flexinfer.vtensor import VTensor, VTensorManager
+
+
+class Admission:
+    """Asks the manager for room, for cached prefixes, for vTensors."""
+
+    def __init__(self, config: SchedulerConfig, manager: VTensorManager) -> None:
+        self.config = config
+        self.manager = manager
+
+    def match(self, request: Request) -> int:
+        """Tokens that the prefix cache has now and that need not be computed."""
+        if not self.config.enable_prefix_caching:
+            return 0
+        num_matched = self.manager.match_prefix(request.token_array, cache_salt=request.cache_salt)
+        return min(num_matched, request.num_reusable_tokens)
+
+    def waits_for_prefix(
+        self, request: Request, num_matched: int, running: Collection[Request]
+    ) -> bool:
+        """Whether a running prefill will soon record more of this prompt than is recorded now.
+
+        A request that is due waits no more, so that waiting cannot starve it.
+        """
+        config = self.config
+        num_shared = num_matched + config.min_shared_tokens
+        if not (config.enable_prefix_caching and config.wait_for_shared_prefix):
+            return False
+        if num_shared > request.num_reusable_tokens or request.is_due:
+            return False
+        prefilling = [
+            other
+            for other in running
+            if other.is_prefilling and other.cache_salt == request.cache_salt
+        ]
+        if not prefilling:
+            return False
+        head = request.token_ids[:num_shared]
+        return any(other.token_ids[:num_shared] == head for other in prefilling)
+
+    def has_room(self, needed_bytes: int, running: Collection[Request]) -> bool:
+        """Whether so much can be had beside what running prefills were promised, and a reserve
+        for decodes to grow."""
+        manager = self.manager
+        promised = sum(
+            manager.bytes_for(request.num_prefill_tokens + 1)
+            - manager.bytes_for(request.num_extended_tokens)
+            for request in running
+            if request.is_prefilling
+        )
+        reserve = int(self.config.watermark * manager.memory_budget)
+        return needed_bytes + promised + reserve <= manager.available_bytes
+
+    def try_create(
+        self, request: Request, num_matched: int, num_left: int, running: Collection[Request]
+    ) -> VTensor | None:
+        """Start the request, if the whole prefill will fit: a slot, the cached prefix, and memory
+        for the first chunk of at most `num_left` tokens. None: shortage, nothing changed."""
+        manager = self.manager
+        needed = manager.bytes_for(request.num_tokens + 1)
+        needed += request.num_forks * manager.bytes_for(1)  # a tail row each
+        if running and not self.has_room(needed - manager.bytes_for(num_matched), running):
+            return None
+        vtensor = manager.try_create(
+            request.token_array if self.config.enable_prefix_caching else None,
+            cache_salt=request.cache_salt,
+            max_cached_tokens=request.num_reusable_tokens,
+            expected_tokens=request.num_tokens,
+            label=request.request_id if self.config.label_vtensors else None,
+        )
+        if vtensor is None:
+            return None
+        end = self._first_end(request, vtensor, needed, num_left, running)
+        if end is None or not vtensor.try_extend(end):
+            vtensor.release()
+            return None
+        request.metrics.chunks_aliased += vtensor.info().chunks_aliased
+        request.start(vtensor, end)
+        return vtensor
+
+    def _first_end(
+        self,
+        request: Request,
+        vtensor: VTensor,
+        needed: int,
+        num_left: int,
+        running: Collection[Request],
+    ) -> int | None:
+        """Tokens to back at once; None: the rest would not fit.
+
+        The worker maps the rest while the first chunk is computed. A request that is alone claims
+        all at once where room is not certain: that tells exactly whether it fits.
+        """
+        manager = self.manager
+        num_cached = vtensor.num_cached_tokens
+        # Aliased whole rows need nothing more, and can not be evicted any more.
+        needed -= manager.bytes_for(num_cached) - (manager.bytes_for(1) if num_cached else 0)
+        if self.has_room(needed, running):
+            return min(request.num_tokens, num_cached + num_left)
+        return None if running else request.num_tokens

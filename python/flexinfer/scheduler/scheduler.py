@@ -1,0 +1,409 @@
+"""Scheduler: which requests compute which tokens in the next step, and with what memory.
+
+Continuous batching (Orca, Yu et al., OSDI 2022) with chunked prefill (Sarathi-Serve, Agrawal et
+al., OSDI 2024) over vTensors (FlexInfer, Xu et al., 2024, Algorithm 1). No torch. Not thread-safe.
+
+A request moves between three places, and leaves from any of them:
+
+    waiting --admit--> running --swap out--> swapped
+       ^                  |   ^                 |
+       +----recompute-----+   +-----swap in-----+
+
+Invariants:
+1. A request is in one of `waiting`, `running`, `swapped`, or in none (it has ended or is parked).
+2. Memory for the whole prefill is spoken for at admission: what running prefills have yet to get is
+   subtracted from what is available, so that admission never overcommits the budget.
+3. After `schedule()` all scheduled tokens are backed by chunks.
+4. `num_seqs` <= max_num_seqs: the forks that a running prompt is to have are counted with it.
+5. Nothing is admitted while a request is swapped out.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from sortedcontainers import SortedKeyList
+
+from flexinfer.config import SchedulerConfig
+from flexinfer.errors import OutOfMemoryError
+from flexinfer.metrics.steps import StepStats
+from flexinfer.scheduler.admission import Admission
+from flexinfer.scheduler.batch import Batch, ScheduledRequest, next_tokens
+from flexinfer.scheduler.pins import Pins
+from flexinfer.scheduler.pre_extension import PreExtender
+from flexinfer.scheduler.preemption import Cause, Decision, PreemptionPolicy
+from flexinfer.scheduler.queue import WaitingQueue
+from flexinfer.scheduler.request import Request
+from flexinfer.types import FinishReason
+
+if TYPE_CHECKING:
+    from flexinfer.vtensor import VTensor, VTensorManager
+
+__all__ = ["Batch", "ScheduledRequest", "Scheduler"]
+
+logger = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Owns the waiting queue and the running set; asks the manager for memory."""
+
+    def __init__(self, config: SchedulerConfig, manager: VTensorManager) -> None:
+        self.config = config
+        self.manager = manager
+        self.waiting = WaitingQueue(config.scheduling_policy, config.max_passed_over)
+        self.running: dict[str, Request] = {}
+        self.swapped: SortedKeyList[Request] = SortedKeyList(key=self.waiting.key)
+        self.preemption = PreemptionPolicy(config.preemption_mode, config.has_swap_space)
+        self.admission = Admission(config, manager)
+        self.prefetch = PreExtender(manager, config.max_num_batched_tokens)
+        self.pins = Pins(manager)
+        self.num_prefix_waits = 0
+        self._orphans: list[VTensor] = []  # of requests that ended while the pool slept
+
+    @property
+    def num_seqs(self) -> int:
+        """Slots spoken for: requests that have one, and the forks that they will have."""
+        holders = chain(self.running.values(), self.swapped)
+        return sum(1 + request.num_forks for request in holders)
+
+    @property
+    def requests(self) -> Iterator[Request]:
+        """All that have not ended."""
+        return chain(self.running.values(), self.swapped, self.waiting)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting or self.running or self.swapped)
+
+    def add(self, request: Request) -> None:
+        """Queue a request, at the place that the policy gives it."""
+        self.waiting.add(request)
+
+    def schedule(self) -> Batch:
+        """The next step: running requests first (decodes before prefills), then swapped ones, then
+        new ones. Raises ValueError while the manager is asleep."""
+        if self.manager.asleep:
+            raise ValueError("the engine is asleep; call wake_up() first")
+        self.release_ended()
+        batch = Batch()
+        self._schedule_running(batch)
+        if not batch.preempted and not batch.failed:
+            self._schedule_swapped(batch)
+            if not self.swapped:
+                self._schedule_waiting(batch)
+        return batch
+
+    def release_ended(self) -> None:
+        """Free what requests held that were aborted while the manager slept."""
+        while self._orphans:
+            self._orphans.pop().release()
+
+    def pre_extend(self, batch: Batch) -> None:
+        """Have the memory of the next steps mapped in the background (paper: Algorithm 1)."""
+        self.prefetch.ask(batch.items if self.config.enable_pre_extend else ())
+
+    def observe(self, step: StepStats) -> None:
+        """Learn from a step's times: how far to map ahead, how fast a prefill is."""
+        self.prefetch.depth.observe_step(step.step_us, step.map_us_hidden, step.rows_pre_extended)
+        if 2 * step.num_prefill_tokens > step.num_tokens:
+            self.preemption.observe_prefill(step.num_tokens, step.step_us / 1e6)
+
+    def advance(self, batch: Batch) -> None:
+        """The step is computed: its tokens have KV. Records prompts whose prefill is complete."""
+        for item in batch.items:
+            request = item.request
+            was_prefilling = request.is_prefilling
+            request.num_computed_tokens = item.end
+            request.metrics.num_computed_tokens += item.num_tokens
+            if was_prefilling and not request.is_prefilling:
+                self._record(request, item.vtensor)
+
+    def finish(self, request: Request) -> None:
+        """The request has ended well: record its tokens for the next turn, free its memory."""
+        vtensor = self._leave(request)
+        if vtensor is not None:
+            try:
+                self._record(request, vtensor)
+            finally:
+                vtensor.release()
+
+    def abort(
+        self, requests: Iterable[Request], reason: FinishReason, message: str | None = None
+    ) -> None:
+        """End requests at any point, waiting or running; all they hold is freed, unrecorded."""
+        for request in requests:
+            vtensor = self._leave(request)
+            request.finish(reason, message)
+            if vtensor is not None:
+                self._release(vtensor)
+
+    # Forks.
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Run `child` beside `parent`: it shares all that is computed of it, and copies the tail
+        row when it writes there (PagedAttention, section 4.4: fork, append, free).
+
+        The child, a clone of the parent with or without a token more, is queued instead where no
+        slot is left or the parent has no KV any more; it then starts at the recorded prefix.
+        """
+        child.arrival_idx = parent.arrival_idx
+        vtensor = self._try_fork(parent)
+        if vtensor is None:
+            self.waiting.put_back(child)
+            return
+        child.start_forked(parent, vtensor)
+        child.metrics.chunks_aliased += vtensor.info().chunks_aliased
+        self.running[child.request_id] = child
+
+    def park(self, request: Request) -> None:
+        """Take a running request out of the way until `unpark`; what it has computed is recorded.
+
+        For a sequence that must wait for others: it holds no memory meanwhile.
+        """
+        was_swapped = request in self.swapped
+        vtensor = self._leave(request)
+        if vtensor is not None:
+            if not was_swapped:
+                self._record(request, vtensor)
+            vtensor.release()
+        request.requeue()
+
+    def unpark(self, request: Request) -> None:
+        """The request goes on; nothing happens if it was not parked."""
+        if request.request_id in self.running or request in self.swapped:
+            return
+        if request not in self.waiting:
+            self.waiting.put_back(request)
+
+    def _try_fork(self, parent: Request) -> VTensor | None:
+        if parent.request_id not in self.running or parent.vtensor is None:
+            return None
+        if self.num_seqs >= self.config.max_num_seqs:
+            return None
+        try:
+            return parent.vtensor.fork()
+        except OutOfMemoryError:
+            return None
+
+    # Running requests.
+
+    def _schedule_running(self, batch: Batch) -> None:
+        """Give each running request its next tokens, preempting the last ones while short."""
+        while self.running:
+            items = self._plan_running()
+            if self._extend(items):
+                batch.items = items
+                return
+            victim = self.choose_victim()
+            if self.preemption.is_on and len(self.running) > 1:
+                self.preempt(victim, "growth")
+                batch.preempted.append(victim)
+            elif not self.pins.give_way():
+                self._fail(victim, batch)
+
+    def _extend(self, items: list[ScheduledRequest]) -> bool:
+        """Back the items that grow beyond their memory: all or none, in one call."""
+        growing = [item for item in items if item.end > item.request.num_extended_tokens]
+        ends = [item.end for item in growing]
+        if growing and not self.manager.try_extend([item.vtensor for item in growing], ends):
+            return False
+        for item in growing:
+            item.request.num_extended_tokens = item.end
+        return True
+
+    def _plan_running(self) -> list[ScheduledRequest]:
+        num_left = self.config.max_num_batched_tokens
+        items = []
+        for request in sorted(self.running.values(), key=lambda request: request.is_prefilling):
+            if num_left == 0:
+                break
+            items.append(next_tokens(request, num_left))
+            num_left -= items[-1].num_tokens
+        return items
+
+    # Preemption (PagedAttention, section 4.5).
+
+    def choose_victim(self, among: Iterable[Request] | None = None) -> Request:
+        """The running request, of these or of all, that has the lowest priority and came last.
+        REQUIRES: one runs."""
+        return max(self.running.values() if among is None else among, key=self.waiting.key)
+
+    def preempt(self, request: Request, cause: Cause) -> None:
+        """Take the memory of a running request; it goes on later where it was."""
+        vtensor = request.vtensor
+        assert vtensor is not None
+        num_computed = request.num_computed_tokens
+        decision = self._choose_preemption(request)
+        if decision.mode == "swap" and not self._swap_out(request, vtensor):
+            decision = Decision("recompute", "swap space is full")
+        if decision.mode == "recompute":
+            self._preempt_to_recompute(request)
+        request.metrics.num_preemptions += 1
+        self.preemption.count(decision, cause)
+        logger.debug(
+            "preempted %r by %s (%s: %s), %d tokens computed",
+            request.request_id,
+            decision.mode,
+            cause,
+            decision.reason,
+            num_computed,
+        )
+
+    def _choose_preemption(self, request: Request) -> Decision:
+        """What is recorded anyhow needs neither computing nor copying back."""
+        num_computed = request.num_computed_tokens
+        num_recorded = 0
+        if self.preemption.mode == "auto" and self.config.enable_prefix_caching:
+            num_recorded = self.manager.match_prefix(
+                request.token_array[:num_computed], cache_salt=request.cache_salt
+            )
+        num_lost = num_computed - num_recorded
+        bytes_per_token = self.manager.spec.bytes_per_token
+        return self.preemption.choose(
+            num_lost, request.num_extended_tokens * bytes_per_token, num_lost * bytes_per_token
+        )
+
+    def _preempt_to_recompute(self, request: Request) -> None:
+        """What it has computed is recorded: memory pressure evicts of it only what is needed."""
+        vtensor = self._leave(request)
+        assert vtensor is not None
+        self._record(request, vtensor)
+        vtensor.release()
+        request.requeue()
+        self.waiting.put_back(request)
+
+    def _swap_out(self, request: Request, vtensor: VTensor) -> bool:
+        """Running -> swapped. False: no room in the store, nothing changed."""
+        start_s = time.perf_counter()
+        if not vtensor.try_swap_out():
+            return False
+        num_bytes = request.num_extended_tokens * self.manager.spec.bytes_per_token
+        self.preemption.observe_swap(num_bytes, time.perf_counter() - start_s)
+        del self.running[request.request_id]
+        self.swapped.add(request)
+        return True
+
+    def _schedule_swapped(self, batch: Batch) -> None:
+        """Bring swapped requests back, in order, until tokens or memory run out."""
+        num_left = self.config.max_num_batched_tokens - batch.num_tokens
+        for request in list(self.swapped):
+            if num_left == 0:
+                return
+            if not self._when_pins_give_way(partial(self._swap_in, request)):
+                if self.running:
+                    return
+                self._fail(request, batch)
+                continue
+            item = next_tokens(request, num_left)
+            if self._when_pins_give_way(partial(self._extend, [item]), num_own=1):
+                batch.items.append(item)
+                num_left -= item.num_tokens
+            elif len(self.running) == 1:
+                self._fail(request, batch)  # else the next step settles who gives way
+
+    def _swap_in(self, request: Request) -> bool:
+        """Swapped -> running, at the same addresses. False: shortage, nothing changed."""
+        vtensor = request.vtensor
+        assert vtensor is not None
+        needed = self.manager.bytes_for(request.num_tokens + 1)
+        if self.running and not self.admission.has_room(needed, self.running.values()):
+            return False
+        start_s = time.perf_counter()
+        if not vtensor.try_swap_in(request.token_array[: request.num_computed_tokens]):
+            return False
+        num_bytes = request.num_extended_tokens * self.manager.spec.bytes_per_token
+        self.preemption.observe_swap(num_bytes, time.perf_counter() - start_s)
+        self.swapped.remove(request)
+        request.num_asked_rows = 0
+        self.running[request.request_id] = request
+        return True
+
+    # Waiting requests.
+
+    def _schedule_waiting(self, batch: Batch) -> None:
+        """Admit in the order of the queue until tokens, slots or memory run out."""
+        num_left = self.config.max_num_batched_tokens - batch.num_tokens
+        num_slots = self.config.max_num_seqs - self.num_seqs
+        if num_left == 0 or num_slots <= 0 or not self.waiting:
+            return
+        self.waiting.promote()
+        match = cache(self.admission.match)
+        for request in self.waiting.candidates(num_slots, match):
+            num_slots -= 1 + request.num_forks
+            if num_left == 0 or num_slots < 0:
+                return
+            num_matched = match(request)
+            if self.admission.waits_for_prefix(request, num_matched, self.running.values()):
+                self.num_prefix_waits += 1
+                num_slots += 1 + request.num_forks
+                continue
+            whole_prompt = request.num_tokens - num_matched
+            if not self.config.enable_chunked_prefill and whole_prompt > num_left:
+                return
+            admit = partial(self._admit, request, num_matched, num_left)
+            if not self._when_pins_give_way(admit):
+                if self.running:
+                    return
+                self._fail(request, batch)
+                continue
+            batch.items.append(next_tokens(request, num_left))
+            num_left -= batch.items[-1].num_tokens
+            if self.waiting.promote():
+                return  # the order has changed
+
+    def _admit(self, request: Request, num_matched: int, num_left: int) -> bool:
+        """Waiting -> running. False: shortage, nothing changed."""
+        vtensor = self.admission.try_create(request, num_matched, num_left, self.running.values())
+        if vtensor is None:
+            return False
+        self.waiting.admit(request)
+        self.running[request.request_id] = request
+        return True
+
+    def _when_pins_give_way(self, attempt: Callable[[], bool], num_own: int = 0) -> bool:
+        """`attempt`; while it fails and nobody else runs who will free memory, again with a pin
+        less. num_own: how many of the running requests the attempt is for."""
+        while not attempt():
+            if len(self.running) > num_own or not self.pins.give_way():
+                return False
+        return True
+
+    # Leaving.
+
+    def _leave(self, request: Request) -> VTensor | None:
+        """Out of all sets; returns the vTensor for the caller to release."""
+        if self.running.pop(request.request_id, None) is None:
+            self.waiting.discard(request)
+            self.swapped.discard(request)
+        vtensor = request.take_vtensor()
+        if vtensor is not None and not self.manager.asleep:
+            request.metrics.chunks_copied += vtensor.info().chunks_copied
+        return vtensor
+
+    def _release(self, vtensor: VTensor) -> None:
+        """Now, or, of a sleeping pool, at the next step."""
+        if self.manager.asleep:
+            self._orphans.append(vtensor)
+        else:
+            vtensor.release()
+
+    def _record(self, request: Request, vtensor: VTensor) -> None:
+        if self.config.enable_prefix_caching and request.num_computed_tokens > 0:
+            vtensor.record_prefix(request.token_array[: request.num_computed_tokens])
+
+    def _fail(self, request: Request, batch: Batch) -> None:
+        """It does not fit, and nobody else may give way: more waiting can not help it."""
+        manager = self.manager
+        message = (
+            f"request {request.request_id!r} needs KV memory for {request.num_tokens} tokens "
+            f"({manager.bytes_for(request.num_tokens)} bytes), but only {manager.available_bytes} "
+            f"bytes of the budget of {manager.memory_budget} can be obtained"
+        )
+        if not self.preemption.is_on and len(self.running) > 1:
+            message += f"; {len(self.running) - 1} other requests run and preemption is off"
+        self.abort([request], "error", message)
+        batch.failed.append(request)

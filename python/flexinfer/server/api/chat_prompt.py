@@ -1,0 +1,163 @@
+"""ChatRenderer: from the messages of a chat to token ids, by the model's chat template.
+
+A template that knows no tools gets them in words: Hermes' way, which tools.py reads back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flexinfer.engine.inputs import InputProcessor
+from flexinfer.errors import RequestError
+from flexinfer.server.http.errors import bad_request
+from flexinfer.server.protocol.chat import Message, Tool
+
+TOOL_PROMPT = """\
+You may call these functions, each described by a JSON schema:
+<tools>
+{tools}
+</tools>
+To call one, answer with its name and arguments as JSON, like this:
+<tool_call>
+{{"name": "function name", "arguments": {{"argument": "value"}}}}
+</tool_call>"""
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """All that decides what the model reads."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise bad_request(
+                "continue_final_message goes on with the last message: "
+                "add_generation_prompt must be false",
+                "continue_final_message",
+            )
+
+
+class ChatRenderer:
+    """Thread-safe: the tokenizer is only read."""
+
+    def __init__(self, inputs: InputProcessor, chat_template: str | None) -> None:
+        """`chat_template`: Jinja source of the operator; None: that of the tokenizer."""
+        self._inputs = inputs
+        self._template = chat_template
+        tokenizer = inputs.tokenizer
+        self._reserved: frozenset[str] = frozenset()
+        if tokenizer is not None:
+            self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
+        own = getattr(tokenizer, "chat_template", None)
+        self._knows_tools = "tools" in str(chat_template or own or "")
+
+    async def render(self, prompt: ChatPrompt) -> list[int]:
+        """Token ids; rendering and tokenizing run in a thread. Raises APIError, RequestError."""
+        return await asyncio.to_thread(self._render, prompt)
+
+    def _render(self, prompt: ChatPrompt) -> list[int]:
+        from jinja2 import TemplateError
+
+        clash = sorted(self._reserved & set(prompt.template_kwargs))
+        if clash:
+            raise bad_request(
+                f"chat_template_kwargs are for the template, and may not set {clash[0]!r}",
+                "chat_template_kwargs",
+            )
+        messages = [as_template_message(message) for message in prompt.messages]
+        tools = [tool.model_dump(exclude_none=True) for tool in prompt.tools] or None
+        if not self._knows_tools:
+            messages = with_tools_in_words(messages, tools)
+            tools = None
+        try:
+            return self._inputs.apply_chat_template(
+                messages,
+                self._template,
+                tools=tools,
+                add_generation_prompt=prompt.add_generation_prompt,
+                continue_final_message=prompt.continue_final_message,
+                **prompt.template_kwargs,
+            )
+        except TemplateError as error:
+            raise bad_request(
+                f"the model's chat template refuses these messages: {error}", "messages"
+            ) from None
+        except RequestError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise bad_request(
+                f"the model's chat template can not render these messages: {error}", "messages"
+            ) from None
+
+
+def as_template_message(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: plain text, tool calls' arguments as values."""
+    role = "system" if message.role == "developer" else message.role
+    out: dict[str, Any] = {"role": role, "content": message_text(message)}
+    if message.name is not None:
+        out["name"] = message.name
+    if message.tool_call_id is not None:
+        out["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        out["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return out
+
+
+def message_text(message: Message) -> str:
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    return "\n".join(part.text for part in message.content)
+
+
+def with_tools_in_words(
+    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """The same chat for a template that knows neither tools nor their calls and answers."""
+    out: list[dict[str, Any]] = []
+    for message in messages:
+        plain = {"role": message["role"], "content": message["content"]}
+        if message["role"] == "tool":
+            answer = f"<tool_response>\n{message['content']}\n</tool_response>"
+            plain = {"role": "user", "content": answer}
+        for call in message.get("tool_calls", ()):
+            text = json.dumps(call["function"], ensure_ascii=False)
+            before = f"{plain['content']}\n" if plain["content"] else ""
+            plain["content"] = f"{before}<tool_call>\n{text}\n</tool_call>"
+        out.append(plain)
+    if tools:
+        lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        words = TOOL_PROMPT.format(tools=lines)
+        if out and out[0]["role"] == "system":
+            out[0]["content"] = f"{out[0]['content']}\n\n{words}".lstrip()
+        else:
+            out.insert(0, {"role": "system", "content": words})
+    return out
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text) if text else {}
+    except ValueError:
+        raise bad_request(
+            f"arguments of a tool call must be JSON, got {text[:200]!r}", "messages"
+        ) from None

@@ -1,0 +1,91 @@
+"""CompletionStream: the chunks of one streamed completion."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flexinfer.outputs import CompletionOutput, RequestOutput
+from flexinfer.server.api.generate import UsageCounter
+from flexinfer.server.http.streaming import DONE, TextEvents, event
+from flexinfer.server.protocol.base import Usage
+
+if TYPE_CHECKING:
+    from flexinfer.server.api.completions import Call
+
+
+class CompletionStream:
+    """From outputs of the engine to server-sent events, in order."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._head = call.answer([]).model_dump(exclude={"usage"})
+        self._counter = UsageCounter()
+        self._offsets: dict[int, int] = {}
+        """Characters that each choice has shown."""
+        self._plain = TextEvents(lambda index, text: self._chunk(_plain_choice(index, text)))
+        body = call.body
+        self._has_plain = not (
+            body.return_token_ids or body.wants_running_usage or body.logprobs is not None
+        )
+
+    def add(self, prompt_idx: int, output: RequestOutput) -> str:
+        """The events of one output, one a choice."""
+        self._counter.add(prompt_idx, output)
+        return "".join([self._event(prompt_idx, output, one) for one in output.outputs])
+
+    def finish(self) -> str:
+        if not self._call.body.wants_usage:
+            return DONE
+        usage = self._counter.usage().model_dump()
+        return event({**self._head, "choices": [], "usage": usage}) + DONE
+
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return self._counter.usage()
+
+    def _event(self, prompt_idx: int, output: RequestOutput, one: CompletionOutput) -> str:
+        index = self._call.index_of(prompt_idx, one.index)
+        offset = self._offsets.get(index)
+        if offset is not None and self._has_plain and one.finish_reason is None:
+            self._offsets[index] = offset + len(one.text)
+            return self._plain.event(index, one.text)
+        choice = self._choice(index, prompt_idx, output, one)
+        self._offsets[index] = (offset or 0) + len(choice["text"])
+        return event(self._chunk(choice))
+
+    def _choice(
+        self, index: int, prompt_idx: int, output: RequestOutput, one: CompletionOutput
+    ) -> dict[str, Any]:
+        call, body = self._call, self._call.body
+        shows_prompt = bool(body.echo) and index not in self._offsets
+        text = call.texts[prompt_idx] if shows_prompt else ""
+        if call.max_tokens != 0:
+            text += one.text
+        choice = _plain_choice(index, text)
+        choice["finish_reason"] = one.finish_reason
+        choice["stop_reason"] = one.stop_reason
+        offset = self._offsets.get(index, 0)
+        logprobs = call.logprobs(output, one, offset, shows_prompt=shows_prompt)
+        if logprobs is not None:
+            choice["logprobs"] = logprobs.model_dump()
+        if body.return_token_ids:
+            choice["token_ids"] = one.token_ids
+        return choice
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._head, "choices": [choice]}
+        body = self._call.body
+        if body.wants_usage:
+            running = self._counter.usage().model_dump() if body.wants_running_usage else None
+            chunk["usage"] = running
+        return chunk
+
+
+def _plain_choice(index: int, text: str) -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": None,
+        "finish_reason": None,
+        "stop_reason": None,
+    }

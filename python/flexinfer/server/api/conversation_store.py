@@ -1,0 +1,169 @@
+"""ConversationStore: dialogues whose KV stays pinned between their turns, for a time to live.
+
+A pin holds chunks but no slot. A fork is a second pin: it costs nothing until its branches are
+written (docs/design.md, "Conversations"). When memory is short pins give way, the longest idle
+first (flexinfer/scheduler/pins.py): the next turn computes its past again. For one event loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flexinfer.async_llm import AsyncLLM
+from flexinfer.engine.llm_engine import LLMEngine
+from flexinfer.server.http.errors import APIError, bad_request
+from flexinfer.server.observability.logs import new_id
+from flexinfer.server.protocol.chat import Message
+from flexinfer.server.settings import ServerSettings
+
+
+@dataclass
+class Conversation:
+    """What was said, and the tokens whose KV is pinned."""
+
+    id: str
+    tenant: str
+    ttl_s: float
+    created: int
+    expires_at: float
+    """By `time.monotonic`."""
+    metadata: dict[str, str] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    cache_salt: str = ""
+    num_pinned_tokens: int = 0
+    is_busy: bool = False
+    """A turn is being computed; a second one would not know what the first said."""
+
+
+class ConversationStore:
+    """
+    Invariant: a conversation's pin ends with it, at `expires_at` or when it is deleted.
+    """
+
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
+        self._llm = llm
+        self._settings = settings
+        self._all: dict[str, Conversation] = {}
+
+    def create(
+        self,
+        tenant: str,
+        ttl_s: float | None,
+        messages: Sequence[Message] = (),
+        metadata: dict[str, str] | None = None,
+    ) -> Conversation:
+        """Raises APIError when there are too many, or no prefix cache."""
+        if not self._llm.config.enable_prefix_caching:
+            raise bad_request("a conversation keeps its prefix, and this server caches none")
+        self._forget_expired()
+        if len(self._all) >= self._settings.max_conversations:
+            raise APIError(
+                429,
+                f"{len(self._all)} conversations are kept: delete some, or let them expire",
+                code="too_many_conversations",
+                headers={"Retry-After": "60"},
+            )
+        ttl_s = self._ttl(ttl_s)
+        conversation = Conversation(
+            id=f"conv_{new_id()}",
+            tenant=tenant,
+            ttl_s=ttl_s,
+            created=int(time.time()),
+            expires_at=time.monotonic() + ttl_s,
+            metadata=dict(metadata or {}),
+            messages=list(messages),
+        )
+        self._all[conversation.id] = conversation
+        return conversation
+
+    def get(self, tenant: str, conversation_id: str) -> Conversation:
+        """Raises APIError 404 for one that is not there, has expired, or is another's."""
+        self._forget_expired()
+        found = self._all.get(conversation_id)
+        if found is None or found.tenant != tenant:
+            raise APIError(
+                404,
+                f"there is no conversation {conversation_id!r}; it may have expired",
+                param="conversation",
+                code="conversation_not_found",
+            )
+        return found
+
+    def begin_turn(self, tenant: str, conversation_id: str, ttl_s: float | None) -> Conversation:
+        """Mark it busy; `end_turn` must follow. Raises APIError 409 if it is already."""
+        found = self.get(tenant, conversation_id)
+        if found.is_busy:
+            raise APIError(
+                409, f"conversation {found.id} has a turn under way", code="conversation_busy"
+            )
+        found.is_busy = True
+        if ttl_s is not None:
+            found.ttl_s = self._ttl(ttl_s)
+        return found
+
+    def end_turn(self, conversation: Conversation) -> None:
+        conversation.is_busy = False
+
+    async def keep(
+        self,
+        conversation: Conversation,
+        messages: Sequence[Message],
+        token_ids: Sequence[int],
+        cache_salt: str,
+    ) -> None:
+        """A turn has ended well: these are its messages, and the tokens to pin from now on."""
+        conversation.messages = list(messages)
+        conversation.token_ids = list(token_ids)
+        conversation.cache_salt = cache_salt
+        await self._pin(conversation)
+
+    async def fork(self, conversation: Conversation) -> Conversation:
+        """A second one with the same past."""
+        fork = self.create(
+            conversation.tenant,
+            conversation.ttl_s,
+            conversation.messages,
+            conversation.metadata,
+        )
+        fork.token_ids = list(conversation.token_ids)
+        fork.cache_salt = conversation.cache_salt
+        await self._pin(fork)
+        return fork
+
+    async def delete(self, conversation: Conversation) -> None:
+        """Also while a turn is under way: that is answered, and pins nothing any more."""
+        self._all.pop(conversation.id, None)
+        await self._llm.call(lambda engine: engine.scheduler.pins.drop(conversation.id))
+
+    async def _pin(self, conversation: Conversation) -> None:
+        """Pin what is recorded of its tokens, in place of the turn before."""
+        conversation.expires_at = time.monotonic() + conversation.ttl_s
+        if not conversation.token_ids or conversation.id not in self._all:
+            return
+
+        def pin(engine: LLMEngine) -> int:
+            # One function between two steps: nothing can evict what is unpinned meanwhile.
+            return engine.scheduler.pins.keep(
+                conversation.id,
+                conversation.token_ids,
+                conversation.ttl_s,
+                conversation.cache_salt,
+            )
+
+        conversation.num_pinned_tokens = await self._llm.call(pin)
+
+    def _ttl(self, ttl_s: float | None) -> float:
+        ttl_s = self._settings.default_ttl_s if ttl_s is None else ttl_s
+        if not 0 < ttl_s <= self._settings.max_ttl_s:
+            raise bad_request(f"ttl must be in (0, {self._settings.max_ttl_s:g}] seconds", "ttl")
+        return ttl_s
+
+    def _forget_expired(self) -> None:
+        """Their pins expire by themselves, in the manager."""
+        now = time.monotonic()
+        for conversation in list(self._all.values()):
+            if conversation.expires_at <= now and not conversation.is_busy:
+                del self._all[conversation.id]

@@ -1,0 +1,207 @@
+"""Generation: from a job, that is checked prompts and params, to outputs of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from flexinfer.outputs import BeamSearchOutput, RequestOutput
+from flexinfer.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from flexinfer.server.http.errors import APIError, bad_request
+from flexinfer.server.observability.logs import log_with_request
+from flexinfer.server.protocol.base import PromptTokensDetails, Usage
+from flexinfer.server.state import ServerState
+from flexinfer.types import TokensPrompt
+
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+"""Index of the prompt, and what came of it."""
+Result = TypeVar("Result")
+MAX_JOINED = 64
+"""Outputs of several prompts that wait for one reader."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one HTTP request asks of the engine."""
+
+    request_id: str
+    tenant: str
+    prompts: Sequence[TokensPrompt]
+    params: SamplingParams | BeamSearchParams
+    priority: int = 0
+
+    @property
+    def num_sequences(self) -> int:
+        params = self.params
+        each = params.beam_width if isinstance(params, BeamSearchParams) else params.num_samples
+        return each * len(self.prompts)
+
+    def id_of(self, prompt_idx: int) -> str:
+        """The engine's id of one prompt's request."""
+        return self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{prompt_idx}"
+
+
+async def stream(state: ServerState, job: Job) -> Outputs:
+    """Outputs as they come, with what is new in each. Raises APIError, EngineError."""
+    with state.limits.hold(job.tenant, job.num_sequences):
+        params = _sampling(job, RequestOutputKind.DELTA)
+        parts = [_outputs(state, job, params, idx) for idx in range(len(job.prompts))]
+        async with aclosing(_join(parts) if len(parts) > 1 else parts[0]) as outputs:
+            async for item in outputs:
+                yield item
+
+
+async def finals(state: ServerState, job: Job) -> list[RequestOutput]:
+    """The final output of each prompt. Raises APIError, EngineError."""
+    with state.limits.hold(job.tenant, job.num_sequences):
+        params = _sampling(job, RequestOutputKind.FINAL_ONLY)
+
+        async def final(prompt_idx: int) -> RequestOutput:
+            async with aclosing(_outputs(state, job, params, prompt_idx)) as outputs:
+                return [output async for _, output in outputs][-1]
+
+        return await _all([final(idx) for idx in range(len(job.prompts))])
+
+
+async def beams(state: ServerState, job: Job) -> list[BeamSearchOutput]:
+    """The found sequences of each prompt. Raises APIError, EngineError."""
+    params = job.params
+    assert isinstance(params, BeamSearchParams)
+    with state.limits.hold(job.tenant, job.num_sequences):
+        return await _all([_beams(state, job, params, idx) for idx in range(len(job.prompts))])
+
+
+def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
+    """Tokens of final outputs, one for each prompt."""
+    return make_usage(
+        sum(len(output.prompt_token_ids) for output in outputs),
+        sum(len(one.token_ids) for output in outputs for one in output.outputs),
+        sum(output.num_cached_tokens or 0 for output in outputs),
+    )
+
+
+def log_usage(usage: Usage) -> None:
+    """Tokens of the request that is being answered, for its line in the log."""
+    log_with_request(**usage.model_dump(exclude={"prompt_tokens_details"}))
+
+
+def make_usage(num_prompt: int, num_completion: int, num_cached: int) -> Usage:
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_completion,
+        total_tokens=num_prompt + num_completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+    )
+
+
+def _sampling(job: Job, kind: RequestOutputKind) -> SamplingParams:
+    assert isinstance(job.params, SamplingParams)
+    try:
+        return replace(job.params, output_kind=kind)
+    except ValueError as error:  # best_of has no deltas
+        raise bad_request(str(error), "stream") from None
+
+
+async def _outputs(
+    state: ServerState, job: Job, params: SamplingParams, prompt_idx: int
+) -> Outputs:
+    """Raises APIError for a sequence that the engine ended by a failure."""
+    outputs = state.llm.generate(
+        job.prompts[prompt_idx], params, job.id_of(prompt_idx), priority=job.priority
+    )
+    if state.tracer is not None:
+        outputs = state.tracer.watch(outputs, job.id_of(prompt_idx), params)
+    async with aclosing(outputs):
+        async for output in outputs:
+            _check(output)
+            yield prompt_idx, output
+
+
+async def _beams(
+    state: ServerState, job: Job, params: BeamSearchParams, prompt_idx: int
+) -> BeamSearchOutput:
+    request_id = job.id_of(prompt_idx)
+    search = state.llm.beam_search(
+        job.prompts[prompt_idx], params, request_id, priority=job.priority
+    )
+    if state.tracer is not None:
+        return await state.tracer.watch_beams(search, request_id, params)
+    return await search
+
+
+def _check(output: RequestOutput) -> None:
+    for completion in output.outputs:
+        if completion.finish_reason == "error":
+            raise APIError(
+                500, f"the request failed: {completion.stop_reason}", code="engine_error"
+            )
+        if completion.finish_reason == "abort":
+            raise APIError(503, "the request was ended by the server", code="aborted")
+
+
+async def _join(parts: Sequence[Outputs]) -> Outputs:
+    """Items of several generators in the order in which they come."""
+    queue: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None]
+    queue = asyncio.Queue(MAX_JOINED)
+
+    async def pump(part: Outputs) -> None:
+        try:
+            async with aclosing(part):
+                async for item in part:
+                    await queue.put(item)
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.ensure_future(pump(part)) for part in parts]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            got = await queue.get()
+            if isinstance(got, BaseException):
+                raise got
+            if got is None:
+                num_open -= 1
+            else:
+                yield got
+    finally:
+        await _end(tasks)
+
+
+async def _all(work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Results of all coroutines; when one fails the others are cancelled."""
+    if len(work) == 1:
+        return [await work[0]]
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await _end(tasks)
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class UsageCounter:
+    """Tokens of a stream, added up from its deltas."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, tuple[int, int]] = {}  # number of tokens, of cached ones
+        self._num_completion = 0
+
+    def add(self, prompt_idx: int, output: RequestOutput) -> None:
+        self._prompts[prompt_idx] = (len(output.prompt_token_ids), output.num_cached_tokens or 0)
+        self._num_completion += sum(len(one.token_ids) for one in output.outputs)
+
+    def usage(self) -> Usage:
+        return make_usage(
+            sum(num_tokens for num_tokens, _ in self._prompts.values()),
+            self._num_completion,
+            sum(num_cached for _, num_cached in self._prompts.values()),
+        )

@@ -1,0 +1,64 @@
+"""Prompts of the engine, with the tenant's salt, checked for length before they are queued."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from flexinfer.server.http.auth import tenant_salt
+from flexinfer.server.http.errors import bad_request
+from flexinfer.server.state import ServerState
+from flexinfer.types import TokensPrompt
+
+
+async def tokenize(state: ServerState, text: str, *, special_tokens: bool = True) -> list[int]:
+    """Token ids of a text; runs in a thread. Raises APIError without tokenizer."""
+    tokenizer = state.llm.tokenizer
+    if tokenizer is None:
+        raise bad_request("this model has no tokenizer: send token ids", "prompt")
+
+    def encode() -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=special_tokens).input_ids
+        return ids
+
+    return await asyncio.to_thread(encode)
+
+
+def decode(state: ServerState, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
+    """The text of tokens, with special ones or without. Raises APIError without tokenizer."""
+    tokenizer = state.llm.tokenizer
+    if tokenizer is None:
+        raise bad_request("text needs a tokenizer, and this model has none")
+    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=not special_tokens)
+    return text
+
+
+def make_prompt(
+    state: ServerState,
+    token_ids: Sequence[int],
+    tenant: str,
+    cache_salt: str | None,
+    *,
+    max_tokens: int | None,
+    param: str,
+) -> TokensPrompt:
+    """Raises APIError if the prompt is empty, or too long for the model or this server."""
+    num_tokens, longest = len(token_ids), state.llm.max_model_len
+    if not num_tokens:
+        raise bad_request("the prompt is empty", param)
+    limit = state.settings.max_prompt_tokens
+    if limit is not None and num_tokens > limit:
+        raise bad_request(
+            f"the prompt has {num_tokens} tokens; this server takes at most {limit}",
+            param,
+            "context_length_exceeded",
+        )
+    if num_tokens + (max_tokens or 1) > longest:
+        raise bad_request(
+            f"the model's context is {longest} tokens, prompt and answer together; this is "
+            f"{num_tokens} tokens of prompt and {max_tokens or 'at least 1'} of answer: shorten "
+            "the prompt, or lower the number of tokens asked for",
+            param,
+            "context_length_exceeded",
+        )
+    return {"prompt_token_ids": token_ids, "cache_salt": tenant_salt(tenant, cache_salt)}

@@ -1,0 +1,61 @@
+"""`POST /tokenize` and `/detokenize`, as vLLM has them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter
+
+from flexinfer.server.api.chat_prompt import ChatPrompt
+from flexinfer.server.api.prompts import tokenize as tokenize_text
+from flexinfer.server.http.errors import bad_request
+from flexinfer.server.protocol.others import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
+from flexinfer.server.state import State
+
+router = APIRouter(tags=["tokens"])
+
+
+@router.post("/tokenize")
+async def tokenize(state: State, body: TokenizeRequest) -> TokenizeAnswer:
+    """Token ids of a text, or of a chat as the model would read it."""
+    state.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give either prompt or messages", "prompt")
+    if body.messages is not None:
+        continues = bool(body.continue_final_message)
+        ids = await state.chat.render(
+            ChatPrompt(
+                body.messages,
+                body.tools or (),
+                add_generation_prompt=body.add_generation_prompt is not False and not continues,
+                continue_final_message=continues,
+                template_kwargs=body.chat_template_kwargs or {},
+            )
+        )
+    else:
+        special = body.add_special_tokens is not False
+        ids = await tokenize_text(state, body.prompt or "", special_tokens=special)
+    strings = None
+    if body.return_token_strs and state.llm.tokenizer is not None:
+        strings = [str(token) for token in state.llm.tokenizer.convert_ids_to_tokens(ids)]
+    return TokenizeAnswer(
+        count=len(ids), max_model_len=state.llm.max_model_len, tokens=ids, token_strs=strings
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(state: State, body: DetokenizeRequest) -> DetokenizeAnswer:
+    """The text of token ids, special tokens included."""
+    state.check_model(body.model)
+    tokenizer, vocab_size = state.llm.tokenizer, state.llm.inputs.vocab_size
+    if tokenizer is None:
+        raise bad_request("this model has no tokenizer")
+    unknown = next((one for one in body.tokens if one >= vocab_size), None)
+    if unknown is not None:
+        raise bad_request(f"token id {unknown} is not in [0, {vocab_size})", "tokens")
+    return DetokenizeAnswer(prompt=await asyncio.to_thread(tokenizer.decode, body.tokens))

@@ -1,0 +1,1 @@
+"""HTTP around the endpoints: keys, limits, errors, streams, certificates."""

@@ -1,0 +1,442 @@
+"""VTensorManager: owns the physical chunks and the virtual ranges of one device.
+
+Thread-safety: all of it may be called from any thread. A tensor view keeps its memory alive.
+Sources: vTensor (Xu et al., 2024) for the manager; PagedAttention (Kwon et al., 2023) for fork.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+from flexinfer import _vtensor
+from flexinfer.errors import OutOfMemoryError
+from flexinfer.runtime.units import parse_bytes
+from flexinfer.vtensor.arguments import bad_lengths, check_layer, check_length, token_array
+from flexinfer.vtensor.handle import VTensor
+from flexinfer.vtensor.settings import (
+    SimConfig,
+    choice,
+    choose_budget,
+    choose_chunk_bytes,
+    core_spec,
+    driver_config,
+    simulate,
+)
+from flexinfer.vtensor.spec import KVSpec
+from flexinfer.vtensor.stats import DriverCalls, Stats
+
+
+class VTensorManager:
+    """Owns the physical chunks and the virtual ranges of one device.
+
+    Args:
+        spec: shape of the KV cache.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or ``"sim"`` (no memory: capacity studies).
+        max_requests: slots, that is vTensors alive at once.
+        memory_budget: bound on physical bytes, a number or text such as ``"2GiB"``. Default: half
+            of the memory that is available, see :func:`available_memory_bytes`.
+        chunk_bytes: size of one chunk, a multiple of the driver's granularity (4 KiB on the CPU,
+            2 MiB on CUDA). Default: 2 MiB, less where the budget or the range is small.
+        tail: what the unmapped rest of a range does when read: ``"zero"`` or ``"guard"`` (faults).
+        scrub: zero-fill a chunk that changes hands: between any two owners (``"owner"``), between
+            tenants, that is cache salts (``"tenant"``), or never (``"off"``).
+        park: keep released slots mapped for the next request (deferred reclamation).
+        pre_extend: let :meth:`pre_extend` map in the background; False makes it do nothing.
+        alias: share prefixes by mapping; False copies them, as a baseline.
+        dedup: when a prefix is recorded that was computed twice, map both onto one set of chunks.
+        eager: bytes of clean free chunks that the worker keeps ready (eager allocation).
+        max_free: free bytes beyond which the worker gives chunks back; None: it keeps them.
+        max_idle: bytes that no vTensor uses, of recorded prefixes and parked slots, `eager` ones
+            included, beyond which they are reused, the least recently used first, before any chunk
+            is created; None: only when the budget is full.
+        max_idle_fraction: the same bound as a part of the budget, with which it changes. Of the two
+            the lesser counts.
+        swap_space: bound on host bytes of swapped-out vTensors, a number or text; 0: no swapping.
+        swap_directory: where swapped KV goes, as an unlinked file; None: host memory.
+        sim: what the simulated device is like; only for ``device="sim"``.
+        from_dlpack: applied to each tensor view. Default: ``torch.from_dlpack`` where torch is
+            installed, else the bare DLPack object; ``numpy.from_dlpack`` works as well.
+    """
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        device: str = "cpu",
+        *,
+        max_requests: int = 64,
+        memory_budget: int | str | None = None,
+        chunk_bytes: int | str | None = None,
+        tail: Literal["zero", "guard"] | None = None,
+        scrub: Literal["owner", "tenant", "off"] = "owner",
+        park: bool = True,
+        pre_extend: bool = True,
+        alias: bool = True,
+        dedup: bool = True,
+        eager: int | str = 0,
+        max_free: int | str | None = None,
+        max_idle: int | str | None = None,
+        max_idle_fraction: float = 1.0,
+        swap_space: int | str = 0,
+        swap_directory: str | None = None,
+        sim: SimConfig | None = None,
+        from_dlpack: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._closed = True  # until it is open
+        self.spec = spec
+        self._from_dlpack = from_dlpack or _torch_or_dlpack
+        driver = driver_config(device, tail)
+        if sim is not None:
+            if driver.kind != "sim":
+                raise ValueError(f"sim is for device='sim', got device={device!r}")
+            simulate(sim, driver)
+        options = _vtensor.ManagerOptions()
+        options.max_requests = max_requests
+        options.memory_budget_bytes = choose_budget(memory_budget)
+        options.chunk_bytes = choose_chunk_bytes(
+            chunk_bytes, spec, driver, options.memory_budget_bytes
+        )
+        options.scrub = choice(_vtensor.ScrubPolicy, scrub, "scrub")
+        options.park = park
+        options.pre_extend = pre_extend
+        options.alias = alias
+        options.dedup = dedup
+        options.eager_chunks = -(-parse_bytes(eager, "eager") // options.chunk_bytes)
+        if max_free is not None:
+            options.max_free_chunks = parse_bytes(max_free, "max_free") // options.chunk_bytes
+        if max_idle is not None:
+            options.max_idle_chunks = parse_bytes(max_idle, "max_idle") // options.chunk_bytes
+        if not 0 <= max_idle_fraction <= 1:
+            raise ValueError(f"max_idle_fraction must be from 0 to 1, got {max_idle_fraction!r}")
+        options.max_idle_fraction = max_idle_fraction
+        options.swap_space_bytes = parse_bytes(swap_space, "swap_space")
+        options.swap_directory = swap_directory or ""
+        self.chunk_bytes: int = options.chunk_bytes
+        self.max_requests = max_requests
+        self.on_shortage: Callable[[], bool] | None = None
+        """Called when the system refuses memory that the budget allows, as where another allocator
+        of the device holds it; if it got some back (True), the call is tried once more."""
+        self._core = self._open(driver, options)
+        self._closed = False
+
+    def _open(
+        self, driver: _vtensor.DriverConfig, options: _vtensor.ManagerOptions
+    ) -> _vtensor.Manager:
+        return _vtensor.Manager.open(driver, core_spec(self.spec), options)
+
+    def __enter__(self) -> VTensorManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has been called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Release every vTensor and give all memory that no view needs back to the system."""
+        self._closed = True
+        self._core.close()
+
+    # ------------------------------------------------------------------------------- vTensors
+
+    def create(
+        self,
+        tokens: Any = None,
+        *,
+        cache_salt: str = "",
+        max_cached_tokens: int | None = None,
+        expected_tokens: int = 0,
+        label: str | None = None,
+    ) -> VTensor:
+        """A vTensor that aliases the longest recorded prefix of ``tokens``.
+
+        Args:
+            tokens: token ids (list, or int32 buffer); None for an empty vTensor without sharing.
+            cache_salt: tenant; prefixes are shared only within one.
+            max_cached_tokens: bound on the match; an engine, which must compute at least the last
+                prompt token, passes ``len(tokens) - 1``.
+            expected_tokens: how long it will become, if known: chooses the fitting parked slot.
+            label: what it is called in a trace, such as a request id; see :meth:`label`.
+
+        Raises OutOfMemoryError when no slot is left, ValueError for more than max_seq_len tokens.
+        """
+        vtensor = self.try_create(
+            tokens,
+            cache_salt=cache_salt,
+            max_cached_tokens=max_cached_tokens,
+            expected_tokens=expected_tokens,
+            label=label,
+        )
+        if vtensor is None:
+            raise self._no_slot()
+        return vtensor
+
+    def try_create(
+        self,
+        tokens: Any = None,
+        *,
+        cache_salt: str = "",
+        max_cached_tokens: int | None = None,
+        expected_tokens: int = 0,
+        label: str | None = None,
+    ) -> VTensor | None:
+        """As :meth:`create`; None when no slot is left."""
+        wanted = token_array(() if tokens is None else tokens)
+        if max_cached_tokens is not None:
+            wanted = wanted[: max(0, max_cached_tokens)]
+        created = self._core.try_create(wanted, cache_salt, check_length(expected_tokens))
+        if created is None:
+            return None
+        if label is not None:
+            self._core.label(created, label)
+        return VTensor(self, created)
+
+    def _no_slot(self) -> OutOfMemoryError:
+        error = OutOfMemoryError(
+            f"all {self.max_requests} slots hold live requests; release one or raise max_requests"
+        )
+        stats = self.stats()
+        sizes = {"asked_bytes": 0, "free_bytes": stats.obtainable_bytes}
+        vars(error).update(sizes, budget_bytes=stats.budget_bytes)
+        return error
+
+    def _ids(self, vtensors: Sequence[VTensor]) -> list[int]:
+        ids = [vtensor.id for vtensor in vtensors if vtensor._manager is self]
+        if len(ids) != len(vtensors):
+            stranger = next(vtensor for vtensor in vtensors if vtensor._manager is not self)
+            raise LookupError(f"{stranger!r} belongs to another manager")
+        return ids
+
+    def extend(self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]) -> None:
+        """Extend many vTensors in one call, all or none. Raises OutOfMemoryError."""
+        ids = self._ids(vtensors)
+        try:
+            self._core.extend(ids, num_tokens)
+        except OutOfMemoryError:
+            if not self._got_memory_back():
+                raise
+            self._core.extend(ids, num_tokens)
+        except TypeError:
+            raise bad_lengths(num_tokens) from None
+
+    def try_extend(self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]) -> bool:
+        """As :meth:`extend`; False, with nothing changed, when memory is short."""
+        ids = self._ids(vtensors)
+        try:
+            return self._core.try_extend(ids, num_tokens) or (
+                self._got_memory_back() and self._core.try_extend(ids, num_tokens)
+            )
+        except TypeError:  # checked afterwards: a decode step of many requests pays for it
+            raise bad_lengths(num_tokens) from None
+
+    def _got_memory_back(self) -> bool:
+        """After a shortage: whether :attr:`on_shortage` has found something that the budget allows
+        to be taken. Not asked where the budget itself is used up."""
+        if self.on_shortage is None:
+            return False
+        row_bytes = self.chunk_bytes * self.spec.num_planes
+        if self._core.resident_bytes() + row_bytes > self._core.memory_budget_bytes():
+            return False
+        return self.on_shortage()
+
+    def pre_extend(self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]) -> None:
+        """Map ahead of the next step in the background. Never fails, never waits."""
+        ids = self._ids(vtensors)
+        try:
+            self._core.pre_extend(ids, num_tokens)
+        except TypeError:
+            raise bad_lengths(num_tokens) from None
+
+    def shared_ranges(
+        self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]
+    ) -> list[tuple[int, int, int, tuple[int, ...]]]:
+        """What these vTensors hold in the same chunks, of the first ``num_tokens[i]`` of each.
+
+        Each is (slot to read from, start, end, members): tokens [start, end), whole chunks, are the
+        same memory in all members, ascending indices into ``vtensors``. A forest as in
+        ChunkAttention (section 3.1), parents first; the ranges of one vTensor touch each other and
+        stand in order. Cheap enough for every step. Raises ValueError for a vTensor that is swapped
+        out or shorter than that.
+        """
+        ids = self._ids(vtensors)
+        try:
+            return self._core.shared_ranges(ids, num_tokens)
+        except TypeError:
+            raise bad_lengths(num_tokens) from None
+
+    def begin_step(self) -> None:
+        """Say that a step's kernels are about to be issued; see :meth:`end_step`."""
+        self._core.begin_step()
+
+    def end_step(self, stream: int = 0) -> None:
+        """Say that all kernels of the step have been issued to ``stream`` (a CUDA stream's handle).
+
+        Until they are over, nothing that they may read is unmapped, remapped or reused, released
+        or not. Needed only where kernels run later than they are called, as on CUDA.
+        """
+        self._core.end_step(stream)
+
+    def drain(self) -> None:
+        """Wait until the background worker has nothing left to do."""
+        self._core.drain()
+
+    # ------------------------------------------------------------------------------- prefixes
+
+    def match_prefix(self, tokens: Any, cache_salt: str = "") -> int:
+        """Length of the longest recorded prefix of ``tokens``; marks it as used now."""
+        return self._core.match_prefix(token_array(tokens), cache_salt)
+
+    def pin_prefix(
+        self, tokens: Any, owner: str, ttl_s: float | None = None, cache_salt: str = ""
+    ) -> int:
+        """Keep the longest recorded prefix of ``tokens`` from eviction. Returns its length."""
+        return self._core.pin_prefix(token_array(tokens), owner, ttl_s or 0.0, cache_salt)
+
+    def unpin_prefix(self, owner: str) -> int:
+        """Drop the pins of ``owner``; returns how many there were."""
+        return self._core.unpin_prefix(owner)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every prefix that is not pinned. Returns the number of tokens forgotten."""
+        return self._core.reset_prefix_cache()
+
+    # --------------------------------------------------------------------------------- memory
+
+    @property
+    def memory_budget(self) -> int:
+        """Bound on physical bytes. Setting it evicts and trims at once if it must; raises
+        OutOfMemoryError, with nothing changed, when more than that is in use."""
+        return self._core.memory_budget_bytes()
+
+    @memory_budget.setter
+    def memory_budget(self, budget: int | str) -> None:
+        self._core.set_memory_budget_bytes(choose_budget(budget))
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Physical bytes that ``num_tokens`` tokens of a fresh vTensor need: whole chunks."""
+        return self._core.bytes_for(check_length(num_tokens))
+
+    @property
+    def available_bytes(self) -> int:
+        """Bytes that extend() could still have: free, parked, evictable and not yet created."""
+        return self._core.obtainable_bytes()
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that a new vTensor could have."""
+        return self.stats().num_free_slots
+
+    def evict(self, num_bytes: int) -> int:
+        """Forget least recently used prefixes until ``num_bytes`` are free; returns bytes freed."""
+        if num_bytes < 0:
+            raise ValueError(f"num_bytes must not be negative, got {num_bytes}")
+        return self._core.evict(num_bytes)
+
+    def trim(self) -> int:
+        """Give free and parked chunks back to the system; returns bytes."""
+        return self._core.trim()
+
+    def sleep(self, directory: str | None = None) -> int:
+        """Give all physical memory back, contents saved; returns bytes.
+
+        Recorded prefixes and live vTensors come back by :meth:`wake`, behind the same addresses.
+        ``directory``: where the contents go, as an unlinked file; None: host memory. Raises
+        ValueError while tensor views of vTensors are alive.
+        """
+        return self._core.sleep(directory or "")
+
+    def wake(self) -> None:
+        """Undo :meth:`sleep`. Raises OutOfMemoryError, still asleep, when memory is short."""
+        try:
+            self._core.wake()
+        except OutOfMemoryError:
+            if self.on_shortage is None or not self.on_shortage():
+                raise
+            self._core.wake()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the manager is between :meth:`sleep` and :meth:`wake`."""
+        return self._core.is_asleep()
+
+    # ---------------------------------------------------------------------------------- views
+
+    def k(self, layer: int) -> Any:
+        """Keys of ``layer`` in all slots, zero-copy, strided:
+        ``[max_requests, max_seq_len, num_kv_heads, head_dim]``, first index ``vtensor.slot``.
+
+        Only tokens below a vTensor's extended length may be written; beyond it the tail policy
+        holds.
+        """
+        return self._arena(layer, _vtensor.KV.KEY)
+
+    def v(self, layer: int) -> Any:
+        """Values of ``layer`` in all slots; see :meth:`k`."""
+        return self._arena(layer, _vtensor.KV.VALUE)
+
+    def _arena(self, layer: int, which: _vtensor.KV) -> Any:
+        return self._from_dlpack(self._core.arena(check_layer(layer), which, self.spec.dtype))
+
+    # --------------------------------------------------------------------------------- tracing
+
+    def start_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write every operation and driver call from now on to ``path`` (JSON lines), for
+        ``flexinfer replay``. The file holds token ids. Raises DriverError if it cannot be made."""
+        self._core.start_trace(os.fspath(path))
+
+    def stop_trace(self) -> None:
+        """End the trace, as :meth:`close` does too. Raises DriverError if it is incomplete."""
+        self._core.stop_trace()
+
+    @property
+    def tracing(self) -> bool:
+        """Whether a trace is being written."""
+        return self._core.is_tracing()
+
+    def label(self, vtensor: VTensor, text: str) -> None:
+        """Name a vTensor in the trace, for example by its request id. Cheap while none is open."""
+        self._core.label(vtensor.id, text)
+
+    # --------------------------------------------------------------------------------- insight
+
+    @property
+    def resident_bytes(self) -> int:
+        """Physical bytes at this moment, as in :meth:`stats` but at no cost."""
+        return self._core.resident_bytes()
+
+    def mapping_times(self) -> _vtensor.MappingTimes:
+        """Exposed and hidden microseconds of driver work so far; cheap enough for every step."""
+        return self._core.mapping_times()
+
+    def stats(self) -> Stats:
+        """All numbers at this moment."""
+        numbers = self._core.stats()
+        calls = {kind: DriverCalls(**entry) for kind, entry in numbers.pop("driver_calls").items()}
+        return Stats(**numbers, driver_calls=calls)
+
+    def snapshot(self) -> _vtensor.Snapshot:
+        """The memory map: every vTensor's chunks, every chunk's sharers, every recorded prefix."""
+        return self._core.snapshot()
+
+    def check_integrity(self) -> None:
+        """Recompute all invariants; raises IntegrityError naming the first broken one."""
+        self._core.check_integrity()
+
+
+def _torch_or_dlpack(exported: Any) -> Any:
+    """A torch tensor where torch is installed, else the DLPack object itself."""
+    try:
+        import torch
+    except ImportError:
+        return exported
+    return torch.from_dlpack(exported)

@@ -1,0 +1,287 @@
+// A whole serving scenario with a driver that fails: for every k the k-th call, once or from then
+// on, as an error of the driver or as want of memory.
+//
+// After each step all invariants hold, and each step either works, tells shortage by its value, or
+// throws one of the core's own errors. When the driver works again, everything can be released and
+// trim() gives every byte back, but for the chunks of broken slots: those where the driver failed
+// and failed again while it was undone. Only persistent faults may leave such slots.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <ostream>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "tests/cpp/support/core_fixture.h"
+#include "vtensor/manager.h"
+
+namespace vtensor {
+namespace {
+
+// Sanitizers, which take ten times as long, see every second call: neighbours are mostly undone by
+// the same lines. Without them it is each.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr int kCallsApart = 2;
+#else
+constexpr int kCallsApart = 1;
+#endif
+
+struct FaultCase {
+  std::string name;
+  On driver;
+  bool persistent;
+  FaultPlan::Kind kind;
+  SchedulerOptions scheduler;
+  size_t layers_per_plane;
+};
+
+void PrintTo(const FaultCase& fault, std::ostream* out) { *out << fault.name; }
+
+// Serves a few requests, step by step. A step that fails is skipped over.
+class Scenario {
+ public:
+  explicit Scenario(const FaultCase& fault) {
+    auto driver = std::make_unique<FaultyDriver>(make_driver(fault.driver));
+    faults_ = driver.get();
+    const KVSpec spec{.num_layers = 2,
+                      .num_kv_heads = 1,
+                      .head_dim = 200,  // 800 bytes: tokens straddle chunks
+                      .element_bytes = 4,
+                      .max_tokens = 40,
+                      .layers_per_plane = fault.layers_per_plane};
+    ManagerOptions options;
+    options.max_requests = 5;
+    options.memory_budget_bytes = 56 * kChunk;
+    options.chunk_bytes = kChunk;
+    options.scheduler = fault.scheduler;
+    manager_ = Manager::open(std::move(driver), spec, options);
+  }
+
+  FaultyDriver& faults() { return *faults_; }
+  Manager& manager() const { return *manager_; }
+
+  void run() {
+    const Tokens prompt = tokens_from(0, 18);
+    const auto first = create(prompt, "");
+    extend(first, 18);
+    record(first, prompt);
+    const auto second = create(joined(prompt, tokens_from(90, 4)), "");  // match
+    extend(second, 22);                                                  // copy-on-write
+    const auto child = fork(second);
+    extend(child, 23);
+    step([&] {
+      const std::vector<VTensorId> ids = live({first, second});
+      manager_->pre_extend(ids, std::vector<size_t>(ids.size(), 30));
+      manager_->drain();
+    });
+    extend(second, 30);
+    truncate(first, 3);
+    extend(first, 12);
+    record(second, joined(prompt, tokens_from(90, 4)));
+    release(second);
+    const auto adopted = create(joined(prompt, tokens_from(90, 8)), "");
+    extend(adopted, 26);
+    step([&] { manager_->pin_prefix(prompt, "pin", 0, ""); });
+    release(first);
+    const auto stranger = create(tokens_from(500, 30), "tenant");
+    extend(stranger, 30);
+    record(stranger, tokens_from(500, 30));
+    release(stranger);
+    step([&] { manager_->evict(4 * kChunk); });
+    step([&] { manager_->set_memory_budget_bytes(44 * kChunk); });
+    const auto big = create(tokens_from(700, 40), "");
+    extend(big, 40);
+    step([&] { manager_->unpin_prefix("pin"); });
+    step([&] { manager_->trim(); });
+    release(child);
+    release(adopted);
+    step([&] { manager_->set_memory_budget_bytes(56 * kChunk); });
+    release(big);
+    step([&] { manager_->trim(); });
+  }
+
+  size_t num_broken_chunks() const {
+    std::set<ChunkId> broken;
+    for (const VTensorInfo& slot : manager_->snapshot().vtensors) {
+      if (slot.state == SlotState::kBroken) broken.insert(slot.table.begin(), slot.table.end());
+    }
+    return broken.size();
+  }
+
+ private:
+  using Id = std::optional<VTensorId>;
+
+  void step(const std::function<void()>& operation) {
+    try {
+      operation();
+    } catch (const Error&) {
+      // typed, as it should be; anything else fails the test
+    }
+    manager_->check_integrity();
+  }
+
+  bool is_live(const Id& id) const {
+    if (!id) return false;
+    for (const VTensorInfo& info : manager_->snapshot().vtensors) {
+      if (info.id == *id && info.state == SlotState::kLive) return true;
+    }
+    return false;
+  }
+  std::vector<VTensorId> live(const std::vector<Id>& ids) const {
+    std::vector<VTensorId> found;
+    for (const Id& id : ids) {
+      if (is_live(id)) found.push_back(*id);
+    }
+    return found;
+  }
+  Id create(const Tokens& tokens, const std::string& salt) {
+    Id id;
+    step([&] { id = manager_->try_create(tokens, salt); });
+    return id;
+  }
+  Id fork(const Id& parent) {
+    Id id;
+    if (is_live(parent)) step([&] { id = manager_->try_fork(*parent); });
+    return id;
+  }
+  void extend(const Id& id, size_t num_tokens) {
+    if (!is_live(id)) return;
+    const size_t before = manager_->info(*id).num_tokens;
+    bool extended = false;
+    step([&] { extended = manager_->try_extend({&*id, 1}, {&num_tokens, 1}); });
+    if (!is_live(id)) return;  // its slot is broken
+    const size_t after = manager_->info(*id).num_tokens;
+    EXPECT_EQ(after, extended ? std::max(before, num_tokens) : before);
+  }
+  void truncate(const Id& id, size_t num_tokens) {
+    if (!is_live(id)) return;
+    step([&] { manager_->truncate(*id, std::min(num_tokens, manager_->info(*id).num_tokens)); });
+  }
+  void record(const Id& id, const Tokens& tokens) {
+    if (!is_live(id)) return;
+    const size_t known = std::min(tokens.size(), manager_->info(*id).num_tokens);
+    step([&] { manager_->record_prefix(*id, std::span(tokens).first(known)); });
+  }
+  void release(const Id& id) {
+    if (is_live(id)) step([&] { manager_->release(*id); });
+  }
+
+  FaultyDriver* faults_ = nullptr;
+  std::shared_ptr<Manager> manager_;
+};
+
+// The driver works again: everything can be released, and all memory goes back but that of broken
+// slots. Returns the number of their chunks.
+size_t expect_nothing_lost(const Scenario& scenario) {
+  Manager& manager = scenario.manager();
+  manager.unpin_prefix("pin");
+  manager.reset_prefix_cache();
+  for (const VTensorInfo& info : manager.snapshot().vtensors) {
+    if (info.state == SlotState::kLive) manager.release(info.id);
+  }
+  manager.trim();
+  manager.check_integrity();
+  const size_t broken = scenario.num_broken_chunks();
+  EXPECT_EQ(manager.stats().resident_bytes, broken * kChunk);
+  return broken;
+}
+
+class FaultTest : public testing::TestWithParam<FaultCase> {
+  StandinScope standin_{GetParam().driver};
+};
+
+TEST_P(FaultTest, nothing_is_lost_whichever_call_fails) {
+  int64_t num_calls = 0;
+  {
+    Scenario good(GetParam());
+    const int64_t before = good.faults().num_calls();
+    good.run();
+    num_calls = good.faults().num_calls() - before;
+  }
+  ASSERT_GT(num_calls, 50);
+  for (int64_t k = 1; k <= num_calls; k += kCallsApart) {
+    SCOPED_TRACE("call " + std::to_string(k));
+    Scenario scenario(GetParam());
+    scenario.faults().set_plan(
+        {.fail_at = k, .kind = GetParam().kind, .persistent = GetParam().persistent});
+    scenario.run();
+    scenario.faults().set_plan({});
+    const size_t broken = expect_nothing_lost(scenario);
+    if (!GetParam().persistent) {
+      EXPECT_EQ(broken, 0U) << "one failure alone can be undone";
+    }
+    if (HasFailure()) return;
+  }
+}
+
+std::vector<FaultCase> fault_cases() {
+  std::vector<FaultCase> cases;
+  for (const On driver : {On::kSim, On::kHost, On::kCuda}) {
+    for (const bool persistent : {false, true}) {
+      for (const auto kind : {FaultPlan::Kind::kDriverError, FaultPlan::Kind::kOutOfMemory}) {
+        const std::string name =
+            name_of(driver) + (persistent ? "FromThenOn" : "Once") +
+            (kind == FaultPlan::Kind::kDriverError ? "DriverError" : "OutOfMemory");
+        const SchedulerOptions defaults;
+        SchedulerOptions unparked;
+        unparked.park = false;
+        SchedulerOptions unaliased;
+        unaliased.alias = false;
+        SchedulerOptions recycling;
+        recycling.max_idle_chunks = 4;
+        if (driver != On::kSim) {
+          cases.push_back({name, driver, persistent, kind, defaults, 1});
+          continue;
+        }
+        cases.push_back({name + "Unparked", driver, persistent, kind, unparked, 2});
+        cases.push_back({name + "Unaliased", driver, persistent, kind, unaliased, 1});
+        cases.push_back({name + "Recycling", driver, persistent, kind, recycling, 1});
+      }
+    }
+  }
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(Everywhere, FaultTest, testing::ValuesIn(fault_cases()),
+                         [](const auto& info) { return info.param.name; });
+
+// Below the driver: one call of libcuda fails, and CudaDriver undoes its part of the work.
+class CudaCallFaultTest : public testing::TestWithParam<const char*> {
+ protected:
+  static inline const FaultCase kDefaults{
+      "Cuda", On::kCuda, false, FaultPlan::Kind::kDriverError, SchedulerOptions{}, 1};
+
+  StandinScope standin_{On::kCuda};
+};
+
+TEST_P(CudaCallFaultTest, nothing_is_lost_whichever_call_of_libcuda_fails) {
+  uint64_t num_calls = 0;
+  {
+    Scenario good(kDefaults);
+    const uint64_t before = (*standin_).calls(GetParam());
+    good.run();
+    num_calls = (*standin_).calls(GetParam()) - before;
+  }
+  ASSERT_GT(num_calls, 2U);
+  for (uint64_t k = 1; k <= num_calls; k += kCallsApart) {
+    SCOPED_TRACE("call " + std::to_string(k));
+    Scenario scenario(kDefaults);
+    (*standin_).fail(GetParam(), static_cast<int>(k), cuda::CUDA_ERROR_UNKNOWN);
+    scenario.run();
+    EXPECT_EQ(expect_nothing_lost(scenario), 0U) << "one failure alone can be undone";
+    if (HasFailure()) return;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Libcuda, CudaCallFaultTest,
+                         testing::Values("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap",
+                                         "cuMemRelease", "cuMemcpyDtoDAsync", "cuMemsetD8Async",
+                                         "cuStreamSynchronize"),
+                         [](const auto& info) { return std::string(info.param); });
+
+}  // namespace
+}  // namespace vtensor

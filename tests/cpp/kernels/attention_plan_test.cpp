@@ -1,0 +1,172 @@
+#include "kernels/attention/plan.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <random>
+#include <set>
+#include <stdexcept>
+
+#include "kernels/attention/task.h"
+
+namespace vtensor::kernels {
+namespace {
+
+struct Step {
+  std::vector<Segment> segments;
+  std::vector<SharedRange> shared;
+};
+
+// Requests of random lengths, decodes and prefills; those that are long enough share prefixes.
+Step random_step(std::mt19937& random) {
+  const auto upto = [&](int64_t most) {
+    return std::uniform_int_distribution<int64_t>(0, most)(random);
+  };
+  Step step;
+  const int64_t num_segments = 1 + upto(9);
+  int64_t row = 0;
+  for (int64_t i = 0; i < num_segments; ++i) {
+    const int64_t start = upto(1) == 0 ? upto(50) : upto(3000);
+    const int64_t count = upto(2) == 0 ? 1 + upto(300) : 1;
+    step.segments.push_back({i, row, start, start + count});
+    row += count;
+  }
+  int64_t begin = 0;
+  for (const int64_t end : {64, 500, 1100}) {
+    SharedRange range{0, begin, end, {}};
+    for (int64_t i = 0; i < num_segments; ++i) {
+      if (step.segments[static_cast<size_t>(i)].start >= end) range.members.push_back(i);
+    }
+    if (range.members.size() < 2) break;
+    range.slot = range.members.front();
+    step.shared.push_back(range);
+    begin = end;
+  }
+  return step;
+}
+
+// How often each key is attended to, by token.
+std::vector<std::map<int64_t, int>> count_keys(const Plan& plan) {
+  std::vector<std::map<int64_t, int>> counts(static_cast<size_t>(plan.num_tokens()));
+  for (const PlannedTask& task : plan.tasks()) {
+    for (int32_t i = 0; i < task.num_tokens; ++i) {
+      const auto token =
+          static_cast<size_t>(plan.task_tokens()[static_cast<size_t>(task.first_token + i)]);
+      const int64_t position = plan.positions()[token];
+      const int64_t window = plan.options().window;
+      for (int64_t key = task.begin; key < task.end; ++key) {
+        if (key <= position && key > position - window) ++counts[token][key];
+      }
+    }
+  }
+  return counts;
+}
+
+TEST(AttentionPlan, every_token_meets_every_visible_key_once) {
+  std::mt19937 random(1);
+  for (int round = 0; round < 60; ++round) {
+    const Step step = random_step(random);
+    const PlanOptions options{round % 3 == 0 ? 70 : kNoWindow, 1 << (round % 5), 2, 1 + round % 4};
+    const Plan plan(step.segments, step.shared, options);
+    const auto counts = count_keys(plan);
+    for (size_t token = 0; token < counts.size(); ++token) {
+      const int64_t visible = std::min(plan.positions()[token] + 1, options.window);
+      ASSERT_EQ(static_cast<int64_t>(counts[token].size()), visible);
+      for (const auto& [key, count] : counts[token]) ASSERT_EQ(count, 1) << key;
+    }
+  }
+}
+
+TEST(AttentionPlan, partial_rows_are_numbered_once_and_belong_to_tokens_of_several_tasks) {
+  std::mt19937 random(2);
+  for (int round = 0; round < 60; ++round) {
+    const Step step = random_step(random);
+    const Plan plan(step.segments, step.shared, {kNoWindow, 2, 2, 2});
+    std::set<int32_t> rows;
+    for (int32_t token = 0; token < plan.num_tokens(); ++token) {
+      for (const int32_t row : plan.partials_of(token)) EXPECT_TRUE(rows.insert(row).second);
+    }
+    EXPECT_EQ(static_cast<int64_t>(rows.size()), plan.num_partials());
+    for (const PlannedTask& task : plan.tasks()) {
+      for (int32_t i = 0; i < task.num_tokens; ++i) {
+        const int32_t token = plan.task_tokens()[static_cast<size_t>(task.first_token + i)];
+        EXPECT_EQ(plan.partials_of(token).empty(), task.partial < 0);
+      }
+    }
+  }
+}
+
+TEST(AttentionPlan, every_segment_is_stored_by_one_task_or_first) {
+  std::mt19937 random(3);
+  for (int round = 0; round < 60; ++round) {
+    const Step step = random_step(random);
+    const Plan plan(step.segments, step.shared, {kNoWindow, round % 2 == 0 ? 2 : 200, 2, 2});
+    std::vector<int32_t> stored = plan.stored_first();
+    for (const PlannedTask& task : plan.tasks()) {
+      if (task.stores_segment >= 0) stored.push_back(task.stores_segment);
+    }
+    std::sort(stored.begin(), stored.end());
+    ASSERT_EQ(stored.size(), step.segments.size());
+    for (size_t i = 0; i < stored.size(); ++i) EXPECT_EQ(stored[i], static_cast<int32_t>(i));
+  }
+}
+
+TEST(AttentionPlan, a_shared_range_is_read_once_for_all_members) {
+  std::vector<Segment> segments;
+  SharedRange shared{0, 0, 1024, {}};
+  for (int64_t i = 0; i < 8; ++i) {
+    segments.push_back({i, i, 1030, 1031});
+    shared.members.push_back(i);
+  }
+  const Plan plan(segments, {shared}, {kNoWindow, 2, 1, 1});
+  int64_t shared_keys = 0;
+  for (const PlannedTask& task : plan.tasks()) {
+    if (task.begin < 1024) shared_keys += task.end - task.begin;
+  }
+  EXPECT_EQ(shared_keys, 1024);
+}
+
+TEST(AttentionPlan, one_long_decode_is_cut_for_the_threads) {
+  const Plan alone({{0, 0, 8000, 8001}}, {}, {kNoWindow, 4, 1, 1});
+  const Plan cut({{0, 0, 8000, 8001}}, {}, {kNoWindow, 4, 1, 4});
+  EXPECT_EQ(alone.tasks().size(), 1U);
+  EXPECT_EQ(alone.num_partials(), 0);
+  EXPECT_GE(cut.tasks().size(), 4U);
+}
+
+TEST(AttentionPlan, tasks_keep_within_the_rows_of_a_thread_s_scratch) {
+  std::mt19937 random(4);
+  for (const int group : {1, 5, 96, 97, 300}) {
+    const Step step = random_step(random);
+    const Plan plan(step.segments, step.shared, {kNoWindow, group, 3, 2});
+    int heads = 0;
+    for (const HeadBlock& block : plan.head_blocks()) {
+      heads += block.num_heads;
+      for (const PlannedTask& task : plan.tasks()) {
+        EXPECT_LE(task.num_tokens * block.num_heads, kMaxRows);
+      }
+    }
+    EXPECT_EQ(heads, 3 * group);
+  }
+}
+
+TEST(AttentionPlan, contradictions_are_refused) {
+  const PlanOptions options{kNoWindow, 1, 1, 1};
+  EXPECT_THROW(Plan({{0, 0, 3, 3}}, {}, options), std::invalid_argument);
+  EXPECT_THROW(Plan({{0, 1, 3, 4}}, {}, options), std::invalid_argument);
+  EXPECT_THROW(Plan({{-1, 0, 3, 4}}, {}, options), std::invalid_argument);
+  EXPECT_THROW(Plan({{INT64_MAX, 0, 3, 4}}, {}, options), std::invalid_argument);
+  EXPECT_THROW(Plan({{0, 0, 0, INT64_MAX}}, {}, options), std::invalid_argument);
+  EXPECT_THROW(Plan({{0, 0, INT64_MAX - 1, INT64_MAX}}, {}, options), std::invalid_argument);
+  const std::vector<Segment> two = {{0, 0, 30, 31}, {1, 1, 30, 31}};
+  EXPECT_THROW(Plan(two, {{0, 0, 31, {0, 1}}}, options), std::invalid_argument);
+  EXPECT_THROW(Plan(two, {{0, 0, 20, {0, 2}}}, options), std::invalid_argument);
+  EXPECT_THROW(Plan(two, {{INT64_MAX, 0, 20, {0, 1}}}, options), std::invalid_argument);
+  EXPECT_THROW(Plan(two, {{0, 0, 20, {0, 1}}, {0, 10, 25, {0, 1}}}, options),
+               std::invalid_argument);
+  EXPECT_THROW(Plan(two, {}, {0, 1, 1, 1}), std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace vtensor::kernels

@@ -1,0 +1,305 @@
+// The whole kernel against attention written out in double precision, at every level of this
+// machine and on several threads. Python's tests compare with torch; these also run under the
+// sanitizers.
+#include "kernels/attention/attention.h"
+
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <iterator>
+#include <limits>
+#include <random>
+#include <stdexcept>
+#include <thread>
+
+namespace vtensor::kernels {
+namespace {
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+// What GOMP_parallel does, with fresh threads.
+void start_threads(void (*fn)(void*), void* data, unsigned num_threads, unsigned /*flags*/) {
+  std::vector<std::thread> threads;
+  for (unsigned i = 1; i < num_threads; ++i) threads.emplace_back(fn, data);
+  fn(data);
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Runtimes may give fewer threads than asked for: under a thread limit, or inside another region.
+void start_half(void (*fn)(void*), void* data, unsigned num_threads, unsigned flags) {
+  start_threads(fn, data, (num_threads + 1) / 2, flags);
+}
+
+void start_none(void (*fn)(void*), void* data, unsigned /*num_threads*/, unsigned /*flags*/) {
+  fn(data);
+}
+
+struct Model {
+  int num_kv_heads;
+  int group;
+  int head_dim;
+  int num_heads() const { return num_kv_heads * group; }
+};
+
+// Two interleaved layers, of which the second is used; all tokens NaN until written.
+class Arena {
+ public:
+  Arena(const Model& model, int64_t num_slots, int64_t max_seq_len) {
+    const int64_t row = int64_t{model.num_kv_heads} * model.head_dim;
+    shape_ = {DType::kFloat32,       num_slots, max_seq_len,   model.num_kv_heads, model.head_dim,
+              4 * row * max_seq_len, 4 * row,   model.head_dim};
+    data_.assign(static_cast<size_t>(num_slots * shape_.slot_stride), kNan);
+    layers_ = {{data_.data(), data_.data() + row},
+               {data_.data() + 2 * row, data_.data() + 3 * row}};
+  }
+  const ArenaShape& shape() const { return shape_; }
+  const std::vector<LayerArena>& layers() const { return layers_; }
+  float* k(int64_t slot, int64_t token, int head) { return at(layers_[1].k, slot, token, head); }
+  float* v(int64_t slot, int64_t token, int head) { return at(layers_[1].v, slot, token, head); }
+
+ private:
+  float* at(void* base, int64_t slot, int64_t token, int head) const {
+    return static_cast<float*>(base) + slot * shape_.slot_stride + token * shape_.token_stride +
+           head * shape_.head_stride;
+  }
+  ArenaShape shape_;
+  std::vector<float> data_;
+  std::vector<LayerArena> layers_;
+};
+
+struct Inputs {
+  Inputs(const Model& model, int64_t num_tokens, std::mt19937& random) : model(model) {
+    std::normal_distribution<float> normal;
+    const auto fill = [&](std::vector<float>& values, int heads) {
+      values.resize(static_cast<size_t>(num_tokens * heads * model.head_dim));
+      for (float& value : values) value = normal(random);
+    };
+    fill(query, model.num_heads());
+    fill(key, model.num_kv_heads);
+    fill(value, model.num_kv_heads);
+    output.resize(query.size());
+  }
+  // Token-major, as projections make them.
+  LayerInputs of() {
+    const auto rows = [&](const std::vector<float>& values, int heads) {
+      return TokenRows{values.data(), model.head_dim, int64_t{heads} * model.head_dim};
+    };
+    LayerInputs inputs;
+    inputs.query = rows(query, model.num_heads());
+    inputs.key = rows(key, model.num_kv_heads);
+    inputs.value = rows(value, model.num_kv_heads);
+    inputs.output = output.data();
+    inputs.scaling = 0.2F;
+    return inputs;
+  }
+  Model model;
+  std::vector<float> query, key, value, output;
+};
+
+// One row of the output, from the arena after the step.
+std::vector<double> slow_row(Arena& arena, const Inputs& inputs, const Segment& segment,
+                             int64_t position, int head, int64_t window) {
+  const Model& model = inputs.model;
+  const int64_t token = segment.row + position - segment.start;
+  const float* q = inputs.query.data() + (token * model.num_heads() + head) * model.head_dim;
+  const int kv_head = head / model.group;
+  std::vector<double> out(static_cast<size_t>(model.head_dim));
+  double sum = 0;
+  for (int64_t key = std::max<int64_t>(0, position + 1 - window); key <= position; ++key) {
+    double score = 0;
+    for (int i = 0; i < model.head_dim; ++i) {
+      score += double{q[i]} * arena.k(segment.slot, key, kv_head)[i];
+    }
+    const double weight = std::exp(0.2 * score);
+    sum += weight;
+    for (size_t i = 0; i < out.size(); ++i) {
+      out[i] += weight * arena.v(segment.slot, key, kv_head)[i];
+    }
+  }
+  for (double& value : out) value /= sum;
+  return out;
+}
+
+void check(const Model& model, const std::vector<Segment>& segments,
+           const std::vector<SharedRange>& shared, const PlanOptions& options, const Level& level,
+           Parallel::Start start = start_threads) {
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  Arena arena(model, 4, 900);
+  for (const Segment& segment : segments) {
+    for (int64_t token = 0; token < segment.start; ++token) {
+      for (int i = 0; i < model.num_kv_heads * model.head_dim; ++i) {
+        arena.k(segment.slot, token, 0)[i] = normal(random);
+        arena.v(segment.slot, token, 0)[i] = normal(random);
+      }
+    }
+  }
+  for (const SharedRange& range : shared) {
+    for (const int64_t member : range.members) {
+      const int64_t slot = segments[static_cast<size_t>(member)].slot;
+      for (int64_t token = range.start; token < range.end; ++token) {
+        const int count = model.num_kv_heads * model.head_dim;
+        std::copy_n(arena.k(range.slot, token, 0), count, arena.k(slot, token, 0));
+        std::copy_n(arena.v(range.slot, token, 0), count, arena.v(slot, token, 0));
+      }
+    }
+  }
+  const Plan plan(segments, shared, options);
+  Inputs inputs(model, plan.num_tokens(), random);
+  HostAttention attention(arena.shape(), arena.layers(), Parallel(start), level);
+  attention.forward(plan, 1, inputs.of());
+  for (const Segment& segment : segments) {
+    for (int64_t position = segment.start; position < segment.end; ++position) {
+      const int64_t token = segment.row + position - segment.start;
+      for (int head = 0; head < model.num_heads(); ++head) {
+        const auto expected = slow_row(arena, inputs, segment, position, head, options.window);
+        for (size_t i = 0; i < expected.size(); ++i) {
+          const auto at = static_cast<size_t>((token * model.num_heads() + head) * model.head_dim);
+          ASSERT_NEAR(inputs.output[at + i], expected[i], 2e-5) << level.name << " token " << token;
+        }
+      }
+    }
+  }
+}
+
+class HostAttentionLevels : public testing::TestWithParam<const Level*> {};
+
+TEST_P(HostAttentionLevels, mixed_batch_on_threads_equals_attention_written_out) {
+  const Model model{2, 3, 48};
+  const std::vector<Segment> segments = {
+      {2, 0, 700, 701}, {0, 1, 0, 1}, {1, 2, 530, 531}, {3, 3, 130, 190}};
+  for (const int num_threads : {1, 3}) {
+    for (const int64_t window : {kNoWindow, int64_t{300}}) {
+      check(model, segments, {}, {window, 3, 2, num_threads}, *GetParam());
+    }
+  }
+}
+
+TEST_P(HostAttentionLevels, nested_shared_ranges_equal_attention_written_out) {
+  const Model model{1, 4, 64};
+  const std::vector<Segment> segments = {
+      {0, 0, 600, 601}, {1, 1, 512, 513}, {2, 2, 700, 702}, {3, 4, 256, 257}};
+  const std::vector<SharedRange> shared = {{3, 0, 256, {0, 1, 2, 3}}, {1, 256, 512, {0, 1, 2}}};
+  for (const int num_threads : {1, 3}) {
+    check(model, segments, shared, {kNoWindow, 4, 1, num_threads}, *GetParam());
+    check(model, segments, shared, {400, 4, 1, num_threads}, *GetParam());
+  }
+}
+
+TEST_P(HostAttentionLevels, random_batches_do_not_depend_on_how_many_threads_come) {
+  std::mt19937 random(3);
+  const auto pick = [&](std::initializer_list<int64_t> choices) {
+    return choices.begin()[std::uniform_int_distribution<size_t>(0, choices.size() - 1)(random)];
+  };
+  for (int round = 0; round < 10; ++round) {
+    const Model model{static_cast<int>(pick({1, 2})), static_cast<int>(pick({1, 3, 8})),
+                      static_cast<int>(pick({16, 48, 64}))};
+    std::vector<Segment> segments;
+    SharedRange range{0, 0, pick({100, 256, 500}), {}};
+    int64_t row = 0;
+    for (const int64_t slot : {2, 0, 3, 1}) {
+      const int64_t start = pick({0, 7, 300, 520, 780}), count = pick({1, 1, 3, 40});
+      if (start >= range.end) range.members.push_back(std::ssize(segments));
+      segments.push_back({slot, row, start, start + count});
+      row += count;
+    }
+    std::vector<SharedRange> shared;
+    if (range.members.size() > 1) {
+      range.slot = segments[static_cast<size_t>(range.members.back())].slot;
+      shared.push_back(range);
+    }
+    const PlanOptions options{pick({kNoWindow, 1, 290}), model.group, model.num_kv_heads,
+                              static_cast<int>(pick({1, 2, 5}))};
+    for (const Parallel::Start start : {start_threads, start_half, start_none}) {
+      check(model, segments, shared, options, *GetParam(), start);
+    }
+  }
+}
+
+// The arena ends with the last token of its last slot, and holds nothing else: an address sanitizer
+// sees a read beyond it.
+std::vector<float> bfloat16_output(const Level& level, int head_dim, int64_t num_new) {
+  constexpr int64_t kTokens = 300, kGroup = 4;
+  const int64_t past = kTokens - num_new;
+  std::mt19937 random(11);
+  const auto random_rows = [&](int64_t rows) {
+    std::normal_distribution<float> normal;
+    std::vector<uint16_t> values(static_cast<size_t>(rows * head_dim));
+    for (uint16_t& value : values) {
+      value = static_cast<uint16_t>(std::bit_cast<uint32_t>(normal(random)) >> 16);
+    }
+    return values;
+  };
+  std::vector<uint16_t> k = random_rows(kTokens), v = random_rows(kTokens);
+  const std::vector<uint16_t> query = random_rows(num_new * kGroup);
+  const std::vector<uint16_t> key = random_rows(num_new), value = random_rows(num_new);
+  std::vector<uint16_t> output(query.size());
+  const ArenaShape shape{DType::kBFloat16,   1,        kTokens, 1, head_dim,
+                         kTokens * head_dim, head_dim, head_dim};
+  HostAttention attention(shape, {{k.data(), v.data()}}, Parallel(start_threads), level);
+  const LayerInputs inputs{{query.data(), head_dim, kGroup * head_dim},
+                           {key.data(), 0, head_dim},
+                           {value.data(), 0, head_dim},
+                           output.data(),
+                           0.2F,
+                           0,
+                           nullptr};
+  attention.forward(Plan({{0, 0, past, kTokens}}, {}, {kNoWindow, kGroup, 1, 3}), 0, inputs);
+  std::vector<float> wide;
+  for (const uint16_t x : output) wide.push_back(std::bit_cast<float>(uint32_t{x} << 16));
+  return wide;
+}
+
+TEST_P(HostAttentionLevels, bfloat16_equals_the_portable_level) {
+  for (const int head_dim : {32, 48, 128}) {
+    for (const int64_t num_new : {1, 2, 33, 300}) {
+      const auto expected = bfloat16_output(find_level("portable"), head_dim, num_new);
+      const auto output = bfloat16_output(*GetParam(), head_dim, num_new);
+      for (size_t i = 0; i < output.size(); ++i) {
+        ASSERT_NEAR(output[i], expected[i], 2.5e-2 * (1 + std::abs(expected[i]))) << head_dim;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(AllLevels, HostAttentionLevels, testing::ValuesIn(available_levels()),
+                         [](const auto& info) { return std::string(info.param->name); });
+
+TEST(HostAttention, head_sizes_that_no_vector_fits_are_refused) {
+  for (const int head_dim : {8, 40, 272}) {
+    const Arena arena({1, 1, head_dim}, 1, 4);
+    EXPECT_THROW(HostAttention(arena.shape(), arena.layers(), Parallel(), find_level("")),
+                 std::invalid_argument);
+  }
+}
+
+TEST(HostAttention, a_plan_outside_of_the_arena_is_refused_before_anything_is_written) {
+  const Model model{1, 1, 16};
+  Arena arena(model, 2, 8);
+  std::mt19937 random(1);
+  Inputs inputs(model, 1, random);
+  HostAttention attention(arena.shape(), arena.layers(), Parallel(), find_level(""));
+  for (const Segment& outside : {Segment{2, 0, 3, 4}, Segment{0, 0, 8, 9}}) {
+    EXPECT_THROW(attention.forward(Plan({outside}, {}, {}), 1, inputs.of()), std::invalid_argument);
+  }
+  EXPECT_THROW(attention.forward(Plan({{0, 0, 3, 4}}, {}, {}), 2, inputs.of()),
+               std::invalid_argument);
+  LayerInputs unscaled = inputs.of();
+  unscaled.scaling = 0;
+  EXPECT_THROW(attention.forward(Plan({{0, 0, 3, 4}}, {}, {}), 1, unscaled), std::invalid_argument);
+  EXPECT_TRUE(std::isnan(*arena.k(0, 3, 0)));
+}
+
+TEST(Level, names_find_levels_and_wrong_ones_name_the_choices) {
+  for (const Level* level : available_levels()) EXPECT_EQ(&find_level(level->name), level);
+  try {
+    find_level("mmx");
+    FAIL();
+  } catch (const std::invalid_argument& error) {
+    EXPECT_NE(std::string(error.what()).find("portable"), std::string::npos);
+  }
+}
+
+}  // namespace
+}  // namespace vtensor::kernels

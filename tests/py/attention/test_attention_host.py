@@ -1,0 +1,384 @@
+"""The host kernel equals the SDPA reference: random batches, every SIMD level, shared or not."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+transformers = pytest.importorskip("transformers")
+
+from flexinfer import LLM, SamplingParams, attention
+from flexinfer.attention.base import (
+    AttentionMetadata,
+    AttentionOptions,
+    LayerKV,
+    Segment,
+    SharedRange,
+)
+from flexinfer.attention.host import HostAttention, simd_levels
+from flexinfer.attention.sdpa import SdpaAttention
+from flexinfer.runtime.openmp import start_threads_address
+from helpers.tiny_models import CONFIGS, random_prompts
+
+torch.set_num_threads(1)
+NUM_SLOTS, NUM_LAYERS = 8, 2
+LEVELS = simd_levels()
+# Of outputs that are averages of normal numbers; the reference computes in float32.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.5e-2, torch.float16: 4e-3}
+CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One step: segments, the ranges that some of them share, and the model's shape."""
+
+    segments: list[Segment]
+    shared: list[SharedRange]
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    dtype: torch.dtype
+    dense: bool
+    options: AttentionOptions
+
+    @property
+    def num_tokens(self) -> int:
+        return self.segments[-1].row + self.segments[-1].num_tokens
+
+    @property
+    def max_seq_len(self) -> int:
+        return max(segment.end for segment in self.segments) + 2
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    past = st.one_of(st.just(0), st.integers(0, 40), st.integers(100, 420))
+    new = st.one_of(st.just(1), st.integers(1, 30), st.integers(80, 140))
+    lengths = draw(st.lists(st.tuples(past, new), min_size=1, max_size=NUM_SLOTS))
+    lengths.sort(key=lambda pair: pair[1] > 1)
+    slots = draw(st.permutations(range(NUM_SLOTS)))
+    segments, row = [], 0
+    for slot, (start, num_new) in zip(slots, lengths, strict=False):
+        segments.append(Segment(slot, row, start, start + num_new))
+        row += num_new
+    num_kv_heads, group = draw(st.sampled_from([(1, 1), (2, 2), (4, 1), (1, 7), (2, 8), (1, 100)]))
+    num_heads = num_kv_heads * group
+    sinks = torch.linspace(-1, 2, num_heads) if draw(st.booleans()) else None
+    options = AttentionOptions(
+        draw(st.sampled_from([None, 0.5])),
+        draw(st.sampled_from([None, None, 1, 33, 200])),
+        draw(st.sampled_from([None, None, 5.0])),
+        sinks,
+    )
+    return Case(
+        segments,
+        draw(forests(segments)),
+        num_kv_heads,
+        group,
+        draw(st.sampled_from([16, 64, 80, 128])),
+        draw(st.sampled_from(list(TOLERANCE))),
+        draw(st.booleans()),
+        options,
+    )
+
+
+@st.composite
+def forests(draw: st.DrawFn, segments: list[Segment]) -> list[SharedRange]:
+    """Nested ranges: those who share the first range may split up for the next one."""
+    ranges: list[SharedRange] = []
+
+    def grow(members: list[int], start: int) -> None:
+        end = start + draw(st.sampled_from([16, 100, 150]))
+        staying = [i for i in members if segments[i].start >= end]
+        if len(staying) < 2 or not draw(st.booleans()):
+            return
+        ranges.append(SharedRange(segments[staying[0]].slot, start, end, tuple(staying)))
+        cut = draw(st.integers(0, len(staying)))
+        grow(staying[:cut], end)
+        grow(staying[cut:], end)
+
+    grow(list(range(len(segments))), 0)
+    return ranges
+
+
+def make_arena(case: Case, generator: torch.Generator) -> torch.Tensor:
+    """[2, layers, slots, tokens, kv heads, dim] view; cached tokens random, shared ones equal, NaN
+    elsewhere."""
+    shape = (NUM_SLOTS, case.max_seq_len, case.num_kv_heads, case.head_dim)
+    if case.dense:
+        arena = torch.full((2, NUM_LAYERS, *shape), torch.nan)
+    else:
+        arena = torch.full((shape[0], shape[1], NUM_LAYERS, 2, *shape[2:]), torch.nan)
+        arena = arena.permute(3, 2, 0, 1, 4, 5)
+    for s in case.segments:
+        size = (2, NUM_LAYERS, s.start, *shape[2:])
+        arena[:, :, s.slot, : s.start] = torch.randn(size, generator=generator)
+    for shared in case.shared:
+        for member in shared.members:
+            slot = case.segments[member].slot
+            part = arena[:, :, :, shared.start : shared.end]
+            part[:, :, slot] = part[:, :, shared.slot].clone()
+    return arena.to(case.dtype)
+
+
+def layers_of(arena: torch.Tensor) -> list[LayerKV]:
+    return [LayerKV(arena[0, i], arena[1, i]) for i in range(NUM_LAYERS)]
+
+
+def copy_of(arena: torch.Tensor) -> torch.Tensor:
+    """With the same strides."""
+    return arena.clone(memory_format=torch.preserve_format)
+
+
+def random_rows(case: Case, generator: torch.Generator) -> list[torch.Tensor]:
+    """q, k, v as the models make them: [heads, tokens, dim], transposed."""
+    heads = (case.num_kv_heads * case.group, case.num_kv_heads, case.num_kv_heads)
+    shapes = [(case.num_tokens, number, case.head_dim) for number in heads]
+    return [torch.randn(s, generator=generator).to(case.dtype).transpose(0, 1) for s in shapes]
+
+
+def expected_of(
+    case: Case, arena: torch.Tensor, rows: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and arena by SDPA in float32."""
+    wide = copy_of(arena).float()
+    metadata = AttentionMetadata.build(case.segments, CPU)
+    q, k, v = (part.float() for part in rows)
+    output = SdpaAttention(layers_of(wide)).forward(1, q, k, v, case.options, metadata)
+    return output, wide
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=40, deadline=None)
+@given(case=cases(), seed=st.integers(0, 1000))
+def test_host_kernel_equals_sdpa(level: str, case: Case, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    arena = make_arena(case, generator)
+    rows = random_rows(case, generator)
+    expected, expected_arena = expected_of(case, arena, rows)
+    metadata = dataclasses.replace(
+        AttentionMetadata.build(case.segments, CPU), shared=tuple(case.shared)
+    )
+    backend = HostAttention(layers_of(arena), level)
+    output = backend.forward(1, *rows, case.options, metadata)
+    assert output.dtype == case.dtype
+    tolerance = TOLERANCE[case.dtype]
+    torch.testing.assert_close(output.float(), expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(arena.float().nan_to_num(9.0), expected_arena.nan_to_num(9.0))
+
+
+def long_case(num_kv_heads: int = 1, options: AttentionOptions | None = None) -> Case:
+    segments = [
+        Segment(0, 0, 5000, 5001),
+        Segment(1, 1, 20, 21),
+        Segment(3, 2, 1000, 1300),
+    ]
+    return Case(
+        segments, [], num_kv_heads, 2, 64, torch.float32, False, options or AttentionOptions()
+    )
+
+
+@pytest.mark.skipif(not start_threads_address(), reason="torch has no OpenMP here")
+@pytest.mark.parametrize("num_threads", [2, 5])
+@pytest.mark.parametrize("window", [None, 700])
+def test_several_threads_cut_a_long_request_and_merge_it(
+    num_threads: int, window: int | None
+) -> None:
+    case = long_case(options=AttentionOptions(sliding_window=window))
+    generator = torch.Generator().manual_seed(0)
+    arena = make_arena(case, generator)
+    rows = random_rows(case, generator)
+    expected, _ = expected_of(case, arena, rows)
+    backend = HostAttention(layers_of(arena))
+    torch.set_num_threads(num_threads)
+    try:
+        metadata = AttentionMetadata.build(case.segments, CPU)
+        output = backend.forward(1, *rows, case.options, metadata)
+    finally:
+        torch.set_num_threads(1)
+    torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_sharing_changes_nothing_but_the_order_of_additions() -> None:
+    segments = [Segment(i, i, 300 + i, 301 + i) for i in range(6)]
+    shared = [SharedRange(2, 0, 256, (0, 1, 2, 3, 4, 5)), SharedRange(4, 256, 288, (3, 4))]
+    case = Case(segments, shared, 2, 4, 64, torch.float32, False, AttentionOptions())
+    generator = torch.Generator().manual_seed(1)
+    arena = make_arena(case, generator)
+    rows = random_rows(case, generator)
+    backend = HostAttention(layers_of(arena))
+    plain = AttentionMetadata.build(segments, CPU)
+    alone = backend.forward(0, *rows, case.options, plain)
+    together = backend.forward(
+        0, *rows, case.options, dataclasses.replace(plain, shared=tuple(shared))
+    )
+    torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cut", [64, 77, 130])
+def test_a_token_is_the_same_bits_in_whatever_chunk_of_its_prompt(
+    level: str, dtype: torch.dtype, cut: int
+) -> None:
+    """Scores grow with the position, so that the maxima of the softmax are raised often."""
+    whole = Case([Segment(0, 0, 150, 350)], [], 2, 2, 64, dtype, False, AttentionOptions())
+    generator = torch.Generator().manual_seed(cut)
+    arena = make_arena(whole, generator)
+    q, k, v = random_rows(whole, generator)
+    q, k = 4 * q, k * torch.linspace(0.1, 3, 200)[:, None].to(dtype)
+
+    def outputs_of(*chunks: Segment) -> torch.Tensor:
+        backend = HostAttention(layers_of(copy_of(arena)), level)
+        parts = []
+        for chunk in chunks:
+            rows = (part[:, chunk.start - 150 : chunk.end - 150] for part in (q, k, v))
+            metadata = AttentionMetadata.build([chunk], CPU)
+            parts.append(backend.forward(0, *rows, whole.options, metadata))
+        return torch.cat(parts)
+
+    at_once = outputs_of(*whole.segments)
+    in_two = outputs_of(Segment(0, 0, 150, 150 + cut), Segment(0, 0, 150 + cut, 350))
+    assert torch.equal(at_once, in_two)
+
+
+def test_nothing_beyond_a_request_is_read_or_written() -> None:
+    case = long_case(num_kv_heads=2)
+    generator = torch.Generator().manual_seed(2)
+    arena = make_arena(case, generator)
+    output = HostAttention(layers_of(arena)).forward(
+        1, *random_rows(case, generator), case.options, AttentionMetadata.build(case.segments, CPU)
+    )
+    assert not output.isnan().any()
+    assert all(arena[:, :, s.slot, s.end :].isnan().all() for s in case.segments)
+
+
+def some_layers(head_dim: int = 16, dtype: torch.dtype = torch.float32) -> list[LayerKV]:
+    arena = torch.zeros(2, 2, NUM_SLOTS, 10, 1, head_dim, dtype=dtype)
+    return [LayerKV(arena[0, i], arena[1, i]) for i in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "reason"),
+    [
+        (some_layers(head_dim=24), "head size 24"),
+        (some_layers(head_dim=512), "head size 512"),
+        (some_layers(dtype=torch.float64), "dtype float64"),
+        ([LayerKV(some_layers()[0].k, some_layers(32)[0].k[..., ::2])], "differ in shape"),
+    ],
+)
+def test_what_it_can_not_do_goes_to_sdpa_with_one_warning(
+    layers: list[LayerKV], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        backend = attention.create("auto", layers)
+    assert isinstance(backend, SdpaAttention)
+    assert len(caplog.records) == 1
+    assert reason in caplog.text
+    with pytest.raises(ValueError, match=reason):
+        HostAttention(layers)
+
+
+def test_auto_takes_the_host_kernel_on_the_cpu() -> None:
+    assert isinstance(attention.create("auto", some_layers()), HostAttention)
+
+
+def test_an_unknown_simd_level_is_refused_with_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"no SIMD level 'mmx'.*portable"):
+        HostAttention(some_layers(), "mmx")
+    monkeypatch.setenv("FLEXINFER_SIMD", "portable")
+    assert HostAttention(some_layers()).level == "portable"
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [Segment(NUM_SLOTS, 0, 3, 4)],  # no such slot
+        [Segment(0, 0, 9, 11)],  # longer than a slot
+        [Segment(0, 1, 3, 4)],  # not the first row
+        [Segment(0, 0, 3, 3)],  # no tokens
+    ],
+)
+def test_a_step_that_does_not_fit_the_arena_is_refused(segments: list[Segment]) -> None:
+    rows = [torch.zeros(1, max(segments[0].num_tokens, 1), 16)] * 3
+    metadata = AttentionMetadata.build(segments, CPU)
+    with pytest.raises(ValueError, match="plan"):
+        HostAttention(some_layers()).forward(0, *rows, AttentionOptions(), metadata)
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        SharedRange(0, 0, 4, (0, 1)),  # reaches into new tokens
+        SharedRange(0, 2, 2, (0, 1)),  # empty
+        SharedRange(0, 0, 2, (0, 7)),  # no such member
+    ],
+)
+def test_shared_ranges_that_contradict_the_segments_are_refused(shared: SharedRange) -> None:
+    segments = [Segment(0, 0, 3, 4), Segment(1, 1, 5, 6)]
+    metadata = dataclasses.replace(AttentionMetadata.build(segments, CPU), shared=(shared,))
+    rows = [torch.zeros(1, 2, 16)] * 3
+    with pytest.raises(ValueError, match="shared range"):
+        HostAttention(some_layers()).forward(0, *rows, AttentionOptions(), metadata)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_tensors_of_other_shapes_or_dtypes_are_refused(wrong: int) -> None:
+    metadata = AttentionMetadata.build([Segment(0, 0, 3, 4)], CPU)
+    backend = HostAttention(some_layers())
+    for bad in (
+        torch.zeros(1, 2, 16),
+        torch.zeros(1, 1, 32),
+        torch.zeros(1, 1, 16).double(),
+        torch.zeros(1, 1, 16, device="meta"),
+    ):
+        rows = [torch.zeros(1, 1, 16)] * 3
+        rows[wrong] = bad
+        with pytest.raises(ValueError, match="expected"):
+            backend.forward(0, *rows, AttentionOptions(), metadata)
+
+
+@pytest.mark.parametrize("sinks", [torch.zeros(1), torch.zeros(2, 1), torch.zeros(2).to("meta")])
+def test_sinks_of_another_number_of_heads_are_refused(sinks: torch.Tensor) -> None:
+    rows = [torch.zeros(heads, 1, 16) for heads in (2, 1, 1)]
+    metadata = AttentionMetadata.build([Segment(0, 0, 3, 4)], CPU)
+    with pytest.raises(ValueError, match="sinks are"):
+        HostAttention(some_layers()).forward(0, *rows, AttentionOptions(sinks=sinks), metadata)
+
+
+@pytest.mark.parametrize("scaling", [0.0, -1.0, float("nan")])
+def test_a_scaling_that_is_not_positive_is_refused(scaling: float) -> None:
+    rows = [torch.zeros(1, 1, 16)] * 3
+    metadata = AttentionMetadata.build([Segment(0, 0, 3, 4)], CPU)
+    with pytest.raises(ValueError, match="scaling must be positive"):
+        HostAttention(some_layers()).forward(0, *rows, AttentionOptions(scaling), metadata)
+
+
+def test_a_model_whose_head_size_no_kernel_takes_is_served_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **{**CONFIGS["llama"]().to_dict(), "head_dim": 24, "num_hidden_layers": 2}
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    prompt = random_prompts((20,))[0]
+    expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8)
+    with (
+        caplog.at_level(logging.WARNING, "flexinfer"),
+        LLM(str(tmp_path), skip_tokenizer_init=True, kv_cache_memory_bytes="4MiB") as llm,
+    ):
+        output = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    assert output[0].outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+    told = [r.getMessage() for r in caplog.records if r.name.startswith("flexinfer")]
+    assert [message for message in told if "head size 24" in message] == told
+    assert len(told) == 1

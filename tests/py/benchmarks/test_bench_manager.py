@@ -1,0 +1,87 @@
+"""benchmarks/manager runs, and writes the numbers that it promises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[3] / "benchmarks" / "manager"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=FOLDER.parents[1])
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    file = tmp_path_factory.mktemp("bench") / "manager.json"
+    result = run(str(FOLDER / "bench.py"), "--quick", "--json", str(file))
+    assert result.returncode == 0, result.stderr
+    assert "load average" in result.stdout
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize(
+    "name", ["decode_step_256_us", "match_4096_us", "create_2048_us", "fork_us"]
+)
+def test_headline_numbers_are_at_the_top(report: Any, name: str) -> None:
+    assert report[name] > 0
+    assert report[name] == report["devices"][report["headline_device"]][name]["median_us"]
+
+
+def test_both_devices_report_the_same_operations(report: Any) -> None:
+    assert set(report["devices"]) == {"host", "sim"}
+    assert set(report["devices"]["host"]) == set(report["devices"]["sim"])
+
+
+def test_driver_time_is_told_apart(report: Any) -> None:
+    host = report["devices"]["host"]
+    assert host["decode_step_256_us"]["driver_us"] == 0
+    assert host["decode_step_256_sixteenth_us"]["driver_us"] > 0
+    for numbers in host.values():
+        assert numbers["p10_us"] <= numbers["median_us"] <= numbers["p90_us"]
+
+
+def test_an_unknown_device_is_refused() -> None:
+    result = run(str(FOLDER / "bench.py"), "--device", "tpu")
+    assert result.returncode == 2
+    assert "'tpu' is not one of host, sim" in result.stderr
+
+
+STAND_IN = """
+import argparse
+
+def parser(text):
+    parser = argparse.ArgumentParser(text)
+    parser.add_argument("--prompts", type=int, default=1)
+    return parser
+
+def run(args, make, impl, version, **extra):
+    adapter = make(8192, True)
+    prompt = adapter.prepare(list(range(100)))
+    adapter.insert(prompt)
+    assert adapter.match(prompt) == 100
+    running = [adapter.alloc(adapter.prepare([n] * 50)) for n in range(4)]
+    adapter.decode_step(running, [1, 2, 3, 4])
+    adapter.decode_step(running, [1, 2, 3, 4])
+    assert [vtensor.num_tokens for vtensor in running] == [52] * 4
+    for vtensor in running:
+        adapter.free(vtensor)
+    adapter.evict(100)
+    print("done", impl, args.prompts)
+"""
+
+
+@pytest.mark.parametrize("device", ["sim", "cpu"])
+def test_the_adapter_fits_the_scenario_of_the_peers(tmp_path: Path, device: str) -> None:
+    (tmp_path / "micro_common.py").write_text(STAND_IN)
+    script = str(FOLDER / "micro_flexinfer.py")
+    result = run(script, str(tmp_path), "--device", device, "--prompts", "3")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"done flexinfer-VTensorManager-{device} 3")

@@ -1,0 +1,189 @@
+"""`flexinfer chat` through a pipe: turns, commands, several lines, and Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flexinfer.cli.app import app
+from flexinfer.cli.chat.interrupt import Interrupt
+from flexinfer.cli.chat.local import LocalTalk
+from flexinfer.cli.chat.prompt import Reader
+from flexinfer.cli.terminal_text import printable, size_text
+from helpers.cli_folder import make_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_folder(tmp_path_factory.mktemp("model"))
+
+
+def talk(folder: str, text: str, *arguments: str) -> str:
+    command = ["chat", "--model", folder, "--max-tokens", "6", "--memory", "8MiB"]
+    result = CliRunner().invoke(app, [*command, "--chunk-bytes", "4KiB", *arguments], input=text)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_second_turn_reuses_the_first(folder: str) -> None:
+    out = talk(folder, "Hello\nAnd you?\n")
+    reused = [line for line in out.splitlines() if "reused" in line]
+    assert " 0 reused" in reused[0]
+    assert " 0 reused" not in reused[1]
+    assert "tokens/s" in reused[1]
+
+
+def test_the_end_of_input_and_exit_both_leave(folder: str) -> None:
+    assert "reused" not in talk(folder, "")
+    assert "reused" not in talk(folder, "/exit\nHello\n")
+
+
+def test_the_commands(folder: str) -> None:
+    out = talk(folder, "Hello\n/memory\n/stats\n/help\n/nonsense\n")
+    assert "tokens 0-" in out
+    assert "recorded_tokens" in out
+    assert "/system TEXT" in out
+    assert "there is no /nonsense" in out
+
+
+def test_a_reset_keeps_what_is_recorded(folder: str) -> None:
+    out = talk(folder, "Hello\n/reset\nHello\n", "--system", "Be kind.")
+    assert "a new conversation" in out
+    assert " 0 reused" not in [line for line in out.splitlines() if "reused" in line][1]
+
+
+def test_a_new_system_prompt_begins_anew(folder: str) -> None:
+    out = talk(folder, "/system Be brief.\nHello\n/system\nHello\n")
+    assert "with that system prompt" in out
+    assert "without one" in out
+
+
+def test_a_full_conversation_says_so_and_goes_on(folder: str) -> None:
+    out = talk(folder, f"{'long ' * 100}\nHello\n")
+    assert "max_model_len" in out
+    assert out.count("reused") == 1
+
+
+def test_a_model_without_template_stops_at_the_next_user(tmp_path: Path) -> None:
+    out = talk(make_folder(tmp_path, chat_template=None), "Hello\nMore\n")
+    assert "no chat template" in out
+    assert out.count("reused") == 2
+
+
+def test_a_seed_gives_the_same_answer_again(folder: str) -> None:
+    sampled = ("--temperature", "0.8", "--top-k", "5", "--seed", "3")
+    first, second = (talk(folder, "Hello\n", *sampled).splitlines()[:-1] for _ in range(2))
+    assert first == second
+
+
+def reader(*lines: str) -> Reader:
+    source: Iterator[str] = iter(lines)
+
+    def read_line(_: str) -> str:
+        try:
+            return next(source)
+        except StopIteration:
+            raise EOFError from None
+
+    return Reader(read_line)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (("hello",), "hello"),
+        (("one \\", "two"), "one \ntwo"),
+        (("one\\",), "one"),
+        (('"""', "a", "  b", '"""'), "a\n  b"),
+        (('"""a', 'b"""'), "a\nb"),
+        (('"""a"""',), "a"),
+        (('"""a', "b"), "a\nb"),
+        (("",), ""),
+        ((), None),
+    ],
+)
+def test_messages_may_have_several_lines(lines: tuple[str, ...], message: str | None) -> None:
+    assert reader(*lines).read() == message
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(folder: str) -> None:
+    from flexinfer import LLM, SamplingParams
+
+    before = signal.getsignal(signal.SIGINT)  # ignored, where a shell started us in the background
+    with LLM(folder, kv_cache_memory_bytes="8MiB", max_num_seqs=2) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+        said = LocalTalk(llm.conversation())
+        with Interrupt() as interrupt, closing(said.say("hello", params)) as pieces:
+            for _ in pieces:
+                os.kill(os.getpid(), signal.SIGINT)
+                if interrupt.wanted:
+                    break
+        assert 0 < said.numbers.num_tokens < 100
+        assert str(said.numbers).endswith("; stopped")
+        assert len(said.messages) == 2
+        assert not llm.engine.has_unfinished_requests()
+        said.close()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def answers(out: str) -> list[str]:
+    """What the model said, in order: the line before each line of numbers."""
+    lines = out.splitlines()
+    return [lines[i - 1] for i, line in enumerate(lines) if "tokens/s" in line]
+
+
+def test_a_fork_goes_on_and_leaves_its_origin(folder: str) -> None:
+    out = talk(folder, "Hello\n/fork\nIn two\n/branch 1\nIn one\n/branches\n/history\n")
+    assert "branch 2, from 1" in out
+    branches = out[out.index("* 1") :]
+    assert "* 1  2 turns  In one" in branches
+    assert "  2  2 turns  In two" in branches
+    history = branches[branches.index("user:") :]
+    assert "In one" in history
+    assert "In two" not in history
+
+
+def test_a_fork_reuses_what_it_shares(folder: str) -> None:
+    out = talk(folder, "Hello\n/fork\nIn two\n/branch 1\nIn one\n")
+    reused = [line for line in out.splitlines() if "reused" in line]
+    assert " 0 reused" in reused[0]
+    assert all(" 0 reused" not in line for line in reused[1:])
+
+
+def test_a_branch_that_is_not_there(folder: str) -> None:
+    out = talk(folder, "/branch 2\n/branch x\n")
+    assert "there are branches 1 to 1; got '2'" in out
+    assert "got 'x'" in out
+
+
+def test_regenerate_answers_the_last_message_again(folder: str) -> None:
+    out = talk(folder, "/regenerate\nHello\n/regenerate\n/history\n")
+    assert "there is no answer yet" in out
+    assert len(answers(out)) == 2
+    history = out[out.index("user:") :]
+    assert history.count("user:") == history.count("assistant:") == 1
+
+
+def test_undo_forgets_a_turn(folder: str) -> None:
+    out = talk(folder, "Hello\nMore\n/undo\n/history\n/undo\n/undo\n/history\n")
+    assert "forgot: More" in out
+    assert "forgot: Hello" in out
+    assert "there is nothing to take back" in out
+    assert "nothing was said yet" in out
+
+
+def test_escape_sequences_of_a_model_do_not_reach_the_terminal() -> None:
+    assert printable("a\x1b[2Jb\tc\n") == "a\ufffd[2Jb\tc\n"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 30, "5.00 GiB")]
+)
+def test_sizes_read_well(size: int, text: str) -> None:
+    assert size_text(size) == text

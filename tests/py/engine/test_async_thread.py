@@ -1,0 +1,150 @@
+"""The thread of an AsyncLLM: it idles, sleeps, wakes loops once, and ends when nobody needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flexinfer import AsyncLLM, EngineDeadError, EngineError, LLMEngine
+from flexinfer.async_llm import _Mailbox, _Stream
+from helpers.async_kit import (
+    GREEDY,
+    LONG,
+    SETTINGS,
+    check_nothing_is_left,
+    last,
+    until_idle,
+    with_llm,
+)
+from helpers.tiny_models import make_model, reference
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _known_references() -> None:
+    """Asked for before any engine's thread uses the same model."""
+    reference("llama", (4, 5), 12)
+
+
+def test_shutdown_ends_callers_with_a_typed_error() -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        outputs = llm.generate([1, 2, 3], LONG)
+        await anext(outputs)
+        await asyncio.to_thread(llm.shutdown)
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await last(outputs)
+        assert not llm.errored
+        llm.shutdown()
+        with pytest.raises(EngineDeadError):
+            await llm.call(lambda engine: None)
+
+    with_llm(scenario)
+
+
+def test_an_idle_engine_uses_no_time() -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        await last(llm.generate([1, 2, 3], GREEDY))
+
+        def thread_time(_: LLMEngine) -> float:
+            return time.clock_gettime(time.CLOCK_THREAD_CPUTIME_ID)
+
+        before = await llm.call(thread_time)
+        await asyncio.sleep(0.5)
+        assert await llm.call(thread_time) - before < 0.05
+
+    with_llm(scenario)
+
+
+def test_a_caller_whose_loop_is_gone_is_forgotten() -> None:
+    llm = AsyncLLM(make_model("llama"), **SETTINGS)
+
+    async def leave() -> Any:
+        outputs = llm.generate([1, 2, 3], LONG)
+        await anext(outputs)
+        return outputs
+
+    loop = asyncio.new_event_loop()
+    outputs = loop.run_until_complete(leave())
+    loop.close()
+
+    async def later() -> None:
+        final = await last(llm.generate([4, 5], GREEDY))
+        assert final.outputs[0].token_ids == reference("llama", (4, 5), 12)
+        await until_idle(llm)
+        await llm.call(check_nothing_is_left)
+
+    asyncio.run(later())
+    llm.shutdown()
+    del outputs
+
+
+def test_a_forgotten_engine_ends_its_thread() -> None:
+    llm = AsyncLLM(make_model("llama"), **SETTINGS)
+    thread = llm._thread._thread
+    del llm
+    gc.collect()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+def test_a_sleeping_engine_goes_on_when_it_wakes() -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        outputs = llm.generate([4, 5], GREEDY)
+        await anext(outputs)
+        await llm.sleep()
+        assert await llm.is_sleeping()
+        tasks = [asyncio.create_task(last(o)) for o in (outputs, llm.generate([4, 5], GREEDY))]
+        await asyncio.sleep(0.1)
+        assert not any(task.done() for task in tasks)
+        await llm.wake_up()
+        for task in tasks:
+            assert (await task).outputs[0].token_ids == reference("llama", (4, 5), 12)
+
+    with_llm(scenario)
+
+
+def test_outputs_that_come_together_wake_the_loop_once() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        wakings = []
+        call_soon = loop.call_soon_threadsafe
+
+        def counted(*args: Any, **options: Any) -> Any:
+            wakings.append(args)
+            return call_soon(*args, **options)
+
+        loop.call_soon_threadsafe = counted  # type: ignore[method-assign]
+        mailbox = _Mailbox(loop)
+        streams = [_Stream(mailbox, latest_only=False) for _ in range(8)]
+        errors = [EngineError(str(index)) for index in range(8)]
+        for _ in range(2):
+            for stream, error in zip(streams, errors, strict=True):
+                stream.put(error)
+            for stream, error in zip(streams, errors, strict=True):
+                with pytest.raises(EngineError) as caught:
+                    await stream.get()
+                assert caught.value is error
+        assert len(wakings) == 2
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_was_closed_after_it_was_woken_takes_nothing() -> None:
+    async def make() -> _Stream:
+        stream = _Stream(_Mailbox(asyncio.get_running_loop()), latest_only=False)
+        asyncio.get_running_loop().stop()
+        return stream
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(make())
+    loop.run_forever()
+    stream = task.result()
+    stream.put(EngineError("woken"))
+    loop.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        stream.put(EngineError("closed"))

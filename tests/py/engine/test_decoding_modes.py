@@ -1,0 +1,105 @@
+"""All ways of decoding at once, under memory pressure, random preemption and aborts."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flexinfer import BeamSearchParams, LLMEngine, SamplingParams
+from flexinfer.config import EngineConfig
+from helpers.tiny_models import make_model, random_prompts
+
+NUM_REQUESTS = 14
+
+
+def make_engine(**settings: Any) -> LLMEngine:
+    defaults = {
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 16 << 20,
+        "chunk_bytes": 4096,
+        "max_model_len": 100,
+    }
+    config = {**defaults, "model": make_model("llama"), "skip_tokenizer_init": True, **settings}
+    return LLMEngine(EngineConfig(**config))
+
+
+def random_request(rng: random.Random) -> tuple[list[int], SamplingParams | BeamSearchParams]:
+    """One of a few prompts, so that prefixes are shared, with params of any kind."""
+    prompt = rng.choice(random_prompts((60, 33, 20, 9)))[: rng.choice((9, 20, 60))]
+    max_tokens = rng.randint(1, 20)
+    kind = rng.randrange(3)
+    if kind == 0:
+        width = rng.randint(1, 4)
+        return prompt, BeamSearchParams(beam_width=width, max_tokens=max_tokens)
+    if kind == 1:
+        return prompt, SamplingParams(n=rng.randint(1, 5), temperature=0, max_tokens=max_tokens)
+    return prompt, SamplingParams(
+        n=2, best_of=rng.randint(2, 6), seed=rng.randint(0, 99), max_tokens=max_tokens
+    )
+
+
+def run(engine: LLMEngine, requests: list[Any]) -> list[Any]:
+    """One at a time: nothing shares, waits, or is preempted."""
+    final = []
+    for i, (prompt, params) in enumerate(requests):
+        engine.add_request(str(i), prompt, params)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+        final.append([completion.token_ids for completion in outputs[0].outputs])
+    return final
+
+
+def check_nothing_is_left(engine: LLMEngine) -> None:
+    engine.manager.check_integrity()
+    assert engine.get_num_unfinished_requests() == 0
+    assert engine.manager.stats().num_vtensors == 0
+    engine.manager.drain()  # the worker may be creating chunks still
+    engine.manager.reset_prefix_cache()
+    engine.manager.trim()
+    assert engine.manager.stats().resident_bytes == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"preemption_mode": "recompute"},
+        {"preemption_mode": "swap", "swap_space": "8MiB"},
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 16},
+        {"layers_per_plane": 1, "kv_cache_memory_bytes": 8 * 30 * 4096},
+    ],
+)
+def test_disturbed_requests_say_what_they_say_alone(settings: dict[str, Any], seed: int) -> None:
+    rng = random.Random(seed)
+    requests = [random_request(rng) for _ in range(NUM_REQUESTS)]
+    quiet = make_engine()
+    expected = run(quiet, requests)
+    quiet.close()
+
+    engine = make_engine(**{"kv_cache_memory_bytes": 120 << 10, **settings})
+    final: dict[str, Any] = {}
+    aborted = set()
+    waiting = list(enumerate(requests))
+    while waiting or engine.has_unfinished_requests():
+        while waiting and rng.random() < 0.3:
+            i, (prompt, params) = waiting.pop(0)
+            engine.add_request(str(i), prompt, params, priority=rng.randrange(3))
+        if engine.scheduler.running and rng.random() < 0.15:
+            victim = rng.choice(list(engine.scheduler.running.values()))
+            engine.scheduler.preempt(victim, "test")
+        if rng.random() < 0.02:
+            request_id = str(rng.randrange(NUM_REQUESTS))
+            if engine.abort_request(request_id):
+                aborted.add(request_id)
+        for output in engine.step():
+            final[output.request_id] = output
+        engine.manager.check_integrity()
+    for i, tokens in enumerate(expected):
+        if str(i) not in aborted:
+            assert [c.token_ids for c in final[str(i)].outputs] == tokens, requests[i]
+    check_nothing_is_left(engine)
+    engine.close()

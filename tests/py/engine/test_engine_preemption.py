@@ -1,0 +1,139 @@
+"""Preemption in a serving engine, by recomputing and by swapping: no token changes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flexinfer import SamplingParams
+from flexinfer.sampling.params import BeamSearchParams
+from helpers.engine_kit import NUM_NEW, TOKEN_BYTES, check, drain, make_engine, submit
+from helpers.tiny_models import random_prompts, reference
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_forced_preemption_at_random_steps_changes_no_token(mode: str, seed: int) -> None:
+    rng = random.Random(seed)
+    engine = make_engine(
+        preemption_mode=mode,
+        swap_space="4MiB",
+        max_num_batched_tokens=rng.choice([4, 7, 16, 64]),
+        enable_prefix_caching=rng.random() < 0.5,
+        layers_per_plane=rng.choice([None, 1]),
+    )
+    prompts = random_prompts((20, 33, 7, 41, 12, 28), seed=seed)
+    prompts[3][:20] = prompts[1][:20]
+    submit(engine, prompts)
+    aborted = set()
+    final: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        running = list(engine.scheduler.running.values())
+        if running and rng.random() < 0.3:
+            engine.scheduler.preempt(rng.choice(running), "test")
+        if len(aborted) < 2 and rng.random() < 0.05:
+            aborted.add(rng.choice("012345"))
+            engine.abort_request(aborted)
+        for output in engine.step():
+            final[output.request_id] = output
+        engine.manager.check_integrity()
+    check(final, prompts)
+    assert set(final) | aborted == set("012345")
+    assert sum(engine.stats().preemptions[mode].values()) > 0
+    assert engine.manager.stats().swapped_bytes == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
+def test_a_shortage_preempts_and_every_request_ends_right(mode: str) -> None:
+    engine = make_engine(
+        kv_cache_memory_bytes=80 * TOKEN_BYTES,
+        max_model_len=60,
+        preemption_mode=mode,
+        swap_space="1MiB",
+    )
+    prompts = random_prompts((20, 30, 25, 28))
+    submit(engine, prompts, SamplingParams(temperature=0, max_tokens=24))
+    final = drain(engine)
+    check(final, prompts, 24)
+    counts = engine.stats().preemptions
+    assert sum(counts["recompute"].values()) + sum(counts["swap"].values()) > 0
+    if mode != "auto":
+        assert next(iter(counts[mode])) == "growth: configured"
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=NUM_NEW),
+        BeamSearchParams(beam_width=3, max_tokens=NUM_NEW),
+    ],
+    ids=["n=3", "beams"],
+)
+def test_preempting_one_of_several_sequences_changes_none_of_them(params: Any, mode: str) -> None:
+    prompts = random_prompts((20, 9))
+    outputs = {}
+    for preempts in (False, True):
+        rng = random.Random(5)
+        engine = make_engine(preemption_mode=mode, swap_space="4MiB", max_num_seqs=6)
+        submit(engine, prompts, params)
+        final: dict[str, Any] = {}
+        while engine.has_unfinished_requests():
+            running = list(engine.scheduler.running.values())
+            if preempts and running and rng.random() < 0.3:
+                engine.scheduler.preempt(rng.choice(running), "test")
+            for output in engine.step():
+                final[output.request_id] = output
+            engine.manager.check_integrity()
+        outputs[preempts] = {i: [o.token_ids for o in f.outputs] for i, f in final.items()}
+        engine.close()
+    assert outputs[True] == outputs[False]
+
+
+def test_swapped_requests_come_back_before_new_ones_are_admitted() -> None:
+    engine = make_engine(preemption_mode="swap", swap_space="1MiB", max_num_seqs=2)
+    submit(engine, random_prompts((20, 20, 20)))
+    engine.step()
+    engine.scheduler.preempt(engine.scheduler.running["1"], "test")
+    assert engine.stats().num_swapped == 1
+    engine.step()
+    assert set(engine.scheduler.running) == {"0", "1"}
+    engine.close()
+
+
+def test_a_full_swap_space_recomputes_instead() -> None:
+    engine = make_engine(preemption_mode="swap", swap_space="4KiB")
+    prompts = random_prompts((30, 30))
+    submit(engine, prompts)
+    engine.step()
+    engine.scheduler.preempt(engine.scheduler.running["1"], "test")
+    assert engine.stats().preemptions["recompute"] == {"test: swap space is full": 1}
+    check(drain(engine), prompts)
+    engine.close()
+
+
+def test_without_preemption_a_shortage_ends_one_request_with_the_numbers() -> None:
+    engine = make_engine(
+        kv_cache_memory_bytes=80 * TOKEN_BYTES,
+        max_model_len=60,
+        preemption_mode="off",
+        enable_prefix_caching=False,
+    )
+    prompts = random_prompts((20, 20, 20))
+    submit(engine, prompts, SamplingParams(temperature=0, max_tokens=16))
+    final = drain(engine)
+    ends = {i: output.outputs[0].finish_reason for i, output in final.items()}
+    assert ends == {"0": "length", "1": "length", "2": "error"}
+    assert "2 other requests run and preemption is off" in str(final["2"].outputs[0].stop_reason)
+    assert (
+        final["2"].outputs[0].token_ids
+        == reference("llama", tuple(prompts[2]), 16)[: len(final["2"].outputs[0].token_ids)]
+    )
+    check(final, prompts, 16)
+    engine.close()

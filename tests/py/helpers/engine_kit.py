@@ -1,0 +1,51 @@
+"""Engines over the tiny Llama with little memory, run to the end and compared with transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexinfer import LLMEngine, SamplingParams
+from flexinfer.config import EngineConfig
+from flexinfer.outputs import RequestOutput
+from helpers.tiny_models import make_model, reference
+
+NUM_NEW = 14
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW)
+TOKEN_BYTES = 2 * 4 * 2 * 16 * 4
+"""K and V of one token of the tiny Llama: 4 layers, 2 heads of 16, float32."""
+
+
+def make_engine(**settings: Any) -> LLMEngine:
+    defaults = {"max_num_seqs": 4, "kv_cache_memory_bytes": 4 << 20, "chunk_bytes": 4096}
+    config = {**defaults, "model": make_model("llama"), "skip_tokenizer_init": True, **settings}
+    return LLMEngine(EngineConfig(**config))
+
+
+def submit(engine: LLMEngine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> None:
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+
+
+def drain(engine: LLMEngine) -> dict[str, RequestOutput]:
+    """The last output of each request, by its id; the manager's invariants hold after each step."""
+    final: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            final[output.request_id] = output
+        engine.manager.check_integrity()
+    return final
+
+
+def run(engine: LLMEngine, prompts: list[list[int]], num_new: int) -> dict[str, RequestOutput]:
+    """`num_new` greedy tokens for each prompt, whose request is called by its index."""
+    submit(engine, prompts, SamplingParams(temperature=0, max_tokens=num_new))
+    return drain(engine)
+
+
+def check(
+    final: dict[str, RequestOutput], prompts: list[list[int]], num_new: int = NUM_NEW
+) -> None:
+    for i, prompt in enumerate(prompts):
+        if str(i) in final and final[str(i)].outputs[0].finish_reason == "length":
+            expected = reference("llama", tuple(prompt), num_new)
+            assert final[str(i)].outputs[0].token_ids == expected

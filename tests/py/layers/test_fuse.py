@@ -1,0 +1,217 @@
+"""Packed and lean layers compute what the layers that they replace compute."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import transformers as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.llama import modeling_llama
+
+from flexinfer import LLM, SamplingParams, lean_mlp
+from flexinfer.layers.fuse import RMSNorm, make_lean, same
+from flexinfer.layers.mlp import GatedMLP
+from flexinfer.layers.onednn_linear import PackedLinear, can_pack
+from flexinfer.layers.pack import join_linears, pack_linears, parents
+from helpers.tiny_models import CONFIGS, make_model, random_prompts, reference
+
+DTYPES = [torch.bfloat16] if can_pack(torch.bfloat16, torch.device("cpu")) else []
+if not DTYPES:
+    pytest.skip("oneDNN has no bfloat16 kernels for this CPU", allow_module_level=True)
+
+
+def test_replaced_modules_are_let_go_of_before_the_next_parent() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(3)))
+    layers = list(map(weakref.ref, [model[0][0], model[1][0], model[2][0]]))
+    num_alive = []
+    for parent in parents(model):
+        num_alive.append(sum(layer() is not None for layer in layers))
+        if parent is not model:
+            parent[0] = torch.nn.Identity()
+    assert num_alive == [3, 3, 2, 1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.sampled_from([0, 1, 2, 7, 32, 130]),
+    sizes=st.tuples(st.sampled_from([16, 96, 257]), st.sampled_from([64, 100, 513])),
+    bias=st.booleans(),
+)
+def test_packed_linear_equals_linear(rows: int, sizes: tuple[int, int], bias: bool) -> None:
+    torch.manual_seed(rows)
+    linear = torch.nn.Linear(*sizes, bias=bias, dtype=torch.bfloat16)
+    packed = PackedLinear(linear.weight, linear.bias)
+    x = torch.randn(1, rows, sizes[0], dtype=torch.bfloat16)
+    with torch.inference_mode():
+        torch.testing.assert_close(packed(x), linear(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_lean_model_gives_the_same_logits(name: str, dtype: Any) -> None:
+    model = copy.deepcopy(make_model(name)).to(dtype)
+    lean = copy.deepcopy(model)
+    make_lean(lean)
+    ids = torch.tensor(random_prompts((9,)))
+    with torch.inference_mode():
+        expected, logits = model(ids).logits, lean(ids).logits
+    scale = expected.abs().max()
+    assert (logits - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 0.06) * scale
+
+
+@pytest.mark.parametrize("num_tokens", [1, 1024, 1025, 2300])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_an_mlp_in_blocks_of_rows_is_the_same(
+    num_tokens: int, has_residual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(make_model("llama"))
+    make_lean(model)
+    mlp = next(module for name, module in model.named_modules() if name.endswith("mlp"))
+    assert isinstance(mlp, GatedMLP)
+    x = torch.randn(1, num_tokens, model.config.hidden_size)
+    residual = torch.randn_like(x) if has_residual else None
+    with torch.inference_mode():
+        blocks = mlp(x, residual)
+        monkeypatch.setattr(lean_mlp, "BLOCK_ROWS", num_tokens)
+        torch.testing.assert_close(blocks, mlp(x, residual))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_lean_models_generate_what_transformers_does(name: str, tmp_path: Path) -> None:
+    make_model(name).save_pretrained(tmp_path)
+    prompts = random_prompts((5, 17, 40, 1))
+    settings = {"skip_tokenizer_init": True, "max_num_seqs": 4, "kv_cache_memory_bytes": 64 << 20}
+    with LLM(str(tmp_path), **settings) as llm:
+        outputs = llm.generate(
+            prompts, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False
+        )
+    answers = [output.outputs[0].token_ids for output in outputs]
+    assert answers == [reference(name, tuple(prompt), 12) for prompt in prompts]
+
+
+def classes(model: Any) -> list[str]:
+    return [type(module).__name__ for module in model.modules()]
+
+
+def test_the_layers_of_a_llama_are_replaced() -> None:
+    model = copy.deepcopy(make_model("llama")).bfloat16()
+    make_lean(model)
+    names = classes(model)
+    for name in ("LeanDecoderLayer", "LeanAttention"):
+        assert names.count(name) == model.config.num_hidden_layers
+    mlps = names.count("GatedMLP") + names.count("PackedGatedMLP")
+    assert mlps == model.config.num_hidden_layers
+    assert not {"LlamaDecoderLayer", "LlamaRMSNorm", "Linear"} & set(names)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_whole_layers_of_common_models_are_replaced(name: str) -> None:
+    model = copy.deepcopy(make_model(name))
+    make_lean(model)
+    names = classes(model)
+    assert names.count("LeanDecoderLayer") == model.config.num_hidden_layers
+    assert names.count("GatedMLP") == model.config.num_hidden_layers
+
+
+def test_a_layer_that_scales_its_residual_stays() -> None:
+    """Granite's layers have the children of Llama's, and compute something else."""
+    torch.manual_seed(0)
+    config = tf.GraniteConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        residual_multiplier=0.25,
+        attention_multiplier=0.1,
+    )
+    model = tf.GraniteForCausalLM(config).eval()
+    lean = copy.deepcopy(model)
+    make_lean(lean)
+    assert classes(lean).count("LeanAttention") == classes(lean).count("GraniteDecoderLayer") == 2
+    ids = torch.tensor([[5, 9, 2, 77]])
+    with torch.inference_mode():
+        torch.testing.assert_close(lean(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("change", ["rotary", "extra"])
+def test_an_attention_that_computes_something_else_stays(change: str) -> None:
+    """Another forward under the same children: without positions, or with one more argument."""
+    model = copy.deepcopy(make_model("llama"))
+
+    class Other(type(model.model.layers[0].self_attn)):  # type: ignore[misc]
+        def forward(self, hidden_states: Any, position_embeddings: Any, **kwargs: Any) -> Any:
+            apply_rotary_pos_emb = modeling_llama.apply_rotary_pos_emb  # named, not called
+            assert apply_rotary_pos_emb is not None
+            if change == "extra":
+                return super().forward(hidden_states, position_embeddings, sparsity=2, **kwargs)
+            ones, zeros = (torch.full_like(position_embeddings[0], x) for x in (1, 0))
+            return super().forward(hidden_states, (ones, zeros), **kwargs)
+
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Other
+    Other.forward.__globals__["apply_rotary_pos_emb"] = modeling_llama.apply_rotary_pos_emb
+    make_lean(model)
+    assert "LeanAttention" not in classes(model)
+    assert "Other" in classes(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_layer_adds_the_residual(dtype: Any) -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(96, 64, dtype=dtype)
+    packed = PackedLinear(linear.weight, linear.bias)
+    x, residual = torch.randn(1, 7, 96).to(dtype), torch.randn(1, 7, 64).to(dtype)
+    with torch.inference_mode():
+        expected = residual.float() + linear(x).float()
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(packed(x, residual).float(), expected, atol=16 * eps, rtol=eps)
+
+
+def test_joined_layers_are_one_after_the_other() -> None:
+    torch.manual_seed(0)
+    linears = [torch.nn.Linear(32, 16), torch.nn.Linear(32, 48, bias=False)]
+    x = torch.randn(5, 32)
+    with torch.inference_mode():
+        expected = torch.cat([linear(x) for linear in linears], dim=-1)
+        torch.testing.assert_close(join_linears(*linears)(x), expected)
+
+
+def test_a_norm_with_another_formula_stays() -> None:
+    """Gemma multiplies by 1 + weight."""
+    model = copy.deepcopy(make_model("gemma2"))
+    make_lean(model)
+    assert "Gemma2RMSNorm" in classes(model)
+    assert not any(isinstance(module, RMSNorm) for module in model.modules())
+
+
+def test_a_tied_head_stays() -> None:
+    model = torch.nn.ModuleDict(
+        {"embed": torch.nn.Embedding(300, 128), "head": torch.nn.Linear(128, 300, bias=False)}
+    ).bfloat16()
+    model["head"].weight = model["embed"].weight
+    assert pack_linears(model) == 0
+
+
+def test_a_model_that_was_handed_over_stays() -> None:
+    model = make_model("llama")
+    with LLM(model, skip_tokenizer_init=True, kv_cache_memory_bytes=64 << 20):
+        assert not any(
+            isinstance(module, (PackedLinear, GatedMLP, RMSNorm)) for module in model.modules()
+        )
+
+
+def test_a_replacement_that_computes_something_else_is_told() -> None:
+    norm = RMSNorm(torch.ones(64), 1e-6)
+    assert same(norm, RMSNorm(torch.ones(64), 1e-6))
+    assert not same(norm, RMSNorm(torch.ones(64), 1e-1))
+    assert not same(norm, RMSNorm(torch.full((64,), 1.01), 1e-6))

@@ -1,0 +1,257 @@
+"""Panel layers equal torch's own, for every instruction set, dtype and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flexinfer.attention.host import simd_levels
+from flexinfer.layers import host_linear as panel_linear
+from flexinfer.layers import rows as row_ops
+from flexinfer.layers.host_linear import PanelLinear, in_panels, multiply_panels
+
+EXAMPLES = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(params=simd_levels())
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    kernel = panel_linear.make_kernel(request.param)
+    monkeypatch.setattr(panel_linear, "kernel", lambda: kernel)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def multiply(x: Any, weight: Any, bias: Any, residual: Any, output: Any) -> None:
+    panels = in_panels(weight)
+    multiply_panels(x, panels.data_ptr(), weight.shape[1], bias, residual, output)
+
+
+@EXAMPLES
+@given(
+    rows=st.one_of(st.integers(0, 50), st.sampled_from([64, 65, 96, 239, 241, 500, 900])),
+    depth=st.sampled_from([32, 96, 512, 544, 1408]),
+    columns=st.sampled_from([16, 32, 48, 400]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    has_bias=st.booleans(),
+    has_residual=st.booleans(),
+    is_slice=st.booleans(),
+)
+def test_panel_linear(
+    level: str,
+    rows: int,
+    depth: int,
+    columns: int,
+    dtype: torch.dtype,
+    has_bias: bool,
+    has_residual: bool,
+    is_slice: bool,
+) -> None:
+    torch.manual_seed(rows)
+    weight = (torch.randn(columns, depth) / depth**0.5).to(dtype)
+    bias = torch.randn(columns).to(dtype) if has_bias else None
+    residual = torch.randn(1, rows, columns).to(dtype) if has_residual else None
+    x = torch.randn(1, rows, depth + 16 * is_slice).to(dtype)[..., :depth]
+    output = torch.empty(1, rows, columns, dtype=dtype)
+    multiply(x, weight, bias, residual, output)
+    expected = x.double() @ weight.double().T
+    for added in (bias, residual):
+        expected = expected if added is None else expected + added.double()
+    eps = torch.finfo(dtype).eps
+    bound = 4e-6 * max(1.0, depth / 512) if dtype == torch.float32 else eps
+    torch.testing.assert_close(output.double(), expected, atol=bound, rtol=bound)
+
+
+def test_many_rows_of_float32_lose_no_bit_whatever_the_magnitudes(level: str) -> None:
+    """One product a sum: a part of a number that is left out would show at once."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        exponents = torch.randint(-40, 41, shape, generator=generator)
+        return torch.ldexp(1 + torch.rand(shape, generator=generator), exponents)
+
+    depth, columns = 64, 80
+    weight = numbers(columns, depth)
+    x = torch.eye(depth).repeat(3, 1) * numbers(3 * depth, 1)
+    output = torch.empty(3 * depth, columns)
+    multiply(x, weight, None, None, output)
+    expected = x.double() @ weight.double().T
+    torch.testing.assert_close(output.double(), expected, atol=0, rtol=2**-22)
+
+
+def test_many_rows_of_float32_are_as_exact_as_torch(level: str) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(200, 1408), torch.randn(512, 1408)
+    output = torch.empty(200, 512)
+    multiply(x, weight, None, None, output)
+    exact = x.double() @ weight.double().T
+    error, of_torch = (output - exact).square().mean(), (x @ weight.T - exact).square().mean()
+    assert error < 4 * of_torch  # portable sums one product after the other
+
+
+@EXAMPLES
+@given(
+    rows=st.one_of(st.integers(49, 130), st.sampled_from([255, 257, 500, 900])),
+    depth=st.sampled_from([32, 96, 512, 1408, 2816]),
+    columns=st.sampled_from([64, 128, 704]),
+    has_bias=st.booleans(),
+    is_slice=st.booleans(),
+)
+def test_gates_are_the_same_bits_as_in_two_passes(
+    level: str, rows: int, depth: int, columns: int, has_bias: bool, is_slice: bool
+) -> None:
+    if not panel_linear.kernel().has_many_rows(panel_linear.DTYPES[torch.bfloat16], depth):
+        pytest.skip("no AMX")
+    torch.manual_seed(rows)
+    weight = (torch.randn(columns, depth) / depth**0.5).bfloat16()
+    bias = torch.randn(columns).bfloat16() if has_bias else None
+    x = torch.randn(rows, depth + 16 * is_slice).bfloat16()[:, :depth]
+    plain, gated = (torch.empty(rows, n, dtype=x.dtype) for n in (columns, columns // 2))
+    panels = in_panels(weight)
+    multiply_panels(x, panels.data_ptr(), depth, bias, None, plain)
+    multiply_panels(x, panels.data_ptr(), depth, bias, None, gated, gates=True)
+    assert torch.equal(gated, row_ops.silu_mul(*plain.chunk(2, dim=-1)))
+
+
+@EXAMPLES
+@given(
+    rows=st.integers(2, 700),
+    cut=st.floats(0, 1),
+    depth=st.sampled_from([32, 96, 512, 1408]),
+    columns=st.sampled_from([64, 704]),
+)
+def test_a_row_of_bfloat16_is_the_same_bits_among_whatever_rows(
+    level: str, rows: int, cut: float, depth: int, columns: int
+) -> None:
+    if not panel_linear.kernel().has_many_rows(panel_linear.DTYPES[torch.bfloat16], depth):
+        pytest.skip("no AMX")
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, depth).bfloat16(), torch.randn(columns, depth).bfloat16()
+    at_once, in_two = (torch.empty(rows, columns, dtype=x.dtype) for _ in range(2))
+    first = 1 + int(cut * (rows - 2))
+    multiply(x, weight, None, None, at_once)
+    multiply(x[:first], weight, None, None, in_two[:first])
+    multiply(x[first:], weight, None, None, in_two[first:])
+    assert torch.equal(at_once, in_two)
+
+
+@pytest.mark.parametrize("special", [float("inf"), -float("inf"), float("nan")])
+def test_special_numbers_of_bfloat16_reach_the_outputs_of_their_row_alone(
+    level: str, special: float
+) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(70, 96).bfloat16(), torch.randn(48, 96).bfloat16()
+    x[67, 33] = special
+    output = torch.empty(70, 48, dtype=x.dtype)
+    multiply(x, weight, None, None, output)
+    torch.testing.assert_close(output, x @ weight.T, equal_nan=True, atol=0.1, rtol=0.01)
+    assert output.isfinite().all(dim=1).sum() == 69
+
+
+def test_an_odd_depth_in_float32(level: str) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 37), torch.randn(9, 37)
+    output = torch.empty(9, 64)
+    multiply(x, weight, None, None, output)
+    torch.testing.assert_close(output, x @ weight.T)
+
+
+def z(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        z(24, 32),
+        z(32, 16, dtype=torch.bfloat16),
+        z(32, 32, dtype=torch.float16),
+        z(32, 32, device="meta"),
+        z(32),
+        z(32, 0),
+    ],
+)
+def test_weights_that_the_kernel_does_not_take_are_told(weight: torch.Tensor) -> None:
+    assert not panel_linear.supports(weight)
+
+
+@pytest.mark.parametrize(
+    ("x", "residual"),
+    [
+        (z(2, 16), None),
+        (z(3, 32), None),
+        (z(2, 32, dtype=torch.bfloat16), None),
+        (z(2, 32, device="meta"), None),
+        (z(2, 32), z(1, 64)),
+        (z(2, 32), z(2, 64, dtype=torch.bfloat16)),
+        (z(2, 32), z(2, 64, device="meta")),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(x: torch.Tensor, residual: Any) -> None:
+    with pytest.raises(ValueError, match=r"a layer of 32 inputs and 64|the residual must be"):
+        multiply(x, z(64, 32), None, residual, z(2, 64))
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "columns", "has_residual"),
+    [
+        (64, torch.float32, 128, False),
+        (64, torch.bfloat16, 96, False),
+        (64, torch.bfloat16, 128, True),
+        (48, torch.bfloat16, 128, False),
+    ],
+)
+def test_gates_that_the_kernel_does_not_take_are_refused(
+    rows: int, dtype: torch.dtype, columns: int, has_residual: bool
+) -> None:
+    x, output = z(rows, 32, dtype=dtype), z(rows, columns // 2, dtype=dtype)
+    residual = output if has_residual else None
+    with pytest.raises(ValueError, match="gates take no residual"):
+        multiply_panels(x, 0, 32, None, residual, output, gates=True)
+
+
+def test_gates_without_amx_are_refused(level: str) -> None:
+    if level == "amx":
+        pytest.skip("it has them")
+    x = z(64, 32, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=f"on {level}"):
+        multiply_panels(x, 0, 32, None, None, x, gates=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 32), (128, 512), (512, 1408), (320, 96)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layers_that_share_their_memory_with_onednn(
+    dtype: torch.dtype, shape: tuple[int, int], has_bias: bool
+) -> None:
+    """Few rows go to the kernel, many to oneDNN or to the kernel for those; all read the one packed
+    weight."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(shape[1], shape[0], bias=has_bias, dtype=dtype)
+    if not panel_linear.supports(linear.weight):
+        pytest.skip("not this order of oneDNN's, or a CPU without AVX-512 or AMX")
+    layer = PanelLinear(linear.weight, linear.bias)
+    bounds = {"atol": 0.04, "rtol": 0.02} if dtype == torch.bfloat16 else {}
+    for rows in (0, 1, 5, 32, 48, 49, 64, 65, 100):
+        x, residual = torch.randn(rows, shape[1]).to(dtype), torch.randn(rows, shape[0]).to(dtype)
+        with torch.inference_mode():
+            torch.testing.assert_close(layer(x), linear(x))
+            torch.testing.assert_close(layer(x, residual), residual + linear(x), **bounds)
+
+
+def test_another_order_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(192, 64)
+    monkeypatch.setattr(panel_linear, "pack_weight", lambda weight: weight.t().to_mkldnn())
+    panel_linear.is_packed_in_panels.cache_clear()  # a model may have had this shape
+    assert not panel_linear.is_packed_in_panels(torch.float32, *weight.shape)
+    panel_linear.is_packed_in_panels.cache_clear()

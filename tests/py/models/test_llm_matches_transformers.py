@@ -1,0 +1,99 @@
+"""Greedy output is token-identical to transformers' `generate`, in float32."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from flexinfer import LLM, SamplingParams
+from helpers.tiny_models import CONFIGS, make_model, random_prompts, reference
+
+NUM_NEW = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW)
+
+
+def mixed_prompts() -> list[list[int]]:
+    """Lengths from 1 to several windows; two share a long head, one is a copy."""
+    prompts = random_prompts((1, 5, 17, 40, 3, 70, 9))
+    return [*prompts, prompts[3][:33] + prompts[5][:10], list(prompts[3])]
+
+
+def expected(name: str, prompts: list[list[int]]) -> list[list[int]]:
+    return [reference(name, tuple(prompt), NUM_NEW) for prompt in prompts]
+
+
+def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    llm.llm_engine.manager.check_integrity()
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def make_llm(name: str, **settings: object) -> LLM:
+    defaults = {"max_num_seqs": 8, "kv_cache_memory_bytes": 512 << 20}
+    return LLM(make_model(name), skip_tokenizer_init=True, **{**defaults, **settings})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layers_per_plane", [None, 1])
+@pytest.mark.parametrize("chunk_bytes", [4 << 10, 64 << 10, 2 << 20])
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_mixed_batches_match(
+    name: str, enable_prefix_caching: bool, chunk_bytes: int, layers_per_plane: int | None
+) -> None:
+    prompts = mixed_prompts()
+    with make_llm(
+        name,
+        enable_prefix_caching=enable_prefix_caching,
+        chunk_bytes=chunk_bytes,
+        layers_per_plane=layers_per_plane,
+    ) as llm:
+        assert generate(llm, prompts) == expected(name, prompts)
+
+
+@pytest.mark.parametrize("chunk_bytes", [4 << 10, 2 << 20])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_later_turns_on_cached_prefixes_match(name: str, chunk_bytes: int) -> None:
+    prompts = mixed_prompts()
+    with make_llm(name, chunk_bytes=chunk_bytes) as llm:
+        for turn in range(3):
+            answers = generate(llm, prompts)
+            assert answers == expected(name, prompts)
+            news = random_prompts((4,) * len(prompts), seed=turn)
+            prompts = [p + a + n for p, a, n in zip(prompts, answers, news, strict=True)]
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [8, 13, 64])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_chunked_prefill_matches(name: str, max_num_batched_tokens: int) -> None:
+    prompts = mixed_prompts()
+    with make_llm(name, max_num_batched_tokens=max_num_batched_tokens) as llm:
+        assert generate(llm, prompts) == expected(name, prompts)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_whole_prompt_prefill_matches(name: str) -> None:
+    prompts = mixed_prompts()
+    with make_llm(name, enable_chunked_prefill=False) as llm:
+        assert generate(llm, prompts) == expected(name, prompts)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_neox"])
+def test_preemption_matches(name: str) -> None:
+    prompts = random_prompts((20, 30, 25, 10, 28))
+    model = make_model(name)
+    bytes_per_token = 2 * model.config.num_hidden_layers * 64 * 4
+    with make_llm(
+        name, kv_cache_memory_bytes=80 * bytes_per_token, chunk_bytes=4096, max_model_len=60
+    ) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        llm.llm_engine.manager.check_integrity()
+    assert [o.outputs[0].token_ids for o in outputs] == expected(name, prompts)
+
+
+def test_loaded_model_is_left_as_it_was() -> None:
+    model = make_model("llama")
+    before = model.config._attn_implementation
+    with make_llm("llama") as llm:
+        generate(llm, random_prompts((5,)))
+    assert model.config._attn_implementation == before

@@ -1,0 +1,196 @@
+"""Which models the engine takes, and that it refuses the others with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import transformers as tf
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.mistral.modeling_mistral import MistralAttention
+
+from flexinfer import UnsupportedModelError
+from flexinfer.attention.hook import attention_forward, probe_forward, register
+from flexinfer.models.loading import check_config, load_model, max_positions, probe
+from helpers.tiny_models import CONFIGS, make_model
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_geometry_is_what_the_layers_really_use(name: str) -> None:
+    model = make_model(name)
+    loaded = load_model(model)
+    config = model.config
+    assert loaded.num_layers == config.num_hidden_layers
+    assert loaded.num_kv_heads == getattr(config, "num_key_value_heads", config.num_attention_heads)
+    assert loaded.head_dim == getattr(config, "head_dim", None) or 16
+    assert loaded.dtype is torch.float32
+    assert max_positions(config) == config.max_position_embeddings
+
+
+def test_probe_sees_windows_and_soft_caps_of_each_layer() -> None:
+    options = [call.options for call in probe(make_model("gemma2"))]
+    assert [o.sliding_window for o in options] == [16, None, 16, None]
+    assert {o.softcap for o in options} == {5.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (lambda: tf.T5Config(), "encoder-decoder"),
+        (lambda: tf.MambaConfig(hidden_size=32, num_hidden_layers=2), "linear_attention"),
+        (lambda: tf.BloomConfig(hidden_size=32, n_head=2, n_layer=2), "AttentionInterface"),
+        (lambda: tf.DeepseekV3Config(), "latent attention"),
+        (
+            lambda: tf.LlamaConfig(
+                **SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+            ),
+            "dynamic rope",
+        ),
+        (
+            lambda: tf.Qwen3NextConfig(**SMALL, layer_types=["linear_attention", "full_attention"]),
+            "linear_attention",
+        ),
+        (lambda: tf.ViTConfig(), "no causal language model"),
+    ],
+)
+def test_architecture_is_refused_with_the_reason(config: Any, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        check_config(config())
+
+
+def test_attention_in_both_directions_is_refused() -> None:
+    small = {k: v for k, v in SMALL.items() if k != "max_position_embeddings"}
+    model = tf.AutoModelForCausalLM.from_config(tf.BertConfig(**small))
+    with pytest.raises(UnsupportedModelError, match="both directions"):
+        load_model(model)
+
+
+@pytest.mark.parametrize(
+    ("wide_layers", "reason"),
+    [([1], "different KV shapes"), ([0, 1, 2, 3], "keys of width 16 but values of width 32")],
+)
+def test_values_wider_than_keys_are_refused(
+    monkeypatch: pytest.MonkeyPatch, wide_layers: list[int], reason: str
+) -> None:
+    attend = LlamaAttention.forward
+
+    def wide(self: Any, hidden_states: Any, **kwargs: Any) -> Any:
+        if self.layer_idx not in wide_layers:
+            return attend(self, hidden_states, **kwargs)
+        heads = torch.zeros(1, 4, hidden_states.shape[1], 32)
+        probe_forward(self, heads[..., :16], heads[:, :2, :, :16], heads[:, :2], None)
+        return hidden_states, None
+
+    monkeypatch.setattr(LlamaAttention, "forward", wide)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load_model(make_model("llama"))
+
+
+def test_attention_arguments_that_no_backend_knows_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attend = LlamaAttention.forward
+
+    def biased(self: Any, hidden_states: Any, **kwargs: Any) -> Any:
+        return attend(self, hidden_states, **{**kwargs, "position_bias": torch.zeros(1)})
+
+    monkeypatch.setattr(LlamaAttention, "forward", biased)
+    with pytest.raises(UnsupportedModelError, match="passes 'position_bias' to attention"):
+        load_model(make_model("llama"))
+
+
+def test_a_window_that_only_the_mask_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = MistralAttention.forward
+
+    def forgetful(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sliding_window, self.config.sliding_window = self.config.sliding_window, None
+        try:
+            return attend(self, *args, **kwargs)
+        finally:
+            self.config.sliding_window = sliding_window
+
+    monkeypatch.setattr(MistralAttention, "forward", forgetful)
+    with pytest.raises(UnsupportedModelError, match="sliding window of 16 tokens without"):
+        load_model(make_model("mistral"))
+
+
+def test_outside_of_the_engine_the_hook_says_so() -> None:
+    heads, layer = torch.zeros(1, 2, 3, 16), torch.nn.Identity()
+    layer.layer_idx = 0  # type: ignore[assignment]
+    register()
+    with pytest.raises(RuntimeError, match="outside of its engine"):
+        attention_forward(layer, heads, heads, heads, None)
+    with pytest.raises(RuntimeError, match="outside of the probe"):
+        probe_forward(layer, heads, heads, heads, None)
+
+
+def test_longrope_is_bounded_by_its_original_length() -> None:
+    config = tf.Phi3Config(
+        **SMALL,
+        pad_token_id=0,
+        original_max_position_embeddings=32,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+        },
+    )
+    assert max_positions(config) == 32
+
+
+def test_unknown_folder_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'/no/such/model' does not exist"):
+        load_model("/no/such/model")
+
+
+def test_unknown_hub_id_is_refused_by_name() -> None:
+    with pytest.raises(
+        UnsupportedModelError, match="'no-such-org/no-such-model' can not be loaded"
+    ):
+        load_model("no-such-org/no-such-model")
+
+
+def test_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"has no config\.json"):
+        load_model(tmp_path)
+
+
+def test_only_safetensors_are_read(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModelError, match="no safetensors"):
+        load_model(tmp_path)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="got Linear"):
+        load_model(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("bfloat16", "bfloat16"), ("float32", "float32")])
+def test_dtype_auto_is_that_of_the_weights(tmp_path: Path, saved: str, loaded: str) -> None:
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL)).to(getattr(torch, saved))
+    model.save_pretrained(tmp_path)
+    assert load_model(tmp_path).dtype is getattr(torch, loaded)
+
+
+def test_float16_weights_are_computed_in_bfloat16_on_a_cpu(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU computes in float16")
+    tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL)).half().save_pretrained(tmp_path)
+    assert load_model(tmp_path).dtype is torch.bfloat16

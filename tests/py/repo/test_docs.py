@@ -1,0 +1,99 @@
+"""Code in the documentation runs, and does what the text around it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+MAX_LOOP_LINES = 33
+
+
+def code_blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def page() -> dict[str, Any]:
+    """The names that the page's code has defined, all of it run from top to bottom."""
+    names: dict[str, Any] = {}
+    for block in code_blocks("serving_loop.md"):
+        exec(compile(block, "serving_loop.md", "exec"), names)
+    names["manager"].check_integrity()
+    return names
+
+
+def continuation(page: dict[str, Any], prompt: list[int], num_new: int) -> list[int]:
+    """The page's model without any KV cache."""
+    heads, dim = page["HEADS"], page["DIM"]
+    tokens = list(prompt)
+    for _ in range(num_new):
+        x = page["embedding"][tokens]
+        for q, k, v, out in page["weights"]:
+            parts = [(x @ w).view(-1, heads, dim).transpose(0, 1) for w in (q, k, v)]
+            attended = page["attention"](*parts, is_causal=True)
+            x = x + attended.transpose(0, 1).flatten(1) @ out
+        tokens.append(int((x[-1] @ page["embedding"].T).argmax()))
+    return tokens
+
+
+def test_the_loop_gives_what_the_model_gives_without_a_cache(page: dict[str, Any]) -> None:
+    for prompt, answer in zip(([61, 62], [71, 72, 73]), page["answers"], strict=True):
+        assert answer == continuation(page, page["system"] + prompt, 8)
+    for before, last, answer in zip(page["answers"], (63, 74), page["again"], strict=True):
+        assert answer == continuation(page, [*before, last], 8)
+
+
+def test_the_loop_shares_chunks(page: dict[str, Any]) -> None:
+    stats = page["manager"].stats()
+    assert stats.chunks_aliased > 0
+    assert stats.num_vtensors == 0
+
+
+def test_the_loop_is_short() -> None:
+    loop = code_blocks("serving_loop.md")[0].partition("def forward")[2]
+    assert len([line for line in loop.splitlines() if line.strip()]) <= MAX_LOOP_LINES
+
+
+def options_of(command: Any) -> set[str]:
+    """Names of the options of a command and of those below it."""
+    own = {name for o in command.params for name in (*o.opts, *o.secondary_opts)}
+    return own.union(*map(options_of, getattr(command, "commands", {}).values()))
+
+
+def test_the_index_and_the_site_name_every_page() -> None:
+    pages = {path.name for path in DOCS.glob("*.md")}
+    index = set(re.findall(r"\]\((\w+\.md)\)", (DOCS / "index.md").read_text()))
+    site = set(re.findall(r"^  - .*: (\w+\.md)$", (DOCS.parent / "mkdocs.yml").read_text(), re.M))
+    assert index | {"index.md"} == site == pages
+
+
+@pytest.mark.parametrize(
+    "page_name",
+    [
+        "demo.md",
+        "lean_step.md",
+        "metrics.md",
+        "page.md",
+        "server.md",
+        "serving_loop.md",
+        "tools.md",
+        "tracing.md",
+    ],
+)
+def test_documented_options_and_names_exist(page_name: str) -> None:
+    from typer.main import get_command
+
+    from flexinfer.cli.app import app
+    from flexinfer.vtensor import VTensorManager
+
+    text = (DOCS / page_name).read_text()
+    known = {"--help", *options_of(get_command(app))}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known
+    for name in re.findall(r"`manager\.(\w+)", text):
+        assert hasattr(VTensorManager, name)

@@ -1,0 +1,297 @@
+"""Each folder includes or imports only what the tables here allow, and no cycle exists.
+
+C++ is read by its ``#include`` lines, Python by ``ast``; imports that only type checkers see count
+too. A new folder, or a new file at a root, must be given a row here, or the test fails and says so.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+CPP = ROOT / "cpp"
+PYTHON = ROOT / "python" / "flexinfer"
+
+# Folder below cpp/ -> the folders that its files may include, besides their own.
+CPP_ALLOWED = {
+    "vtensor/util": "",
+    "vtensor/driver": "vtensor/util",
+    "vtensor/driver/host": "vtensor/util vtensor/driver",
+    "vtensor/driver/cuda": "vtensor/util vtensor/driver",
+    "vtensor/driver/sim": "vtensor/util vtensor/driver",
+    "vtensor/driver/wrappers": "vtensor/util vtensor/driver",
+    "vtensor/pool": "vtensor/util vtensor/driver",
+    "vtensor/ops": "vtensor/util vtensor/driver vtensor/pool",
+    "vtensor/store": "vtensor/util vtensor/driver vtensor/pool",
+    "vtensor/core": "vtensor/util vtensor/driver vtensor/driver/wrappers vtensor/pool vtensor/ops "
+    "vtensor/store",
+    "vtensor": "vtensor/util vtensor/driver vtensor/driver/wrappers vtensor/pool vtensor/ops "
+    "vtensor/store vtensor/core",
+    "kernels": "kernels/attention kernels/linear kernels/rows kernels/simd",
+    "kernels/attention": "kernels",
+    "kernels/linear": "kernels kernels/simd",
+    "kernels/rows": "kernels",
+    "kernels/simd": "kernels kernels/attention kernels/linear kernels/rows",
+    "bindings": "vtensor vtensor/util vtensor/driver vtensor/driver/host vtensor/driver/cuda "
+    "vtensor/driver/sim vtensor/driver/wrappers vtensor/pool vtensor/ops vtensor/core kernels "
+    "kernels/attention kernels/linear kernels/rows",
+}
+
+# Folder below flexinfer/, or file directly in it -> what it may import, besides its own folder.
+# Lowest first.
+PYTHON_ALLOWED = {
+    "types": "",
+    "errors": "_vtensor",
+    "outputs": "types",
+    "config": "",
+    "runtime": "",
+    "vtensor": "_vtensor errors runtime",
+    "vattention": "vtensor",
+    "attention": "_kernels errors runtime",
+    "layers": "_kernels attention runtime",
+    "models": "attention config errors layers runtime",
+    "sampling": "errors runtime",
+    "sampling_params": "sampling",
+    "metrics": "outputs vtensor",
+    "scheduler": "config errors metrics outputs sampling types vtensor",
+    "memory": "config errors models runtime scheduler vtensor",
+    "runner": "attention models sampling scheduler vtensor",
+    "replay": "errors vtensor",
+    "engine": "attention config errors memory metrics models outputs runner runtime sampling "
+    "scheduler types",
+    "conversation": "engine errors outputs sampling types",
+    "llm": "config conversation engine errors outputs sampling types",
+    "async_llm": "config engine errors llm outputs sampling types",
+    "loadgen": "",
+    "server": "async_llm engine errors memory metrics outputs sampling scheduler types vtensor",
+    "cli": "async_llm attention config conversation engine errors llm loadgen models outputs "
+    "replay runtime sampling server types vtensor",
+}
+# The package's own __init__ re-exports lazily from every folder; nothing inside may import it.
+PYTHON_UNLAYERED = {"__init__"}
+
+# Who may open the extensions, and what must not need torch.
+MAY_IMPORT_MANAGER = {"errors", "vtensor"}
+MAY_IMPORT_KERNELS = {
+    "flexinfer.attention.host",
+    "flexinfer.layers.host_linear",
+    "flexinfer.layers.rows",
+}
+TORCH_FREE = {
+    "config",
+    "errors",
+    "loadgen",
+    "metrics.requests",
+    "metrics.steps",
+    "outputs",
+    "replay.replay",
+    "runtime.openmp",
+    "runtime.threads",
+    "sampling.grammars",
+    "sampling.params",
+    "scheduler.scheduler",
+    "engine.history",
+    "engine.inputs",
+    "engine.stream_pace",
+    "types",
+    "vattention",
+    "vtensor",
+}
+
+
+def allowed(unit: str, table: dict[str, str]) -> set[str]:
+    if unit not in table:
+        pytest.fail(f"{unit!r} has no row: add it to the table in {Path(__file__).name}")
+    return {unit, *table[unit].split()}
+
+
+def cycle_in(graph: dict[str, set[str]]) -> list[str]:
+    """One cycle as a list of files, or nothing."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+# ------------------------------------------------------------------------------------------ C++
+
+
+def cpp_graph() -> dict[str, set[str]]:
+    """Each C++ file, relative to cpp, with the project's headers that it includes."""
+    include = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+    files = [path for suffix in ("*.h", "*.cpp") for path in CPP.rglob(suffix)]
+    return {
+        path.relative_to(CPP).as_posix(): set(include.findall(path.read_text())) for path in files
+    }
+
+
+def cpp_folder(file: str) -> str:
+    return Path(file).parent.as_posix()
+
+
+def test_cpp_folders_include_only_what_they_may() -> None:
+    forbidden = [
+        f"{file} includes {header}"
+        for file, headers in cpp_graph().items()
+        for header in headers
+        if cpp_folder(header) not in allowed(cpp_folder(file), CPP_ALLOWED)
+    ]
+    assert not forbidden, "\n".join(forbidden)
+
+
+def test_cpp_headers_form_no_cycle() -> None:
+    assert not cycle_in(cpp_graph())
+
+
+def test_every_include_of_the_project_names_an_existing_header() -> None:
+    missing = {h for headers in cpp_graph().values() for h in headers if not (CPP / h).is_file()}
+    assert not missing
+
+
+def test_only_the_bindings_know_python() -> None:
+    python = re.compile(r'#\s*include\s*[<"](Python\.h|nanobind/|pybind11/|torch/|ATen/)')
+    offenders = [
+        path.relative_to(CPP).as_posix()
+        for path in CPP.rglob("*.[hc]*")
+        if path.parent.name != "bindings" and python.search(path.read_text())
+    ]
+    assert not offenders
+
+
+# ------------------------------------------------------------------------------------------ Python
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PYTHON.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in PYTHON.rglob("*.py")}
+
+
+EXTENSIONS = {"flexinfer._vtensor", "flexinfer._kernels"}
+
+
+def resolve(name: str) -> str | None:
+    """The module of ours that the dotted ``name`` lies in, or None."""
+    while name.startswith("flexinfer"):
+        if name in MODULES or name in EXTENSIONS:
+            return name
+        name = name.rpartition(".")[0]
+    return None
+
+
+def type_checking_blocks(tree: ast.AST) -> set[ast.AST]:
+    """Everything under ``if TYPE_CHECKING:``, which never runs."""
+    blocks = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]
+    return {inner for block in blocks for stmt in block.body for inner in ast.walk(stmt)}
+
+
+def inside_functions(tree: ast.AST) -> set[ast.AST]:
+    functions = [
+        n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    return {inner for function in functions for inner in ast.walk(function)}
+
+
+def imports(module: str, *, at_load_only: bool = False) -> Iterator[str]:
+    """Dotted names that ``module`` imports; ``at_load_only``: only those that loading it runs."""
+    path = MODULES[module]
+    tree = ast.parse(path.read_text(), str(path))
+    skipped = type_checking_blocks(tree) | inside_functions(tree) if at_load_only else set()
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module}: a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def python_graph(*, at_load_only: bool = False) -> dict[str, set[str]]:
+    graph: dict[str, set[str]] = {}
+    for module in MODULES:
+        targets = {resolve(name) for name in imports(module, at_load_only=at_load_only)}
+        graph[module] = {target for target in targets if target and target != module}
+    return graph
+
+
+def python_unit(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def test_python_folders_import_only_what_they_may() -> None:
+    forbidden = [
+        f"{module} imports {target}"
+        for module, targets in python_graph().items()
+        if python_unit(module) not in PYTHON_UNLAYERED
+        for target in targets
+        if python_unit(target) not in allowed(python_unit(module), PYTHON_ALLOWED)
+    ]
+    assert not forbidden, "\n".join(forbidden)
+
+
+def test_the_tables_allow_no_cycle() -> None:
+    assert not cycle_in({unit: set(row.split()) for unit, row in PYTHON_ALLOWED.items()})
+
+
+def test_python_modules_form_no_cycle() -> None:
+    # A package and its own modules count as one: __init__ may gather what its files define.
+    graph = {
+        module: {t for t in targets if not t.startswith(module + ".")}
+        for module, targets in python_graph(at_load_only=True).items()
+    }
+    assert not cycle_in(graph)
+
+
+def test_only_some_modules_open_the_kernels() -> None:
+    openers = {
+        module for module, targets in python_graph().items() if "flexinfer._kernels" in targets
+    }
+    assert openers == MAY_IMPORT_KERNELS
+
+
+def test_only_the_manager_and_errors_open_the_extension() -> None:
+    openers = {
+        python_unit(module)
+        for module, targets in python_graph().items()
+        if "flexinfer._vtensor" in targets
+    }
+    assert openers <= MAY_IMPORT_MANAGER
+
+
+@pytest.mark.parametrize("unit", sorted(TORCH_FREE))
+def test_loading_a_torch_free_module_loads_no_torch(unit: str) -> None:
+    code = (
+        f"import sys, flexinfer.{unit}\n"
+        "heavy = {'torch', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(f'loads {sorted(heavy)}' if heavy else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_scheduler_never_imports_torch() -> None:
+    guilty = [
+        f"{module} imports {name}"
+        for module in MODULES
+        if python_unit(module) == "scheduler"
+        for name in imports(module)
+        if name.split(".")[0] in {"torch", "transformers"}
+    ]
+    assert not guilty

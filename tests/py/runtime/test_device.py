@@ -1,0 +1,109 @@
+"""Which device is taken, what of a GPU the KV cache gets, and what is refused before loading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flexinfer import LLMEngine
+from flexinfer.config import EngineConfig
+from flexinfer.memory.budget import choose_kv_memory
+from flexinfer.memory.kv_setup import whole_slot_tokens
+from flexinfer.models.loading import load_model, warm_up
+from flexinfer.runtime.device import choose_device
+from flexinfer.vtensor import KVSpec
+from helpers.tiny_models import make_model
+
+GIB = 1 << 30
+
+
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 1)
+    assert choose_device(None) == "cuda"
+    assert choose_device("cpu") == "cpu"
+    pretend_gpus(monkeypatch, 0)
+    assert choose_device(None) == "cpu"
+
+
+def test_a_loaded_model_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 1)
+    assert choose_device(None, is_loaded=True) is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "count", "message"),
+    [
+        ("cuda", 0, r"device is 'cuda', but torch .* sees no GPU"),
+        ("cuda:1", 1, "there is only cuda:0$"),
+        ("cuda:4", 3, "there is only cuda:0 to cuda:2"),
+        ("tpu", 1, "device must be 'cpu', 'cuda' or 'cuda:N', got 'tpu'"),
+        ("cuda:-1", 1, "device must be"),
+    ],
+)
+def test_devices_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, count: int, message: str
+) -> None:
+    pretend_gpus(monkeypatch, count)
+    with pytest.raises(ValueError, match=message):
+        choose_device(wanted)
+
+
+def test_the_device_is_checked_before_weights_are_read(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match=r"sees no GPU|there is only"):
+        LLMEngine(EngineConfig(model=str(tmp_path / "none"), device="cuda:99"))
+
+
+def test_kv_gets_the_rest_of_the_gpus_share() -> None:
+    memory = choose_kv_memory(None, 60 * GIB, gpu_bytes=80 * GIB, gpu_memory_utilization=0.9)
+    assert memory.budget_bytes == 52 * GIB
+    assert "90% of the GPU's 80.0 GiB, less 20.0 GiB taken" in str(memory)
+    assert choose_kv_memory("1GiB", 60 * GIB, gpu_bytes=80 * GIB).budget_bytes == GIB
+
+
+def test_a_gpu_without_room_for_kv_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ValueError, match=r"70.0 GiB of 80.0 GiB are taken.*utilization is 0.85"):
+        choose_kv_memory(None, 10 * GIB, gpu_bytes=80 * GIB, gpu_memory_utilization=0.85)
+
+
+@pytest.mark.parametrize("part", [0, 1.5, -0.1, True, "0.9"])
+def test_impossible_shares_of_a_gpu(part: Any) -> None:
+    with pytest.raises(ValueError, match="gpu_memory_utilization must be above 0 and at most 1"):
+        EngineConfig(model="x", gpu_memory_utilization=part)
+
+
+@pytest.mark.parametrize("num_layers", [28, 30, 32, 61])
+@pytest.mark.parametrize("layers_per_plane", [1, None])
+@pytest.mark.parametrize("max_seq_len", [1, 1000, 32768])
+def test_a_slot_of_whole_chunks_is_whole_tokens(
+    num_layers: int, layers_per_plane: int | None, max_seq_len: int
+) -> None:
+    spec = KVSpec(num_layers, 5, 96, "bfloat16", max_seq_len, layers_per_plane)
+    chunk_bytes = 2 << 20
+    num_tokens = whole_slot_tokens(spec, chunk_bytes)
+    assert num_tokens >= max_seq_len
+    assert num_tokens * spec.plane_token_bytes % chunk_bytes == 0
+    assert num_tokens - max_seq_len < chunk_bytes
+
+
+def test_the_warm_up_runs_the_largest_step() -> None:
+    loaded = load_model(make_model("gemma2"))
+    seen: list[tuple[int, int]] = []
+
+    def watch(module: Any, args: Any, kwargs: Any) -> None:
+        assert int(kwargs["position_ids"].max()) < 24
+        seen.append((kwargs["input_ids"].shape[1], len(kwargs["logits_to_keep"])))
+
+    limits = EngineConfig(model="x", max_num_seqs=3, max_num_batched_tokens=50)
+    with torch.no_grad():
+        handle = loaded.model.register_forward_pre_hook(watch, with_kwargs=True)
+        warm_up(loaded, limits.scheduler_config(24), 24)
+        handle.remove()
+    assert seen == [(50, 3)]

@@ -1,0 +1,56 @@
+"""Small tensors go to the device in as many transfers for many requests as for few."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flexinfer.runtime.transfer import to_device
+from flexinfer.sampling import sampler
+from flexinfer.sampling.params import SamplingParams
+from flexinfer.sampling.sampler import Sampler
+
+
+class FakeRequest:
+    generator = None
+    needs_min_tokens = True
+
+    def __init__(self, **params: Any) -> None:
+        self.params = SamplingParams(**params)
+        self.prompt_token_ids = [1, 2, 3]
+        self.output_token_ids = [4, 4]
+        self.stop_token_ids = frozenset([7])
+
+
+def test_numbers_arrive() -> None:
+    cpu = torch.device("cpu")
+    assert to_device([1, 2], torch.int64, cpu).tolist() == [1, 2]
+    assert to_device([0.5], torch.float32, cpu).tolist() == [0.5]
+
+
+def count_transfers(num_requests: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    copied: list[int] = []
+
+    def watched(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        copied.append(len(values))
+        return to_device(values, dtype, device)
+
+    monkeypatch.setattr(sampler, "to_device", watched)
+    requests = [
+        FakeRequest(temperature=i % 3 / 2, top_k=5, top_p=0.9, min_p=0.01, logprobs=2,
+                    presence_penalty=0.5, logit_bias={3: 1.0}, min_tokens=4)
+        for i in range(num_requests)
+    ]  # fmt: skip
+    one = Sampler(0, torch.device("cpu"))
+    output = one.sample(torch.randn(num_requests, 20), requests)
+    assert len(output.token_ids) == num_requests
+    return len(copied)
+
+
+def test_the_sampler_sends_as_many_tensors_for_many_requests_as_for_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert count_transfers(12, monkeypatch) == count_transfers(3, monkeypatch) > 5
