@@ -11,7 +11,7 @@ import torch
 from flexinfer.layers import operators as lean_operators
 from flexinfer.layers import rows as row_ops
 from flexinfer.layers.host_linear import PanelLinear
-from flexinfer.layers.onednn_linear import PackedLinear, linear_pointwise
+from flexinfer.layers.onednn_linear import PackedLinear
 from flexinfer.layers.operators import gated
 from flexinfer.layers.pack import add_linear, join_linears, packed_class
 
@@ -59,15 +59,13 @@ class PackedGatedMLP(torch.nn.Module):
         self.gate_proj = _packed(mlp.gate_proj)
         self.up_proj = _packed(mlp.up_proj)
         self.down_proj = _packed(mlp.down_proj)
-        self._act_fn = mlp.act_fn
+        lean_operators.register()
         self._activation, self._algorithm = ACTIVATIONS[type(mlp.act_fn).__name__]
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        gate, up = self.gate_proj, self.up_proj
-        if torch.compiler.is_compiling():
-            return add_linear(self.down_proj, self._act_fn(gate(x)) * up(x), residual)  # type: ignore[operator]
-        gated = linear_pointwise(x, gate.weight, gate.bias, self._activation, [], self._algorithm)
-        gated = linear_pointwise(x, gated, up.weight, up.bias, "mul")
+        gated = lean_operators.packed_gates(
+            x, self.gate_proj, self.up_proj, self._activation, self._algorithm
+        )
         return add_linear(self.down_proj, gated, residual)
 
 

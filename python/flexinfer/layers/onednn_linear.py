@@ -50,7 +50,7 @@ class PackedLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """residual: [..., out_features], added while the product is still in registers."""
         if torch.compiler.is_compiling():
-            output: torch.Tensor = torch.ops.flexinfer.layers.onednn_linear(
+            output: torch.Tensor = torch.ops.flexinfer.packed_linear(
                 x, residual, self.number, self.out_features
             )
             return output

@@ -14,12 +14,13 @@ import torch
 
 from flexinfer.layers import host_linear as panel_linear
 from flexinfer.layers import rows as row_ops
-from flexinfer.layers.onednn_linear import layer_of
+from flexinfer.layers.onednn_linear import PackedLinear, layer_of, linear_pointwise
 
 OPERATORS = (
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
     "rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor",
     "gated_linear(Tensor x, int layer, int width) -> Tensor",
+    "packed_gates(Tensor x, int gate, int up, str activation, str algorithm, int width) -> Tensor",
 )
 
 
@@ -40,6 +41,19 @@ def gated_linear(x: torch.Tensor, linear: panel_linear.PanelLinear) -> torch.Ten
     width = linear.out_features // 2
     output: torch.Tensor = torch.ops.flexinfer.gated_linear(x, linear.number, width)
     return output
+
+
+def packed_gates(
+    x: torch.Tensor, gate: PackedLinear, up: PackedLinear, activation: str, algorithm: str
+) -> torch.Tensor:
+    """activation(gate(x)) * up(x), each inside its product; the last two are oneDNN's names."""
+    if torch.compiler.is_compiling():
+        output: torch.Tensor = torch.ops.flexinfer.packed_gates(
+            x, gate.number, up.number, activation, algorithm, up.out_features
+        )
+        return output
+    gated = linear_pointwise(x, gate.weight, gate.bias, activation, [], algorithm)
+    return linear_pointwise(x, gated, up.weight, up.bias, "mul")
 
 
 def gated(linear: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -65,6 +79,7 @@ def register() -> torch.library.Library:
         ("rms_norm", row_ops.rms_norm, _rms_norm_shape),
         ("rotate", row_ops.rotate, _rotate_shape),
         ("gated_linear", _gated_linear, _gated_linear_shape),
+        ("packed_gates", _packed_gates, _packed_gates_shape),
     ):
         library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"flexinfer::{name}", shape, lib=library)
@@ -75,6 +90,18 @@ def _gated_linear(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
     linear = layer_of(layer)
     assert isinstance(linear, panel_linear.PanelLinear)
     return linear.multiply_gates(x) if linear.can_gate(x) else _gate(linear.multiply(x, None))
+
+
+def _packed_gates(
+    x: torch.Tensor, gate: int, up: int, activation: str, algorithm: str, width: int
+) -> torch.Tensor:
+    return packed_gates(x, layer_of(gate), layer_of(up), activation, algorithm)
+
+
+def _packed_gates_shape(
+    x: torch.Tensor, gate: int, up: int, activation: str, algorithm: str, width: int
+) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], width)
 
 
 def _rms_norm_shape(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.llama import modeling_llama
 
-from flexinfer import LLM, SamplingParams, lean_mlp
+from flexinfer import LLM, SamplingParams
+from flexinfer.layers import mlp as lean_mlp
 from flexinfer.layers.fuse import RMSNorm, make_lean, same
 from flexinfer.layers.mlp import GatedMLP
 from flexinfer.layers.onednn_linear import PackedLinear, can_pack

@@ -14,7 +14,7 @@ from flexinfer.layers import host_linear as panel_linear
 from flexinfer.layers import operators as lean_operators
 from flexinfer.layers import rows as row_ops
 from flexinfer.layers.host_linear import PanelLinear
-from flexinfer.layers.onednn_linear import PackedLinear
+from flexinfer.layers.onednn_linear import PackedLinear, can_pack
 
 # Shapes may change from batch to batch; autograd is not for these.
 CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -50,6 +50,20 @@ def test_products(dtype: torch.dtype, num_rows: int) -> None:
     gate, up = PackedLinear.forward(layer, x).chunk(2, dim=-1)
     gated = lean_operators.gated_linear(x, layer)
     torch.testing.assert_close(gated, row_ops.silu_mul(gate, up))
+
+
+def test_gates_inside_packed_products() -> None:
+    """What an eager model computes, so that a compiled one rounds where it does."""
+    if not can_pack(torch.bfloat16, torch.device("cpu")):
+        pytest.skip("oneDNN has no bfloat16 kernels for this CPU")
+    torch.manual_seed(0)
+    gate, up = (PackedLinear(torch.randn(96, 64).bfloat16(), None) for _ in range(2))
+    x = torch.randn(1, 7, 64).bfloat16()
+    opcheck("packed_gates", x, gate.number, up.number, "swish", "", 96)
+    expected = torch.nn.functional.silu(gate(x)) * up(x)
+    torch.testing.assert_close(
+        lean_operators.packed_gates(x, gate, up, "swish", ""), expected, atol=0.1, rtol=0.02
+    )
 
 
 def test_nothing_is_left_of_the_kernels_when_python_ends() -> None:
