@@ -12,9 +12,11 @@ from flexinfer.cli.doctor.command import doctor
 from flexinfer.cli.errors import usage_errors
 from flexinfer.cli.help import WholeNames
 from flexinfer.cli.inspect.command import inspect
+from flexinfer.cli.option_model import command_of
 from flexinfer.cli.options import COMPILE_HELP, THREADS_HELP, AdminKey, ApiKey
 from flexinfer.cli.replay import replay
-from flexinfer.cli.serve import serve
+from flexinfer.cli.serve.command import serve
+from flexinfer.cli.serve.options import ServeOptions
 from flexinfer.cli.settings import EngineSettings
 from flexinfer.cli.top.command import top
 
@@ -220,7 +222,7 @@ app.command(cls=WholeNames)(replay)
 app.command(cls=WholeNames)(inspect)
 app.command(cls=WholeNames)(top)
 app.command(cls=WholeNames)(doctor)
-app.command(cls=WholeNames)(serve)
+app.command(cls=WholeNames)(command_of(ServeOptions, serve))
 app.add_typer(bench)
 
 

@@ -72,13 +72,15 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     )
     app.state.flexinfer = state
     install_error_handlers(app)
-    app.router.routes.extend(module.DIRECT for module in (completions, chat))
+    app.router.routes.extend(module.FAST_ROUTE for module in (completions, chat))
     for module in ROUTERS:
         app.include_router(module.router, responses=ERRORS)
     mount_page(app)
     # The last one added sees a request first.
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_request_bytes)
-    app.add_middleware(AuthMiddleware, settings=settings)
+    app.add_middleware(
+        AuthMiddleware, api_keys=settings.api_keys, admin_api_key=settings.admin_api_key
+    )
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -9,14 +9,14 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from flexinfer.async_llm import AsyncLLM
-from flexinfer.server.api.chat_prompt import ChatRenderer
-from flexinfer.server.api.conversation_store import ConversationStore
-from flexinfer.server.api.response_store import ResponseStore
+from flexinfer.server.chat_renderer import ChatRenderer
 from flexinfer.server.http.errors import APIError
 from flexinfer.server.http.limits import Limits
 from flexinfer.server.observability.memory_map import MemoryMap
 from flexinfer.server.observability.tracing import RequestTracer
 from flexinfer.server.settings import ServerSettings
+from flexinfer.server.stores.conversations import ConversationStore
+from flexinfer.server.stores.responses import ResponseStore
 
 
 class ServerState:

@@ -75,6 +75,43 @@ PYTHON_ALLOWED = {
     "cli": "async_llm attention config conversation engine errors llm loadgen models outputs "
     "replay runtime sampling server types vtensor",
 }
+# The same inside server/ and cli/: folder, or file directly in it -> what else there it may import.
+INNER_ALLOWED = {
+    "server": {
+        "protocol": "",
+        "observability": "",
+        "http": "observability",
+        "settings": "http observability",
+        "chat_renderer": "http protocol",
+        "stores": "http observability protocol settings",
+        "state": "chat_renderer http observability settings stores",
+        "api": "chat_renderer http observability protocol state stores",
+        "app": "api http observability protocol settings state",
+        "run": "state",
+    },
+    "cli": {
+        "errors": "",
+        "help": "",
+        "options": "",
+        "option_model": "",
+        "plot": "",
+        "terminal_text": "",
+        "settings": "",
+        "endpoint": "",
+        "memory_map": "terminal_text",
+        "inspect": "endpoint errors memory_map options plot terminal_text",
+        "top": "endpoint errors options terminal_text",
+        "doctor": "terminal_text",
+        "replay": "errors terminal_text",
+        "chat": "endpoint inspect memory_map settings terminal_text",
+        "demo": "errors memory_map plot settings terminal_text",
+        "bench": "endpoint errors help options plot settings",
+        "serve": "errors option_model options settings",
+        "app": "bench chat demo doctor errors help inspect option_model options replay "
+        "serve settings top",
+        "__main__": "app",
+    },
+}
 # The package's own __init__ re-exports lazily from every folder; nothing inside may import it.
 PYTHON_UNLAYERED = {"__init__"}
 
@@ -248,6 +285,29 @@ def test_python_folders_import_only_what_they_may() -> None:
 
 def test_the_tables_allow_no_cycle() -> None:
     assert not cycle_in({unit: set(row.split()) for unit, row in PYTHON_ALLOWED.items()})
+
+
+@pytest.mark.parametrize("package", sorted(INNER_ALLOWED))
+def test_the_folders_of_a_package_import_only_what_they_may(package: str) -> None:
+    table, root = INNER_ALLOWED[package], f"flexinfer.{package}"
+    units = {
+        module: {t for t in targets if t.startswith(f"{root}.")}
+        for module, targets in python_graph().items()
+        if module.startswith(f"{root}.")
+    }
+    forbidden = [
+        f"{module} imports {target}"
+        for module, targets in units.items()
+        for target in targets
+        if inner_unit(target) not in allowed(inner_unit(module), table)
+    ]
+    assert not forbidden, "\n".join(forbidden)
+    assert not cycle_in({unit: set(row.split()) for unit, row in table.items()})
+    assert not cycle_in(units)  # among files, lazy and type-only imports included
+
+
+def inner_unit(module: str) -> str:
+    return module.split(".")[2]
 
 
 def test_python_modules_form_no_cycle() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -17,10 +16,7 @@ from uuid import uuid4
 
 import httpx
 import pytest
-import typer
 
-from flexinfer.cli.app import app
-from flexinfer.cli.serve_settings import engine_config, server_settings
 from flexinfer.server.run import ENGINE_FAILED
 from helpers.serving import ServerProcess
 
@@ -151,96 +147,3 @@ def test_a_port_in_use_is_one_line_and_no_traceback() -> None:
     assert result.returncode == 2
     assert f"can not listen on 127.0.0.1:{port}" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def options(*arguments: str) -> dict[str, Any]:
-    """What `serve` would be called with."""
-    group: Any = typer.main.get_command(app)
-    command = group.commands["serve"]
-    with command.make_context("serve", list(arguments)) as context:
-        return dict(context.params)
-
-
-def test_a_flag_goes_before_the_environment_before_the_file_before_the_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text("max-num-seqs: 3\nmax_queue_len: 4\nport: 5\napi-key: [a, b]\n")
-    given = ("--config", str(file), "--port", "7")
-    assert options()["max_num_seqs"] == 64
-    assert options(*given)["max_num_seqs"] == 3
-    assert options(*given)["api_key"] == ["a", "b"]
-    assert options(*given)["port"] == 7
-    monkeypatch.setenv("FLEXINFER_MAX_NUM_SEQS", "9")
-    monkeypatch.setenv("FLEXINFER_API_KEY", "c d")
-    found = options(*given)
-    assert (found["max_num_seqs"], found["max_queue_len"], found["port"]) == (9, 4, 7)
-    assert found["api_key"] == ["c", "d"]
-
-
-@pytest.mark.parametrize("text", ["no-such-option: 1", "- a list", "a: [", "config: x.yaml"])
-def test_a_bad_file_is_refused(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text(text)
-    with pytest.raises(typer.BadParameter):
-        options("--config", str(file))
-
-
-def test_options_become_settings(tmp_path: Path) -> None:
-    given = options(
-        "--max-request-bytes", "1MiB", "--no-enable-prefix-caching", "--swap-space", "0"
-    )
-    assert (given["threads"], given["compile_model"]) == (None, False)
-    config = engine_config(given)
-    made = server_settings(given, config)
-    assert made.model_name == "tiny_chat"
-    assert made.max_request_bytes == 1 << 20
-    assert not config.enable_prefix_caching
-    with pytest.raises(ValueError, match="chat template"):
-        server_settings({**given, "chat_template": str(tmp_path / "none.jinja")}, config)
-    with pytest.raises(ValueError, match="differ"):
-        server_settings({**given, "api_key": ["x"], "admin_api_key": "x"}, config)
-
-
-def test_threads_and_compile_are_options_of_the_flags_the_environment_and_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = engine_config(options("--threads", "1", "--compile"))
-    assert (config.threads, config.compile) == (1, True)
-    file = tmp_path / "serve.yaml"
-    file.write_text("threads: 2\ncompile: true\n")
-    config = engine_config(options("--config", str(file)))
-    assert (config.threads, config.compile) == (2, True)
-    monkeypatch.setenv("FLEXINFER_THREADS", "3")
-    monkeypatch.setenv("FLEXINFER_COMPILE", "0")
-    config = engine_config(options("--config", str(file)))
-    assert (config.threads, config.compile) == (3, False)
-
-
-def test_help_has_groups_and_loads_nothing_heavy() -> None:
-    code = (
-        "import sys\nfrom flexinfer.cli import main\nsys.argv = ['flexinfer', 'serve', '--help']\n"
-        "try: main()\nexcept SystemExit: pass\n"
-        "sys.exit(str({'torch', 'fastapi', 'transformers', 'uvicorn'} & set(sys.modules) or 0))"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stderr.strip() == "0"
-    for group in ("Model and engine", "KV memory", "Scheduling", "Limits", "--max-num-seqs"):
-        assert group in result.stdout
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_help_cuts_off_no_name(width: int) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "flexinfer.cli", "serve", "--help"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": str(width)},
-    )
-    assert "…" not in result.stdout
-    for option in typer.main.get_command(app).commands["serve"].params:  # type: ignore[attr-defined]
-        assert all(name in result.stdout for name in option.opts if name[:2] == "--")
-    assert "--no-enable-prefix-caching turns it off" in " ".join(
-        result.stdout.replace("│", " ").split()
-    )
-    assert "FLEXINFER_MAX_NUM_SEQS" in result.stdout

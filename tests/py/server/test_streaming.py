@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from flexinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from flexinfer.sampling.params import SamplingParams
-from flexinfer.server.api import chat, completions
+from flexinfer.server.api.chat_call import ChatCall
 from flexinfer.server.api.chat_stream import ChatStream
+from flexinfer.server.api.completion_call import CompletionCall
 from flexinfer.server.api.completion_stream import CompletionStream
 from flexinfer.server.api.generate import Job
 from flexinfer.server.api.tools import tool_use
@@ -49,18 +50,18 @@ def pieces_of(texts: list[str], num_samples: int) -> list[RequestOutput]:
     ]
 
 
-def completion_call(options: dict[str, Any]) -> completions.Call:
+def completion_call(options: dict[str, Any]) -> CompletionCall:
     body = CompletionRequest(prompt=[1, 2, 3], stream=True, **options)
     job = Job("cmpl-1", "", [PROMPT], SamplingParams(n=options["n"]))
     state: Any = SimpleNamespace(settings=SimpleNamespace(model_name="m"))
-    return completions.Call(state, body, job, [], created=5)
+    return CompletionCall(state, body, job, [], created=5)
 
 
-def chat_call(options: dict[str, Any]) -> chat.Call:
+def chat_call(options: dict[str, Any]) -> ChatCall:
     body = ChatRequest(messages=[{"role": "user", "content": "hi"}], stream=True, **options)
     job = Job("chatcmpl-1", "", [PROMPT], SamplingParams(n=options["n"]))
     state: Any = SimpleNamespace(settings=SimpleNamespace(model_name="m"))
-    return chat.Call(state, body, job, tool_use(None, None, None), body.messages, created=5)
+    return ChatCall(state, body, job, tool_use(None, None, None), body.messages, created=5)
 
 
 @given(TEXTS, st.integers(0, 3), st.text(max_size=5))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexinfer.server.api.chat_prompt import with_tools_in_words
 from flexinfer.server.api.tools import HermesParser, ToolUse
+from flexinfer.server.chat_renderer import with_tools_in_words
 from flexinfer.server.protocol.chat import Function, Tool
 from helpers.serving import MODEL
 

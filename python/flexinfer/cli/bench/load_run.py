@@ -93,7 +93,7 @@ class LoadSettings:
                 raise ValueError(f"--metric-percentiles are 0 to 100, got {percentile}")
         self.goodput_limits  # noqa: B018  checked before any work
         if self.plot is not None:
-            from flexinfer.cli.demo.plot import check_can_plot
+            from flexinfer.cli.plot import check_can_plot
 
             check_can_plot(self.plot)
         gamma_arrivals(0, self.request_rate, self.burstiness, random.Random())

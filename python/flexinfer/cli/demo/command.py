@@ -11,12 +11,13 @@ from rich.console import Console
 
 from flexinfer.cli.demo.checks import Check, all_checks
 from flexinfer.cli.demo.live_output import QuietWatch, TextWatch
-from flexinfer.cli.demo.plot import check_can_plot, plot_memory
+from flexinfer.cli.demo.plot import plot_memory
 from flexinfer.cli.demo.records import Run
 from flexinfer.cli.demo.report import print_report, print_verdict
 from flexinfer.cli.demo.run import RunError, Runner
 from flexinfer.cli.demo.script import load_script
 from flexinfer.cli.errors import USAGE_ERROR, one_line
+from flexinfer.cli.plot import check_can_plot
 from flexinfer.cli.settings import EngineSettings
 from flexinfer.cli.terminal_text import size_text
 from flexinfer.engine.history import PlainFormat, choose_format

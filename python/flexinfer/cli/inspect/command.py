@@ -34,7 +34,7 @@ def inspect(
     """Show which chunks stand where, who shares them, and why a prefix can not be freed."""
     with usage_errors():
         if picture is not None:
-            from flexinfer.cli.demo.plot import check_can_plot
+            from flexinfer.cli.plot import check_can_plot
 
             check_can_plot(picture, "--picture")
         report = MemoryReport.from_json(read_map(url, admin_api_key, file))

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flexinfer.outputs import CompletionOutput, RequestOutput
+from flexinfer.server.api.chat_call import ChatCall
 from flexinfer.server.api.generate import UsageCounter
 from flexinfer.server.api.logprobs import chat_logprobs
 from flexinfer.server.api.tools import Parsed, ToolParser, finish_reason
 from flexinfer.server.http.streaming import DONE, TextEvents, event
 from flexinfer.server.protocol.base import Usage
 from flexinfer.server.protocol.chat import AnswerMessage, ToolCall
-
-if TYPE_CHECKING:
-    from flexinfer.server.api.chat import Call
 
 
 @dataclass
@@ -31,7 +29,7 @@ class Progress:
 class ChatStream:
     """From outputs of the engine to server-sent events, in order."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: ChatCall) -> None:
         self._call = call
         self._head = {
             "id": call.job.request_id,

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flexinfer.outputs import CompletionOutput, RequestOutput
+from flexinfer.server.api.completion_call import CompletionCall
 from flexinfer.server.api.generate import UsageCounter
 from flexinfer.server.http.streaming import DONE, TextEvents, event
 from flexinfer.server.protocol.base import Usage
-
-if TYPE_CHECKING:
-    from flexinfer.server.api.completions import Call
 
 
 class CompletionStream:
     """From outputs of the engine to server-sent events, in order."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: CompletionCall) -> None:
         self._call = call
         self._head = call.answer([]).model_dump(exclude={"usage"})
         self._counter = UsageCounter()

@@ -2,98 +2,51 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from flexinfer.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
 from flexinfer.server.api import generate
-from flexinfer.server.api.completion_stream import CompletionStream
-from flexinfer.server.api.generate import Job
-from flexinfer.server.api.logprobs import completion_logprobs
-from flexinfer.server.api.prompts import decode, make_prompt, tokenize
-from flexinfer.server.api.sampling import beam_params, sampling_params
-from flexinfer.server.http.errors import bad_request
-from flexinfer.server.http.fast_route import DirectRoute
-from flexinfer.server.http.streaming import OR_EVENTS, Events, start_stream, until_gone
-from flexinfer.server.observability.logs import current_request_id
-from flexinfer.server.protocol.completions import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
+from flexinfer.server.api.completion_call import (
+    CompletionCall,
+    beam_answer,
+    final_choice,
+    prepare_completion,
 )
-from flexinfer.server.state import ServerState, State, Tenant
-from flexinfer.types import TokensPrompt
+from flexinfer.server.api.completion_stream import CompletionStream
+from flexinfer.server.http.fast_route import FastRoute
+from flexinfer.server.http.streaming import (
+    STREAMING_RESPONSES,
+    Events,
+    start_stream,
+    until_disconnect,
+)
+from flexinfer.server.protocol.completions import Completion, CompletionRequest
+from flexinfer.server.state import State, Tenant
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 
 
-@dataclass(frozen=True)
-class Call:
-    """One request, ready to be computed."""
-
-    state: ServerState
-    body: CompletionRequest
-    job: Job
-    texts: Sequence[str]
-    """Of the prompts; only with echo."""
-    created: int
-
-    @property
-    def max_tokens(self) -> int | None:
-        return self.body.max_tokens
-
-    def index_of(self, prompt_idx: int, sample_idx: int) -> int:
-        return prompt_idx * (self.body.n or 1) + sample_idx
-
-    def answer(self, choices: list[CompletionChoice]) -> Completion:
-        return Completion(
-            id=self.job.request_id,
-            created=self.created,
-            model=self.body.model or self.state.settings.model_name,
-            choices=choices,
-        )
-
-    def logprobs(
-        self, output: RequestOutput, one: CompletionOutput, offset: int, *, shows_prompt: bool
-    ) -> CompletionLogprobs | None:
-        """Of the new text, and before it of the prompt if that is shown; begins at `offset`."""
-        num_top = self.body.logprobs
-        if num_top is None:
-            return None
-        entries = [] if self.max_tokens == 0 else list(one.logprobs or ())
-        first = None
-        if shows_prompt:
-            entries = [entry for entry in output.prompt_logprobs or () if entry] + entries
-            first = decode(self.state, output.prompt_token_ids[:1], special_tokens=True)
-        return completion_logprobs(entries, num_top, offset, first)
-
-
-@router.post("/completions", response_model=Completion, responses=OR_EVENTS)
+@router.post("/completions", response_model=Completion, responses=STREAMING_RESPONSES)
 async def create_completion(
     request: Request, state: State, tenant: Tenant, body: CompletionRequest
 ) -> Response | Completion:
     """Go on with a text, or with token ids. With `stream`, server-sent events."""
     state.check_serving(body.model)
-    call = await _prepare(state, tenant, body)
+    call = await prepare_completion(state, tenant, body)
     if body.use_beam_search:
-        found = await until_gone(request, generate.beams(state, call.job))
-        return _beam_answer(call, found)
+        found = await until_disconnect(request, generate.beam_search(state, call.job))
+        return beam_answer(call, found)
     if body.wants_stream:
         events = _events(call)
         return await start_stream(request, events, state.settings.send_timeout_s)
-    outputs = await until_gone(request, generate.finals(state, call.job))
+    outputs = await until_disconnect(request, generate.generate_final(state, call.job))
     usage = generate.usage_of(outputs)
     generate.log_usage(usage)
     answer = call.answer(
         [
-            _choice(call, idx, output, one)
+            final_choice(call, idx, output, one)
             for idx, output in enumerate(outputs)
             for one in output.outputs
         ]
@@ -102,95 +55,10 @@ async def create_completion(
     return answer
 
 
-DIRECT = DirectRoute("/v1/completions", create_completion, CompletionRequest)
+FAST_ROUTE = FastRoute("/v1/completions", create_completion, CompletionRequest)
 
 
-async def _prepare(state: ServerState, tenant: str, body: CompletionRequest) -> Call:
-    """Raises APIError for what can not be served."""
-    if body.suffix:
-        raise bad_request("suffix is not supported: models here only go on from a prompt", "suffix")
-    max_tokens = 16 if body.max_tokens is None else body.max_tokens
-    if max_tokens == 0 and not body.echo:
-        raise bad_request("max_tokens 0 makes sense only with echo", "max_tokens")
-    if body.use_beam_search:
-        if body.echo or body.logprobs is not None:
-            raise bad_request("beam search gives neither echo nor logprobs", "use_beam_search")
-        params: Any = beam_params(state, body, max_tokens=max_tokens)
-    else:
-        params = sampling_params(
-            state,
-            body,
-            max_tokens=max(1, max_tokens),
-            logprobs=body.logprobs,
-            prompt_logprobs=body.logprobs if body.echo else None,
-        )
-    special = body.add_special_tokens is not False
-    ids = [
-        await tokenize(state, one, special_tokens=special) if isinstance(one, str) else one
-        for one in _prompts(body)
-    ]
-    prompts: list[TokensPrompt] = [
-        make_prompt(
-            state, one, tenant, body.cache_salt, max_tokens=max(1, max_tokens), param="prompt"
-        )
-        for one in ids
-    ]
-    texts = [decode(state, one) for one in ids] if body.echo else []
-    job = Job(f"cmpl-{current_request_id()}", tenant, prompts, params, body.priority or 0)
-    return Call(state, body, job, texts, int(time.time()))
-
-
-def _prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
-    """All prompts of a request: it may be one text, one list of ids, or a list of either."""
-    prompt: Any = body.prompt
-    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-        return [prompt]
-    if not prompt:
-        raise bad_request("the prompt is empty", "prompt")
-    return list(prompt)
-
-
-def _choice(
-    call: Call, prompt_idx: int, output: RequestOutput, one: CompletionOutput
-) -> CompletionChoice:
-    """A finished one."""
-    echo = call.texts[prompt_idx] if call.body.echo else ""
-    is_echo_only = call.max_tokens == 0
-    wants_ids = bool(call.body.return_token_ids)
-    return CompletionChoice(
-        index=call.index_of(prompt_idx, one.index),
-        text=echo if is_echo_only else echo + one.text,
-        logprobs=call.logprobs(output, one, 0, shows_prompt=bool(call.body.echo)),
-        finish_reason="length" if is_echo_only else one.finish_reason,  # type: ignore[arg-type]
-        stop_reason=one.stop_reason,
-        token_ids=one.token_ids if wants_ids else None,
-        prompt_token_ids=output.prompt_token_ids if wants_ids else None,
-    )
-
-
-def _beam_answer(call: Call, found: Sequence[BeamSearchOutput]) -> Completion:
-    """The n best sequences of each prompt, best first."""
-    n = call.body.n or 1
-    choices, num_completion = [], 0
-    for prompt_idx, output in enumerate(found):
-        num_prompt = len(call.job.prompts[prompt_idx]["prompt_token_ids"])
-        for index, sequence in enumerate(output.sequences[:n]):
-            new = sequence.tokens[num_prompt:]
-            num_completion += len(new)
-            choices.append(
-                CompletionChoice(
-                    index=call.index_of(prompt_idx, index),
-                    text=decode(call.state, new),
-                    finish_reason=sequence.finish_reason,  # type: ignore[arg-type]
-                )
-            )
-    answer = call.answer(choices)
-    num_prompt = sum(len(prompt["prompt_token_ids"]) for prompt in call.job.prompts)
-    answer.usage = generate.make_usage(num_prompt, num_completion, 0)
-    return answer
-
-
-async def _events(call: Call) -> Events:
+async def _events(call: CompletionCall) -> Events:
     stream = CompletionStream(call)
     try:
         async with aclosing(generate.stream(call.state, call.job)) as outputs:

@@ -6,13 +6,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
-from flexinfer.server.api.conversation_store import Conversation
 from flexinfer.server.protocol.conversations import (
     ConversationAnswer,
     ConversationDeleted,
     ConversationRequest,
 )
 from flexinfer.server.state import State, Tenant
+from flexinfer.server.stores.conversations import Conversation
 
 router = APIRouter(prefix="/v1/conversations", tags=["conversations"])
 ConversationId = Annotated[str, Path(max_length=128)]

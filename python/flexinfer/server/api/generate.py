@@ -54,7 +54,7 @@ async def stream(state: ServerState, job: Job) -> Outputs:
                 yield item
 
 
-async def finals(state: ServerState, job: Job) -> list[RequestOutput]:
+async def generate_final(state: ServerState, job: Job) -> list[RequestOutput]:
     """The final output of each prompt. Raises APIError, EngineError."""
     with state.limits.hold(job.tenant, job.num_sequences):
         params = _sampling(job, RequestOutputKind.FINAL_ONLY)
@@ -66,7 +66,7 @@ async def finals(state: ServerState, job: Job) -> list[RequestOutput]:
         return await _all([final(idx) for idx in range(len(job.prompts))])
 
 
-async def beams(state: ServerState, job: Job) -> list[BeamSearchOutput]:
+async def beam_search(state: ServerState, job: Job) -> list[BeamSearchOutput]:
     """The found sequences of each prompt. Raises APIError, EngineError."""
     params = job.params
     assert isinstance(params, BeamSearchParams)

@@ -10,10 +10,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response as HTTPResponse
 
-from flexinfer.server.api import chat, generate
+from flexinfer.server.api import generate
+from flexinfer.server.api.chat_call import ChatCall, final_answer, prepare_chat
 from flexinfer.server.api.chat_stream import ChatStream
-from flexinfer.server.api.response_store import StoredResponse
-from flexinfer.server.http.streaming import OR_EVENTS, Events, event, start_stream, until_gone
+from flexinfer.server.http.streaming import (
+    STREAMING_RESPONSES,
+    Events,
+    event,
+    start_stream,
+    until_disconnect,
+)
 from flexinfer.server.observability.logs import new_id
 from flexinfer.server.protocol.base import JsonSchemaFormat, ResponseFormat
 from flexinfer.server.protocol.chat import (
@@ -45,6 +51,7 @@ from flexinfer.server.protocol.responses import (
     TextConfig,
 )
 from flexinfer.server.state import ServerState, State, Tenant
+from flexinfer.server.stores.responses import StoredResponse
 
 router = APIRouter(prefix="/v1/responses", tags=["responses"])
 ResponseId = Annotated[str, Path(max_length=128)]
@@ -54,7 +61,7 @@ ResponseId = Annotated[str, Path(max_length=128)]
 class Call:
     """One request, ready to be computed, and the answer as far as it is known before."""
 
-    chat: chat.Call
+    chat: ChatCall
     body: ResponsesRequest
     tenant: str
     messages: tuple[Message, ...]
@@ -97,7 +104,7 @@ class Call:
         return done
 
 
-@router.post("", response_model=Response, responses=OR_EVENTS)
+@router.post("", response_model=Response, responses=STREAMING_RESPONSES)
 async def create_response(
     request: Request, state: State, tenant: Tenant, body: ResponsesRequest
 ) -> HTTPResponse | Response:
@@ -106,8 +113,8 @@ async def create_response(
     call = await _prepare(state, tenant, body)
     if body.stream:
         return await start_stream(request, _events(call), state.settings.send_timeout_s)
-    (output,) = await until_gone(request, generate.finals(state, call.chat.job))
-    answer = chat.final_answer(call.chat, output)
+    (output,) = await until_disconnect(request, generate.generate_final(state, call.chat.job))
+    answer = final_answer(call.chat, output)
     choice = answer.choices[0]
     generate.log_usage(answer.usage)
     return call.answer(choice.message, choice.finish_reason, answer.usage, f"msg_{new_id()}")
@@ -157,11 +164,11 @@ async def _prepare(state: ServerState, tenant: str, body: ResponsesRequest) -> C
         else choice,
         parallel_tool_calls=body.parallel_tool_calls,
     )
-    prepared = await chat.prepare(state, tenant, request, None)
+    prepared = await prepare_chat(state, tenant, request, None)
     return Call(prepared, body, tenant, messages, _empty(prepared, body))
 
 
-def _empty(prepared: chat.Call, body: ResponsesRequest) -> Response:
+def _empty(prepared: ChatCall, body: ResponsesRequest) -> Response:
     """The response before anything is generated."""
     choice = body.tool_choice
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}

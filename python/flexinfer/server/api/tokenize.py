@@ -6,8 +6,8 @@ import asyncio
 
 from fastapi import APIRouter
 
-from flexinfer.server.api.chat_prompt import ChatPrompt
 from flexinfer.server.api.prompts import tokenize as tokenize_text
+from flexinfer.server.chat_renderer import ChatPrompt
 from flexinfer.server.http.errors import bad_request
 from flexinfer.server.protocol.others import (
     DetokenizeAnswer,

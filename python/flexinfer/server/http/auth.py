@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flexinfer.server.http.errors import APIError, error_response
-from flexinfer.server.settings import ServerSettings
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
 KEYED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
@@ -25,10 +25,10 @@ MEMORY_MAP_PATH = "/admin/memory"
 class AuthMiddleware:
     """Refuses what a caller may not ask; puts `tenant` into the request's state."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], admin_api_key: str | None) -> None:
         self._app = app
-        self._tenant_of = {_digest(key): _digest(key)[:16] for key in settings.api_keys}
-        self._admin = None if settings.admin_api_key is None else _digest(settings.admin_api_key)
+        self._tenant_of = {_digest(key): _digest(key)[:16] for key in api_keys}
+        self._admin = None if admin_api_key is None else _digest(admin_api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] != "OPTIONS":

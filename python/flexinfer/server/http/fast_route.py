@@ -1,4 +1,4 @@
-"""DirectRoute: a POST endpoint that is called without FastAPI's machinery, for the busy ones.
+"""FastRoute: a POST endpoint that is called without FastAPI's machinery, for the busy ones.
 
 FastAPI looks for the route twice, resolves dependencies, and validates the answer that we have just
 made: a quarter of the HTTP thread's time for a request, which the model lacks. The same endpoint
@@ -9,7 +9,7 @@ same handlers.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -19,14 +19,13 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
 from flexinfer.server.http.streaming import ClientGoneError
-from flexinfer.server.state import ServerState
 
 Body = TypeVar("Body", bound=BaseModel)
-Endpoint = Callable[[Request, ServerState, str, Body], Awaitable[Response | BaseModel]]
+Endpoint = Callable[[Request, Any, str, Body], Awaitable[Response | BaseModel]]
 """(request, state, tenant, body) -> the answer."""
 
 
-class DirectRoute(BaseRoute, Generic[Body]):
+class FastRoute(BaseRoute, Generic[Body]):
     """`POST path` with a body of JSON. To stand before FastAPI's own routes."""
 
     def __init__(self, path: str, endpoint: Endpoint[Body], body: type[Body]) -> None:
@@ -42,7 +41,7 @@ class DirectRoute(BaseRoute, Generic[Body]):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = self._parse(await _read(receive))
-        state: ServerState = scope["app"].state.flexinfer
+        state = scope["app"].state.flexinfer
         request = Request(scope, receive)
         answer = await self._endpoint(request, state, scope["state"]["tenant"], body)
         if isinstance(answer, BaseModel):

@@ -31,7 +31,7 @@ DONE = "data: [DONE]\n\n"
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """Made once: json.dumps makes an encoder at each call that has options."""
 _MARK = "\x00text\x00"
-OR_EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+STREAMING_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 """For the OpenAPI document of a route that also answers with a stream. Without a schema: OpenAPI
 3.1 has none for a sequence of events."""
 
@@ -68,7 +68,7 @@ class ClientGoneError(APIError):
         super().__init__(CLIENT_CLOSED_REQUEST, "the client closed the connection")
 
 
-async def until_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of `work`, which is cancelled when the caller goes. Raises ClientGoneError then.
 
     REQUIRES: the body of the request has been read.
@@ -208,7 +208,7 @@ class _SendTimer:
 async def start_stream(request: Request, events: Events, send_timeout_s: float) -> EventStream:
     """Waits for the first event: what fails until then raises, and gets a proper status."""
     try:
-        first = await until_gone(request, anext(events))
+        first = await until_disconnect(request, anext(events))
     except BaseException:
         await events.aclose()
         raise

@@ -1,0 +1,73 @@
+"""`flexinfer serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+
+import typer
+
+from flexinfer.cli.errors import usage_errors
+from flexinfer.cli.serve.options import ServeOptions
+from flexinfer.cli.serve.settings import engine_config, server_settings
+
+logger = logging.getLogger(__name__)
+
+
+def serve(options: ServeOptions) -> None:
+    """Serve a model by OpenAI's HTTP interface, with a page at / and metrics at /metrics.
+
+    Every option can be set in the environment: FLEXINFER_MAX_NUM_SEQS for --max-num-seqs.
+    """
+    with usage_errors():
+        _run(options)
+
+
+def _run(options: ServeOptions) -> None:
+    """Take the address, load the model, serve. Raises ValueError or OSError."""
+    from flexinfer.server.observability.logs import configure_logging
+
+    if options.log_format not in ("text", "json"):
+        raise ValueError(f"log format must be text or json, got {options.log_format!r}")
+    configure_logging(options.log_format, options.log_level)  # type: ignore[arg-type]
+    if options.log_format == "json" or not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # bars are not lines of a log
+    config = engine_config(options)
+    settings = server_settings(options, config)
+
+    from flexinfer.server.run import bind
+
+    with bind(settings.host, settings.port) as sock:
+        host, port = sock.getsockname()[:2]
+        settings = dataclasses.replace(settings, host=host, port=port)
+        from flexinfer.async_llm import AsyncLLM
+        from flexinfer.server.app import create_app
+        from flexinfer.server.observability.logs import adopt_transformers
+        from flexinfer.server.run import serve
+
+        adopt_transformers()
+        llm = AsyncLLM.from_engine_args(config)
+        try:
+            app = create_app(llm, settings)
+            url = url_of(host, port, is_tls=settings.tls is not None)
+            _announce(f"Serving {settings.model_name} at {url}", options)
+            code = serve(app, sock)
+        finally:
+            llm.shutdown()
+    if code:
+        raise typer.Exit(code)
+
+
+def _announce(text: str, options: ServeOptions) -> None:
+    """Where the server is: for a person at any log level, or one more line of JSON."""
+    if options.log_format == "json":
+        logger.info(text)
+    else:
+        typer.echo(text, err=True)
+
+
+def url_of(host: str, port: int, *, is_tls: bool = False) -> str:
+    scheme = "https" if is_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

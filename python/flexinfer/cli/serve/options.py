@@ -1,0 +1,219 @@
+"""The options of `flexinfer serve`: one field each. Names are those that vLLM's users know.
+
+A flag goes before its environment variable (FLEXINFER_...), that before the file of --config, and
+that before the default. Fields with the names of EngineConfig or ServerSettings reach them by
+name; settings.py translates the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import typer
+
+from flexinfer.cli.option_model import option
+from flexinfer.cli.options import COMPILE_HELP, THREADS_HELP
+from flexinfer.cli.serve.config_file import load_config_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    panel: ClassVar[str] = "Model and engine"
+    tokenizer: Annotated[str | None, option("Folder or hub id; by default the model's.")] = None
+    dtype: Annotated[str, option("float32, bfloat16, float16, or auto (the model's own).")] = "auto"
+    device: Annotated[
+        str | None, option("cpu, cuda or cuda:N; by default a GPU if there is one.")
+    ] = None
+    seed: Annotated[int, option("Seed for requests that give none.")] = 0
+    attention_backend: Annotated[str, option("auto, flash, host or sdpa: docs/cuda.md.")] = "auto"
+    enforce_eager: Annotated[bool, option("On a GPU: no CUDA graphs for decoding.")] = False
+    threads: Annotated[int | None, option(THREADS_HELP)] = None
+    compile: Annotated[bool, option(COMPILE_HELP)] = False
+    max_model_len: Annotated[
+        int | None, option("Maximum number of tokens per request, prompt and answer together.")
+    ] = None
+    chat_template: Annotated[
+        str | None, option("Jinja file or text, in place of the tokenizer's.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    panel: ClassVar[str] = "KV memory"
+    gpu_memory_utilization: Annotated[
+        float,
+        option("Fraction of a GPU for weights, activations and KV, unless the KV's size is given."),
+    ] = 0.9
+    kv_cache_memory_bytes: Annotated[
+        str | None,
+        option("Budget of physical KV memory, such as 2GiB; by default half of what is free."),
+    ] = None
+    chunk_bytes: Annotated[str | None, option("Bytes per physical chunk, such as 2MiB.")] = None
+    layers_per_plane: Annotated[
+        int | None, option("1: ranges of its own for each layer; by default all side by side.")
+    ] = None
+    enable_prefix_caching: Annotated[bool, option("Share the KV of equal prefixes.")] = True
+    prefix_cache_memory: Annotated[
+        str | None,
+        option(
+            "Bytes that unused prefixes may hold before their memory is reused; by default an "
+            "eighth of the budget on the CPU, all of it on CUDA."
+        ),
+    ] = None
+    enable_pre_extend: Annotated[
+        bool, option("Map memory ahead of the kernels, in the background.")
+    ] = True
+    swap_space: Annotated[str, option("Bytes for the KV of swapped requests; 0: none.")] = "0"
+    swap_directory: Annotated[
+        str | None, option("Where swapped KV goes; by default host memory.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulingOptions:
+    panel: ClassVar[str] = "Scheduling"
+    max_num_seqs: Annotated[int, option("Maximum number of sequences that run at once.")] = 64
+    max_num_batched_tokens: Annotated[int | None, option("Maximum number of tokens per step.")] = (
+        None
+    )
+    stream_interval: Annotated[
+        int | None,
+        option(
+            "Tokens per event of a stream, after the first. By default one with few streams; with "
+            "many, the tokens of up to 100 ms, which takes less of the CPU."
+        ),
+    ] = None
+    enable_chunked_prefill: Annotated[bool, option("Split long prompts over several steps.")] = True
+    scheduling_policy: Annotated[str, option("fcfs, priority or prefix.")] = "priority"
+    preemption_mode: Annotated[str, option("recompute, swap, auto or off.")] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    panel: ClassVar[str] = "Server"
+    host: Annotated[str, option("Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: Annotated[int, option("0 takes a free one.", min=0, max=65535)] = 8000
+    served_model_name: Annotated[
+        list[str] | None, option("Name in requests; may be given several times.")
+    ] = None
+    api_key: Annotated[
+        list[str] | None,
+        option(
+            "Key that requests must send; several times or as a JSON list: each key is a tenant. "
+            "Better in the environment or the file: other users of this machine see arguments."
+        ),
+    ] = None
+    admin_api_key: Annotated[str | None, option("Key that opens /admin.")] = None
+    allowed_origins: Annotated[
+        list[str] | None,
+        option("Origin of web pages that may call (CORS); several times or as a JSON list."),
+    ] = None
+    allowed_methods: Annotated[
+        list[str] | None, option("Methods that such pages may use; by default all.")
+    ] = None
+    allowed_headers: Annotated[
+        list[str] | None, option("Headers that such pages may send; by default all.")
+    ] = None
+    allow_credentials: Annotated[bool, option("Such pages may send cookies and certificates.")] = (
+        False
+    )
+    trace_dir: Annotated[
+        Path | None, option("Where /admin/trace writes.", exists=True, file_okay=False)
+    ] = None
+    shutdown_timeout: Annotated[
+        float, option("Seconds that running requests have to end at a shutdown.", min=0)
+    ] = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TLSOptions:
+    panel: ClassVar[str] = "HTTPS"
+    ssl_keyfile: Annotated[
+        Path | None, option("The certificate's key, if in a file of its own.")
+    ] = None
+    ssl_certfile: Annotated[Path | None, option("Certificate (PEM); turns HTTPS on.")] = None
+    ssl_ca_certs: Annotated[
+        Path | None, option("Authorities of the certificates that clients show.")
+    ] = None
+    ssl_cert_reqs: Annotated[
+        int, option("Client certificates: 0 not asked for, 1 optional, 2 required.")
+    ] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions:
+    panel: ClassVar[str] = "Limits"
+    max_queue_len: Annotated[
+        int, option("Maximum number of sequences that wait; more get 429.", min=0)
+    ] = 256
+    max_key_concurrency: Annotated[
+        int | None, option("Maximum number of sequences per API key at once.", min=1)
+    ] = None
+    max_request_bytes: Annotated[str, option("Maximum size of a request's body.")] = "8MiB"
+    max_prompt_tokens: Annotated[
+        int | None, option("Maximum number of tokens per prompt.", min=1)
+    ] = None
+    max_n: Annotated[int | None, option("Maximum number of samples per prompt.", min=1)] = None
+    max_logprobs: Annotated[
+        int, option("Maximum number of log probabilities per token.", min=1)
+    ] = 20
+    max_conversations: Annotated[
+        int, option("Maximum number of conversations kept pinned.", min=1)
+    ] = 1024
+    conversation_ttl: Annotated[
+        float, option("Seconds that an idle conversation is kept.", min=1)
+    ] = 600.0
+    send_timeout: Annotated[
+        float, option("Seconds until a client that reads nothing is disconnected.", min=1)
+    ] = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    panel: ClassVar[str] = "Logs and configuration"
+    log_format: Annotated[str, option("text or json.")] = "text"
+    log_level: Annotated[str, option("debug, info, warning or error.")] = "info"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        option(
+            "OpenTelemetry collector, such as http://localhost:4318/v1/traces, that receives a "
+            "span per request; needs flexinfer\\[otel]."
+        ),
+    ] = None
+    config: Annotated[
+        Path | None,
+        option(
+            "YAML file with these options, such as 'max-num-seqs: 16'.",
+            callback=load_config_file,
+            is_eager=True,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArgument:
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Folder or hub id of a causal model; by default the small one shipped.",
+            envvar="FLEXINFER_MODEL",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(  # the last base's fields come first in the help
+    LogOptions,
+    LimitOptions,
+    TLSOptions,
+    ServerOptions,
+    SchedulingOptions,
+    MemoryOptions,
+    EngineOptions,
+    ModelArgument,
+):
+    """Everything that the command was given."""
+
+    env_prefix: ClassVar[str] = "FLEXINFER_"
