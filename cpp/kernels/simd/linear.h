@@ -12,6 +12,9 @@ namespace vtensor::kernels {
 namespace {
 
 constexpr int kLinearRows = 6;
+// float32 products that are summed one after the other. The rounding error of a longer sum would
+// grow with the depth; of sums of such blocks it grows with its square root.
+constexpr int64_t kSumDepth = 256;
 // How far ahead of the products memory is asked for.
 constexpr int64_t kStreamBytes = 2048;
 
@@ -67,7 +70,7 @@ struct Prefetch {
 
 template <int M, int N>
 VTENSOR_INLINE void multiply(const float* x, int64_t x_stride, const float* panel, int64_t depth,
-                             Prefetch ahead, Vec (&acc)[M][N]) {
+                             Prefetch& ahead, Vec (&acc)[M][N]) {
   const RowPointers<float, M> rows(x, x_stride);
   for (int64_t k = 0; k < depth; ++k, panel += kPanelColumns<float>) {
     Vec weight[N];
@@ -85,7 +88,7 @@ VTENSOR_INLINE void multiply(const float* x, int64_t x_stride, const float* pane
 
 template <int M, int N>
 VTENSOR_INLINE void multiply(const BFloat16* x, int64_t x_stride, const BFloat16* panel,
-                             int64_t depth, Prefetch ahead, Vec (&acc)[M][N]) {
+                             int64_t depth, Prefetch& ahead, Vec (&acc)[M][N]) {
   const RowPointers<BFloat16, M> rows(x, x_stride);
   for (int64_t k = 0; k < depth; k += 2, panel += 2 * kPanelColumns<BFloat16>) {
     UVec pairs[N];
@@ -125,13 +128,33 @@ VTENSOR_INLINE void finish_gate(const LinearCall& call, int64_t row, int64_t col
   store(static_cast<T*>(call.output) + row * call.output_stride + column, gated);
 }
 
+// sums = x panel, in float32 block by block.
+template <class T, int M, int N>
+VTENSOR_INLINE void multiply_blocks(const LinearCall& call, const T* x, const T* panel,
+                                    Prefetch& ahead, Vec (&sums)[M][N]) {
+  if constexpr (sizeof(T) == 2) {
+    multiply(x, call.x_stride, panel, call.depth, ahead, sums);
+  } else {
+    for (int64_t k = 0; k < call.depth; k += kSumDepth) {
+      const int64_t rest = call.depth - k;
+      Vec block[M][N] = {};
+      multiply(x + k, call.x_stride, panel + k * kPanelColumns<T>,
+               rest < kSumDepth ? rest : kSumDepth, ahead, block);
+#pragma GCC unroll 12
+      for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) sums[m][n] += block[m][n];
+      }
+    }
+  }
+}
+
 // Rows [row, row + M) times the outputs from `column` on that fit in the registers.
 template <class T, int M>
 void linear_tile(const LinearCall& call, int64_t row, int64_t column, const T* panel,
                  Prefetch ahead) {
   Vec acc[M][kLinearVecs<T>] = {};
-  multiply(static_cast<const T*>(call.x) + row * call.x_stride, call.x_stride, panel, call.depth,
-           ahead, acc);
+  multiply_blocks(call, static_cast<const T*>(call.x) + row * call.x_stride, panel, ahead, acc);
 #pragma GCC unroll 12
   for (int m = 0; m < M; ++m) {
     for (int n = 0; n < kLinearVecs<T>; ++n) {
