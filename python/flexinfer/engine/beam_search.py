@@ -21,7 +21,7 @@ from heapq import nlargest
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
-from flexinfer.engine.group import RequestGroup, sequence_ids
+from flexinfer.engine.group import NewToken, RequestGroup, sequence_ids
 from flexinfer.errors import EngineError
 from flexinfer.outputs import (
     BeamSearchOutput,
@@ -36,8 +36,7 @@ from flexinfer.scheduler.request import Request
 from flexinfer.types import FinishReason
 
 if TYPE_CHECKING:
-    from flexinfer.runner.model_runner import SampledToken
-    from flexinfer.sampling.sampler import RowLogprobs
+    from flexinfer.sampling.logprobs import RowLogprobs
     from flexinfer.scheduler.scheduler import Scheduler
 
 
@@ -112,14 +111,14 @@ class BeamSearch(RequestGroup):
     def is_finished(self) -> bool:
         return self._is_done or all(beam.request.is_finished for beam in self._beams)
 
-    def update(self, sampled: Sequence[SampledToken], scheduler: Scheduler) -> None:
+    def update(self, sampled: Sequence[NewToken], scheduler: Scheduler) -> None:
         """Once all beams have their next tokens: choose the next beams."""
-        for item in sampled:
-            assert item.logprobs is not None
-            self._rows[item.request] = item.logprobs
+        for request, token in sampled:
+            assert token.logprobs is not None
+            self._rows[request] = token.logprobs
         if len(self._rows) < len(self._beams):
-            for item in sampled:
-                scheduler.park(item.request)
+            for request, _ in sampled:
+                scheduler.park(request)
             return
         candidates = self._best_candidates()
         self._rows.clear()

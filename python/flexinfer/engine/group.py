@@ -14,8 +14,11 @@ from flexinfer.outputs import CompletionOutput, RequestOutput
 from flexinfer.scheduler.request import Request
 
 if TYPE_CHECKING:
-    from flexinfer.runner.model_runner import SampledToken
+    from flexinfer.runner.plan import SampledToken
     from flexinfer.scheduler.scheduler import Scheduler
+
+NewToken = tuple[Request, "SampledToken"]
+"""A sequence, and the token that was sampled for it."""
 
 
 class RequestGroup(ABC):
@@ -46,7 +49,7 @@ class RequestGroup(ABC):
     def is_finished(self) -> bool: ...
 
     @abstractmethod
-    def update(self, sampled: Sequence[SampledToken], scheduler: Scheduler) -> None:
+    def update(self, sampled: Sequence[NewToken], scheduler: Scheduler) -> None:
         """Some of the sequences got a token in this step: append, end, fork, free."""
 
     @abstractmethod

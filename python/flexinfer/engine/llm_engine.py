@@ -12,13 +12,14 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flexinfer.config import EngineConfig
 from flexinfer.engine.beam_search import BeamSearch
-from flexinfer.engine.group import RequestGroup
+from flexinfer.engine.group import NewToken, RequestGroup
 from flexinfer.engine.inputs import InputProcessor, load_tokenizer
 from flexinfer.engine.parallel_sampling import ParallelSampling
+from flexinfer.engine.plan_builder import PlanBuilder
 from flexinfer.engine.stream_pace import StreamPace
 from flexinfer.errors import OutOfMemoryError, RequestError
 from flexinfer.memory.elastic import BudgetChange, ElasticMemory
@@ -39,9 +40,6 @@ from flexinfer.sampling.params import BeamSearchParams, SamplingParams
 from flexinfer.scheduler.request import Request
 from flexinfer.scheduler.scheduler import Batch, Scheduler
 from flexinfer.types import Prompt
-
-if TYPE_CHECKING:
-    from flexinfer.runner.model_runner import SampledToken
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +92,7 @@ class LLMEngine:
                 compile_model=config.compile,
             )
             self.runner.sampler.grammars = self.grammars
+            self._plans = PlanBuilder(self.runner, self.manager.shared_ranges)
             self._epoch = kernel_epoch(self.manager, self.loaded.device)
             self._torch_memory = share_device(self.manager, self.loaded.device)
             if self.loaded.device.type == "cuda" and not config.enforce_eager:
@@ -269,13 +268,13 @@ class LLMEngine:
     def _compute(self, batch: Batch) -> list[RequestGroup]:
         """Run the model on the batch; returns the groups that got tokens."""
         self.scheduler.pre_extend(batch)
-        sampled_tokens = self._execute(batch)
+        new_tokens = self._execute(batch)
         self.scheduler.advance(batch)
         now = time.monotonic()
-        tokens_of: dict[RequestGroup, list[SampledToken]] = {}
-        for sampled in sampled_tokens:
-            group = self._group_of[sampled.request.request_id]
-            tokens_of.setdefault(group, []).append(sampled)
+        tokens_of: dict[RequestGroup, list[NewToken]] = {}
+        for new_token in new_tokens:
+            group = self._group_of[new_token[0].request_id]
+            tokens_of.setdefault(group, []).append(new_token)
         self._pace.end_step(sum(group.is_streamed for group in tokens_of), now)
         for group, tokens in tokens_of.items():
             group.update(tokens, self.scheduler)
@@ -284,7 +283,7 @@ class LLMEngine:
             self._requests.note_tokens(leader.metrics, num_prompt_tokens, len(tokens), now)
         return list(tokens_of)
 
-    def _execute(self, batch: Batch) -> list[SampledToken]:
+    def _execute(self, batch: Batch) -> list[NewToken]:
         """Run the model; while a GPU has no memory for the activations, again with less in the way:
         first without what the KV pool can spare, then with fewer requests.
 
@@ -292,9 +291,11 @@ class LLMEngine:
         """
         is_first = True
         while True:
+            plan = self._plans.build(batch.items)
             try:
                 with self._epoch:
-                    return self.runner.execute(batch.items)
+                    result = self.runner.execute(plan)
+                return self._plans.match(result)
             except Exception as error:
                 if not self._torch_memory.is_shortage(error):
                     raise
@@ -343,6 +344,7 @@ class LLMEngine:
                 outputs.append(output)
                 if output.finished:
                     self._requests.note_end(output, time.monotonic())
+        self._plans.forget(self.scheduler.take_ended())
         return outputs
 
     def _groups_of(self, requests: Iterable[Request]) -> list[RequestGroup]:

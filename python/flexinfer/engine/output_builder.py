@@ -11,7 +11,8 @@ from flexinfer.sampling.params import RequestOutputKind
 from flexinfer.scheduler.request import Request
 
 if TYPE_CHECKING:
-    from flexinfer.sampling.sampler import RowLogprobs
+    from flexinfer.runner.plan import SampledToken
+    from flexinfer.sampling.logprobs import RowLogprobs
 
 
 class OutputBuilder:
@@ -38,8 +39,12 @@ class OutputBuilder:
         self._num_tokens_shown = 0
         self._end_shown = False
 
-    def update(self, token_id: int, logprobs: RowLogprobs | None) -> None:
+    def update(self, token: SampledToken) -> None:
         """The request got this token. A stop string that it completes ends the request."""
+        token_id, logprobs = token.token_id, token.logprobs
+        if token.prompt_logprobs is not None:
+            pairs = zip(self.request.prompt_token_ids[1:], token.prompt_logprobs, strict=True)
+            self._prompt_logprobs = [None, *(self._decode_logprobs(t, row) for t, row in pairs)]
         if logprobs is not None:
             self._logprobs.append(self._decode_logprobs(token_id, logprobs))
             self._cumulative_logprob += logprobs.sampled
@@ -94,15 +99,9 @@ class OutputBuilder:
             stop_reason=request.stop_reason,
         )
 
+    @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Of all prompt tokens, once they are computed; None if they are not asked for."""
-        request = self.request
-        given = request.prompt_token_ids
-        if request.params.prompt_logprobs is None or len(request.scored) < len(given) - 1:
-            return None
-        if self._prompt_logprobs is None:
-            pairs = zip(given[1:], request.scored, strict=True)
-            self._prompt_logprobs = [None, *(self._decode_logprobs(t, row) for t, row in pairs)]
+        """Of all prompt tokens, from the first token on; None if they are not asked for."""
         return self._prompt_logprobs
 
     def _decode_logprobs(self, token_id: int, row: RowLogprobs) -> TokenLogprobs:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flexinfer.engine.group import RequestGroup, sequence_ids
+from flexinfer.engine.group import NewToken, RequestGroup, sequence_ids
 from flexinfer.engine.output_builder import OutputBuilder
 from flexinfer.engine.stream_pace import StreamPace
 from flexinfer.outputs import CompletionOutput, RequestOutput
@@ -21,7 +21,6 @@ from flexinfer.sampling.params import RequestOutputKind
 from flexinfer.scheduler.request import Request
 
 if TYPE_CHECKING:
-    from flexinfer.runner.model_runner import SampledToken
     from flexinfer.scheduler.scheduler import Scheduler
 
 
@@ -57,14 +56,14 @@ class ParallelSampling(RequestGroup):
     def is_finished(self) -> bool:
         return all(sample.is_finished for sample in self._samples)
 
-    def update(self, sampled: Sequence[SampledToken], scheduler: Scheduler) -> None:
-        for item in sampled:
-            item.request.append(item.token_id)
-            self._builders[item.request.index].update(item.token_id, item.logprobs)
+    def update(self, sampled: Sequence[NewToken], scheduler: Scheduler) -> None:
+        for request, token in sampled:
+            request.append(token.token_id)
+            self._builders[request.index].update(token)
         self._fork_siblings(scheduler)
-        for item in sampled:
-            if item.request.is_finished:
-                scheduler.finish(item.request)
+        for request, _ in sampled:
+            if request.is_finished:
+                scheduler.finish(request)
 
     def build(self) -> RequestOutput | None:
         kind = self.params.output_kind
@@ -78,7 +77,7 @@ class ParallelSampling(RequestGroup):
         else:
             shown = due if kind is RequestOutputKind.DELTA else self._builders
             output = self._output([builder.build() for builder in shown])
-        output.prompt_logprobs = self._builders[0].prompt_logprobs()
+        output.prompt_logprobs = self._builders[0].prompt_logprobs
         return output
 
     def end_with(self, failed: Request, scheduler: Scheduler) -> None:

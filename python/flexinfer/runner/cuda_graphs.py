@@ -159,7 +159,7 @@ class DecodeGraphs:
         return gain_us > GRAPH_GAIN_US
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits of the rows that sample. REQUIRES: `accepts(inputs)`."""
+        """Logits of the rows that need them. REQUIRES: `accepts(inputs)`."""
         num_tokens = inputs.token_ids.shape[0]
         segments = inputs.metadata.segments
         size = next(size for size in self.sizes if size >= num_tokens)
@@ -174,7 +174,7 @@ class DecodeGraphs:
             self._static[:, num_tokens:size] = self._static[:, shortest : shortest + 1].clone()
         graph = self._graphs[size, bound]
         graph.replay()
-        return graph.logits.index_select(0, inputs.sampled_rows)
+        return graph.logits.index_select(0, inputs.logits_rows)
 
     def _record(self, size: int, bound: int) -> CapturedGraph:
         # The metadata is new at each call: backends keep what they derive from the last one, and a
@@ -188,9 +188,7 @@ class DecodeGraphs:
         return StepInputs(
             token_ids=ids,
             positions=positions,
-            sampled_rows=self._rows[:size],
-            requests=[],
-            scored=[],
+            logits_rows=self._rows[:size],
             metadata=AttentionMetadata(
                 # Bounds for the host; the device reads slots and positions.
                 segments=[Segment(0, row, bound - 1, bound) for row in range(size)],

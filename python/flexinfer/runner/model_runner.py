@@ -1,6 +1,7 @@
-"""ModelRunner: one forward of the model over a step's flat batch, and the sampling after it.
+"""ModelRunner: the executor of this process: one forward of the model over a step's flat batch, and
+the sampling after it.
 
-scheduled requests -> InputBuilder -> StepInputs -> forward -> logits -> Sampler -> tokens
+StepPlan -> InputBuilder -> StepInputs -> forward -> logits -> Sampler -> StepResult
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from flexinfer import attention
@@ -18,22 +19,16 @@ from flexinfer.attention.base import LayerKV
 from flexinfer.attention.hook import use_attention
 from flexinfer.models.loading import LoadedModel
 from flexinfer.runner.cuda_graphs import DecodeGraphs, Recorder
-from flexinfer.runner.inputs import InputBuilder, ScoredRows, StepInputs
-from flexinfer.sampling.sampler import RowLogprobs, Sampler, score_tokens
-from flexinfer.scheduler.batch import ScheduledRequest
-from flexinfer.scheduler.request import Request
+from flexinfer.runner.inputs import InputBuilder, StepInputs
+from flexinfer.runner.plan import SampledToken, ScoredRows, StepPlan, StepResult
+from flexinfer.sampling.logprobs import score_tokens
+from flexinfer.sampling.sampler import Sampler
+from flexinfer.sampling.sequences import SequenceState
 
 if TYPE_CHECKING:
     from flexinfer.vtensor import VTensor, VTensorManager
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    request: Request
-    token_id: int
-    logprobs: RowLogprobs | None
 
 
 class ModelRunner:
@@ -56,23 +51,26 @@ class ModelRunner:
         self.sampler = Sampler(seed, loaded.device)
         layers = [LayerKV(manager.k(i), manager.v(i)) for i in range(loaded.num_layers)]
         self.backend = attention.create(attention_backend, layers)
-        cost = self.backend.sharing_cost
-        self.inputs = InputBuilder(loaded.device, manager.shared_ranges, cost)
+        self.inputs = InputBuilder(loaded.device, self.backend.sharing_cost)
         self.graphs: DecodeGraphs | None = None
 
-    def execute(self, items: Sequence[ScheduledRequest]) -> list[SampledToken]:
-        """Compute the scheduled tokens, their KV included; sample where a sequence is complete.
+    @property
+    def uses_shared_ranges(self) -> bool:
+        return self.backend.sharing_cost is not None
 
-        REQUIRES: the items' vTensors are extended to their ends.
-        """
-        inputs = self.inputs.build(items)
-        logits = self.forward(inputs)
-        return self.sample(logits, inputs)
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See `Executor.execute`."""
+        self.sampler.sequences.add(plan.new_sequences)
+        logits = self.forward(self.inputs.build(plan))
+        return self.sample(logits, plan)
+
+    def forget(self, sampling_ids: Sequence[int]) -> None:
+        self.sampler.sequences.forget(sampling_ids)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits [number of sampled_rows, vocab_size] of one flat batch."""
-        if self.graphs is not None and not inputs.scored and self.graphs.accepts(inputs):
+        """Logits [number of logits_rows, vocab_size] of one flat batch."""
+        if self.graphs is not None and self.graphs.accepts(inputs):
             return self.graphs.run(inputs)
         return self._forward(inputs)
 
@@ -82,7 +80,7 @@ class ModelRunner:
                 input_ids=inputs.token_ids[None],
                 position_ids=inputs.positions[None],
                 use_cache=False,
-                logits_to_keep=inputs.sampled_rows,
+                logits_to_keep=inputs.logits_rows,
             ).logits
         return logits[0]
 
@@ -106,27 +104,41 @@ class ModelRunner:
             seconds = time.perf_counter() - start_s
             logger.info("%d CUDA graphs captured in %.1f s", len(graphs), seconds)
 
-    def sample(self, logits: torch.Tensor, inputs: StepInputs) -> list[SampledToken]:
-        """One token for each row of the logits that a request samples from; the others score."""
-        requests = inputs.requests
-        self._score(logits[len(requests) :], inputs.scored)
-        if not requests:
-            return []
-        sampled = self.sampler.sample(logits[: len(requests)], requests)
-        return [
-            SampledToken(request, token_id, logprobs)
-            for request, token_id, logprobs in zip(
-                requests, sampled.token_ids, sampled.logprobs, strict=True
-            )
-        ]
+    def sample(self, logits: torch.Tensor, plan: StepPlan) -> StepResult:
+        """One token for each planned row; the rows after them score prompts."""
+        num_sampled = len(plan.sampled_rows)
+        self._score(logits[num_sampled:], plan.scored)
+        if not num_sampled:
+            return StepResult([])
+        states = self._states(plan)
+        sampled = self.sampler.sample(logits[:num_sampled], states)
+        columns = zip(plan.sampling_ids, sampled.token_ids, sampled.logprobs, states, strict=True)
+        return StepResult(
+            [
+                SampledToken(sampling_id, token_id, logprobs, state.take_scores())
+                for sampling_id, token_id, logprobs, state in columns
+            ]
+        )
+
+    def _states(self, plan: StepPlan) -> list[SequenceState]:
+        """Of the sequences that sample, up to the tokens of this plan."""
+        token_ids = np.frombuffer(plan.token_ids, np.int32)
+        columns = (plan.sampling_ids, plan.sampled_rows, plan.sampled_lengths)
+        states = []
+        for sampling_id, row, length in zip(*columns, strict=True):
+            state = self.sampler.sequences[sampling_id]
+            state.read(length, int(token_ids[row]))
+            states.append(state)
+        return states
 
     def _score(self, logits: torch.Tensor, scored: Sequence[ScoredRows]) -> None:
         """Log probabilities of prompt tokens; logits: [number of scored rows, vocab_size]."""
         row = 0
         for part in scored:
             num_rows = part.end - part.start
-            request = part.request
-            token_ids = request.prompt_token_ids[part.start + 1 : part.end + 1]
-            num_top = request.params.prompt_logprobs or 0
-            request.scored += score_tokens(logits[row : row + num_rows], token_ids, num_top)
+            state = self.sampler.sequences[part.sampling_id]
+            token_ids = state.setup.prompt_token_ids[part.start + 1 : part.end + 1]
+            num_top = state.params.prompt_logprobs or 0
+            scores = score_tokens(logits[row : row + num_rows], token_ids, num_top)
+            state.add_scores(part.start, scores)
             row += num_rows

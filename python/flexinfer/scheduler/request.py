@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import TYPE_CHECKING
 
 from flexinfer.outputs import RequestMetrics
 from flexinfer.sampling.params import SamplingParams
@@ -64,12 +65,10 @@ class Request:
     token_ids: list[int] = field(init=False)
     """Tokens are only appended."""
     _token_array: array[int] = field(init=False, repr=False)
-    generator: Any = None
-    """torch.Generator of a request with a seed; lives here to survive preemption."""
-    scored: list[Any] = field(default_factory=list)
-    """sampler.RowLogprobs of prompt tokens 1, 2, ... so far; only with params.prompt_logprobs."""
-    matcher: Any = None
-    """structured.TokenMatcher of a request with structured outputs."""
+    num_scored_tokens: int = 0
+    """Prompt tokens whose successors have log probabilities; only with params.prompt_logprobs."""
+    sampling_id: int = field(init=False, default_factory=count().__next__)
+    """What plans call this sequence; of all requests of this process no other has it."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -100,9 +99,9 @@ class Request:
         """Most tokens whose KV may be found instead of computed: not the last one's, whose logits
         are needed, nor those of a prompt whose log probabilities are."""
         num_prompt_tokens = len(self.prompt_token_ids)
-        if self.params.prompt_logprobs is None or len(self.scored) >= num_prompt_tokens - 1:
+        if self.params.prompt_logprobs is None or self.num_scored_tokens >= num_prompt_tokens - 1:
             return self.num_tokens - 1
-        return len(self.scored)
+        return self.num_scored_tokens
 
     @property
     def is_prefilling(self) -> bool:
@@ -123,11 +122,6 @@ class Request:
         if self.params.ignore_eos:
             return self.params.stop_ids
         return self.params.stop_ids | self.eos_token_ids
-
-    @property
-    def needs_min_tokens(self) -> bool:
-        """True while no stop token may be chosen."""
-        return self.num_output_tokens < self.params.min_tokens
 
     def start(self, vtensor: VTensor, num_extended_tokens: int) -> None:
         """Waiting -> running, with a vTensor that is extended to so many tokens."""
@@ -158,9 +152,7 @@ class Request:
             num_forks=0,
             siblings=[],
             vtensor=None,
-            generator=None,
-            matcher=None,
-            scored=[],
+            num_scored_tokens=0,
         )
         clone.requeue()
         clone.token_ids = list(self.token_ids)
@@ -176,6 +168,12 @@ class Request:
         self.num_computed_tokens = 0
         self.num_extended_tokens = 0
         self.num_prefill_tokens = 0
+
+    def note_scored(self, num_computed_tokens: int) -> None:
+        """The prompt is scored as far as it is computed, but for what follows its last token."""
+        if self.params.prompt_logprobs is not None:
+            last = min(num_computed_tokens, len(self.prompt_token_ids) - 1)
+            self.num_scored_tokens = max(self.num_scored_tokens, last)
 
     def append(self, token_id: int) -> None:
         """Add a sampled token, and end the request if the token or the length says so."""

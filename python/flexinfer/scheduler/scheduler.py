@@ -63,6 +63,7 @@ class Scheduler:
         self.prefetch = PreExtender(manager, config.max_num_batched_tokens)
         self.pins = Pins(manager)
         self.num_prefix_waits = 0
+        self._ended: list[Request] = []
         self._orphans: list[VTensor] = []  # of requests that ended while the pool slept
 
     @property
@@ -119,11 +120,13 @@ class Scheduler:
             was_prefilling = request.is_prefilling
             request.num_computed_tokens = item.end
             request.metrics.num_computed_tokens += item.num_tokens
+            request.note_scored(item.end)
             if was_prefilling and not request.is_prefilling:
                 self._record(request, item.vtensor)
 
     def finish(self, request: Request) -> None:
         """The request has ended well: record its tokens for the next turn, free its memory."""
+        self._ended.append(request)
         vtensor = self._leave(request)
         if vtensor is not None:
             try:
@@ -136,10 +139,16 @@ class Scheduler:
     ) -> None:
         """End requests at any point, waiting or running; all they hold is freed, unrecorded."""
         for request in requests:
+            self._ended.append(request)
             vtensor = self._leave(request)
             request.finish(reason, message)
             if vtensor is not None:
                 self._release(vtensor)
+
+    def take_ended(self) -> list[Request]:
+        """The requests that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
     # Forks.
 

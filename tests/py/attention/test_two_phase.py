@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexinfer import LLM, SamplingParams, step_inputs
+from flexinfer import LLM, SamplingParams
 from flexinfer.attention import two_phase
 from flexinfer.attention.base import (
     AttentionMetadata,
@@ -26,6 +26,7 @@ from flexinfer.attention.sdpa import SdpaAttention
 from flexinfer.attention.sharing_cost import SharingCost, choose_ranges
 from flexinfer.attention.two_phase import TwoPhaseAttention, merge_partial
 from flexinfer.attention.two_phase_flash import FlashPartial, suffix_groups
+from flexinfer.runner import inputs
 from helpers.flash_reference import FlashAttn2
 from helpers.sharing_forests import random_batch
 from helpers.tiny_models import make_model, random_prompts, reference
@@ -186,7 +187,7 @@ def test_greedy_output_is_that_of_transformers(
         num_calls.append(len(chosen))
         return chosen
 
-    monkeypatch.setattr(step_inputs, "choose_ranges", choose_all)
+    monkeypatch.setattr(inputs, "choose_ranges", choose_all)
     trunk, *tails = random_prompts((40, 13, 7, 30, 22, 9, 16))
     branch = trunk + tails[2]
     prompts = [trunk + tails[0], trunk + tails[1], branch + tails[3], branch + tails[4], tails[5]]

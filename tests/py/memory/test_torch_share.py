@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from flexinfer import LLMEngine, OutOfMemoryError, SamplingParams, _vtensor, torch_memory
+from flexinfer import LLMEngine, OutOfMemoryError, SamplingParams, _vtensor
+from flexinfer.memory import torch_share
 from flexinfer.memory.torch_share import TorchMemory, on_torch_out_of_memory, watch
-from flexinfer.scheduler.batch import ScheduledRequest
+from flexinfer.runner.plan import StepPlan, StepResult
 from flexinfer.vtensor import KVSpec, SimConfig, VTensorManager
 from flexinfer.vtensor.settings import core_spec
 from helpers.engine_kit import make_engine, run
@@ -185,12 +185,12 @@ def test_the_observer_is_attached_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch._C, "_cuda_attach_out_of_memory_observer", attached.append, raising=False
     )
-    torch_memory._attach_observer.cache_clear()
+    torch_share._attach_observer.cache_clear()
     with make_manager() as manager:
         memories = [TorchMemory(manager, HoldingAllocator(0)) for _ in range(2)]
         for memory in memories:
             watch(3, memory)
-    torch_memory._attach_observer.cache_clear()
+    torch_share._attach_observer.cache_clear()
     assert attached == [on_torch_out_of_memory]
 
 
@@ -221,13 +221,13 @@ class SmallGpu:
         self.num_failures = num_failures
         engine.runner.execute = self.execute  # type: ignore[method-assign]
 
-    def execute(self, items: Sequence[ScheduledRequest]) -> Any:
-        if len(items) > self.max_requests and self.num_failures > 0:
+    def execute(self, plan: StepPlan) -> StepResult:
+        if len(plan.slots) > self.max_requests and self.num_failures > 0:
             self.num_failures -= 1
-            if len(items) > 1:
-                self._execute(items[:-1])  # a part of the work was done
+            if len(plan.slots) > 1:
+                self._execute(plan)  # the work was done, and is lost
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return self._execute(items)
+        return self._execute(plan)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from flexinfer import LLMEngine, SamplingParams, attention, cuda_graphs
+from flexinfer import LLMEngine, SamplingParams, attention
 from flexinfer.attention import flash
 from flexinfer.attention.base import AttentionBackend, AttentionMetadata, SharedRange
 from flexinfer.attention.flash import FlashAttention
@@ -20,6 +20,7 @@ from flexinfer.attention.sharing_cost import SharingCost
 from flexinfer.attention.torch_flash import TorchFlash
 from flexinfer.attention.two_phase_flash import FlashPartial
 from flexinfer.config import EngineConfig
+from flexinfer.runner import cuda_graphs
 from flexinfer.runner.cuda_graphs import DecodeGraphs, choose_sizes
 from flexinfer.runner.inputs import StepInputs
 from helpers.engine_kit import run
@@ -175,7 +176,7 @@ def inputs(lengths: list[int], slots: list[int], num_decodes: int | None = None)
     device = torch.device("cpu")
     metadata = AttentionMetadata.build(segments, device)
     ids = torch.arange(len(lengths)) + 50
-    return StepInputs(ids, metadata.decode_positions, torch.tensor([0]), [], metadata)
+    return StepInputs(ids, metadata.decode_positions, torch.tensor([0]), metadata)
 
 
 class Seen:
@@ -201,7 +202,7 @@ def make_graphs(sizes: list[int], max_seq_len: int = 100) -> tuple[DecodeGraphs,
 def test_padding_rows_repeat_the_shortest_request() -> None:
     graphs, _, _ = make_graphs([2, 8])
     step = inputs([30, 7, 12], [4, 1, 3])
-    step.sampled_rows.resize_(8).copy_(torch.arange(8))
+    step.logits_rows.resize_(8).copy_(torch.arange(8))
     shown = graphs.run(step).tolist()
     assert shown[:3] == [[50, 29, 4], [51, 6, 1], [52, 11, 3]]
     assert shown[3:] == [[51, 6, 1]] * 5
@@ -210,7 +211,7 @@ def test_padding_rows_repeat_the_shortest_request() -> None:
 def test_only_rows_that_sample_are_returned_and_are_no_view_of_the_graph() -> None:
     graphs, _, _ = make_graphs([4])
     step = inputs([30, 7, 12], [4, 1, 3])
-    step.sampled_rows.resize_(2).copy_(torch.tensor([2, 0]))
+    step.logits_rows.resize_(2).copy_(torch.tensor([2, 0]))
     first = graphs.run(step)
     graphs.run(inputs([5], [0]))
     assert first.tolist() == [[52, 11, 3], [50, 29, 4]]

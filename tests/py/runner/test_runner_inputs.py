@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,8 +13,10 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexinfer.engine.plan_builder import PlanBuilder
 from flexinfer.outputs import RequestMetrics
 from flexinfer.runner.inputs import InputBuilder
+from flexinfer.runner.plan import StepPlan, StepResult
 from flexinfer.sampling.params import SamplingParams
 from flexinfer.scheduler.batch import ScheduledRequest
 from flexinfer.scheduler.request import Request
@@ -43,26 +46,44 @@ ITEM = st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 2, 30, 700]), st.boo
 BUILDER = InputBuilder(torch.device("cpu"))
 
 
+class NoExecutor:
+    """Plans are built for it, never executed."""
+
+    uses_shared_ranges = False
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        raise NotImplementedError
+
+    def forget(self, sampling_ids: Sequence[int]) -> None:
+        raise NotImplementedError
+
+
+def make_plan(items: list[ScheduledRequest]) -> StepPlan:
+    return PlanBuilder(NoExecutor(), lambda vtensors, starts: []).build(items)
+
+
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(ITEM, min_size=1, max_size=9), num_siblings=st.integers(0, 2))
 def test_inputs_equal_plain_lists(lengths: list[tuple[int, int, bool]], num_siblings: int) -> None:
     items = [make_item(slot, *length, num_siblings) for slot, length in enumerate(lengths)]
-    inputs = BUILDER.build(items)
+    plan = make_plan(items)
+    inputs = BUILDER.build(plan)
     ordered = [i for i in items if i.num_tokens == 1] + [i for i in items if i.num_tokens > 1]
     ids: list[int] = []
     positions: list[int] = []
     rows: list[int] = []
-    requests: list[Request] = []
+    sampling_ids: list[int] = []
     for item in ordered:
         ids += item.request.token_ids[item.start : item.end]
         positions += range(item.start, item.end)
         if item.samples:
             rows += [len(ids) - 1] * (1 + num_siblings)
-            requests += [item.request, *item.request.siblings]
+            requests = (item.request, *item.request.siblings)
+            sampling_ids += [request.sampling_id for request in requests]
     assert inputs.token_ids.tolist() == ids
     assert inputs.positions.tolist() == positions
-    assert inputs.sampled_rows.tolist() == rows
-    assert inputs.requests == requests
+    assert inputs.logits_rows.tolist() == rows
+    assert list(plan.sampling_ids) == sampling_ids
     metadata = inputs.metadata
     decodes = [item for item in ordered if item.num_tokens == 1]
     assert metadata.decode_slots.tolist() == [item.vtensor.slot for item in decodes]
@@ -74,8 +95,9 @@ def test_inputs_equal_plain_lists(lengths: list[tuple[int, int, bool]], num_sibl
 
 def test_a_request_grows_after_its_tokens_were_read() -> None:
     item = make_item(1, 0, 4, True, 0)
-    BUILDER.build([item])
+    BUILDER.build(make_plan([item]))
     item.request.append(77)
-    inputs = BUILDER.build([ScheduledRequest(item.request, item.vtensor, 4, 5, True)])
+    later = ScheduledRequest(item.request, item.vtensor, 4, 5, True)
+    inputs = BUILDER.build(make_plan([later]))
     assert inputs.token_ids.tolist() == [77]
     assert inputs.positions.tolist() == [4]

@@ -1,10 +1,9 @@
-"""The batched sampler against a slow one that does a request at a time, and transformers."""
+"""The batched sampler against a slow one that does a sequence at a time, and transformers."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,44 +13,56 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexinfer import SamplingParams
+from flexinfer.sampling import sampler as sampler_module
 from flexinfer.sampling.sampler import (
     Sampler,
     apply_bias,
     apply_min_p,
     apply_penalties,
     apply_top_k_top_p,
+    draw,
 )
+from flexinfer.sampling.sequences import SequenceSetup, SequenceState, SequenceStates
 
 torch.set_num_threads(1)
 VOCAB_SIZE = 40
 
 
-@dataclass
-class FakeRequest:
-    params: SamplingParams
-    prompt_token_ids: list[int] = field(default_factory=list)
-    output_token_ids: list[int] = field(default_factory=list)
-    stop_token_ids: frozenset[int] = frozenset()
-    generator: Any = None
+def make_state(
+    params: SamplingParams,
+    prompt_token_ids: Sequence[int] = (),
+    output_token_ids: Sequence[int] = (),
+    stop_token_ids: frozenset[int] = frozenset(),
+    seed: int = 0,
+) -> SequenceState:
+    """A sequence without a seed has the one given."""
+    states = SequenceStates(seed)
+    setup = SequenceSetup(
+        sampling_id=0,
+        params=params,
+        num_prompt_tokens=len(prompt_token_ids),
+        prompt_token_ids=tuple(prompt_token_ids),
+        output_token_ids=tuple(output_token_ids),
+        stop_token_ids=stop_token_ids,
+    )
+    states.add([setup])
+    states[0].num_output_tokens = len(output_token_ids)
+    return states[0]
 
-    @property
-    def needs_min_tokens(self) -> bool:
-        return len(self.output_token_ids) < self.params.min_tokens
 
-
-def slow_processed(logits: list[float], request: FakeRequest) -> list[float]:
+def slow_processed(logits: list[float], state: SequenceState) -> list[float]:
     """Logits after bias and penalties, by loops."""
-    params, out = request.params, list(logits)
+    params, setup, out = state.params, state.setup, list(logits)
     for token, bias in (params.logit_bias or {}).items():
         out[token] += max(-100.0, min(100.0, bias))
-    if request.needs_min_tokens:
-        for token in request.stop_token_ids:
+    if state.needs_min_tokens:
+        for token in setup.stop_token_ids:
             out[token] = -math.inf
     for token in range(len(out)):
-        if token in request.prompt_token_ids or token in request.output_token_ids:
+        if token in setup.prompt_token_ids or token in state.output_token_ids:
             r = params.repetition_penalty
             out[token] = out[token] / r if out[token] > 0 else out[token] * r
-        count = request.output_token_ids.count(token)
+        count = state.output_token_ids.count(token)
         out[token] -= params.frequency_penalty * count
         out[token] -= params.presence_penalty * (count > 0)
     return out
@@ -97,9 +108,9 @@ sampling = st.builds(
     min_tokens=st.integers(0, 10),
     seed=st.none() | st.integers(0, 5),
 )
-requests_strategy = st.lists(
+states_strategy = st.lists(
     st.builds(
-        FakeRequest,
+        make_state,
         params=sampling,
         prompt_token_ids=tokens,
         output_token_ids=tokens,
@@ -111,19 +122,19 @@ requests_strategy = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(requests=requests_strategy, seed=st.integers(0, 10**6))
-def test_batched_equals_one_at_a_time(requests: list[FakeRequest], seed: int) -> None:
-    logits = torch.randn(len(requests), VOCAB_SIZE, generator=torch.manual_seed(seed)) * 3
-    processed = apply_penalties(apply_bias(logits, requests), requests)
-    chosen = Sampler(seed, torch.device("cpu")).sample(logits, requests).token_ids
-    for row, request in enumerate(requests):
-        slow = slow_processed(logits[row].tolist(), request)
+@given(states=states_strategy, seed=st.integers(0, 10**6))
+def test_batched_equals_one_at_a_time(states: list[SequenceState], seed: int) -> None:
+    logits = torch.randn(len(states), VOCAB_SIZE, generator=torch.manual_seed(seed)) * 3
+    processed = apply_penalties(apply_bias(logits, states), states)
+    chosen = Sampler(seed, torch.device("cpu")).sample(logits, states).token_ids
+    for row, state in enumerate(states):
+        slow = slow_processed(logits[row].tolist(), state)
         torch.testing.assert_close(processed[row], torch.tensor(slow), atol=1e-4, rtol=1e-4)
         exact = processed[row].tolist()
-        if request.params.is_greedy:
+        if state.params.is_greedy:
             assert exact[chosen[row]] == max(exact)
         else:
-            assert chosen[row] in slow_support(exact, request.params)
+            assert chosen[row] in slow_support(exact, state.params)
 
 
 @settings(max_examples=60, deadline=None)
@@ -142,38 +153,63 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
     logits = torch.randn(1, VOCAB_SIZE, generator=torch.manual_seed(0))
-    request = FakeRequest(SamplingParams(repetition_penalty=1.7), [3, 4, 4], [9, 3])
+    state = make_state(SamplingParams(repetition_penalty=1.7), [3, 4, 4], [9, 3])
     theirs = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[3, 4, 4, 9, 3]]), logits)
-    torch.testing.assert_close(apply_penalties(logits, [request]), theirs)
+    torch.testing.assert_close(apply_penalties(logits, [state]), theirs)
 
 
-def test_a_seeded_request_draws_the_same_whatever_else_is_in_the_batch() -> None:
+def test_a_sequence_draws_the_same_whatever_else_is_in_the_batch() -> None:
     logits = torch.randn(4, VOCAB_SIZE, generator=torch.manual_seed(0))
-    params = SamplingParams(seed=7)
+    sampler = Sampler(0, torch.device("cpu"))
 
-    def draw(batch: list[FakeRequest], rows: list[int]) -> list[int]:
-        sampler = Sampler(len(batch), torch.device("cpu"))
-        return [sampler.sample(logits[rows], batch).token_ids[0] for _ in range(20)]
+    def token_at(length: int, rows: list[int]) -> int:
+        batch = [make_state(SamplingParams(seed=7), output_token_ids=[0] * length)]
+        batch += [make_state(SamplingParams(top_k=5), seed=row) for row in rows[1:]]
+        return sampler.sample(logits[rows], batch).token_ids[0]
 
-    alone = draw([FakeRequest(params)], [2])
-    crowd = draw(
-        [FakeRequest(params), *(FakeRequest(SamplingParams()) for _ in "abc")], [2, 0, 1, 3]
-    )
-    assert alone == crowd
+    alone = [token_at(length, [2]) for length in range(20)]
+    assert alone == [token_at(length, [2, 0, 1, 3]) for length in range(20)]
+    assert len(set(alone)) > 3
 
 
-def test_draws_follow_the_probabilities() -> None:
-    probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    batch = [FakeRequest(SamplingParams()) for _ in range(20000)]
-    drawn = Sampler(0, torch.device("cpu")).sample(probs.log().expand(len(batch), 4), batch)
-    frequencies = torch.bincount(torch.tensor(drawn.token_ids), minlength=4) / len(batch)
-    torch.testing.assert_close(frequencies, probs, atol=0.015, rtol=0)
+@pytest.mark.parametrize("vocab_size", [4, 50, 3000])
+def test_draws_follow_the_probabilities(vocab_size: int) -> None:
+    """Chi-squared over rows of different seeds, and over the tokens of one sequence."""
+    num_draws = 20000
+    weights = torch.rand(vocab_size, generator=torch.manual_seed(3)) ** 3
+    weights[::7] = 0
+    probs = weights / weights.sum()
+    rows = [make_state(SamplingParams(), seed=seed) for seed in range(num_draws)]
+    tokens = [make_state(SamplingParams(seed=5)) for _ in range(num_draws)]
+    for position, state in enumerate(tokens):
+        state.num_output_tokens = position
+    for batch in (rows, tokens):
+        drawn = Sampler(0, torch.device("cpu")).sample(probs.log().expand(num_draws, -1), batch)
+        counts = torch.bincount(torch.tensor(drawn.token_ids), minlength=vocab_size).double()
+        assert counts[::7].sum() == 0
+        usual = probs * num_draws >= 5
+        expected = torch.cat([probs[usual], probs[~usual].sum()[None]]).double() * num_draws
+        found = torch.cat([counts[usual], counts[~usual].sum()[None]])
+        kept = expected > 0
+        statistic = ((found - expected)[kept] ** 2 / expected[kept]).sum().item()
+        num_free = int(kept.sum()) - 1
+        assert statistic < num_free + 4 * math.sqrt(2 * num_free) + 8  # beyond 4 sigma
+
+
+def test_the_last_token_with_a_probability_is_the_last_that_can_be_drawn() -> None:
+    logits = torch.full((1, VOCAB_SIZE), -math.inf)
+    logits[0, 3:9] = torch.tensor([0.1, 1.0, 0.3, 2.0, 0.7, -1.0])
+    params = SamplingParams(temperature=0.7)
+    with pytest.MonkeyPatch.context() as patch:
+        for number, expected in ((0.0, 3), (1 - 2.0**-24, 8), (1.0, 8)):
+            patch.setattr(sampler_module, "uniforms", lambda *_, number=number: [number])
+            assert draw(logits, [make_state(params)]).tolist() == [expected]
 
 
 def test_logprobs_are_those_of_the_model_before_any_processing() -> None:
     logits = torch.randn(1, VOCAB_SIZE, generator=torch.manual_seed(1))
-    request = FakeRequest(SamplingParams(temperature=0, logprobs=3, logit_bias={5: 100.0}))
-    output = Sampler(0, torch.device("cpu")).sample(logits, [request])
+    state = make_state(SamplingParams(temperature=0, logprobs=3, logit_bias={5: 100.0}))
+    output = Sampler(0, torch.device("cpu")).sample(logits, [state])
     expected = torch.log_softmax(logits[0], dim=-1)
     row = output.logprobs[0]
     assert row is not None
@@ -187,7 +223,7 @@ def test_logits_are_not_changed() -> None:
     logits = torch.randn(2, VOCAB_SIZE, generator=torch.manual_seed(1))
     before = logits.clone()
     params = SamplingParams(presence_penalty=1.0, top_k=3, min_tokens=2, logit_bias={1: 2.0})
-    batch = [FakeRequest(params, [1], [2], frozenset({3})) for _ in range(2)]
+    batch = [make_state(params, [1], [2], frozenset({3})) for _ in range(2)]
     Sampler(0, torch.device("cpu")).sample(logits, batch)
     assert torch.equal(logits, before)
 
@@ -195,7 +231,7 @@ def test_logits_are_not_changed() -> None:
 def test_all_logprobs_cover_the_vocabulary() -> None:
     logits = torch.randn(1, VOCAB_SIZE, generator=torch.manual_seed(1))
     output = Sampler(0, torch.device("cpu")).sample(
-        logits, [FakeRequest(SamplingParams(temperature=0, logprobs=-1))]
+        logits, [make_state(SamplingParams(temperature=0, logprobs=-1))]
     )
     row = output.logprobs[0]
     assert row is not None

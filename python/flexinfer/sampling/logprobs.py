@@ -1,0 +1,71 @@
+"""Log probabilities under the model itself: of sampled tokens, and of given ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flexinfer.runtime.transfer import to_device
+from flexinfer.sampling.sequences import SequenceState
+
+SCORED_AT_ONCE = 256
+"""Rows of a prompt."""
+
+
+@dataclass(slots=True)
+class RowLogprobs:
+    """Log probabilities of one position, most probable first."""
+
+    sampled: float
+    sampled_rank: int
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+def gather_logprobs(
+    raw: torch.Tensor, chosen: torch.Tensor, states: Sequence[SequenceState]
+) -> list[RowLogprobs | None]:
+    """Log probabilities under the model itself, for the rows that asked for them."""
+    found: list[RowLogprobs | None] = [None] * len(states)
+    rows = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+    if not rows:
+        return found
+    vocab_size = raw.shape[-1]
+    asked = [states[row].params.logprobs or 0 for row in rows]
+    num_top = [vocab_size if num == -1 else min(num, vocab_size) for num in asked]
+    where = _ids(rows, raw)
+    logprobs = torch.log_softmax(raw[where], dim=-1)
+    top = logprobs.topk(max(num_top))
+    sampled = logprobs.gather(-1, chosen[where][:, None])
+    ranks = (logprobs >= sampled).sum(dim=-1).tolist()
+    top_ids, top_values = top.indices.cpu(), top.values.cpu()  # one copy, not one a row
+    columns = zip(rows, num_top, sampled[:, 0].tolist(), ranks, top_ids, top_values, strict=True)
+    for row, num, logprob, rank, ids, values in columns:
+        found[row] = RowLogprobs(logprob, rank, ids[:num].tolist(), values[:num].tolist())
+    return found
+
+
+@torch.inference_mode()
+def score_tokens(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[RowLogprobs]:
+    """Log probability of one given token a row; logits: [num_rows, vocab_size], any float dtype.
+
+    `num_top` most probable tokens are reported too; -1: all. Some rows at a time, so that a long
+    prompt needs no second tensor of the size of its logits.
+    """
+    found = []
+    num_top = logits.shape[-1] if num_top == -1 else min(num_top, logits.shape[-1])
+    for first in range(0, len(token_ids), SCORED_AT_ONCE):
+        part = token_ids[first : first + SCORED_AT_ONCE]
+        logprobs = torch.log_softmax(logits[first : first + len(part)].float(), dim=-1)
+        given = logprobs.gather(-1, _ids(part, logits)[:, None])
+        ranks = (logprobs >= given).sum(dim=-1).tolist()
+        top = logprobs.topk(num_top)
+        columns = (given[:, 0].tolist(), ranks, top.indices.tolist(), top.values.tolist())
+        found += [RowLogprobs(*row) for row in zip(*columns, strict=True)]
+    return found
+
+
+def _ids(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    return to_device(values, torch.int64, like.device)
