@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from flexinfer.runtime.transfer import to_device
-from flexinfer.sampling.sequences import SequenceState
 
 SCORED_AT_ONCE = 256
 """Rows of a prompt."""
@@ -25,16 +24,17 @@ class RowLogprobs:
 
 
 def gather_logprobs(
-    raw: torch.Tensor, chosen: torch.Tensor, states: Sequence[SequenceState]
+    raw: torch.Tensor, chosen: torch.Tensor, asked: Sequence[int | None]
 ) -> list[RowLogprobs | None]:
-    """Log probabilities under the model itself, for the rows that asked for them."""
-    found: list[RowLogprobs | None] = [None] * len(states)
-    rows = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+    """Log probabilities under the model itself, for the rows that asked for them: `asked` is their
+    `SamplingParams.logprobs`."""
+    found: list[RowLogprobs | None] = [None] * len(asked)
+    rows = [row for row, num in enumerate(asked) if num is not None]
     if not rows:
         return found
     vocab_size = raw.shape[-1]
-    asked = [states[row].params.logprobs or 0 for row in rows]
-    num_top = [vocab_size if num == -1 else min(num, vocab_size) for num in asked]
+    wanted = [asked[row] or 0 for row in rows]
+    num_top = [vocab_size if num == -1 else min(num, vocab_size) for num in wanted]
     where = _ids(rows, raw)
     logprobs = torch.log_softmax(raw[where], dim=-1)
     top = logprobs.topk(max(num_top))

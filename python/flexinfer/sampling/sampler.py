@@ -52,7 +52,7 @@ class Sampler:
                 rows = _ids(random_rows, raw)
                 drawn = draw(processed[rows], [states[i] for i in random_rows])
                 chosen.index_copy_(0, rows, drawn)
-        logprobs = gather_logprobs(raw, chosen, states)
+        logprobs = gather_logprobs(raw, chosen, [state.params.logprobs for state in states])
         return SamplerOutput(chosen.tolist(), logprobs)
 
     def _apply_structure(

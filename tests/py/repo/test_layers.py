@@ -63,10 +63,10 @@ PYTHON_ALLOWED = {
     "metrics": "outputs vtensor",
     "scheduler": "config errors metrics outputs sampling types vtensor",
     "memory": "config errors models runtime scheduler vtensor",
-    "runner": "attention models sampling scheduler vtensor",
+    "runner": "attention models sampling vtensor",
     "replay": "errors vtensor",
     "engine": "attention config errors memory metrics models outputs runner runtime sampling "
-    "scheduler types",
+    "scheduler types vtensor",
     "conversation": "engine errors outputs sampling types",
     "llm": "config conversation engine errors outputs sampling types",
     "async_llm": "config engine errors llm outputs sampling types",
@@ -112,6 +112,12 @@ INNER_ALLOWED = {
         "__main__": "app",
     },
 }
+# Imports (module -> target) by which files still form circles: to be emptied, never to grow. A row
+# whose import is gone fails the test.
+CYCLES_TO_REMOVE = [
+    ("attention.base", "attention.sharing_cost"),
+    ("vtensor.handle", "vtensor.manager"),
+]
 # The package's own __init__ re-exports lazily from every folder; nothing inside may import it.
 PYTHON_UNLAYERED = {"__init__"}
 
@@ -133,10 +139,15 @@ TORCH_FREE = {
     "runtime.openmp",
     "runtime.threads",
     "sampling.grammars",
+    "runner.executor",
+    "runner.plan",
     "sampling.params",
+    "sampling.random",
+    "sampling.sequences",
     "scheduler.scheduler",
     "engine.history",
     "engine.inputs",
+    "engine.plan_builder",
     "engine.stream_pace",
     "types",
     "vattention",
@@ -303,7 +314,7 @@ def test_the_folders_of_a_package_import_only_what_they_may(package: str) -> Non
     ]
     assert not forbidden, "\n".join(forbidden)
     assert not cycle_in({unit: set(row.split()) for unit, row in table.items()})
-    assert not cycle_in(units)  # among files, lazy and type-only imports included
+    assert not cycle_in(units)
 
 
 def inner_unit(module: str) -> str:
@@ -311,11 +322,15 @@ def inner_unit(module: str) -> str:
 
 
 def test_python_modules_form_no_cycle() -> None:
+    """Neither by imports that only type checkers or functions see."""
     # A package and its own modules count as one: __init__ may gather what its files define.
     graph = {
-        module: {t for t in targets if not t.startswith(module + ".")}
-        for module, targets in python_graph(at_load_only=True).items()
+        module: {t for t in targets if not t.startswith(module + ".")} - {"flexinfer"}
+        for module, targets in python_graph().items()
+        if python_unit(module) not in PYTHON_UNLAYERED
     }
+    for module, target in CYCLES_TO_REMOVE:
+        graph[f"flexinfer.{module}"].remove(f"flexinfer.{target}")
     assert not cycle_in(graph)
 
 
