@@ -1,5 +1,5 @@
 # What CI and people run alike. Each target says what it does, is quick the second time and ends with a
-# verdict; the work is in scripts/. A fresh machine needs python3 >= 3.10, a C++20 compiler and make.
+# verdict; the work is in scripts/. A fresh machine needs python3 >= 3.11, a C++20 compiler and make.
 #
 # Settings:  PYTHON=python3.12   JOBS=8   ARGS='...' (demo)   PYTEST_ARGS='-k prefix' (test)   BENCH=manager
 

@@ -7,21 +7,25 @@
 #   scripts/setup_venv.sh eval   and lm-eval, which is heavy                          (make test-slow)
 #
 # A second call returns at once unless pyproject.toml, constraints.txt, Python or the place changed.
-# Sourced by other scripts: `setup_venv dev`. Settings: PYTHON=python3.12, FLEXINFER_VENV=folder.
+# Sourced by other scripts: `setup_venv dev`.
+#
+# Settings: PYTHON=python3.12, FLEXINFER_VENV=folder, and FLEXINFER_TORCH_INDEX: where torch's CPU build is
+# looked for on a machine without an NVIDIA device (default: PyTorch's own index; `none`: whatever pip
+# finds, which from PyPI is the CUDA build, 5.6 GB in place of 0.8).
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 # PYTHON, or the first usable of the usual names.
 find_python() {
   local candidate
-  for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11 python3.10; do
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+  for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       command -v "$candidate"
       return
     fi
     [ -z "${PYTHON:-}" ] || break
   done
-  die "${PYTHON:-python3} is missing or older than 3.10 ($(
-    "${PYTHON:-python3}" --version 2>&1 | head -n 1)). Install Python >= 3.10, or name one: make PYTHON=python3.12 ..."
+  die "${PYTHON:-python3} is missing or older than 3.11 ($(
+    "${PYTHON:-python3}" --version 2>&1 | head -n 1)). Install Python >= 3.11, or name one: make PYTHON=python3.12 ..."
 }
 
 # What Debian splits out of python3 and a build needs: ensurepip for venv, Python.h for the extension.
@@ -43,8 +47,25 @@ fingerprint() {
     find python -name "*.py" | sort; } | sha256sum # an editable install knows the files it was made with
 }
 
+# The index to add for torch's CPU build, or nothing. A pip that was told where to look is not told again.
+cpu_torch_index() {
+  local index="${FLEXINFER_TORCH_INDEX:-}"
+  if [ -z "$index" ]; then
+    if [ -e /dev/nvidiactl ] || [ -e /dev/dxg ] || "$1" -m pip config list 2>/dev/null |
+      grep -qE '(index-url|find-links|no-index)='; then return; fi
+    index=https://download.pytorch.org/whl/cpu
+  fi
+  [ "$index" != none ] || return 0
+  if "$1" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/torch/", timeout=5)' \
+    "$index" 2>/dev/null; then
+    echo "$index"
+  else
+    say "no answer from $index: torch comes from where pip finds it" >&2
+  fi
+}
+
 setup_venv() {
-  local level="$1" each python mark package="."
+  local level="$1" each python mark index package="." extra=()
   python="$(find_python)"
   mark="$(fingerprint "$python")"
   export PATH="$VENV/bin:$PATH" # an editable flexinfer calls cmake when it is imported
@@ -67,8 +88,14 @@ setup_venv() {
     eval) package=".[dev,eval]" ;;
   esac
   stage "install flexinfer, editable, and what it depends on (torch is large: minutes on a first run)"
-  quietly "pip-install-$level" "${pip[@]}" --no-build-isolation \
-    -C editable.rebuild=true -C editable.verbose=false -C build-dir=build/editable -e "$package"
+  if ! "$PY" -c 'import torch' 2>/dev/null; then
+    index="$(cpu_torch_index "$PY")"
+    [ -z "$index" ] || extra=(--extra-index-url "$index") # 2.x+cpu counts as newer than PyPI's 2.x
+  fi
+  # One build folder for each environment: they may differ in Python.
+  quietly "pip-install-$level" "${pip[@]}" "${extra[@]}" --no-build-isolation \
+    -C editable.rebuild=true -C editable.verbose=false -C build-dir="build/editable$(basename "$VENV" |
+      sed 's/^\.venv//')" -e "$package"
 
   # Each level has what those before it have.
   for each in run dev eval; do

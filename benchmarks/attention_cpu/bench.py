@@ -11,7 +11,7 @@ import os
 import platform
 import random
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"load average before: {load} on {os.cpu_count()} cores; {arguments.threads} threads")
     if arguments.json:
         report = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
             "threads": arguments.threads,

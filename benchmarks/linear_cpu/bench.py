@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"load average before: {load_before[0]:.1f}; {arguments.threads} threads")
     if arguments.json:
         report = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": platform.processor() or platform.machine(),
             "threads": arguments.threads,
             "torch": torch.__version__,

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -130,7 +130,7 @@ def _report(
 ) -> dict[str, Any]:
     return {
         "benchmark": "overlap",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "load_before": load,

@@ -1,6 +1,6 @@
 """Endpoint: a server that speaks OpenAI's HTTP interface, as the commands with --url use it.
 
-Built on httpx2 (httpx on Python 3.10), which transformers brings along. Not thread-safe.
+Built on httpx. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import ssl
 from collections.abc import Generator
 from typing import Any
 from urllib.parse import urlsplit
+
+import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_TIMEOUT_S = 5.0
@@ -30,12 +32,11 @@ class Endpoint:
 
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 30.0) -> None:
         self.url = _base_url(url)
-        self._http = _http_library()
         is_local = urlsplit(self.url).hostname in LOOPBACK
-        self._client = self._http.Client(
+        self._client = httpx.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=self._http.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
+            timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
             trust_env=not is_local,  # a proxy does not know this machine's loopback
             verify=_trusted(),
         )
@@ -44,7 +45,7 @@ class Endpoint:
         """Raises EndpointError."""
         try:
             response = self._client.get(path)
-        except self._http.HTTPError as error:
+        except httpx.HTTPError as error:
             raise self._unreachable(path, error) from error
         self._check(path, response)
         text: str = response.text
@@ -83,7 +84,7 @@ class Endpoint:
                     if data == "[DONE]":
                         return
                     yield self._event(path, data)
-        except self._http.HTTPError as error:
+        except httpx.HTTPError as error:
             raise self._unreachable(path, error) from error
 
     def close(self) -> None:
@@ -148,11 +149,3 @@ def _certificate_fault(error: Exception) -> str:
     return str(error).partition("certificate verify failed: ")[2].partition(" (_ssl")[0] or str(
         error
     )
-
-
-def _http_library() -> Any:
-    try:
-        import httpx2 as http
-    except ImportError:  # Python 3.10, which httpx2 has left behind
-        import httpx as http  # type: ignore[no-redef,import-not-found,unused-ignore]
-    return http

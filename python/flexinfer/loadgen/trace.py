@@ -15,7 +15,7 @@ import gzip
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -96,5 +96,5 @@ def _checked(
 def _seconds(text: str) -> float:
     """Of "2023-11-16 18:17:03.9799600", with any number of digits."""
     whole, _, fraction = text.partition(".")
-    start = datetime.fromisoformat(whole).replace(tzinfo=timezone.utc)
+    start = datetime.fromisoformat(whole).replace(tzinfo=UTC)
     return start.timestamp() + float(f"0.{fraction or 0}")

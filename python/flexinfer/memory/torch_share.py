@@ -135,8 +135,9 @@ def watch(device_index: int, memory: TorchMemory) -> None:
 @cache
 def _attach_observer() -> None:
     attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-    if attach is None:
-        logger.info("this torch has no out-of-memory observer: only failed steps are tried again")
+    # To attach starts CUDA, which raises where a CUDA build of torch finds no driver.
+    if attach is None or not torch.cuda.is_available():
+        logger.info("torch cannot tell of its shortage here: only failed steps are tried again")
         return
     attach(on_torch_out_of_memory)
 

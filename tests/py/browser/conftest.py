@@ -5,13 +5,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 
-from helpers.chat_page import ChatPage
 from helpers.serving import ServerProcess
+
+if TYPE_CHECKING:
+    from selenium import webdriver
+
+    from helpers.chat_page import ChatPage
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")
@@ -40,6 +43,9 @@ def server_with_keys(tmp_path: Path) -> Iterator[ServerProcess]:
 def driver() -> Iterator[webdriver.Chrome]:
     if CHROMIUM is None or DRIVER is None:
         pytest.skip("no browser here: apt-get install chromium chromium-driver")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
@@ -57,6 +63,8 @@ def page(
 
     A screenshot is kept of how each test leaves it; anything on the console is a failure.
     """
+    from helpers.chat_page import ChatPage
+
     chat = ChatPage(driver, server.url)
     chat.resize(1440, 900)
     chat.open_new()

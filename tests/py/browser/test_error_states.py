@@ -8,6 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
+
+pytest.importorskip("selenium")
+
 from selenium.webdriver import ActionChains, Keys
 
 from helpers.chat_page import ChatPage

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import httpx
 import pytest
+
+pytest.importorskip("selenium")
+
 from selenium.webdriver import Keys
 
 from helpers.chat_page import ChatPage

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("selenium")
+
 from helpers.chat_page import ChatPage
 
 pytestmark = pytest.mark.browser

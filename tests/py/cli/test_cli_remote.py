@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-pytest.importorskip("httpx2")
-
 from flexinfer.cli.app import app
 from flexinfer.cli.endpoint import Endpoint, EndpointError
 from helpers.stub_http_server import Reply, events, loopback

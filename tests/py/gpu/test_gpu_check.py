@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,33 @@ def test_wrong_arguments_are_refused_with_the_known_ones(arguments: tuple[str, .
     done = call(*arguments)
     assert done.returncode == 1
     assert "there are: environment" in done.stderr or "--help" in done.stderr
+
+
+def test_only_the_environment_can_be_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPU_CHECK_DIR", str(tmp_path))
+    done = call("--only", "environment", "--skip", "environment,build", "--dry-run-on-cpu")
+    assert done.returncode == 0, done.stderr
+    assert "0 stages failed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("folder", "missing"),
+    [("gpu", ("selenium", "fastapi", "uvicorn", "httpx2", "openai")), ("browser", ("selenium",))],
+)
+def test_tests_are_collected_where_packages_are_missing(
+    folder: str, missing: tuple[str, ...], tmp_path: Path
+) -> None:
+    for name in missing:
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError({name!r})\n")
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [*command, f"tests/py/{folder}"], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    # 5: nothing was collected, all modules are skipped.
+    assert done.returncode == (0 if folder == "gpu" else 5), done.stdout[-3000:]
 
 
 def test_help_names_every_option() -> None:

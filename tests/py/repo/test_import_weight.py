@@ -9,7 +9,7 @@ import pytest
 
 HEAVY = (
     *("torch", "transformers", "numpy", "fastapi", "starlette", "uvicorn", "prometheus_client"),
-    *("matplotlib", "aiohttp", "httpx2", "tokenizers", "jinja2", "asyncio", "flexinfer._vtensor"),
+    *("matplotlib", "aiohttp", "httpx", "tokenizers", "jinja2", "asyncio", "flexinfer._vtensor"),
 )
 MAX_FLEXINFER = 40
 """Modules that `import flexinfer` loads: those of the standard library that it needs."""

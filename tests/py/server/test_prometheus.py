@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("fastapi")
-httpx = pytest.importorskip("httpx2")
 
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families

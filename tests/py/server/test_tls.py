@@ -88,7 +88,6 @@ def test_plain_http_gets_no_answer(server: TLSServer) -> None:
 def test_commands_say_what_to_do_about_a_certificate_they_do_not_trust(
     server: TLSServer, command: tuple[str, ...]
 ) -> None:
-    pytest.importorskip("httpx2")
     result = CliRunner().invoke(app, [*command, "--url", server.url], input="Hello\n")
     assert result.exit_code == 2
     assert "is not trusted here" in result.stderr
@@ -98,7 +97,6 @@ def test_commands_say_what_to_do_about_a_certificate_they_do_not_trust(
 def test_commands_talk_to_a_server_whose_authority_they_trust(
     server: TLSServer, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("httpx2")
     monkeypatch.setenv("SSL_CERT_FILE", str(files.ca))
     result = CliRunner().invoke(app, ["chat", "--url", server.url], input="Hello\n")
     assert result.exit_code == 0, result.stderr

@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from contextvars import ContextVar
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -117,7 +117,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line: time, level, logger, message, request_id, and what else is known."""
 
     def format(self, record: logging.LogRecord) -> str:
-        when = datetime.fromtimestamp(record.created, timezone.utc)
+        when = datetime.fromtimestamp(record.created, UTC)
         line: dict[str, Any] = {
             "time": when.isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

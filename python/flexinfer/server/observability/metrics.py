@@ -46,7 +46,7 @@ class EngineCollector:
         asked = asyncio.ensure_future(self._engine.call(lambda engine: engine.stats()))
         try:
             self._stats = await asyncio.wait_for(asked, SCRAPE_TIMEOUT_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             logger.warning("the engine gave no numbers in %.0f s: a long step", SCRAPE_TIMEOUT_S)
         except EngineDeadError:
             logger.debug("the engine has ended: its last numbers stay")
