@@ -8,10 +8,10 @@ export PYTHON JOBS PYTEST_ARGS
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow soak sanitize lint format stubs map bench docs dev clean
+.PHONY: help demo test test-slow test-pypi-torch soak sanitize lint format stubs map bench docs dev clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 demo: ## set up all that is needed and run the demo: six-turn chats that share memory
 	@scripts/demo.sh $(ARGS)
@@ -21,6 +21,9 @@ test: ## set up, build, run the C++ tests (ctest) and the Python tests (pytest)
 
 test-slow: ## the Python tests marked slow
 	@scripts/test.sh slow
+
+test-pypi-torch: ## the tests that ask torch for a GPU, with PyPI's CUDA build of torch (5.6 GB more)
+	@scripts/test.sh pypi-torch
 
 soak: ## three minutes of mixed load on a server: nothing lost, wrong, or left behind
 	@scripts/test.sh soak

@@ -4,9 +4,16 @@
 #   scripts/test.sh             everything but the tests marked slow
 #   scripts/test.sh slow        only those marked slow, with lm-eval installed for them
 #   scripts/test.sh soak        only the soak, three minutes
+#   scripts/test.sh pypi-torch  the tests that ask torch for a GPU, with PyPI's CUDA build of torch
+#                               (in .venv-pypi, 5.6 GB), as a machine has it that knows PyPI alone
 #
 # The Python tests are spread over the cores, file by file. PYTEST_ARGS goes to pytest, e.g.
 # PYTEST_ARGS='-k prefix -x', or PYTEST_ARGS='-n 0 --pdb' for one process.
+if [ "${1:-}" = pypi-torch ]; then
+  FLEXINFER_VENV="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv-pypi"
+  export FLEXINFER_VENV FLEXINFER_TORCH_INDEX=none PIP_CONFIG_FILE=/dev/null
+  unset PIP_FIND_LINKS PIP_EXTRA_INDEX_URL
+fi
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/cpp_tests.sh"
 
@@ -27,6 +34,15 @@ if [ "${1:-}" = soak ]; then
   setup_venv dev
   stage "Soak: a server under mixed load (pytest)"
   "$PY" -m pytest -s tests/py/server/test_soak.py "${pytest_args[@]}"
+  exit 0
+fi
+
+if [ "${1:-}" = pypi-torch ]; then
+  begin "make test-pypi-torch"
+  setup_venv dev
+  stage "Python tests that ask torch for a GPU, with torch $("$PY" -c 'import torch; print(torch.__version__)')"
+  "$PY" -m pytest -m "not slow" -n "$((JOBS < 4 ? JOBS : 4))" --dist loadfile "${pytest_args[@]}" \
+    tests/py/{memory,gpu,runner} tests/py/vtensor/test_cuda_*.py
   exit 0
 fi
 

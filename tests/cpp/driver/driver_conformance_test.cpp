@@ -1,4 +1,4 @@
-// The rules of vtensor/vmm/driver.h, on every driver. Contents are checked through read() and
+// The rules of vtensor/driver/driver.h, on every driver. Contents are checked through read() and
 // write(); addresses are touched only where they are this process's own.
 #include <gtest/gtest.h>
 

@@ -45,7 +45,7 @@ def test_only_the_environment_can_be_chosen(
 
 @pytest.mark.parametrize(
     ("folder", "missing"),
-    [("gpu", ("selenium", "fastapi", "uvicorn", "httpx2", "openai")), ("browser", ("selenium",))],
+    [("gpu", ("selenium", "fastapi", "uvicorn", "openai")), ("browser", ("selenium",))],
 )
 def test_tests_are_collected_where_packages_are_missing(
     folder: str, missing: tuple[str, ...], tmp_path: Path

@@ -22,7 +22,7 @@ BUILT_HERE = ROOT / "build" / "standin_cuda" / "libcuda.so.1"
 
 def _is_fresh(library: Path) -> bool:
     sources = [*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]
-    sources.append(ROOT / "cpp" / "vtensor" / "vmm" / "cuda_abi.h")
+    sources.append(ROOT / "cpp" / "vtensor" / "driver" / "cuda" / "cuda_abi.h")
     return library.exists() and library.stat().st_mtime >= max(s.stat().st_mtime for s in sources)
 
 

@@ -180,8 +180,12 @@ def test_nothing_leaves_the_observer(caplog: pytest.LogCaptureFixture) -> None:
     assert "could not give memory back" in caplog.text
 
 
-def test_the_observer_is_attached_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("has_driver", "num_attached"), [(True, 1), (False, 0)])
+def test_the_observer_is_attached_once_and_only_where_there_is_a_driver(
+    has_driver: bool, num_attached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attached: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_driver)
     monkeypatch.setattr(
         torch._C, "_cuda_attach_out_of_memory_observer", attached.append, raising=False
     )
@@ -191,7 +195,7 @@ def test_the_observer_is_attached_once(monkeypatch: pytest.MonkeyPatch) -> None:
         for memory in memories:
             watch(3, memory)
     torch_share._attach_observer.cache_clear()
-    assert attached == [on_torch_out_of_memory]
+    assert attached == [on_torch_out_of_memory] * num_attached
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@
 // then the call, then a commit or an undo, which are noexcept. The lock is not held during the
 // call, so the worker's slow creates do not hold up a map on the step's path.
 //
-// Not vmm/ledger.h: that one merges chunks with consecutive handles into segments, as the kernel
+// Not ledger.h: that one merges chunks with consecutive handles into segments, as the kernel
 // does with file offsets; CUDA's handles have no order, its undo must not throw, and each chunk
 // carries its window address.
 //
