@@ -52,9 +52,9 @@ Plan make_plan(const SegmentArray& segments, const std::vector<SharedTuple>& sha
   return {std::move(rows), ranges, options};
 }
 
-std::vector<std::string> level_names() {
+std::vector<std::string> isa_names() {
   std::vector<std::string> names;
-  for (const Level* level : available_levels()) names.emplace_back(level->name);
+  for (const Isa* isa : available_isas()) names.emplace_back(isa->name);
   return names;
 }
 
@@ -95,19 +95,19 @@ void bind_attention(nb::module_& m) {
           "__init__",
           [](HostAttention* self, const ArenaShape& shape,
              const std::vector<std::pair<uintptr_t, uintptr_t>>& layers, uintptr_t start_threads,
-             const std::string& level) {
+             const std::string& isa) {
             std::vector<LayerArena> arenas;
             arenas.reserve(layers.size());
             for (const auto& [k, v] : layers) arenas.push_back({pointer(k), pointer(v)});
             const Parallel parallel(reinterpret_cast<Parallel::Start>(start_threads));
-            new (self) HostAttention(shape, std::move(arenas), parallel, find_level(level));
+            new (self) HostAttention(shape, std::move(arenas), parallel, find_isa(isa));
           },
-          "shape"_a, "layers"_a, "start_threads"_a = 0, "level"_a = "",
+          "shape"_a, "layers"_a, "start_threads"_a = 0, "isa"_a = "",
           "layers: addresses of K and V. start_threads: address of GOMP_parallel, 0 for one "
           "thread. "
-          "level: one of simd_levels(), or the best. Raises ValueError for an unsupported head "
+          "isa: one of available_isas(), or the best. Raises ValueError for an unsupported head "
           "size.")
-      .def_prop_ro("level", [](const HostAttention& self) { return self.level().name; })
+      .def_prop_ro("isa", [](const HostAttention& self) { return self.isa().name; })
       .def(
           "forward",
           [](HostAttention& self, const Plan& plan, size_t layer, uintptr_t query,
@@ -135,11 +135,11 @@ void bind_row_ops(nb::module_& m) {
   nb::class_<RowOps>(m, "RowOps", "Operations on the rows of a batch; addresses as integers.")
       .def(
           "__init__",
-          [](RowOps* self, uintptr_t start_threads, const std::string& level) {
+          [](RowOps* self, uintptr_t start_threads, const std::string& isa) {
             const Parallel parallel(reinterpret_cast<Parallel::Start>(start_threads));
-            new (self) RowOps(parallel, find_level(level));
+            new (self) RowOps(parallel, find_isa(isa));
           },
-          "start_threads"_a = 0, "level"_a = "")
+          "start_threads"_a = 0, "isa"_a = "")
       .def(
           "rms_norm",
           [](const RowOps& self, int dtype, uintptr_t x, int64_t x_stride, uintptr_t weight,
@@ -181,12 +181,12 @@ void bind_linear(nb::module_& m) {
   nb::class_<Linear>(m, "Linear", "Linear layers with packed weights; addresses as integers.")
       .def(
           "__init__",
-          [](Linear* self, uintptr_t start_threads, const std::string& level) {
+          [](Linear* self, uintptr_t start_threads, const std::string& isa) {
             const Parallel parallel(reinterpret_cast<Parallel::Start>(start_threads));
-            new (self) Linear(parallel, find_level(level));
+            new (self) Linear(parallel, find_isa(isa));
           },
-          "start_threads"_a = 0, "level"_a = "")
-      .def_prop_ro("level", [](const Linear& self) { return self.level().name; })
+          "start_threads"_a = 0, "isa"_a = "")
+      .def_prop_ro("isa", [](const Linear& self) { return self.isa().name; })
       .def(
           "has_many_rows",
           [](const Linear& self, int dtype, int64_t depth) {
@@ -223,7 +223,7 @@ void bind_linear(nb::module_& m) {
 
 NB_MODULE(_kernels, m) {
   m.doc() = "Attention and row operations on the CPU. Internal; see attention.host and row_ops.";
-  m.def("simd_levels", &level_names, "Instruction sets that this build and this CPU both have.");
+  m.def("available_isas", &isa_names, "Instruction sets that this build and this CPU both have.");
   bind_plan(m);
   bind_attention(m);
   bind_row_ops(m);

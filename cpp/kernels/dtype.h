@@ -9,7 +9,7 @@ namespace vtensor::kernels {
 enum class DType { kFloat32, kBFloat16, kFloat16 };
 inline constexpr size_t kNumDTypes = 3;
 
-// Storage only; the SIMD levels know how to widen and round them.
+// Storage only; the instruction sets' code knows how to widen and round them.
 struct BFloat16 {
   uint16_t bits;
 };

@@ -131,7 +131,7 @@ class HostAttention::LayerRun {
     task.begin = planned.begin;
     task.end = planned.end;
     if (planned.partial >= 0) task.partial = partials_ + planned.partial * partial_stride_;
-    owner_.level_->attend[static_cast<size_t>(shape_.dtype)](call_, task, scratch);
+    owner_.isa_->attend[static_cast<size_t>(shape_.dtype)](call_, task, scratch);
     if (planned.partial >= 0) merge_complete(task, block);
   }
 
@@ -145,7 +145,7 @@ class HostAttention::LayerRun {
       const std::span<const int32_t> rows = plan_.partials_of(token);
       const MergeTask merge = {partials_, rows.data(),     static_cast<int>(rows.size()),
                                token,     task.first_head, task.num_heads};
-      owner_.level_->merge[static_cast<size_t>(shape_.dtype)](call_, merge);
+      owner_.isa_->merge[static_cast<size_t>(shape_.dtype)](call_, merge);
     }
   }
 
@@ -166,8 +166,8 @@ class HostAttention::LayerRun {
 };
 
 HostAttention::HostAttention(const ArenaShape& shape, std::vector<LayerArena> layers,
-                             Parallel parallel, const Level& level)
-    : shape_(shape), layers_(std::move(layers)), parallel_(parallel), level_(&level) {
+                             Parallel parallel, const Isa& isa)
+    : shape_(shape), layers_(std::move(layers)), parallel_(parallel), isa_(&isa) {
   if (shape.head_dim < 1 || shape.head_dim > kMaxHeadDim || shape.head_dim % kHeadDimStep != 0) {
     throw std::invalid_argument(
         "the host kernel takes head sizes that are multiples of " + std::to_string(kHeadDimStep) +

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "kernels/attention/plan.h"
-#include "kernels/isa.h"
+#include "kernels/isa/choice.h"
 #include "kernels/parallel.h"
 
 namespace vtensor::kernels {
@@ -56,9 +56,9 @@ class HostAttention {
  public:
   // Throws std::invalid_argument for a head_dim that is no multiple of 16 or above 256.
   HostAttention(const ArenaShape& shape, std::vector<LayerArena> layers, Parallel parallel,
-                const Level& level);
+                const Isa& isa);
 
-  const Level& level() const { return *level_; }
+  const Isa& isa() const { return *isa_; }
 
   // Throws std::invalid_argument, before anything is written, for a plan that does not fit the
   // arena or a scaling that is not positive.
@@ -85,7 +85,7 @@ class HostAttention {
   ArenaShape shape_;
   std::vector<LayerArena> layers_;
   Parallel parallel_;
-  const Level* level_;
+  const Isa* isa_;
   Buffer scratch_;
   Buffer partials_;
   std::vector<int32_t> pending_;  // by token and head block: partial results that are still missing

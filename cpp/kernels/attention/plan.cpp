@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernels/attention/task.h"
+#include "kernels/calls/attention.h"
 
 namespace vtensor::kernels {
 namespace {

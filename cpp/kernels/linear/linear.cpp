@@ -25,7 +25,7 @@ void Linear::forward(DType dtype, const LinearCall& call, int64_t num_rows, int 
     forward_many(dtype, call, num_rows, num_threads);
     return;
   }
-  const auto compute = level_->linear[static_cast<size_t>(dtype)];
+  const auto compute = isa_->linear[static_cast<size_t>(dtype)];
   const int64_t width = panel_columns(dtype), num_panels = (call.columns + width - 1) / width;
   const int64_t worth = 1 + num_rows * call.depth * call.columns / kWorkPerThread;
   const int64_t parts =
@@ -40,14 +40,14 @@ void Linear::forward(DType dtype, const LinearCall& call, int64_t num_rows, int 
 }
 
 bool Linear::has_many_rows(DType dtype, int64_t depth) const {
-  return level_->linear_many[static_cast<size_t>(dtype)] != nullptr && depth % kPanelDepth == 0;
+  return isa_->linear_many[static_cast<size_t>(dtype)] != nullptr && depth % kPanelDepth == 0;
 }
 
 // Each thread has a share of the rows or of the panels, of which there is more: what a thread
 // splits of the other in float32 is split by each.
 void Linear::forward_many(DType dtype, const LinearCall& call, int64_t num_rows,
                           int num_threads) const {
-  const auto compute = level_->linear_many[static_cast<size_t>(dtype)];
+  const auto compute = isa_->linear_many[static_cast<size_t>(dtype)];
   const int64_t width = panel_columns(dtype), num_panels = (call.columns + width - 1) / width;
   const bool by_rows = num_rows >= call.columns;
   const int64_t units = by_rows ? (num_rows + kRowStep - 1) / kRowStep : num_panels;

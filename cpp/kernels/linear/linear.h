@@ -10,30 +10,30 @@
 
 #include <cstdint>
 
-#include "kernels/isa.h"
+#include "kernels/isa/choice.h"
 #include "kernels/parallel.h"
 
 namespace vtensor::kernels {
 
 class Linear {
  public:
-  Linear(Parallel parallel, const Level& level) : parallel_(parallel), level_(&level) {}
+  Linear(Parallel parallel, const Isa& isa) : parallel_(parallel), isa_(&isa) {}
 
-  const Level& level() const { return *level_; }
+  const Isa& isa() const { return *isa_; }
 
   // REQUIRES: dtype float32 or bfloat16; sizes as LinearCall says; num_threads >= 1; the output
-  // overlaps no input; for gates bfloat16, a level that has_many_rows, and kMinManyRows of them.
+  // overlaps no input; for gates bfloat16, an Isa that has_many_rows, and kMinManyRows of them.
   // Throws std::bad_alloc where many rows want scratch memory.
   void forward(DType dtype, const LinearCall& call, int64_t num_rows, int num_threads) const;
 
-  // Whether the level has a kernel for a prefill's many rows of such a layer.
+  // Whether the Isa has a kernel for a prefill's many rows of such a layer.
   bool has_many_rows(DType dtype, int64_t depth) const;
 
  private:
   void forward_many(DType dtype, const LinearCall& call, int64_t num_rows, int num_threads) const;
 
   Parallel parallel_;
-  const Level* level_;
+  const Isa* isa_;
 };
 
 }  // namespace vtensor::kernels

@@ -30,16 +30,16 @@ void RowOps::run(void (*compute)(const Call&, int64_t, int64_t), const Call& cal
 }
 
 void RowOps::rms_norm(DType dtype, const RowCall& call, int64_t num_rows, int num_threads) const {
-  run(level_->rms_norm[static_cast<size_t>(dtype)], call, num_rows, call.width, num_threads);
+  run(isa_->rms_norm[static_cast<size_t>(dtype)], call, num_rows, call.width, num_threads);
 }
 
 void RowOps::silu_mul(DType dtype, const RowCall& call, int64_t num_rows, int num_threads) const {
-  run(level_->silu_mul[static_cast<size_t>(dtype)], call, num_rows, call.width, num_threads);
+  run(isa_->silu_mul[static_cast<size_t>(dtype)], call, num_rows, call.width, num_threads);
 }
 
 void RowOps::rotate(DType dtype, const RotaryCall& call, int64_t num_tokens,
                     int num_threads) const {
-  run(level_->rotate[static_cast<size_t>(dtype)], call, num_tokens, call.num_heads * call.width,
+  run(isa_->rotate[static_cast<size_t>(dtype)], call, num_tokens, call.num_heads * call.width,
       num_threads);
 }
 

@@ -7,14 +7,14 @@
 
 #include <cstdint>
 
-#include "kernels/isa.h"
+#include "kernels/isa/choice.h"
 #include "kernels/parallel.h"
 
 namespace vtensor::kernels {
 
 class RowOps {
  public:
-  RowOps(Parallel parallel, const Level& level) : parallel_(parallel), level_(&level) {}
+  RowOps(Parallel parallel, const Isa& isa) : parallel_(parallel), isa_(&isa) {}
 
   // REQUIRES, of all three: widths are multiples of kHeadDimStep, for rotate of twice that;
   // num_threads >= 1. Outputs overlap no input, but rotate's may be its input.
@@ -28,7 +28,7 @@ class RowOps {
            int64_t row_elements, int num_threads) const;
 
   Parallel parallel_;
-  const Level* level_;
+  const Isa* isa_;
 };
 
 }  // namespace vtensor::kernels

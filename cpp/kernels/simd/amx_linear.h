@@ -93,5 +93,10 @@ inline void amx_linear(const LinearCall& call, int64_t num_rows, int64_t begin, 
   }
 }
 
+template <>
+void linear<BFloat16>(const LinearCall& call, int64_t num_rows, int64_t begin, int64_t end) {
+  amx_linear(call, num_rows, begin, end);
+}
+
 }  // namespace
 }  // namespace vtensor::kernels

@@ -2,7 +2,7 @@
 //
 // Squares of 32 rows times 32 outputs, as two tiles of each: rows are tiles where they stand in x,
 // outputs where they stand in their panel. The rows of a block stay in the second-level cache while
-// panel after panel is multiplied with them. Beside the tiles' products vectors write the outputs
+// panel after panel is multiplied with them. Overlap the tiles' products vectors write the outputs
 // of the square before, and what comes next is asked for.
 //
 // Sums are float32 over the whole depth, in its order, rounded once: a row's outputs are the same
@@ -84,7 +84,7 @@ class SquareWriter {
   int64_t rows_ = 0;  // a step
 };
 
-// What is asked for beside the products: a share of the panels that come next, and the lines that
+// What is asked for during the products: a share of the panels that come next, and the lines that
 // the square's outputs will be written to and its residual read from.
 class SquarePrefetch {
  public:
@@ -133,7 +133,7 @@ class SquarePrefetch {
 
 // C tiles 0 1 / 2 3 = 32 rows from x on times the outputs.
 VTENSOR_INLINE void square_multiply(const char* x, int64_t x_bytes, const SquareOutputs& outputs,
-                                    int64_t num_steps, SquarePrefetch ahead, SquareWriter& beside) {
+                                    int64_t num_steps, SquarePrefetch ahead, SquareWriter& overlap) {
   constexpr int64_t kXStep = kAmxDepth * 2, kStep = kAmxRows * kPanelRowBytes;
   const char* left = outputs.left;
   const char* right = outputs.right;
@@ -154,7 +154,7 @@ VTENSOR_INLINE void square_multiply(const char* x, int64_t x_bytes, const Square
     left += kStep;
     right += kStep;
     ahead.step();
-    beside.step();
+    overlap.step();
   }
 }
 

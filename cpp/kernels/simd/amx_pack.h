@@ -12,7 +12,7 @@
 
 #include <immintrin.h>
 
-#include "kernels/attention/task.h"
+#include "kernels/calls/attention.h"
 #include "kernels/simd/amx_tiles.h"
 #include "kernels/simd/split.h"
 

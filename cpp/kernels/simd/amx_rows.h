@@ -41,49 +41,49 @@ VTENSOR_INLINE void multiply_loaded() {
 constexpr int kMaxBlocks = kMaxRows / kBlockRows;
 // Calls of step() for a depth of 32: products of parts.
 template <class T>
-constexpr int kBesideSteps = kPartsOf<T> == 1 ? 1 : 6;
+constexpr int kOverlapSteps = kPartsOf<T> == 1 ? 1 : 6;
 
-template <class T, bool kBoth, class Beside>
+template <class T, bool kBoth, class Overlap>
 VTENSOR_INLINE void multiply_depth(const float* a, int64_t a_next, const float* b, int64_t b_next,
-                                   Beside& beside) {
+                                   Overlap& overlap) {
   load_a(a, a_next);
   if constexpr (kPartsOf<T> == 1) {
     load_b<kBoth>(b, b_next);
     multiply_loaded<kBoth>();
-    beside.step();
+    overlap.step();
   } else {
     load_b<kBoth>(b + 2 * kTileFloats, b_next);
     multiply_loaded<kBoth>();  // a1 b3
-    beside.step();
+    overlap.step();
     load_b<kBoth>(b + kTileFloats, b_next);
     multiply_loaded<kBoth>();  // a1 b2
-    beside.step();
+    overlap.step();
     load_a(a + kTileFloats, a_next);
     multiply_loaded<kBoth>();  // a2 b2
-    beside.step();
+    overlap.step();
     load_b<kBoth>(b, b_next);
     multiply_loaded<kBoth>();  // a2 b1
-    beside.step();
+    overlap.step();
     load_a(a + 2 * kTileFloats, a_next);
     multiply_loaded<kBoth>();  // a3 b1
-    beside.step();
+    overlap.step();
     load_a(a, a_next);
     multiply_loaded<kBoth>();  // a1 b1
-    beside.step();
+    overlap.step();
   }
 }
 
 // scores = keys times queries, of the block.
-template <class T, bool kBoth, class Beside>
+template <class T, bool kBoth, class Overlap>
 VTENSOR_INLINE void multiply_keys(const RowBlock& block, const float* queries, const float* keys,
-                                  int head_dim, float* scores, Beside& beside) {
+                                  int head_dim, float* scores, Overlap& overlap) {
   constexpr int64_t kStep = kPartsOf<T> * kTileFloats;
   const int64_t next = head_dim / kAmxDepth * kStep;
   for (int key = block.begin; key < block.end; key += 32) {
     amx_zero();
     const float* a = keys + key / kTileRows * next;
     for (int64_t i = 0; i < next; i += kStep) {
-      multiply_depth<T, kBoth>(a + i, next, queries + i, next, beside);
+      multiply_depth<T, kBoth>(a + i, next, queries + i, next, overlap);
     }
     float* c = scores + key * kBlockRows;
     _tile_stored(0, c, kBlockRows * 4);
@@ -96,10 +96,10 @@ VTENSOR_INLINE void multiply_keys(const RowBlock& block, const float* queries, c
 }
 
 // output += values times weights, of the block.
-template <class T, bool kBoth, class Beside>
+template <class T, bool kBoth, class Overlap>
 VTENSOR_INLINE void multiply_values(const RowBlock& block, const float* weights,
                                     const float* values, int head_dim, float* output,
-                                    Beside& beside) {
+                                    Overlap& overlap) {
   constexpr int64_t kStep = kPartsOf<T> * kTileFloats, kNext = kKeySteps * kStep;
   for (int dim = 0; dim < head_dim; dim += 32) {
     float* c = output + dim * kBlockRows;
@@ -112,7 +112,7 @@ VTENSOR_INLINE void multiply_values(const RowBlock& block, const float* weights,
     const float* a = values + dim / kTileRows * kNext;
     for (int64_t i = block.begin / kAmxDepth * kStep; i < block.end / kAmxDepth * kStep;
          i += kStep) {
-      multiply_depth<T, kBoth>(a + i, kNext, weights + i, kNext, beside);
+      multiply_depth<T, kBoth>(a + i, kNext, weights + i, kNext, overlap);
     }
     _tile_stored(0, c, kBlockRows * 4);
     _tile_stored(2, c + kTileRows * kBlockRows, kBlockRows * 4);
@@ -185,7 +185,7 @@ class AmxTask {
     void step() {}
   };
   // What vectors do while tiles multiply.
-  struct Beside {
+  struct Overlap {
     Weights<T> weights;
     NextRows<T>& next;
     VTENSOR_INLINE void step() {
@@ -202,12 +202,12 @@ class AmxTask {
     compute_scores(0, nothing);
     NextRows<T> next(task_, tile_ + kTileTokens, dim_);
     for (int i = 0; i < num_blocks_; ++i) {
-      Beside beside{Weights<T>(), next};
-      start(i, beside.weights);
-      next.spread((num_blocks_ - i) * steps_beside(i));
-      if (i > 0) add_values(i - 1, beside);
-      if (i + 1 < num_blocks_) compute_scores(i + 1, beside);
-      beside.weights.finish();
+     Overlap overlap{Weights<T>(), next};
+      start(i, overlap.weights);
+      next.spread((num_blocks_ - i) * steps_of_overlap(i));
+      if (i > 0) add_values(i - 1, overlap);
+      if (i + 1 < num_blocks_) compute_scores(i + 1, overlap);
+      overlap.weights.finish();
     }
     add_values(num_blocks_ - 1, nothing);
   }
@@ -245,27 +245,27 @@ class AmxTask {
     return position < call_.window ? 0 : clip(position + 1 - call_.window - tile_, 0, num_keys_);
   }
 
-  template <class Beside>
-  void compute_scores(int i, Beside& beside) {
+  template <class Overlap>
+  void compute_scores(int i, Overlap& overlap) {
     const RowBlock& block = blocks_[i];
     const float* queries = s_.queries + block.row / 2 * dim_ * kPartsOf<T>;
     float* scores = s_.scores + i % 2 * kScoreFloats;
     if (block.halves() == 2) {
-      multiply_keys<T, true>(block, queries, s_.keys, dim_, scores, beside);
+      multiply_keys<T, true>(block, queries, s_.keys, dim_, scores, overlap);
     } else {
-      multiply_keys<T, false>(block, queries, s_.keys, dim_, scores, beside);
+      multiply_keys<T, false>(block, queries, s_.keys, dim_, scores, overlap);
     }
   }
 
-  template <class Beside>
-  void add_values(int i, Beside& beside) {
+  template <class Overlap>
+  void add_values(int i, Overlap& overlap) {
     const RowBlock& block = blocks_[i];
     const float* weights = s_.weights + i % 2 * kWeightFloats<T>;
     float* output = s_.output + block.row * dim_;
     if (block.halves() == 2) {
-      multiply_values<T, true>(block, weights, s_.values, dim_, output, beside);
+      multiply_values<T, true>(block, weights, s_.values, dim_, output, overlap);
     } else {
-      multiply_values<T, false>(block, weights, s_.values, dim_, output, beside);
+      multiply_values<T, false>(block, weights, s_.values, dim_, output, overlap);
     }
   }
 
@@ -278,15 +278,15 @@ class AmxTask {
       factor = 1;
     }
     if (block.masked) mask_block(call_, task_, block, tile_, num_keys_, scores);
-    weights.start(block, s_, i % 2, dim_, factor, steps_beside(i));
+    weights.start(block, s_, i % 2, dim_, factor, steps_of_overlap(i));
   }
 
   // Of the products of the blocks before and behind; at least 1.
-  int steps_beside(int i) const {
+  int steps_of_overlap(int i) const {
     int keys = 0;
     if (i > 0) keys += blocks_[i - 1].end - blocks_[i - 1].begin;
     if (i + 1 < num_blocks_) keys += blocks_[i + 1].end - blocks_[i + 1].begin;
-    const int steps = keys / kAmxDepth * (dim_ / kAmxDepth) * kBesideSteps<T>;
+    const int steps = keys / kAmxDepth * (dim_ / kAmxDepth) * kOverlapSteps<T>;
     return steps > 0 ? steps : 1;
   }
 

@@ -81,9 +81,9 @@ VTENSOR_INLINE void multiply_tiles() {
 
 // What vectors do while the tiles multiply, a little at each step of the depth: they add the sums
 // of the tiles before to the output and split the next panel.
-class Beside {
+class Overlap {
  public:
-  explicit Beside(const LinearCall& call, bool is_first) : call_(call), is_first_(is_first) {}
+  explicit Overlap(const LinearCall& call, bool is_first) : call_(call), is_first_(is_first) {}
 
   // The inputs [0, depth) of `panel`, in about `num_steps` steps.
   void split_next(const float* panel, int64_t depth, int64_t num_steps, float* tiles) {
@@ -149,7 +149,7 @@ class Beside {
 
 // C tiles 0 1 / 2 3 = two tiles of rows times two of columns, each product with one change of
 // parts; the small ones first.
-inline void split_multiply(const float* rows, const float* weight, int64_t depth, Beside& beside) {
+inline void split_multiply(const float* rows, const float* weight, int64_t depth, Overlap& overlap) {
   amx_zero();
   for (int64_t k = 0; k < depth; k += kAmxDepth) {
     load_rows(rows);
@@ -159,7 +159,7 @@ inline void split_multiply(const float* rows, const float* weight, int64_t depth
     multiply_tiles();  // x1 w2
     load_rows(rows + kTileFloats);
     multiply_tiles();  // x2 w2
-    beside.step();
+    overlap.step();
     load_weight(weight);
     multiply_tiles();  // x2 w1
     load_rows(rows + 2 * kTileFloats);
@@ -186,30 +186,30 @@ inline void split_block(const LinearCall& call, int64_t row, int64_t num_rows, i
   const auto inputs_of = [&](int64_t panel) {
     return static_cast<const float*>(call.panels) + (panel * call.depth + k) * kSplitColumns;
   };
-  Beside beside(call, k == 0);
-  beside.split_next(inputs_of(begin), depth, 1, weight);
-  beside.end_split();
+ Overlap overlap(call, k == 0);
+  overlap.split_next(inputs_of(begin), depth, 1, weight);
+  overlap.end_split();
   alignas(64) float sums[2][4 * kTileRows * kTileRows];
   int which = 0;
   for (int64_t panel = begin; panel < end; ++panel) {
-    if (panel + 1 < end) beside.split_next(inputs_of(panel + 1), depth, tiles * steps, next_weight);
+    if (panel + 1 < end) overlap.split_next(inputs_of(panel + 1), depth, tiles * steps, next_weight);
     for (int64_t n = 0; n < kSplitColumns; n += 2 * kTileRows) {
       const int64_t column = panel * kSplitColumns + n;
       if (column >= call.columns) break;
       for (int64_t m = 0; m < num_rows; m += 2 * kTileRows, which ^= 1) {
         split_multiply(scratch + m / kTileRows * kBlockFloats,
-                       weight + n / kTileRows * kBlockFloats, depth, beside);
-        beside.end_add();
+                       weight + n / kTileRows * kBlockFloats, depth, overlap);
+        overlap.end_add();
         amx_store(sums[which], 2 * kTileRows);
-        beside.add_next(sums[which], row + m, less(2 * kTileRows, num_rows - m), column, steps);
+        overlap.add_next(sums[which], row + m, less(2 * kTileRows, num_rows - m), column, steps);
       }
     }
-    beside.end_split();
+    overlap.end_split();
     float* other = weight;
     weight = next_weight;
     next_weight = other;
   }
-  beside.end_add();
+  overlap.end_add();
 }
 
 // Blocks of equal size, as few as there can be.

@@ -3,7 +3,7 @@
 // A product of tiles sums over 32 bfloat16 numbers and keeps sums in float32. C is 2 x 2 tiles, so
 // that a tile of A or B that is loaded is used twice. The configuration belongs to the thread and
 // others (oneDNN) may have set it: AmxTiles puts it back.
-// REQUIRES: the process may use AMX (level.cpp asks for it).
+// REQUIRES: the process may use AMX (isa/choice.cpp asks for it).
 #pragma once
 
 #include <immintrin.h>

@@ -4,7 +4,7 @@
 // is broadcast to it. Sums are float32 whatever the dtype.
 #pragma once
 
-#include "kernels/attention/task.h"
+#include "kernels/calls/linear.h"
 #include "kernels/simd/rows.h"
 #include "kernels/simd/vec.h"
 

@@ -1,7 +1,7 @@
-// The operations of a layer beside its products and its attention, each in one pass over its rows.
+// The operations of a layer besides its products and its attention, each in one pass over its rows.
 #pragma once
 
-#include "kernels/attention/task.h"
+#include "kernels/calls/rows.h"
 #include "kernels/simd/vec.h"
 
 namespace vtensor::kernels {

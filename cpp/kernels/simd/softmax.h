@@ -8,7 +8,7 @@
 //   2. sum = the sum of 2^(score - maximum), output = that of 2^(score - maximum) * value.
 #pragma once
 
-#include "kernels/attention/task.h"
+#include "kernels/calls/attention.h"
 #include "kernels/simd/vec.h"
 
 namespace vtensor::kernels {

@@ -1,8 +1,8 @@
 // Vec: kLanes floats, in the vector extensions of GCC and Clang, whatever the instruction set.
 //
-// Each level_<name>.cpp sets VTENSOR_LANES, includes these headers and is compiled with its own
+// Each isa/<name>.cpp sets VTENSOR_LANES, includes these headers and is compiled with its own
 // target options. Everything here therefore has internal linkage: nothing compiled for one
-// instruction set may be linked into another level.
+// instruction set may be linked into another one.
 #pragma once
 
 #include <cstdint>

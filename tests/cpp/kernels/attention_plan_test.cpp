@@ -8,7 +8,7 @@
 #include <set>
 #include <stdexcept>
 
-#include "kernels/attention/task.h"
+#include "kernels/calls/attention.h"
 
 namespace vtensor::kernels {
 namespace {

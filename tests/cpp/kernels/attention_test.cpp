@@ -1,4 +1,4 @@
-// The whole kernel against attention written out in double precision, at every level of this
+// The whole kernel against attention written out in double precision, with every instruction set of this
 // machine and on several threads. Python's tests compare with torch; these also run under the
 // sanitizers.
 #include "kernels/attention/attention.h"
@@ -122,7 +122,7 @@ std::vector<double> slow_row(Arena& arena, const Inputs& inputs, const Segment& 
 }
 
 void check(const Model& model, const std::vector<Segment>& segments,
-           const std::vector<SharedRange>& shared, const PlanOptions& options, const Level& level,
+           const std::vector<SharedRange>& shared, const PlanOptions& options, const Isa& isa,
            Parallel::Start start = start_threads) {
   std::mt19937 random(7);
   std::normal_distribution<float> normal;
@@ -147,7 +147,7 @@ void check(const Model& model, const std::vector<Segment>& segments,
   }
   const Plan plan(segments, shared, options);
   Inputs inputs(model, plan.num_tokens(), random);
-  HostAttention attention(arena.shape(), arena.layers(), Parallel(start), level);
+  HostAttention attention(arena.shape(), arena.layers(), Parallel(start), isa);
   attention.forward(plan, 1, inputs.of());
   for (const Segment& segment : segments) {
     for (int64_t position = segment.start; position < segment.end; ++position) {
@@ -156,16 +156,16 @@ void check(const Model& model, const std::vector<Segment>& segments,
         const auto expected = slow_row(arena, inputs, segment, position, head, options.window);
         for (size_t i = 0; i < expected.size(); ++i) {
           const auto at = static_cast<size_t>((token * model.num_heads() + head) * model.head_dim);
-          ASSERT_NEAR(inputs.output[at + i], expected[i], 2e-5) << level.name << " token " << token;
+          ASSERT_NEAR(inputs.output[at + i], expected[i], 2e-5) << isa.name << " token " << token;
         }
       }
     }
   }
 }
 
-class HostAttentionLevels : public testing::TestWithParam<const Level*> {};
+class HostAttentionIsas : public testing::TestWithParam<const Isa*> {};
 
-TEST_P(HostAttentionLevels, mixed_batch_on_threads_equals_attention_written_out) {
+TEST_P(HostAttentionIsas, mixed_batch_on_threads_equals_attention_written_out) {
   const Model model{2, 3, 48};
   const std::vector<Segment> segments = {
       {2, 0, 700, 701}, {0, 1, 0, 1}, {1, 2, 530, 531}, {3, 3, 130, 190}};
@@ -176,7 +176,7 @@ TEST_P(HostAttentionLevels, mixed_batch_on_threads_equals_attention_written_out)
   }
 }
 
-TEST_P(HostAttentionLevels, nested_shared_ranges_equal_attention_written_out) {
+TEST_P(HostAttentionIsas, nested_shared_ranges_equal_attention_written_out) {
   const Model model{1, 4, 64};
   const std::vector<Segment> segments = {
       {0, 0, 600, 601}, {1, 1, 512, 513}, {2, 2, 700, 702}, {3, 4, 256, 257}};
@@ -187,7 +187,7 @@ TEST_P(HostAttentionLevels, nested_shared_ranges_equal_attention_written_out) {
   }
 }
 
-TEST_P(HostAttentionLevels, random_batches_do_not_depend_on_how_many_threads_come) {
+TEST_P(HostAttentionIsas, random_batches_do_not_depend_on_how_many_threads_come) {
   std::mt19937 random(3);
   const auto pick = [&](std::initializer_list<int64_t> choices) {
     return choices.begin()[std::uniform_int_distribution<size_t>(0, choices.size() - 1)(random)];
@@ -219,7 +219,7 @@ TEST_P(HostAttentionLevels, random_batches_do_not_depend_on_how_many_threads_com
 
 // The arena ends with the last token of its last slot, and holds nothing else: an address sanitizer
 // sees a read beyond it.
-std::vector<float> bfloat16_output(const Level& level, int head_dim, int64_t num_new) {
+std::vector<float> bfloat16_output(const Isa& isa, int head_dim, int64_t num_new) {
   constexpr int64_t kTokens = 300, kGroup = 4;
   const int64_t past = kTokens - num_new;
   std::mt19937 random(11);
@@ -237,7 +237,7 @@ std::vector<float> bfloat16_output(const Level& level, int head_dim, int64_t num
   std::vector<uint16_t> output(query.size());
   const ArenaShape shape{DType::kBFloat16,   1,        kTokens, 1, head_dim,
                          kTokens * head_dim, head_dim, head_dim};
-  HostAttention attention(shape, {{k.data(), v.data()}}, Parallel(start_threads), level);
+  HostAttention attention(shape, {{k.data(), v.data()}}, Parallel(start_threads), isa);
   const LayerInputs inputs{{query.data(), head_dim, kGroup * head_dim},
                            {key.data(), 0, head_dim},
                            {value.data(), 0, head_dim},
@@ -251,10 +251,10 @@ std::vector<float> bfloat16_output(const Level& level, int head_dim, int64_t num
   return wide;
 }
 
-TEST_P(HostAttentionLevels, bfloat16_equals_the_portable_level) {
+TEST_P(HostAttentionIsas, bfloat16_equals_the_portable_level) {
   for (const int head_dim : {32, 48, 128}) {
     for (const int64_t num_new : {1, 2, 33, 300}) {
-      const auto expected = bfloat16_output(find_level("portable"), head_dim, num_new);
+      const auto expected = bfloat16_output(find_isa("portable"), head_dim, num_new);
       const auto output = bfloat16_output(*GetParam(), head_dim, num_new);
       for (size_t i = 0; i < output.size(); ++i) {
         ASSERT_NEAR(output[i], expected[i], 2.5e-2 * (1 + std::abs(expected[i]))) << head_dim;
@@ -263,13 +263,13 @@ TEST_P(HostAttentionLevels, bfloat16_equals_the_portable_level) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(AllLevels, HostAttentionLevels, testing::ValuesIn(available_levels()),
+INSTANTIATE_TEST_SUITE_P(All, HostAttentionIsas, testing::ValuesIn(available_isas()),
                          [](const auto& info) { return std::string(info.param->name); });
 
 TEST(HostAttention, head_sizes_that_no_vector_fits_are_refused) {
   for (const int head_dim : {8, 40, 272}) {
     const Arena arena({1, 1, head_dim}, 1, 4);
-    EXPECT_THROW(HostAttention(arena.shape(), arena.layers(), Parallel(), find_level("")),
+    EXPECT_THROW(HostAttention(arena.shape(), arena.layers(), Parallel(), find_isa("")),
                  std::invalid_argument);
   }
 }
@@ -279,7 +279,7 @@ TEST(HostAttention, a_plan_outside_of_the_arena_is_refused_before_anything_is_wr
   Arena arena(model, 2, 8);
   std::mt19937 random(1);
   Inputs inputs(model, 1, random);
-  HostAttention attention(arena.shape(), arena.layers(), Parallel(), find_level(""));
+  HostAttention attention(arena.shape(), arena.layers(), Parallel(), find_isa(""));
   for (const Segment& outside : {Segment{2, 0, 3, 4}, Segment{0, 0, 8, 9}}) {
     EXPECT_THROW(attention.forward(Plan({outside}, {}, {}), 1, inputs.of()), std::invalid_argument);
   }
@@ -291,10 +291,10 @@ TEST(HostAttention, a_plan_outside_of_the_arena_is_refused_before_anything_is_wr
   EXPECT_TRUE(std::isnan(*arena.k(0, 3, 0)));
 }
 
-TEST(Level, names_find_levels_and_wrong_ones_name_the_choices) {
-  for (const Level* level : available_levels()) EXPECT_EQ(&find_level(level->name), level);
+TEST(Isa, names_find_them_and_wrong_ones_name_the_choices) {
+  for (const Isa* isa : available_isas()) EXPECT_EQ(&find_isa(isa->name), isa);
   try {
-    find_level("mmx");
+    find_isa("mmx");
     FAIL();
   } catch (const std::invalid_argument& error) {
     EXPECT_NE(std::string(error.what()).find("portable"), std::string::npos);

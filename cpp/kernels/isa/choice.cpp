@@ -1,4 +1,4 @@
-#include "kernels/isa.h"
+#include "kernels/isa/choice.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -46,7 +46,7 @@ bool cpu_has_avx512() {
 // AMX's tiles are state that the kernel saves only for processes that have asked for it.
 bool cpu_has_amx() {
 #if defined(__x86_64__) && defined(__linux__)
-  if (!cpu_has_avx512() || amx_level() == nullptr) return false;
+  if (!cpu_has_avx512() || amx_isa() == nullptr) return false;
   if (!cpuid_bit(7, 1, &CpuId::a, 5) || !cpuid_bit(7, 0, &CpuId::d, 22) ||
       !cpuid_bit(7, 0, &CpuId::d, 24)) {
     return false;  // avx512_bf16, amx_bf16, amx_tile
@@ -58,12 +58,12 @@ bool cpu_has_amx() {
 #endif
 }
 
-std::vector<const Level*> find_available() {
-  std::vector<const Level*> levels = {portable_level()};
-  if (avx2_level() != nullptr && cpu_has_avx2()) levels.push_back(avx2_level());
-  if (avx512_level() != nullptr && cpu_has_avx512()) levels.push_back(avx512_level());
-  if (cpu_has_amx()) levels.push_back(amx_level());
-  return levels;
+std::vector<const Isa*> find_available() {
+  std::vector<const Isa*> isas = {portable_isa()};
+  if (avx2_isa() != nullptr && cpu_has_avx2()) isas.push_back(avx2_isa());
+  if (avx512_isa() != nullptr && cpu_has_avx512()) isas.push_back(avx512_isa());
+  if (cpu_has_amx()) isas.push_back(amx_isa());
+  return isas;
 }
 
 }  // namespace
@@ -85,23 +85,24 @@ size_t scratch_floats(int head_dim) {
   return std::max(widened, amx);
 }
 
-const std::vector<const Level*>& available_levels() {
-  static const std::vector<const Level*> levels = find_available();
-  return levels;
+const std::vector<const Isa*>& available_isas() {
+  static const std::vector<const Isa*> isas = find_available();
+  return isas;
 }
 
-const Level& find_level(const std::string& name) {
-  const std::vector<const Level*>& levels = available_levels();
+const Isa& find_isa(const std::string& name) {
+  const std::vector<const Isa*>& isas = available_isas();
   const char* forced = std::getenv("FLEXINFER_SIMD");
   const std::string wanted = !name.empty() ? name : forced != nullptr ? forced : "";
-  if (wanted.empty()) return *levels.back();
+  if (wanted.empty()) return *isas.back();
   std::string choices;
-  for (const Level* level : levels) {
-    if (wanted == level->name) return *level;
-    choices += choices.empty() ? level->name : std::string(", ") + level->name;
+  for (const Isa* isa : isas) {
+    if (wanted == isa->name) return *isa;
+    choices += choices.empty() ? isa->name : std::string(", ") + isa->name;
   }
-  throw std::invalid_argument("no SIMD level '" + wanted + "' on this machine; choose one of " +
-                              choices + " (argument or FLEXINFER_SIMD)");
+  throw std::invalid_argument("no instruction set '" + wanted +
+                              "' on this machine; choose one of " + choices +
+                              " (argument or FLEXINFER_SIMD)");
 }
 
 }  // namespace vtensor::kernels

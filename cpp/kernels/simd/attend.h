@@ -1,16 +1,12 @@
-// One level's functions: a task from its queries to its output, and the merge of partial outputs.
+// The attention of one instruction set: a task from its queries to its output, and the merge of
+// partial outputs.
 #pragma once
 
 #if defined(__AMX_BF16__)
-#include "kernels/simd/amx_linear.h"
-#include "kernels/simd/amx_many_linear.h"
 #include "kernels/simd/amx_rows.h"
-#include "kernels/simd/amx_split_linear.h"
 #endif
 #include "kernels/simd/few_rows.h"
-#include "kernels/simd/linear.h"
 #include "kernels/simd/many_rows.h"
-#include "kernels/simd/rows.h"
 
 namespace vtensor::kernels {
 namespace {
@@ -166,13 +162,6 @@ void attend(const LayerCall& call, const AttendTask& task, float* scratch) {
   attend_widened<T>(call, task, scratch);
 }
 
-#if defined(__AMX_BF16__)
-template <>
-void linear<BFloat16>(const LinearCall& call, int64_t num_rows, int64_t begin, int64_t end) {
-  amx_linear(call, num_rows, begin, end);
-}
-#endif
-
 // Partial results with maxima m_i, sums l_i and outputs o_i are, with m = max m_i, together
 // sum 2^(m_i - m) o_i and sum 2^(m_i - m) l_i (ChunkAttention, equation 2).
 template <class T>
@@ -200,22 +189,6 @@ void merge(const LayerCall& call, const MergeTask& task) {
     }
     write_output<T>(call, task.token, head, accumulated, maximum, sum);
   }
-}
-
-constexpr Level make_level(const char* name) {
-  return {name,
-          kLanes,
-          {attend<float>, attend<BFloat16>, attend<Float16>},
-          {merge<float>, merge<BFloat16>, merge<Float16>},
-          {rms_norm<float>, rms_norm<BFloat16>, rms_norm<Float16>},
-          {silu_mul<float>, silu_mul<BFloat16>, silu_mul<Float16>},
-          {rotate<float>, rotate<BFloat16>, rotate<Float16>},
-          {linear<float>, linear<BFloat16>, nullptr},
-#if defined(__AMX_BF16__)
-          {amx_split_linear, amx_many_linear, nullptr}};
-#else
-          {}};
-#endif
 }
 
 }  // namespace

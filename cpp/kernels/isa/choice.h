@@ -1,0 +1,27 @@
+// The instruction sets that this build and this CPU both have, and the choice among them.
+//
+// An Isa computes one task; what tasks a step consists of is the plan's business, who runs them the
+// attention's.
+//
+// Thread-safety: all of it may be called from any thread.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "kernels/isa/isa.h"
+
+namespace vtensor::kernels {
+
+// Of one thread.
+size_t scratch_floats(int head_dim);
+
+// What this build and this CPU both have, best last; "portable" is always there.
+const std::vector<const Isa*>& available_isas();
+
+// The one called `name`; "": that of the environment variable FLEXINFER_SIMD, else the best.
+// Throws std::invalid_argument, naming the choices, for one that this build or CPU does not have.
+const Isa& find_isa(const std::string& name);
+
+}  // namespace vtensor::kernels

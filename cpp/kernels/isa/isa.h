@@ -1,0 +1,40 @@
+// Isa: the kernels compiled for one instruction set, as a table of functions.
+//
+// One source, simd/*.h, is compiled once per instruction set (<name>.cpp). Nothing of the
+// standard library here: its inline functions must not be compiled for a special instruction set
+// (simd/vec.h). Which one runs is choice.h's business.
+//
+// Thread-safety: no state.
+#pragma once
+
+#include "kernels/calls/attention.h"
+#include "kernels/calls/linear.h"
+#include "kernels/calls/rows.h"
+#include "kernels/dtype.h"
+
+namespace vtensor::kernels {
+
+struct Isa {
+  const char* name;
+  int lanes;  // floats in a vector
+  // By DType. `scratch` holds scratch_floats(head_dim) floats, aligned to 64 bytes, any contents.
+  void (*attend[kNumDTypes])(const LayerCall&, const AttendTask&, float* scratch);
+  void (*merge[kNumDTypes])(const LayerCall&, const MergeTask&);
+  // Rows or tokens [begin, end).
+  void (*rms_norm[kNumDTypes])(const RowCall&, int64_t begin, int64_t end);
+  void (*silu_mul[kNumDTypes])(const RowCall&, int64_t begin, int64_t end);
+  void (*rotate[kNumDTypes])(const RotaryCall&, int64_t begin, int64_t end);
+  // Panels [begin, end), for all rows. None for float16.
+  void (*linear[kNumDTypes])(const LinearCall&, int64_t num_rows, int64_t begin, int64_t end);
+  // For at least kMinManyRows rows on AMX, with a depth that is a multiple of kPanelDepth, else
+  // none. `scratch`: kSplitFloats in float32, none in bfloat16. Gates: in bfloat16.
+  void (*linear_many[kNumDTypes])(const LinearCall&, const LinearBlock&, float* scratch);
+};
+
+// One for each isa/<name>.cpp; none where the compiler's target has no such instructions.
+const Isa* portable_isa();
+const Isa* avx2_isa();
+const Isa* avx512_isa();
+const Isa* amx_isa();
+
+}  // namespace vtensor::kernels

@@ -1,0 +1,34 @@
+// make_isa: the table of what simd/*.h compiles to here. Included by each isa/<name>.cpp alone.
+#pragma once
+
+#include "kernels/isa/isa.h"
+#if defined(__AMX_BF16__)
+#include "kernels/simd/amx_linear.h"
+#include "kernels/simd/amx_many_linear.h"
+#include "kernels/simd/amx_split_linear.h"
+#endif
+#include "kernels/simd/attend.h"
+#include "kernels/simd/linear.h"
+#include "kernels/simd/rows.h"
+
+namespace vtensor::kernels {
+namespace {
+
+constexpr Isa make_isa(const char* name) {
+  return {name,
+          kLanes,
+          {attend<float>, attend<BFloat16>, attend<Float16>},
+          {merge<float>, merge<BFloat16>, merge<Float16>},
+          {rms_norm<float>, rms_norm<BFloat16>, rms_norm<Float16>},
+          {silu_mul<float>, silu_mul<BFloat16>, silu_mul<Float16>},
+          {rotate<float>, rotate<BFloat16>, rotate<Float16>},
+          {linear<float>, linear<BFloat16>, nullptr},
+#if defined(__AMX_BF16__)
+          {amx_split_linear, amx_many_linear, nullptr}};
+#else
+          {}};
+#endif
+}
+
+}  // namespace
+}  // namespace vtensor::kernels
