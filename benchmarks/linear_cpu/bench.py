@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "machine": platform.processor() or platform.machine(),
             "threads": arguments.threads,
             "torch": torch.__version__,
-            "level": panel_linear.kernel().level,
+            "isa": panel_linear.kernel().isa,
             "load_before": load_before,
             "load_after": os.getloadavg(),
             "results": rows,

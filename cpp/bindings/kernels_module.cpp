@@ -1,5 +1,6 @@
 // The nanobind module flexinfer._kernels: attention and row operations on the CPU, for
-// attention/host.py and row_ops.py alone.
+// the few Python files that
+// tests/py/repo/test_layers.py names.
 //
 // Addresses come as integers: a layer call then costs less than a microsecond, where converting
 // four tensors through DLPack costs several. The Python side has checked dtypes, shapes and dense
@@ -31,11 +32,15 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-DType dtype_of(const std::string& name) {
-  if (name == "float32") return DType::kFloat32;
-  if (name == "bfloat16") return DType::kBFloat16;
-  if (name == "float16") return DType::kFloat16;
-  throw std::invalid_argument("the host kernel takes float32, bfloat16 and float16, got " + name);
+DType dtype_of(size_t index) {
+  if (index >= kNumDTypes) throw std::invalid_argument("the kernels know no dtype of this number");
+  return static_cast<DType>(index);
+}
+
+nb::dict dtypes() {
+  nb::dict found;
+  for (size_t i = 0; i < kNumDTypes; ++i) found[kDTypeNames[i]] = i;
+  return found;
 }
 
 Plan make_plan(const SegmentArray& segments, const std::vector<SharedTuple>& shared,
@@ -81,7 +86,7 @@ void bind_attention(nb::module_& m) {
                          "Shape and strides, in elements, of each layer's K and V.")
       .def(
           "__init__",
-          [](ArenaShape* self, const std::string& dtype, int64_t num_slots, int64_t max_seq_len,
+          [](ArenaShape* self, size_t dtype, int64_t num_slots, int64_t max_seq_len,
              int num_kv_heads, int head_dim, int64_t slot_stride, int64_t token_stride,
              int64_t head_stride) {
             new (self) ArenaShape{dtype_of(dtype), num_slots,   max_seq_len,  num_kv_heads,
@@ -142,35 +147,35 @@ void bind_row_ops(nb::module_& m) {
           "start_threads"_a = 0, "isa"_a = "")
       .def(
           "rms_norm",
-          [](const RowOps& self, int dtype, uintptr_t x, int64_t x_stride, uintptr_t weight,
+          [](const RowOps& self, size_t dtype, uintptr_t x, int64_t x_stride, uintptr_t weight,
              uintptr_t output, int64_t num_rows, int64_t width, float eps, int num_threads) {
             const RowCall call = {pointer(x), pointer(weight), pointer(output), x_stride, 0, width,
                                   eps};
-            self.rms_norm(static_cast<DType>(dtype), call, num_rows, num_threads);
+            self.rms_norm(dtype_of(dtype), call, num_rows, num_threads);
           },
           nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "x_stride"_a, "weight"_a,
           "output"_a, "num_rows"_a, "width"_a, "eps"_a, "num_threads"_a)
       .def(
           "silu_mul",
-          [](const RowOps& self, int dtype, uintptr_t x, int64_t x_stride, uintptr_t factor,
+          [](const RowOps& self, size_t dtype, uintptr_t x, int64_t x_stride, uintptr_t factor,
              int64_t factor_stride, uintptr_t output, int64_t num_rows, int64_t width,
              int num_threads) {
             const RowCall call = {
                 pointer(x), pointer(factor), pointer(output), x_stride, factor_stride, width, 0};
-            self.silu_mul(static_cast<DType>(dtype), call, num_rows, num_threads);
+            self.silu_mul(dtype_of(dtype), call, num_rows, num_threads);
           },
           nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "x_stride"_a, "factor"_a,
           "factor_stride"_a, "output"_a, "num_rows"_a, "width"_a, "num_threads"_a)
       .def(
           "rotate",
-          [](const RowOps& self, int dtype, uintptr_t x, int64_t head_stride, int64_t token_stride,
+          [](const RowOps& self, size_t dtype, uintptr_t x, int64_t head_stride, int64_t token_stride,
              uintptr_t cos, uintptr_t sin, uintptr_t output, int64_t output_head_stride,
              int64_t output_token_stride, int64_t num_heads, int64_t num_tokens, int64_t width,
              int num_threads) {
             const RotaryCall call = {
                 pointer(x),   pointer(cos),       pointer(sin),        pointer(output), head_stride,
                 token_stride, output_head_stride, output_token_stride, num_heads,       width};
-            self.rotate(static_cast<DType>(dtype), call, num_tokens, num_threads);
+            self.rotate(dtype_of(dtype), call, num_tokens, num_threads);
           },
           nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "head_stride"_a,
           "token_stride"_a, "cos"_a, "sin"_a, "output"_a, "output_head_stride"_a,
@@ -189,13 +194,13 @@ void bind_linear(nb::module_& m) {
       .def_prop_ro("isa", [](const Linear& self) { return self.isa().name; })
       .def(
           "has_many_rows",
-          [](const Linear& self, int dtype, int64_t depth) {
-            return self.has_many_rows(static_cast<DType>(dtype), depth);
+          [](const Linear& self, size_t dtype, int64_t depth) {
+            return self.has_many_rows(dtype_of(dtype), depth);
           },
           "dtype"_a, "depth"_a, "Whether a prefill's many rows of such a layer are fast.")
       .def(
           "forward",
-          [](const Linear& self, int dtype, uintptr_t x, int64_t x_stride, uintptr_t panels,
+          [](const Linear& self, size_t dtype, uintptr_t x, int64_t x_stride, uintptr_t panels,
              uintptr_t bias, uintptr_t residual, int64_t residual_stride, uintptr_t output,
              int64_t num_rows, int64_t depth, int64_t columns, bool gates, int num_threads) {
             LinearCall call;
@@ -210,7 +215,7 @@ void bind_linear(nb::module_& m) {
             call.depth = depth;
             call.columns = columns;
             call.gates = gates;
-            self.forward(static_cast<DType>(dtype), call, num_rows, num_threads);
+            self.forward(dtype_of(dtype), call, num_rows, num_threads);
           },
           nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "x_stride"_a, "panels"_a,
           "bias"_a, "residual"_a, "residual_stride"_a, "output"_a, "num_rows"_a, "depth"_a,
@@ -222,8 +227,9 @@ void bind_linear(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_kernels, m) {
-  m.doc() = "Attention and row operations on the CPU. Internal; see attention.host and row_ops.";
+  m.doc() = "Attention and row operations on the CPU. Internal; see runtime.kernels.";
   m.def("available_isas", &isa_names, "Instruction sets that this build and this CPU both have.");
+  m.attr("DTYPES") = dtypes();
   bind_plan(m);
   bind_attention(m);
   bind_row_ops(m);

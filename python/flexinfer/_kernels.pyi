@@ -1,5 +1,5 @@
 """
-Attention and row operations on the CPU. Internal; see attention.host and row_ops.
+Attention and row operations on the CPU. Internal; see runtime.kernels.
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,10 @@ import numpy
 from numpy.typing import NDArray
 
 
-def simd_levels() -> list[str]:
+def available_isas() -> list[str]:
     """Instruction sets that this build and this CPU both have."""
+
+DTYPES: dict = {'float32' : 0, 'bfloat16' : 1, 'float16' : 2}
 
 class Plan:
     """What one step's attention consists of, the same for all layers."""
@@ -32,18 +34,18 @@ class Plan:
 class ArenaShape:
     """Shape and strides, in elements, of each layer's K and V."""
 
-    def __init__(self, dtype: str, num_slots: int, max_seq_len: int, num_kv_heads: int, head_dim: int, slot_stride: int, token_stride: int, head_stride: int) -> None: ...
+    def __init__(self, dtype: int, num_slots: int, max_seq_len: int, num_kv_heads: int, head_dim: int, slot_stride: int, token_stride: int, head_stride: int) -> None: ...
 
 class HostAttention:
     """A step's attention over the KV arena, one call a layer."""
 
-    def __init__(self, shape: ArenaShape, layers: Sequence[tuple[int, int]], start_threads: int = 0, level: str = '') -> None:
+    def __init__(self, shape: ArenaShape, layers: Sequence[tuple[int, int]], start_threads: int = 0, isa: str = '') -> None:
         """
-        layers: addresses of K and V. start_threads: address of GOMP_parallel, 0 for one thread. level: one of simd_levels(), or the best. Raises ValueError for an unsupported head size.
+        layers: addresses of K and V. start_threads: address of GOMP_parallel, 0 for one thread. isa: one of available_isas(), or the best. Raises ValueError for an unsupported head size.
         """
 
     @property
-    def level(self) -> str: ...
+    def isa(self) -> str: ...
 
     def forward(self, plan: Plan, layer: int, query: int, query_head_stride: int, query_token_stride: int, key: int, key_head_stride: int, key_token_stride: int, value: int, value_head_stride: int, value_token_stride: int, output: int, scaling: float, softcap: float, sinks: int) -> None:
         """
@@ -53,7 +55,7 @@ class HostAttention:
 class RowOps:
     """Operations on the rows of a batch; addresses as integers."""
 
-    def __init__(self, start_threads: int = 0, level: str = '') -> None: ...
+    def __init__(self, start_threads: int = 0, isa: str = '') -> None: ...
 
     def rms_norm(self, dtype: int, x: int, x_stride: int, weight: int, output: int, num_rows: int, width: int, eps: float, num_threads: int) -> None: ...
 
@@ -64,10 +66,10 @@ class RowOps:
 class Linear:
     """Linear layers with packed weights; addresses as integers."""
 
-    def __init__(self, start_threads: int = 0, level: str = '') -> None: ...
+    def __init__(self, start_threads: int = 0, isa: str = '') -> None: ...
 
     @property
-    def level(self) -> str: ...
+    def isa(self) -> str: ...
 
     def has_many_rows(self, dtype: int, depth: int) -> bool:
         """Whether a prefill's many rows of such a layer are fast."""

@@ -1,4 +1,4 @@
-"""Attention on the CPU by our own kernel (cpp/vtensor/kernels/), one call a layer for a batch.
+"""Attention on the CPU by our own kernel (cpp/kernels/), one call a layer for a batch.
 
 The kernel stores the step's keys and values and attends over the arena, prefills and decodes
 mixed; keys that requests share are read once for all of them (ChunkAttention, section 3.2; the
@@ -22,11 +22,11 @@ from flexinfer.attention.base import (
     LayerKV,
 )
 from flexinfer.attention.sharing_cost import SharingCost
+from flexinfer.runtime.kernels import DTYPES
 from flexinfer.runtime.openmp import start_threads_address
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 256
 NO_WINDOW = 2**63 - 1
 
@@ -63,8 +63,8 @@ class HostAttention(AttentionBackend):
     Not thread-safe. Raises ValueError for layers or a step that the kernel does not take.
     """
 
-    def __init__(self, layers: Sequence[LayerKV], level: str = "") -> None:
-        """level: instruction set, one of `simd_levels()`; "": FLEXINFER_SIMD, or the best."""
+    def __init__(self, layers: Sequence[LayerKV], isa: str = "") -> None:
+        """isa: instruction set, one of `available_isas()`; "": FLEXINFER_SIMD, or the best."""
         super().__init__(layers)
         reason = unsupported_reason(layers)
         if reason is not None:
@@ -82,15 +82,15 @@ class HostAttention(AttentionBackend):
             k.stride(2),
         )
         addresses = [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in layers]
-        self._kernel = _kernels.HostAttention(shape, addresses, start_threads_address(), level)
+        self._kernel = _kernels.HostAttention(shape, addresses, start_threads_address(), isa)
         self._dtype = k.dtype
         self._planned_for: AttentionMetadata | None = None
         self._plans: dict[tuple[int, int, int], _kernels.Plan] = {}
 
     @property
-    def level(self) -> str:
+    def isa(self) -> str:
         """The instruction set that is used."""
-        return self._kernel.level
+        return self._kernel.isa
 
     @property
     def sharing_cost(self) -> SharingCost:
@@ -209,8 +209,3 @@ def make_plan(
         window,
         num_threads,
     )
-
-
-def simd_levels() -> list[str]:
-    """Instruction sets that this build and this CPU both have, best last."""
-    return _kernels.simd_levels()

@@ -3,7 +3,7 @@ AMX the many of a prefill.
 
 A decode step is bound by reading the weights. oneDNN and MKL reach their speed with hundreds of
 rows; with 1 to 64 of them they take up to twice as long as reading takes (docs/lean_step.md). The
-kernel (cpp/vtensor/kernels/linear) reads the weight in the order in which oneDNN has packed it, so
+kernel (cpp/kernels/linear) reads the weight in the order in which oneDNN has packed it, so
 that both work on the same memory: panels of 64 (float32) or 32 (bfloat16) outputs. That order is
 oneDNN's own affair; whether it is this one is seen by comparison, once for each shape.
 
@@ -23,11 +23,10 @@ import torch
 
 from flexinfer import _kernels
 from flexinfer.layers.onednn_linear import PackedLinear, can_pack, pack_weight
+from flexinfer.runtime.kernels import DTYPES
 from flexinfer.runtime.openmp import start_threads_address
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""In the order of kernels::DType."""
-LEVELS = {torch.float32: ("avx512", "amx"), torch.bfloat16: ("amx",)}
+ISAS = {torch.float32: ("avx512", "amx"), torch.bfloat16: ("amx",)}
 """Instruction sets with which the kernel was measured to be faster than oneDNN."""
 MAX_ROWS = {torch.float32: 64, torch.bfloat16: 48}
 """With more rows oneDNN is as fast, where the kernel has no way of its own for many rows."""
@@ -40,7 +39,7 @@ def supports(weight: torch.Tensor) -> bool:
     """Whether a layer with this weight [out_features, in_features] is faster here."""
     return (
         can_run(weight)
-        and kernel().level in LEVELS[weight.dtype]
+        and kernel().isa in ISAS[weight.dtype]
         and can_pack(weight.dtype, weight.device)
         and is_packed_in_panels(weight.dtype, *weight.shape)
     )
@@ -48,7 +47,7 @@ def supports(weight: torch.Tensor) -> bool:
 
 def can_run(weight: torch.Tensor) -> bool:
     """Whether the kernel can compute this layer, on whatever CPU."""
-    if weight.device.type != "cpu" or weight.dtype not in DTYPES or weight.dim() != 2:
+    if weight.device.type != "cpu" or weight.dtype not in PANEL_COLUMNS or weight.dim() != 2:
         return False
     columns, depth = weight.shape
     return columns % COLUMNS_STEP == 0 and depth % DEPTH_STEP[weight.dtype] == 0 and depth > 0
@@ -137,7 +136,7 @@ def multiply_panels(
         raise ValueError(
             f"gates take no residual, more than {MAX_ROWS[torch.bfloat16]} rows of bfloat16, AMX, "
             f"and a multiple of {2 * PANEL_COLUMNS[torch.bfloat16]} outputs; got {tuple(x.shape)} "
-            f"{x.dtype} and {columns} outputs on {kernel().level}"
+            f"{x.dtype} and {columns} outputs on {kernel().isa}"
         )
     if x.dtype != dtype or not x.is_cpu or x.shape != (*output.shape[:-1], depth):
         raise ValueError(
@@ -188,6 +187,6 @@ def kernel() -> _kernels.Linear:
     return make_kernel()
 
 
-def make_kernel(level: str = "") -> _kernels.Linear:
-    """level: instruction set, one of `simd_levels()`; "": FLEXINFER_SIMD, or the best."""
-    return _kernels.Linear(start_threads_address(), level)
+def make_kernel(isa: str = "") -> _kernels.Linear:
+    """isa: instruction set, one of `available_isas()`; "": FLEXINFER_SIMD, or the best."""
+    return _kernels.Linear(start_threads_address(), isa)

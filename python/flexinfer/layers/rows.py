@@ -14,10 +14,9 @@ from typing import NoReturn
 import torch
 
 from flexinfer import _kernels
+from flexinfer.runtime.kernels import DTYPES
 from flexinfer.runtime.openmp import start_threads_address
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""In the order of kernels::DType."""
 WIDTH_STEP = 16
 
 
@@ -154,6 +153,6 @@ def kernel() -> _kernels.RowOps:
     return make_kernel()
 
 
-def make_kernel(level: str = "") -> _kernels.RowOps:
-    """level: instruction set, one of `simd_levels()`; "": FLEXINFER_SIMD, or the best."""
-    return _kernels.RowOps(start_threads_address(), level)
+def make_kernel(isa: str = "") -> _kernels.RowOps:
+    """isa: instruction set, one of `available_isas()`; "": FLEXINFER_SIMD, or the best."""
+    return _kernels.RowOps(start_threads_address(), isa)

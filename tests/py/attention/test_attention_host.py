@@ -1,4 +1,4 @@
-"""The host kernel equals the SDPA reference: random batches, every SIMD level, shared or not."""
+"""The host kernel equals the SDPA reference on random batches, with every instruction set."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from flexinfer.attention.base import (
     Segment,
     SharedRange,
 )
-from flexinfer.attention.host import HostAttention, simd_levels
+from flexinfer.attention.host import HostAttention
 from flexinfer.attention.sdpa import SdpaAttention
+from flexinfer.runtime.kernels import available_isas
 from flexinfer.runtime.openmp import start_threads_address
 from helpers.tiny_models import CONFIGS, random_prompts
 
 torch.set_num_threads(1)
 NUM_SLOTS, NUM_LAYERS = 8, 2
-LEVELS = simd_levels()
+ISAS = available_isas()
 # Of outputs that are averages of normal numbers; the reference computes in float32.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.5e-2, torch.float16: 4e-3}
 CPU = torch.device("cpu")
@@ -156,10 +157,10 @@ def expected_of(
     return output, wide
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=40, deadline=None)
 @given(case=cases(), seed=st.integers(0, 1000))
-def test_host_kernel_equals_sdpa(level: str, case: Case, seed: int) -> None:
+def test_host_kernel_equals_sdpa(isa: str, case: Case, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     arena = make_arena(case, generator)
     rows = random_rows(case, generator)
@@ -167,7 +168,7 @@ def test_host_kernel_equals_sdpa(level: str, case: Case, seed: int) -> None:
     metadata = dataclasses.replace(
         AttentionMetadata.build(case.segments, CPU), shared=tuple(case.shared)
     )
-    backend = HostAttention(layers_of(arena), level)
+    backend = HostAttention(layers_of(arena), isa)
     output = backend.forward(1, *rows, case.options, metadata)
     assert output.dtype == case.dtype
     tolerance = TOLERANCE[case.dtype]
@@ -223,11 +224,11 @@ def test_sharing_changes_nothing_but_the_order_of_additions() -> None:
     torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cut", [64, 77, 130])
 def test_a_token_is_the_same_bits_in_whatever_chunk_of_its_prompt(
-    level: str, dtype: torch.dtype, cut: int
+    isa: str, dtype: torch.dtype, cut: int
 ) -> None:
     """Scores grow with the position, so that the maxima of the softmax are raised often."""
     whole = Case([Segment(0, 0, 150, 350)], [], 2, 2, 64, dtype, False, AttentionOptions())
@@ -237,7 +238,7 @@ def test_a_token_is_the_same_bits_in_whatever_chunk_of_its_prompt(
     q, k = 4 * q, k * torch.linspace(0.1, 3, 200)[:, None].to(dtype)
 
     def outputs_of(*chunks: Segment) -> torch.Tensor:
-        backend = HostAttention(layers_of(copy_of(arena)), level)
+        backend = HostAttention(layers_of(copy_of(arena)), isa)
         parts = []
         for chunk in chunks:
             rows = (part[:, chunk.start - 150 : chunk.end - 150] for part in (q, k, v))
@@ -292,10 +293,10 @@ def test_auto_takes_the_host_kernel_on_the_cpu() -> None:
 
 
 def test_an_unknown_simd_level_is_refused_with_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"no SIMD level 'mmx'.*portable"):
+    with pytest.raises(ValueError, match=r"no instruction set 'mmx'.*portable"):
         HostAttention(some_layers(), "mmx")
     monkeypatch.setenv("FLEXINFER_SIMD", "portable")
-    assert HostAttention(some_layers()).level == "portable"
+    assert HostAttention(some_layers()).isa == "portable"
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,18 @@ torch = pytest.importorskip("torch")
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flexinfer.attention.host import simd_levels
 from flexinfer.layers import host_linear as panel_linear
 from flexinfer.layers import rows as row_ops
 from flexinfer.layers.host_linear import PanelLinear, in_panels, multiply_panels
+from flexinfer.runtime.kernels import DTYPES, available_isas
 
 EXAMPLES = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
-@pytest.fixture(params=simd_levels())
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture(params=available_isas())
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     kernel = panel_linear.make_kernel(request.param)
     monkeypatch.setattr(panel_linear, "kernel", lambda: kernel)
     before = torch.get_num_threads()
@@ -48,7 +48,7 @@ def multiply(x: Any, weight: Any, bias: Any, residual: Any, output: Any) -> None
     is_slice=st.booleans(),
 )
 def test_panel_linear(
-    level: str,
+    isa: str,
     rows: int,
     depth: int,
     columns: int,
@@ -72,7 +72,7 @@ def test_panel_linear(
     torch.testing.assert_close(output.double(), expected, atol=bound, rtol=bound)
 
 
-def test_many_rows_of_float32_lose_no_bit_whatever_the_magnitudes(level: str) -> None:
+def test_many_rows_of_float32_lose_no_bit_whatever_the_magnitudes(isa: str) -> None:
     """One product a sum: a part of a number that is left out would show at once."""
     generator = torch.Generator().manual_seed(0)
 
@@ -90,7 +90,7 @@ def test_many_rows_of_float32_lose_no_bit_whatever_the_magnitudes(level: str) ->
 
 
 @pytest.mark.parametrize("depth", [512, 1408, 4096])
-def test_errors_of_float32_are_those_of_sums_of_blocks(level: str, depth: int) -> None:
+def test_errors_of_float32_are_those_of_sums_of_blocks(isa: str, depth: int) -> None:
     """Numbers of variance 1, so that a sum of k products is sqrt(k) on the average. An addition is
     wrong by at most eps / 2 of its result, evenly spread: by eps^2 k / 12 in the mean square."""
     torch.manual_seed(0)
@@ -112,9 +112,9 @@ def test_errors_of_float32_are_those_of_sums_of_blocks(level: str, depth: int) -
     is_slice=st.booleans(),
 )
 def test_gates_are_the_same_bits_as_in_two_passes(
-    level: str, rows: int, depth: int, columns: int, has_bias: bool, is_slice: bool
+    isa: str, rows: int, depth: int, columns: int, has_bias: bool, is_slice: bool
 ) -> None:
-    if not panel_linear.kernel().has_many_rows(panel_linear.DTYPES[torch.bfloat16], depth):
+    if not panel_linear.kernel().has_many_rows(DTYPES[torch.bfloat16], depth):
         pytest.skip("no AMX")
     torch.manual_seed(rows)
     weight = (torch.randn(columns, depth) / depth**0.5).bfloat16()
@@ -135,9 +135,9 @@ def test_gates_are_the_same_bits_as_in_two_passes(
     columns=st.sampled_from([64, 704]),
 )
 def test_a_row_of_bfloat16_is_the_same_bits_among_whatever_rows(
-    level: str, rows: int, cut: float, depth: int, columns: int
+    isa: str, rows: int, cut: float, depth: int, columns: int
 ) -> None:
-    if not panel_linear.kernel().has_many_rows(panel_linear.DTYPES[torch.bfloat16], depth):
+    if not panel_linear.kernel().has_many_rows(DTYPES[torch.bfloat16], depth):
         pytest.skip("no AMX")
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, depth).bfloat16(), torch.randn(columns, depth).bfloat16()
@@ -151,7 +151,7 @@ def test_a_row_of_bfloat16_is_the_same_bits_among_whatever_rows(
 
 @pytest.mark.parametrize("special", [float("inf"), -float("inf"), float("nan")])
 def test_special_numbers_of_bfloat16_reach_the_outputs_of_their_row_alone(
-    level: str, special: float
+    isa: str, special: float
 ) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(70, 96).bfloat16(), torch.randn(48, 96).bfloat16()
@@ -162,7 +162,7 @@ def test_special_numbers_of_bfloat16_reach_the_outputs_of_their_row_alone(
     assert output.isfinite().all(dim=1).sum() == 69
 
 
-def test_an_odd_depth_in_float32(level: str) -> None:
+def test_an_odd_depth_in_float32(isa: str) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(64, 37), torch.randn(9, 37)
     output = torch.empty(9, 64)
@@ -224,11 +224,11 @@ def test_gates_that_the_kernel_does_not_take_are_refused(
         multiply_panels(x, 0, 32, None, residual, output, gates=True)
 
 
-def test_gates_without_amx_are_refused(level: str) -> None:
-    if level == "amx":
+def test_gates_without_amx_are_refused(isa: str) -> None:
+    if isa == "amx":
         pytest.skip("it has them")
     x = z(64, 32, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=f"on {level}"):
+    with pytest.raises(ValueError, match=f"on {isa}"):
         multiply_panels(x, 0, 32, None, None, x, gates=True)
 
 

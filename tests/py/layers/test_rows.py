@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from flexinfer.attention.host import simd_levels
 from flexinfer.layers import rows as row_ops
+from flexinfer.runtime.kernels import available_isas
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = st.sampled_from([0, 1, 3, 33, 200])
@@ -23,8 +23,8 @@ EXAMPLES = settings(
 )
 
 
-@pytest.fixture(params=simd_levels())
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture(params=available_isas())
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     kernel = row_ops.make_kernel(request.param)
     monkeypatch.setattr(row_ops, "kernel", lambda: kernel)
     before = torch.get_num_threads()
@@ -42,7 +42,7 @@ def check(output: torch.Tensor, expected: torch.Tensor) -> None:
 
 @EXAMPLES
 @given(rows=ROWS, width=WIDTHS, dtype=st.sampled_from(DTYPES), is_slice=st.booleans())
-def test_rms_norm(level: str, rows: int, width: int, dtype: torch.dtype, is_slice: bool) -> None:
+def test_rms_norm(isa: str, rows: int, width: int, dtype: torch.dtype, is_slice: bool) -> None:
     torch.manual_seed(rows)
     norm = LlamaRMSNorm(width, 1e-5).to(dtype)
     norm.weight.data.normal_()
@@ -53,7 +53,7 @@ def test_rms_norm(level: str, rows: int, width: int, dtype: torch.dtype, is_slic
 
 @EXAMPLES
 @given(rows=ROWS, width=WIDTHS, dtype=st.sampled_from(DTYPES), scale=st.sampled_from([1, 30]))
-def test_silu_mul(level: str, rows: int, width: int, dtype: torch.dtype, scale: int) -> None:
+def test_silu_mul(isa: str, rows: int, width: int, dtype: torch.dtype, scale: int) -> None:
     torch.manual_seed(rows)
     gate, factor = (scale * torch.randn(1, rows, width)).to(dtype), torch.randn(1, rows, width)
     factor = factor.to(dtype)
@@ -63,7 +63,7 @@ def test_silu_mul(level: str, rows: int, width: int, dtype: torch.dtype, scale: 
     check(row_ops.silu_mul(*halves), expected)
 
 
-def test_silu_of_large_numbers(level: str) -> None:
+def test_silu_of_large_numbers(isa: str) -> None:
     gate = torch.tensor([-1e30, -200.0, -90.0, -80.0, 0.0, 80.0, 200.0, 1e30] * 2)[None]
     check(row_ops.silu_mul(gate, torch.ones(1, 16)), torch.nn.functional.silu(gate))
 
@@ -76,7 +76,7 @@ def test_silu_of_large_numbers(level: str) -> None:
     dtype=st.sampled_from(DTYPES),
 )
 def test_rotate(
-    level: str, tokens: int, heads: tuple[int, int], width: int, dtype: torch.dtype
+    isa: str, tokens: int, heads: tuple[int, int], width: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(tokens)
     q, k = (torch.randn(1, tokens, n, width).to(dtype).transpose(1, 2) for n in heads)

@@ -1,0 +1,17 @@
+"""What the CPU kernels know of number formats and instruction sets, in torch's terms."""
+
+from __future__ import annotations
+
+import torch
+
+from flexinfer import _kernels
+
+DTYPES: dict[torch.dtype, int] = {
+    getattr(torch, name): index for name, index in _kernels.DTYPES.items()
+}
+"""The numbers by which the kernels know dtypes (kernels::DType)."""
+
+
+def available_isas() -> list[str]:
+    """Instruction sets that this build and this CPU both have, best last."""
+    return _kernels.available_isas()
