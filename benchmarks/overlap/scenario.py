@@ -104,7 +104,7 @@ def run(setting: Setting, mode: str, num_steps: int, num_warm_up: int, seed: int
             latencies.append((time.perf_counter() - start_s) * 1e6)
             steps.append(step)
     gc.enable()
-    depth = scheduler.prefetch.depth.tokens
+    depth = scheduler.pre_extender.depth.tokens
     manager.close()
     return Run(latencies, steps, depth)
 

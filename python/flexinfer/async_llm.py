@@ -46,7 +46,7 @@ class AsyncLLM:
         return llm
 
     def _start(self, config: EngineConfig) -> None:
-        engine = LLMEngine(config)
+        engine = LLMEngine.from_config(config)
         self.config = config
         self.tokenizer = engine.tokenizer
         self.inputs = engine.inputs
@@ -86,7 +86,7 @@ class AsyncLLM:
         loop early, aborts it and frees its memory. A caller slower than the engine gets only the
         newest of CUMULATIVE outputs.
 
-        Raises RequestError if the request can not be served, EngineError if its step failed, and
+        Raises RequestError if the request cannot be served, EngineError if its step failed, and
         EngineDeadError if the engine has stopped.
         """
         if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
@@ -187,8 +187,8 @@ class AsyncLLM:
 class _Mailbox:
     """Outputs on their way from the engine's thread to one event loop.
 
-    The loop is woken once for all that comes before it gets to look: mostly once a step. A wake-up
-    is a system call, at which the engine's thread gives the GIL away in the middle of its step.
+    The loop is woken once for all that comes before it gets to look: mostly once per step.
+    Waking it is a system call: the engine thread gives the GIL away in the middle of its step.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -29,10 +29,10 @@ class SchedulerConfig:
     """A request waits for a running prefill of the same prefix instead of computing it twice."""
     min_shared_tokens: int = 16
     """Waiting pays only if at least this many tokens more become shareable."""
-    watermark: float = 0.01
+    admission_reserve: float = 0.01
     """Fraction of the budget left free at admission, so that running requests can grow."""
     scheduling_policy: str = "priority"
-    """"fcfs", "priority" or "prefix"; see policies.py."""
+    """"fcfs", "priority" or "prefix"; see queue.py."""
     max_passed_over: int = 64
     """Admissions that may go before a waiting request, beyond those that were queued before it."""
     preemption_mode: str = "auto"
@@ -51,12 +51,13 @@ class SchedulerConfig:
         _require_positive("max_passed_over", self.max_passed_over)
         _require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _require_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
-        if not 0.0 <= self.watermark < 1.0:
-            raise ValueError(f"watermark must be in [0, 1), got {self.watermark!r}")
+        if not 0.0 <= self.admission_reserve < 1.0:
+            raise ValueError(f"admission_reserve must be in [0, 1), got {self.admission_reserve!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}): each running request decodes one token a step"
+                f"max_num_seqs ({self.max_num_seqs}): each running request decodes one token "
+                "per step"
             )
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ValueError(
@@ -103,9 +104,9 @@ class EngineConfig:
     compile: bool = False
     """Compile the model with torch.compile: slower to start, faster steps."""
     scheduling_policy: str = "priority"
-    """"fcfs", "priority" (of equals the first come first) or "prefix"; see policies.py."""
+    """"fcfs", "priority" (of equals the first come first) or "prefix"; see queue.py."""
     max_passed_over: int = 64
-    """Bound on starvation; see policies.py."""
+    """Bound on starvation; see queue.py."""
     preemption_mode: str = "auto"
     """"recompute", "swap", "auto" (by cost) or "off" (a shortage ends requests)."""
     swap_space: int | str = 0
@@ -124,9 +125,9 @@ class EngineConfig:
     free_memory_high: int | str | None = None
     """Free bytes above which the worker gives chunks back to the system; None: it keeps them."""
     prefix_cache_memory: int | str | None = None
-    """Bytes of KV that nobody uses, kept for requests with the same prefix, beyond which the least
-    recently used is reused before more memory is taken from the system. None: an eighth of the
-    budget on the CPU, whose memory others need as well, all of it on CUDA; both follow the budget
+    """Bytes of KV that no request uses, kept for requests with the same prefix, beyond which the
+    least recently used is reused before more memory is taken from the system. None: one eighth of
+    the budget on the CPU, whose memory others need too, all of it on CUDA; both follow the budget
     when it is changed, a number stays. Free memory kept ready (`free_memory_low`) is part of it."""
     enable_dedup: bool = True
     """Map prefixes that were computed twice onto one set of chunks."""
@@ -181,7 +182,7 @@ class EngineConfig:
                 )
 
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
-        """The scheduler's part, for the `max_model_len` that was settled on."""
+        """The scheduler's part, for the `max_model_len` that was chosen."""
         batched = self.max_num_batched_tokens
         if batched is None:
             batched = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, self.max_num_seqs)

@@ -214,7 +214,7 @@ class Conversation:
         self._keep()
 
     def _without_stop_string(self, answer: CompletionOutput) -> list[int]:
-        """The answer's tokens without those of a stop string, which is no part of the text."""
+        """The answer's tokens without those of a stop string, which is not part of the text."""
         tokens = list(answer.token_ids)
         if isinstance(answer.stop_reason, str):
             tokenizer = self._llm.get_tokenizer()

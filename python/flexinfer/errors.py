@@ -45,7 +45,7 @@ class UnsupportedModelError(VTensorError, ValueError):
 
 
 class TraceError(VTensorError, ValueError):
-    """A trace file that is no trace, was cut off, or cannot be replayed; names the line."""
+    """A trace file that is not a trace, was cut off, or cannot be replayed; names the line."""
 
 
 class RequestError(VTensorError, ValueError):
@@ -57,4 +57,4 @@ class EngineError(VTensorError, RuntimeError):
 
 
 class EngineDeadError(EngineError):
-    """The engine was shut down, or failed in a way it can not go on from (`__cause__`)."""
+    """The engine was shut down, or failed in a way it cannot go on from (`__cause__`)."""

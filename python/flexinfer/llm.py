@@ -31,7 +31,7 @@ class LLM:
 
     def __init__(self, model: Any, *, trust_remote_code: bool = False, **settings: Any) -> None:
         """`settings` are the fields of `EngineConfig`; `trust_remote_code` exists to be refused."""
-        self.llm_engine = LLMEngine(engine_config(model, trust_remote_code, settings))
+        self.llm_engine = LLMEngine.from_config(engine_config(model, trust_remote_code, settings))
         self._request_ids = count()
         self._set_aside: dict[str, list[RequestOutput]] = {}
 
@@ -52,7 +52,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete one or many prompts; outputs are in the order of the prompts.
 
-        Raises RequestError, before any work, if any of the prompts can not be served.
+        Raises RequestError, before any work, if any of the prompts cannot be served.
         """
         many = _prompts(prompts)
         params = _params_for_each(sampling_params, len(many), RequestOutputKind.FINAL_ONLY)
@@ -68,7 +68,7 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The most probable continuations of one or many prompts, found side by side.
 
-        Raises RequestError, before any work, if any of the prompts can not be served, and
+        Raises RequestError, before any work, if any of the prompts cannot be served, and
         EngineError if one of them ended with an error.
         """
         if not isinstance(params, BeamSearchParams):

@@ -9,7 +9,7 @@ all of them make the next beams (PagedAttention, section 4.4: fork, append, free
 
 Choice, finishing and stopping are those of transformers' `generate(num_beams=...)`, so that both
 find the same sequences with the same scores. Beams are all of one length: one that has been
-preempted keeps the others waiting, and these are parked meanwhile, so that a group never holds
+preempted keeps the others waiting, and these are suspended meanwhile, so that a group never holds
 memory without going on.
 """
 
@@ -118,7 +118,7 @@ class BeamSearch(RequestGroup):
             self._rows[request] = token.logprobs
         if len(self._rows) < len(self._beams):
             for request, _ in sampled:
-                scheduler.park(request)
+                scheduler.suspend(request)
             return
         candidates = self._best_candidates()
         self._rows.clear()
@@ -228,7 +228,7 @@ class BeamSearch(RequestGroup):
                 self._beams.append(self._fork(candidate, scheduler))
             parent.logprobs, parent.cum_logprob = first.logprobs, first.cum_logprob
             parent.request.append(first.token_id)
-            scheduler.unpark(parent.request)
+            scheduler.resume(parent.request)
 
     def _end(self, beam: Beam, scheduler: Scheduler) -> None:
         scheduler.abort([beam.request], "abort")

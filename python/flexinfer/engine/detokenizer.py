@@ -13,7 +13,7 @@ from typing import Any
 CONTEXT_TOKENS = 5
 """Prompt tokens that stand before the first output token, for its leading space."""
 MAX_PENDING_TOKENS = 16
-"""Tokens held back for an incomplete character; more of them are no character."""
+"""Tokens held back for an incomplete character; more of them are not a character."""
 REPLACEMENT = "\ufffd"
 
 

@@ -54,7 +54,7 @@ class RequestGroup(ABC):
 
     @abstractmethod
     def end_with(self, failed: Request, scheduler: Scheduler) -> None:
-        """One of the sequences could not be served: end those that can not go on without it."""
+        """One of the sequences could not be served: end those that cannot go on without it."""
 
     @abstractmethod
     def build(self) -> RequestOutput | None:

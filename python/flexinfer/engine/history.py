@@ -25,7 +25,7 @@ class Format(Protocol):
         ...
 
     def tail(self, messages: list[ChatMessage]) -> list[int] | None:
-        """What follows the last answer in the prompt; None if the format can not tell."""
+        """What follows the last answer in the prompt; None if the format cannot tell."""
         ...
 
 

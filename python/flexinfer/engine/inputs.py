@@ -27,7 +27,7 @@ class InputProcessor:
         self.max_model_len = max_model_len
 
     def parse(self, prompt: Prompt) -> ParsedPrompt:
-        """Raises RequestError for what is no prompt, is empty, or leaves no room for an output."""
+        """Raises RequestError for what is not a prompt, is empty, or leaves no room for output."""
         if isinstance(prompt, Mapping):
             return self._parse_mapping(prompt)
         if isinstance(prompt, str):

@@ -8,37 +8,24 @@ step:  schedule -> extend -> pre-extend (next step, in the background) -> model 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from flexinfer.config import EngineConfig
-from flexinfer.engine.beam_search import BeamSearch
+from flexinfer.engine.build import EngineParts, build_parts
 from flexinfer.engine.group import NewToken, RequestGroup
-from flexinfer.engine.inputs import InputProcessor, load_tokenizer
-from flexinfer.engine.parallel_sampling import ParallelSampling
 from flexinfer.engine.plan_builder import PlanBuilder
+from flexinfer.engine.request_factory import RequestFactory
 from flexinfer.engine.stream_pace import StreamPace
 from flexinfer.errors import OutOfMemoryError, RequestError
-from flexinfer.memory.elastic import BudgetChange, ElasticMemory
-from flexinfer.memory.epochs import kernel_epoch
-from flexinfer.memory.kv_setup import (
-    check_kv_sizes,
-    choose_max_model_len,
-    fit_max_model_len,
-    make_manager,
-    settle_kv_memory,
-)
+from flexinfer.memory.elastic import BudgetChange
 from flexinfer.metrics.requests import RequestStats
 from flexinfer.metrics.steps import EngineStats, StepMeter, StepStats, StepTotals
-from flexinfer.outputs import RequestMetrics, RequestOutput
-from flexinfer.runtime.device import choose_device
-from flexinfer.sampling.grammars import GrammarCompiler
+from flexinfer.outputs import RequestOutput
 from flexinfer.sampling.params import BeamSearchParams, SamplingParams
 from flexinfer.scheduler.request import Request
-from flexinfer.scheduler.scheduler import Batch, Scheduler
+from flexinfer.scheduler.scheduler import Batch
 from flexinfer.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -50,63 +37,32 @@ ACTIVATION_BYTES = 256 << 20
 class LLMEngine:
     """Owns model, manager, scheduler and runner."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Raises ValueError or UnsupportedModelError for settings or models that can not work."""
-        from flexinfer.runtime.torch_settings import check_can_compile, set_up_torch
-
-        set_up_torch(config.threads)
-        from flexinfer import attention
-        from flexinfer.memory.torch_share import share_device
-        from flexinfer.models.loading import load_model, max_positions, resolve_config
-        from flexinfer.runner.model_runner import ModelRunner
-
-        # What can be refused without the weights is refused before they are read.
-        attention.check_name(config.attention_backend)
-        is_loaded = not isinstance(config.model, (str, os.PathLike))
-        config = replace(config, device=choose_device(config.device, is_loaded=is_loaded))
-        self.config = config
-        if config.compile:
-            check_can_compile(str(config.device).partition(":")[0])
-        check_kv_sizes(config)
-        wanted_len = choose_max_model_len(config, max_positions(resolve_config(config.model)))
-        self.tokenizer: Any | None = None
-        if not config.skip_tokenizer_init:
-            self.tokenizer = load_tokenizer(config.tokenizer, config.model)
-        self.loaded = load_model(config.model, config.dtype, config.device)
-        self.kv_memory = settle_kv_memory(config, self.loaded, wanted_len)
-        self.manager = make_manager(config, self.loaded, wanted_len, self.kv_memory)
-        try:
-            if config.trace is not None:
-                self.manager.start_trace(config.trace)
-            max_model_len = fit_max_model_len(self.manager, wanted_len, config)
-            self.scheduler = Scheduler(config.scheduler_config(max_model_len), self.manager)
-            self.inputs = InputProcessor(self.tokenizer, self.loaded.vocab_size, max_model_len)
-            self.grammars = GrammarCompiler(
-                self.tokenizer, self.loaded.vocab_size, self.loaded.eos_token_ids
-            )
-            self.runner = ModelRunner(
-                self.loaded,
-                self.manager,
-                config.attention_backend,
-                config.seed,
-                compile_model=config.compile,
-            )
-            self.runner.sampler.grammars = self.grammars
-            self._plans = PlanBuilder(self.runner, self.manager.shared_ranges)
-            self._epoch = kernel_epoch(self.manager, self.loaded.device)
-            self._torch_memory = share_device(self.manager, self.loaded.device)
-            if self.loaded.device.type == "cuda" and not config.enforce_eager:
-                self._capture_graphs()
-        except BaseException:
-            self.manager.close()
-            raise
-        self.manager.pre_extend([], [])  # the worker creates the first chunks while nobody waits
-        self._elastic = ElasticMemory(self.scheduler, self.manager, config.swap_directory)
+    def __init__(self, parts: EngineParts) -> None:
+        self.config = parts.config
+        self.tokenizer = parts.tokenizer
+        self.loaded = parts.loaded
+        self.kv_memory = parts.kv_memory
+        self.manager = parts.manager
+        self.scheduler = parts.scheduler
+        self.runner = parts.runner
+        self.inputs = parts.inputs
+        self.grammars = parts.grammars
+        self._epoch = parts.epoch
+        self._torch_memory = parts.torch_memory
+        self._elastic = parts.elastic
+        self._plans = PlanBuilder(self.runner, self.manager.shared_ranges)
         self._meter = StepMeter(self.manager)
         self._requests = RequestStats()
-        self._pace = StreamPace(config.stream_interval)
+        self._pace = StreamPace(self.config.stream_interval)
+        self._factory = RequestFactory(parts, self._pace)
         self._groups: dict[str, RequestGroup] = {}
         self._group_of: dict[str, RequestGroup] = {}  # by the id of each of its sequences
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLMEngine:
+        """Loads the model. Raises ValueError or UnsupportedModelError for settings or models that
+        cannot work."""
+        return cls(build_parts(config))
 
     @property
     def max_model_len(self) -> int:
@@ -119,30 +75,10 @@ class LLMEngine:
         params: SamplingParams | BeamSearchParams | None = None,
         priority: int = 0,
     ) -> None:
-        """Queue a request. Raises RequestError, before any work, if it can not be served."""
-        params = SamplingParams() if params is None else params
-        self._check_priority(priority)
-        parsed = self.inputs.parse(prompt)
-        self._check_params(params)
-        max_tokens = self.max_model_len if params.max_tokens is None else params.max_tokens
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=parsed.token_ids,
-            params=params if isinstance(params, SamplingParams) else SamplingParams(),
-            max_num_tokens=min(self.max_model_len, len(parsed.token_ids) + max_tokens),
-            metrics=RequestMetrics(arrival_time=time.monotonic()),
-            eos_token_ids=self.loaded.eos_token_ids,
-            priority=priority,
-            cache_salt=parsed.cache_salt,
-        )
-        self._check_memory(request)
-        group: RequestGroup
-        if isinstance(params, BeamSearchParams):
-            group = BeamSearch(request, parsed.text, params, self.tokenizer)
-        else:
-            group = ParallelSampling(request, parsed.text, self.tokenizer, self._pace)
+        """Queue a request. Raises RequestError, before any work, if it cannot be served."""
+        group = self._factory.make(request_id, prompt, params or SamplingParams(), priority)
         self._remember(group)
-        self.scheduler.add(request)
+        self.scheduler.add(group.leader)
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests()
@@ -196,7 +132,7 @@ class LLMEngine:
         return outputs
 
     def close(self) -> None:
-        """End all requests and free all memory. The engine can not be used afterwards."""
+        """End all requests and free all memory. The engine cannot be used afterwards."""
         self.abort_request(list(self._groups))
         self.manager.close()
 
@@ -258,7 +194,7 @@ class LLMEngine:
             preemptions=scheduler.preemption.counts_by_mode(),
             num_prefix_waits=scheduler.num_prefix_waits,
             num_promoted=scheduler.waiting.num_promoted,
-            extension_depth_tokens=scheduler.prefetch.depth.tokens,
+            extension_depth_tokens=scheduler.pre_extender.depth.tokens,
             steps=replace(self._meter.totals),
             last_step=self._meter.last,
             memory=self.manager.stats(),
@@ -301,10 +237,10 @@ class LLMEngine:
                     raise
                 reason = str(error)
             # Here the error is gone, and with its traceback the tensors of the failed attempt.
-            self._give_way(batch, reason, is_first=is_first)
+            self._free_memory_for_activations(batch, reason, is_first=is_first)
             is_first = False
 
-    def _give_way(self, batch: Batch, reason: str, *, is_first: bool) -> None:
+    def _free_memory_for_activations(self, batch: Batch, reason: str, *, is_first: bool) -> None:
         """Raises OutOfMemoryError when nothing is left to give."""
         given_bytes = self._torch_memory.give_to_torch(ACTIVATION_BYTES)
         if given_bytes > 0 or is_first:  # torch's observer may have given something before
@@ -319,18 +255,6 @@ class LLMEngine:
         self.scheduler.preempt(victim, "activations")
         batch.items = [item for item in batch.items if item.request is not victim]
         batch.preempted.append(victim)
-
-    def _capture_graphs(self) -> None:
-        """Record decode steps as CUDA graphs, with a vTensor that lives only meanwhile."""
-        from flexinfer.runner.cuda_graphs import CudaRecorder, choose_sizes
-
-        sizes = choose_sizes(self.config.cuda_graph_sizes, self.scheduler.config.max_num_seqs)
-        vtensor = self.manager.create()
-        try:
-            with self._epoch:
-                self.runner.capture_graphs(vtensor, CudaRecorder(self.loaded.device), sizes)
-        finally:
-            vtensor.release()
 
     def _outputs(self, groups: Iterable[RequestGroup]) -> list[RequestOutput]:
         """Outputs of groups that changed; those that have ended are forgotten."""
@@ -363,50 +287,6 @@ class LLMEngine:
         del self._groups[group.request_id]
         for sequence_id in group.sequence_ids:
             del self._group_of[sequence_id]
-
-    def _check_params(self, params: SamplingParams | BeamSearchParams) -> None:
-        max_num_seqs = self.scheduler.config.max_num_seqs
-        if isinstance(params, BeamSearchParams):
-            if params.beam_width > max_num_seqs:
-                raise RequestError(
-                    f"beam_width is {params.beam_width}, but max_num_seqs is {max_num_seqs}: "
-                    "all beams of a prompt run at the same time"
-                )
-            return
-        if params.num_samples > max_num_seqs:
-            name = "n" if params.best_of is None else "best_of"
-            raise RequestError(
-                f"{name} is {params.num_samples}, but max_num_seqs is {max_num_seqs}: "
-                "all samples of a prompt are forked from it at the same time"
-            )
-        if params.structured_outputs is not None:
-            self.grammars.check(params.structured_outputs)
-        if params.stop_strings and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this engine has none")
-        for token_id in params.logit_bias or ():
-            if token_id >= self.loaded.vocab_size:
-                raise RequestError(
-                    f"logit_bias names token {token_id}, but the vocabulary has "
-                    f"{self.loaded.vocab_size}"
-                )
-
-    def _check_priority(self, priority: Any) -> None:
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError(f"priority must be an integer, got {priority!r}")
-        if priority != 0 and self.config.scheduling_policy == "fcfs":
-            raise RequestError(
-                f'priority is {priority}, but scheduling_policy "fcfs" knows no priorities'
-            )
-
-    def _check_memory(self, request: Request) -> None:
-        """A request that can never fit is refused now, with the numbers."""
-        num_tokens = request.max_num_tokens - 1  # the last token needs no KV
-        needed = self.manager.bytes_for(num_tokens)
-        if needed > self._elastic.budget_bytes:
-            raise RequestError(
-                f"request {request.request_id!r} may need KV memory for {num_tokens} tokens "
-                f"({needed} bytes); the budget is {self._elastic.budget_bytes} bytes"
-            )
 
 
 def _note_scheduled(batch: Batch) -> None:

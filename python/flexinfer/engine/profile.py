@@ -1,7 +1,7 @@
 """StepProfiler: where the time of an engine's steps goes, part by part.
 
 Parts nest, and time counts for the innermost one: what the layers take is not in "forward". It
-hooks into one engine while it is open, and costs about a microsecond a part. Modules of the model
+hooks into one engine while it is open, and costs about a microsecond per part. Modules of the model
 are told apart by their class names; what an attention module does besides its projections and the
 attention itself is rotary embedding and reshaping.
 
@@ -57,7 +57,7 @@ class StepProfile:
     parts: dict[str, PartTime] = field(default_factory=lambda: {p: PartTime() for p in PARTS})
 
     def as_dict(self) -> dict[str, Any]:
-        """Milliseconds a step; shares of the whole."""
+        """Milliseconds per step; shares of the whole."""
         steps = max(1, self.num_steps)
         return {
             "num_steps": self.num_steps,

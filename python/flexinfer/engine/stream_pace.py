@@ -2,7 +2,7 @@
 
 An event of a stream takes CPU time which the engine lacks where the cores compute the model. With
 few streams each token is an event. With many at once tokens are shown together, those of all
-streams after the same step, so that there are at most `MAX_EVENTS_PER_S` events a second, unless
+streams after the same step, so that there are at most `MAX_EVENTS_PER_S` events per second, unless
 a token would wait for longer than `MAX_DELAY_S`:
 
     step     1   2   3   4   5   6   7   8    17 ms each, 32 streams
@@ -16,7 +16,7 @@ from __future__ import annotations
 MAX_EVENTS_PER_S = 400.0
 """Of all streams; one takes some 50 us of one core, in the server and the client together."""
 MAX_DELAY_S = 0.1
-"""Some 10 changes a second look like steady writing."""
+"""Some 10 changes per second look like steady writing."""
 
 
 class StreamPace:
@@ -31,7 +31,7 @@ class StreamPace:
         self._oldest_s = 0.0  # when the first token came that has not been shown
 
     def end_step(self, num_streams: int, now_s: float) -> None:
-        """A step has ended, in which so many streams got a token. `now_s`: of any steady clock."""
+        """`num_streams` streams got a token in this step. `now_s`: of any steady clock."""
         if self._is_open:
             self._oldest_s = now_s
         next_step_s = now_s + (now_s - self._step_s)  # if it takes as long as this one
@@ -42,7 +42,7 @@ class StreamPace:
             self._shown_s = now_s
 
     def is_due(self, num_tokens: int) -> bool:
-        """Whether tokens that have not been shown, so many of one stream, are to be shown now."""
+        """Whether `num_tokens` tokens of one stream that were not shown yet are to be shown now."""
         if self._interval is None:
             return self._is_open
         return num_tokens >= self._interval

@@ -1,10 +1,10 @@
 """EngineThread: an LLMEngine that runs in a thread of its own.
 
-Whoever wants something of the engine hands over a function, which the thread calls between two
+A caller hands over a function, which the thread calls between two
 steps. With nothing to compute the thread sleeps in its queue: no polling.
 
-Thread-safety: all methods may be called from any thread. Sinks are called in the engine's thread
-and must not block.
+Thread-safety: all methods may be called from any thread. Callbacks are called in the engine's
+thread and must not block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ THREAD_NAME = "flexinfer-engine"
 """Also for `top -H` and /proc, which keep 15 characters of it."""
 
 Result = TypeVar("Result")
-Sink = Callable[[RequestOutput | EngineError], None]
+Callback = Callable[[RequestOutput | EngineError], None]
 """Takes the outputs of one request: the last is `finished`, or an error."""
 Command = tuple[Future[Any], Callable[[LLMEngine], Any]]
 
@@ -40,9 +40,9 @@ Command = tuple[Future[Any], Callable[[LLMEngine], Any]]
 class EngineThread:
     """
     Invariants:
-    1. Only the thread touches the engine and `_sinks`.
-    2. Each sink gets a last item: its request's end, or an error.
-    3. Every future is settled; after `stop` none is accepted.
+    1. Only the thread touches the engine and `_callbacks`.
+    2. Each callback gets a last item: its request's end, or an error.
+    3. Every future gets a result or an error; after `stop` none is accepted.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -50,7 +50,7 @@ class EngineThread:
         with two pools the engine's would sleep between operators (a quarter of decode, 2 cores)."""
         release_threads()
         self._engine = engine
-        self._sinks: dict[str, Sink] = {}
+        self._callbacks: dict[str, Callback] = {}
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._lock = threading.Lock()  # orders the last command before the end
         self._ended: EngineDeadError | None = None
@@ -77,26 +77,26 @@ class EngineThread:
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams | None,
         priority: int,
-        sink: Sink,
+        callback: Callback,
     ) -> Future[None]:
-        """Queue a request. The future raises RequestError if it can not be served."""
+        """Queue a request. The future raises RequestError if it cannot be served."""
 
         def add(engine: LLMEngine) -> None:
             engine.add_request(request_id, prompt, params, priority)
-            self._sinks[request_id] = sink
+            self._callbacks[request_id] = callback
 
         return self.call(add)
 
     def abort(self, request_id: str) -> Future[None]:
-        """End a request; its sink gets what it has. Unknown ids are passed over."""
+        """End a request; its callback gets what it has. Unknown ids are passed over."""
         return self.call(lambda engine: self._deliver(engine.abort_request(request_id)))
 
-    def drop(self, request_id: str, sink: Sink) -> None:
-        """Nobody listens at this sink any more: free its request, if it is still running."""
+    def drop(self, request_id: str, callback: Callback) -> None:
+        """The caller of this callback has gone: free its request, if it is still running."""
 
         def forget(engine: LLMEngine) -> None:
-            if self._sinks.get(request_id) == sink:  # else the id is somebody else's
-                del self._sinks[request_id]
+            if self._callbacks.get(request_id) == callback:  # else the id is another caller's
+                del self._callbacks[request_id]
                 engine.abort_request(request_id)
 
         with suppress(EngineDeadError):  # it has freed everything
@@ -150,7 +150,7 @@ class EngineThread:
         try:
             outputs = self._engine.step()
         except Exception as error:
-            ended = [i for i in self._sinks if not self._engine.is_unfinished(i)]
+            ended = [i for i in self._callbacks if not self._engine.is_unfinished(i)]
             if not ended:
                 raise
             logger.warning("a step has failed, %d requests with it", len(ended), exc_info=True)
@@ -164,18 +164,18 @@ class EngineThread:
             self._tell(output.request_id, output, last=output.finished)
 
     def _tell(self, request_id: str, item: RequestOutput | EngineError, *, last: bool) -> None:
-        """A sink that fails (its event loop is closed) is a caller that has gone."""
-        sink = self._sinks.get(request_id)
-        if sink is None:
+        """A callback that fails (its event loop is closed) is a caller that has gone."""
+        callback = self._callbacks.get(request_id)
+        if callback is None:
             return
         try:
-            sink(item)
+            callback(item)
         except Exception:
-            logger.warning("nobody takes the output of request %r", request_id, exc_info=True)
+            logger.warning("the output of request %r finds no taker", request_id, exc_info=True)
             self._engine.abort_request(request_id)
             last = True
         if last:
-            del self._sinks[request_id]
+            del self._callbacks[request_id]
 
     def _run(self, future: Future[Any], function: Callable[[LLMEngine], Any]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -188,14 +188,14 @@ class EngineThread:
             future.set_result(result)
 
     def _end(self, end: EngineDeadError) -> None:
-        """Tell everybody, whatever else fails; free everything."""
+        """Tell every caller, whatever else fails; free everything."""
         with self._lock:
             self._ended = end
         try:
             self._engine.close()
         except Exception:
             logger.exception("the engine could not be closed")
-        for request_id in list(self._sinks):
+        for request_id in list(self._callbacks):
             self._tell(request_id, _again(end), last=True)
         while not self._commands.empty():
             command = self._commands.get()

@@ -1,4 +1,4 @@
-"""KVMemory: how much memory the KV cache gets when nobody says, and why. No torch."""
+"""KVMemory: how much memory the KV cache gets by default, and why. No torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def choose_kv_memory(
 
     `available_bytes`: on a CPU the least of the free memory and what each container limit leaves;
     on a GPU, which has `gpu_bytes` in all, what is free beside weights and activations.
-    Raises ValueError for text that is no size, for sizes below 1, and if nothing is left on a GPU.
+    Raises ValueError for text that is not a size, for sizes below 1, and if a GPU has nothing left.
     """
     from flexinfer.vtensor import parse_bytes
 
@@ -78,7 +78,7 @@ def _rest_of_gpu(free_bytes: int, gpu_bytes: int, utilization: float) -> KVMemor
 def choose_eager_bytes(
     low: int | str | None, high: int | str | None, *, num_chunks: int, budget: int
 ) -> tuple[int, int | None]:
-    """The watermarks of free memory, (low, high) in bytes: see `EngineConfig.free_memory_low`.
+    """The bounds of free memory, (low, high) in bytes: see `EngineConfig.free_memory_low`.
 
     `num_chunks`: of a row for each request that may run.
 

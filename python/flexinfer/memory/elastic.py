@@ -85,7 +85,7 @@ class ElasticMemory:
         scheduler = self._scheduler
         num_preempted = 0
         while (error := self._try_budget(budget)) is not None:
-            if scheduler.pins.give_way():
+            if scheduler.pins.release_oldest():
                 continue
             if not (scheduler.preemption.is_on and scheduler.running):
                 raise self._explain(error)

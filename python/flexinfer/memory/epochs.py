@@ -2,8 +2,8 @@
 
     begin_step() | kernels are launched | end_step(stream): an event follows the last of them
 
-The event is waited for by whoever would unmap, remap or reuse what they read; where the step's
-tokens have been read already, that is nobody.
+Whatever would unmap, remap or reuse what they read waits for the event first; where the step's
+tokens have been read already, nothing waits.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ DEFAULT_MAX_MODEL_LEN = 4096
 """For architectures that set no limit themselves."""
 
 CUDA_CHUNK_BYTES = 2 << 20
-"""Granularity of CUDA's physical memory, and the size of a chunk when nobody says."""
+"""Granularity of CUDA's physical memory, and the size of a chunk by default."""
 
 
 CPU_IDLE_FRACTION = 1 / 8
-"""Of the budget: what idle prefixes may hold on a CPU when nobody says."""
+"""Of the budget: what idle prefixes may hold on a CPU by default."""
 
 
 def choose_max_model_len(config: EngineConfig, limit: int | None) -> int:
@@ -42,7 +42,7 @@ def choose_max_model_len(config: EngineConfig, limit: int | None) -> int:
 
 
 def check_kv_sizes(config: EngineConfig) -> None:
-    """Refuse sizes that can not work with any model, before one is loaded. Raises ValueError."""
+    """Refuse sizes that cannot work with any model, before one is loaded. Raises ValueError."""
     unit = CUDA_CHUNK_BYTES if str(config.device).startswith("cuda") else mmap.PAGESIZE
     chunk = unit
     if config.chunk_bytes is not None:
@@ -61,7 +61,7 @@ def check_kv_sizes(config: EngineConfig) -> None:
             )
 
 
-def settle_kv_memory(config: EngineConfig, loaded: LoadedModel, max_seq_len: int) -> KVMemory:
+def derive_kv_memory(config: EngineConfig, loaded: LoadedModel, max_seq_len: int) -> KVMemory:
     """The budget, from the settings and what the model's device can still give."""
     if loaded.device.type != "cuda":
         from flexinfer.vtensor import available_memory_bytes

@@ -1,10 +1,10 @@
 """TorchMemory: torch's allocator and the KV pool share a GPU, and each gives way to the other.
 
     the pool is refused memory   torch gives its cached blocks back; the pool's call is tried again
-    torch runs out of memory     the pool forgets prefixes and gives free chunks back; whoever
-                                 computed tries again (torch's own call has failed by then)
+    torch runs out of memory     the pool forgets prefixes and gives free chunks back; the
+                                 step is tried again (torch's own call has failed by then)
 
-Torch tells of its shortage by an observer, which it can not forget: one stays for the process, and
+Torch tells of its shortage by an observer, which it cannot forget: one stays for the process, and
 pools come and go. Thread-safety: all of it may be called from any thread.
 """
 
@@ -33,7 +33,7 @@ class Allocator(Protocol):
     """What is asked of torch."""
 
     def cached_bytes(self) -> int:
-        """Memory that it holds and nobody uses."""
+        """Memory that it holds and does not use."""
         ...
 
     def empty_cache(self) -> None:
@@ -85,7 +85,7 @@ class TorchMemory:
         )
 
     def give_to_pool(self) -> bool:
-        """Ask torch for what it does not use. False: there was nothing, so trying again is vain."""
+        """Ask torch for what it does not use. False: nothing, so trying again is useless."""
         with self._lock:
             cached_bytes = self._allocator.cached_bytes()
             if cached_bytes < MIN_CACHED_BYTES:

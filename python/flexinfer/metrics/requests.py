@@ -1,6 +1,6 @@
 """RequestStats: how long the requests of an engine took, as counts and histograms. No torch.
 
-Kept by the engine's thread, a few additions a token; whoever wants numbers takes a copy.
+Kept by the engine's thread, a few additions per token; readers take a copy.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RequestStats:
     inter_token_s: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS_S))
     """Between two tokens of one sequence."""
     per_output_token_s: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS_S))
-    """Mean time of a token after the first, one value a request."""
+    """Mean time of a token after the first, one value per request."""
     end_to_end_s: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS_S))
     queue_s: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS_S))
     """From arrival to the first step that computes it."""

@@ -60,7 +60,7 @@ class EngineStats:
     num_prefix_waits: int
     """Times that a request was put off because its prefix was being computed by another."""
     num_promoted: int
-    """Requests that became due: passed over as often as max_passed_over allows."""
+    """Requests that became overdue: passed over as often as max_passed_over allows."""
     extension_depth_tokens: int
     """How far ahead of a decode memory is mapped now."""
     steps: StepTotals = field(default_factory=StepTotals)

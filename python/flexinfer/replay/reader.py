@@ -47,8 +47,8 @@ class TraceReader:
     """The header and, by iteration, ``(line number, record)`` of every line after it.
 
     ``tokens`` lines are kept and not handed out; :meth:`tokens` looks them up. Raises TraceError
-    for a file that is no trace, is of another version, or was cut off, unless ``allow_truncated``:
-    then it ends with the last whole line.
+    for a file that is not a trace, is of another version, or was cut off, unless
+    ``allow_truncated``: then it ends with the last whole line.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, allow_truncated: bool = False) -> None:

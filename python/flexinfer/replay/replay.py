@@ -9,10 +9,8 @@ Operations run one after another in the order in which they took effect, without
 them. What the background worker mapped ahead is handed to the worker again and waited for, so that
 a replay with the recorded settings gives the recorded numbers.
 
-A replay launches no kernels: the kernels of a step are over when the step ends.
-
-Where another setting makes memory short that was not, the replay notes a shortage and goes on; it
-takes no scheduling decision of its own.
+A replay launches no kernels: those of a step are over when the step ends. Where another setting
+makes memory short that was not, the replay notes a shortage and goes on; it schedules nothing.
 """
 
 from __future__ import annotations

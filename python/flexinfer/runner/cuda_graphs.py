@@ -1,8 +1,8 @@
-"""DecodeGraphs: steps of decodes as CUDA graphs, captured once a batch size and replayed unpatched.
+"""DecodeGraphs: steps of decodes as CUDA graphs, captured per batch size, replayed unpatched.
 
 A graph holds addresses. Those of paged KV change with every block table; here a request's KV stays
 where it is from first to last token, and so does the arena. What changes from step to step are four
-integers a request, and they are read from buffers that stay where they are too:
+integers per request, and they are read from buffers that stay where they are too:
 
     step:  | ids | positions | slots |  copied to  | static buffers | -> replay -> logits
     batch of 5 in a graph of 8:  r0 r1 r2 r3 r4 r2 r2 r2
@@ -15,7 +15,7 @@ splits matter, therefore have graphs for several bounds of the length.
 
 Graphs know nothing of ranges that requests share: which there are, and of how many, changes from
 step to step, and so would the kernels. A step whose ranges save more than the graph does is
-computed eagerly, in two phases; all others are replayed, and read shared KV once a request.
+computed eagerly, in two phases; all others are replayed, and read shared KV once per request.
 
 Not thread-safe.
 """
@@ -134,7 +134,7 @@ class DecodeGraphs:
             self._graphs.clear()
             lines = str(error).strip().splitlines() or [type(error).__name__]
             logger.warning(
-                "no CUDA graphs: this model can not be captured (%s); decoding is slower at small "
+                "no CUDA graphs: this model cannot be captured (%s); decoding is slower at small "
                 "batches. enforce_eager=True makes this the choice, without a warning",
                 lines[0],
             )

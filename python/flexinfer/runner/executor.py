@@ -1,4 +1,4 @@
-"""Executor: whoever computes the plans of an engine. No torch.
+"""Executor: what computes the plans of an engine. No torch.
 
 In this process that is the `ModelRunner`; an executor of several ranks hands each of them the same
 plan, and gives back the result of one.

@@ -21,6 +21,7 @@ from flexinfer.models.loading import LoadedModel
 from flexinfer.runner.cuda_graphs import DecodeGraphs, Recorder
 from flexinfer.runner.inputs import InputBuilder, StepInputs
 from flexinfer.runner.plan import SampledToken, ScoredRows, StepPlan, StepResult
+from flexinfer.sampling.grammars import GrammarCompiler
 from flexinfer.sampling.logprobs import score_tokens
 from flexinfer.sampling.sampler import Sampler
 from flexinfer.sampling.sequences import SequenceState
@@ -40,6 +41,7 @@ class ModelRunner:
         manager: VTensorManager,
         attention_backend: str,
         seed: int,
+        grammars: GrammarCompiler,
         *,
         compile_model: bool = False,
     ) -> None:
@@ -48,7 +50,7 @@ class ModelRunner:
         self.model: Any = loaded.model
         if compile_model:
             self.model = torch.compile(loaded.model, fullgraph=True, dynamic=True)
-        self.sampler = Sampler(seed, loaded.device)
+        self.sampler = Sampler(seed, loaded.device, grammars)
         layers = [LayerKV(manager.k(i), manager.v(i)) for i in range(loaded.num_layers)]
         self.backend = attention.create(attention_backend, layers)
         self.inputs = InputBuilder(loaded.device, self.backend.sharing_cost)

@@ -1,6 +1,6 @@
 """StepPlan and StepResult: what an executor is told of a step, and what it answers. No torch.
 
-Plain, immutable values that can be pickled: whoever computes a step, in this process or in
+Plain, immutable values that can be pickled: what computes a step, in this process or in
 another, needs nothing else. A plan says where each token stands, and names sequences by their
 sampling ids; all that sampling needs beyond that the executor keeps (sampling/sequences.py), from
 the plan that first has a sequence in `new_sequences` until it is told to forget it.
@@ -45,7 +45,7 @@ class StepPlan:
     starts: tuple[int, ...]
     ends: tuple[int, ...]
     num_decodes: int
-    """The first so many segments have one token, the others have more."""
+    """Segments with one token, which come first; the others have more."""
     sampled_rows: tuple[int, ...] = ()
     """Rows whose logits give a new token; forks of one prompt sample from the same row."""
     sampling_ids: tuple[int, ...] = ()

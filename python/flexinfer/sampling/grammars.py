@@ -86,7 +86,7 @@ class GrammarCompiler:
         self._matchers: OrderedDict[tuple[str, str, str], LLMatcher] = OrderedDict()
 
     def matcher(self, params: StructuredOutputsParams) -> TokenMatcher:
-        """A matcher at the start of a text. Raises RequestError for what can not be compiled."""
+        """A matcher at the start of a text. Raises RequestError for what cannot be compiled."""
         key = (params.kind, params.source, params.whitespace_pattern)
         with self._lock:
             compiled = self._matchers.get(key)
@@ -99,7 +99,7 @@ class GrammarCompiler:
             return TokenMatcher(compiled.deep_copy(), self._vocab_size)
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """Raises RequestError for what can not be compiled; what can is compiled then."""
+        """Raises RequestError for what cannot be compiled; what can is compiled then."""
         self.matcher(params)
 
     def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
@@ -113,12 +113,12 @@ class GrammarCompiler:
         try:
             matcher = LLMatcher(tokenizer, _grammar(params), log_level=0)
         except ValueError as error:
-            raise RequestError(f"{params.kind} can not be compiled: {error}") from None
+            raise RequestError(f"{params.kind} cannot be compiled: {error}") from None
         # Some grammars turn out to be too large only when the first tokens are looked for.
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            raise RequestError(f"{params.kind} can not be compiled: {_first_line(matcher)}")
+            raise RequestError(f"{params.kind} cannot be compiled: {_first_line(matcher)}")
         return matcher
 
     def _llg_tokenizer(self) -> LLTokenizer:

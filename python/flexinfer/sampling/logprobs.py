@@ -40,7 +40,7 @@ def gather_logprobs(
     top = logprobs.topk(max(num_top))
     sampled = logprobs.gather(-1, chosen[where][:, None])
     ranks = (logprobs >= sampled).sum(dim=-1).tolist()
-    top_ids, top_values = top.indices.cpu(), top.values.cpu()  # one copy, not one a row
+    top_ids, top_values = top.indices.cpu(), top.values.cpu()  # one copy, not one per row
     columns = zip(rows, num_top, sampled[:, 0].tolist(), ranks, top_ids, top_values, strict=True)
     for row, num, logprob, rank, ids, values in columns:
         found[row] = RowLogprobs(logprob, rank, ids[:num].tolist(), values[:num].tolist())
@@ -49,7 +49,7 @@ def gather_logprobs(
 
 @torch.inference_mode()
 def score_tokens(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[RowLogprobs]:
-    """Log probability of one given token a row; logits: [num_rows, vocab_size], any float dtype.
+    """Log probability of one given token per row; logits: [num_rows, vocab_size], any float dtype.
 
     `num_top` most probable tokens are reported too; -1: all. Some rows at a time, so that a long
     prompt needs no second tensor of the size of its logits.

@@ -41,7 +41,7 @@ class SamplingParams:
     n: int = 1
     """Number of completions, sampled from one prompt whose KV is held once."""
     best_of: int | None = None
-    """Sample so many and give the n most probable ones, by cumulative_logprob; None: n."""
+    """Sample this many and give the n most probable ones, by cumulative_logprob; None: n."""
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
@@ -69,7 +69,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     """Most tokens to generate; None: as many as max_model_len admits."""
     min_tokens: int = 0
-    """No stop token and no stop string counts before that many tokens."""
+    """No stop token and no stop string counts before this many tokens."""
     logprobs: int | None = None
     """Report this many most probable tokens at each position (and the chosen one); -1: all."""
     prompt_logprobs: int | None = None

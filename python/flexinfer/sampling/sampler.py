@@ -31,10 +31,12 @@ class SamplerOutput:
 class Sampler:
     """Owns what sampling knows of each sequence. Not thread-safe."""
 
-    def __init__(self, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, seed: int, device: torch.device, grammars: GrammarCompiler | None = None
+    ) -> None:
+        """grammars: needed for sequences with structured outputs."""
         self.device = device
-        self.grammars: GrammarCompiler | None = None
-        """Needed for sequences with structured outputs."""
+        self._grammars = grammars
         self.sequences = SequenceStates(seed)
 
     @torch.inference_mode()
@@ -62,14 +64,14 @@ class Sampler:
         rows = [i for i, state in enumerate(states) if state.params.structured_outputs]
         if not rows:
             return logits
-        assert self.grammars is not None
+        assert self._grammars is not None
         forbidden = np.zeros(logits.shape, dtype=np.bool_)
         for row in rows:
             state = states[row]
             if state.matcher is None:
                 structure = state.params.structured_outputs
                 assert structure is not None
-                state.matcher = self.grammars.matcher(structure)
+                state.matcher = self._grammars.matcher(structure)
             forbidden[row] = ~state.matcher.allowed(state.output_token_ids)
         return logits.masked_fill(torch.from_numpy(forbidden).to(logits.device), -torch.inf)
 

@@ -34,13 +34,13 @@ class Admission:
     ) -> bool:
         """Whether a running prefill will soon record more of this prompt than is recorded now.
 
-        A request that is due waits no more, so that waiting cannot starve it.
+        An overdue request waits no more, so that waiting cannot starve it.
         """
         config = self.config
         num_shared = num_matched + config.min_shared_tokens
         if not (config.enable_prefix_caching and config.wait_for_shared_prefix):
             return False
-        if num_shared > request.num_reusable_tokens or request.is_due:
+        if num_shared > request.num_reusable_tokens or request.is_overdue:
             return False
         prefilling = [
             other
@@ -62,7 +62,7 @@ class Admission:
             for request in running
             if request.is_prefilling
         )
-        reserve = int(self.config.watermark * manager.memory_budget)
+        reserve = int(self.config.admission_reserve * manager.memory_budget)
         return needed_bytes + promised + reserve <= manager.available_bytes
 
     def try_create(
@@ -107,7 +107,7 @@ class Admission:
         """
         manager = self.manager
         num_cached = vtensor.num_cached_tokens
-        # Aliased whole rows need nothing more, and can not be evicted any more.
+        # Aliased whole rows need nothing more, and cannot be evicted any more.
         needed -= manager.bytes_for(num_cached) - (manager.bytes_for(1) if num_cached else 0)
         if self.has_room(needed, running):
             return min(request.num_tokens, num_cached + num_left)

@@ -29,7 +29,7 @@ class ScheduledRequest:
 
 @dataclass(slots=True)
 class Batch:
-    """One step. `failed` requests have ended because they can not get the memory they need."""
+    """One step. `failed` requests have ended because they cannot get the memory they need."""
 
     items: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)

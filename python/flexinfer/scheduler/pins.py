@@ -1,6 +1,6 @@
 """Pins: prefixes kept between requests for as long as memory suffices. No torch.
 
-The manager never evicts what is pinned. That is right for a caller who owns the engine, and wrong
+The manager never evicts what is pinned. That is right for a caller that owns the engine, and wrong
 for a server, where idle conversations could hold all memory and no request would run any more. So
 these pins give way, least recently kept first, before a request would fail or a smaller budget be
 refused; the next turn then computes again what was evicted. Not thread-safe.
@@ -37,7 +37,7 @@ class Pins:
         self._manager = manager
         self._expires_at: dict[str, float] = {}  # by owner, least recently kept first
         self._wishes: dict[str, _Wish | None] = {}  # by owner; None: nothing any more
-        self.num_given_way = 0
+        self.num_released = 0
 
     def __len__(self) -> int:
         """Pins made here that have neither been dropped nor expired."""
@@ -64,13 +64,13 @@ class Pins:
         elif self._expires_at.pop(owner, None) is not None:
             self._manager.unpin_prefix(owner)
 
-    def give_way(self) -> bool:
+    def release_oldest(self) -> bool:
         """Unpin for the owner that was served longest ago. False: there is none."""
         while self._expires_at:
             owner = next(iter(self._expires_at))
             del self._expires_at[owner]
             if self._manager.unpin_prefix(owner):
-                self.num_given_way += 1
+                self.num_released += 1
                 return True
         return False
 

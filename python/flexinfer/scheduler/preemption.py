@@ -80,14 +80,14 @@ class PreemptionPolicy:
         return Decision("swap" if swap_s < recompute_s else "recompute", "cheaper")
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """A step that was mostly prefill computed so many tokens."""
+        """A step that was mostly prefill computed `num_tokens` tokens."""
         if seconds > 0:
             self.prefill_tokens_per_s = self._average(
                 self.prefill_tokens_per_s, num_tokens / seconds
             )
 
     def observe_swap(self, num_bytes: int, seconds: float) -> None:
-        """So many bytes were moved, in one direction."""
+        """`num_bytes` bytes were moved, in one direction."""
         if seconds > 0 and num_bytes > 0:
             self.swap_bytes_per_s = self._average(self.swap_bytes_per_s, num_bytes / seconds)
 

@@ -5,11 +5,11 @@
     prefix     by priority, then the longest cached prefix first, then arrival
 
 Bound on starvation, for every policy: a request that found Q others in the queue is at the head
-of it, before all who arrived later, once Q + max_passed_over first admissions have happened since.
-It is *due* then: it waits for no shared prefix, and is the last to be preempted.
+of it, before all that arrived later, once Q + max_passed_over first admissions have happened since.
+It is *overdue* then: it waits for no shared prefix, and is the last to be preempted.
 
 Invariants:
-1. `_queue` and `_turns` hold the same requests, less those in `_turns` that are due.
+1. `_deadlines` holds the requests of `_queue` that are not overdue.
 2. A request's key changes only while it is in neither.
 """
 
@@ -39,8 +39,8 @@ class WaitingQueue:
         self.num_promoted = 0
         self._num_arrived = 0
         self._queue: SortedKeyList[Request] = SortedKeyList(key=self.key)
-        self._turns: SortedKeyList[Request] = SortedKeyList(
-            key=lambda r: (r.turn, r.arrival_idx, r.index)
+        self._deadlines: SortedKeyList[Request] = SortedKeyList(
+            key=lambda r: (r.deadline, r.arrival_idx, r.index)
         )
 
     def __len__(self) -> int:
@@ -55,25 +55,25 @@ class WaitingQueue:
     def key(self, request: Request) -> SortKey:
         """Order of admission; the running request with the largest is preempted first."""
         rank = 0 if self.policy == "fcfs" else request.priority
-        return (not request.is_due, rank, request.arrival_idx, request.index)
+        return (not request.is_overdue, rank, request.arrival_idx, request.index)
 
     def add(self, request: Request) -> None:
         """A request arrives."""
         request.arrival_idx = self._num_arrived
         self._num_arrived += 1
-        request.turn = self.num_admitted + len(self._queue) + self.max_passed_over
+        request.deadline = self.num_admitted + len(self._queue) + self.max_passed_over
         self.put_back(request)
 
     def put_back(self, request: Request) -> None:
         """A request that was preempted takes up its old place."""
         self._queue.add(request)
-        if not request.is_due:
-            self._turns.add(request)
+        if not request.is_overdue:
+            self._deadlines.add(request)
 
     def discard(self, request: Request) -> None:
         self._queue.discard(request)
-        if not request.is_due:
-            self._turns.discard(request)
+        if not request.is_overdue:
+            self._deadlines.discard(request)
 
     def admit(self, request: Request) -> None:
         """The request leaves to run."""
@@ -82,12 +82,12 @@ class WaitingQueue:
             self.num_admitted += 1
 
     def promote(self) -> bool:
-        """Make those due whose turn has come; tells whether there were any."""
+        """Make those overdue whose deadline has come; tells whether there were any."""
         promoted = False
-        while self._turns and self._turns[0].turn <= self.num_admitted:
-            request = self._turns[0]
+        while self._deadlines and self._deadlines[0].deadline <= self.num_admitted:
+            request = self._deadlines[0]
             self.discard(request)
-            request.is_due = True
+            request.is_overdue = True
             self.num_promoted += 1
             self.put_back(request)
             promoted = True
@@ -100,5 +100,5 @@ class WaitingQueue:
         """
         first = list(islice(self._queue, num_wanted + WINDOW))
         if self.policy == "prefix":
-            first.sort(key=lambda r: (*self.key(r)[:2], 0 if r.is_due else -match(r)))
+            first.sort(key=lambda r: (*self.key(r)[:2], 0 if r.is_overdue else -match(r)))
         return first

@@ -40,9 +40,9 @@ class Request:
     cache_salt: str = ""
     arrival_idx: int = 0
     """Order of arrival, given by the scheduler."""
-    turn: int = 0
-    """The number of admissions after which this request is due; see policies.py."""
-    is_due: bool = False
+    deadline: int = 0
+    """The number of admissions after which this request is overdue; see queue.py."""
+    is_overdue: bool = False
     """It was passed over as often as is allowed, and goes before all that came later."""
     index: int = 0
     """Which sequence of its group this is."""
@@ -124,7 +124,7 @@ class Request:
         return self.params.stop_ids | self.eos_token_ids
 
     def start(self, vtensor: VTensor, num_extended_tokens: int) -> None:
-        """Waiting -> running, with a vTensor that is extended to so many tokens."""
+        """Waiting -> running, with a vTensor that is extended to `num_extended_tokens`."""
         self.vtensor = vtensor
         self.num_computed_tokens = vtensor.num_cached_tokens
         self.num_extended_tokens = num_extended_tokens

@@ -10,7 +10,7 @@ A request moves between three places, and leaves from any of them:
        +----recompute-----+   +-----swap in-----+
 
 Invariants:
-1. A request is in one of `waiting`, `running`, `swapped`, or in none (it has ended or is parked).
+1. A request is in one of `waiting`, `running`, `swapped`, or in none: ended or suspended.
 2. Memory for the whole prefill is spoken for at admission: what running prefills have yet to get is
    subtracted from what is available, so that admission never overcommits the budget.
 3. After `schedule()` all scheduled tokens are backed by chunks.
@@ -21,13 +21,10 @@ Invariants:
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING
-
-from sortedcontainers import SortedKeyList
 
 from flexinfer.config import SchedulerConfig
 from flexinfer.errors import OutOfMemoryError
@@ -39,6 +36,7 @@ from flexinfer.scheduler.pre_extension import PreExtender
 from flexinfer.scheduler.preemption import Cause, Decision, PreemptionPolicy
 from flexinfer.scheduler.queue import WaitingQueue
 from flexinfer.scheduler.request import Request
+from flexinfer.scheduler.swapped import SwappedRequests
 from flexinfer.types import FinishReason
 
 if TYPE_CHECKING:
@@ -57,10 +55,10 @@ class Scheduler:
         self.manager = manager
         self.waiting = WaitingQueue(config.scheduling_policy, config.max_passed_over)
         self.running: dict[str, Request] = {}
-        self.swapped: SortedKeyList[Request] = SortedKeyList(key=self.waiting.key)
         self.preemption = PreemptionPolicy(config.preemption_mode, config.has_swap_space)
         self.admission = Admission(config, manager)
-        self.prefetch = PreExtender(manager, config.max_num_batched_tokens)
+        self.swapped = SwappedRequests(self.waiting.key, self.preemption, self.admission)
+        self.pre_extender = PreExtender(manager, config.max_num_batched_tokens)
         self.pins = Pins(manager)
         self.num_prefix_waits = 0
         self._ended: list[Request] = []
@@ -105,11 +103,13 @@ class Scheduler:
 
     def pre_extend(self, batch: Batch) -> None:
         """Have the memory of the next steps mapped in the background (paper: Algorithm 1)."""
-        self.prefetch.ask(batch.items if self.config.enable_pre_extend else ())
+        self.pre_extender.ask(batch.items if self.config.enable_pre_extend else ())
 
     def observe(self, step: StepStats) -> None:
         """Learn from a step's times: how far to map ahead, how fast a prefill is."""
-        self.prefetch.depth.observe_step(step.step_us, step.map_us_hidden, step.rows_pre_extended)
+        self.pre_extender.depth.observe_step(
+            step.step_us, step.map_us_hidden, step.rows_pre_extended
+        )
         if 2 * step.num_prefill_tokens > step.num_tokens:
             self.preemption.observe_prefill(step.num_tokens, step.step_us / 1e6)
 
@@ -168,11 +168,9 @@ class Scheduler:
         child.metrics.chunks_aliased += vtensor.info().chunks_aliased
         self.running[child.request_id] = child
 
-    def park(self, request: Request) -> None:
-        """Take a running request out of the way until `unpark`; what it has computed is recorded.
-
-        For a sequence that must wait for others: it holds no memory meanwhile.
-        """
+    def suspend(self, request: Request) -> None:
+        """Take a running request out of the way until `resume`. It holds no memory meanwhile; what
+        it has computed is recorded, and pressure evicts of it only what is needed."""
         was_swapped = request in self.swapped
         vtensor = self._leave(request)
         if vtensor is not None:
@@ -181,8 +179,8 @@ class Scheduler:
             vtensor.release()
         request.requeue()
 
-    def unpark(self, request: Request) -> None:
-        """The request goes on; nothing happens if it was not parked."""
+    def resume(self, request: Request) -> None:
+        """The request goes on; nothing happens if it was not suspended."""
         if request.request_id in self.running or request in self.swapped:
             return
         if request not in self.waiting:
@@ -211,7 +209,7 @@ class Scheduler:
             if self.preemption.is_on and len(self.running) > 1:
                 self.preempt(victim, "growth")
                 batch.preempted.append(victim)
-            elif not self.pins.give_way():
+            elif not self.pins.release_oldest():
                 self._fail(victim, batch)
 
     def _extend(self, items: list[ScheduledRequest]) -> bool:
@@ -247,10 +245,13 @@ class Scheduler:
         assert vtensor is not None
         num_computed = request.num_computed_tokens
         decision = self._choose_preemption(request)
-        if decision.mode == "swap" and not self._swap_out(request, vtensor):
+        if decision.mode == "swap" and not self.swapped.try_move_out(request, vtensor):
             decision = Decision("recompute", "swap space is full")
         if decision.mode == "recompute":
-            self._preempt_to_recompute(request)
+            self.suspend(request)
+            self.waiting.put_back(request)
+        else:
+            del self.running[request.request_id]
         request.metrics.num_preemptions += 1
         self.preemption.count(decision, cause)
         logger.debug(
@@ -276,58 +277,28 @@ class Scheduler:
             num_lost, request.num_extended_tokens * bytes_per_token, num_lost * bytes_per_token
         )
 
-    def _preempt_to_recompute(self, request: Request) -> None:
-        """What it has computed is recorded: memory pressure evicts of it only what is needed."""
-        vtensor = self._leave(request)
-        assert vtensor is not None
-        self._record(request, vtensor)
-        vtensor.release()
-        request.requeue()
-        self.waiting.put_back(request)
-
-    def _swap_out(self, request: Request, vtensor: VTensor) -> bool:
-        """Running -> swapped. False: no room in the store, nothing changed."""
-        start_s = time.perf_counter()
-        if not vtensor.try_swap_out():
-            return False
-        num_bytes = request.num_extended_tokens * self.manager.spec.bytes_per_token
-        self.preemption.observe_swap(num_bytes, time.perf_counter() - start_s)
-        del self.running[request.request_id]
-        self.swapped.add(request)
-        return True
-
     def _schedule_swapped(self, batch: Batch) -> None:
         """Bring swapped requests back, in order, until tokens or memory run out."""
         num_left = self.config.max_num_batched_tokens - batch.num_tokens
         for request in list(self.swapped):
             if num_left == 0:
                 return
-            if not self._when_pins_give_way(partial(self._swap_in, request)):
+            if not self._releasing_pins(partial(self._swap_in, request)):
                 if self.running:
                     return
                 self._fail(request, batch)
                 continue
             item = next_tokens(request, num_left)
-            if self._when_pins_give_way(partial(self._extend, [item]), num_own=1):
+            if self._releasing_pins(partial(self._extend, [item]), num_own=1):
                 batch.items.append(item)
                 num_left -= item.num_tokens
             elif len(self.running) == 1:
-                self._fail(request, batch)  # else the next step settles who gives way
+                self._fail(request, batch)  # else the next step chooses a victim
 
     def _swap_in(self, request: Request) -> bool:
-        """Swapped -> running, at the same addresses. False: shortage, nothing changed."""
-        vtensor = request.vtensor
-        assert vtensor is not None
-        needed = self.manager.bytes_for(request.num_tokens + 1)
-        if self.running and not self.admission.has_room(needed, self.running.values()):
+        """Swapped -> running. False: shortage, nothing changed."""
+        if not self.swapped.try_move_in(request, self.running.values()):
             return False
-        start_s = time.perf_counter()
-        if not vtensor.try_swap_in(request.token_array[: request.num_computed_tokens]):
-            return False
-        num_bytes = request.num_extended_tokens * self.manager.spec.bytes_per_token
-        self.preemption.observe_swap(num_bytes, time.perf_counter() - start_s)
-        self.swapped.remove(request)
-        request.num_asked_rows = 0
         self.running[request.request_id] = request
         return True
 
@@ -354,7 +325,7 @@ class Scheduler:
             if not self.config.enable_chunked_prefill and whole_prompt > num_left:
                 return
             admit = partial(self._admit, request, num_matched, num_left)
-            if not self._when_pins_give_way(admit):
+            if not self._releasing_pins(admit):
                 if self.running:
                     return
                 self._fail(request, batch)
@@ -373,11 +344,11 @@ class Scheduler:
         self.running[request.request_id] = request
         return True
 
-    def _when_pins_give_way(self, attempt: Callable[[], bool], num_own: int = 0) -> bool:
-        """`attempt`; while it fails and nobody else runs who will free memory, again with a pin
-        less. num_own: how many of the running requests the attempt is for."""
+    def _releasing_pins(self, attempt: Callable[[], bool], num_own: int = 0) -> bool:
+        """`attempt`; while it fails and no other request runs that will free memory, again with one
+        pin less. num_own: how many of the running requests the attempt is for."""
         while not attempt():
-            if len(self.running) > num_own or not self.pins.give_way():
+            if len(self.running) > num_own or not self.pins.release_oldest():
                 return False
         return True
 
@@ -405,12 +376,12 @@ class Scheduler:
             vtensor.record_prefix(request.token_array[: request.num_computed_tokens])
 
     def _fail(self, request: Request, batch: Batch) -> None:
-        """It does not fit, and nobody else may give way: more waiting can not help it."""
+        """It does not fit, and no other request may be preempted: waiting longer cannot help it."""
         manager = self.manager
         message = (
             f"request {request.request_id!r} needs KV memory for {request.num_tokens} tokens "
             f"({manager.bytes_for(request.num_tokens)} bytes), but only {manager.available_bytes} "
-            f"bytes of the budget of {manager.memory_budget} can be obtained"
+            f"bytes of the budget of {manager.memory_budget} are available"
         )
         if not self.preemption.is_on and len(self.running) > 1:
             message += f"; {len(self.running) - 1} other requests run and preemption is off"

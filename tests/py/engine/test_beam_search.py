@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,8 +57,7 @@ def check_nothing_is_left(engine: LLMEngine) -> None:
 
 
 def set_eos(llm: LLM, eos: list[int]) -> None:
-    engine = llm.llm_engine
-    engine.loaded = dataclasses.replace(engine.loaded, eos_token_ids=frozenset(eos))
+    object.__setattr__(llm.llm_engine.loaded, "eos_token_ids", frozenset(eos))
 
 
 Found = list[tuple[list[int], float]]

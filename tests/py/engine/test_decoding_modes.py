@@ -24,7 +24,7 @@ def make_engine(**settings: Any) -> LLMEngine:
         "max_model_len": 100,
     }
     config = {**defaults, "model": make_model("llama"), "skip_tokenizer_init": True, **settings}
-    return LLMEngine(EngineConfig(**config))
+    return LLMEngine.from_config(EngineConfig(**config))
 
 
 def random_request(rng: random.Random) -> tuple[list[int], SamplingParams | BeamSearchParams]:

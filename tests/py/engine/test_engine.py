@@ -22,7 +22,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 def make_engine(**settings: Any) -> LLMEngine:
     defaults = {"max_num_seqs": 4, "kv_cache_memory_bytes": 16 << 20, "chunk_bytes": 4096}
     config = {**defaults, "model": make_model("llama"), "skip_tokenizer_init": True, **settings}
-    return LLMEngine(EngineConfig(**config))
+    return LLMEngine.from_config(EngineConfig(**config))
 
 
 @pytest.fixture

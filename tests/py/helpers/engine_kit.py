@@ -18,7 +18,7 @@ TOKEN_BYTES = 2 * 4 * 2 * 16 * 4
 def make_engine(**settings: Any) -> LLMEngine:
     defaults = {"max_num_seqs": 4, "kv_cache_memory_bytes": 4 << 20, "chunk_bytes": 4096}
     config = {**defaults, "model": make_model("llama"), "skip_tokenizer_init": True, **settings}
-    return LLMEngine(EngineConfig(**config))
+    return LLMEngine.from_config(EngineConfig(**config))
 
 
 def submit(engine: LLMEngine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> None:

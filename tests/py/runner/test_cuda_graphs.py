@@ -115,7 +115,7 @@ def make_engine(name: str = "llama", **settings: Any) -> LLMEngine:
     """Its slots are whole numbers of tokens, as they are on a GPU."""
     defaults = {"max_num_seqs": 6, "kv_cache_memory_bytes": 8 << 20, "chunk_bytes": 32768}
     config = {**defaults, "model": make_model(name), "skip_tokenizer_init": True, **settings}
-    return LLMEngine(EngineConfig(**config))
+    return LLMEngine.from_config(EngineConfig(**config))
 
 
 def capture(engine: LLMEngine, sizes: list[int]) -> OpRecorder:

@@ -45,16 +45,16 @@ def test_a_request_runs_although_pins_hold_nearly_all_memory(mode: str) -> None:
     engine.close()
 
 
-def test_a_pin_that_was_kept_again_is_the_last_to_give_way() -> None:
+def test_a_pin_that_was_kept_again_is_released_last() -> None:
     engine = with_pins((40, 40, 40))
     pins = engine.scheduler.pins
     pins.keep("owner 0", random_prompts((40, 40, 40))[0], 60)
-    assert pins.give_way()
+    assert pins.release_oldest()
     assert pinned_by(engine) == {"owner 0", "owner 2"}
-    assert pins.give_way()
-    assert pins.give_way()
-    assert not pins.give_way()
-    assert (len(pins), pins.num_given_way) == (0, 3)
+    assert pins.release_oldest()
+    assert pins.release_oldest()
+    assert not pins.release_oldest()
+    assert (len(pins), pins.num_released) == (0, 3)
     engine.close()
 
 
@@ -66,7 +66,7 @@ def test_a_smaller_budget_is_taken_although_pins_hold_more() -> None:
     engine.close()
 
 
-def test_pins_of_the_manager_s_owner_never_give_way() -> None:
+def test_pins_of_the_manager_s_owner_are_never_released() -> None:
     engine = make_engine(kv_cache_memory_bytes=BUDGET, max_model_len=120)
     prompts = random_prompts((100,))
     submit(engine, prompts)
@@ -100,7 +100,7 @@ def test_expired_pins_are_forgotten() -> None:
     engine = with_pins((40,), ttl_s=0.05)
     time.sleep(0.06)
     assert len(engine.scheduler.pins) == 0
-    assert not engine.scheduler.pins.give_way()
+    assert not engine.scheduler.pins.release_oldest()
     engine.reset_prefix_cache()
     assert engine.manager.stats().recorded_bytes == 0
     engine.close()

@@ -46,7 +46,7 @@ def make_scheduler(manager: VTensorManager | None = None, **settings: Any) -> Sc
         "max_model_len": 512,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
-        "watermark": 0.0,
+        "admission_reserve": 0.0,
     }
     return Scheduler(
         SchedulerConfig(**{**defaults, **settings}),
@@ -253,7 +253,7 @@ def test_a_swapped_request_that_comes_back_alone_and_can_not_grow_ends_in_that_s
     [
         ({"max_num_batched_tokens": 4}, "must be at least"),
         ({"enable_chunked_prefill": False, "max_model_len": 4096}, "without chunked prefill"),
-        ({"watermark": 1.0}, "watermark"),
+        ({"admission_reserve": 1.0}, "admission_reserve"),
         ({"max_num_seqs": 0}, "max_num_seqs must be a positive integer, got 0"),
     ],
 )
@@ -272,7 +272,7 @@ def test_random_events_lose_no_request_and_no_memory(seed: int) -> None:
         manager,
         enable_prefix_caching=caching,
         max_num_batched_tokens=rng.choice([8, 20, 64]),
-        watermark=rng.choice([0.0, 0.1]),
+        admission_reserve=rng.choice([0.0, 0.1]),
     )
     requests: list[Request] = []
     for event in range(400):

@@ -81,7 +81,7 @@ class World:
             scheduling_policy=setup.policy,
             preemption_mode=setup.preemption_mode,
             has_swap_space=setup.swap_chunks > 0,
-            watermark=self.rng.choice([0.0, 0.05]),
+            admission_reserve=self.rng.choice([0.0, 0.05]),
             max_passed_over=8,
         )
         self.scheduler = Scheduler(config, self.manager)

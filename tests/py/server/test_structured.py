@@ -177,5 +177,5 @@ def test_what_can_not_end_is_refused(offline: LLM) -> None:
     with pytest.raises(ValueError, match="ignore_eos"):
         SamplingParams(structured_outputs=structure, ignore_eos=True)
     bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
-    with pytest.raises(RequestError, match="regex can not be compiled"):
+    with pytest.raises(RequestError, match="regex cannot be compiled"):
         offline.generate("a", bad, use_tqdm=False)

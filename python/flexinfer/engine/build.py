@@ -1,0 +1,144 @@
+"""From settings to the parts of an engine: the model is loaded, its KV memory is opened."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from flexinfer.config import EngineConfig
+from flexinfer.engine.inputs import InputProcessor, load_tokenizer
+from flexinfer.memory.elastic import ElasticMemory
+from flexinfer.memory.epochs import kernel_epoch
+from flexinfer.memory.kv_setup import (
+    check_kv_sizes,
+    choose_max_model_len,
+    derive_kv_memory,
+    fit_max_model_len,
+    make_manager,
+)
+from flexinfer.runtime.device import choose_device
+from flexinfer.sampling.grammars import GrammarCompiler
+from flexinfer.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from flexinfer.memory.budget import KVMemory
+    from flexinfer.memory.torch_share import TorchMemory
+    from flexinfer.models.loading import LoadedModel
+    from flexinfer.runner.model_runner import ModelRunner
+    from flexinfer.vtensor import VTensorManager
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """All that an engine owns."""
+
+    config: EngineConfig
+    """With the device that was chosen."""
+    tokenizer: Any | None
+    loaded: LoadedModel
+    kv_memory: KVMemory
+    manager: VTensorManager
+    scheduler: Scheduler
+    runner: ModelRunner
+    inputs: InputProcessor
+    grammars: GrammarCompiler
+    epoch: AbstractContextManager[object | None]
+    """Entered around the launch of a step's kernels."""
+    torch_memory: TorchMemory
+    elastic: ElasticMemory
+
+
+def build_parts(config: EngineConfig) -> EngineParts:
+    """Raises ValueError or UnsupportedModelError for settings or models that cannot work.
+
+    What can be refused without the weights is refused before they are read.
+    """
+    from flexinfer.runtime.torch_settings import set_up_torch
+
+    set_up_torch(config.threads)
+    config = _check(config)
+    from flexinfer.models.loading import load_model, max_positions, resolve_config
+
+    wanted_len = choose_max_model_len(config, max_positions(resolve_config(config.model)))
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        tokenizer = load_tokenizer(config.tokenizer, config.model)
+    loaded = load_model(config.model, config.dtype, config.device)
+    kv_memory = derive_kv_memory(config, loaded, wanted_len)
+    manager = make_manager(config, loaded, wanted_len, kv_memory)
+    try:
+        if config.trace is not None:
+            manager.start_trace(config.trace)
+        parts = _assemble(config, tokenizer, loaded, kv_memory, manager, wanted_len)
+        if loaded.device.type == "cuda" and not config.enforce_eager:
+            _capture_graphs(parts)
+    except BaseException:
+        manager.close()
+        raise
+    manager.pre_extend([], [])  # the worker creates the first chunks before the first request
+    return parts
+
+
+def _check(config: EngineConfig) -> EngineConfig:
+    from flexinfer import attention
+    from flexinfer.runtime.torch_settings import check_can_compile
+
+    attention.check_name(config.attention_backend)
+    is_loaded = not isinstance(config.model, (str, os.PathLike))
+    config = replace(config, device=choose_device(config.device, is_loaded=is_loaded))
+    if config.compile:
+        check_can_compile(str(config.device).partition(":")[0])
+    check_kv_sizes(config)
+    return config
+
+
+def _assemble(
+    config: EngineConfig,
+    tokenizer: Any | None,
+    loaded: LoadedModel,
+    kv_memory: KVMemory,
+    manager: VTensorManager,
+    wanted_len: int,
+) -> EngineParts:
+    from flexinfer.memory.torch_share import share_device
+    from flexinfer.runner.model_runner import ModelRunner
+
+    max_model_len = fit_max_model_len(manager, wanted_len, config)
+    scheduler = Scheduler(config.scheduler_config(max_model_len), manager)
+    grammars = GrammarCompiler(tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+    return EngineParts(
+        config=config,
+        tokenizer=tokenizer,
+        loaded=loaded,
+        kv_memory=kv_memory,
+        manager=manager,
+        scheduler=scheduler,
+        runner=ModelRunner(
+            loaded,
+            manager,
+            config.attention_backend,
+            config.seed,
+            grammars,
+            compile_model=config.compile,
+        ),
+        inputs=InputProcessor(tokenizer, loaded.vocab_size, max_model_len),
+        grammars=grammars,
+        epoch=kernel_epoch(manager, loaded.device),
+        torch_memory=share_device(manager, loaded.device),
+        elastic=ElasticMemory(scheduler, manager, config.swap_directory),
+    )
+
+
+def _capture_graphs(parts: EngineParts) -> None:
+    """Record decode steps as CUDA graphs, with a vTensor that lives only meanwhile."""
+    from flexinfer.runner.cuda_graphs import CudaRecorder, choose_sizes
+
+    sizes = choose_sizes(parts.config.cuda_graph_sizes, parts.scheduler.config.max_num_seqs)
+    vtensor = parts.manager.create()
+    try:
+        with parts.epoch:
+            parts.runner.capture_graphs(vtensor, CudaRecorder(parts.loaded.device), sizes)
+    finally:
+        vtensor.release()

@@ -1,0 +1,106 @@
+"""RequestFactory: from what a caller asks for to a request that can be served, or a refusal."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from flexinfer.engine.beam_search import BeamSearch
+from flexinfer.engine.parallel_sampling import ParallelSampling
+from flexinfer.errors import RequestError
+from flexinfer.outputs import RequestMetrics
+from flexinfer.sampling.params import BeamSearchParams, SamplingParams
+from flexinfer.scheduler.request import Request
+
+if TYPE_CHECKING:
+    from flexinfer.engine.build import EngineParts
+    from flexinfer.engine.group import RequestGroup
+    from flexinfer.engine.stream_pace import StreamPace
+    from flexinfer.types import Prompt
+
+
+class RequestFactory:
+    """Checks each request before any work, against the engine that would serve it."""
+
+    def __init__(self, parts: EngineParts, pace: StreamPace) -> None:
+        self._parts = parts
+        self._pace = pace
+        self._limits = parts.scheduler.config
+
+    def make(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        priority: int,
+    ) -> RequestGroup:
+        """Raises RequestError if it cannot be served."""
+        self._check_priority(priority)
+        parsed = self._parts.inputs.parse(prompt)
+        self._check_params(params)
+        max_model_len = self._limits.max_model_len
+        max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
+        leader = Request(
+            request_id=request_id,
+            prompt_token_ids=parsed.token_ids,
+            params=params if isinstance(params, SamplingParams) else SamplingParams(),
+            max_num_tokens=min(max_model_len, len(parsed.token_ids) + max_tokens),
+            metrics=RequestMetrics(arrival_time=time.monotonic()),
+            eos_token_ids=self._parts.loaded.eos_token_ids,
+            priority=priority,
+            cache_salt=parsed.cache_salt,
+        )
+        self._check_memory(leader)
+        tokenizer = self._parts.tokenizer
+        if isinstance(params, BeamSearchParams):
+            return BeamSearch(leader, parsed.text, params, tokenizer)
+        return ParallelSampling(leader, parsed.text, tokenizer, self._pace)
+
+    def _check_params(self, params: SamplingParams | BeamSearchParams) -> None:
+        max_num_seqs = self._limits.max_num_seqs
+        if isinstance(params, BeamSearchParams):
+            if params.beam_width > max_num_seqs:
+                raise RequestError(
+                    f"beam_width is {params.beam_width}, but max_num_seqs is {max_num_seqs}: "
+                    "all beams of a prompt run at the same time"
+                )
+            return
+        if params.num_samples > max_num_seqs:
+            name = "n" if params.best_of is None else "best_of"
+            raise RequestError(
+                f"{name} is {params.num_samples}, but max_num_seqs is {max_num_seqs}: "
+                "all samples of a prompt are forked from it at the same time"
+            )
+        if params.structured_outputs is not None:
+            self._parts.grammars.check(params.structured_outputs)
+        if params.stop_strings and self._parts.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this engine has none")
+        self._check_vocabulary("logit_bias", params.logit_bias or ())
+        self._check_vocabulary("stop_token_ids", params.stop_ids)
+
+    def _check_vocabulary(self, name: str, token_ids: Any) -> None:
+        vocab_size = self._parts.loaded.vocab_size
+        for token_id in token_ids:
+            if token_id >= vocab_size:
+                raise RequestError(
+                    f"{name} names token {token_id}, but the vocabulary has {vocab_size}"
+                )
+
+    def _check_priority(self, priority: Any) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority must be an integer, got {priority!r}")
+        if priority != 0 and self._limits.scheduling_policy == "fcfs":
+            raise RequestError(
+                f'priority is {priority}, but scheduling_policy "fcfs" has no priorities'
+            )
+
+    def _check_memory(self, request: Request) -> None:
+        """A request that can never fit is refused now, with the numbers."""
+        num_tokens = request.max_num_tokens - 1  # the last token needs no KV
+        needed = self._parts.manager.bytes_for(num_tokens)
+        budget = self._parts.elastic.budget_bytes
+        if needed > budget:
+            raise RequestError(
+                f"request {request.request_id!r} may need KV memory for {num_tokens} tokens "
+                f"({needed} bytes); the budget is {budget} bytes"
+            )

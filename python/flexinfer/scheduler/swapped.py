@@ -1,0 +1,72 @@
+"""SwappedRequests: requests whose KV is in the host store, and the ways out and back. No torch.
+
+What a swap moves and how long it takes teaches the preemption policy. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING
+
+from sortedcontainers import SortedKeyList
+
+from flexinfer.scheduler.admission import Admission
+from flexinfer.scheduler.preemption import PreemptionPolicy
+from flexinfer.scheduler.queue import SortKey
+from flexinfer.scheduler.request import Request
+
+if TYPE_CHECKING:
+    from flexinfer.vtensor import VTensor
+
+
+class SwappedRequests:
+    """In the order in which they come back."""
+
+    def __init__(
+        self, key: Callable[[Request], SortKey], policy: PreemptionPolicy, admission: Admission
+    ) -> None:
+        self._requests: SortedKeyList[Request] = SortedKeyList(key=key)
+        self._policy = policy
+        self._admission = admission
+        self._bytes_per_token = admission.manager.spec.bytes_per_token
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._requests
+
+    def discard(self, request: Request) -> None:
+        self._requests.discard(request)
+
+    def try_move_out(self, request: Request, vtensor: VTensor) -> bool:
+        """False: no room in the store, nothing changed."""
+        start_s = time.perf_counter()
+        if not vtensor.try_swap_out():
+            return False
+        self._observe(request, start_s)
+        self._requests.add(request)
+        return True
+
+    def try_move_in(self, request: Request, running: Collection[Request]) -> bool:
+        """To the same addresses. False: shortage, nothing changed."""
+        vtensor = request.vtensor
+        assert vtensor is not None
+        needed = self._admission.manager.bytes_for(request.num_tokens + 1)
+        if running and not self._admission.has_room(needed, running):
+            return False
+        start_s = time.perf_counter()
+        if not vtensor.try_swap_in(request.token_array[: request.num_computed_tokens]):
+            return False
+        self._observe(request, start_s)
+        self._requests.remove(request)
+        request.num_asked_rows = 0
+        return True
+
+    def _observe(self, request: Request, start_s: float) -> None:
+        num_bytes = request.num_extended_tokens * self._bytes_per_token
+        self._policy.observe_swap(num_bytes, time.perf_counter() - start_s)
