@@ -1,6 +1,6 @@
 """Driver failures as Python sees them: the k-th call fails, for every k of a scenario.
 
-C++ does the same with every kind of failure (tests/cpp/fault_test.cpp); here it is about the error
+C++ does the same with every kind of failure (tests/cpp/core/fault_test.cpp); here it is about the error
 classes, their attributes, and a manager that goes on working.
 """
 
