@@ -1,7 +1,7 @@
 """Driver failures as Python sees them: the k-th call fails, for every k of a scenario.
 
-C++ does the same with every kind of failure (tests/cpp/core/fault_test.cpp); here it is about the error
-classes, their attributes, and a manager that goes on working.
+C++ does the same with every kind of failure (tests/cpp/core/fault_test.cpp); here it is about the
+error classes, their attributes, and a manager that goes on working.
 """
 
 from __future__ import annotations
