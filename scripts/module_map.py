@@ -49,6 +49,7 @@ SECTIONS: list[tuple[str, str, tuple[str, ...]]] = [
     ("cpp/kernels/attention", "CPU kernels: attention", ("attention",)),
     ("cpp/kernels/linear", "CPU kernels: linear layers", ()),
     ("cpp/kernels/rows", "CPU kernels: row operations", ()),
+    ("cpp/kernels/sampling", "CPU kernels: sampling", ("sampling",)),
     ("cpp/bindings", "Python bindings", ()),
     ("python/flexinfer", "Python package: what users import", ("__init__", "llm", "async_llm")),
     *(

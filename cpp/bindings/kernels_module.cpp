@@ -17,6 +17,7 @@
 #include "kernels/attention/attention.h"
 #include "kernels/linear/linear.h"
 #include "kernels/rows/row_ops.h"
+#include "kernels/sampling/sampling.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -168,10 +169,10 @@ void bind_row_ops(nb::module_& m) {
           "factor_stride"_a, "output"_a, "num_rows"_a, "width"_a, "num_threads"_a)
       .def(
           "rotate",
-          [](const RowOps& self, size_t dtype, uintptr_t x, int64_t head_stride, int64_t token_stride,
-             uintptr_t cos, uintptr_t sin, uintptr_t output, int64_t output_head_stride,
-             int64_t output_token_stride, int64_t num_heads, int64_t num_tokens, int64_t width,
-             int num_threads) {
+          [](const RowOps& self, size_t dtype, uintptr_t x, int64_t head_stride,
+             int64_t token_stride, uintptr_t cos, uintptr_t sin, uintptr_t output,
+             int64_t output_head_stride, int64_t output_token_stride, int64_t num_heads,
+             int64_t num_tokens, int64_t width, int num_threads) {
             const RotaryCall call = {
                 pointer(x),   pointer(cos),       pointer(sin),        pointer(output), head_stride,
                 token_stride, output_head_stride, output_token_stride, num_heads,       width};
@@ -224,6 +225,40 @@ void bind_linear(nb::module_& m) {
           "gates: output [num_rows, columns / 2] = silu(first half) * second half, no residual.");
 }
 
+std::vector<int64_t> sample(const RowSampler& sampler, size_t dtype, uintptr_t logits,
+                            int64_t row_stride, int64_t vocab_size,
+                            const std::vector<float>& temperature,
+                            const std::vector<int64_t>& top_k, const std::vector<float>& top_p,
+                            const std::vector<float>& min_p, const std::vector<double>& uniform,
+                            int num_threads) {
+  const size_t num_rows = uniform.size();
+  if (vocab_size < 1 || temperature.size() != num_rows || top_k.size() != num_rows ||
+      top_p.size() != num_rows || min_p.size() != num_rows) {
+    throw std::invalid_argument("sampling takes a vocabulary and one parameter of each per row");
+  }
+  std::vector<int64_t> token_ids(num_rows);
+  const SampleCall call = {pointer(logits),    row_stride,     vocab_size,
+                           temperature.data(), top_k.data(),   top_p.data(),
+                           min_p.data(),       uniform.data(), token_ids.data()};
+  const nb::gil_scoped_release unlocked;
+  sampler.sample(dtype_of(dtype), call, static_cast<int64_t>(num_rows), num_threads);
+  return token_ids;
+}
+
+void bind_sampler(nb::module_& m) {
+  nb::class_<RowSampler>(m, "RowSampler", "One random token per row of logits.")
+      .def(
+          "__init__",
+          [](RowSampler* self, uintptr_t start_threads, const std::string& isa) {
+            const Parallel parallel(reinterpret_cast<Parallel::Start>(start_threads));
+            new (self) RowSampler(parallel, find_isa(isa));
+          },
+          "start_threads"_a = 0, "isa"_a = "")
+      .def("sample", &sample, "dtype"_a, "logits"_a, "row_stride"_a, "vocab_size"_a,
+           "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "uniform"_a, "num_threads"_a,
+           "Token ids; -1 for a row with a NaN, or without a largest finite logit.");
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -234,6 +269,7 @@ NB_MODULE(_kernels, m) {
   bind_attention(m);
   bind_row_ops(m);
   bind_linear(m);
+  bind_sampler(m);
 }
 
 }  // namespace vtensor::kernels

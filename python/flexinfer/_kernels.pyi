@@ -78,3 +78,11 @@ class Linear:
         """
         output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none. gates: output [num_rows, columns / 2] = silu(first half) * second half, no residual.
         """
+
+class RowSampler:
+    """One random token per row of logits."""
+
+    def __init__(self, start_threads: int = 0, isa: str = '') -> None: ...
+
+    def sample(self, dtype: int, logits: int, row_stride: int, vocab_size: int, temperature: Sequence[float], top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float], uniform: Sequence[float], num_threads: int) -> list[int]:
+        """Token ids; -1 for a row with a NaN, or without a largest finite logit."""

@@ -1,4 +1,5 @@
-// What the attention of one instruction set is asked to compute: one layer call, and one task of it.
+// What the attention of one instruction set is asked to compute: one layer call, and one task of
+// it.
 //
 // A task is a block of query rows of one KV head against one contiguous range of keys, on one
 // thread. Plain values and pointers; nothing of the standard library, whose inline functions must

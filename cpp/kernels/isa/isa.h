@@ -10,6 +10,7 @@
 #include "kernels/calls/attention.h"
 #include "kernels/calls/linear.h"
 #include "kernels/calls/rows.h"
+#include "kernels/calls/sampling.h"
 #include "kernels/dtype.h"
 
 namespace vtensor::kernels {
@@ -29,6 +30,11 @@ struct Isa {
   // For at least kMinManyRows rows on AMX, with a depth that is a multiple of kPanelDepth, else
   // none. `scratch`: kSplitFloats in float32, none in bfloat16. Gates: in bfloat16.
   void (*linear_many[kNumDTypes])(const LinearCall&, const LinearBlock&, float* scratch);
+  // The maxima of a row's blocks (kSampleBlock), and its values as float32 if they are not; false
+  // for a NaN.
+  bool (*read_row[kNumDTypes])(const void* row, int64_t num_values, float* values,
+                               float* block_max);
+  void (*weigh)(const WeighCall&);
 };
 
 // One for each isa/<name>.cpp; none where the compiler's target has no such instructions.

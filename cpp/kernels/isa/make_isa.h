@@ -10,6 +10,7 @@
 #include "kernels/simd/attend.h"
 #include "kernels/simd/linear.h"
 #include "kernels/simd/rows.h"
+#include "kernels/simd/sampling.h"
 
 namespace vtensor::kernels {
 namespace {
@@ -24,10 +25,12 @@ constexpr Isa make_isa(const char* name) {
           {rotate<float>, rotate<BFloat16>, rotate<Float16>},
           {linear<float>, linear<BFloat16>, nullptr},
 #if defined(__AMX_BF16__)
-          {amx_split_linear, amx_many_linear, nullptr}};
+          {amx_split_linear, amx_many_linear, nullptr},
 #else
-          {}};
+          {},
 #endif
+          {read_row<float>, read_row<BFloat16>, read_row<Float16>},
+          weigh};
 }
 
 }  // namespace

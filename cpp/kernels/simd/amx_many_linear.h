@@ -133,7 +133,8 @@ class SquarePrefetch {
 
 // C tiles 0 1 / 2 3 = 32 rows from x on times the outputs.
 VTENSOR_INLINE void square_multiply(const char* x, int64_t x_bytes, const SquareOutputs& outputs,
-                                    int64_t num_steps, SquarePrefetch ahead, SquareWriter& overlap) {
+                                    int64_t num_steps, SquarePrefetch ahead,
+                                    SquareWriter& overlap) {
   constexpr int64_t kXStep = kAmxDepth * 2, kStep = kAmxRows * kPanelRowBytes;
   const char* left = outputs.left;
   const char* right = outputs.right;

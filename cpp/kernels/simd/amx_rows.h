@@ -202,7 +202,7 @@ class AmxTask {
     compute_scores(0, nothing);
     NextRows<T> next(task_, tile_ + kTileTokens, dim_);
     for (int i = 0; i < num_blocks_; ++i) {
-     Overlap overlap{Weights<T>(), next};
+      Overlap overlap{Weights<T>(), next};
       start(i, overlap.weights);
       next.spread((num_blocks_ - i) * steps_of_overlap(i));
       if (i > 0) add_values(i - 1, overlap);

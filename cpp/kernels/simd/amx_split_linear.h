@@ -149,7 +149,8 @@ class Overlap {
 
 // C tiles 0 1 / 2 3 = two tiles of rows times two of columns, each product with one change of
 // parts; the small ones first.
-inline void split_multiply(const float* rows, const float* weight, int64_t depth, Overlap& overlap) {
+inline void split_multiply(const float* rows, const float* weight, int64_t depth,
+                           Overlap& overlap) {
   amx_zero();
   for (int64_t k = 0; k < depth; k += kAmxDepth) {
     load_rows(rows);
@@ -186,13 +187,14 @@ inline void split_block(const LinearCall& call, int64_t row, int64_t num_rows, i
   const auto inputs_of = [&](int64_t panel) {
     return static_cast<const float*>(call.panels) + (panel * call.depth + k) * kSplitColumns;
   };
- Overlap overlap(call, k == 0);
+  Overlap overlap(call, k == 0);
   overlap.split_next(inputs_of(begin), depth, 1, weight);
   overlap.end_split();
   alignas(64) float sums[2][4 * kTileRows * kTileRows];
   int which = 0;
   for (int64_t panel = begin; panel < end; ++panel) {
-    if (panel + 1 < end) overlap.split_next(inputs_of(panel + 1), depth, tiles * steps, next_weight);
+    if (panel + 1 < end)
+      overlap.split_next(inputs_of(panel + 1), depth, tiles * steps, next_weight);
     for (int64_t n = 0; n < kSplitColumns; n += 2 * kTileRows) {
       const int64_t column = panel * kSplitColumns + n;
       if (column >= call.columns) break;

@@ -42,9 +42,10 @@ CPP_ALLOWED = {
     "kernels/attention": "kernels kernels/calls kernels/isa",
     "kernels/linear": "kernels kernels/calls kernels/isa",
     "kernels/rows": "kernels kernels/calls kernels/isa",
+    "kernels/sampling": "kernels kernels/calls kernels/isa",
     "bindings": "vtensor vtensor/util vtensor/driver vtensor/driver/host vtensor/driver/cuda "
     "vtensor/driver/sim vtensor/driver/wrappers vtensor/pool vtensor/ops vtensor/core kernels "
-    "kernels/attention kernels/linear kernels/rows",
+    "kernels/attention kernels/linear kernels/rows kernels/sampling",
 }
 
 # Folder below flexinfer/, or file directly in it -> what it may import, besides its own folder.
@@ -60,7 +61,7 @@ PYTHON_ALLOWED = {
     "attention": "_kernels errors runtime",
     "layers": "_kernels attention runtime",
     "models": "attention config errors layers runtime",
-    "sampling": "errors runtime",
+    "sampling": "_kernels errors runtime",
     "sampling_params": "sampling",
     "metrics": "outputs vtensor",
     "scheduler": "config errors metrics outputs sampling types vtensor",
@@ -130,6 +131,7 @@ MAY_IMPORT_KERNELS = {
     "flexinfer.layers.host_linear",
     "flexinfer.layers.rows",
     "flexinfer.runtime.kernels",
+    "flexinfer.sampling.host_sampler",
 }
 TORCH_FREE = {
     "config",
