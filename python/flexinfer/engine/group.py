@@ -63,6 +63,13 @@ class RequestGroup(ABC):
     def unfinished(self) -> list[Request]:
         return [request for request in self.sequences if not request.is_finished]
 
+    def failure(self, message: str) -> RequestOutput:
+        """The last output of a group whose outputs cannot be built."""
+        completion = CompletionOutput(
+            index=0, text="", token_ids=[], finish_reason="error", stop_reason=message
+        )
+        return self._output([completion])
+
     def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,

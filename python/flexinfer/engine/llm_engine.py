@@ -23,6 +23,7 @@ from flexinfer.memory.elastic import BudgetChange
 from flexinfer.metrics.requests import RequestStats
 from flexinfer.metrics.steps import EngineStats, StepMeter, StepStats, StepTotals
 from flexinfer.outputs import RequestOutput
+from flexinfer.runner.plan import StepResult
 from flexinfer.sampling.params import BeamSearchParams, SamplingParams
 from flexinfer.scheduler.request import Request
 from flexinfer.scheduler.scheduler import Batch
@@ -202,24 +203,45 @@ class LLMEngine:
         )
 
     def _compute(self, batch: Batch) -> list[RequestGroup]:
-        """Run the model on the batch; returns the groups that got tokens."""
+        """Run the model on the batch; returns the groups that got tokens, or failed."""
         self.scheduler.pre_extend(batch)
-        new_tokens = self._execute(batch)
+        result = self._execute(batch)
+        failures = self._plans.match_failures(result)
+        for request, message in failures:
+            request.finish("error", message)  # so that it is neither recorded nor forked
         self.scheduler.advance(batch)
         now = time.monotonic()
         tokens_of: dict[RequestGroup, list[NewToken]] = {}
-        for new_token in new_tokens:
+        for new_token in self._plans.match(result):
             group = self._group_of[new_token[0].request_id]
             tokens_of.setdefault(group, []).append(new_token)
         self._pace.end_step(sum(group.is_streamed for group in tokens_of), now)
         for group, tokens in tokens_of.items():
-            group.update(tokens, self.scheduler)
+            self._update(group, tokens)
             leader = group.leader
             num_prompt_tokens = len(leader.prompt_token_ids)
             self._requests.note_tokens(leader.metrics, num_prompt_tokens, len(tokens), now)
-        return list(tokens_of)
+        for request, message in failures:
+            self.scheduler.abort([request], "error", message)
+            self._group_of[request.request_id].end_with(request, self.scheduler)
+        return [*tokens_of, *self._groups_of(request for request, _ in failures)]
 
-    def _execute(self, batch: Batch) -> list[NewToken]:
+    def _update(self, group: RequestGroup, tokens: list[NewToken]) -> None:
+        """A failure, as of a tokenizer, ends this group and no other."""
+        try:
+            group.update(tokens, self.scheduler)
+        except Exception as error:
+            self._fail(group, error)
+
+    def _fail(self, group: RequestGroup, error: Exception) -> str:
+        """End all of a group that runs; returns the message."""
+        logger.warning("request %r has failed", group.request_id, exc_info=True)
+        message = f"{type(error).__name__}: {error}"
+        held = [r for r in group.sequences if not r.is_finished or r.vtensor is not None]
+        self.scheduler.abort(held, "error", message)
+        return message
+
+    def _execute(self, batch: Batch) -> StepResult:
         """Run the model; while a GPU has no memory for the activations, again with less in the way:
         first without what the KV pool can spare, then with fewer requests.
 
@@ -230,8 +252,7 @@ class LLMEngine:
             plan = self._plans.build(batch.items)
             try:
                 with self._epoch:
-                    result = self.runner.execute(plan)
-                return self._plans.match(result)
+                    return self.runner.execute(plan)
             except Exception as error:
                 if not self._torch_memory.is_shortage(error):
                     raise
@@ -260,16 +281,23 @@ class LLMEngine:
         """Outputs of groups that changed; those that have ended are forgotten."""
         outputs = []
         for group in dict.fromkeys(groups):
+            output = self._build(group)
             if group.is_finished:
                 group.leader.metrics.finished_time = time.monotonic()
                 self._forget(group)
-            output = group.build()
             if output is not None:
                 outputs.append(output)
                 if output.finished:
                     self._requests.note_end(output, time.monotonic())
         self._plans.forget(self.scheduler.take_ended())
         return outputs
+
+    def _build(self, group: RequestGroup) -> RequestOutput | None:
+        """The group's output; if that fails the group ends, and no other."""
+        try:
+            return group.build()
+        except Exception as error:
+            return group.failure(self._fail(group, error))
 
     def _groups_of(self, requests: Iterable[Request]) -> list[RequestGroup]:
         return list(dict.fromkeys(self._group_of[request.request_id] for request in requests))

@@ -77,6 +77,10 @@ class PlanBuilder:
         """Whose the tokens are."""
         return [(self._requests[token.sampling_id], token) for token in result.tokens]
 
+    def match_failures(self, result: StepResult) -> list[tuple[Request, str]]:
+        """What failed, and why."""
+        return [(self._requests[f.sampling_id], f.message) for f in result.failures]
+
     def forget(self, ended: Iterable[Request]) -> None:
         """These requests will be in no plan any more."""
         known = [r.sampling_id for r in ended if self._requests.pop(r.sampling_id, None)]

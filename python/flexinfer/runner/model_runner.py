@@ -20,10 +20,10 @@ from flexinfer.attention.hook import use_attention
 from flexinfer.models.loading import LoadedModel
 from flexinfer.runner.cuda_graphs import DecodeGraphs, Recorder
 from flexinfer.runner.inputs import InputBuilder, StepInputs
-from flexinfer.runner.plan import SampledToken, ScoredRows, StepPlan, StepResult
+from flexinfer.runner.plan import SampledToken, ScoredRows, SequenceFailure, StepPlan, StepResult
 from flexinfer.sampling.grammars import GrammarCompiler
 from flexinfer.sampling.logprobs import score_tokens
-from flexinfer.sampling.sampler import Sampler
+from flexinfer.sampling.sampler import Sampler, describe
 from flexinfer.sampling.sequences import SequenceState
 
 if TYPE_CHECKING:
@@ -109,18 +109,22 @@ class ModelRunner:
     def sample(self, logits: torch.Tensor, plan: StepPlan) -> StepResult:
         """One token for each planned row; the rows after them score prompts."""
         num_sampled = len(plan.sampled_rows)
-        self._score(logits[num_sampled:], plan.scored)
-        if not num_sampled:
-            return StepResult([])
-        states = self._states(plan)
-        sampled = self.sampler.sample(logits[:num_sampled], states)
-        columns = zip(plan.sampling_ids, sampled.token_ids, sampled.logprobs, states, strict=True)
-        return StepResult(
-            [
-                SampledToken(sampling_id, token_id, logprobs, state.take_scores())
-                for sampling_id, token_id, logprobs, state in columns
-            ]
-        )
+        failures = self._score(logits[num_sampled:], plan.scored)
+        tokens: list[SampledToken] = []
+        if num_sampled:
+            states = self._states(plan)
+            sampled = self.sampler.sample(logits[:num_sampled], states)
+            for row, (sampling_id, state) in enumerate(zip(plan.sampling_ids, states, strict=True)):
+                if sampling_id in failures:
+                    continue
+                if row in sampled.errors:
+                    failures[sampling_id] = sampled.errors[row]
+                    continue
+                scores = state.take_scores()
+                tokens.append(
+                    SampledToken(sampling_id, sampled.token_ids[row], sampled.logprobs[row], scores)
+                )
+        return StepResult(tokens, [SequenceFailure(*failure) for failure in failures.items()])
 
     def _states(self, plan: StepPlan) -> list[SequenceState]:
         """Of the sequences that sample, up to the tokens of this plan."""
@@ -133,14 +137,24 @@ class ModelRunner:
             states.append(state)
         return states
 
-    def _score(self, logits: torch.Tensor, scored: Sequence[ScoredRows]) -> None:
-        """Log probabilities of prompt tokens; logits: [number of scored rows, vocab_size]."""
+    def _score(self, logits: torch.Tensor, scored: Sequence[ScoredRows]) -> dict[int, str]:
+        """Log probabilities of prompt tokens; logits: [number of scored rows, vocab_size].
+
+        Returns the sampling ids of those that failed, and why.
+        """
+        failures = {}
         row = 0
         for part in scored:
             num_rows = part.end - part.start
             state = self.sampler.sequences[part.sampling_id]
-            token_ids = state.setup.prompt_token_ids[part.start + 1 : part.end + 1]
-            num_top = state.params.prompt_logprobs or 0
-            scores = score_tokens(logits[row : row + num_rows], token_ids, num_top)
-            state.add_scores(part.start, scores)
+            try:
+                token_ids = state.setup.prompt_token_ids[part.start + 1 : part.end + 1]
+                num_top = state.params.prompt_logprobs or 0
+                scores = score_tokens(logits[row : row + num_rows], token_ids, num_top)
+                state.add_scores(part.start, scores)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                failures[part.sampling_id] = describe(error)
             row += num_rows
+        return failures

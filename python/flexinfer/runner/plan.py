@@ -13,7 +13,7 @@ the plan that first has a sequence in `new_sequences` until it is told to forget
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -71,7 +71,16 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceFailure:
+    """A sequence that cannot get a token; the others of its step are not concerned."""
+
+    sampling_id: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
-    """The tokens of a step, in the order of its `sampling_ids`."""
+    """The tokens of a step, in the order of its `sampling_ids`, and what failed instead."""
 
     tokens: list[SampledToken]
+    failures: list[SequenceFailure] = field(default_factory=list)

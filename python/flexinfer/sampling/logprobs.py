@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from flexinfer.errors import EngineError
 from flexinfer.runtime.transfer import to_device
 
 SCORED_AT_ONCE = 256
@@ -47,12 +49,18 @@ def gather_logprobs(
     return found
 
 
+def check_finite(scores: Sequence[RowLogprobs]) -> None:
+    """Raises EngineError for logits that were NaN or infinite."""
+    if any(math.isnan(score.sampled) for score in scores):
+        raise EngineError("the model computed logits that are NaN or infinite")
+
+
 @torch.inference_mode()
 def score_tokens(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[RowLogprobs]:
     """Log probability of one given token per row; logits: [num_rows, vocab_size], any float dtype.
 
     `num_top` most probable tokens are reported too; -1: all. Some rows at a time, so that a long
-    prompt needs no second tensor of the size of its logits.
+    prompt needs no second tensor of the size of its logits. Raises EngineError for NaN.
     """
     found = []
     num_top = logits.shape[-1] if num_top == -1 else min(num_top, logits.shape[-1])
@@ -64,6 +72,7 @@ def score_tokens(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -
         top = logprobs.topk(num_top)
         columns = (given[:, 0].tolist(), ranks, top.indices.tolist(), top.values.tolist())
         found += [RowLogprobs(*row) for row in zip(*columns, strict=True)]
+    check_finite(found)
     return found
 
 

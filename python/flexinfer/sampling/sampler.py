@@ -7,17 +7,21 @@ uniform number per row, looked up in the cumulative sum of its probabilities.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from flexinfer.errors import VTensorError
 from flexinfer.runtime.transfer import to_device
 from flexinfer.sampling.grammars import GrammarCompiler
 from flexinfer.sampling.logprobs import RowLogprobs, gather_logprobs
 from flexinfer.sampling.random import uniforms
 from flexinfer.sampling.sequences import SequenceState, SequenceStates
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -25,7 +29,10 @@ class SamplerOutput:
     """One entry per sequence, in the order of the batch."""
 
     token_ids: list[int]
+    """-1 for a row that failed."""
     logprobs: list[RowLogprobs | None]
+    errors: dict[int, str]
+    """Row -> why it failed, for those that did."""
 
 
 class Sampler:
@@ -41,7 +48,27 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, states: Sequence[SequenceState]) -> SamplerOutput:
-        """logits: [num_sequences, vocab_size], any float dtype; not changed."""
+        """logits: [num_sequences, vocab_size], any float dtype; not changed.
+
+        A row that fails, at whatever stage, fails alone: the others are then sampled one by one,
+        which gives the same tokens.
+        """
+        try:
+            return self._sample(logits, states)
+        except torch.OutOfMemoryError:
+            raise  # of the whole step
+        except Exception as error:
+            if len(states) == 1:
+                logger.warning("a sequence cannot be sampled", exc_info=True)
+                return SamplerOutput([-1], [None], {0: describe(error)})
+        parts = [self.sample(logits[row : row + 1], [state]) for row, state in enumerate(states)]
+        return SamplerOutput(
+            [part.token_ids[0] for part in parts],
+            [part.logprobs[0] for part in parts],
+            {row: part.errors[0] for row, part in enumerate(parts) if part.errors},
+        )
+
+    def _sample(self, logits: torch.Tensor, states: Sequence[SequenceState]) -> SamplerOutput:
         raw = logits.float()
         processed = apply_penalties(apply_bias(raw, states), states)
         processed = self._apply_structure(processed, states)
@@ -49,13 +76,19 @@ class Sampler:
         if len(random_rows) == len(states):
             chosen = draw(processed, states)
         else:
-            chosen = processed.argmax(dim=-1)
+            chosen = choose_most_probable(processed)
             if random_rows:
                 rows = _ids(random_rows, raw)
                 drawn = draw(processed[rows], [states[i] for i in random_rows])
                 chosen.index_copy_(0, rows, drawn)
-        logprobs = gather_logprobs(raw, chosen, [state.params.logprobs for state in states])
-        return SamplerOutput(chosen.tolist(), logprobs)
+        token_ids = chosen.tolist()
+        errors = {
+            row: explain_failure(raw[row]) for row, token in enumerate(token_ids) if token < 0
+        }
+        asked = [
+            None if row in errors else state.params.logprobs for row, state in enumerate(states)
+        ]
+        return SamplerOutput(token_ids, gather_logprobs(raw, chosen, asked), errors)
 
     def _apply_structure(
         self, logits: torch.Tensor, states: Sequence[SequenceState]
@@ -76,8 +109,17 @@ class Sampler:
         return logits.masked_fill(torch.from_numpy(forbidden).to(logits.device), -torch.inf)
 
 
+def choose_most_probable(logits: torch.Tensor) -> torch.Tensor:
+    """[num_rows] int64; -1 for a row with a NaN, or without a finite maximum."""
+    best = logits.max(dim=-1)  # of a row with a NaN it is NaN
+    return best.indices.masked_fill_(~best.values.isfinite(), -1)
+
+
 def draw(logits: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
-    """One random token per row, [num_rows] int64; logits: [num_rows, vocab_size] float32."""
+    """One random token per row, [num_rows] int64; logits: [num_rows, vocab_size] float32.
+
+    -1 for a row with a NaN, or without a finite maximum.
+    """
     params = [state.params for state in states]
     logits = logits / _column([p.temperature for p in params], logits)
     logits = apply_min_p(logits, [p.min_p for p in params])
@@ -87,7 +129,20 @@ def draw(logits: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
     total = sums[:, -1:]
     # Below the total, which rounding could reach: beyond it there is no token.
     targets = torch.minimum(_column(numbers, logits) * total, torch.nextafter(total, -total))
-    return torch.searchsorted(sums, targets, right=True)[:, 0]
+    drawn = torch.searchsorted(sums, targets, right=True)
+    return drawn.masked_fill_(~total.isfinite(), -1)[:, 0]
+
+
+def explain_failure(logits: torch.Tensor) -> str:
+    """Why no token can be chosen from this row of the model's logits, [vocab_size]."""
+    if bool(logits.isfinite().all()):
+        return "the sampling parameters leave no token that could be chosen"
+    return "the model computed logits that are NaN or infinite"
+
+
+def describe(error: Exception) -> str:
+    """For the caller whose sequence failed."""
+    return str(error) if isinstance(error, VTensorError) else f"{type(error).__name__}: {error}"
 
 
 def apply_bias(logits: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
@@ -100,6 +155,8 @@ def apply_bias(logits: torch.Tensor, states: Sequence[SequenceState]) -> torch.T
             values.append(min(100.0, max(-100.0, float(bias))))
         if state.needs_min_tokens:
             for token_id in state.setup.stop_token_ids:
+                if token_id >= logits.shape[-1]:
+                    continue  # a model may name end tokens that its vocabulary lacks
                 rows.append(row)
                 columns.append(token_id)
                 values.append(-torch.inf)

@@ -121,7 +121,7 @@ class Scheduler:
             request.num_computed_tokens = item.end
             request.metrics.num_computed_tokens += item.num_tokens
             request.note_scored(item.end)
-            if was_prefilling and not request.is_prefilling:
+            if was_prefilling and not request.is_prefilling and not request.is_finished:
                 self._record(request, item.vtensor)
 
     def finish(self, request: Request) -> None:
