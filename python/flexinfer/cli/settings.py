@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from flexinfer.cli.option_model import option
+from flexinfer.cli.options import COMPILE_HELP, THREADS_HELP
 
 if TYPE_CHECKING:
     from flexinfer.llm import LLM
@@ -15,24 +18,46 @@ SHIPPED_CHUNK_BYTES = "32KiB"
 """Twelve tokens of the shipped model: small enough to see what is shared."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Options that all commands share; None leaves the choice to the engine."""
+    """Options that commands with an engine share; None leaves the choice to the engine."""
 
-    model: str | None = None
-    dtype: str = "auto"
-    device: str | None = None
-    chunk_bytes: str | None = None
-    layers_per_plane: int | None = None
-    memory: str | None = None
-    seed: int = 0
-    max_num_seqs: int = 4
-    trace: Path | None = None
-    attention_backend: str = "auto"
-    enforce_eager: bool = False
-    gpu_memory_utilization: float = 0.9
-    threads: int | None = None
-    compile: bool = False
+    model: Annotated[
+        str | None,
+        option("Folder or hub id of a causal model; by default the small one shipped."),
+    ] = None
+    dtype: Annotated[str, option("float32, bfloat16, float16, or auto (the model's own).")] = "auto"
+    device: Annotated[
+        str | None, option("cpu, cuda or cuda:N; by default a GPU if there is one.")
+    ] = None
+    chunk_bytes: Annotated[
+        str | None, option("Bytes per physical chunk, such as 64KiB or 2MiB.")
+    ] = None
+    layers_per_plane: Annotated[
+        int | None, option("1: ranges of its own for each layer; by default all side by side.")
+    ] = None
+    memory: Annotated[
+        str | None, option("Budget of KV memory, such as 256MiB; by default half of what is free.")
+    ] = None
+    seed: Annotated[int, option("Seed of sampling; in the demo, also of the conversations.")] = 0
+    trace: Annotated[
+        Path | None,
+        option("Record every memory operation, for `flexinfer replay`. Contains the tokens."),
+    ] = None
+    attention_backend: Annotated[str, option("auto, flash, host or sdpa.")] = "auto"
+    enforce_eager: Annotated[
+        bool, option("On a GPU: no CUDA graphs for decoding.", "--enforce-eager")
+    ] = False
+    gpu_memory_utilization: Annotated[
+        float, option("Fraction of a GPU for weights, activations and KV.")
+    ] = 0.9
+    threads: Annotated[int | None, option(THREADS_HELP)] = None
+    compile: Annotated[bool, option(COMPILE_HELP, "--compile")] = False
+
+    @property
+    def max_num_seqs(self) -> int:
+        """As many as the command runs at once."""
+        return 4
 
     @property
     def is_shipped(self) -> bool:

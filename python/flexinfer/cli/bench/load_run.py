@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from flexinfer.cli.bench.options import LoadOptions
 from flexinfer.cli.endpoint import Endpoint
 from flexinfer.loadgen.arrivals import gamma_arrivals
 from flexinfer.loadgen.client import ENDPOINTS, Client, Target
@@ -29,50 +30,9 @@ from flexinfer.loadgen.workload import (
 DATASETS = ("random", "custom", "trace")
 
 
-@dataclass(frozen=True)
-class LoadSettings:
-    """The options of the command, under their names. Raises ValueError for what can not work."""
-
-    backend: str
-    base_url: str | None
-    host: str
-    port: int
-    endpoint: str | None
-    model: str | None
-    api_key: str | None
-    header: list[str] | None
-    dataset_name: str
-    dataset_path: Path | None
-    num_prompts: int
-    tokenizer: str | None
-    random_input_len: int
-    random_output_len: int
-    random_range_ratio: float
-    random_prefix_len: int
-    custom_output_len: int
-    trace_time_scale: float
-    trace_length_scale: float
-    max_input_len: int | None
-    max_output_len: int | None
-    ignore_eos: bool
-    temperature: float
-    extra_body: str | None
-    seed: int
-    request_rate: float
-    burstiness: float
-    max_concurrency: int | None
-    num_warmups: int
-    goodput: list[str] | None
-    percentile_metrics: str
-    metric_percentiles: str
-    json: bool
-    save_result: bool
-    save_detailed: bool
-    result_dir: Path
-    result_filename: str | None
-    metadata: list[str] | None
-    plot: Path | None
-    disable_tqdm: bool
+@dataclass(frozen=True, kw_only=True)
+class LoadSettings(LoadOptions):
+    """The options, checked. Raises ValueError for what cannot work."""
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -112,7 +72,9 @@ class LoadSettings:
 
     @property
     def goodput_limits(self) -> dict[str, float] | None:
-        return parse_goodput(self.goodput) if self.goodput else None
+        if self.more_goodput and not self.goodput:
+            raise ValueError(f"unexpected arguments: {' '.join(self.more_goodput)}")
+        return parse_goodput([*self.goodput, *(self.more_goodput or ())]) if self.goodput else None
 
     def workload(self) -> Workload:
         """Raises ValueError or OSError."""

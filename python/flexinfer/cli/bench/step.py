@@ -108,7 +108,7 @@ def open_engine(
     from flexinfer.cli.settings import EngineSettings
     from flexinfer.llm import LLM
 
-    folder = EngineSettings(model).check_model()
+    folder = EngineSettings(model=model).check_model()
     with TemporaryDirectory() as made:
         if random_weights:
             save_random_model(folder, made, dtype, seed)

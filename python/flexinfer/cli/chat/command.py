@@ -17,9 +17,11 @@ from rich.text import Text
 from flexinfer.cli.chat.backend import Partner, Talk, TalkError
 from flexinfer.cli.chat.interrupt import Interrupt
 from flexinfer.cli.chat.prompt import Reader
+from flexinfer.cli.errors import usage_errors
 from flexinfer.cli.terminal_text import one_row, printable
 
 if TYPE_CHECKING:
+    from flexinfer.cli.chat.options import ChatSettings
     from flexinfer.sampling.params import SamplingParams
 
 HELP = """\
@@ -192,3 +194,27 @@ class Chat:
 
     def _note(self, text: str) -> None:
         self._console.print(Text(printable(text), "dim"))
+
+
+def run_chat(settings: ChatSettings) -> None:
+    """The command: open an engine or a server, and talk."""
+    with usage_errors():
+        params = settings.sampling()
+        system = settings.system
+        partner: Partner
+        if settings.url is not None:
+            from flexinfer.cli.chat.remote import RemotePartner
+
+            partner = RemotePartner(
+                settings.url, settings.model, settings.api_key, settings.admin_api_key
+            )
+        else:
+            from flexinfer.cli.chat.local import LocalPartner
+
+            if system is None and settings.is_shipped:
+                from flexinfer.cli.demo.script import load_script
+
+                system = load_script(settings.folder, 1, 1, 0).system_prompt
+            partner = LocalPartner(settings)
+        opened = Chat(partner, params, system or "")
+    opened.run()

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 
 from flexinfer.cli.demo.checks import Check, all_checks
 from flexinfer.cli.demo.live_output import QuietWatch, TextWatch
+from flexinfer.cli.demo.options import DemoSettings
 from flexinfer.cli.demo.plot import plot_memory
 from flexinfer.cli.demo.records import Run
 from flexinfer.cli.demo.report import print_report, print_verdict
 from flexinfer.cli.demo.run import RunError, Runner
 from flexinfer.cli.demo.script import load_script
-from flexinfer.cli.errors import USAGE_ERROR, one_line
+from flexinfer.cli.errors import USAGE_ERROR, one_line, usage_errors
 from flexinfer.cli.plot import check_can_plot
-from flexinfer.cli.settings import EngineSettings
 from flexinfer.cli.terminal_text import size_text
 from flexinfer.engine.history import PlainFormat, choose_format
 from flexinfer.errors import RequestError, VTensorError
@@ -30,16 +30,11 @@ FAILED = 1
 DEFAULT_WIDTH = 110
 
 
-@dataclass(frozen=True)
-class DemoSettings:
-    """What the command was asked for."""
-
-    engine: EngineSettings
-    conversations: int
-    turns: int
-    max_tokens: int
-    plot: Path | None = None
-    json: Path | None = None
+def run_demo(settings: DemoSettings) -> None:
+    """The command; ends by typer.Exit."""
+    with usage_errors():
+        opened = Demo(settings)
+    raise typer.Exit(opened.run())
 
 
 class Demo:
@@ -55,11 +50,9 @@ class Demo:
             check_can_plot(settings.plot)
         if settings.json is not None and not settings.json.resolve().parent.is_dir():
             raise ValueError(f"--json: the folder of {str(settings.json)!r} does not exist")
-        folder = settings.engine.check_model()
-        self._script = load_script(
-            folder, settings.conversations, settings.turns, settings.engine.seed
-        )
-        self._llm = settings.engine.open()
+        folder = settings.check_model()
+        self._script = load_script(folder, settings.conversations, settings.turns, settings.seed)
+        self._llm = settings.open()
 
     def run(self) -> int:
         """Both runs, the tables, the checks. Returns the exit code."""
@@ -81,7 +74,7 @@ class Demo:
         manager = self._llm.engine.manager
         spec = manager.spec
         say = self._console.print
-        say(f"[bold]{self._settings.engine.folder}[/bold]", highlight=False)
+        say(f"[bold]{self._settings.folder}[/bold]", highlight=False)
         say(
             f"{self._settings.conversations} conversations share a system prompt of "
             f"{len(self._script.system_prompt.split())} words. KV: {spec.dtype}, "
@@ -105,7 +98,7 @@ class Demo:
         """The same again, without prefix cache, on the same weights."""
         self._console.print()
         watch = QuietWatch(self._console, "the same again without prefix cache")
-        llm = self._settings.engine.open(enable_prefix_caching=False, like=self._llm)
+        llm = self._settings.open(enable_prefix_caching=False, like=self._llm)
         return self._run(llm, watch)
 
     def _remark(self, cached: Run) -> None:
@@ -119,9 +112,9 @@ class Demo:
                 f"KV memory was short: {cached.chunks_evicted} chunks of recorded conversations "
                 "were evicted and computed again. More --memory keeps them."
             )
-        if self._settings.engine.dtype != "float32":
+        if self._settings.dtype != "float32":
             self._console.print(
-                f"With dtype {self._settings.engine.dtype}, rounding depends on how prompts are "
+                f"With dtype {self._settings.dtype}, rounding depends on how prompts are "
                 "batched: tokens may differ though the memory is right. Compare in float32."
             )
 
@@ -138,7 +131,7 @@ class Demo:
         return {
             "passed": all(check.passed for check in checks),
             "checks": [asdict(check) for check in checks],
-            "model": self._settings.engine.folder,
+            "model": self._settings.folder,
             "peak_bytes_shared": cached.peak("used_bytes"),
             "peak_bytes_unshared": cached.peak("unshared_bytes"),
             "with_prefix_cache": asdict(cached),
