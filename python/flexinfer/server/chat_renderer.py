@@ -103,7 +103,7 @@ class ChatRenderer:
 def as_template_message(message: Message) -> dict[str, Any]:
     """A message as templates expect it: plain text, tool calls' arguments as values."""
     role = "system" if message.role == "developer" else message.role
-    out: dict[str, Any] = {"role": role, "content": message_text(message)}
+    out: dict[str, Any] = {"role": role, "content": message.text}
     if message.name is not None:
         out["name"] = message.name
     if message.tool_call_id is not None:
@@ -121,12 +121,6 @@ def as_template_message(message: Message) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return out
-
-
-def message_text(message: Message) -> str:
-    if message.content is None or isinstance(message.content, str):
-        return message.content or ""
-    return "\n".join(part.text for part in message.content)
 
 
 def with_tools_in_words(

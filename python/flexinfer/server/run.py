@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -70,6 +71,7 @@ def serve(app: FastAPI, sock: socket.socket) -> int:
     timeout_s = max(1, round(state.settings.shutdown_timeout_s))
     config = uvicorn.Config(
         app,
+        http=_protocol(state.settings.receive_timeout_s),
         log_config=None,
         access_log=False,
         server_header=False,
@@ -88,6 +90,16 @@ def serve(app: FastAPI, sock: socket.socket) -> int:
 
     _run(main())
     return server.exit_code
+
+
+def _protocol(receive_timeout_s: float) -> Any:
+    """The HTTP protocol that ends slow requests, where its parser is installed."""
+    try:
+        from flexinfer.server.http.connection import Connection
+    except ImportError:
+        logger.warning("httptools is not installed: requests may arrive as slowly as they like")
+        return "auto"
+    return partial(Connection, receive_timeout_s=receive_timeout_s)
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:

@@ -38,8 +38,13 @@ class ServerSettings:
     default_ttl_s: float = 600.0
     """How long an idle conversation keeps its prefix pinned."""
     max_ttl_s: float = 86400.0
+    max_stored_bytes: int = 256 << 20
+    """Bound on what conversations hold, and on what stored responses hold. Each API key has an
+    equal share of it, and of the numbers above."""
     send_timeout_s: float = 60.0
-    """A reader that takes nothing for so long is cut off."""
+    """A reader that takes nothing for so long is disconnected."""
+    receive_timeout_s: float = 30.0
+    """A request that has not arrived after so long, and a second per 16 KiB, is refused."""
     shutdown_timeout_s: float = 30.0
     """How long a shutdown waits for running requests."""
     allowed_origins: tuple[str, ...] = ()
@@ -59,7 +64,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
             raise ValueError(f"a served model needs a name, got {self.served_model_names!r}")
-        for name in ("max_request_bytes", "max_logprobs", "max_conversations"):
+        for name in ("max_request_bytes", "max_logprobs", "max_conversations", "max_stored_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("max_prompt_tokens", "max_n", "max_key_concurrency"):
@@ -69,12 +74,16 @@ class ServerSettings:
         for name in ("max_queue_len", "max_stored_responses", "shutdown_timeout_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("default_ttl_s", "max_ttl_s", "send_timeout_s"):
+        for name in ("default_ttl_s", "max_ttl_s", "send_timeout_s", "receive_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
         self._check_keys()
         if self.otlp_traces_endpoint is not None:
             check_endpoint(self.otlp_traces_endpoint)
+
+    @property
+    def num_tenants(self) -> int:
+        return max(1, len(self.api_keys))
 
     @property
     def model_name(self) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -12,11 +14,13 @@ from flexinfer.async_llm import AsyncLLM
 from flexinfer.server.chat_renderer import ChatRenderer
 from flexinfer.server.http.errors import APIError
 from flexinfer.server.http.limits import Limits
+from flexinfer.server.observability.logs import new_id
 from flexinfer.server.observability.memory_map import MemoryMap
 from flexinfer.server.observability.tracing import RequestTracer
 from flexinfer.server.settings import ServerSettings
 from flexinfer.server.stores.conversations import ConversationStore
 from flexinfer.server.stores.responses import ResponseStore
+from flexinfer.server.stores.shares import equal_share
 
 
 class ServerState:
@@ -31,18 +35,37 @@ class ServerState:
             llm.config.max_num_seqs, settings.max_queue_len, settings.max_key_concurrency
         )
         self.conversations = ConversationStore(llm, settings)
-        self.responses = ResponseStore(settings.max_stored_responses)
+        self.responses = ResponseStore(
+            equal_share(
+                settings.max_stored_responses, settings.max_stored_bytes, settings.num_tenants
+            )
+        )
         self.memory_map = MemoryMap(llm, settings.model_name)
         endpoint = settings.otlp_traces_endpoint
         self.tracer = RequestTracer(endpoint, settings.model_name) if endpoint else None
         self.is_draining = False
         """The server is going down: new requests are refused."""
         self.trace_path: Path | None = None
+        self._engine_ids: set[str] = set()
 
     @property
     def max_n(self) -> int:
         """Most samples, or beams, of one prompt."""
         return self.settings.max_n or self.llm.config.max_num_seqs
+
+    @contextmanager
+    def claim_ids(self, wanted: Sequence[str]) -> Iterator[list[str]]:
+        """Ids for the engine, which knows each but once: as wanted, with a suffix where a request
+        that is being served has it. Callers choose X-Request-Id, and may use one several times."""
+        claimed: list[str] = []
+        for name in wanted:
+            unique = f"{name}-{new_id()[:8]}" if name in self._engine_ids else name
+            self._engine_ids.add(unique)
+            claimed.append(unique)
+        try:
+            yield claimed
+        finally:
+            self._engine_ids.difference_update(claimed)
 
     def check_serving(self, model: str | None) -> None:
         """Raises APIError if the server is going down, or serves no such model."""

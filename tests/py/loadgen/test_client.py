@@ -16,7 +16,6 @@ from aiohttp import web
 from flexinfer.loadgen.client import Backend, Client, Target
 from flexinfer.loadgen.request import LoadRequest, Outcome
 
-
 # The client, against an endpoint on this machine that says what the test has written down.
 
 

@@ -13,7 +13,6 @@ from flexinfer.loadgen.load import run_load
 from flexinfer.loadgen.request import LoadRequest, Outcome
 from flexinfer.loadgen.summary import parse_goodput, summarize
 
-
 # Running.
 
 

@@ -165,9 +165,16 @@ class LimitOptions:
     conversation_ttl: Annotated[
         float, option("Seconds that an idle conversation is kept.", min=1)
     ] = 600.0
+    max_stored_bytes: Annotated[
+        str, option("Maximum size of all conversations, and of all stored responses.")
+    ] = "256MiB"
     send_timeout: Annotated[
         float, option("Seconds until a client that reads nothing is disconnected.", min=1)
     ] = 60.0
+    receive_timeout: Annotated[
+        float,
+        option("Seconds that a request may take to arrive; longer by 1 s per 16 KiB.", min=1),
+    ] = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,9 @@ def server_settings(options: ServeOptions, config: EngineConfig) -> ServerSettin
         "max_request_bytes": parse_bytes(options.max_request_bytes, "max_request_bytes"),
         "default_ttl_s": options.conversation_ttl,
         "max_ttl_s": max(86400.0, options.conversation_ttl),
+        "max_stored_bytes": parse_bytes(options.max_stored_bytes, "max_stored_bytes"),
         "send_timeout_s": options.send_timeout,
+        "receive_timeout_s": options.receive_timeout,
     }
     return ServerSettings(**_same_names(options, ServerSettings) | translated)
 

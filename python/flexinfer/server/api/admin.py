@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Annotated, TypeVar
 
@@ -13,6 +14,7 @@ from flexinfer.engine.llm_engine import LLMEngine
 from flexinfer.errors import DriverError, OutOfMemoryError
 from flexinfer.memory.elastic import BudgetChange
 from flexinfer.server.http.errors import APIError, bad_request
+from flexinfer.server.http.json_route import JsonRoute
 from flexinfer.server.observability.memory_map import DEFAULT_MAX_ROWS
 from flexinfer.server.protocol.others import (
     BudgetAnswer,
@@ -25,8 +27,9 @@ from flexinfer.server.protocol.others import (
     WakeAnswer,
 )
 from flexinfer.server.state import ServerState, State
+from flexinfer.vtensor import parse_bytes
 
-router = APIRouter(prefix="/admin", tags=["admin"])
+router = APIRouter(prefix="/admin", tags=["admin"], route_class=JsonRoute)
 MaxRows = Annotated[int, Query(ge=1, le=1 << 20)]
 Result = TypeVar("Result")
 IfNoneMatch = Annotated[str | None, Header()]
@@ -51,7 +54,7 @@ async def budget(state: State, body: BudgetRequest) -> BudgetAnswer:
     def change_budget(engine: LLMEngine) -> BudgetChange:
         if engine.is_sleeping():
             raise APIError(409, "the engine sleeps: POST /admin/wake first", code="asleep")
-        return engine.set_kv_cache_memory(body.kv_cache_memory)
+        return engine.set_kv_cache_memory(_budget_bytes(engine, body.kv_cache_memory))
 
     try:
         change = await _change(state, change_budget)
@@ -60,6 +63,17 @@ async def budget(state: State, body: BudgetRequest) -> BudgetAnswer:
     except ValueError as error:
         raise bad_request(str(error), "kv_cache_memory") from None
     return BudgetAnswer(**dataclasses.asdict(change))
+
+
+def _budget_bytes(engine: LLMEngine, wanted: int | str) -> int:
+    """Raises ValueError for more than this machine has: its use would fail, not its promise."""
+    num_bytes = parse_bytes(wanted, "kv_cache_memory")
+    if engine.loaded.device.type != "cpu":
+        return num_bytes
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > installed:
+        raise ValueError(f"kv_cache_memory is {num_bytes} bytes; this machine has {installed}")
+    return num_bytes
 
 
 @router.post("/sleep")

@@ -13,6 +13,7 @@ from flexinfer.server.api.chat_call import ChatCall, beam_answer, final_answer, 
 from flexinfer.server.api.chat_stream import ChatStream
 from flexinfer.server.http.errors import bad_request
 from flexinfer.server.http.fast_route import FastRoute
+from flexinfer.server.http.json_route import JsonRoute
 from flexinfer.server.http.streaming import (
     STREAMING_RESPONSES,
     Events,
@@ -28,7 +29,7 @@ from flexinfer.server.protocol.chat import (
 )
 from flexinfer.server.state import State, Tenant
 
-router = APIRouter(prefix="/v1", tags=["chat"])
+router = APIRouter(prefix="/v1", tags=["chat"], route_class=JsonRoute)
 
 
 @router.post(

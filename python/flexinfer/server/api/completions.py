@@ -16,6 +16,7 @@ from flexinfer.server.api.completion_call import (
 )
 from flexinfer.server.api.completion_stream import CompletionStream
 from flexinfer.server.http.fast_route import FastRoute
+from flexinfer.server.http.json_route import JsonRoute
 from flexinfer.server.http.streaming import (
     STREAMING_RESPONSES,
     Events,
@@ -25,7 +26,7 @@ from flexinfer.server.http.streaming import (
 from flexinfer.server.protocol.completions import Completion, CompletionRequest
 from flexinfer.server.state import State, Tenant
 
-router = APIRouter(prefix="/v1", tags=["completions"])
+router = APIRouter(prefix="/v1", tags=["completions"], route_class=JsonRoute)
 
 
 @router.post("/completions", response_model=Completion, responses=STREAMING_RESPONSES)

@@ -6,6 +6,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
+from flexinfer.server.api.input_items import messages_of
+from flexinfer.server.http.json_route import JsonRoute
 from flexinfer.server.protocol.conversations import (
     ConversationAnswer,
     ConversationDeleted,
@@ -14,7 +16,7 @@ from flexinfer.server.protocol.conversations import (
 from flexinfer.server.state import State, Tenant
 from flexinfer.server.stores.conversations import Conversation
 
-router = APIRouter(prefix="/v1/conversations", tags=["conversations"])
+router = APIRouter(prefix="/v1/conversations", tags=["conversations"], route_class=JsonRoute)
 ConversationId = Annotated[str, Path(max_length=128)]
 
 
@@ -25,7 +27,8 @@ async def create(
     """A new one. It goes on through the field `conversation` of chat completions."""
     state.check_serving(None)
     wanted = body or ConversationRequest()
-    made = state.conversations.create(tenant, wanted.ttl, wanted.messages or (), wanted.metadata)
+    messages = [*(wanted.messages or ()), *messages_of(wanted.items or ())]
+    made = state.conversations.create(tenant, wanted.ttl, messages, wanted.metadata)
     return _answer(made)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -39,16 +39,19 @@ class Job:
         each = params.beam_width if isinstance(params, BeamSearchParams) else params.num_samples
         return each * len(self.prompts)
 
-    def id_of(self, prompt_idx: int) -> str:
-        """The engine's id of one prompt's request."""
-        return self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{prompt_idx}"
+    @property
+    def engine_ids(self) -> list[str]:
+        """For the engine's requests, one per prompt."""
+        if len(self.prompts) == 1:
+            return [self.request_id]
+        return [f"{self.request_id}-{prompt_idx}" for prompt_idx in range(len(self.prompts))]
 
 
 async def stream(state: ServerState, job: Job) -> Outputs:
     """Outputs as they come, with what is new in each. Raises APIError, EngineError."""
-    with state.limits.hold(job.tenant, job.num_sequences):
+    with _admit(state, job) as ids:
         params = _sampling(job, RequestOutputKind.DELTA)
-        parts = [_outputs(state, job, params, idx) for idx in range(len(job.prompts))]
+        parts = [_outputs(state, job, params, idx, name) for idx, name in enumerate(ids)]
         async with aclosing(_join(parts) if len(parts) > 1 else parts[0]) as outputs:
             async for item in outputs:
                 yield item
@@ -56,22 +59,22 @@ async def stream(state: ServerState, job: Job) -> Outputs:
 
 async def generate_final(state: ServerState, job: Job) -> list[RequestOutput]:
     """The final output of each prompt. Raises APIError, EngineError."""
-    with state.limits.hold(job.tenant, job.num_sequences):
+    with _admit(state, job) as ids:
         params = _sampling(job, RequestOutputKind.FINAL_ONLY)
 
-        async def final(prompt_idx: int) -> RequestOutput:
-            async with aclosing(_outputs(state, job, params, prompt_idx)) as outputs:
+        async def final(prompt_idx: int, engine_id: str) -> RequestOutput:
+            async with aclosing(_outputs(state, job, params, prompt_idx, engine_id)) as outputs:
                 return [output async for _, output in outputs][-1]
 
-        return await _all([final(idx) for idx in range(len(job.prompts))])
+        return await _all([final(idx, name) for idx, name in enumerate(ids)])
 
 
 async def beam_search(state: ServerState, job: Job) -> list[BeamSearchOutput]:
     """The found sequences of each prompt. Raises APIError, EngineError."""
     params = job.params
     assert isinstance(params, BeamSearchParams)
-    with state.limits.hold(job.tenant, job.num_sequences):
-        return await _all([_beams(state, job, params, idx) for idx in range(len(job.prompts))])
+    with _admit(state, job) as ids:
+        return await _all([_beams(state, job, params, idx, name) for idx, name in enumerate(ids)])
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
@@ -105,15 +108,23 @@ def _sampling(job: Job, kind: RequestOutputKind) -> SamplingParams:
         raise bad_request(str(error), "stream") from None
 
 
+@contextmanager
+def _admit(state: ServerState, job: Job) -> Iterator[list[str]]:
+    """The engine's ids of a job, which is counted meanwhile. Raises APIError for too many."""
+    with (
+        state.limits.hold(job.tenant, job.num_sequences),
+        state.claim_ids(job.engine_ids) as ids,
+    ):
+        yield ids
+
+
 async def _outputs(
-    state: ServerState, job: Job, params: SamplingParams, prompt_idx: int
+    state: ServerState, job: Job, params: SamplingParams, prompt_idx: int, engine_id: str
 ) -> Outputs:
     """Raises APIError for a sequence that the engine ended by a failure."""
-    outputs = state.llm.generate(
-        job.prompts[prompt_idx], params, job.id_of(prompt_idx), priority=job.priority
-    )
+    outputs = state.llm.generate(job.prompts[prompt_idx], params, engine_id, priority=job.priority)
     if state.tracer is not None:
-        outputs = state.tracer.watch(outputs, job.id_of(prompt_idx), params)
+        outputs = state.tracer.watch(outputs, engine_id, params)
     async with aclosing(outputs):
         async for output in outputs:
             _check(output)
@@ -121,14 +132,13 @@ async def _outputs(
 
 
 async def _beams(
-    state: ServerState, job: Job, params: BeamSearchParams, prompt_idx: int
+    state: ServerState, job: Job, params: BeamSearchParams, prompt_idx: int, engine_id: str
 ) -> BeamSearchOutput:
-    request_id = job.id_of(prompt_idx)
     search = state.llm.beam_search(
-        job.prompts[prompt_idx], params, request_id, priority=job.priority
+        job.prompts[prompt_idx], params, engine_id, priority=job.priority
     )
     if state.tracer is not None:
-        return await state.tracer.watch_beams(search, request_id, params)
+        return await state.tracer.watch_beams(search, engine_id, params)
     return await search
 
 

@@ -13,6 +13,8 @@ from fastapi.responses import Response as HTTPResponse
 from flexinfer.server.api import generate
 from flexinfer.server.api.chat_call import ChatCall, final_answer, prepare_chat
 from flexinfer.server.api.chat_stream import ChatStream
+from flexinfer.server.api.input_items import messages_of
+from flexinfer.server.http.json_route import JsonRoute
 from flexinfer.server.http.streaming import (
     STREAMING_RESPONSES,
     Events,
@@ -26,7 +28,6 @@ from flexinfer.server.protocol.chat import (
     AnswerMessage,
     ChatRequest,
     Function,
-    FunctionCall,
     Message,
     NamedFunction,
     NamedToolChoice,
@@ -35,10 +36,7 @@ from flexinfer.server.protocol.chat import (
 )
 from flexinfer.server.protocol.responses import (
     FunctionCallItem,
-    FunctionCallOutput,
     IncompleteDetails,
-    InputItem,
-    InputMessage,
     InputTokensDetails,
     NamedTool,
     OutputMessage,
@@ -53,7 +51,7 @@ from flexinfer.server.protocol.responses import (
 from flexinfer.server.state import ServerState, State, Tenant
 from flexinfer.server.stores.responses import StoredResponse
 
-router = APIRouter(prefix="/v1/responses", tags=["responses"])
+router = APIRouter(prefix="/v1/responses", tags=["responses"], route_class=JsonRoute)
 ResponseId = Annotated[str, Path(max_length=128)]
 
 
@@ -66,6 +64,8 @@ class Call:
     tenant: str
     messages: tuple[Message, ...]
     """The chat without instructions: these hold for one answer only."""
+    num_before: int
+    """Of these, those of the response that this one continues."""
     empty: Response
 
     def answer(
@@ -99,7 +99,10 @@ class Call:
         )
         if self.body.store is not False:
             said = Message(role="assistant", content=message.content, tool_calls=message.tool_calls)
-            stored = StoredResponse(self.tenant, done, (*self.messages, said))
+            # Messages before are shared with the response that this one goes on from.
+            num_bytes = 2 * len(done.model_dump_json())
+            num_bytes += sum(one.num_bytes for one in self.messages[self.num_before :])
+            stored = StoredResponse(self.tenant, done, (*self.messages, said), num_bytes)
             self.chat.state.responses.put(stored)
         return done
 
@@ -136,7 +139,7 @@ async def _prepare(state: ServerState, tenant: str, body: ResponsesRequest) -> C
     if body.previous_response_id is not None:
         stored = state.responses.get(tenant, body.previous_response_id, "previous_response_id")
         before = stored.messages
-    messages = (*before, *_messages(body.input))
+    messages = (*before, *messages_of(body.input))
     instructions = [Message(role="system", content=body.instructions)] if body.instructions else []
     tools = [
         Tool(
@@ -165,7 +168,7 @@ async def _prepare(state: ServerState, tenant: str, body: ResponsesRequest) -> C
         parallel_tool_calls=body.parallel_tool_calls,
     )
     prepared = await prepare_chat(state, tenant, request, None)
-    return Call(prepared, body, tenant, messages, _empty(prepared, body))
+    return Call(prepared, body, tenant, messages, len(before), _empty(prepared, body))
 
 
 def _empty(prepared: ChatCall, body: ResponsesRequest) -> Response:
@@ -189,23 +192,6 @@ def _empty(prepared: ChatCall, body: ResponsesRequest) -> Response:
         tool_choice=choice.model_dump() if isinstance(choice, NamedTool) else choice or "auto",
         tools=[tool.model_dump() for tool in body.tools or ()],
     )
-
-
-def _messages(given: str | Sequence[InputItem]) -> list[Message]:
-    """The input as messages of a chat."""
-    if isinstance(given, str):
-        return [Message(role="user", content=given)]
-    out = []
-    for item in given:
-        if isinstance(item, InputMessage):
-            out.append(Message(role=item.role, content=item.content))
-        elif isinstance(item, FunctionCallOutput):
-            out.append(Message(role="tool", content=item.output, tool_call_id=item.call_id))
-        else:
-            function = FunctionCall(name=item.name, arguments=item.arguments)
-            call = ToolCall(id=item.call_id, function=function)
-            out.append(Message(role="assistant", tool_calls=[call]))
-    return out
 
 
 def _format(text: TextConfig | None) -> ResponseFormat | None:

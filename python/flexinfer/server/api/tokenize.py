@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from flexinfer.server.api.prompts import tokenize as tokenize_text
 from flexinfer.server.chat_renderer import ChatPrompt
 from flexinfer.server.http.errors import bad_request
+from flexinfer.server.http.json_route import JsonRoute
 from flexinfer.server.protocol.others import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -17,7 +18,7 @@ from flexinfer.server.protocol.others import (
 )
 from flexinfer.server.state import State
 
-router = APIRouter(tags=["tokens"])
+router = APIRouter(tags=["tokens"], route_class=JsonRoute)
 
 
 @router.post("/tokenize")

@@ -144,11 +144,12 @@ class HermesParser:
     def _call(self, text: str) -> ToolCall | None:
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
-        if not isinstance(value, dict) or value.get("name") not in self._names:
+        name = value.get("name") if isinstance(value, dict) else None
+        if not isinstance(name, str) or name not in self._names:
             return None
-        return make_call(value["name"], value.get("arguments", {}))
+        return make_call(name, value.get("arguments", {}))
 
 
 class ForcedParser:

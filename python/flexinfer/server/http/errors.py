@@ -105,14 +105,22 @@ def error_response(error: APIError) -> JSONResponse:
 
 def validation_error(error: RequestValidationError) -> APIError:
     """The first thing that is wrong with a request, by the name of its field."""
-    first = error.errors()[0]
+    first = _most_telling(error.errors())
     if first["type"] == "json_invalid":
-        return bad_request(f"the body is no JSON: {first['ctx']['error']}", code="invalid_json")
+        return bad_request(f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
     param = ".".join(_field_path(first["loc"])) or None
     message = first["msg"].removeprefix("Value error, ")
-    more = len(error.errors()) - 1
+    more = len({tuple(_field_path(one["loc"])) for one in error.errors()}) - 1
     where = f"{param}: " if param else ""
     return bad_request(f"{where}{message}" + (f" (and {more} more)" if more else ""), param)
+
+
+def _most_telling(errors: Sequence[Any]) -> Any:
+    """The first error, or what lies deeper in the same field: of "a text or a list of ..." it is
+    the fault in the list, if that is what was given."""
+    path = _field_path(errors[0]["loc"])
+    same = [one for one in errors if _field_path(one["loc"])[: len(path)] == path]
+    return max(same, key=lambda one: len(one["loc"]))
 
 
 def _field_path(location: Sequence[int | str]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from flexinfer.server.http.errors import APIError, bad_request, error_response
 
 MAX_RETRY_AFTER_S = 60
+PACE_WINDOW = 64
+"""Sequences whose ends tell how fast a queue drains."""
 
 
 class Limits:
@@ -28,14 +30,17 @@ class Limits:
         self._num_running = num_running
         self._per_key = per_key
         self._active_of: Counter[str] = Counter()
-        self._mean_seconds = 1.0
+        self._ends: deque[float] = deque(maxlen=PACE_WINDOW)
+        self._busy_since_s = 0.0
 
     @contextmanager
     def hold(self, tenant: str, num_sequences: int) -> Iterator[None]:
         """Count these sequences meanwhile. Raises APIError 429 when they are too many now, 400
         when they would always be."""
         self._check(tenant, num_sequences)
-        start_s = time.monotonic()
+        if not self.num_active:
+            self._ends.clear()
+            self._busy_since_s = time.monotonic()
         self.num_active += num_sequences
         self._active_of[tenant] += num_sequences
         try:
@@ -45,13 +50,17 @@ class Limits:
             self._active_of[tenant] -= num_sequences
             if not self._active_of[tenant]:
                 del self._active_of[tenant]
-            self._mean_seconds += 0.1 * (time.monotonic() - start_s - self._mean_seconds)
+            self._ends.extend([time.monotonic()] * num_sequences)
 
     @property
     def retry_after_s(self) -> int:
-        """About how long until a place is free: the queue over what ends in a second."""
-        num_waiting = max(0, self.num_active - self._num_running)
-        seconds = self._mean_seconds * (1 + num_waiting / self._num_running)
+        """About how long until what waits now is served: the queue over what ends in a second."""
+        num_waiting = max(1, self.num_active - self._num_running)
+        num_ended = len(self._ends)
+        is_window = num_ended == self._ends.maxlen
+        since_s = self._ends[0] if is_window else self._busy_since_s
+        elapsed_s = time.monotonic() - since_s
+        seconds = elapsed_s * num_waiting / max(1, num_ended - is_window)
         return min(MAX_RETRY_AFTER_S, max(1, math.ceil(seconds)))
 
     def _check(self, tenant: str, num_sequences: int) -> None:

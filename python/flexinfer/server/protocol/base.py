@@ -14,6 +14,16 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=64)],
+        Annotated[str, Field(max_length=512)],
+    ],
+    Field(max_length=16),
+]
+"""As large as OpenAI allows it: it is kept."""
+
+
 class Model(BaseModel):
     """A number is no text and text is no number."""
 
@@ -53,7 +63,7 @@ class StructuredOutputs(Model):
 
     json_: dict[str, Any] | str | bool | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = Field(default=None, min_length=1)
+    choice: list[str] | None = Field(default=None, min_length=1, fail_fast=True)
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -73,8 +83,8 @@ class SamplingFields(Model):
     repetition_penalty: float | None = Field(default=None, gt=0)
     logit_bias: dict[str, float] | None = Field(default=None, max_length=4096)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(default=None, ge=0)

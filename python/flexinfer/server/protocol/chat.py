@@ -4,14 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from flexinfer.server.protocol.base import FinishReason, FunctionName, Model, SamplingFields, Usage
 
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+def _only_text(kind: str) -> str:
+    if kind not in TEXT_PARTS:
+        raise ValueError(f"parts of type {kind!r} are not supported: this server reads text only")
+    return kind
+
 
 class TextPart(Model):
-    type: Literal["text", "input_text", "output_text", "refusal"]
+    type: Annotated[str, AfterValidator(_only_text)]
     text: str = ""
+    refusal: str = ""
+
+    @property
+    def words(self) -> str:
+        return self.text or self.refusal
+
+
+Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
 
 
 class FunctionCall(Model):
@@ -28,10 +44,22 @@ class ToolCall(Model):
 
 class Message(Model):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "\n".join(part.words for part in self.content)
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it holds."""
+        calls = sum(len(call.function.arguments) for call in self.tool_calls or ())
+        return 256 + 2 * (len(self.text) + calls)
 
 
 class Function(Model):
@@ -65,13 +93,13 @@ class ConversationRef(Model):
 
 
 class ChatRequest(SamplingFields):
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(default=None, ge=1)
     """The old name of max_completion_tokens."""
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     conversation: str | ConversationRef | None = None

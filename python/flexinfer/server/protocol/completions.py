@@ -15,7 +15,7 @@ class CompletionRequest(SamplingFields):
         str
         | Annotated[list[str], Field(fail_fast=True)]
         | Annotated[list[TokenId], Field(fail_fast=True)]
-        | list[list[TokenId]]
+        | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)]
     )
     max_tokens: int | None = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from flexinfer.server.protocol.base import Model
+from flexinfer.server.protocol.base import Metadata, Model
 from flexinfer.server.protocol.chat import Message
+from flexinfer.server.protocol.responses import InputItems
 
 
 class ConversationRequest(Model):
     ttl: float | None = Field(default=None, gt=0)
     """Seconds after its last turn until it is forgotten."""
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
     """How it begins, such as with a system message."""
-    metadata: dict[str, str] | None = Field(default=None, max_length=16)
+    items: InputItems | None = None
+    """The same in the shape of `/v1/responses`, as OpenAI has it."""
+    metadata: Metadata | None = None
 
 
 class ConversationAnswer(Model):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -29,8 +29,8 @@ class TokenizeRequest(Model):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
-    tools: list[Tool] | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1, fail_fast=True)
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -47,7 +47,7 @@ class TokenizeAnswer(Model):
 
 class DetokenizeRequest(Model):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: list[TokenId] = Field(fail_fast=True)
 
 
 class DetokenizeAnswer(Model):

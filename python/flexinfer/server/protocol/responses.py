@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from flexinfer.server.protocol.base import FunctionName, Model
-from flexinfer.server.protocol.chat import TextPart
+from flexinfer.server.protocol.base import FunctionName, Metadata, Model
+from flexinfer.server.protocol.chat import Content
 
 
 class InputMessage(Model):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Content
     id: str | None = None
     status: str | None = None
 
@@ -35,7 +35,19 @@ class FunctionCallOutput(Model):
     status: str | None = None
 
 
-InputItem = InputMessage | FunctionCallItem | FunctionCallOutput
+def _kind_of(item: Any) -> Any:
+    """The name of an item's type, which messages may leave out."""
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    Discriminator(_kind_of),
+]
+"""Chosen by its type: of a plain union all faults of all types would be found, item by item."""
+InputItems = Annotated[list[InputItem], Field(fail_fast=True)]
 
 
 class TextFormat(Model):
@@ -68,17 +80,17 @@ class NamedTool(Model):
 
 class ResponsesRequest(Model):
     model: str | None = None
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[InputItems, Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
     text: TextConfig | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
-    metadata: dict[str, str] | None = Field(default=None, max_length=16)
+    metadata: Metadata | None = None
     store: bool | None = None
     stream: bool | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)

@@ -17,6 +17,10 @@ from flexinfer.server.http.errors import APIError, bad_request
 from flexinfer.server.observability.logs import new_id
 from flexinfer.server.protocol.chat import Message
 from flexinfer.server.settings import ServerSettings
+from flexinfer.server.stores.shares import equal_share
+
+BYTES_PER_TOKEN = 36
+"""Of a list of Python's integers."""
 
 
 @dataclass
@@ -37,6 +41,12 @@ class Conversation:
     is_busy: bool = False
     """A turn is being computed; a second one would not know what the first said."""
 
+    @property
+    def num_bytes(self) -> int:
+        """About what it holds."""
+        texts = sum(message.num_bytes for message in self.messages)
+        return texts + BYTES_PER_TOKEN * len(self.token_ids)
+
 
 class ConversationStore:
     """
@@ -46,6 +56,9 @@ class ConversationStore:
     def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
         self._llm = llm
         self._settings = settings
+        self._share = equal_share(
+            settings.max_conversations, settings.max_stored_bytes, settings.num_tenants
+        )
         self._all: dict[str, Conversation] = {}
 
     def create(
@@ -59,14 +72,8 @@ class ConversationStore:
         if not self._llm.config.enable_prefix_caching:
             raise bad_request("a conversation keeps its prefix, and this server caches none")
         self._forget_expired()
-        if len(self._all) >= self._settings.max_conversations:
-            raise APIError(
-                429,
-                f"{len(self._all)} conversations are kept: delete some, or let them expire",
-                code="too_many_conversations",
-                headers={"Retry-After": "60"},
-            )
         ttl_s = self._ttl(ttl_s)
+        self._check_share(tenant, messages)
         conversation = Conversation(
             id=f"conv_{new_id()}",
             tenant=tenant,
@@ -99,6 +106,7 @@ class ConversationStore:
             raise APIError(
                 409, f"conversation {found.id} has a turn under way", code="conversation_busy"
             )
+        self._check_share(tenant, (), num_new=0)
         found.is_busy = True
         if ttl_s is not None:
             found.ttl_s = self._ttl(ttl_s)
@@ -154,6 +162,21 @@ class ConversationStore:
             )
 
         conversation.num_pinned_tokens = await self._llm.call(pin)
+
+    def _check_share(self, tenant: str, messages: Sequence[Message], num_new: int = 1) -> None:
+        """Raises APIError 429 if `num_new` with these messages would be too much for the tenant."""
+        held = [one for one in self._all.values() if one.tenant == tenant]
+        num_bytes = sum(one.num_bytes for one in held) + sum(one.num_bytes for one in messages)
+        share = self._share
+        if len(held) + num_new <= share.num_entries and num_bytes <= share.num_bytes:
+            return
+        raise APIError(
+            429,
+            f"{len(held)} conversations are kept, of at most {share.num_entries} and "
+            f"{share.num_bytes} bytes: delete some, or let them expire",
+            code="too_many_conversations",
+            headers={"Retry-After": "60"},
+        )
 
     def _ttl(self, ttl_s: float | None) -> float:
         ttl_s = self._settings.default_ttl_s if ttl_s is None else ttl_s

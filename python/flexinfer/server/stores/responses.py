@@ -1,13 +1,14 @@
-"""ResponseStore: answers of /v1/responses that may be asked for again, or gone on from."""
+"""ResponseStore: answers of /v1/responses that can be retrieved, or continued from."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flexinfer.server.http.errors import APIError
 from flexinfer.server.protocol.chat import Message
 from flexinfer.server.protocol.responses import Response
+from flexinfer.server.stores.shares import Share
 
 
 @dataclass(frozen=True)
@@ -16,24 +17,49 @@ class StoredResponse:
     response: Response
     messages: tuple[Message, ...]
     """The chat up to and with this answer, without instructions."""
+    num_bytes: int
+    """About what it holds that no other does: its answer, and the messages that it added."""
+
+
+@dataclass
+class _Shelf:
+    """One tenant's, oldest first."""
+
+    entries: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
+    num_bytes: int = 0
+
+    def pop(self, response_id: str | None = None) -> None:
+        """The one of this id; None: the oldest."""
+        if response_id is None:
+            response_id = next(iter(self.entries))
+        self.num_bytes -= self.entries.pop(response_id).num_bytes
 
 
 class ResponseStore:
-    """Keeps the newest ones, in memory. For one event loop."""
+    """Keeps each tenant's newest ones, in memory. For one event loop.
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._all: OrderedDict[str, StoredResponse] = OrderedDict()
+    Invariant: no tenant holds more than `share`.
+    """
+
+    def __init__(self, share: Share) -> None:
+        self._share = share
+        self._shelves: dict[str, _Shelf] = {}
 
     def put(self, stored: StoredResponse) -> None:
-        self._all[stored.response.id] = stored
-        while len(self._all) > self._capacity:
-            self._all.popitem(last=False)
+        """Drops the tenant's oldest to make room; what is larger than its share is not kept."""
+        shelf = self._shelves.setdefault(stored.tenant, _Shelf())
+        shelf.entries[stored.response.id] = stored
+        shelf.num_bytes += stored.num_bytes
+        while (
+            len(shelf.entries) > self._share.num_entries or shelf.num_bytes > self._share.num_bytes
+        ):
+            shelf.pop()
 
     def get(self, tenant: str, response_id: str, param: str | None = None) -> StoredResponse:
         """Raises APIError 404 for one that is not there or another's."""
-        found = self._all.get(response_id)
-        if found is None or found.tenant != tenant:
+        shelf = self._shelves.get(tenant)
+        found = shelf.entries.get(response_id) if shelf else None
+        if found is None:
             raise APIError(
                 404,
                 f"there is no response {response_id!r}; it may be too old, or was not stored",
@@ -43,4 +69,4 @@ class ResponseStore:
         return found
 
     def delete(self, tenant: str, response_id: str) -> None:
-        del self._all[self.get(tenant, response_id).response.id]
+        self._shelves[tenant].pop(self.get(tenant, response_id).response.id)
