@@ -38,7 +38,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     """The text is one of these."""
     grammar: str | None = None
-    """A context-free grammar in Lark's notation, from the rule `start`."""
+    """A context-free grammar: Lark from the rule `start`, or EBNF (`::=`) from the rule `root`."""
     json_object: bool | None = None
     """Any JSON object."""
     whitespace_pattern: str = WHITESPACE
@@ -174,7 +174,7 @@ def _grammar(params: StructuredOutputsParams) -> str:
     if params.kind == "regex":
         return LLMatcher.grammar_from_regex(params.source)
     if params.kind == "grammar":
-        return LLMatcher.grammar_from_lark(params.source)
+        return LLMatcher.grammar_from_lark(_as_lark(params.source))
     if params.kind == "choice":
         alternatives = " | ".join(json_module.dumps(text) for text in params.choice or ())
         return LLMatcher.grammar_from_lark(f"start: {alternatives}")
@@ -183,6 +183,18 @@ def _grammar(params: StructuredOutputsParams) -> str:
     return LLMatcher.grammar_from_json_schema(
         schema, defaults={"whitespace_flexible": True, "whitespace_pattern": whitespace}
     )
+
+
+def _as_lark(grammar: str) -> str:
+    """llama.cpp's and vLLM's EBNF (`root ::= ...`) in Lark's notation. Raises ValueError."""
+    if "::=" not in grammar:
+        return grammar
+    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(grammar)
+    except GbnfToLarkError as error:
+        raise ValueError(f"as EBNF it has an error: {error}") from None
 
 
 def _first_line(matcher: LLMatcher) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +23,7 @@ from flexinfer.server.settings import ServerSettings
 from flexinfer.server.stores.conversations import ConversationStore
 from flexinfer.server.stores.responses import ResponseStore
 from flexinfer.server.stores.shares import equal_share
+from flexinfer.server.token_bytes import TokenBytes
 
 
 class ServerState:
@@ -30,7 +33,10 @@ class ServerState:
         self.llm = llm
         self.settings = settings
         self.created = int(time.time())
+        self.fingerprint = _fingerprint(llm, settings.model_name)
+        """Of what answers depend on beside the request."""
         self.chat = ChatRenderer(llm.inputs, settings.chat_template)
+        self.token_bytes = TokenBytes(llm.tokenizer)
         self.limits = Limits(
             llm.config.max_num_seqs, settings.max_queue_len, settings.max_key_concurrency
         )
@@ -87,6 +93,13 @@ class ServerState:
                 param="model",
                 code="model_not_found",
             )
+
+
+def _fingerprint(llm: AsyncLLM, model: str) -> str:
+    """Equal for servers whose answers to a seed are equal, as far as settings decide it."""
+    config = llm.config
+    parts = (version("flexinfer"), model, str(config.dtype), str(config.device), config.seed)
+    return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 
 
 # Coroutines, though nothing waits: FastAPI would run plain functions in threads of their own, which

@@ -82,7 +82,13 @@ async def prepare_chat(
         )
     )
     prompt = make_prompt(
-        state, token_ids, tenant, body.cache_salt, max_tokens=max_tokens, param="messages"
+        state,
+        token_ids,
+        tenant,
+        body.cache_salt,
+        max_tokens=max_tokens,
+        param="messages",
+        keep_last=body.truncate_prompt_tokens,
     )
     job = Job(f"chatcmpl-{current_request_id()}", tenant, [prompt], params, body.priority or 0)
     return ChatCall(state, body, job, tools, messages, conversation)
@@ -97,6 +103,7 @@ def final_answer(call: ChatCall, output: RequestOutput) -> ChatCompletion:
         choices=[_choice(call, one) for one in output.outputs],
         usage=generate.usage_of([output]),
         conversation=call.conversation.id if call.conversation else None,
+        system_fingerprint=call.state.fingerprint,
         prompt_token_ids=output.prompt_token_ids if call.body.return_token_ids else None,
     )
 
@@ -114,7 +121,7 @@ def _choice(call: ChatCall, one: CompletionOutput) -> ChatChoice:
             content=parsed.content if parsed.content or not parsed.calls else None,
             tool_calls=list(parsed.calls) or None,
         ),
-        logprobs=None if num_top is None else chat_logprobs(one, num_top),
+        logprobs=None if num_top is None else chat_logprobs(one, num_top, call.state.token_bytes),
         finish_reason=finish_reason(call.tools, one, bool(parsed.calls)),
         stop_reason=one.stop_reason,
         token_ids=one.token_ids if call.body.return_token_ids else None,

@@ -36,6 +36,7 @@ class ChatStream:
             "object": "chat.completion.chunk",
             "created": call.created,
             "model": call.model,
+            "system_fingerprint": call.state.fingerprint,
         }
         if call.conversation is not None:
             self._head["conversation"] = call.conversation.id
@@ -78,13 +79,23 @@ class ChatStream:
 
     def _events(self, one: CompletionOutput) -> Iterator[str]:
         if one.index not in self._choices:
-            yield self._chunk(one.index, {"role": "assistant", "content": ""})
+            yield self._role_chunk(one.index)
         progress, parsed = self._read(one)
         if self._has_plain and one.finish_reason is None and not parsed.calls:
             if parsed.content:
                 yield self._plain.event(one.index, parsed.content)
         else:
             yield from self._chunks(progress, parsed, one)
+
+    def _role_chunk(self, index: int) -> str:
+        """Before any token: running usage counts none of this choice yet."""
+        body = self._body(index, {"role": "assistant", "content": ""})
+        if self._call.body.wants_running_usage:
+            usage = self._counter.usage(with_last=False)
+            body["usage"] = usage.model_dump()
+        if self._call.body.return_token_ids:
+            body["prompt_token_ids"] = self._call.job.prompts[0]["prompt_token_ids"]
+        return event(body)
 
     def _read(self, one: CompletionOutput) -> tuple[Progress, Parsed]:
         """Take in what is new of a choice."""
@@ -102,7 +113,7 @@ class ChatStream:
         num_top = self._call.num_top_logprobs
         logprobs = None
         if num_top is not None and one.token_ids:
-            logprobs = chat_logprobs(one, num_top).model_dump()
+            logprobs = chat_logprobs(one, num_top, self._call.state.token_bytes).model_dump()
         extra: dict[str, Any] = {"logprobs": logprobs}
         if self._call.body.return_token_ids:
             extra["token_ids"] = one.token_ids

@@ -49,6 +49,7 @@ class CompletionCall:
             created=self.created,
             model=self.body.model or self.state.settings.model_name,
             choices=choices,
+            system_fingerprint=self.state.fingerprint,
         )
 
     def logprobs(
@@ -63,7 +64,7 @@ class CompletionCall:
         if shows_prompt:
             entries = [entry for entry in output.prompt_logprobs or () if entry] + entries
             first = decode(self.state, output.prompt_token_ids[:1], special_tokens=True)
-        return completion_logprobs(entries, num_top, offset, first)
+        return completion_logprobs(entries, num_top, offset, self.state.token_bytes, first)
 
 
 async def prepare_completion(
@@ -94,13 +95,19 @@ async def prepare_completion(
     ]
     prompts: list[TokensPrompt] = [
         make_prompt(
-            state, one, tenant, body.cache_salt, max_tokens=max(1, max_tokens), param="prompt"
+            state,
+            one,
+            tenant,
+            body.cache_salt,
+            max_tokens=max(1, max_tokens),
+            param="prompt",
+            keep_last=body.truncate_prompt_tokens,
         )
         for one in ids
     ]
-    texts = [decode(state, one) for one in ids] if body.echo else []
+    shown = [decode(state, one["prompt_token_ids"]) for one in prompts] if body.echo else []
     job = Job(f"cmpl-{current_request_id()}", tenant, prompts, params, body.priority or 0)
-    return CompletionCall(state, body, job, texts, int(time.time()))
+    return CompletionCall(state, body, job, shown, int(time.time()))
 
 
 def _prompts(body: CompletionRequest) -> list[str] | list[list[int]]:

@@ -68,6 +68,8 @@ class CompletionStream:
             choice["logprobs"] = logprobs.model_dump()
         if body.return_token_ids:
             choice["token_ids"] = one.token_ids
+            if index not in self._offsets:
+                choice["prompt_token_ids"] = output.prompt_token_ids
         return choice
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:

@@ -204,14 +204,17 @@ class UsageCounter:
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}  # number of tokens, of cached ones
         self._num_completion = 0
+        self._num_last = 0
 
     def add(self, prompt_idx: int, output: RequestOutput) -> None:
         self._prompts[prompt_idx] = (len(output.prompt_token_ids), output.num_cached_tokens or 0)
-        self._num_completion += sum(len(one.token_ids) for one in output.outputs)
+        self._num_last = sum(len(one.token_ids) for one in output.outputs)
+        self._num_completion += self._num_last
 
-    def usage(self) -> Usage:
+    def usage(self, *, with_last: bool = True) -> Usage:
+        """`with_last`: with what the last output added."""
         return make_usage(
             sum(num_tokens for num_tokens, _ in self._prompts.values()),
-            self._num_completion,
+            self._num_completion - (0 if with_last else self._num_last),
             sum(num_cached for _, num_cached in self._prompts.values()),
         )

@@ -22,6 +22,13 @@ async def health(state: State) -> Status:
     return Status(status="ok")
 
 
+@router.get("/ping")
+@router.post("/ping")
+async def ping(state: State) -> Status:
+    """`/health` under the name that SageMaker asks for."""
+    return await health(state)
+
+
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(state: State) -> Status:

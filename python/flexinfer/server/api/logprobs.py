@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
 from flexinfer.outputs import CompletionOutput, Logprob, TokenLogprobs
 from flexinfer.server.protocol.chat import ChatLogprobs, ContentLogprob, TokenLogprob
 from flexinfer.server.protocol.completions import CompletionLogprobs
+from flexinfer.server.token_bytes import TokenBytes
 
 
-def chat_logprobs(output: CompletionOutput, num_top: int) -> ChatLogprobs:
+def chat_logprobs(output: CompletionOutput, num_top: int, token_bytes: TokenBytes) -> ChatLogprobs:
     """`num_top` most probable tokens at each position, beside the chosen one."""
-    return ChatLogprobs(content=[_content(entry, num_top) for entry in output.logprobs or ()])
+    entries = output.logprobs or ()
+    return ChatLogprobs(content=[_content(entry, num_top, token_bytes) for entry in entries])
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprobs], num_top: int, offset: int, first: str | None = None
+    entries: Sequence[TokenLogprobs],
+    num_top: int,
+    offset: int,
+    token_bytes: TokenBytes,
+    first: str | None = None,
 ) -> CompletionLogprobs:
     """`offset`: where the text of these tokens begins, in characters; `first`: a prompt's first
-    token, which stands before them and has no probability."""
+    token, which stands before them and has no probability. Tokens that hold parts of characters
+    begin where the character does."""
     out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     if first is not None:
         out.tokens.append(first)
@@ -26,35 +34,47 @@ def completion_logprobs(
         out.top_logprobs.append(None)
         out.text_offset.append(offset)
         offset += len(first)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for entry in entries:
-        chosen = next(iter(entry.values()))
-        token = chosen.decoded_token or ""
-        out.tokens.append(token)
+        token_id, chosen = next(iter(entry.items()))
+        name = _name(token_id, chosen, token_bytes)
+        out.tokens.append(name)
         out.token_logprobs.append(chosen.logprob)
-        top = {one.decoded_token or "": one.logprob for one in reversed(_top(entry, num_top))}
-        out.top_logprobs.append({**top, token: chosen.logprob})
+        ranked = reversed(_top(entry, num_top))
+        top = {_name(token, one, token_bytes): one.logprob for token, one in ranked}
+        out.top_logprobs.append({**top, name: chosen.logprob})
         out.text_offset.append(offset)
-        offset += len(token)
+        offset += len(decoder.decode(token_bytes.of(token_id, chosen.decoded_token or "")))
     return out
 
 
-def _content(entry: TokenLogprobs, num_top: int) -> ContentLogprob:
-    chosen = _token(next(iter(entry.values())))
+def _name(token_id: int, one: Logprob, token_bytes: TokenBytes) -> str:
+    """A token's text; of a part of a character its bytes, as OpenAI writes them."""
+    text = one.decoded_token or ""
+    found = token_bytes.of(token_id, text)
+    if found == text.encode():
+        return text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+
+def _content(entry: TokenLogprobs, num_top: int, token_bytes: TokenBytes) -> ContentLogprob:
+    chosen = _token(*next(iter(entry.items())), token_bytes)
     return ContentLogprob(
         token=chosen.token,
         logprob=chosen.logprob,
         bytes=chosen.bytes,
-        top_logprobs=[_token(one) for one in _top(entry, num_top)],
+        top_logprobs=[_token(token, one, token_bytes) for token, one in _top(entry, num_top)],
     )
 
 
-def _top(entry: TokenLogprobs, num_top: int) -> list[Logprob]:
+def _top(entry: TokenLogprobs, num_top: int) -> list[tuple[int, Logprob]]:
     """The most probable ones, best first. The chosen token stands first in `entry`, whatever its
     rank; tokens of equal probability may share a rank."""
-    ranked = sorted(entry.values(), key=lambda one: (-one.logprob, one.rank or 0))
+    ranked = sorted(entry.items(), key=lambda item: (-item[1].logprob, item[1].rank or 0))
     return ranked[:num_top]
 
 
-def _token(one: Logprob) -> TokenLogprob:
+def _token(token_id: int, one: Logprob, token_bytes: TokenBytes) -> TokenLogprob:
     text = one.decoded_token or ""
-    return TokenLogprob(token=text, logprob=one.logprob, bytes=list(text.encode()))
+    found = list(token_bytes.of(token_id, text))
+    return TokenLogprob(token=text, logprob=one.logprob, bytes=found)

@@ -41,8 +41,12 @@ def make_prompt(
     *,
     max_tokens: int | None,
     param: str,
+    keep_last: int | None = None,
 ) -> TokensPrompt:
-    """Raises APIError if the prompt is empty, or too long for the model or this server."""
+    """The prompt, or its `keep_last` last tokens. Raises APIError if it is empty, or too long for
+    the model or this server."""
+    if keep_last is not None:
+        token_ids = token_ids[-keep_last:]
     num_tokens, longest = len(token_ids), state.llm.max_model_len
     if not num_tokens:
         raise bad_request("the prompt is empty", param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from flexinfer.server.http.streaming import (
     until_disconnect,
 )
 from flexinfer.server.observability.logs import new_id
-from flexinfer.server.protocol.base import JsonSchemaFormat, ResponseFormat
 from flexinfer.server.protocol.chat import (
     AnswerMessage,
     ChatRequest,
@@ -48,6 +48,7 @@ from flexinfer.server.protocol.responses import (
     ResponseUsage,
     TextConfig,
 )
+from flexinfer.server.protocol.sampling import JsonSchemaFormat, ResponseFormat, SamplingFields
 from flexinfer.server.state import ServerState, State, Tenant
 from flexinfer.server.stores.responses import StoredResponse
 
@@ -83,6 +84,7 @@ class Call:
             update={
                 "status": status,
                 "output": output,
+                "completed_at": time.time(),
                 "incomplete_details": IncompleteDetails(reason="max_output_tokens")
                 if is_cut
                 else None,
@@ -151,16 +153,12 @@ async def _prepare(state: ServerState, tenant: str, body: ResponsesRequest) -> C
         for tool in body.tools or ()
     ]
     choice = body.tool_choice
+    sampling = {name: getattr(body, name) for name in SamplingFields.model_fields}
     request = ChatRequest(
-        model=body.model,
+        **sampling | {"response_format": _format(body.text)},
         messages=[*instructions, *messages],
         max_completion_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        seed=body.seed,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-        response_format=_format(body.text),
+        chat_template_kwargs=body.chat_template_kwargs,
         tools=tools or None,
         tool_choice=NamedToolChoice(type="function", function=NamedFunction(name=choice.name))
         if isinstance(choice, NamedTool)
@@ -186,8 +184,15 @@ def _empty(prepared: ChatCall, body: ResponsesRequest) -> Response:
         metadata=body.metadata or {},
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
-        temperature=body.temperature,
-        top_p=body.top_p,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        prompt_cache_key=body.prompt_cache_key,
+        safety_identifier=body.safety_identifier,
+        reasoning=body.reasoning,
+        store=body.store is not False,
+        user=body.user,
         text={"format": {"type": "text"}, **text},
         tool_choice=choice.model_dump() if isinstance(choice, NamedTool) else choice or "auto",
         tools=[tool.model_dump() for tool in body.tools or ()],

@@ -7,7 +7,7 @@ from typing import Any
 from flexinfer.sampling.grammars import StructuredOutputsParams
 from flexinfer.sampling.params import BeamSearchParams, SamplingParams
 from flexinfer.server.http.errors import bad_request, invalid_field
-from flexinfer.server.protocol.base import ResponseFormat, SamplingFields
+from flexinfer.server.protocol.sampling import ResponseFormat, SamplingFields
 from flexinfer.server.state import ServerState
 
 MAX_STOP_STRINGS = 64
@@ -41,7 +41,7 @@ def sampling_params(
     structure: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
     """Raises APIError for what the engine would refuse. `structure`: what tool calls need."""
-    _check_numbers(state, fields, logprobs)
+    _check_fields(state, fields, logprobs)
     given = {name: getattr(fields, name) for name in SAME_NAME}
     asked = structured_outputs(fields)
     if asked is not None and structure is not None:
@@ -64,7 +64,7 @@ def beam_params(
     state: ServerState, fields: SamplingFields, *, max_tokens: int | None
 ) -> BeamSearchParams:
     """As in vLLM, `n` (or `best_of`) is the number of beams. Raises APIError."""
-    _check_numbers(state, fields, None)
+    _check_fields(state, fields, None)
     if fields.wants_stream:
         raise bad_request("beam search knows its sequences only at the end: no stream", "stream")
     if structured_outputs(fields) is not None:
@@ -82,26 +82,45 @@ def beam_params(
         raise invalid_field(error) from None
 
 
+ALIASES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+}
+"""Fields of older vLLM, SGLang and llama.cpp that ask for a structure -> what it is called here."""
+
+
 def structured_outputs(fields: SamplingFields) -> StructuredOutputsParams | None:
-    """What `structured_outputs` or `response_format` asks for. Raises APIError for both."""
+    """What `structured_outputs`, `response_format` or an alias says. Raises APIError for two."""
+    asked: dict[str, StructuredOutputsParams] = {}
     by_format = _of_response_format(fields.response_format)
-    given = fields.structured_outputs
-    if given is None:
-        return by_format
     if by_format is not None:
-        raise bad_request(
-            "response_format and structured_outputs exclude each other", "structured_outputs"
-        )
+        asked["response_format"] = by_format
+    given = fields.structured_outputs
+    if given is not None:
+        kinds = {"json": given.json_} | given.model_dump(exclude={"json_"})
+        asked["structured_outputs"] = _structure("structured_outputs", kinds)
+    for name, kind in ALIASES.items():
+        value = getattr(fields, name)
+        if value not in (None, False):
+            asked[name] = _structure(name, {kind: value})
+    if len(asked) > 1:
+        names = list(asked)
+        raise bad_request(f"{' and '.join(names)} exclude each other", names[-1])
+    return next(iter(asked.values()), None)
+
+
+def _structure(name: str, kinds: dict[str, Any]) -> StructuredOutputsParams:
     try:
-        return StructuredOutputsParams(
-            json=given.json_,
-            regex=given.regex,
-            choice=given.choice,
-            grammar=given.grammar,
-            json_object=given.json_object,
-        )
+        return StructuredOutputsParams(**kinds)
     except ValueError as error:
-        raise bad_request(str(error), "structured_outputs") from None
+        raise bad_request(str(error), name) from None
 
 
 def logit_bias(fields: SamplingFields) -> dict[int, float] | None:
@@ -124,15 +143,23 @@ def _of_response_format(wanted: ResponseFormat | None) -> StructuredOutputsParam
     return StructuredOutputsParams(json=wanted.json_schema.schema_)
 
 
-def _check_numbers(state: ServerState, fields: SamplingFields, logprobs: int | None) -> None:
+def _check_fields(state: ServerState, fields: SamplingFields, logprobs: int | None) -> None:
     for name in ("n", "best_of"):
         value = getattr(fields, name)
         if value is not None and value > state.max_n:
             raise bad_request(f"{name} must be at most {state.max_n}, got {value}", name)
     if logprobs is not None and logprobs > state.settings.max_logprobs:
         raise bad_request(
-            f"at most {state.settings.max_logprobs} log probabilities a token, got {logprobs}",
+            f"at most {state.settings.max_logprobs} log probabilities per token, got {logprobs}",
             "top_logprobs" if hasattr(fields, "top_logprobs") else "logprobs",
+        )
+    if fields.stream_options is not None and not fields.stream:
+        raise bad_request("stream_options is only allowed with stream", "stream_options")
+    vocab_size = state.llm.inputs.vocab_size
+    unknown = next((one for one in fields.stop_token_ids or () if one >= vocab_size), None)
+    if unknown is not None:
+        raise bad_request(
+            f"stop_token_ids has {unknown}, which is not in [0, {vocab_size})", "stop_token_ids"
         )
     if isinstance(fields.stop, list) and len(fields.stop) > MAX_STOP_STRINGS:
         raise bad_request(f"stop has more than {MAX_STOP_STRINGS} strings", "stop")

@@ -15,8 +15,11 @@ from flexinfer.server.protocol.others import (
     DetokenizeRequest,
     TokenizeAnswer,
     TokenizeRequest,
+    TokenizerInfo,
 )
 from flexinfer.server.state import State
+
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 router = APIRouter(tags=["tokens"], route_class=JsonRoute)
 
@@ -46,6 +49,26 @@ async def tokenize(state: State, body: TokenizeRequest) -> TokenizeAnswer:
         strings = [str(token) for token in state.llm.tokenizer.convert_ids_to_tokens(ids)]
     return TokenizeAnswer(
         count=len(ids), max_model_len=state.llm.max_model_len, tokens=ids, token_strs=strings
+    )
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(state: State) -> TokenizerInfo:
+    """What the tokenizer is, and the chat template in use."""
+    tokenizer = state.llm.tokenizer
+    if tokenizer is None:
+        raise bad_request("this model has no tokenizer")
+    template = state.settings.chat_template or getattr(tokenizer, "chat_template", None)
+    return TokenizerInfo(
+        tokenizer_class=type(tokenizer).__name__,
+        vocab_size=len(tokenizer),
+        model_max_length=state.llm.max_model_len,
+        chat_template=None if template is None else str(template),
+        **{
+            name: str(token)
+            for name, token in tokenizer.special_tokens_map.items()
+            if name in SPECIAL
+        },
     )
 
 

@@ -61,9 +61,14 @@ class ToolUse:
             return _json(_parameters(self._tool(self.forced)))
         if not self.required:
             return None
-        calls = {"type": "array", "items": {"anyOf": [_call_schema(t) for t in self.tools]}}
-        bounds = {"minItems": 1} if self.parallel else {"minItems": 1, "maxItems": 1}
-        return _json(calls | bounds)
+        schemas = {tool.function.name: _parameters(tool) for tool in self.tools}
+        calls = {
+            "type": "array",
+            "items": {"anyOf": [_call_schema(name) for name in schemas]},
+            "minItems": 1,
+            "$defs": {name: _moved(schema, f"#/$defs/{name}") for name, schema in schemas.items()},
+        }
+        return _json(calls if self.parallel else calls | {"maxItems": 1})
 
     def parser(self) -> ToolParser | None:
         """Of one choice; None: the text is the content."""
@@ -82,8 +87,8 @@ def tool_use(
 ) -> ToolUse:
     """Raises APIError for a choice without tools, or of one that is not there."""
     if not tools:
-        if choice not in (None, "none", "auto"):
-            raise bad_request("tool_choice needs tools", "tool_choice")
+        if choice not in (None, "none"):
+            raise bad_request("tool_choice is only allowed with tools", "tool_choice")
         return ToolUse()
     if choice == "none":
         return ToolUse()
@@ -208,10 +213,23 @@ def _parameters(tool: Tool) -> dict[str, Any]:
     return tool.function.parameters or {"type": "object", "additionalProperties": False}
 
 
-def _call_schema(tool: Tool) -> dict[str, Any]:
+def _moved(schema: Any, root: str) -> Any:
+    """A schema as part of another one, at `root`: what it refers to in itself moves along."""
+    if isinstance(schema, list):
+        return [_moved(one, root) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(value, root) for name, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = root + reference[1:]
+    return moved
+
+
+def _call_schema(name: str) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"name": {"const": tool.function.name}, "arguments": _parameters(tool)},
+        "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }

@@ -16,7 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flexinfer.server.http.errors import APIError, error_response
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset(
+    {"/", "/health", "/ping", "/ready", "/version", "/metrics", "/openapi.json", "/docs"}
+)
 KEYED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
 ADMIN_PREFIX = "/admin/"
 MEMORY_MAP_PATH = "/admin/memory"

@@ -18,7 +18,7 @@ access_logger = logging.getLogger("flexinfer.server.access")
 
 LogFormat = Literal["text", "json"]
 REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
-QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/admin/memory"})
+QUIET_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics", "/admin/memory"})
 """Polled all the time: logged only when they fail, or with --log-level debug."""
 
 _request_id: ContextVar[str | None] = ContextVar("flexinfer_request_id", default=None)

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from flexinfer.server.protocol.base import FinishReason, FunctionName, Model, SamplingFields, Usage
+from flexinfer.server.protocol.base import FinishReason, FunctionName, Model, Usage
+from flexinfer.server.protocol.sampling import Refused, SamplingFields
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
@@ -108,6 +109,16 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_ids: bool | None = None
+    # Fields of the other endpoints.
+    echo: Refused = None
+    suffix: Refused = None
+    prompt: Refused = None
+    input: Refused = None
+    instructions: Refused = None
+    max_output_tokens: Refused = None
+    text: Refused = None
+    previous_response_id: Refused = None
+    add_special_tokens: Refused = None
 
 
 class TokenLogprob(Model):
@@ -147,5 +158,6 @@ class ChatCompletion(Model):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    system_fingerprint: str | None = None
     conversation: Annotated[str | None, Field(description="Id, if one goes on.")] = None
     prompt_token_ids: list[int] | None = None

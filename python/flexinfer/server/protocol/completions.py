@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from flexinfer.server.protocol.base import FinishReason, Model, SamplingFields, TokenId, Usage
+from flexinfer.server.protocol.base import FinishReason, Model, TokenId, Usage
+from flexinfer.server.protocol.sampling import Refused, SamplingFields
 
 
 class CompletionRequest(SamplingFields):
@@ -23,6 +24,20 @@ class CompletionRequest(SamplingFields):
     suffix: str | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    # Fields of the other endpoints.
+    messages: Refused = None
+    max_completion_tokens: Refused = None
+    top_logprobs: Refused = None
+    tools: Refused = None
+    tool_choice: Refused = None
+    conversation: Refused = None
+    continue_final_message: Refused = None
+    chat_template_kwargs: Refused = None
+    input: Refused = None
+    instructions: Refused = None
+    max_output_tokens: Refused = None
+    text: Refused = None
+    previous_response_id: Refused = None
 
 
 class CompletionLogprobs(Model):
@@ -50,4 +65,5 @@ class Completion(Model):
     created: int
     model: str
     choices: list[CompletionChoice]
+    system_fingerprint: str | None = None
     usage: Usage | None = None

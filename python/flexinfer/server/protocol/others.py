@@ -54,6 +54,17 @@ class DetokenizeAnswer(Model):
     prompt: str
 
 
+class TokenizerInfo(Model):
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    chat_template: str | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+
+
 class Status(Model):
     status: str
 

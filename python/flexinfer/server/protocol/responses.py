@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from flexinfer.server.protocol.base import FunctionName, Metadata, Model
 from flexinfer.server.protocol.chat import Content
+from flexinfer.server.protocol.sampling import Refused, SamplingFields
 
 
 class InputMessage(Model):
@@ -78,13 +79,28 @@ class NamedTool(Model):
     name: str
 
 
-class ResponsesRequest(Model):
-    model: str | None = None
+def _one(value: int | None) -> int | None:
+    if value not in (None, 1):
+        raise ValueError("a response is one answer")
+    return value
+
+
+def _not_cut(value: str | None) -> str | None:
+    if value == "auto":
+        raise ValueError("'auto' is not supported: the input is never cut")
+    return value
+
+
+def _no_logprobs(value: list[str] | None) -> list[str] | None:
+    if "message.output_text.logprobs" in (value or ()):
+        raise ValueError("'message.output_text.logprobs' is not supported here")
+    return value
+
+
+class ResponsesRequest(SamplingFields):
     input: str | Annotated[InputItems, Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0)
-    top_p: float | None = Field(default=None, gt=0, le=1)
     text: TextConfig | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -92,11 +108,31 @@ class ResponsesRequest(Model):
     previous_response_id: str | None = None
     metadata: Metadata | None = None
     store: bool | None = None
-    stream: bool | None = None
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
-    cache_salt: str | None = Field(default=None, max_length=1024)
-    user: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    reasoning: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include: Annotated[list[str] | None, AfterValidator(_no_logprobs)] = None
+    truncation: Annotated[str | None, AfterValidator(_not_cut)] = None
+    n: Annotated[int | None, AfterValidator(_one)] = None
+    best_of: Annotated[int | None, AfterValidator(_one)] = None
+    # What is not served here, and fields of the other endpoints.
+    background: Refused = None
+    prompt: Refused = None
+    conversation: Refused = None
+    max_tool_calls: Refused = None
+    top_logprobs: Refused = None
+    logprobs: Refused = None
+    messages: Refused = None
+    max_tokens: Refused = None
+    max_completion_tokens: Refused = None
+    echo: Refused = None
+    suffix: Refused = None
+    continue_final_message: Refused = None
+    add_special_tokens: Refused = None
+    return_token_ids: Refused = None
+    use_beam_search: Refused = None
+    response_format: Refused = None
 
 
 class OutputText(Model):
@@ -142,17 +178,30 @@ class Response(Model):
     model: str
     output: list[OutputMessage | FunctionCallItem]
     error: None = None
+    background: bool = False
+    completed_at: float | None = None
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
-    temperature: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    prompt_cache_key: str | None = None
+    reasoning: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    service_tier: str = "default"
+    store: bool = True
+    temperature: float = 1.0
+    max_tool_calls: int | None = None
     text: dict[str, Any] = Field(default_factory=dict)
     tool_choice: Any = "auto"
     tools: list[dict[str, Any]] = Field(default_factory=list)
-    top_p: float | None = None
+    top_logprobs: int = 0
+    top_p: float = 1.0
+    truncation: str = "disabled"
+    user: str | None = None
     usage: ResponseUsage | None = None
 
 

@@ -1,0 +1,140 @@
+"""How tokens are chosen: the fields that all endpoints with an answer share, honoured or refused.
+
+Names and defaults are OpenAI's, those of extensions vLLM's; some are aliases that SGLang and
+llama.cpp have. A field that changes the answer and that an endpoint does not serve is declared as
+`Refused`: it is 400 by its name. Fields that nobody here knows are passed over, as in vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic.json_schema import SkipJsonSchema
+
+from flexinfer.server.protocol.base import Model, TokenId
+
+
+def _refuse(value: Any) -> Any:
+    """What says nothing, such as null, false or an empty list, is let through."""
+    if value:
+        raise ValueError("this field is not supported here")
+    return value
+
+
+Refused = Annotated[SkipJsonSchema[Any], AfterValidator(_refuse)]
+
+
+class StreamOptions(Model):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class JsonSchemaFormat(Model):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Model):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Model):
+    """Exactly one of them; see flexinfer.sampling.grammars."""
+
+    json_: dict[str, Any] | str | bool | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(default=None, min_length=1, fail_fast=True)
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class RefusedSampling(Model):
+    """Fields of vLLM, SGLang and llama.cpp that would change the answer."""
+
+    prompt_logprobs: Refused = None
+    bad_words: Refused = None
+    allowed_token_ids: Refused = None
+    logits_processors: Refused = None
+    stop_regex: Refused = None
+    guided_whitespace_pattern: Refused = None
+    chat_template: Refused = None
+    kv_transfer_params: Refused = None
+    mm_processor_kwargs: Refused = None
+    vllm_xargs: Refused = None
+    lora_path: Refused = None
+    session_params: Refused = None
+    thinking_token_budget: Refused = None
+    return_tokens_as_token_ids: Refused = None
+    return_hidden_states: Refused = None
+    typical_p: Refused = None
+    mirostat: Refused = None
+    dynatemp_range: Refused = None
+    xtc_probability: Refused = None
+    dry_multiplier: Refused = None
+    samplers: Refused = None
+    functions: Refused = None
+    function_call: Refused = None
+    documents: Refused = None
+    audio: Refused = None
+    web_search_options: Refused = None
+
+
+class SamplingFields(RefusedSampling):
+    """None leaves the default to the server."""
+
+    model: str | None = None
+    n: int | None = Field(default=None, ge=1)
+    best_of: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=4096)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(default=None, ge=0)
+    skip_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Keep only the last so many tokens of the prompt."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(default=None, min_length=1, fail_fast=True)
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    @property
+    def wants_stream(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        options = self.stream_options
+        return self.wants_usage and bool(options and options.continuous_usage_stats)
