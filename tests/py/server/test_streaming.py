@@ -24,6 +24,7 @@ from flexinfer.server.api.tools import tool_use
 from flexinfer.server.http.streaming import EventStream, TextEvents, event
 from flexinfer.server.protocol.chat import ChatRequest
 from flexinfer.server.protocol.completions import Completion, CompletionRequest
+from flexinfer.server.token_bytes import TokenBytes
 
 PROMPT: Any = {"prompt_token_ids": [1, 2, 3], "cache_salt": ""}
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -50,18 +51,21 @@ def pieces_of(texts: list[str], num_samples: int) -> list[RequestOutput]:
     ]
 
 
+STATE: Any = SimpleNamespace(
+    settings=SimpleNamespace(model_name="m"), fingerprint="fp", token_bytes=TokenBytes(None)
+)
+
+
 def completion_call(options: dict[str, Any]) -> CompletionCall:
     body = CompletionRequest(prompt=[1, 2, 3], stream=True, **options)
     job = Job("cmpl-1", "", [PROMPT], SamplingParams(n=options["n"]))
-    state: Any = SimpleNamespace(settings=SimpleNamespace(model_name="m"))
-    return CompletionCall(state, body, job, [], created=5)
+    return CompletionCall(STATE, body, job, [], created=5)
 
 
 def chat_call(options: dict[str, Any]) -> ChatCall:
     body = ChatRequest(messages=[{"role": "user", "content": "hi"}], stream=True, **options)
     job = Job("chatcmpl-1", "", [PROMPT], SamplingParams(n=options["n"]))
-    state: Any = SimpleNamespace(settings=SimpleNamespace(model_name="m"))
-    return ChatCall(state, body, job, tool_use(None, None, None), body.messages, created=5)
+    return ChatCall(STATE, body, job, tool_use(None, None, None), body.messages, created=5)
 
 
 @given(TEXTS, st.integers(0, 3), st.text(max_size=5))
