@@ -146,7 +146,7 @@ def _make_manager(setting: Setting, mode: str) -> VTensorManager:
         memory_budget=budget,
         chunk_bytes=setting.chunk_bytes,
         park=False,
-        eager=4 * row_bytes if mode == "on+eager" else 0,
+        min_free_bytes=4 * row_bytes if mode == "on+eager" else 0,
     )
 
 

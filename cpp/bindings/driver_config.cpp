@@ -17,7 +17,7 @@ std::unique_ptr<Driver> open_driver(const DriverConfig& config) {
   if (config.kind == "host") {
     HostOptions options;
     options.capacity_bytes = config.capacity_bytes;
-    options.tail = config.tail;
+    options.unmapped = config.unmapped;
     options.huge_pages = config.huge_pages;
     options.mapping_limit = config.mapping_limit;
     return std::make_unique<HostDriver>(options);
@@ -34,7 +34,7 @@ std::unique_ptr<Driver> open_driver(const DriverConfig& config) {
   if (config.kind == "cuda") {
     CudaOptions options;
     options.device_index = config.device_index;
-    options.tail = config.tail;
+    options.unmapped = config.unmapped;
     return std::make_unique<CudaDriver>(options);
   }
   throw std::invalid_argument("no driver is called '" + config.kind + "': host, sim or cuda");

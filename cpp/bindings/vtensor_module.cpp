@@ -4,10 +4,12 @@
 // GIL. flexinfer/vtensor/manager.py puts the friendly face on top.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/operators.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "bindings/driver_config.h"
@@ -75,26 +77,27 @@ void bind_values(nb::module_& m) {
       .value("OWNER", ScrubPolicy::kOwner)
       .value("TENANT", ScrubPolicy::kTenant)
       .value("OFF", ScrubPolicy::kOff);
-  nb::enum_<TailPolicy>(m, "TailPolicy")
-      .value("GUARD", TailPolicy::kGuard)
-      .value("ZERO", TailPolicy::kZero);
+  nb::enum_<UnmappedPolicy>(m, "UnmappedPolicy")
+      .value("GUARD", UnmappedPolicy::kGuard)
+      .value("ZERO", UnmappedPolicy::kZero);
   nb::class_<KVSpec>(m, "KVSpec")
       .def(nb::init<>())
       .def_rw("num_layers", &KVSpec::num_layers)
       .def_rw("num_kv_heads", &KVSpec::num_kv_heads)
       .def_rw("head_dim", &KVSpec::head_dim)
       .def_rw("element_bytes", &KVSpec::element_bytes)
-      .def_rw("max_tokens", &KVSpec::max_tokens)
+      .def_rw("max_seq_len", &KVSpec::max_seq_len)
       .def_rw("layers_per_plane", &KVSpec::layers_per_plane)
       .def("check", &KVSpec::check)
       .def("num_planes", &KVSpec::num_planes)
+      .def("bytes_per_token", &KVSpec::bytes_per_token)
       .def("token_bytes", &KVSpec::token_bytes);
   nb::class_<DriverConfig>(m, "DriverConfig")
       .def(nb::init<>())
       .def_rw("kind", &DriverConfig::kind)
       .def_rw("device_index", &DriverConfig::device_index)
       .def_rw("capacity_bytes", &DriverConfig::capacity_bytes)
-      .def_rw("tail", &DriverConfig::tail)
+      .def_rw("unmapped", &DriverConfig::unmapped)
       .def_rw("huge_pages", &DriverConfig::huge_pages)
       .def_rw("mapping_limit", &DriverConfig::mapping_limit)
       .def_rw("granularity_bytes", &DriverConfig::granularity_bytes)
@@ -103,34 +106,19 @@ void bind_values(nb::module_& m) {
   nb::class_<ManagerOptions>(m, "ManagerOptions")
       .def(nb::init<>())
       .def_rw("max_requests", &ManagerOptions::max_requests)
-      .def_rw("memory_budget_bytes", &ManagerOptions::memory_budget_bytes)
+      .def_rw("memory_budget", &ManagerOptions::memory_budget)
       .def_rw("chunk_bytes", &ManagerOptions::chunk_bytes)
+      .def_rw("scrub", &ManagerOptions::scrub)
+      .def_rw("park", &ManagerOptions::park)
       .def_rw("pre_extend", &ManagerOptions::pre_extend)
+      .def_rw("alias", &ManagerOptions::alias)
       .def_rw("dedup", &ManagerOptions::dedup)
+      .def_rw("min_free_bytes", &ManagerOptions::min_free_bytes)
+      .def_rw("max_free_bytes", &ManagerOptions::max_free_bytes)
+      .def_rw("prefix_cache_bytes", &ManagerOptions::prefix_cache_bytes)
+      .def_rw("prefix_cache_fraction", &ManagerOptions::prefix_cache_fraction)
       .def_rw("swap_space_bytes", &ManagerOptions::swap_space_bytes)
-      .def_rw("swap_directory", &ManagerOptions::swap_directory)
-      .def_prop_rw(
-          "scrub", [](const ManagerOptions& o) { return o.scheduler.scrub; },
-          [](ManagerOptions& o, ScrubPolicy scrub) { o.scheduler.scrub = scrub; })
-      .def_prop_rw(
-          "park", [](const ManagerOptions& o) { return o.scheduler.park; },
-          [](ManagerOptions& o, bool park) { o.scheduler.park = park; })
-      .def_prop_rw(
-          "alias", [](const ManagerOptions& o) { return o.scheduler.alias; },
-          [](ManagerOptions& o, bool alias) { o.scheduler.alias = alias; })
-      .def_prop_rw(
-          "eager_chunks", [](const ManagerOptions& o) { return o.scheduler.eager_chunks; },
-          [](ManagerOptions& o, size_t chunks) { o.scheduler.eager_chunks = chunks; })
-      .def_prop_rw(
-          "max_free_chunks", [](const ManagerOptions& o) { return o.scheduler.max_free_chunks; },
-          [](ManagerOptions& o, size_t chunks) { o.scheduler.max_free_chunks = chunks; })
-      .def_prop_rw(
-          "max_idle_chunks", [](const ManagerOptions& o) { return o.scheduler.max_idle_chunks; },
-          [](ManagerOptions& o, size_t chunks) { o.scheduler.max_idle_chunks = chunks; })
-      .def_prop_rw(
-          "max_idle_fraction",
-          [](const ManagerOptions& o) { return o.scheduler.max_idle_fraction; },
-          [](ManagerOptions& o, double part) { o.scheduler.max_idle_fraction = part; });
+      .def_rw("swap_directory", &ManagerOptions::swap_directory);
 }
 
 void bind_snapshot(nb::module_& m) {
@@ -172,51 +160,82 @@ void bind_snapshot(nb::module_& m) {
       .def_ro("prefixes", &Snapshot::prefixes);
 }
 
-// One dict of every number, so that a new one needs no new binding on the Python side.
-nb::dict stats_dict(const Stats& stats) {
+// Calls of one kind, in Python's units.
+struct DriverCalls {
+  int64_t calls = 0;
+  double us = 0;
+  double hidden_us = 0;
+  bool operator==(const DriverCalls&) const = default;
+};
+
+nb::dict driver_calls(const DriverStats& stats) {
   nb::dict out;
-  const auto put = [&](const char* name, auto value) { out[name] = value; };
-  put("reserved_bytes", stats.reserved_bytes);
-  put("mapped_bytes", stats.mapped_bytes);
-  put("resident_bytes", stats.resident_bytes);
-  put("shared_bytes", stats.shared_bytes);
-  put("saved_bytes", stats.saved_bytes);
-  put("free_bytes", stats.free_bytes);
-  put("parked_bytes", stats.parked_bytes);
-  put("held_bytes", stats.held_bytes);
-  put("recorded_bytes", stats.recorded_bytes);
-  put("swapped_bytes", stats.swapped_bytes);
-  put("asleep_bytes", stats.asleep_bytes);
-  put("budget_bytes", stats.budget_bytes);
-  put("obtainable_bytes", stats.obtainable_bytes);
-  put("num_vtensors", stats.num_vtensors);
-  put("num_free_slots", stats.num_free_slots);
-  put("recorded_tokens", stats.recorded_tokens);
-  put("prefix_queries", stats.prefix_queries);
-  put("prefix_query_tokens", stats.prefix_query_tokens);
-  put("prefix_hit_tokens", stats.prefix_hit_tokens);
-  put("chunks_aliased", stats.chunks_aliased);
-  put("chunks_copied", stats.chunks_copied);
-  put("chunks_evicted", stats.chunks_evicted);
-  put("chunks_adopted", stats.chunks_adopted);
-  put("chunks_deduplicated", stats.chunks_deduplicated);
-  put("dedup_failures", stats.dedup_failures);
-  put("chunks_swapped_out", stats.chunks_swapped_out);
-  put("chunks_swapped_in", stats.chunks_swapped_in);
-  put("pre_extend_failures", stats.pre_extend_failures);
-  put("map_us_exposed", stats.map_us_exposed);
-  put("map_us_hidden", stats.map_us_hidden);
-  nb::dict calls;
   for (size_t i = 0; i < kNumCallKinds; ++i) {
-    const CallStats& call = stats.driver.calls[i];
-    nb::dict entry;
-    entry["calls"] = call.num_calls;
-    entry["us"] = static_cast<double>(call.total_ns) / 1e3;
-    entry["hidden_us"] = static_cast<double>(call.hidden_ns) / 1e3;
-    calls[nb::str(kCallNames[i].data(), kCallNames[i].size())] = entry;
+    const CallStats& kind = stats.calls[i];
+    out[nb::str(kCallNames[i].data(), kCallNames[i].size())] =
+        DriverCalls{kind.num_calls, static_cast<double>(kind.total_ns) / 1e3,
+                    static_cast<double>(kind.hidden_ns) / 1e3};
   }
-  out["driver_calls"] = calls;
   return out;
+}
+
+void bind_stats(nb::module_& m) {
+  nb::class_<DriverCalls>(m, "DriverCalls",
+                          "Calls of one kind to the driver, and the microseconds they took; "
+                          "hidden_us of these were spent by the background worker.")
+      .def(nb::init<int64_t, double, double>(), "calls"_a, "us"_a, "hidden_us"_a = 0.0)
+      .def_rw("calls", &DriverCalls::calls)
+      .def_rw("us", &DriverCalls::us)
+      .def_rw("hidden_us", &DriverCalls::hidden_us)
+      .def("__getstate__",
+           [](const DriverCalls& self) {
+             return std::make_tuple(self.calls, self.us, self.hidden_us);
+           })
+      .def("__setstate__",
+           [](DriverCalls& self, const std::tuple<int64_t, double, double>& state) {
+             new (&self) DriverCalls{std::get<0>(state), std::get<1>(state), std::get<2>(state)};
+           })
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
+      .def(
+          "as_dict",
+          [](const DriverCalls& self) {
+            nb::dict out;
+            out["calls"] = self.calls;
+            out["us"] = self.us;
+            out["hidden_us"] = self.hidden_us;
+            return out;
+          },
+          nb::sig("def as_dict(self) -> dict[str, float]"));
+  nb::class_<Stats> stats(m, "Stats",
+                          "Numbers of a manager: bytes are of now, counts and times are totals "
+                          "since the start.");
+  nb::list fields;
+#define X(name, trace_name)          \
+  stats.def_ro(#name, &Stats::name); \
+  fields.append(#name);
+  VTENSOR_COUNTERS(X)
+#undef X
+#define X(type, name, doc)                \
+  stats.def_ro(#name, &Stats::name, doc); \
+  fields.append(#name);
+  VTENSOR_STATS(X)
+#undef X
+  stats.def_prop_ro(
+      "driver_calls", [](const Stats& self) { return driver_calls(self.driver); },
+      nb::sig("def driver_calls(self) -> dict[str, DriverCalls]"), "By the driver's operation.");
+  stats.def(
+      "as_dict",
+      [fields = nb::tuple(fields)](nb::handle self) {
+        nb::dict out;
+        for (const nb::handle name : fields) out[name] = nb::getattr(self, name);
+        nb::dict calls;
+        for (const auto [kind, entry] : nb::cast<nb::dict>(nb::getattr(self, "driver_calls"))) {
+          calls[kind] = entry.attr("as_dict")();
+        }
+        out["driver_calls"] = calls;
+        return out;
+      },
+      nb::sig("def as_dict(self) -> dict[str, Any]"), "All numbers as plain values, for JSON.");
 }
 
 // (slot, start, end, members) of each.
@@ -301,12 +320,11 @@ void bind_manager(nb::module_& m) {
       .def("is_asleep", &Manager::is_asleep, GilRelease())
       .def("evict", &Manager::evict, "num_bytes"_a, GilRelease())
       .def("trim", &Manager::trim, GilRelease())
-      .def("memory_budget_bytes", &Manager::memory_budget_bytes, GilRelease())
-      .def("set_memory_budget_bytes", &Manager::set_memory_budget_bytes, "budget_bytes"_a,
-           GilRelease())
+      .def("memory_budget", &Manager::memory_budget, GilRelease())
+      .def("set_memory_budget", &Manager::set_memory_budget, "num_bytes"_a, GilRelease())
       .def("bytes_for", &Manager::bytes_for, "num_tokens"_a)
       .def("mapping_times", &Manager::mapping_times, GilRelease())
-      .def("obtainable_bytes", &Manager::obtainable_bytes, GilRelease())
+      .def("available_bytes", &Manager::available_bytes, GilRelease())
       .def("start_trace", &Manager::start_trace, "path"_a, GilRelease())
       .def("stop_trace", &Manager::stop_trace, GilRelease())
       .def("is_tracing", &Manager::is_tracing)
@@ -314,14 +332,7 @@ void bind_manager(nb::module_& m) {
       .def("resident_bytes", &Manager::resident_bytes, GilRelease())
       .def("info", &Manager::info, "id"_a, GilRelease())
       .def("snapshot", &Manager::snapshot, GilRelease())
-      .def("stats",
-           [](const Manager& self) {
-             const Stats stats = [&] {
-               const nb::gil_scoped_release unlocked;
-               return self.stats();
-             }();
-             return stats_dict(stats);
-           })
+      .def("stats", &Manager::stats, GilRelease())
       .def("check_integrity", &Manager::check_integrity, GilRelease())
       .def("close", &Manager::close, GilRelease())
       .def(
@@ -378,6 +389,7 @@ NB_MODULE(_vtensor, m) {
   vtensor::bind_errors(m);
   vtensor::bind_values(m);
   vtensor::bind_snapshot(m);
+  vtensor::bind_stats(m);
   vtensor::bind_manager(m);
   vtensor::bind_faults(m);
   m.def(

@@ -1,6 +1,7 @@
 #include "vtensor/manager.h"
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -12,15 +13,11 @@
 namespace vtensor {
 namespace {
 
-size_t budget_chunks_of(size_t budget_bytes, const Geometry& geometry) {
-  const size_t chunks = budget_bytes / geometry.chunk_bytes;
-  if (chunks < geometry.num_planes) {
-    throw std::invalid_argument("memory_budget " + std::to_string(budget_bytes) +
-                                " bytes is less than one chunk in each " +
-                                "plane: " + std::to_string(geometry.num_planes) + " x " +
-                                std::to_string(geometry.chunk_bytes) + " bytes");
+void check_same_size(size_t num_ids, size_t num_lengths) {
+  if (num_ids != num_lengths) {
+    throw std::invalid_argument(std::to_string(num_ids) + " vTensors but " +
+                                std::to_string(num_lengths) + " lengths");
   }
-  return chunks;
 }
 
 }  // namespace
@@ -29,7 +26,7 @@ std::shared_ptr<Manager> Manager::open(std::unique_ptr<Driver> driver, const KVS
                                        const ManagerOptions& options) {
   const Geometry geometry =
       make_geometry(spec, options.chunk_bytes, driver->granularity(), options.max_requests);
-  budget_chunks_of(options.memory_budget_bytes, geometry);
+  core_options(options, geometry.chunk_bytes);  // throws before anything is reserved
   auto trace = std::make_shared<TraceWriter>();
   auto traced = std::make_unique<TracingDriver>(
       std::move(driver), [trace](const DriverCall& call) { trace->write_call(call); },
@@ -44,25 +41,17 @@ Manager::Manager(std::unique_ptr<MeteredDriver> driver, std::shared_ptr<TraceWri
       options_(options),
       trace_(std::move(trace)),
       meter_(driver.get()),
-      pool_(std::move(driver), geometry, budget_chunks_of(options.memory_budget_bytes, geometry)),
-      scheduler_(pool_, options.scheduler),
-      swap_store_(options.swap_space_bytes, geometry.chunk_bytes, options.swap_directory) {}
+      pool_(std::move(driver), geometry, budget_chunks(options.memory_budget, geometry)),
+      core_(pool_, core_options(options, geometry.chunk_bytes)),
+      swap_store_(options.swap_space_bytes, geometry.chunk_bytes, options.swap_directory),
+      background_(core_, *trace_, mutex_) {}
 
 Manager::~Manager() {
-  worker_.stop();
-  unmap_everything();
-}
-
-// The driver's own destructor gives back what this cannot.
-void Manager::unmap_everything() noexcept {
+  background_.stop();
   try {
-    scheduler_.finish_steps();
-    if (scheduler_.is_asleep()) scheduler_.discard_sleep(*sleep_store_);
-    for (const VTensorId id : scheduler_.live_ids()) scheduler_.release(id);
-    for (SlotId slot = 0; slot < pool_.vset.num_slots(); ++slot) scheduler_.unhold(slot);
-    scheduler_.trim();
+    core_.discard(swap_store_, sleep_store_.get());
   } catch (const std::exception&) {
-    return;
+    return;  // the driver's own destructor gives back what this cannot
   }
 }
 
@@ -80,20 +69,17 @@ Manager::Lock Manager::lock() const {
 
 void Manager::check_usable() const {
   if (closed_) throw ReleasedError("the manager is closed");
-  if (scheduler_.is_asleep()) throw std::invalid_argument("the manager is asleep; wake() it first");
+  if (core_.sleeper.is_asleep())
+    throw std::invalid_argument("the manager is asleep; wake() it first");
 }
 
 void Manager::wait_until_idle(Lock& lock, std::span<const VTensorId> ids) {
-  settled_.wait(lock, [&] {
-    return std::ranges::none_of(
-        ids, [&](VTensorId id) { return scheduler_.is_live(id) && scheduler_.live(id).busy; });
-  });
+  background_.wait_until_idle(lock, ids);
   check_usable();
 }
 
-// Waits until the worker holds no chunk in its hands.
 void Manager::wait_until_quiet(Lock& lock) {
-  settled_.wait(lock, [this] { return scheduler_.claimed().empty(); });
+  background_.wait_until_quiet(lock);
   check_usable();
 }
 
@@ -102,17 +88,17 @@ void Manager::expire_pins() {
   if (num_pins == 0) return;
   pool_.rtree.expire_pins(steady_now_ns());
   const size_t num_expired = num_pins - pool_.rtree.pins().size();
-  if (num_expired > 0) TraceOp(*trace_, scheduler_, "expire_pins").put("result", num_expired);
+  if (num_expired > 0) TraceOp(*trace_, core_.state, "expire_pins").put("result", num_expired);
 }
 
 std::optional<VTensorId> Manager::try_create(std::span<const Token> tokens, const std::string& salt,
                                              size_t expected_tokens) {
   const Lock held = lock();
   const Stopwatch watch(exposed_ns_);
-  TraceOp op(*trace_, scheduler_, "create");
+  TraceOp op(*trace_, core_.state, "create");
   op.tokens(tokens).put("salt", salt).put("expected", expected_tokens);
   expire_pins();
-  const std::optional<VTensorId> id = scheduler_.create(tokens, salt, expected_tokens);
+  const std::optional<VTensorId> id = core_.placement.create(tokens, salt, expected_tokens);
   op.put("result", id.value_or(kNoVTensor));
   return id;
 }
@@ -120,124 +106,100 @@ std::optional<VTensorId> Manager::try_create(std::span<const Token> tokens, cons
 std::optional<VTensorId> Manager::try_fork(VTensorId id) {
   Lock held = lock();
   const Stopwatch watch(exposed_ns_);
-  TraceOp op(*trace_, scheduler_, "fork", id);
+  TraceOp op(*trace_, core_.state, "fork", id);
   wait_until_idle(held, {&id, 1});
   op.restart_counters();
-  const std::optional<VTensorId> child = scheduler_.fork(id);
+  const std::optional<VTensorId> child = core_.placement.fork(id);
   op.put("result", child.value_or(kNoVTensor));
   return child;
 }
 
 void Manager::release(VTensorId id) {
   Lock held = lock_awake_or_not();
-  settled_.wait(held, [&] { return !scheduler_.is_live(id) || !scheduler_.live(id).busy; });
+  background_.wait_until_idle(held, {&id, 1});
   if (closed_) throw ReleasedError("the manager is closed");
-  if (!scheduler_.is_asleep()) return release_now(id);
-  if (std::ranges::find(released_asleep_, scheduler_.live(id).id) != released_asleep_.end()) {
-    throw ReleasedError("vTensor " + std::to_string(id) + " has been released");
-  }
-  released_asleep_.push_back(id);
+  core_.sleeper.is_asleep() ? core_.sleeper.release_later(id) : release_now(id);
 }
 
 void Manager::release_now(VTensorId id) {
-  const TraceOp op(*trace_, scheduler_, "release", id);
-  scheduler_.forget_swapped(scheduler_.live(id), swap_store_);
-  scheduler_.release(id);
+  const TraceOp op(*trace_, core_.state, "release", id);
+  core_.swapper.forget(core_.vtensors.live(id), swap_store_);
+  core_.retirement.release(id);
 }
 
 bool Manager::try_extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens) {
   Lock held = lock();
-  TraceOp op(*trace_, scheduler_, "extend");
+  TraceOp op(*trace_, core_.state, "extend");
   op.put("ids", ids).put("n", num_tokens);
-  bool extended = scheduler_.extend_in_place(ids, num_tokens);
+  bool extended = core_.extender.extend_in_place(ids, num_tokens);
   if (!extended) {
     const Stopwatch watch(exposed_ns_);
     wait_until_idle(held, ids);
     op.restart_counters();
     expire_pins();
-    extended = grow(ids, num_tokens);
-    if (!extended && !scheduler_.claimed().empty()) {
+    extended = core_.extender.extend(ids, num_tokens);
+    if (!extended && !core_.state.claimed.empty()) {
       wait_until_quiet(held);  // the worker held what was missing, for a moment
-      extended = grow(ids, num_tokens);
+      extended = core_.extender.extend(ids, num_tokens);
     }
   }
   op.put("result", extended);
   return extended;
 }
 
-bool Manager::grow(std::span<const VTensorId> ids, std::span<const size_t> num_tokens) {
-  last_shortage_.clear();
-  std::optional<Growth> growth = scheduler_.plan_extend(ids, num_tokens);
-  for (bool retried = false; growth; retried = true) {
-    try {
-      growth->run(*pool_.driver, pool_.vset, pool_.geometry);
-      scheduler_.commit(*growth);
-      return true;
-    } catch (const OutOfMemoryError& shortage) {
-      // The budget promised more than the system has: go on with what exists already.
-      scheduler_.abandon(*growth);
-      last_shortage_ = shortage.what();
-      if (retried || !scheduler_.make_claimable(growth->num_claims(), /*created=*/true)) break;
-      growth = scheduler_.plan_extend(ids, num_tokens);
-    } catch (...) {
-      scheduler_.abandon(*growth);
-      throw;
-    }
-  }
-  return false;
-}
-
 void Manager::extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens) {
   if (try_extend(ids, num_tokens)) return;
   const Lock held = lock();
-  size_t asked = 0;
-  for (size_t i = 0; i < ids.size(); ++i) {
-    const size_t rows = pool_.geometry.rows_for(num_tokens[i]);
-    const size_t mapped = pool_.vset.mapped_rows(scheduler_.live(ids[i]).slot);
-    if (rows > mapped) asked += (rows - mapped) * pool_.geometry.row_bytes();
-  }
-  const size_t chunk_bytes = pool_.geometry.chunk_bytes;
-  throw OutOfMemoryError(
-      asked, scheduler_.num_obtainable() * chunk_bytes, pool_.pset.budget_chunks() * chunk_bytes,
-      last_shortage_.empty() ? "release or preempt a request, or raise the budget"
-                             : last_shortage_);
+  const std::string& why = core_.extender.last_shortage();
+  throw OutOfMemoryError(bytes_of(core_.extender.num_missing(ids, num_tokens)),
+                         bytes_of(core_.reclaimer.num_available()),
+                         bytes_of(pool_.pset.budget_chunks()),
+                         why.empty() ? "release or preempt a request, or raise the budget" : why);
 }
+
+void Manager::pre_extend(const std::vector<VTensorId>& ids, const std::vector<size_t>& num_tokens) {
+  check_same_size(ids.size(), num_tokens.size());
+  const Lock held = lock();
+  if (options_.pre_extend) background_.post(held, ids, num_tokens);
+}
+
+void Manager::drain() { background_.drain(); }
 
 void Manager::truncate(VTensorId id, size_t num_tokens) {
   Lock held = lock();
   wait_until_idle(held, {&id, 1});
-  TraceOp op(*trace_, scheduler_, "truncate", id);
+  TraceOp op(*trace_, core_.state, "truncate", id);
   op.put("n", num_tokens);
-  scheduler_.truncate(id, num_tokens);
+  core_.extender.truncate(id, num_tokens);
 }
 
 void Manager::begin_step() {
   const Lock held = lock();
-  const TraceOp op(*trace_, scheduler_, "begin_step");
-  scheduler_.epochs().begin();
+  const TraceOp op(*trace_, core_.state, "begin_step");
+  core_.state.epochs.begin();
 }
 
 void Manager::end_step(uintptr_t stream) {
   const Lock held = lock();
-  const TraceOp op(*trace_, scheduler_, "end_step");
-  scheduler_.epochs().end(pool_.driver->fence(stream));
-  scheduler_.reap();
+  const TraceOp op(*trace_, core_.state, "end_step");
+  core_.state.epochs.end(pool_.driver->fence(stream));
+  core_.retirement.reap();
 }
 
 size_t Manager::record_prefix(VTensorId id, std::span<const Token> tokens) {
   Lock held = lock();
   wait_until_idle(held, {&id, 1});  // dedup changes its page table: the worker must not be at it
-  TraceOp op(*trace_, scheduler_, "record_prefix", id);
+  TraceOp op(*trace_, core_.state, "record_prefix", id);
   op.tokens(tokens);
-  if (options_.dedup) scheduler_.dedup(id, tokens);
-  const size_t num_new = scheduler_.record_prefix(id, tokens);
+  if (options_.dedup) core_.recorder.dedup(id, tokens);
+  const size_t num_new = core_.recorder.record_prefix(id, tokens);
   op.put("result", num_new);
   return num_new;
 }
 
 size_t Manager::match_prefix(std::span<const Token> tokens, const std::string& salt) {
   const Lock held = lock();
-  TraceOp op(*trace_, scheduler_, "match_prefix");
+  TraceOp op(*trace_, core_.state, "match_prefix");
   const size_t matched = pool_.rtree.match(salt, tokens).num_tokens;
   op.tokens(tokens).put("salt", salt).put("result", matched);
   return matched;
@@ -248,7 +210,7 @@ size_t Manager::pin_prefix(std::span<const Token> tokens, const std::string& own
   const Lock held = lock();
   const int64_t expires_ns =
       ttl_seconds > 0 ? steady_now_ns() + static_cast<int64_t>(ttl_seconds * 1e9) : 0;
-  TraceOp op(*trace_, scheduler_, "pin_prefix");
+  TraceOp op(*trace_, core_.state, "pin_prefix");
   op.tokens(tokens).put("salt", salt).put("owner", owner).put("ttl_s", ttl_seconds);
   const size_t pinned = pool_.rtree.pin(salt, tokens, owner, expires_ns);
   op.put("result", pinned);
@@ -257,7 +219,7 @@ size_t Manager::pin_prefix(std::span<const Token> tokens, const std::string& own
 
 size_t Manager::unpin_prefix(const std::string& owner) {
   const Lock held = lock();
-  TraceOp op(*trace_, scheduler_, "unpin_prefix");
+  TraceOp op(*trace_, core_.state, "unpin_prefix");
   const size_t num_pins = pool_.rtree.unpin(owner);
   op.put("owner", owner).put("result", num_pins);
   return num_pins;
@@ -266,7 +228,7 @@ size_t Manager::unpin_prefix(const std::string& owner) {
 size_t Manager::reset_prefix_cache() {
   const Lock held = lock();
   expire_pins();
-  TraceOp op(*trace_, scheduler_, "reset_prefix_cache");
+  TraceOp op(*trace_, core_.state, "reset_prefix_cache");
   const size_t num_tokens = pool_.rtree.clear();
   op.put("result", num_tokens);
   return num_tokens;
@@ -275,9 +237,9 @@ size_t Manager::reset_prefix_cache() {
 size_t Manager::evict(size_t num_bytes) {
   const Lock held = lock();
   expire_pins();
-  const size_t chunk_bytes = pool_.geometry.chunk_bytes;
-  TraceOp op(*trace_, scheduler_, "evict");
-  const size_t freed = scheduler_.evict(ceil_div(num_bytes, chunk_bytes)) * chunk_bytes;
+  TraceOp op(*trace_, core_.state, "evict");
+  const size_t num_chunks = ceil_div(num_bytes, pool_.geometry.chunk_bytes);
+  const size_t freed = bytes_of(core_.reclaimer.evict(num_chunks));
   op.put("n", num_bytes).put("result", freed);
   return freed;
 }
@@ -285,86 +247,211 @@ size_t Manager::evict(size_t num_bytes) {
 size_t Manager::trim() {
   Lock held = lock();
   wait_until_quiet(held);
-  TraceOp op(*trace_, scheduler_, "trim");
-  const size_t released = scheduler_.trim();
+  TraceOp op(*trace_, core_.state, "trim");
+  const size_t released = core_.reclaimer.trim();
   op.put("result", released);
   return released;
 }
 
-size_t Manager::memory_budget_bytes() const {
+size_t Manager::memory_budget() const {
   const Lock held = lock();
-  return pool_.pset.budget_chunks() * pool_.geometry.chunk_bytes;
+  return bytes_of(pool_.pset.budget_chunks());
 }
 
-void Manager::set_memory_budget_bytes(size_t budget_bytes) {
+void Manager::set_memory_budget(size_t num_bytes) {
   Lock held = lock();
   wait_until_quiet(held);
-  const size_t chunks = budget_chunks_of(budget_bytes, pool_.geometry);
+  const size_t chunks = budget_chunks(num_bytes, pool_.geometry);
   expire_pins();
-  TraceOp op(*trace_, scheduler_, "set_budget");
-  const bool is_set = scheduler_.set_budget_chunks(chunks);
-  op.put("n", budget_bytes).put("result", is_set);
+  TraceOp op(*trace_, core_.state, "set_budget");
+  const bool is_set = core_.reclaimer.set_budget_chunks(chunks);
+  op.put("n", num_bytes).put("result", is_set);
   if (is_set) return;
-  const size_t chunk_bytes = pool_.geometry.chunk_bytes;
   const size_t used = pool_.pset.num_created() - pool_.pset.num_free();
   throw OutOfMemoryError(
-      (pool_.pset.num_created() - chunks) * chunk_bytes, pool_.pset.num_free() * chunk_bytes,
-      budget_bytes,
-      std::to_string(used * chunk_bytes) + " bytes are in use; release or preempt requests first");
+      bytes_of(pool_.pset.num_created() - chunks), bytes_of(pool_.pset.num_free()), num_bytes,
+      std::to_string(bytes_of(used)) + " bytes are in use; release or preempt requests first");
 }
 
 size_t Manager::bytes_for(size_t num_tokens) const {
-  return pool_.geometry.rows_for(num_tokens) * pool_.geometry.row_bytes();
+  checked_mul(num_tokens, pool_.geometry.token_bytes, "num_tokens x bytes of a token");
+  return checked_mul(pool_.geometry.rows_for(num_tokens), pool_.geometry.row_bytes(), "num_tokens");
 }
 
 std::vector<SharedRange> Manager::shared_ranges(std::span<const VTensorId> ids,
                                                 std::span<const size_t> num_tokens) {
-  if (ids.size() != num_tokens.size()) {
-    throw std::invalid_argument(std::to_string(ids.size()) + " vTensors but " +
-                                std::to_string(num_tokens.size()) + " lengths");
-  }
+  check_same_size(ids.size(), num_tokens.size());
   const Lock held = lock();
-  std::vector<Reader> readers;
-  readers.reserve(ids.size());
+  std::vector<ReadExtent> extents;
+  extents.reserve(ids.size());
   for (size_t i = 0; i < ids.size(); ++i) {
-    const VTensor& vtensor = scheduler_.resident(ids[i]);
+    const VTensor& vtensor = core_.vtensors.resident(ids[i]);
     if (num_tokens[i] > vtensor.num_tokens) {
       throw std::invalid_argument("vTensor " + std::to_string(ids[i]) + " has " +
                                   std::to_string(vtensor.num_tokens) + " tokens, not " +
                                   std::to_string(num_tokens[i]));
     }
-    readers.push_back({vtensor.slot, num_tokens[i]});
+    extents.push_back({vtensor.slot, num_tokens[i]});
   }
-  return vtensor::shared_ranges(pool_, readers);
+  return vtensor::shared_ranges(pool_, extents);
 }
 
 void Manager::check_integrity() const {
   const Lock held = lock_awake_or_not();
-  vtensor::check_integrity(scheduler_);
+  vtensor::check_integrity(core_);
 }
 
 void Manager::close() {
-  worker_.stop();
+  background_.stop();
   try {
     trace_->close();
   } catch (const DriverError&) {
-    // Whoever wants to know calls stop_trace(); a replay finds the end missing.
+    // Callers that want to know use stop_trace(); a replay finds the end missing.
   }
   const Lock held(mutex_);
   closed_ = true;  // a second call tries again to give back what the driver refused in the first
-  settled_.notify_all();
-  while (!pool_.rtree.pins().empty()) {
-    const std::string owner = pool_.rtree.pins().begin()->first;
-    pool_.rtree.unpin(owner);
+  core_.discard(swap_store_, sleep_store_.get());
+}
+
+bool Manager::try_swap_out(VTensorId id) {
+  Lock held = lock();
+  wait_until_idle(held, {&id, 1});
+  TraceOp op(*trace_, core_.state, "swap_out", id);
+  const bool swapped = core_.swapper.swap_out(id, swap_store_);
+  op.put("result", swapped);
+  return swapped;
+}
+
+bool Manager::try_swap_in(VTensorId id, std::span<const Token> tokens) {
+  Lock held = lock();
+  const Stopwatch watch(exposed_ns_);
+  wait_until_idle(held, {&id, 1});
+  expire_pins();
+  TraceOp op(*trace_, core_.state, "swap_in", id);
+  op.tokens(tokens);
+  bool swapped = core_.swapper.swap_in(id, tokens, swap_store_);
+  if (!swapped && !core_.state.claimed.empty()) {
+    wait_until_quiet(held);  // the worker held what was missing, for a moment
+    swapped = core_.swapper.swap_in(id, tokens, swap_store_);
   }
-  for (const VTensorId id : scheduler_.live_ids()) {
-    scheduler_.forget_swapped(scheduler_.live(id), swap_store_);
+  op.put("result", swapped);
+  return swapped;
+}
+
+size_t Manager::sleep(const std::string& directory) {
+  Lock held = lock();
+  wait_until_quiet(held);
+  sleep_store_ = std::make_unique<SwapStore>(std::numeric_limits<size_t>::max(),
+                                             pool_.geometry.chunk_bytes, directory);
+  try {
+    TraceOp op(*trace_, core_.state, "sleep");
+    const size_t num_bytes = core_.sleeper.sleep(*sleep_store_);
+    op.put("result", num_bytes);
+    return num_bytes;
+  } catch (...) {
+    sleep_store_.reset();
+    throw;
   }
-  scheduler_.finish_steps();
-  if (scheduler_.is_asleep()) scheduler_.discard_sleep(*sleep_store_);
-  for (const VTensorId id : scheduler_.live_ids()) scheduler_.release(id);
-  pool_.rtree.clear();
-  scheduler_.trim();
+}
+
+void Manager::wake() {
+  const Lock held = lock_awake_or_not();
+  if (!core_.sleeper.is_asleep()) return;
+  std::vector<VTensorId> released;
+  {
+    const TraceOp op(*trace_, core_.state, "wake");
+    released = core_.sleeper.wake(*sleep_store_);
+  }
+  sleep_store_.reset();
+  for (const VTensorId id : released) release_now(id);
+}
+
+bool Manager::is_asleep() const {
+  const Lock held(mutex_);
+  return core_.sleeper.is_asleep();
+}
+
+TensorView Manager::view(VTensorId id, size_t layer, KV which) {
+  const Lock held = lock();
+  const VTensor& vtensor = core_.vtensors.resident(id);
+  TensorView view = slot_view(pool_.vset, spec_, layer, which, vtensor.slot, vtensor.num_tokens);
+  // Keeps the slot's address range and chunks while the view lives.
+  view.lease = {this, [self = shared_from_this(), slot = vtensor.slot](void*) noexcept {
+                  self->end_view(slot);
+                }};
+  ++pool_.vset[vtensor.slot].num_views;
+  return view;
+}
+
+TensorView Manager::arena(size_t layer, KV which) {
+  const Lock held = lock();
+  TensorView view = arena_view(pool_.vset, spec_, layer, which);
+  view.lease = shared_from_this();
+  return view;
+}
+
+void Manager::end_view(SlotId slot) noexcept {
+  const Lock held(mutex_);
+  if (--pool_.vset[slot].num_views > 0) return;
+  core_.retirement.unhold(slot);
+  if (!closed_) return;
+  try {
+    core_.reclaimer.trim();
+  } catch (const std::exception&) {
+    return;  // the destructor tries once more
+  }
+}
+
+MappingTimes Manager::mapping_times() const {
+  const Lock held(mutex_);
+  return {static_cast<double>(exposed_ns_) / 1e3,
+          static_cast<double>(background_.hidden_ns()) / 1e3, background_.num_rows_mapped()};
+}
+
+size_t Manager::available_bytes() const {
+  const Lock held = lock();
+  return bytes_of(core_.reclaimer.num_available());
+}
+
+size_t Manager::resident_bytes() const {
+  const Lock held(mutex_);
+  return bytes_of(core_.sleeper.num_resident_chunks());
+}
+
+VTensorInfo Manager::info(VTensorId id) const {
+  const Lock held = lock();
+  return describe(core_, core_.vtensors.live(id));
+}
+
+Snapshot Manager::snapshot() const {
+  const Lock held = lock_awake_or_not();
+  return take_snapshot(core_);
+}
+
+Stats Manager::stats() const {
+  const Lock held(mutex_);  // a closed manager still tells its numbers
+  Stats stats = gather_stats(core_);
+  stats.swapped_bytes = swap_store_.used_bytes();
+  stats.asleep_bytes = sleep_store_ ? sleep_store_->used_bytes() : 0;
+  stats.pre_extend_failures = background_.num_failures();
+  stats.map_us_exposed = static_cast<double>(exposed_ns_) / 1e3;
+  stats.map_us_hidden = static_cast<double>(background_.hidden_ns()) / 1e3;
+  stats.driver = meter_->stats();
+  return stats;
+}
+
+void Manager::start_trace(const std::string& path) {
+  const Lock held = lock_awake_or_not();
+  trace_->open(path, trace_header(core_, spec_, options_));
+}
+
+void Manager::stop_trace() { trace_->close(); }
+
+bool Manager::is_tracing() const { return trace_->is_open(); }
+
+void Manager::label(VTensorId id, const std::string& text) {
+  if (!trace_->is_open()) return;
+  trace_->write(JsonLine().put("k", "label").put("id", id).put("label", text));
 }
 
 }  // namespace vtensor

@@ -1,8 +1,8 @@
-// Manager: the vTensor Manager, the only class that Python sees. Locks the scheduler, runs its
-// growths, owns the worker, and hands out tensor views.
+// Manager: the vTensor Manager, the only class that Python sees: a lock, the trace and the clocks
+// around the core.
 //
 // Thread-safety: full; one mutex. Driver work of pre_extend() runs on the worker without the mutex;
-// whoever needs a vTensor that the worker is busy with waits for that vTensor.
+// calls that need a vTensor that the worker is busy with wait for that vTensor.
 //
 // Lifetime: held by std::shared_ptr; a tensor view keeps the manager, its address ranges and its
 // chunks alive. close() releases everything that no view needs.
@@ -12,7 +12,6 @@
 // tells shortage by its value and changes nothing then.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -21,34 +20,15 @@
 #include <string>
 #include <vector>
 
-#include "vtensor/core/scheduler.h"
+#include "vtensor/core/background.h"
+#include "vtensor/core/snapshot.h"
+#include "vtensor/core/tensor_view.h"
 #include "vtensor/core/trace.h"
-#include "vtensor/core/worker.h"
 #include "vtensor/driver/wrappers/metered_driver.h"
+#include "vtensor/manager_options.h"
 #include "vtensor/ops/sharing.h"
-#include "vtensor/pool/kv_spec.h"
-#include "vtensor/snapshot.h"
 
 namespace vtensor {
-
-struct ManagerOptions {
-  size_t max_requests = 64;
-  size_t memory_budget_bytes = 0;
-  size_t chunk_bytes = 2 * kMiB;
-  bool pre_extend = true;
-  bool dedup = true;            // record_prefix() remaps onto equal chunks that are recorded
-  size_t swap_space_bytes = 0;  // of swapped-out vTensors
-  std::string swap_directory;   // where swapped KV goes; empty: host memory
-  SchedulerOptions scheduler;
-};
-
-// A strided tensor of KV data. `lease` keeps its memory alive; strides count elements.
-struct TensorView {
-  uintptr_t address = 0;
-  std::vector<size_t> shape;
-  std::vector<int64_t> strides;
-  std::shared_ptr<void> lease;
-};
 
 class Manager : public std::enable_shared_from_this<Manager> {
  public:
@@ -63,11 +43,11 @@ class Manager : public std::enable_shared_from_this<Manager> {
   std::optional<VTensorId> try_fork(VTensorId id);
   void release(VTensorId id);
   bool try_extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);
-  // As try_extend(), but throws OutOfMemoryError with bytes asked, obtainable and budget.
+  // As try_extend(), but throws OutOfMemoryError with bytes asked, available and budget.
   void extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);
-  // Maps ahead of need on the worker, which then does its chores: scrubbing, creating, giving back.
+  // Maps ahead of need on the worker, which then does its upkeep: scrubbing, creating, giving back.
   // Never fails, never waits.
-  void pre_extend(std::vector<VTensorId> ids, std::vector<size_t> num_tokens);
+  void pre_extend(const std::vector<VTensorId>& ids, const std::vector<size_t>& num_tokens);
   // Returns when the worker has nothing left to do.
   void drain();
   void truncate(VTensorId id, size_t num_tokens);
@@ -102,8 +82,9 @@ class Manager : public std::enable_shared_from_this<Manager> {
 
   size_t evict(size_t num_bytes);  // Returns bytes that became free.
   size_t trim();                   // Returns bytes given back to the system.
-  size_t memory_budget_bytes() const;
-  void set_memory_budget_bytes(size_t budget_bytes);
+  size_t memory_budget() const;
+  // Throws OutOfMemoryError, nothing changed, when more than that is in use.
+  void set_memory_budget(size_t num_bytes);
   size_t bytes_for(size_t num_tokens) const;
 
   // What these vTensors hold in the same chunks, of the first num_tokens[i] tokens of each: see
@@ -116,8 +97,8 @@ class Manager : public std::enable_shared_from_this<Manager> {
 
   // Cheap enough for every step, unlike stats().
   MappingTimes mapping_times() const;
-  size_t obtainable_bytes() const;
-  // Writes every operation and driver call from now on to a file: see sched/trace.h.
+  size_t available_bytes() const;
+  // Writes every operation and driver call from now on to a file: see core/trace.h.
   void start_trace(const std::string& path);
   // Ends the file. Throws DriverError when it is incomplete. Nothing while no trace is open.
   void stop_trace();
@@ -139,8 +120,7 @@ class Manager : public std::enable_shared_from_this<Manager> {
   Device device() const { return pool_.driver->device(); }
 
  private:
-  struct SlotLease;
-  using Lock = std::unique_lock<std::mutex>;
+  using Lock = Background::Lock;
 
   Manager(std::unique_ptr<MeteredDriver> driver, std::shared_ptr<TraceWriter> trace,
           const KVSpec& spec, const Geometry& geometry, const ManagerOptions& options);
@@ -151,34 +131,23 @@ class Manager : public std::enable_shared_from_this<Manager> {
   // Both let others at the mutex meanwhile, and throw when the manager was closed or put to sleep.
   void wait_until_idle(Lock& lock, std::span<const VTensorId> ids);
   void wait_until_quiet(Lock& lock);
-  bool grow(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);
-  void pre_extend_one(VTensorId id, size_t num_tokens);
-  void do_chores();
+  size_t bytes_of(size_t num_chunks) const { return num_chunks * pool_.geometry.chunk_bytes; }
   void release_now(VTensorId id);
   void end_view(SlotId slot) noexcept;
-  TensorView make_view(size_t layer, KV which) const;
   void expire_pins();
-  void unmap_everything() noexcept;
 
   KVSpec spec_;
   ManagerOptions options_;
   std::shared_ptr<TraceWriter> trace_;  // the driver's wrapper writes to it as well
   MeteredDriver* meter_;                // pool_.driver, by its own type
   Pool pool_;
-  Scheduler scheduler_;
+  Core core_;
   SwapStore swap_store_;
   std::unique_ptr<SwapStore> sleep_store_;
-  std::vector<VTensorId> released_asleep_;  // to be released by wake()
   bool closed_ = false;
   uint64_t exposed_ns_ = 0;
-  uint64_t hidden_ns_ = 0;
-  size_t pre_extended_rows_ = 0;
-  size_t pre_extend_failures_ = 0;
-  bool chores_posted_ = false;
-  std::string last_shortage_;
   mutable std::mutex mutex_;
-  std::condition_variable settled_;  // some vTensor is no longer busy
-  Worker worker_;                    // last: it stops before anything above goes away
+  Background background_;  // last: its worker stops before anything above goes away
 };
 
 }  // namespace vtensor

@@ -34,7 +34,7 @@ class ScrubPolicy(enum.Enum):
 
     OFF = 2
 
-class TailPolicy(enum.Enum):
+class UnmappedPolicy(enum.Enum):
     GUARD = 0
 
     ZERO = 1
@@ -67,10 +67,10 @@ class KVSpec:
     def element_bytes(self, arg: int, /) -> None: ...
 
     @property
-    def max_tokens(self) -> int: ...
+    def max_seq_len(self) -> int: ...
 
-    @max_tokens.setter
-    def max_tokens(self, arg: int, /) -> None: ...
+    @max_seq_len.setter
+    def max_seq_len(self, arg: int, /) -> None: ...
 
     @property
     def layers_per_plane(self) -> int: ...
@@ -81,6 +81,8 @@ class KVSpec:
     def check(self) -> None: ...
 
     def num_planes(self) -> int: ...
+
+    def bytes_per_token(self) -> int: ...
 
     def token_bytes(self) -> int: ...
 
@@ -106,10 +108,10 @@ class DriverConfig:
     def capacity_bytes(self, arg: int, /) -> None: ...
 
     @property
-    def tail(self) -> TailPolicy: ...
+    def unmapped(self) -> UnmappedPolicy: ...
 
-    @tail.setter
-    def tail(self, arg: TailPolicy, /) -> None: ...
+    @unmapped.setter
+    def unmapped(self, arg: UnmappedPolicy, /) -> None: ...
 
     @property
     def huge_pages(self) -> bool: ...
@@ -151,40 +153,16 @@ class ManagerOptions:
     def max_requests(self, arg: int, /) -> None: ...
 
     @property
-    def memory_budget_bytes(self) -> int: ...
+    def memory_budget(self) -> int: ...
 
-    @memory_budget_bytes.setter
-    def memory_budget_bytes(self, arg: int, /) -> None: ...
+    @memory_budget.setter
+    def memory_budget(self, arg: int, /) -> None: ...
 
     @property
     def chunk_bytes(self) -> int: ...
 
     @chunk_bytes.setter
     def chunk_bytes(self, arg: int, /) -> None: ...
-
-    @property
-    def pre_extend(self) -> bool: ...
-
-    @pre_extend.setter
-    def pre_extend(self, arg: bool, /) -> None: ...
-
-    @property
-    def dedup(self) -> bool: ...
-
-    @dedup.setter
-    def dedup(self, arg: bool, /) -> None: ...
-
-    @property
-    def swap_space_bytes(self) -> int: ...
-
-    @swap_space_bytes.setter
-    def swap_space_bytes(self, arg: int, /) -> None: ...
-
-    @property
-    def swap_directory(self) -> str: ...
-
-    @swap_directory.setter
-    def swap_directory(self, arg: str, /) -> None: ...
 
     @property
     def scrub(self) -> ScrubPolicy: ...
@@ -199,34 +177,58 @@ class ManagerOptions:
     def park(self, arg: bool, /) -> None: ...
 
     @property
+    def pre_extend(self) -> bool: ...
+
+    @pre_extend.setter
+    def pre_extend(self, arg: bool, /) -> None: ...
+
+    @property
     def alias(self) -> bool: ...
 
     @alias.setter
     def alias(self, arg: bool, /) -> None: ...
 
     @property
-    def eager_chunks(self) -> int: ...
+    def dedup(self) -> bool: ...
 
-    @eager_chunks.setter
-    def eager_chunks(self, arg: int, /) -> None: ...
-
-    @property
-    def max_free_chunks(self) -> int: ...
-
-    @max_free_chunks.setter
-    def max_free_chunks(self, arg: int, /) -> None: ...
+    @dedup.setter
+    def dedup(self, arg: bool, /) -> None: ...
 
     @property
-    def max_idle_chunks(self) -> int: ...
+    def min_free_bytes(self) -> int: ...
 
-    @max_idle_chunks.setter
-    def max_idle_chunks(self, arg: int, /) -> None: ...
+    @min_free_bytes.setter
+    def min_free_bytes(self, arg: int, /) -> None: ...
 
     @property
-    def max_idle_fraction(self) -> float: ...
+    def max_free_bytes(self) -> int: ...
 
-    @max_idle_fraction.setter
-    def max_idle_fraction(self, arg: float, /) -> None: ...
+    @max_free_bytes.setter
+    def max_free_bytes(self, arg: int, /) -> None: ...
+
+    @property
+    def prefix_cache_bytes(self) -> int: ...
+
+    @prefix_cache_bytes.setter
+    def prefix_cache_bytes(self, arg: int, /) -> None: ...
+
+    @property
+    def prefix_cache_fraction(self) -> float: ...
+
+    @prefix_cache_fraction.setter
+    def prefix_cache_fraction(self, arg: float, /) -> None: ...
+
+    @property
+    def swap_space_bytes(self) -> int: ...
+
+    @swap_space_bytes.setter
+    def swap_space_bytes(self, arg: int, /) -> None: ...
+
+    @property
+    def swap_directory(self) -> str: ...
+
+    @swap_directory.setter
+    def swap_directory(self, arg: str, /) -> None: ...
 
 class MappingTimes:
     @property
@@ -326,6 +328,154 @@ class Snapshot:
     @property
     def prefixes(self) -> list[PrefixInfo]: ...
 
+class DriverCalls:
+    """
+    Calls of one kind to the driver, and the microseconds they took; hidden_us of these were spent by the background worker.
+    """
+
+    def __init__(self, calls: int, us: float, hidden_us: float = 0.0) -> None: ...
+
+    @property
+    def calls(self) -> int: ...
+
+    @calls.setter
+    def calls(self, arg: int, /) -> None: ...
+
+    @property
+    def us(self) -> float: ...
+
+    @us.setter
+    def us(self, arg: float, /) -> None: ...
+
+    @property
+    def hidden_us(self) -> float: ...
+
+    @hidden_us.setter
+    def hidden_us(self, arg: float, /) -> None: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+class Stats:
+    """
+    Numbers of a manager: bytes are of now, counts and times are totals since the start.
+    """
+
+    @property
+    def prefix_queries(self) -> int: ...
+
+    @property
+    def prefix_query_tokens(self) -> int: ...
+
+    @property
+    def prefix_hit_tokens(self) -> int: ...
+
+    @property
+    def chunks_aliased(self) -> int: ...
+
+    @property
+    def chunks_copied(self) -> int: ...
+
+    @property
+    def chunks_evicted(self) -> int: ...
+
+    @property
+    def chunks_adopted(self) -> int: ...
+
+    @property
+    def chunks_deduplicated(self) -> int: ...
+
+    @property
+    def dedup_failures(self) -> int: ...
+
+    @property
+    def chunks_swapped_out(self) -> int: ...
+
+    @property
+    def chunks_swapped_in(self) -> int: ...
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Virtual: all arenas."""
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Virtual: behind live vTensors, aliases counted each time."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Physical: created chunks."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Physical: chunks that more than one live vTensor maps."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """What sharing saves: mapped_bytes minus their distinct chunks."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Physical: created, without reference."""
+
+    @property
+    def parked_bytes(self) -> int:
+        """Virtual: mapped behind parked slots."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Virtual: mapped behind released vTensors with living views."""
+
+    @property
+    def recorded_bytes(self) -> int:
+        """Physical: chunks of recorded prefixes."""
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Host: contents of swapped-out vTensors."""
+
+    @property
+    def asleep_bytes(self) -> int:
+        """Host: contents of a sleeping manager."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bound on physical bytes."""
+
+    @property
+    def available_bytes(self) -> int:
+        """What extend() could still have."""
+
+    @property
+    def num_vtensors(self) -> int:
+        """vTensors alive."""
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots free or parked."""
+
+    @property
+    def recorded_tokens(self) -> int:
+        """Tokens of recorded prefixes."""
+
+    @property
+    def pre_extend_failures(self) -> int:
+        """Mapping ahead of need that failed."""
+
+    @property
+    def map_us_exposed(self) -> float:
+        """Microseconds that callers waited for driver work."""
+
+    @property
+    def map_us_hidden(self) -> float:
+        """Microseconds of driver work of the worker."""
+
+    @property
+    def driver_calls(self) -> dict[str, DriverCalls]:
+        """By the driver's operation."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """All numbers as plain values, for JSON."""
+
 class KV(enum.Enum):
     KEY = 0
 
@@ -379,15 +529,15 @@ class Manager:
 
     def trim(self) -> int: ...
 
-    def memory_budget_bytes(self) -> int: ...
+    def memory_budget(self) -> int: ...
 
-    def set_memory_budget_bytes(self, budget_bytes: int) -> None: ...
+    def set_memory_budget(self, num_bytes: int) -> None: ...
 
     def bytes_for(self, num_tokens: int) -> int: ...
 
     def mapping_times(self) -> MappingTimes: ...
 
-    def obtainable_bytes(self) -> int: ...
+    def available_bytes(self) -> int: ...
 
     def start_trace(self, path: str) -> None: ...
 
@@ -403,7 +553,7 @@ class Manager:
 
     def snapshot(self) -> Snapshot: ...
 
-    def stats(self) -> dict: ...
+    def stats(self) -> Stats: ...
 
     def check_integrity(self) -> None: ...
 

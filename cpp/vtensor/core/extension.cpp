@@ -15,13 +15,13 @@ std::vector<Handle> handles_of(const std::vector<Claim>& claims) {
   return handles;
 }
 
-void prepare(Driver& driver, const Geometry& geometry, GrowthPart& part) {
+void prepare(Driver& driver, const Geometry& geometry, ExtensionPart& part) {
   const CallScope scope(part.vtensor);
-  p_create(driver, geometry.chunk_bytes, part.tail);
+  p_create(driver, geometry.chunk_bytes, part.copies);
   p_create(driver, geometry.chunk_bytes, part.rows);
-  for (size_t i = 0; i < part.tail.size(); ++i) {
-    driver.copy(part.tail[i].handle, 0, part.old_tail[i], 0, part.tail_bytes);
-    part.tail[i].dirty_bytes = std::max(part.tail[i].dirty_bytes, part.tail_bytes);
+  for (size_t i = 0; i < part.copies.size(); ++i) {
+    driver.copy(part.copies[i].handle, 0, part.originals[i], 0, part.copied_bytes);
+    part.copies[i].dirty_bytes = std::max(part.copies[i].dirty_bytes, part.copied_bytes);
   }
   for (size_t i = 0; i < part.sources.size(); ++i) {
     // No more than the tokens: the rest of a source may be somebody else's.
@@ -36,19 +36,20 @@ struct PartMapper {
   Driver& driver;
   const VSet& vset;
   const Geometry& geometry;
-  GrowthPart& part;
+  ExtensionPart& part;
 
   RowRange at(size_t row) const { return {vset, geometry, part.slot, row}; }
 
   void map_part() {
     const CallScope scope(part.vtensor);
-    if (!part.tail.empty()) remap(driver, at(part.tail_row), part.old_tail, handles_of(part.tail));
+    if (!part.copies.empty())
+      remap(driver, at(part.copied_row), part.originals, handles_of(part.copies));
     try {
       map(driver, at(part.first_row), handles_of(part.rows));
     } catch (const BrokenMapping&) {
       throw;
     } catch (...) {
-      if (!part.tail.empty()) unmap_tail();
+      if (!part.copies.empty()) unmap_tail();
       throw;
     }
   }
@@ -56,12 +57,12 @@ struct PartMapper {
   void unmap_part() {
     const CallScope scope(part.vtensor);
     unmap(driver, at(part.first_row), handles_of(part.rows));
-    if (!part.tail.empty()) unmap_tail();
+    if (!part.copies.empty()) unmap_tail();
   }
 
   void unmap_tail() {
     try {
-      remap(driver, at(part.tail_row), handles_of(part.tail), part.old_tail);
+      remap(driver, at(part.copied_row), handles_of(part.copies), part.originals);
     } catch (const std::exception& failure) {
       throw BrokenMapping(failure.what());
     }
@@ -70,14 +71,14 @@ struct PartMapper {
 
 }  // namespace
 
-size_t Growth::num_claims() const {
+size_t Extension::num_claims() const {
   size_t total = 0;
-  for (const GrowthPart& part : parts) total += part.rows.size() + part.tail.size();
+  for (const ExtensionPart& part : parts) total += part.rows.size() + part.copies.size();
   return total;
 }
 
-void Growth::run(Driver& driver, const VSet& vset, const Geometry& geometry) {
-  for (GrowthPart& part : parts) prepare(driver, geometry, part);
+void Extension::run(Driver& driver, const VSet& vset, const Geometry& geometry) {
+  for (ExtensionPart& part : parts) prepare(driver, geometry, part);
   size_t done = 0;
   try {
     for (; done < parts.size(); ++done) PartMapper{driver, vset, geometry, parts[done]}.map_part();
@@ -85,7 +86,7 @@ void Growth::run(Driver& driver, const VSet& vset, const Geometry& geometry) {
     const std::exception_ptr first = std::current_exception();
     if (dynamic_cast<const BrokenMapping*>(&failure) != nullptr) parts[done].broken = true;
     while (done > 0) {
-      GrowthPart& part = parts[--done];
+      ExtensionPart& part = parts[--done];
       try {
         PartMapper{driver, vset, geometry, part}.unmap_part();
       } catch (const std::exception&) {

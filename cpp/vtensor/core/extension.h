@@ -1,9 +1,9 @@
-// Growth: the driver work of extending vTensors, planned under the manager's mutex and run with or
-// without it. All-or-nothing over all its parts.
+// Extension: the driver work of extending vTensors, planned under the manager's mutex and run with
+// or without it. All-or-nothing over all its parts.
 //
-// A part adds rows at the end of one vTensor and may first replace its tail row by a private copy
-// (copy-on-write). run() touches only the claims and the driver; the page tables change when the
-// scheduler commits. Thread-safety: one thread at a time.
+// A part adds rows at the end of one vTensor and may first replace its last, partly filled row by a
+// private copy (copy-on-write). run() touches only the claims and the driver; the page tables
+// change when the Extender commits. Thread-safety: one thread at a time.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@
 
 namespace vtensor {
 
-struct GrowthPart {
+struct ExtensionPart {
   VTensorId vtensor = kNoVTensor;
   SlotId slot = 0;
   uint64_t tenant = 0;
@@ -25,16 +25,16 @@ struct GrowthPart {
   std::vector<Claim> rows;      // new rows from first_row on, row-major over planes
   std::vector<Handle> sources;  // their first num_tokens are copied into `rows`
 
-  size_t tail_row = 0;
-  size_t tail_bytes = 0;         // bytes to copy of each old tail chunk
-  std::vector<Claim> tail;       // empty: the tail stays
-  std::vector<Handle> old_tail;  // what `tail` replaces
+  size_t copied_row = 0;
+  size_t copied_bytes = 0;        // bytes to copy of each chunk in it
+  std::vector<Claim> copies;      // empty: no row is copied
+  std::vector<Handle> originals;  // what they replace
 
   bool broken = false;  // run() failed and could not undo this part
 };
 
-struct Growth {
-  std::vector<GrowthPart> parts;
+struct Extension {
+  std::vector<ExtensionPart> parts;
   std::vector<std::pair<VTensorId, size_t>> declared;  // lengths that need no driver work
 
   size_t num_claims() const;

@@ -18,13 +18,13 @@ struct Counted {
   uint32_t pins = 0;
 };
 
-std::vector<Counted> count_references(const Scheduler& scheduler) {
-  const Pool& pool = scheduler.pool();
+std::vector<Counted> count_references(const Core& core) {
+  const Pool& pool = core.state.pool;
   std::vector<Counted> counted(pool.pset.num_ids());
   for (SlotId slot = 0; slot < pool.vset.num_slots(); ++slot) {
     for (const ChunkId id : pool.vset[slot].table) ++counted.at(id).table_refs;
   }
-  for (const ChunkId id : scheduler.claimed()) ++counted.at(id).table_refs;
+  for (const ChunkId id : core.state.claimed) ++counted.at(id).table_refs;
   pool.rtree.for_each([&](const RNode& node, const std::string&) {
     for (const ChunkId id : node.rows) {
       ++counted.at(id).tree_refs;
@@ -34,9 +34,9 @@ std::vector<Counted> count_references(const Scheduler& scheduler) {
   return counted;
 }
 
-void check_chunks(const Scheduler& scheduler) {
-  const PSet& pset = scheduler.pool().pset;
-  const std::vector<Counted> counted = count_references(scheduler);
+void check_chunks(const Core& core) {
+  const PSet& pset = core.state.pool.pset;
+  const std::vector<Counted> counted = count_references(core);
   size_t free = 0;
   size_t referenced = 0;
   size_t evictable = 0;
@@ -48,8 +48,8 @@ void check_chunks(const Scheduler& scheduler) {
     expect(chunk.table_refs == counted[id].table_refs && chunk.tree_refs == counted[id].tree_refs,
            "1, reference count of " + name);
     expect(chunk.pins == counted[id].pins, "pin count of " + name);
-    expect(chunk.refs() == 0 || chunk.created || scheduler.is_asleep() ||
-               scheduler.claimed().contains(id),
+    expect(chunk.refs() == 0 || chunk.created || core.sleeper.is_asleep() ||
+               core.state.claimed.contains(id),
            "referenced " + name + " has no memory");
     expect(chunk.refs() > 0 || chunk.appender == kNoVTensor,
            "2, free " + name + " has an appender");
@@ -68,23 +68,23 @@ void check_chunks(const Scheduler& scheduler) {
 }
 
 // A chunk's appender is a live vTensor whose page table names it.
-void check_appenders(const Scheduler& scheduler) {
-  const Pool& pool = scheduler.pool();
+void check_appenders(const Core& core) {
+  const Pool& pool = core.state.pool;
   size_t with_appender = 0;
   for (ChunkId id = 0; id < pool.pset.num_ids(); ++id) {
     with_appender += static_cast<size_t>(pool.pset[id].appender != kNoVTensor);
   }
   size_t appended = 0;
-  for (const VTensorId id : scheduler.live_ids()) {
-    for (const ChunkId chunk : pool.vset[scheduler.live(id).slot].table) {
+  for (const VTensorId id : core.vtensors.live_ids()) {
+    for (const ChunkId chunk : pool.vset[core.vtensors.live(id).slot].table) {
       appended += static_cast<size_t>(pool.pset[chunk].appender == id);
     }
   }
   expect(with_appender == appended, "4, every appender is alive and maps its chunk");
 }
 
-void check_slots(const Scheduler& scheduler) {
-  const Pool& pool = scheduler.pool();
+void check_slots(const Core& core) {
+  const Pool& pool = core.state.pool;
   size_t parked = 0;
   for (SlotId slot = 0; slot < pool.vset.num_slots(); ++slot) {
     const Slot& entry = pool.vset[slot];
@@ -99,8 +99,8 @@ void check_slots(const Scheduler& scheduler) {
   expect(parked == pool.vset.parked().size(), "the parked list holds the parked slots");
 }
 
-void check_vtensor(const Scheduler& scheduler, const VTensor& vtensor) {
-  const Pool& pool = scheduler.pool();
+void check_vtensor(const Core& core, const VTensor& vtensor) {
+  const Pool& pool = core.state.pool;
   const std::string name = "vTensor " + std::to_string(vtensor.id);
   const std::vector<ChunkId>& table = pool.vset[vtensor.slot].table;
   const size_t rows = pool.vset.mapped_rows(vtensor.slot);
@@ -111,17 +111,17 @@ void check_vtensor(const Scheduler& scheduler, const VTensor& vtensor) {
   expect(pool.geometry.rows_for(vtensor.num_tokens) <= rows, name + " is mapped up to its length");
   expect(vtensor.write_limit <= pool.geometry.tokens_in(rows),
          name + " may write mapped rows only");
-  const size_t first_owned = vtensor.own_row + (vtensor.tail_shared ? 1 : 0);
+  const size_t first_owned = vtensor.first_owned_row + (vtensor.last_row_shared ? 1 : 0);
   for (size_t i = 0; i < table.size(); ++i) {
     const bool owned = pool.pset[table[i]].appender == vtensor.id;
     const size_t row = i / pool.geometry.num_planes;
     expect(row < first_owned || owned, "4, " + name + " appends to row " + std::to_string(row));
-    expect(row >= vtensor.own_row || !owned, "4, " + name + " owns an aliased row");
+    expect(row >= vtensor.first_owned_row || !owned, "4, " + name + " owns an aliased row");
   }
 }
 
-void check_tree(const Scheduler& scheduler) {
-  const Pool& pool = scheduler.pool();
+void check_tree(const Core& core) {
+  const Pool& pool = core.state.pool;
   size_t num_tokens = 0;
   pool.rtree.for_each([&](const RNode& node, const std::string&) {
     const size_t rows = pool.geometry.rows_for(node.end()) - pool.geometry.full_rows(node.start);
@@ -135,12 +135,12 @@ void check_tree(const Scheduler& scheduler) {
 
 }  // namespace
 
-void check_integrity(const Scheduler& scheduler) {
-  check_chunks(scheduler);
-  check_appenders(scheduler);
-  check_slots(scheduler);
-  for (const VTensorId id : scheduler.live_ids()) check_vtensor(scheduler, scheduler.live(id));
-  check_tree(scheduler);
+void check_integrity(const Core& core) {
+  check_chunks(core);
+  check_appenders(core);
+  check_slots(core);
+  for (const VTensorId id : core.vtensors.live_ids()) check_vtensor(core, core.vtensors.live(id));
+  check_tree(core);
 }
 
 }  // namespace vtensor

@@ -32,19 +32,12 @@ uint64_t hash_of(std::span<const Token> tokens) {
 }
 
 // Only what changed, so that a step without growth stays a short line.
-void put_changes(JsonLine& line, const SchedulerCounters& before, const SchedulerCounters& after) {
-  const auto put = [&](std::string_view key, size_t SchedulerCounters::* counter) {
-    if (after.*counter != before.*counter) line.put(key, after.*counter - before.*counter);
-  };
-  put("hit", &SchedulerCounters::prefix_hit_tokens);
-  put("aliased", &SchedulerCounters::chunks_aliased);
-  put("copied", &SchedulerCounters::chunks_copied);
-  put("evicted", &SchedulerCounters::chunks_evicted);
-  put("adopted", &SchedulerCounters::chunks_adopted);
-  put("deduplicated", &SchedulerCounters::chunks_deduplicated);
-  put("dedup_failures", &SchedulerCounters::dedup_failures);
-  put("swapped_out", &SchedulerCounters::chunks_swapped_out);
-  put("swapped_in", &SchedulerCounters::chunks_swapped_in);
+void put_changes(JsonLine& line, const CoreCounters& before, const CoreCounters& after) {
+#define X(name, trace_name)                               \
+  if (*(trace_name) != '\0' && after.name != before.name) \
+    line.put(trace_name, after.name - before.name);
+  VTENSOR_COUNTERS(X)
+#undef X
 }
 
 }  // namespace
@@ -156,11 +149,11 @@ double TraceWriter::since_open_us(int64_t now_ns) const noexcept {
   return microseconds(now_ns - start_ns_);
 }
 
-TraceOp::Record::Record(TraceWriter& to, const Scheduler& of, std::string_view name,
+TraceOp::Record::Record(TraceWriter& to, const CoreState& of, std::string_view name,
                         VTensorId vtensor)
     : writer(to),
-      scheduler(of),
-      before(of.counters()),
+      state(of),
+      before(of.counters),
       start_ns(work_now_ns()),
       num_exceptions(std::uncaught_exceptions()),
       scope(vtensor) {
@@ -169,9 +162,9 @@ TraceOp::Record::Record(TraceWriter& to, const Scheduler& of, std::string_view n
   if (vtensor != kNoVTensor) line.put("id", vtensor);
 }
 
-void TraceOp::begin(TraceWriter& writer, const Scheduler& scheduler, std::string_view name,
+void TraceOp::begin(TraceWriter& writer, const CoreState& state, std::string_view name,
                     VTensorId vtensor) {
-  record_.emplace(writer, scheduler, name, vtensor);
+  record_.emplace(writer, state, name, vtensor);
 }
 
 void TraceOp::end() noexcept {
@@ -179,8 +172,8 @@ void TraceOp::end() noexcept {
   try {
     JsonLine& line = record.line;
     line.put("us", microseconds(work_now_ns() - record.start_ns));
-    put_changes(line, record.before, record.scheduler.counters());
-    line.put("created", record.scheduler.pool().pset.num_created());
+    put_changes(line, record.before, record.state.counters);
+    line.put("created", record.state.pool.pset.num_created());
     if (CallScope::is_worker()) line.put("worker", true);
     if (std::uncaught_exceptions() > record.num_exceptions) line.put("failed", true);
     record.writer.write(line);

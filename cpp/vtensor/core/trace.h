@@ -22,7 +22,7 @@
 #include <string_view>
 #include <unordered_map>
 
-#include "vtensor/core/scheduler.h"
+#include "vtensor/core/core_state.h"
 #include "vtensor/driver/call_scope.h"
 #include "vtensor/driver/driver_call.h"
 #include "vtensor/util/json_line.h"
@@ -75,10 +75,10 @@ class TraceWriter {
 // open it does nothing.
 class TraceOp {
  public:
-  TraceOp(TraceWriter& writer, const Scheduler& scheduler, std::string_view name,
+  TraceOp(TraceWriter& writer, const CoreState& state, std::string_view name,
           VTensorId vtensor = kNoVTensor) {
     if (writer.is_open()) [[unlikely]]
-      begin(writer, scheduler, name, vtensor);
+      begin(writer, state, name, vtensor);
   }
   ~TraceOp() {
     if (record_) [[unlikely]]
@@ -101,7 +101,7 @@ class TraceOp {
   // Counts from here: others may have held the mutex since the start.
   void restart_counters() {
     if (record_) [[unlikely]]
-      record_->before = record_->scheduler.counters();
+      record_->before = record_->state.counters;
   }
   // Nothing is written after all.
   void cancel() { record_.reset(); }
@@ -109,18 +109,17 @@ class TraceOp {
  private:
   struct Record {
     TraceWriter& writer;
-    const Scheduler& scheduler;
-    SchedulerCounters before;
+    const CoreState& state;
+    CoreCounters before;
     int64_t start_ns;
     int num_exceptions;
     CallScope scope;
     JsonLine line;
 
-    Record(TraceWriter& to, const Scheduler& of, std::string_view name, VTensorId vtensor);
+    Record(TraceWriter& to, const CoreState& of, std::string_view name, VTensorId vtensor);
   };
 
-  void begin(TraceWriter& writer, const Scheduler& scheduler, std::string_view name,
-             VTensorId vtensor);
+  void begin(TraceWriter& writer, const CoreState& state, std::string_view name, VTensorId vtensor);
   void end() noexcept;
 
   std::optional<Record> record_;

@@ -1,12 +1,13 @@
 // VTensor: one request's contiguous virtual range, as the scheduler keeps book of it.
 //
-//   tokens   0 ........ own_row ........ num_tokens ....... write_limit
+//   tokens   0 ........ first_owned_row ........ num_tokens ....... write_limit
 //            |  aliased  |  appended by this vTensor | mapped, may be |
 //            |  rows     |                           | written next   |
 //
 // Invariants:
-//  1. it is the appender of every chunk in rows [own_row, mapped rows), except the tail row while
-//     tail_shared;
+//  1. it is the appender of every chunk in rows [first_owned_row, mapped rows), except the tail row
+//  while
+//     last_row_shared;
 //  2. tokens below frozen_tokens are seen by others (recorded or forked): never written again;
 //  3. write_limit is the length up to which extend() needs no driver call and no copy.
 #pragma once
@@ -28,9 +29,9 @@ struct VTensor {
   size_t num_cached_tokens = 0;  // of them, found recorded at creation
   size_t peak_tokens = 0;        // the longest it ever was
   size_t frozen_tokens = 0;
-  size_t own_row = 0;
+  size_t first_owned_row = 0;
   size_t write_limit = 0;
-  bool tail_shared = false;                // the tail row is an alias; own it before writing
+  bool last_row_shared = false;            // the tail row is an alias; own it before writing
   bool is_swapped = false;                 // its contents are in the swap store, nothing is mapped
   std::vector<SwapStore::Ticket> swapped;  // one a chunk, row-major
   bool busy = false;  // a growth of it is under way without the manager's mutex

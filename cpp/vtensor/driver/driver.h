@@ -40,7 +40,7 @@ enum class Handle : uint64_t {};
 enum class Access { kNone, kRead, kReadWrite };
 
 // What the unmapped part of a reserved range does when read.
-enum class TailPolicy { kGuard, kZero };
+enum class UnmappedPolicy { kGuard, kZero };
 
 // Device of the memory, in DLPack's numbering.
 struct Device {

@@ -42,7 +42,7 @@ void p_create(Driver& driver, size_t chunk_bytes, std::span<Claim> claims) {
   }
 }
 
-void p_settle(Pool& pool, std::span<const Claim> claims, uint64_t tenant) {
+void p_commit(Pool& pool, std::span<const Claim> claims, uint64_t tenant) {
   for (const Claim& claim : claims) {
     Chunk& chunk = pool.pset[claim.id];
     chunk.handle = claim.handle;

@@ -2,7 +2,7 @@
 //
 // All-or-nothing: an operation that fails has changed nothing. The driver part of pAlloc (create,
 // scrub) stands apart from its bookkeeping part (claim), so that a worker can run it without the
-// manager's mutex: claim under the mutex, create without it, settle or unclaim under it again.
+// manager's mutex: claim under the mutex, create without it, commit or unclaim under it again.
 #pragma once
 
 #include <cstddef>
@@ -43,7 +43,7 @@ std::optional<std::vector<Claim>> p_claim(Pool& pool, size_t num_chunks, ScrubPo
 // which chunks exist by now; the caller unclaims all of them.
 void p_create(Driver& driver, size_t chunk_bytes, std::span<Claim> claims);
 // Writes what p_create() did back to the pSet.
-void p_settle(Pool& pool, std::span<const Claim> claims, uint64_t tenant);
+void p_commit(Pool& pool, std::span<const Claim> claims, uint64_t tenant);
 // pFree of claims: undoes p_claim() after p_create() failed or was not wanted.
 void p_unclaim(Pool& pool, std::span<const Claim> claims);
 // pFree: drops one table reference of each chunk.

@@ -40,7 +40,7 @@ class SharingForest {
     }
   }
 
-  std::vector<SharedRange> take(std::span<const Reader> readers) {
+  std::vector<SharedRange> take(std::span<const ReadExtent> readers) {
     for (SharedRange& range : ranges_) {
       std::ranges::sort(range.members);
       range.slot = readers[range.members.front()].slot;
@@ -105,12 +105,12 @@ class SharingForest {
 
 }  // namespace
 
-std::vector<SharedRange> shared_ranges(const Pool& pool, std::span<const Reader> readers) {
+std::vector<SharedRange> shared_ranges(const Pool& pool, std::span<const ReadExtent> readers) {
   if (pool.pset.num_aliased() == 0) return {};
   std::vector<Member> members;
   members.reserve(readers.size());
   for (uint32_t idx = 0; idx < readers.size(); ++idx) {
-    const Reader& reader = readers[idx];
+    const ReadExtent& reader = readers[idx];
     const size_t num_rows =
         std::min(pool.vset.mapped_rows(reader.slot), pool.geometry.full_rows(reader.num_tokens));
     if (num_rows > 0) members.push_back({idx, pool.vset[reader.slot].table.data(), num_rows, 0});

@@ -31,7 +31,7 @@ struct SharedRange {
 };
 
 // A slot of which the first `num_tokens` tokens are read.
-struct Reader {
+struct ReadExtent {
   SlotId slot = 0;
   size_t num_tokens = 0;
 };
@@ -39,6 +39,6 @@ struct Reader {
 // All maximal ranges of whole rows that several readers share. A forest, parents before children:
 // the ranges of one reader start at token 0, touch each other and stand in order. A token that
 // straddles two rows is shared when both are.
-std::vector<SharedRange> shared_ranges(const Pool& pool, std::span<const Reader> readers);
+std::vector<SharedRange> shared_ranges(const Pool& pool, std::span<const ReadExtent> readers);
 
 }  // namespace vtensor

@@ -13,15 +13,22 @@ void check_positive(size_t value, const char* name) {
 }  // namespace
 
 size_t KVSpec::num_planes() const {
-  return layers_per_plane == 1 ? 2 * num_layers : num_layers / layers_per_plane;
+  return layers_per_plane == 1 ? checked_mul(2, num_layers, "num_layers")
+                               : num_layers / layers_per_plane;
+}
+
+size_t KVSpec::bytes_per_token() const {
+  return checked_mul(token_bytes(), num_planes(), "a token's bytes");
 }
 
 size_t KVSpec::token_bytes() const {
   const size_t head_bytes =
       checked_mul(checked_mul(num_kv_heads, head_dim, "num_kv_heads x head_dim"), element_bytes,
                   "a token's bytes");
-  return layers_per_plane == 1 ? head_bytes
-                               : checked_mul(head_bytes, 2 * layers_per_plane, "a token's bytes");
+  return layers_per_plane == 1
+             ? head_bytes
+             : checked_mul(head_bytes, checked_mul(2, layers_per_plane, "layers_per_plane"),
+                           "a token's bytes");
 }
 
 void KVSpec::check() const {
@@ -29,12 +36,13 @@ void KVSpec::check() const {
   check_positive(num_kv_heads, "num_kv_heads");
   check_positive(head_dim, "head_dim");
   check_positive(element_bytes, "element_bytes");
-  check_positive(max_tokens, "max_seq_len");
+  check_positive(max_seq_len, "max_seq_len");
   check_positive(layers_per_plane, "layers_per_plane");
   if (num_layers % layers_per_plane != 0) {
     throw std::invalid_argument("layers_per_plane " + std::to_string(layers_per_plane) +
                                 " does not divide num_layers " + std::to_string(num_layers));
   }
+  checked_mul(bytes_per_token(), max_seq_len, "max_seq_len x bytes of a token");
 }
 
 LayerPlace locate(const KVSpec& spec, size_t layer, KV which) {
@@ -62,9 +70,11 @@ Geometry make_geometry(const KVSpec& spec, size_t chunk_bytes, size_t granularit
   geometry.num_planes = spec.num_planes();
   geometry.token_bytes = spec.token_bytes();
   geometry.chunk_bytes = chunk_bytes;
-  geometry.max_tokens = spec.max_tokens;
+  geometry.max_tokens = spec.max_seq_len;
   geometry.max_slots = max_slots;
-  checked_mul(spec.max_tokens, geometry.token_bytes, "max_seq_len x bytes of a token");
+  // Rounded up to whole chunks, too.
+  checked_mul(ceil_div(spec.max_seq_len * geometry.token_bytes, chunk_bytes), chunk_bytes,
+              "max_seq_len x bytes of a token");
   return geometry;
 }
 

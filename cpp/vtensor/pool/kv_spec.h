@@ -19,11 +19,13 @@ struct KVSpec {
   size_t num_kv_heads = 0;
   size_t head_dim = 0;
   size_t element_bytes = 0;
-  size_t max_tokens = 0;
+  size_t max_seq_len = 0;
   size_t layers_per_plane = 1;
 
+  // These throw std::invalid_argument on overflow.
   size_t num_planes() const;
-  size_t token_bytes() const;  // of one token in one plane
+  size_t token_bytes() const;      // of one token in one plane
+  size_t bytes_per_token() const;  // of one token in all planes
   // Throws std::invalid_argument naming the first field that makes no sense.
   void check() const;
 };

@@ -8,9 +8,12 @@ void PSet::change(ChunkId id, Change&& apply) {
   Chunk& chunk = chunks_[id];
   const bool was_evictable = chunk.evictable();
   const bool was_aliased = chunk.aliased();
+  const bool was_recorded = chunk.tree_refs > 0;
   apply(chunk);
   num_aliased_ += static_cast<size_t>(chunk.aliased());
   num_aliased_ -= static_cast<size_t>(was_aliased);
+  num_recorded_ += static_cast<size_t>(chunk.tree_refs > 0);
+  num_recorded_ -= static_cast<size_t>(was_recorded);
   num_evictable_ += static_cast<size_t>(chunk.evictable());
   num_evictable_ -= static_cast<size_t>(was_evictable);
   if (chunk.refs() == 0) {

@@ -40,6 +40,7 @@ struct Chunk {
 
   uint32_t refs() const { return table_refs + tree_refs; }
   bool evictable() const { return table_refs == 0 && tree_refs > 0 && pins == 0; }
+  bool is_private() const { return table_refs == 1 && tree_refs == 0; }
   bool aliased() const { return table_refs > 1; }
 };
 
@@ -61,6 +62,7 @@ class PSet {
   size_t num_dirty_free() const { return dirty_free_.size(); }
   size_t num_evictable() const { return num_evictable_; }  // held by unpinned rTree entries alone
   size_t num_aliased() const { return num_aliased_; }      // behind more than one page-table entry
+  size_t num_recorded() const { return num_recorded_; }    // named by the rTree
   // Chunks that a claim can have without taking anything from anybody.
   size_t num_claimable() const { return free_.size() + (budget_chunks_ - num_created_); }
 
@@ -101,6 +103,7 @@ class PSet {
   size_t num_created_ = 0;
   size_t num_evictable_ = 0;
   size_t num_aliased_ = 0;
+  size_t num_recorded_ = 0;
 };
 
 }  // namespace vtensor

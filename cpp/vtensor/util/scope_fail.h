@@ -1,4 +1,4 @@
-// OnFailure: undoes the first half of some work when the second half throws.
+// ScopeFail: undoes the first half of some work when the second half throws.
 #pragma once
 
 #include <utility>
@@ -7,14 +7,14 @@ namespace vtensor {
 
 // Runs `undo` when the scope is left before dismiss().
 template <typename Undo>
-class OnFailure {
+class ScopeFail {
  public:
-  explicit OnFailure(Undo undo) : undo_(std::move(undo)) {}
-  ~OnFailure() {
+  explicit ScopeFail(Undo undo) : undo_(std::move(undo)) {}
+  ~ScopeFail() {
     if (armed_) undo_();
   }
-  OnFailure(const OnFailure&) = delete;
-  OnFailure& operator=(const OnFailure&) = delete;
+  ScopeFail(const ScopeFail&) = delete;
+  ScopeFail& operator=(const ScopeFail&) = delete;
   void dismiss() noexcept { armed_ = false; }
 
  private:

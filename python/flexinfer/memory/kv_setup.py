@@ -112,16 +112,16 @@ def make_manager(
         chunk_bytes=config.chunk_bytes,
         park=config.enable_deferred_reclamation,
         dedup=config.enable_dedup,
-        eager=low_bytes if config.eager_allocation else 0,
-        max_free=high_bytes,
-        max_idle=config.prefix_cache_memory,
-        max_idle_fraction=_max_idle_fraction(config, loaded.device.type),
+        min_free_bytes=low_bytes if config.eager_allocation else 0,
+        max_free_bytes=high_bytes,
+        prefix_cache_bytes=config.prefix_cache_memory,
+        prefix_cache_fraction=_prefix_cache_fraction(config, loaded.device.type),
         swap_space=config.swap_space,
         swap_directory=config.swap_directory,
     )
 
 
-def _max_idle_fraction(config: EngineConfig, device_type: str) -> float:
+def _prefix_cache_fraction(config: EngineConfig, device_type: str) -> float:
     """See `EngineConfig.prefix_cache_memory`."""
     if config.prefix_cache_memory is not None or device_type == "cuda":
         return 1.0

@@ -36,7 +36,7 @@ class TraceHeader:
     chunk_bytes: int
     num_planes: int
     max_requests: int
-    memory_budget_bytes: int
+    memory_budget: int
     options: dict[str, Any]
     created: int
     recorded_tokens: int

@@ -64,14 +64,12 @@ def replay(
         header.spec["num_kv_heads"],
         header.spec["head_dim"],
         _DTYPES[header.spec["element_bytes"]],
-        header.spec["max_tokens"],
+        header.spec["max_seq_len"],
         layers_per_plane or header.spec["layers_per_plane"],
     )
-    budget = header.memory_budget_bytes
+    budget = header.memory_budget
     if memory_budget is not None:
         budget = parse_bytes(memory_budget, "memory_budget")
-    max_free = options.get("max_free_chunks")
-    max_idle = options.get("max_idle_chunks")
     manager = VTensorManager(
         spec,
         device,
@@ -83,15 +81,15 @@ def replay(
         alias=options["alias"] if alias is None else alias,
         dedup=options["dedup"] if dedup is None else dedup,
         pre_extend=options["pre_extend"] if pre_extend is None else pre_extend,
-        eager=options["eager_chunks"] * header.chunk_bytes,
-        max_free=None if max_free is None else max_free * header.chunk_bytes,
-        max_idle=None if max_idle is None else max_idle * header.chunk_bytes,
-        max_idle_fraction=options.get("max_idle_fraction", 1.0),
+        min_free_bytes=options["min_free_bytes"],
+        max_free_bytes=options.get("max_free_bytes"),
+        prefix_cache_bytes=options.get("prefix_cache_bytes"),
+        prefix_cache_fraction=options.get("prefix_cache_fraction", 1.0),
         swap_space=options["swap_space_bytes"],
         sim=SimConfig(latency) if device.startswith("sim") else None,
     )
     with manager:
-        return _Replay(reader, manager, device, budget / header.memory_budget_bytes).run()
+        return _Replay(reader, manager, device, budget / header.memory_budget).run()
 
 
 @dataclass
@@ -137,7 +135,7 @@ class _Replay:
             "pre_extend": lambda record: None,  # map_ahead tells when it took effect
             "map_ahead": self._map_ahead,
             "map_ahead_failed": lambda record: None,
-            "chore": self._chore,
+            "upkeep": self._upkeep,
             "begin_step": lambda record: self._manager.begin_step(),
             "end_step": lambda record: self._manager.end_step(),
             "truncate": self._truncate,
@@ -313,7 +311,7 @@ class _Replay:
             self._manager.pre_extend([live.vtensor], [record["n"]])
             self._manager.drain()
 
-    def _chore(self, record: Record) -> None:
+    def _upkeep(self, record: Record) -> None:
         self._manager.pre_extend([], [])  # the worker does all upkeep that is due
         self._manager.drain()
 

@@ -68,4 +68,7 @@ class ReplayReport:
 
     def as_dict(self) -> dict[str, Any]:
         """All numbers as plain values, for JSON."""
-        return asdict(self)
+        out = asdict(self)
+        for run in (out["recorded"], out["replayed"]):
+            run["driver_calls"] = {kind: c.as_dict() for kind, c in run["driver_calls"].items()}
+        return out

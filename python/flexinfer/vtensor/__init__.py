@@ -14,13 +14,20 @@ Thread-safety: all of it may be called from any thread. A tensor view keeps its 
 Sources: vTensor (Xu et al., 2024) for the manager; PagedAttention (Kwon et al., 2023) for fork.
 """
 
-from flexinfer._vtensor import ChunkInfo, MappingTimes, PrefixInfo, Snapshot, VTensorInfo
+from flexinfer._vtensor import (
+    ChunkInfo,
+    DriverCalls,
+    MappingTimes,
+    PrefixInfo,
+    Snapshot,
+    Stats,
+    VTensorInfo,
+)
 from flexinfer.runtime.units import parse_bytes
 from flexinfer.vtensor.handle import VTensor
 from flexinfer.vtensor.manager import VTensorManager
 from flexinfer.vtensor.settings import SimConfig, available_memory_bytes
 from flexinfer.vtensor.spec import KVSpec
-from flexinfer.vtensor.stats import DriverCalls, Stats
 
 __all__ = [
     "ChunkInfo",

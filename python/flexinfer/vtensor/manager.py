@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from flexinfer import _vtensor
+from flexinfer._vtensor import Stats
 from flexinfer.errors import OutOfMemoryError
 from flexinfer.runtime.units import parse_bytes
 from flexinfer.vtensor.arguments import bad_lengths, check_layer, check_length, token_array
@@ -21,12 +22,10 @@ from flexinfer.vtensor.settings import (
     choice,
     choose_budget,
     choose_chunk_bytes,
-    core_spec,
     driver_config,
     simulate,
 )
 from flexinfer.vtensor.spec import KVSpec
-from flexinfer.vtensor.stats import DriverCalls, Stats
 
 
 class VTensorManager:
@@ -40,20 +39,21 @@ class VTensorManager:
             of the memory that is available, see :func:`available_memory_bytes`.
         chunk_bytes: size of one chunk, a multiple of the driver's granularity (4 KiB on the CPU,
             2 MiB on CUDA). Default: 2 MiB, less where the budget or the range is small.
-        tail: what the unmapped rest of a range does when read: ``"zero"`` or ``"guard"`` (faults).
+        unmapped: what the unmapped rest of a range does when read: ``"zero"`` or ``"guard"`` (faults).
         scrub: zero-fill a chunk that changes hands: between any two owners (``"owner"``), between
             tenants, that is cache salts (``"tenant"``), or never (``"off"``).
         park: keep released slots mapped for the next request (deferred reclamation).
         pre_extend: let :meth:`pre_extend` map in the background; False makes it do nothing.
         alias: share prefixes by mapping; False copies them, as a baseline.
         dedup: when a prefix is recorded that was computed twice, map both onto one set of chunks.
-        eager: bytes of clean free chunks that the worker keeps ready (eager allocation).
-        max_free: free bytes beyond which the worker gives chunks back; None: it keeps them.
-        max_idle: bytes that no vTensor uses, of recorded prefixes and parked slots, `eager` ones
-            included, beyond which they are reused, the least recently used first, before any chunk
-            is created; None: only when the budget is full.
-        max_idle_fraction: the same bound as a part of the budget, with which it changes. Of the two
-            the lesser counts.
+        min_free_bytes: clean free bytes that the worker keeps ready (eager allocation).
+        max_free_bytes: free bytes beyond which the worker gives chunks back, no less than
+            `min_free_bytes`; None: it keeps them.
+        prefix_cache_bytes: bytes that no vTensor uses, of recorded prefixes and parked slots, those
+            kept ready included, beyond which they are reused, the least recently used first, before
+            any chunk is created; None: only when the budget is full.
+        prefix_cache_fraction: the same bound as a part of the budget, with which it changes. Of the
+            two the lesser counts.
         swap_space: bound on host bytes of swapped-out vTensors, a number or text; 0: no swapping.
         swap_directory: where swapped KV goes, as an unlinked file; None: host memory.
         sim: what the simulated device is like; only for ``device="sim"``.
@@ -69,16 +69,16 @@ class VTensorManager:
         max_requests: int = 64,
         memory_budget: int | str | None = None,
         chunk_bytes: int | str | None = None,
-        tail: Literal["zero", "guard"] | None = None,
+        unmapped: Literal["zero", "guard"] | None = None,
         scrub: Literal["owner", "tenant", "off"] = "owner",
         park: bool = True,
         pre_extend: bool = True,
         alias: bool = True,
         dedup: bool = True,
-        eager: int | str = 0,
-        max_free: int | str | None = None,
-        max_idle: int | str | None = None,
-        max_idle_fraction: float = 1.0,
+        min_free_bytes: int | str = 0,
+        max_free_bytes: int | str | None = None,
+        prefix_cache_bytes: int | str | None = None,
+        prefix_cache_fraction: float = 1.0,
         swap_space: int | str = 0,
         swap_directory: str | None = None,
         sim: SimConfig | None = None,
@@ -87,30 +87,26 @@ class VTensorManager:
         self._closed = True  # until it is open
         self.spec = spec
         self._from_dlpack = from_dlpack or _torch_or_dlpack
-        driver = driver_config(device, tail)
+        driver = driver_config(device, unmapped)
         if sim is not None:
             if driver.kind != "sim":
                 raise ValueError(f"sim is for device='sim', got device={device!r}")
             simulate(sim, driver)
         options = _vtensor.ManagerOptions()
         options.max_requests = max_requests
-        options.memory_budget_bytes = choose_budget(memory_budget)
-        options.chunk_bytes = choose_chunk_bytes(
-            chunk_bytes, spec, driver, options.memory_budget_bytes
-        )
+        options.memory_budget = choose_budget(memory_budget)
+        options.chunk_bytes = choose_chunk_bytes(chunk_bytes, spec, driver, options.memory_budget)
         options.scrub = choice(_vtensor.ScrubPolicy, scrub, "scrub")
         options.park = park
         options.pre_extend = pre_extend
         options.alias = alias
         options.dedup = dedup
-        options.eager_chunks = -(-parse_bytes(eager, "eager") // options.chunk_bytes)
-        if max_free is not None:
-            options.max_free_chunks = parse_bytes(max_free, "max_free") // options.chunk_bytes
-        if max_idle is not None:
-            options.max_idle_chunks = parse_bytes(max_idle, "max_idle") // options.chunk_bytes
-        if not 0 <= max_idle_fraction <= 1:
-            raise ValueError(f"max_idle_fraction must be from 0 to 1, got {max_idle_fraction!r}")
-        options.max_idle_fraction = max_idle_fraction
+        options.min_free_bytes = parse_bytes(min_free_bytes, "min_free_bytes")
+        if max_free_bytes is not None:
+            options.max_free_bytes = parse_bytes(max_free_bytes, "max_free_bytes")
+        if prefix_cache_bytes is not None:
+            options.prefix_cache_bytes = parse_bytes(prefix_cache_bytes, "prefix_cache_bytes")
+        options.prefix_cache_fraction = prefix_cache_fraction
         options.swap_space_bytes = parse_bytes(swap_space, "swap_space")
         options.swap_directory = swap_directory or ""
         self.chunk_bytes: int = options.chunk_bytes
@@ -124,7 +120,7 @@ class VTensorManager:
     def _open(
         self, driver: _vtensor.DriverConfig, options: _vtensor.ManagerOptions
     ) -> _vtensor.Manager:
-        return _vtensor.Manager.open(driver, core_spec(self.spec), options)
+        return _vtensor.Manager.open(driver, self.spec.core(), options)
 
     def __enter__(self) -> VTensorManager:
         return self
@@ -206,7 +202,7 @@ class VTensorManager:
             f"all {self.max_requests} slots hold live requests; release one or raise max_requests"
         )
         stats = self.stats()
-        sizes = {"asked_bytes": 0, "free_bytes": stats.obtainable_bytes}
+        sizes = {"asked_bytes": 0, "free_bytes": stats.available_bytes}
         vars(error).update(sizes, budget_bytes=stats.budget_bytes)
         return error
 
@@ -245,7 +241,7 @@ class VTensorManager:
         if self.on_shortage is None:
             return False
         row_bytes = self.chunk_bytes * self.spec.num_planes
-        if self._core.resident_bytes() + row_bytes > self._core.memory_budget_bytes():
+        if self._core.resident_bytes() + row_bytes > self._core.memory_budget():
             return False
         return self.on_shortage()
 
@@ -316,20 +312,23 @@ class VTensorManager:
     def memory_budget(self) -> int:
         """Bound on physical bytes. Setting it evicts and trims at once if it must; raises
         OutOfMemoryError, with nothing changed, when more than that is in use."""
-        return self._core.memory_budget_bytes()
+        return self._core.memory_budget()
 
     @memory_budget.setter
     def memory_budget(self, budget: int | str) -> None:
-        self._core.set_memory_budget_bytes(choose_budget(budget))
+        self._core.set_memory_budget(choose_budget(budget))
 
     def bytes_for(self, num_tokens: int) -> int:
         """Physical bytes that ``num_tokens`` tokens of a fresh vTensor need: whole chunks."""
-        return self._core.bytes_for(check_length(num_tokens))
+        try:
+            return self._core.bytes_for(num_tokens)
+        except TypeError:
+            raise bad_lengths(num_tokens) from None
 
     @property
     def available_bytes(self) -> int:
         """Bytes that extend() could still have: free, parked, evictable and not yet created."""
-        return self._core.obtainable_bytes()
+        return self._core.available_bytes()
 
     @property
     def num_free_slots(self) -> int:
@@ -375,7 +374,7 @@ class VTensorManager:
         """Keys of ``layer`` in all slots, zero-copy, strided:
         ``[max_requests, max_seq_len, num_kv_heads, head_dim]``, first index ``vtensor.slot``.
 
-        Only tokens below a vTensor's extended length may be written; beyond it the tail policy
+        Only tokens below a vTensor's extended length may be written; beyond it `unmapped`
         holds.
         """
         return self._arena(layer, _vtensor.KV.KEY)
@@ -420,9 +419,7 @@ class VTensorManager:
 
     def stats(self) -> Stats:
         """All numbers at this moment."""
-        numbers = self._core.stats()
-        calls = {kind: DriverCalls(**entry) for kind, entry in numbers.pop("driver_calls").items()}
-        return Stats(**numbers, driver_calls=calls)
+        return self._core.stats()
 
     def snapshot(self) -> _vtensor.Snapshot:
         """The memory map: every vTensor's chunks, every chunk's sharers, every recorded prefix."""

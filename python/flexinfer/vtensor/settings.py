@@ -48,18 +48,6 @@ def simulate(sim: SimConfig, config: _vtensor.DriverConfig) -> None:
         config.capacity_bytes = parse_bytes(sim.capacity, "capacity")
 
 
-def core_spec(spec: KVSpec) -> _vtensor.KVSpec:
-    """The spec as the core's own type."""
-    core = _vtensor.KVSpec()
-    core.num_layers = spec.num_layers
-    core.num_kv_heads = spec.num_kv_heads
-    core.head_dim = spec.head_dim
-    core.element_bytes = spec.element_bytes
-    core.max_tokens = spec.max_seq_len
-    core.layers_per_plane = spec.layers_per_plane or spec.num_layers
-    return core
-
-
 def choice(enum: Any, name: str, argument: str) -> Any:
     try:
         return getattr(enum, name.upper())
@@ -68,15 +56,15 @@ def choice(enum: Any, name: str, argument: str) -> Any:
         raise ValueError(f"{argument} is one of {known}, got {name!r}") from None
 
 
-def driver_config(device: str, tail: str | None) -> _vtensor.DriverConfig:
+def driver_config(device: str, unmapped: str | None) -> _vtensor.DriverConfig:
     match = re.fullmatch(r"(cpu|sim|cuda)(?::(\d+))?", str(device))
     if match is None:
         raise ValueError(f"device is 'cpu', 'cuda', 'cuda:N' or 'sim', got {device!r}")
     config = _vtensor.DriverConfig()
     config.kind = "host" if match[1] == "cpu" else match[1]
     config.device_index = int(match[2] or 0)
-    config.tail = choice(
-        _vtensor.TailPolicy, tail or ("guard" if match[1] == "cuda" else "zero"), "tail"
+    config.unmapped = choice(
+        _vtensor.UnmappedPolicy, unmapped or ("guard" if match[1] == "cuda" else "zero"), "unmapped"
     )
     return config
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+
+from flexinfer import _vtensor
 
 _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -16,6 +18,10 @@ class KVSpec:
         max_seq_len: tokens that one vTensor can hold.
         layers_per_plane: 1 is the dense layout (K and V of each layer in ranges of their own);
             ``num_layers``, the default, keeps all layers of a token side by side (interleaved).
+        element_bytes: bytes of one number.
+        bytes_per_token: bytes of one token: K and V of all layers.
+        num_planes: virtual ranges of one vTensor.
+        plane_token_bytes: bytes of one token in one plane.
     """
 
     num_layers: int
@@ -25,41 +31,43 @@ class KVSpec:
     max_seq_len: int = 4096
     layers_per_plane: int | None = None
 
+    element_bytes: int = field(init=False, repr=False, compare=False)
+    bytes_per_token: int = field(init=False, repr=False, compare=False)
+    num_planes: int = field(init=False, repr=False, compare=False)
+    plane_token_bytes: int = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        self._set(dtype=str(self.dtype).removeprefix("torch."))
         if self.dtype not in _ELEMENT_BYTES:
             known = ", ".join(_ELEMENT_BYTES)
             raise ValueError(f"dtype {self.dtype!r} is not supported for KV; choose one of {known}")
         if self.layers_per_plane is None:
-            object.__setattr__(self, "layers_per_plane", self.num_layers)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "dtype" and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{field.name} must be an integer of at least 1, got {value!r}")
-        if self.num_layers % (self.layers_per_plane or 1):
-            raise ValueError(
-                f"layers_per_plane {self.layers_per_plane} does not divide num_layers "
-                f"{self.num_layers}"
-            )
+            self._set(layers_per_plane=self.num_layers)
+        for given in fields(self):
+            value = getattr(self, given.name) if given.init else 1
+            if given.name != "dtype" and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{given.name} must be an integer of at least 1, got {value!r}")
+        self._set(element_bytes=_ELEMENT_BYTES[self.dtype])
+        core = self.core()
+        self._set(
+            bytes_per_token=core.bytes_per_token(),
+            num_planes=core.num_planes(),
+            plane_token_bytes=core.token_bytes(),
+        )
 
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of one number."""
-        return _ELEMENT_BYTES[self.dtype]
+    def _set(self, **values: object) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token: K and V of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.element_bytes
-
-    @property
-    def num_planes(self) -> int:
-        """Virtual ranges of one vTensor."""
-        if self.layers_per_plane == 1:
-            return 2 * self.num_layers
-        return self.num_layers // (self.layers_per_plane or self.num_layers)
-
-    @property
-    def plane_token_bytes(self) -> int:
-        """Bytes of one token in one plane."""
-        return self.bytes_per_token // self.num_planes
+    def core(self) -> _vtensor.KVSpec:
+        """The spec as the core's own type, checked. Raises ValueError for sizes that do not fit
+        each other, or in 64 bits."""
+        core = _vtensor.KVSpec()
+        for given in fields(self):
+            if hasattr(core, given.name) and (given.init or given.name == "element_bytes"):
+                try:
+                    setattr(core, given.name, getattr(self, given.name))
+                except TypeError:
+                    raise ValueError(f"{given.name} does not fit in 64 bits") from None
+        core.check()
+        return core

@@ -27,7 +27,7 @@ constexpr KVSpec kSpec{.num_layers = 1,
                        .num_kv_heads = 1,
                        .head_dim = 64,
                        .element_bytes = 4,
-                       .max_tokens = 256,
+                       .max_seq_len = 256,
                        .layers_per_plane = 1};  // 256 bytes a token, 16 tokens a chunk, two planes
 constexpr size_t kTokenBytes = 256;
 constexpr uintptr_t kStream = 0;
@@ -35,13 +35,14 @@ const Tokens kPrompt = tokens_from(0, 40);  // two whole rows and a half
 
 class StepsTest : public testing::Test {
  protected:
-  void open(const SchedulerOptions& scheduler = {}) {
+  void open(const CoreOptions& core = {}) {
     ManagerOptions options;
     options.max_requests = 6;
     options.chunk_bytes = kChunk;
-    options.memory_budget_bytes = 32 * kChunk;
+    options.memory_budget = 32 * kChunk;
     options.swap_space_bytes = 64 * kChunk;
-    options.scheduler = scheduler;
+    options.park = core.park;
+    options.alias = core.alias;
     manager_ = Manager::open(cuda_driver(), kSpec, options);
   }
   const StandinControl& standin() const { return *standin_; }
@@ -79,7 +80,7 @@ struct Window {
   std::string name;
   bool waits;  // for the kernels; false: it must be done while they run
   std::function<void(Manager&, const std::vector<VTensorId>&)> operation;
-  SchedulerOptions scheduler{};
+  CoreOptions core{};
 };
 
 void PrintTo(const Window& window, std::ostream* out) { *out << window.name; }
@@ -89,7 +90,7 @@ class StepWindowTest : public StepsTest, public testing::WithParamInterface<Wind
 // Kernels read two vTensors of the same tokens, computed twice, of which the first is recorded; a
 // third, recorded and released, is parked.
 TEST_P(StepWindowTest, leaves_what_running_kernels_read_as_it_is) {
-  open(GetParam().scheduler);
+  open(GetParam().core);
   const VTensorId parked = make(tokens_from(500, 40));
   manager_->record_prefix(parked, tokens_from(500, 40));
   const std::vector<VTensorId> ids = {*manager_->try_create(kPrompt, ""),
@@ -155,7 +156,7 @@ std::vector<Window> windows() {
       {"LowerBudget", true,
        [=](Manager& manager, const Ids& ids) {
          release_all(manager, ids);
-         manager.set_memory_budget_bytes(4 * kChunk);
+         manager.set_memory_budget(4 * kChunk);
        }},
       {"ExtendInPlace", false,
        [=](Manager& manager, const Ids& ids) { extend(manager, ids[0], 60); }},
@@ -316,7 +317,7 @@ class Device {
   std::jthread thread_{[this](const std::stop_token& stop) { run(stop); }};
 };
 
-class RandomStepsTest : public StepsTest, public testing::WithParamInterface<SchedulerOptions> {
+class RandomStepsTest : public StepsTest, public testing::WithParamInterface<CoreOptions> {
  protected:
   // One operation that a server may ask for at any time. Refused ones change nothing.
   void operate() {
@@ -391,8 +392,8 @@ TEST_P(RandomStepsTest, kernels_never_lose_what_they_read) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Options, RandomStepsTest,
-                         testing::Values(SchedulerOptions{}, SchedulerOptions{.park = false},
-                                         SchedulerOptions{.alias = false}),
+                         testing::Values(CoreOptions{}, CoreOptions{.park = false},
+                                         CoreOptions{.alias = false}),
                          [](const auto& info) {
                            return !info.param.park   ? "NoPark"
                                   : info.param.alias ? "Defaults"

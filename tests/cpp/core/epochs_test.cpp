@@ -61,14 +61,14 @@ class EpochsTest : public testing::Test {
     ManagerOptions options;
     options.max_requests = 4;
     options.chunk_bytes = 4096;
-    options.memory_budget_bytes = 32 * 4096;
+    options.memory_budget = 32 * 4096;
     options.swap_space_bytes = 32 * 4096;
     manager = Manager::open(std::make_unique<FencedDriver>(std::make_unique<SimDriver>(), device),
                             {.num_layers = 1,
                              .num_kv_heads = 1,
                              .head_dim = 64,
                              .element_bytes = 4,
-                             .max_tokens = 256,
+                             .max_seq_len = 256,
                              .layers_per_plane = 1},
                             options);
   }

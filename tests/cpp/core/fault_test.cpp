@@ -35,7 +35,7 @@ struct FaultCase {
   On driver;
   bool persistent;
   FaultPlan::Kind kind;
-  SchedulerOptions scheduler;
+  CoreOptions core;
   size_t layers_per_plane;
 };
 
@@ -51,13 +51,18 @@ class Scenario {
                       .num_kv_heads = 1,
                       .head_dim = 200,  // 800 bytes: tokens straddle chunks
                       .element_bytes = 4,
-                      .max_tokens = 40,
+                      .max_seq_len = 40,
                       .layers_per_plane = fault.layers_per_plane};
     ManagerOptions options;
     options.max_requests = 5;
-    options.memory_budget_bytes = 56 * kChunk;
+    options.memory_budget = 56 * kChunk;
     options.chunk_bytes = kChunk;
-    options.scheduler = fault.scheduler;
+    options.scrub = fault.core.scrub;
+    options.park = fault.core.park;
+    options.alias = fault.core.alias;
+    if (fault.core.prefix_cache_chunks != SIZE_MAX) {
+      options.prefix_cache_bytes = fault.core.prefix_cache_chunks * kChunk;
+    }
     manager_ = Manager::open(std::move(driver), spec, options);
   }
 
@@ -92,14 +97,14 @@ class Scenario {
     record(stranger, tokens_from(500, 30));
     release(stranger);
     step([&] { manager_->evict(4 * kChunk); });
-    step([&] { manager_->set_memory_budget_bytes(44 * kChunk); });
+    step([&] { manager_->set_memory_budget(44 * kChunk); });
     const auto big = create(tokens_from(700, 40), "");
     extend(big, 40);
     step([&] { manager_->unpin_prefix("pin"); });
     step([&] { manager_->trim(); });
     release(child);
     release(adopted);
-    step([&] { manager_->set_memory_budget_bytes(56 * kChunk); });
+    step([&] { manager_->set_memory_budget(56 * kChunk); });
     release(big);
     step([&] { manager_->trim(); });
   }
@@ -226,13 +231,13 @@ std::vector<FaultCase> fault_cases() {
         const std::string name =
             name_of(driver) + (persistent ? "FromThenOn" : "Once") +
             (kind == FaultPlan::Kind::kDriverError ? "DriverError" : "OutOfMemory");
-        const SchedulerOptions defaults;
-        SchedulerOptions unparked;
+        const CoreOptions defaults;
+        CoreOptions unparked;
         unparked.park = false;
-        SchedulerOptions unaliased;
+        CoreOptions unaliased;
         unaliased.alias = false;
-        SchedulerOptions recycling;
-        recycling.max_idle_chunks = 4;
+        CoreOptions recycling;
+        recycling.prefix_cache_chunks = 4;
         if (driver != On::kSim) {
           cases.push_back({name, driver, persistent, kind, defaults, 1});
           continue;
@@ -253,7 +258,7 @@ INSTANTIATE_TEST_SUITE_P(Everywhere, FaultTest, testing::ValuesIn(fault_cases())
 class CudaCallFaultTest : public testing::TestWithParam<const char*> {
  protected:
   static inline const FaultCase kDefaults{
-      "Cuda", On::kCuda, false, FaultPlan::Kind::kDriverError, SchedulerOptions{}, 1};
+      "Cuda", On::kCuda, false, FaultPlan::Kind::kDriverError, CoreOptions{}, 1};
 
   StandinScope standin_{On::kCuda};
 };

@@ -21,7 +21,7 @@ constexpr KVSpec kSpec{.num_layers = 2,
                        .num_kv_heads = 1,
                        .head_dim = 128,
                        .element_bytes = 4,
-                       .max_tokens = 128,
+                       .max_seq_len = 128,
                        .layers_per_plane = 1};  // 512 bytes a token, four planes
 
 class ManagerTest : public DriverTest {
@@ -29,11 +29,11 @@ class ManagerTest : public DriverTest {
   std::shared_ptr<Manager> open(size_t budget_chunks = 256) {
     ManagerOptions options;
     options.max_requests = 12;
-    options.memory_budget_bytes = budget_chunks * kChunk;
+    options.memory_budget = budget_chunks * kChunk;
     options.chunk_bytes = kChunk;
     options.swap_space_bytes = 256 * kChunk;
-    options.scheduler.eager_chunks = 4;
-    options.scheduler.max_idle_chunks = 64;
+    options.min_free_bytes = 4 * kChunk;
+    options.prefix_cache_bytes = 64 * kChunk;
     return Manager::open(param_driver(), kSpec, options);
   }
 
@@ -84,7 +84,7 @@ TEST_P(ManagerTest, many_threads_serve_while_memory_is_short) {
       if (round % 3 == 0) manager->evict(2 * kChunk);
       if (round % 5 == 0) manager->trim();
       try {
-        manager->set_memory_budget_bytes((round % 2 == 0 ? 120 : 160) * kChunk);
+        manager->set_memory_budget((round % 2 == 0 ? 120 : 160) * kChunk);
       } catch (const OutOfMemoryError&) {
         // more is in use: the next round may succeed
       }

@@ -57,7 +57,7 @@ TEST_P(SwapFaultTest, nothing_is_lost_whichever_call_fails) {
           // typed, as it should be; anything else fails the test
         }
         EXPECT_GT(world.faulty.faults.num_failed(), 0);
-        check_integrity(world.scheduler);
+        check_integrity(world.core);
         world.faulty.fail_never();
         if (!persistent) {
           EXPECT_EQ(world.num_broken_slots(), 0U);
@@ -65,8 +65,8 @@ TEST_P(SwapFaultTest, nothing_is_lost_whichever_call_fails) {
         if (!done && world.num_broken_slots() == 0) {
           EXPECT_TRUE(sweep.operation(world));
         }
-        if (world.scheduler.is_asleep()) world.scheduler.wake(world.sleep_store);
-        check_integrity(world.scheduler);
+        if (world.core.sleeper.is_asleep()) world.core.sleeper.wake(world.sleep_store);
+        check_integrity(world.core);
         world.expect_all_contents();
         world.expect_nothing_leaks();
         if (HasFailure()) return;
@@ -75,64 +75,68 @@ TEST_P(SwapFaultTest, nothing_is_lost_whichever_call_fails) {
   }
 }
 
-VTensorId nth(World& world, size_t n) { return world.scheduler.live_ids().at(n); }
+VTensorId nth(World& world, size_t n) { return world.core.vtensors.live_ids().at(n); }
 
 std::vector<Sweep> sweeps() {
   const Setup two = [](World& world) {
     const VTensorId first = world.make(kPrompt, 'a');
-    world.scheduler.record_prefix(first, kPrompt);
+    world.core.recorder.record_prefix(first, kPrompt);
     world.append(world.fork(first), 13, 'b');
   };
   const Setup swapped = [=](World& world) {
     two(world);
-    ASSERT_TRUE(world.scheduler.swap_out(nth(world, 0), world.store));
+    ASSERT_TRUE(world.core.swapper.swap_out(nth(world, 0), world.store));
   };
   const Setup swapped_and_full = [=](World& world) {
     swapped(world);
     const Tokens others = tokens_from(500, 12);
     const VTensorId parked = world.make(others, 'x');
-    world.scheduler.record_prefix(parked, others);
+    world.core.recorder.record_prefix(parked, others);
     world.release(parked);
   };
   const Setup asleep = [](World& world) {
     fill(world);
-    world.scheduler.sleep(world.sleep_store);
+    world.core.sleeper.sleep(world.sleep_store);
   };
   const Setup twice = [](World& world) {
     const Tokens prompt = tokens_from(0, 12);
-    const VTensorId first = *world.scheduler.create(prompt, "");
-    const VTensorId second = *world.scheduler.create(prompt, "");
+    const VTensorId first = *world.core.placement.create(prompt, "");
+    const VTensorId second = *world.core.placement.create(prompt, "");
     world.append(first, 12, 'a');
     world.append(second, 14, 'a');
-    world.scheduler.record_prefix(first, prompt);
+    world.core.recorder.record_prefix(first, prompt);
   };
   const auto swap_in = [](bool with_tokens) {
     return [=](World& world) {
       const VTensorId id = nth(world, 0);
-      if (!world.scheduler.live(id).is_swapped) return true;
-      return world.scheduler.swap_in(id, with_tokens ? kPrompt : Tokens{}, world.store);
+      if (!world.core.vtensors.live(id).is_swapped) return true;
+      return world.core.swapper.swap_in(id, with_tokens ? kPrompt : Tokens{}, world.store);
     };
   };
   const Operation wake = [](World& world) {
-    world.scheduler.wake(world.sleep_store);
+    world.core.sleeper.wake(world.sleep_store);
     return true;
   };
   const Operation sleep = [](World& world) {
-    world.scheduler.sleep(world.sleep_store);
+    world.core.sleeper.sleep(world.sleep_store);
     return true;
   };
   return {
       {"SwapOut", two,
-       [](World& world) { return world.scheduler.swap_out(nth(world, 1), world.store); }},
+       [](World& world) { return world.core.swapper.swap_out(nth(world, 1), world.store); }},
       {"SwapIn", swapped, swap_in(false)},
       {"SwapInAliased", swapped, swap_in(true)},
       {"SwapInWithReclaim", swapped_and_full, swap_in(true), 16},
       {"Sleep", fill, sleep},
       {"Wake", asleep, wake},
       {"SleepAndWake", fill,
-       [=](World& world) { return (world.scheduler.is_asleep() || sleep(world)) && wake(world); }},
+       [=](World& world) {
+         return (world.core.sleeper.is_asleep() || sleep(world)) && wake(world);
+       }},
       {"Dedup", twice,
-       [](World& world) { return world.scheduler.dedup(nth(world, 1), tokens_from(0, 12)) == 6; }},
+       [](World& world) {
+         return world.core.recorder.dedup(nth(world, 1), tokens_from(0, 12)) == 6;
+       }},
   };
 }
 
@@ -140,11 +144,11 @@ class DedupTest : public DriverTest {
  protected:
   // Two vTensors of the same tokens, computed twice; the first is recorded.
   void SetUp() override {
-    first_ = *world_.scheduler.create(prompt_, "");
-    second_ = *world_.scheduler.create(prompt_, "");
+    first_ = *world_.core.placement.create(prompt_, "");
+    second_ = *world_.core.placement.create(prompt_, "");
     world_.append(first_, 12, 'a');
     world_.append(second_, 14, 'a');
-    world_.scheduler.record_prefix(first_, prompt_);
+    world_.core.recorder.record_prefix(first_, prompt_);
   }
 
   World world_;
@@ -157,24 +161,24 @@ TEST_P(DedupTest, a_driver_that_fails_once_costs_memory_and_nothing_else) {
   const int64_t before = world_.faulty.faults.num_calls();
   for (int64_t k = 1; k <= 6; ++k) {  // two unmap, two map, two set_access
     world_.faulty.fail_at(k);
-    EXPECT_EQ(world_.scheduler.dedup(second_, prompt_), 0U);
-    EXPECT_EQ(world_.scheduler.counters().dedup_failures, static_cast<size_t>(k));
-    check_integrity(world_.scheduler);
+    EXPECT_EQ(world_.core.recorder.dedup(second_, prompt_), 0U);
+    EXPECT_EQ(world_.core.state.counters.dedup_failures, static_cast<size_t>(k));
+    check_integrity(world_.core);
     world_.expect_all_contents();
   }
   EXPECT_GT(world_.faulty.faults.num_calls(), before + 6);
   world_.faulty.fail_never();
-  EXPECT_EQ(world_.scheduler.dedup(second_, prompt_), 6U) << "the next attempt succeeds";
+  EXPECT_EQ(world_.core.recorder.dedup(second_, prompt_), 6U) << "the next attempt succeeds";
   world_.expect_all_contents();
   world_.expect_nothing_leaks();
 }
 
 TEST_P(DedupTest, while_a_step_is_open_nothing_is_remapped) {
-  world_.scheduler.epochs().begin();
-  EXPECT_EQ(world_.scheduler.dedup(second_, prompt_), 0U);
-  EXPECT_EQ(world_.scheduler.counters().dedup_failures, 0U);
-  world_.scheduler.epochs().end(nullptr);
-  EXPECT_EQ(world_.scheduler.dedup(second_, prompt_), 6U);
+  world_.core.state.epochs.begin();
+  EXPECT_EQ(world_.core.recorder.dedup(second_, prompt_), 0U);
+  EXPECT_EQ(world_.core.state.counters.dedup_failures, 0U);
+  world_.core.state.epochs.end(nullptr);
+  EXPECT_EQ(world_.core.recorder.dedup(second_, prompt_), 6U);
   world_.expect_all_contents();
 }
 
@@ -204,7 +208,7 @@ class SleepingManagerTest : public DriverTest {
     faults_ = driver.get();
     ManagerOptions options;
     options.max_requests = 4;
-    options.memory_budget_bytes = 64 * kChunk;
+    options.memory_budget = 64 * kChunk;
     options.chunk_bytes = kChunk;
     options.swap_space_bytes = 64 * kChunk;
     manager_ = Manager::open(std::move(driver),
@@ -212,7 +216,7 @@ class SleepingManagerTest : public DriverTest {
                               .num_kv_heads = 1,
                               .head_dim = 256,
                               .element_bytes = 4,
-                              .max_tokens = 64,
+                              .max_seq_len = 64,
                               .layers_per_plane = 1},
                              options);
     live_ = make();

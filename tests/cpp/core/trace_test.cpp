@@ -47,7 +47,7 @@ class TraceFile {
     ManagerOptions options;
     options.max_requests = 4;
     options.chunk_bytes = kChunk;
-    options.memory_budget_bytes = budget_chunks * kChunk;
+    options.memory_budget = budget_chunks * kChunk;
     const KVSpec spec{2, 2, 32, 4, 64, 2};  // 1 KiB a token, one plane
     return Manager::open(std::move(driver), spec, options);
   }

@@ -77,7 +77,7 @@ TEST_F(CudaContextTest, DriverThatDoesNotKnowTheAttributeCountsAsTooOld) {
 
 TEST_F(CudaContextTest, ZeroTailIsRefusedWithTheReason) {
   auto zero = options();
-  zero.tail = TailPolicy::kZero;
+  zero.unmapped = UnmappedPolicy::kZero;
   const auto text = error_text([&] { CudaDriver{zero}; });
   EXPECT_THROW(CudaDriver{zero}, std::invalid_argument);
   EXPECT_TRUE(contains(text, "lazy zero page")) << text;

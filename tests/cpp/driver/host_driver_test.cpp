@@ -22,8 +22,8 @@ namespace {
 
 constexpr size_t kChunk = 2 * kMiB;
 
-HostOptions options(TailPolicy tail = TailPolicy::kGuard) {
-  return {.capacity_bytes = 64 * kMiB, .tail = tail};
+HostOptions options(UnmappedPolicy unmapped = UnmappedPolicy::kGuard) {
+  return {.capacity_bytes = 64 * kMiB, .unmapped = unmapped};
 }
 
 std::vector<Handle> create(Driver& driver, size_t num_chunks, size_t chunk_bytes = kChunk) {
@@ -224,12 +224,12 @@ TEST(HostDriver, a_run_of_consecutive_chunks_in_one_call_is_one_mapping) {
   EXPECT_EQ(driver.num_mappings(), before + 1);
 }
 
-class HostDriverTails : public testing::TestWithParam<TailPolicy> {};
+class HostDriverTails : public testing::TestWithParam<UnmappedPolicy> {};
 
 INSTANTIATE_TEST_SUITE_P(Tails, HostDriverTails,
-                         testing::Values(TailPolicy::kGuard, TailPolicy::kZero),
+                         testing::Values(UnmappedPolicy::kGuard, UnmappedPolicy::kZero),
                          [](const auto& tested) {
-                           return tested.param == TailPolicy::kGuard ? "Guard" : "Zero";
+                           return tested.param == UnmappedPolicy::kGuard ? "Guard" : "Zero";
                          });
 
 TEST_P(HostDriverTails, mappings_are_never_counted_below_the_kernels_number) {
@@ -299,7 +299,7 @@ TEST(HostDriver, the_systems_own_limit_is_reported_and_survived) {
 
 TEST(HostDriver, at_the_systems_limit_unmap_still_takes_the_chunk_away) {
   if (!system_limit_in_reach()) GTEST_SKIP();
-  HostDriver driver(options(TailPolicy::kZero));
+  HostDriver driver(options(UnmappedPolicy::kZero));
   const auto chunk = create(driver, 1);
   const uintptr_t range = driver.reserve(2 * kChunk, kChunk);
   map_rw(driver, range, chunk);
@@ -336,7 +336,7 @@ TEST(HostDriver, huge_chunks_are_aligned_in_the_file_after_odd_sizes) {
 // --- tails ---
 
 TEST(HostDriver, a_zero_tail_reads_as_zeros_and_takes_no_memory) {
-  HostDriver driver(options(TailPolicy::kZero));
+  HostDriver driver(options(UnmappedPolicy::kZero));
   const size_t size_bytes = 64 * kMiB;
   const uintptr_t range = driver.reserve(size_bytes, kChunk);
   const auto* bytes = reinterpret_cast<const unsigned char*>(range);
@@ -345,7 +345,7 @@ TEST(HostDriver, a_zero_tail_reads_as_zeros_and_takes_no_memory) {
 }
 
 TEST(HostDriver, a_zero_tail_hides_what_the_unmapped_chunk_held) {
-  HostDriver driver(options(TailPolicy::kZero));
+  HostDriver driver(options(UnmappedPolicy::kZero));
   const uintptr_t range = driver.reserve(4 * kChunk, kChunk);
   map_rw(driver, range, create(driver, 2));
   std::fill_n(&byte_at(range), 2 * kChunk, static_cast<unsigned char>(7));
@@ -356,7 +356,7 @@ TEST(HostDriver, a_zero_tail_hides_what_the_unmapped_chunk_held) {
 
 TEST(HostDriverDeathTest, reading_a_guard_tail_ends_the_process) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  HostDriver driver(options(TailPolicy::kGuard));
+  HostDriver driver(options(UnmappedPolicy::kGuard));
   const uintptr_t range = driver.reserve(kChunk, kChunk);
   EXPECT_DEATH(EXPECT_EQ(byte_at(range), 0), "");
 }

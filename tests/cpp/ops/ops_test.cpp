@@ -75,7 +75,7 @@ TEST_P(Alloc, a_dirty_chunk_is_scrubbed_for_its_next_owner) {
   FaultyPool faulty(small_geometry(), 1);
   std::vector<Claim> claims = claim(faulty, 1);
   p_create(faulty.faults, kChunk, claims);
-  p_settle(faulty.pool, claims, kTenant);
+  p_commit(faulty.pool, claims, kTenant);
   const std::vector<std::byte> secret(100, std::byte{7});
   faulty.faults.write(claims[0].handle, 0, secret);
   faulty.pool.pset[claims[0].id].dirty_bytes = secret.size();
@@ -93,7 +93,7 @@ TEST_P(Alloc, a_scrub_that_fails_leaves_the_chunk_dirty) {
   FaultyPool faulty;
   std::vector<Claim> claims = claim(faulty, 1);
   p_create(faulty.faults, kChunk, claims);
-  p_settle(faulty.pool, claims, kTenant);
+  p_commit(faulty.pool, claims, kTenant);
   faulty.pool.pset[claims[0].id].dirty_bytes = 10;
   p_free(faulty.pool, std::vector{claims[0].id});
   claims = claim(faulty, 1);
@@ -201,7 +201,7 @@ TEST_P(Prefix, a_match_holds_its_chunks_until_they_are_freed) {
   const SlotId slot = *v_alloc(faulty.pool);
   std::vector<Claim> claims = claim(faulty, 4);
   p_create(faulty.faults, kChunk, claims);
-  p_settle(faulty.pool, claims, kTenant);
+  p_commit(faulty.pool, claims, kTenant);
   for (const Claim& made : claims) faulty.pool.vset[slot].table.push_back(made.id);
   EXPECT_EQ(r_push(faulty.pool, "", tokens, slot), 8U);
   const std::vector<ChunkId> table = std::move(faulty.pool.vset[slot].table);

@@ -49,10 +49,10 @@ struct Tables {
 };
 
 // Whether token `token` of both lies in full rows, and they share every row up to its end.
-bool shares_token(const Pool& pool, const Reader& a, const Reader& b, size_t token) {
+bool shares_token(const Pool& pool, const ReadExtent& a, const ReadExtent& b, size_t token) {
   const Geometry& geometry = pool.geometry;
   const size_t rows = geometry.rows_for(token + 1);
-  for (const Reader& reader : {a, b}) {
+  for (const ReadExtent& reader : {a, b}) {
     if (rows > std::min(pool.vset.mapped_rows(reader.slot), geometry.full_rows(reader.num_tokens)))
       return false;
   }
@@ -73,7 +73,7 @@ const SharedRange* range_of(std::span<const SharedRange> ranges, uint32_t member
   return found;
 }
 
-void check_ranges(const Pool& pool, std::span<const Reader> readers) {
+void check_ranges(const Pool& pool, std::span<const ReadExtent> readers) {
   const std::vector<SharedRange> ranges = shared_ranges(pool, readers);
   for (const SharedRange& range : ranges) {
     EXPECT_LT(range.start, range.end);
@@ -113,7 +113,7 @@ TEST(Sharing, nothing_is_shared_while_no_chunk_has_two_entries) {
   const SlotId b = tables.add_slot();
   tables.append_fresh_row(a);
   tables.append_fresh_row(b);
-  const std::vector<Reader> readers{{a, 4}, {b, 4}};
+  const std::vector<ReadExtent> readers{{a, 4}, {b, 4}};
   EXPECT_TRUE(shared_ranges(tables.pool(), readers).empty());
 }
 
@@ -123,7 +123,7 @@ TEST(Sharing, a_tree_of_prefixes_gives_a_range_a_node_parents_first) {
   for (int row = 0; row < 3; ++row) tables.append_fresh_row(a);
   const SlotId b = tables.fork(a, 3);
   const SlotId c = tables.fork(a, 2);
-  const std::vector<Reader> readers{{a, 12}, {c, 9}, {b, 12}};
+  const std::vector<ReadExtent> readers{{a, 12}, {c, 9}, {b, 12}};
   const std::vector<SharedRange> ranges = shared_ranges(tables.pool(), readers);
   ASSERT_EQ(ranges.size(), 2U);
   EXPECT_EQ(ranges[0].members, (std::vector<uint32_t>{0, 1, 2}));
@@ -138,7 +138,7 @@ TEST(Sharing, a_row_counts_only_when_it_is_full_of_tokens_that_all_members_read)
   const SlotId a = tables.add_slot();
   for (int row = 0; row < 2; ++row) tables.append_fresh_row(a);
   const SlotId b = tables.fork(a, 2);
-  const std::vector<Reader> readers{{a, 8}, {b, 7}};
+  const std::vector<ReadExtent> readers{{a, 8}, {b, 7}};
   const std::vector<SharedRange> ranges = shared_ranges(tables.pool(), readers);
   ASSERT_EQ(ranges.size(), 1U);
   EXPECT_EQ(ranges[0].end, 4U);
@@ -151,7 +151,7 @@ TEST(Sharing, a_row_is_shared_only_in_all_planes) {
   const SlotId b = tables.fork(a, 1);
   tables.alias(b, tables.pool().vset[a].table[2]);
   tables.append(b, tables.pool().pset.claim());
-  const std::vector<Reader> readers{{a, 8}, {b, 8}};
+  const std::vector<ReadExtent> readers{{a, 8}, {b, 8}};
   const std::vector<SharedRange> ranges = shared_ranges(tables.pool(), readers);
   ASSERT_EQ(ranges.size(), 1U);
   EXPECT_EQ(ranges[0].end, 4U);
@@ -172,7 +172,7 @@ TEST_P(RandomSharing, equals_the_definition_on_random_forests) {
     const size_t num_slots = 2 + random() % 12;
     Tables tables(small_geometry(GetParam().token_bytes, GetParam().num_planes, num_slots));
     const Geometry& geometry = tables.pool().geometry;
-    std::vector<Reader> readers;
+    std::vector<ReadExtent> readers;
     for (size_t i = 0; i < num_slots; ++i) {
       SlotId slot = 0;
       if (i == 0 || random() % 4 == 0) {

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "tests/cpp/standin_cuda/standin_control.h"
+#include "vtensor/core/core.h"
 #include "vtensor/core/integrity.h"
-#include "vtensor/core/scheduler.h"
 #include "vtensor/driver/cuda/cuda_driver.h"
 #include "vtensor/driver/host/host_driver.h"
 #include "vtensor/driver/sim/sim_driver.h"
@@ -58,9 +58,9 @@ inline std::unique_ptr<Driver> sim_driver() {
   return std::make_unique<SimDriver>(SimOptions{.capacity_bytes = 256 * kMiB});
 }
 
-inline std::unique_ptr<Driver> host_driver(TailPolicy tail = TailPolicy::kZero) {
+inline std::unique_ptr<Driver> host_driver(UnmappedPolicy unmapped = UnmappedPolicy::kZero) {
   return std::make_unique<HostDriver>(
-      HostOptions{.capacity_bytes = 64 * kMiB, .tail = tail, .huge_pages = false});
+      HostOptions{.capacity_bytes = 64 * kMiB, .unmapped = unmapped, .huge_pages = false});
 }
 
 // CUDA on the stand-in libcuda.so.1, whose device pointers are addresses of this process.

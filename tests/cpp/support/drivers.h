@@ -28,13 +28,14 @@ namespace vtensor {
 struct DriverCase {
   std::string name;
   std::function<std::unique_ptr<Driver>()> make;  // with at least 64 MiB to create chunks from
-  std::optional<TailPolicy> tail{};               // what unmapped addresses show, where they exist
+  std::optional<UnmappedPolicy> tail{};           // what unmapped addresses show, where they exist
   bool cpu_addresses = false;                     // addresses may be dereferenced by this process
   bool refuses_mapped_release = true;             // rule 6; CUDA keeps the memory instead
 };
 
-inline std::unique_ptr<Driver> make_host(TailPolicy tail = TailPolicy::kGuard) {
-  return std::make_unique<HostDriver>(HostOptions{.capacity_bytes = 64 * kMiB, .tail = tail});
+inline std::unique_ptr<Driver> make_host(UnmappedPolicy unmapped = UnmappedPolicy::kGuard) {
+  return std::make_unique<HostDriver>(
+      HostOptions{.capacity_bytes = 64 * kMiB, .unmapped = unmapped});
 }
 
 inline std::unique_ptr<Driver> make_sim() {
@@ -53,8 +54,8 @@ inline std::unique_ptr<Driver> make_real_cuda() {
 }
 
 inline std::vector<DriverCase> all_drivers() {
-  constexpr auto kGuard = TailPolicy::kGuard;
-  constexpr auto kZero = TailPolicy::kZero;
+  constexpr auto kGuard = UnmappedPolicy::kGuard;
+  constexpr auto kZero = UnmappedPolicy::kZero;
   std::vector<DriverCase> cases = {
       {"HostGuard", [] { return make_host(kGuard); }, kGuard, true},
       {"HostZero", [] { return make_host(kZero); }, kZero, true},

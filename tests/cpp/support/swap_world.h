@@ -1,4 +1,4 @@
-// What the tests of swapping, sleeping and dedup share: a scheduler on real memory, and what each
+// What the tests of swapping, sleeping and dedup share: a core on real memory, and what each
 // vTensor of it should show.
 #pragma once
 
@@ -18,31 +18,31 @@ namespace vtensor {
 
 inline const Tokens kPrompt = tokens_from(0, 10);  // two whole rows and a half
 
-// A scheduler on real memory. What each vTensor should show is noted here, a mark for each token.
+// A core on real memory. What each vTensor should show is noted here, a mark for each token.
 struct World {
-  explicit World(size_t budget_chunks = 64, const SchedulerOptions& options = {},
+  explicit World(size_t budget_chunks = 64, const CoreOptions& options = {},
                  const std::string& directory = "", On driver = DriverTest::GetParam())
       : faulty(small_geometry(), budget_chunks, make_driver(driver)),
-        scheduler(faulty.pool, options),
+        core(faulty.pool, options),
         store(64 * kChunk, kChunk, directory),
         sleep_store(256 * kChunk, kChunk, directory) {}
 
   FaultyPool faulty;
-  Scheduler scheduler;
+  Core core;
   SwapStore store;
   SwapStore sleep_store;
   std::map<VTensorId, std::string> marks;
 
   bool extend(VTensorId id, size_t num_tokens) {
-    if (scheduler.extend_in_place({&id, 1}, {&num_tokens, 1})) return true;
-    std::optional<Growth> growth = scheduler.plan_extend({&id, 1}, {&num_tokens, 1});
-    if (!growth) return false;
-    growth->run(faulty.faults, faulty.pool.vset, faulty.pool.geometry);
-    scheduler.commit(*growth);
+    if (core.extender.extend_in_place({&id, 1}, {&num_tokens, 1})) return true;
+    std::optional<Extension> extension = core.extender.plan_extend({&id, 1}, {&num_tokens, 1});
+    if (!extension) return false;
+    extension->run(faulty.faults, faulty.pool.vset, faulty.pool.geometry);
+    core.extender.commit(*extension);
     return true;
   }
   volatile char& at(VTensorId id, size_t token, size_t plane, size_t byte) {
-    const uintptr_t base = faulty.pool.vset.address(plane, scheduler.live(id).slot, 0);
+    const uintptr_t base = faulty.pool.vset.address(plane, core.vtensors.live(id).slot, 0);
     return *reinterpret_cast<volatile char*>(base + token * kKiB + byte);
   }
   void append(VTensorId id, size_t num_tokens, char mark) {
@@ -57,24 +57,24 @@ struct World {
     known.resize(num_tokens, mark);
   }
   VTensorId make(const Tokens& tokens, char mark, const std::string& salt = "") {
-    const VTensorId id = *scheduler.create(tokens, salt);
-    marks[id] = std::string(scheduler.live(id).num_tokens, mark);
+    const VTensorId id = *core.placement.create(tokens, salt);
+    marks[id] = std::string(core.vtensors.live(id).num_tokens, mark);
     append(id, tokens.size(), mark);
     return id;
   }
   VTensorId fork(VTensorId parent) {
-    const VTensorId id = *scheduler.fork(parent);
+    const VTensorId id = *core.placement.fork(parent);
     marks[id] = marks[parent];
     return id;
   }
   void release(VTensorId id) {
-    scheduler.forget_swapped(scheduler.live(id), store);
-    scheduler.release(id);
+    core.swapper.forget(core.vtensors.live(id), store);
+    core.retirement.release(id);
     marks.erase(id);
   }
   void expect_contents(VTensorId id) {
     const std::string& known = marks.at(id);
-    ASSERT_EQ(scheduler.live(id).num_tokens, known.size());
+    ASSERT_EQ(core.vtensors.live(id).num_tokens, known.size());
     for (size_t t = 0; t < known.size(); ++t) {
       for (size_t plane = 0; plane < 2; ++plane) {
         ASSERT_EQ(at(id, t, plane, 0), known[t]) << "vTensor " << id << " token " << t;
@@ -84,9 +84,9 @@ struct World {
   }
   // Every live vTensor shows what it should, brought back where it is swapped out.
   void expect_all_contents() {
-    for (const VTensorId id : scheduler.live_ids()) {
-      if (scheduler.live(id).is_swapped) {
-        ASSERT_TRUE(scheduler.swap_in(id, {}, store));
+    for (const VTensorId id : core.vtensors.live_ids()) {
+      if (core.vtensors.live(id).is_swapped) {
+        ASSERT_TRUE(core.swapper.swap_in(id, {}, store));
       }
       expect_contents(id);
     }
@@ -100,11 +100,11 @@ struct World {
   }
   // Everything can be given back, but for what broken slots may map.
   void expect_nothing_leaks() {
-    for (const VTensorId id : scheduler.live_ids()) release(id);
+    for (const VTensorId id : core.vtensors.live_ids()) release(id);
     faulty.pool.rtree.unpin("pin");
     faulty.pool.rtree.clear();
-    scheduler.trim();
-    check_integrity(scheduler);
+    core.reclaimer.trim();
+    check_integrity(core);
     std::set<ChunkId> broken;
     for (SlotId slot = 0; slot < faulty.pool.vset.num_slots(); ++slot) {
       const std::vector<ChunkId>& table = faulty.pool.vset[slot].table;
@@ -133,12 +133,12 @@ struct SwapDirectory {
 // Live, forked, swapped-out, parked and pinned: a bit of everything.
 inline void fill(World& world) {
   const VTensorId first = world.make(kPrompt, 'a');
-  world.scheduler.record_prefix(first, kPrompt);
+  world.core.recorder.record_prefix(first, kPrompt);
   world.append(world.fork(first), 13, 'b');
   const VTensorId third = world.make(tokens_from(200, 9), 'c');
-  ASSERT_TRUE(world.scheduler.swap_out(third, world.store));
+  ASSERT_TRUE(world.core.swapper.swap_out(third, world.store));
   const VTensorId fourth = world.make(tokens_from(300, 5), 'd');
-  world.scheduler.record_prefix(fourth, tokens_from(300, 5));
+  world.core.recorder.record_prefix(fourth, tokens_from(300, 5));
   world.faulty.pool.rtree.pin("", tokens_from(300, 5), "pin", 0);
   world.release(fourth);
 }

@@ -14,7 +14,7 @@ BUSY_MS = 50.0
 
 
 def test_a_released_vtensor_is_readable_by_the_step_that_runs(kit: Kit) -> None:
-    manager = kit.manager(park=False, eager=0)
+    manager = kit.manager(park=False, min_free_bytes=0)
     arena = Arena(manager)
     length = 4 * kit.row_tokens(manager)
     vtensor = manager.create()

@@ -15,7 +15,6 @@ from flexinfer.memory import torch_share
 from flexinfer.memory.torch_share import TorchMemory, on_torch_out_of_memory, watch
 from flexinfer.runner.plan import StepPlan, StepResult
 from flexinfer.vtensor import KVSpec, SimConfig, VTensorManager
-from flexinfer.vtensor.settings import core_spec
 from helpers.engine_kit import make_engine, run
 from helpers.tiny_models import random_prompts, reference
 
@@ -80,7 +79,7 @@ class FullDevice(VTensorManager):
     def _open(
         self, driver: _vtensor.DriverConfig, options: _vtensor.ManagerOptions
     ) -> _vtensor.Manager:
-        manager, self.faults = _vtensor.open_faulty(driver, core_spec(self.spec), options)
+        manager, self.faults = _vtensor.open_faulty(driver, self.spec.core(), options)
         self.faults.fail(1, out_of_memory=True, persistent=True)
         return manager
 

@@ -175,13 +175,13 @@ def test_a_trace_that_begins_in_the_middle_replays(path: Path) -> None:
 
 
 def test_a_trace_while_the_worker_runs_replays(path: Path) -> None:
-    with open_manager(eager=8 * 4096, max_free=12 * 4096) as manager:
+    with open_manager(min_free_bytes=8 * 4096, max_free_bytes=12 * 4096) as manager:
         manager.start_trace(path)
         RandomLife(manager, seed=4, drain=False).run(300)
         manager.drain()
     report = replay(path)
     assert report.num_skipped == 0
-    assert "chore" in report.operations
+    assert "upkeep" in report.operations
 
 
 def test_a_cut_off_file_replays_as_far_as_it_goes_if_allowed(path: Path) -> None:

@@ -61,9 +61,13 @@ class Setup:
             memory_budget=MAX_CHUNKS * CHUNK_BYTES,
             chunk_bytes=CHUNK_BYTES // spec.num_planes,
             park=self.park,
-            eager=self.eager_chunks * CHUNK_BYTES,
-            max_free=None if self.max_free_chunks is None else self.max_free_chunks * CHUNK_BYTES,
-            max_idle=None if self.max_idle_chunks is None else self.max_idle_chunks * CHUNK_BYTES,
+            min_free_bytes=self.eager_chunks * CHUNK_BYTES,
+            max_free_bytes=None
+            if self.max_free_chunks is None
+            else self.max_free_chunks * CHUNK_BYTES,
+            prefix_cache_bytes=None
+            if self.max_idle_chunks is None
+            else self.max_idle_chunks * CHUNK_BYTES,
             swap_space=self.swap_chunks * CHUNK_BYTES,
         )
 
@@ -261,7 +265,7 @@ class World:
         stats = manager.stats()
         assert stats.num_vtensors == 0
         assert stats.mapped_bytes == stats.swapped_bytes == stats.recorded_bytes == 0
-        assert stats.obtainable_bytes == stats.budget_bytes
+        assert stats.available_bytes == stats.budget_bytes
         assert manager.trim() == stats.resident_bytes
         stats = manager.stats()
         assert stats.resident_bytes == stats.free_bytes == stats.parked_bytes == 0

@@ -14,7 +14,6 @@ import pytest
 from flexinfer import _vtensor
 from flexinfer.errors import DriverError, OutOfMemoryError, VTensorError
 from flexinfer.vtensor import KVSpec, VTensorManager
-from flexinfer.vtensor.settings import core_spec
 from helpers import device_param as kv_device
 
 pytestmark = pytest.mark.usefixtures("kv_device")
@@ -32,7 +31,7 @@ class FaultyManager(VTensorManager):
     def _open(
         self, driver: _vtensor.DriverConfig, options: _vtensor.ManagerOptions
     ) -> _vtensor.Manager:
-        manager, self.faults = _vtensor.open_faulty(driver, core_spec(self.spec), options)
+        manager, self.faults = _vtensor.open_faulty(driver, self.spec.core(), options)
         return manager
 
 

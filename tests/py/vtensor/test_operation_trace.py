@@ -31,7 +31,7 @@ def test_the_header_has_the_configuration(path: Path) -> None:
         manager.start_trace(path)
     header = TraceReader(path).header
     assert (header.driver, header.chunk_bytes, header.max_requests) == ("sim", 4096, 6)
-    assert header.spec["max_tokens"] == SPEC.max_seq_len
+    assert header.spec["max_seq_len"] == SPEC.max_seq_len
     assert (header.options["scrub"], header.options["dedup"]) == ("tenant", False)
 
 
@@ -105,7 +105,7 @@ def test_a_folder_that_does_not_exist_is_an_error(path: Path) -> None:
 
 
 def test_a_trace_while_the_worker_runs_is_whole(path: Path) -> None:
-    with open_manager(eager=8 * 4096, max_free=12 * 4096) as manager:
+    with open_manager(min_free_bytes=8 * 4096, max_free_bytes=12 * 4096) as manager:
         manager.start_trace(path)
         RandomLife(manager, seed=4, drain=False).run(300)
         manager.drain()

@@ -77,7 +77,7 @@ def test_a_spec_that_makes_no_sense_is_refused(changes: dict[str, Any], message:
         ({"max_requests": 0}, "max_requests"),
         ({"device": "tpu"}, "device"),
         ({"scrub": "sometimes"}, "scrub is one of 'owner', 'tenant', 'off'"),
-        ({"tail": "random"}, "tail is one of"),
+        ({"unmapped": "random"}, "unmapped is one of"),
     ],
 )
 def test_a_manager_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:

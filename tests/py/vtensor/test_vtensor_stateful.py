@@ -141,7 +141,9 @@ class ManagerMachine(RuleBasedStateMachine):
             park=setup.park,
             alias=setup.alias,
             scrub=setup.scrub,  # type: ignore[arg-type]
-            max_idle=None if setup.idle_chunks is None else setup.idle_chunks * setup.chunk_bytes,
+            prefix_cache_bytes=None
+            if setup.idle_chunks is None
+            else setup.idle_chunks * setup.chunk_bytes,
             swap_space=self.swap_space,
             **kv_device.options(),
         )

@@ -105,7 +105,7 @@ def test_truncating_shared_rows_under_a_living_view_is_refused(manager: VTensorM
 
 
 def test_memory_under_a_living_view_is_not_reclaimed() -> None:
-    with open_manager(memory_budget=4 * CHUNK, tail="guard") as manager:
+    with open_manager(memory_budget=4 * CHUNK, unmapped="guard") as manager:
         vtensor = filled(manager, PROMPT, 5)
         view = vtensor.k(0)
         vtensor.truncate(0)

@@ -28,7 +28,7 @@ cuda::CUmemAccess_flags access_flags(Access access) {
 
 // Checked before libcuda is even opened, so that the mistake is named on every machine.
 std::shared_ptr<const CudaContext> open_context(const CudaOptions& options) {
-  if (options.tail == TailPolicy::kZero) {
+  if (options.unmapped == UnmappedPolicy::kZero) {
     throw std::invalid_argument(
         "cuda: tail policy 'zero' is not available: CUDA has no lazy zero page; use 'guard', and a "
         "mapped, scrubbed tail for padded kernels");
@@ -64,7 +64,7 @@ CudaDriver::CudaDriver(const CudaOptions& options)
       window_(context_, options.window_slab_bytes) {
   const CudaContext::Scope scope(*context_);
   stream_ = create_stream();
-  OnFailure destroy([&] { (void)api().cuStreamDestroy(stream_); });
+  ScopeFail destroy([&] { (void)api().cuStreamDestroy(stream_); });
   zero_stream_ = create_stream();
   destroy.dismiss();
 }
@@ -118,7 +118,7 @@ uintptr_t CudaDriver::reserve(size_t size_bytes, size_t alignment_bytes) {
   cuda::CUdeviceptr addr = 0;
   api().check(api().cuMemAddressReserve(&addr, size_bytes, alignment_bytes, 0, 0),
               "cuMemAddressReserve", arguments);
-  OnFailure give_back([&] { (void)api().cuMemAddressFree(addr, size_bytes); });
+  ScopeFail give_back([&] { (void)api().cuMemAddressFree(addr, size_bytes); });
   if (addr % alignment_bytes != 0) {
     api().fail(cuda::CUDA_ERROR_NOT_SUPPORTED, "cuMemAddressReserve", arguments(),
                "the driver returned an address without the alignment asked for");
@@ -141,17 +141,17 @@ Handle CudaDriver::create(size_t chunk_bytes) {
   const CudaContext::Scope scope(*context_);
   const auto slot = window_.acquire(chunk_bytes);
   bool slot_is_clean = true;
-  OnFailure give_back([&] {
+  ScopeFail give_back([&] {
     if (slot_is_clean) window_.give_back(slot, chunk_bytes);
   });
 
   const auto prop = prop_on(context_->device_index());
   cuda::CUmemGenericAllocationHandle handle = 0;
   check_create(api().cuMemCreate(&handle, chunk_bytes, &prop, 0), "cuMemCreate", chunk_bytes);
-  OnFailure release([&] { (void)api().cuMemRelease(handle); });
+  ScopeFail release([&] { (void)api().cuMemRelease(handle); });
 
   check_create(api().cuMemMap(slot, chunk_bytes, 0, handle, 0), "cuMemMap", chunk_bytes);
-  OnFailure unmap([&] { slot_is_clean = api().cuMemUnmap(slot, chunk_bytes) == CUDA_SUCCESS; });
+  ScopeFail unmap([&] { slot_is_clean = api().cuMemUnmap(slot, chunk_bytes) == CUDA_SUCCESS; });
   check_create(grant(slot, chunk_bytes, Access::kReadWrite), "cuMemSetAccess", chunk_bytes);
 
   check_create(api().cuMemsetD8Async(slot, 0, chunk_bytes, zero_stream_), "cuMemsetD8Async",
@@ -185,7 +185,7 @@ void CudaDriver::release(Handle handle, size_t chunk_bytes) {
   const CudaContext::Scope scope(*context_);
   const CudaBook::Chunk chunk = book_.begin_release(handle, chunk_bytes);
   uintptr_t window_addr = chunk.window_addr;
-  OnFailure undo([&] { book_.undo_release(handle, window_addr); });
+  ScopeFail undo([&] { book_.undo_release(handle, window_addr); });
   if (window_addr != 0) {
     api().check(api().cuMemUnmap(window_addr, chunk_bytes), "cuMemUnmap",
                 [&] { return cuda_args("window_addr", window_addr, "size", chunk_bytes); });

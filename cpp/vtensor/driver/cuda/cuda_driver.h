@@ -39,7 +39,7 @@ namespace vtensor {
 struct CudaOptions {
   int device_index = 0;
   std::string libcuda_path;  // empty: $FLEXINFER_LIBCUDA, then "libcuda.so.1"
-  TailPolicy tail = TailPolicy::kGuard;
+  UnmappedPolicy unmapped = UnmappedPolicy::kGuard;
   size_t window_slab_bytes = 64 * kGiB;  // address space only, reserved piece by piece
 };
 

@@ -55,7 +55,7 @@ HostDriver::~HostDriver() {
 
 uintptr_t HostDriver::reserve(size_t size_bytes, size_t alignment_bytes) {
   ledger_.require_range_shape(size_bytes, alignment_bytes);
-  const bool zero = options_.tail == TailPolicy::kZero;
+  const bool zero = options_.unmapped == UnmappedPolicy::kZero;
   const uintptr_t addr =
       reserve_aligned(size_bytes, alignment_bytes, zero ? PROT_READ : PROT_NONE, page_bytes_);
   if (zero) madvise(pointer(addr), size_bytes, MADV_HUGEPAGE);
@@ -277,7 +277,7 @@ void HostDriver::take_back(Ledger::Run run, Access access) const noexcept {
 
 // Brings back what unmapped addresses show. One call over any number of chunks.
 void HostDriver::show_tail(uintptr_t addr, size_t size_bytes) const {
-  const bool zero = options_.tail == TailPolicy::kZero;
+  const bool zero = options_.unmapped == UnmappedPolicy::kZero;
   if (mmap(pointer(addr), size_bytes, zero ? PROT_READ : PROT_NONE, kReservation | MAP_FIXED, -1,
            0) != MAP_FAILED) {
     // Zeros then come from the one huge zero page: reading 256 MiB takes 0.3 ms instead of 42.

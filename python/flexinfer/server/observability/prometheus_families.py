@@ -18,7 +18,7 @@ from flexinfer.scheduler.preemption import all_counts
 if TYPE_CHECKING:
     from flexinfer.metrics.requests import RequestStats
     from flexinfer.metrics.steps import EngineStats
-    from flexinfer.vtensor.stats import Stats
+    from flexinfer.vtensor import Stats
 
 PREFIX = "flexinfer:"
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -37,7 +37,6 @@ MEMORY_BYTES = {
     "swapped": "Host: contents of swapped-out requests.",
     "asleep": "Host: contents of a sleeping engine.",
     "budget": "Physical: the most that may be created.",
-    "obtainable": "Physical: what requests could still have, evicting included.",
 }
 CHUNK_TOTALS = {
     "aliased": "Mapped for another request instead of filled again.",
@@ -162,13 +161,18 @@ def _bound_text(bound: float) -> str:
 
 
 def _memory(memory: Stats, make: _Maker) -> Iterator[Metric]:
-    used = 1 - memory.obtainable_bytes / memory.budget_bytes if memory.budget_bytes else 0.0
+    used = 1 - memory.available_bytes / memory.budget_bytes if memory.budget_bytes else 0.0
     yield make.gauge(
         "kv_cache_usage_perc", "Part of the KV memory that no request could get, 0 to 1.", used
     )
     for kind, text in MEMORY_BYTES.items():
         value = getattr(memory, f"{kind}_bytes")
         yield make.gauge(f"kv_cache_{kind}_bytes", text, value)
+    yield make.gauge(
+        "kv_cache_obtainable_bytes",
+        "Physical: what requests could still have, evicting included.",
+        memory.available_bytes,
+    )
     yield make.gauge("num_vtensors", "Live vTensors.", memory.num_vtensors)
     yield make.gauge("num_free_slots", "Slots free or parked.", memory.num_free_slots)
     yield make.gauge("recorded_tokens", "Tokens of recorded prefixes.", memory.recorded_tokens)

@@ -1,16 +1,16 @@
-// Scheduler: dedup by remapping. Two requests that computed the same prefix side by side hold the
-// same KV twice; when the second records it, its full rows are remapped onto the first one's
-// chunks.
-#include <algorithm>
+#include "vtensor/core/recorder.h"
 
-#include "vtensor/core/scheduler.h"
+#include <algorithm>
+#include <stdexcept>
+
+#include "vtensor/ops/mapping.h"
+#include "vtensor/ops/prefix.h"
 #include "vtensor/util/error.h"
 
 namespace vtensor {
-
 namespace {
 
-// A full chunk below own_row has no appender: it is never written again.
+// A full chunk below first_owned_row has no appender: it is never written again.
 void end_full(Chunk& chunk, const VTensor& vtensor, size_t chunk_bytes) {
   if (chunk.appender != vtensor.id) return;
   chunk.appender = kNoVTensor;
@@ -19,9 +19,20 @@ void end_full(Chunk& chunk, const VTensor& vtensor, size_t chunk_bytes) {
 
 }  // namespace
 
+size_t Recorder::record_prefix(VTensorId id, std::span<const Token> tokens) {
+  VTensor& vtensor = vtensors_.resident(id);
+  if (tokens.size() > vtensor.num_tokens) {
+    throw std::invalid_argument("record_prefix of " + std::to_string(tokens.size()) +
+                                " tokens, but the vTensor has only " +
+                                std::to_string(vtensor.num_tokens));
+  }
+  vtensor.frozen_tokens = std::max(vtensor.frozen_tokens, tokens.size());
+  return r_push(pool_, vtensor.salt, tokens, vtensor.slot);
+}
+
 // Rows [begin, end) of the vTensor become the chunks of `table` (a match's, row-major from row 0).
-void Scheduler::replace_rows(VTensor& vtensor, size_t begin, size_t end,
-                             std::span<const ChunkId> table) {
+void Recorder::replace_rows(VTensor& vtensor, size_t begin, size_t end,
+                            std::span<const ChunkId> table) {
   const size_t planes = pool_.geometry.num_planes;
   std::vector<ChunkId>& mapped = pool_.vset[vtensor.slot].table;
   const std::span<const ChunkId> wanted = table.subspan(begin * planes, (end - begin) * planes);
@@ -29,9 +40,9 @@ void Scheduler::replace_rows(VTensor& vtensor, size_t begin, size_t end,
   for (const ChunkId id : wanted) after.push_back(pool_.pset[id].handle);
   try {
     remap(*pool_.driver, {pool_.vset, pool_.geometry, vtensor.slot, begin},
-          handles(vtensor.slot, begin, end), after);
+          vtensors_.handles(vtensor.slot, begin, end), after);
   } catch (const BrokenMapping&) {
-    break_slot(vtensor.slot, wanted);
+    vtensors_.break_slot(vtensor.slot, wanted);
     throw;
   }
   for (size_t i = 0; i < wanted.size(); ++i) {
@@ -43,10 +54,12 @@ void Scheduler::replace_rows(VTensor& vtensor, size_t begin, size_t end,
   }
 }
 
-// It only saves memory, so whatever speaks against it now leaves the vTensor as it is.
-size_t Scheduler::dedup(VTensorId id, std::span<const Token> tokens) {
-  VTensor& vtensor = resident(id);
-  if (!options_.alias || epochs_.is_open()) return 0;
+// Two requests that computed the same prefix side by side hold the same KV twice; when the second
+// records it, its full rows are remapped onto the first one's chunks. It only saves memory, so
+// whatever speaks against it now leaves the vTensor as it is.
+size_t Recorder::dedup(VTensorId id, std::span<const Token> tokens) {
+  VTensor& vtensor = vtensors_.resident(id);
+  if (!state_.options.alias || state_.epochs.is_open()) return 0;
   const size_t planes = pool_.geometry.num_planes;
   const size_t known = std::min(tokens.size(), vtensor.num_tokens);
   const RTree::Match match = pool_.rtree.match(vtensor.salt, tokens.first(known));
@@ -59,21 +72,22 @@ size_t Scheduler::dedup(VTensorId id, std::span<const Token> tokens) {
     ++begin;
   }
   if (begin == end) return 0;
-  epochs_.wait();
+  state_.epochs.wait();
   try {
     replace_rows(vtensor, begin, end, match.table);
   } catch (const BrokenMapping&) {
     throw;  // the vTensor is lost
   } catch (const Error&) {
-    ++counters_.dedup_failures;
+    ++state_.counters.dedup_failures;
     return 0;
   }
-  for (size_t i = vtensor.own_row * planes; i < begin * planes; ++i) {  // recorded by itself
+  for (size_t i = vtensor.first_owned_row * planes; i < begin * planes;
+       ++i) {  // recorded by itself
     end_full(pool_.pset[mapped[i]], vtensor, pool_.geometry.chunk_bytes);
   }
-  vtensor.own_row = std::max(vtensor.own_row, end);
+  vtensor.first_owned_row = std::max(vtensor.first_owned_row, end);
   const size_t num_chunks = (end - begin) * planes;
-  counters_.chunks_deduplicated += num_chunks;
+  state_.counters.chunks_deduplicated += num_chunks;
   vtensor.chunks_aliased += num_chunks;
   return num_chunks;
 }

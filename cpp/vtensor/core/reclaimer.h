@@ -1,0 +1,56 @@
+// Reclaimer: where memory comes from when it is short, and how it goes back to the system.
+//
+// The order in which chunks are found: free chunks; new chunks under the budget; private chunks of
+// parked slots, the longest parked first; rows mapped ahead of need; unpinned recorded prefixes by
+// last use; chunks that parked slots share with the rTree. Two differences from the sentence in
+// docs/design.md, section 4: new chunks come before eviction, or a cache could never grow, and
+// parked slots, which that sentence leaves open, come before recorded prefixes.
+//
+// Thread-safety: none; the manager's mutex guards it.
+#pragma once
+
+#include <cstddef>
+
+#include "vtensor/core/retirement.h"
+
+namespace vtensor {
+
+class Reclaimer {
+ public:
+  Reclaimer(CoreState& state, VTensorTable& vtensors, Retirement& retirement)
+      : state_(state), pool_(state.pool), vtensors_(vtensors), retirement_(retirement) {}
+
+  // Makes `num_chunks` chunks claimable (`created`: even without creating any). False: short.
+  bool make_claimable(size_t num_chunks, bool created = false);
+  // Frees idle chunks beyond `max_idle`, the least recently used first, as long as fewer than
+  // `num_chunks` are free: memory grows with what is in use, not with what was.
+  void recycle(size_t num_chunks, size_t max_idle);
+  // What the options let idle chunks be.
+  size_t max_idle() const;
+  // Chunks that no vTensor uses: of recorded prefixes, and of parked slots.
+  size_t num_idle() const;
+  // Chunks that make_claimable() could reach.
+  size_t num_available() const;
+  // Returns chunks that became free.
+  size_t evict(size_t num_chunks);
+  // Gives free chunks (and those of parked slots) back to the system. Returns bytes.
+  size_t trim();
+  // False: more than that is in use, nothing changed.
+  bool set_budget_chunks(size_t budget_chunks);
+
+ private:
+  size_t num_obtained(bool created) const;
+  size_t private_end_rows(SlotId slot) const;
+  size_t surplus_rows(const VTensor& vtensor) const;
+  void reclaim_surplus(size_t num_chunks, bool created);
+  void reclaim_parked_private(size_t num_chunks, bool created);
+  void release_free_chunk();
+  void free_parked(SlotId slot);
+
+  CoreState& state_;
+  Pool& pool_;
+  VTensorTable& vtensors_;
+  Retirement& retirement_;
+};
+
+}  // namespace vtensor

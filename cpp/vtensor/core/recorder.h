@@ -1,0 +1,36 @@
+// Recorder: puts prefixes into the rTree, and remaps onto one set of chunks what was computed
+// twice.
+//
+// Thread-safety: none; the manager's mutex guards it.
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include "vtensor/core/vtensor_table.h"
+
+namespace vtensor {
+
+class Recorder {
+ public:
+  Recorder(CoreState& state, VTensorTable& vtensors)
+      : state_(state), pool_(state.pool), vtensors_(vtensors) {}
+
+  // Records tokens [0, tokens.size()) of the vTensor. Returns how many were new.
+  size_t record_prefix(VTensorId id, std::span<const Token> tokens);
+
+  // Remaps full rows of `tokens` that the rTree holds in other chunks onto those. Returns the
+  // number of chunks given up: 0, with nothing changed, between begin() and end() of a step and
+  // when the driver fails. Waits for steps in flight. Throws BrokenMapping when the driver fails
+  // and fails again; the vTensor is lost then.
+  size_t dedup(VTensorId id, std::span<const Token> tokens);
+
+ private:
+  void replace_rows(VTensor& vtensor, size_t begin, size_t end, std::span<const ChunkId> table);
+
+  CoreState& state_;
+  Pool& pool_;
+  VTensorTable& vtensors_;
+};
+
+}  // namespace vtensor

@@ -1,0 +1,23 @@
+// One chunk's contents into a store and back.
+#pragma once
+
+#include <vector>
+
+#include "vtensor/driver/driver.h"
+#include "vtensor/store/swap_store.h"
+
+namespace vtensor {
+
+inline SwapStore::Ticket save(Driver& driver, SwapStore& store, Handle handle, size_t num_bytes) {
+  std::vector<std::byte> bytes(num_bytes);
+  driver.read(handle, 0, bytes);
+  return store.put(bytes);
+}
+
+inline void restore(Driver& driver, const SwapStore& store, Handle handle,
+                    SwapStore::Ticket ticket) {
+  const std::vector<std::byte> bytes = store.get(ticket);
+  if (!bytes.empty()) driver.write(handle, 0, bytes);
+}
+
+}  // namespace vtensor

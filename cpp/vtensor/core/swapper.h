@@ -1,0 +1,47 @@
+// Swapper: moves the contents of one vTensor to a store and back to the same addresses.
+//
+// Thread-safety: none; the manager's mutex guards it.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <vector>
+
+#include "vtensor/core/extender.h"
+#include "vtensor/store/swap_store.h"
+
+namespace vtensor {
+
+class Swapper {
+ public:
+  Swapper(CoreState& state, VTensorTable& vtensors, Reclaimer& reclaimer, Extender& extender)
+      : state_(state),
+        pool_(state.pool),
+        vtensors_(vtensors),
+        reclaimer_(reclaimer),
+        extender_(extender) {}
+
+  // Moves the contents of a vTensor to the store and gives its chunks up; it keeps its slot.
+  // False: the store is too full, nothing changed. Throws std::invalid_argument while views of it
+  // are alive. Requires: not busy.
+  bool swap_out(VTensorId id, SwapStore& store);
+  // Brings them back to the same addresses; whole rows of `tokens` (may be empty) that are
+  // recorded are aliased. False: memory is short, nothing changed. IntegrityError: the contents are
+  // damaged; it stays swapped out.
+  bool swap_in(VTensorId id, std::span<const Token> tokens, SwapStore& store);
+  // Drops what the store holds of it.
+  void forget(VTensor& vtensor, SwapStore& store);
+
+ private:
+  bool bring_back(VTensor& vtensor, std::span<const Token> tokens, SwapStore& store, bool created);
+  void fill(VTensor& vtensor, std::span<const ChunkId> aliased, std::vector<Claim>& claims,
+            const SwapStore& store);
+
+  CoreState& state_;
+  Pool& pool_;
+  VTensorTable& vtensors_;
+  Reclaimer& reclaimer_;
+  Extender& extender_;
+};
+
+}  // namespace vtensor

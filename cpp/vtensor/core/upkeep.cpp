@@ -1,0 +1,75 @@
+#include "vtensor/core/upkeep.h"
+
+#include <algorithm>
+
+namespace vtensor {
+
+void UpkeepTask::run(Driver& driver, size_t chunk_bytes) {
+  switch (kind) {
+    case Kind::kCreate:
+      claim.handle = driver.create(chunk_bytes);
+      claim.created = true;
+      break;
+    case Kind::kScrub:
+      driver.fill(claim.handle, 0, claim.dirty_bytes, std::byte{0});
+      claim.dirty_bytes = 0;
+      break;
+    case Kind::kRelease:
+      driver.release(claim.handle, chunk_bytes);
+      claim.created = false;
+      break;
+  }
+}
+
+std::string_view to_string(UpkeepTask::Kind kind) {
+  switch (kind) {
+    case UpkeepTask::Kind::kCreate:
+      return "create";
+    case UpkeepTask::Kind::kScrub:
+      return "scrub";
+    case UpkeepTask::Kind::kRelease:
+      break;
+  }
+  return "release";
+}
+
+// Giving back comes first, so that nothing is scrubbed for nobody.
+std::optional<UpkeepTask::Kind> Upkeep::next() const {
+  const PSet& pset = state_.pool.pset;
+  if (pset.num_free() > state_.options.max_free_chunks) return UpkeepTask::Kind::kRelease;
+  if (pset.num_dirty_free() > 0 && state_.options.scrub != ScrubPolicy::kOff)
+    return UpkeepTask::Kind::kScrub;
+  if (pset.num_free() < state_.options.min_free_chunks &&
+      pset.num_created() < pset.budget_chunks()) {
+    return UpkeepTask::Kind::kCreate;
+  }
+  return std::nullopt;
+}
+
+std::optional<UpkeepTask> Upkeep::plan() {
+  if (next() == UpkeepTask::Kind::kCreate) {
+    // What will be free then counts as idle too: nobody uses it.
+    const size_t min_free = state_.options.min_free_chunks, bound = reclaimer_.max_idle();
+    reclaimer_.recycle(min_free, bound - std::min(bound, min_free));
+  }
+  const std::optional<UpkeepTask::Kind> kind = next();
+  if (!kind) return std::nullopt;
+  PSet& pset = state_.pool.pset;
+  const ChunkId id = *kind == UpkeepTask::Kind::kRelease ? pset.claim()
+                     : *kind == UpkeepTask::Kind::kScrub ? pset.claim_dirty()
+                                                         : pset.claim_absent();
+  const Chunk& chunk = pset[id];
+  state_.claimed.insert(id);
+  return UpkeepTask{*kind, {id, chunk.handle, chunk.created, false, chunk.dirty_bytes}};
+}
+
+void Upkeep::finish(const UpkeepTask& task) {
+  Chunk& chunk = state_.pool.pset[task.claim.id];
+  state_.claimed.erase(task.claim.id);
+  chunk.handle = task.claim.handle;
+  chunk.created = task.claim.created;
+  chunk.dirty_bytes = task.claim.dirty_bytes;
+  state_.pool.pset.unclaim(task.claim.id);
+}
+
+}  // namespace vtensor

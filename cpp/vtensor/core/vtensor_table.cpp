@@ -1,0 +1,130 @@
+#include "vtensor/core/vtensor_table.h"
+
+#include <algorithm>
+#include <functional>
+#include <stdexcept>
+
+#include "vtensor/ops/mapping.h"
+#include "vtensor/util/error.h"
+
+namespace vtensor {
+
+uint64_t tenant_of(const std::string& salt) { return std::hash<std::string>{}(salt); }
+
+// An id names its slot and the generation of the slot, so that a lookup is one division and a
+// stale id is told from a foreign one.
+VTensorId VTensorTable::id_of(SlotId slot) const {
+  return pool_.vset[slot].generation * pool_.vset.num_slots() + slot;
+}
+
+bool VTensorTable::is_live(VTensorId id) const {
+  const auto slot = static_cast<SlotId>(id % pool_.vset.num_slots());
+  return pool_.vset[slot].state == SlotState::kLive && vtensors_[slot].id == id;
+}
+
+VTensor& VTensorTable::live(VTensorId id) {
+  const auto slot = static_cast<SlotId>(id % pool_.vset.num_slots());
+  if (is_live(id)) return vtensors_[slot];
+  if (id == kNoVTensor || id > id_of(slot)) {
+    throw std::out_of_range("no vTensor has id " + std::to_string(id) + " in this manager");
+  }
+  throw ReleasedError("vTensor " + std::to_string(id) + " has been released");
+}
+
+VTensor& VTensorTable::resident(VTensorId id) {
+  VTensor& vtensor = live(id);
+  if (vtensor.is_swapped) {
+    throw std::invalid_argument("vTensor " + std::to_string(id) +
+                                " is swapped out; swap it in first");
+  }
+  return vtensor;
+}
+
+std::vector<VTensorId> VTensorTable::live_ids() const {
+  std::vector<VTensorId> ids;
+  for (SlotId slot = 0; slot < pool_.vset.num_slots(); ++slot) {
+    if (pool_.vset[slot].state == SlotState::kLive) ids.push_back(vtensors_[slot].id);
+  }
+  return ids;
+}
+
+void VTensorTable::update_write_limit(VTensor& vtensor) const {
+  const size_t rows = pool_.vset.mapped_rows(vtensor.slot);
+  const size_t mapped = std::min(pool_.geometry.tokens_in(rows), pool_.geometry.max_tokens);
+  vtensor.write_limit = vtensor.last_row_shared ? vtensor.num_tokens : mapped;
+}
+
+void VTensorTable::own_rows(VTensor& vtensor, size_t first_row, size_t end_row) {
+  const size_t planes = pool_.geometry.num_planes;
+  const std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
+  for (size_t i = first_row * planes; i < end_row * planes; ++i) {
+    Chunk& chunk = pool_.pset[table[i]];
+    chunk.appender = vtensor.id;
+    chunk.tenant = vtensor.tenant;
+    chunk.written_bytes = 0;
+  }
+}
+
+void VTensorTable::record_watermark(const VTensor& vtensor, size_t first_row) {
+  const size_t planes = pool_.geometry.num_planes;
+  const Slot& slot = pool_.vset[vtensor.slot];
+  const std::vector<ChunkId>& table = slot.table;
+  const size_t written_tokens = slot.num_views > 0 ? vtensor.peak_tokens : vtensor.num_tokens;
+  for (size_t i = std::max(vtensor.first_owned_row, first_row) * planes; i < table.size(); ++i) {
+    Chunk& chunk = pool_.pset[table[i]];
+    if (chunk.appender != vtensor.id) continue;
+    chunk.appender = kNoVTensor;
+    chunk.written_bytes = pool_.geometry.bytes_used(i / planes, written_tokens);
+    chunk.dirty_bytes =
+        std::max(chunk.dirty_bytes, pool_.geometry.bytes_used(i / planes, vtensor.peak_tokens));
+  }
+}
+
+VTensor& VTensorTable::begin(SlotId slot, const std::string& salt) {
+  VTensor& vtensor = vtensors_[slot];
+  vtensor = VTensor{};
+  vtensor.id = id_of(slot);
+  vtensor.slot = slot;
+  vtensor.salt = salt;
+  vtensor.tenant = tenant_of(salt);
+  return vtensor;
+}
+
+std::vector<Handle> VTensorTable::handles(SlotId slot, size_t first_row, size_t end_row) const {
+  const size_t planes = pool_.geometry.num_planes;
+  const std::vector<ChunkId>& table = pool_.vset[slot].table;
+  std::vector<Handle> found;
+  found.reserve((end_row - first_row) * planes);
+  for (size_t i = first_row * planes; i < end_row * planes; ++i) {
+    found.push_back(pool_.pset[table[i]].handle);
+  }
+  return found;
+}
+
+void VTensorTable::break_slot(SlotId slot, std::span<const ChunkId> chunks) {
+  if (pool_.vset[slot].state == SlotState::kLive) record_watermark(vtensors_[slot]);
+  for (const ChunkId id : chunks) {
+    pool_.pset.add_table_ref(id);
+    pool_.vset[slot].table.push_back(id);
+  }
+  pool_.vset.make_broken(slot);
+}
+
+void VTensorTable::shrink(SlotId slot, size_t keep_rows) {
+  const size_t rows = pool_.vset.mapped_rows(slot);
+  if (rows <= keep_rows) return;
+  if (pool_.vset[slot].state == SlotState::kLive) state_.epochs.wait();
+  try {
+    unmap(*pool_.driver, {pool_.vset, pool_.geometry, slot, keep_rows},
+          handles(slot, keep_rows, rows));
+  } catch (const BrokenMapping&) {
+    break_slot(slot, {});
+    throw;
+  }
+  if (pool_.vset[slot].state == SlotState::kLive) record_watermark(vtensors_[slot], keep_rows);
+  std::vector<ChunkId>& table = pool_.vset[slot].table;
+  p_free(pool_, std::span(table).subspan(keep_rows * pool_.geometry.num_planes));
+  table.resize(keep_rows * pool_.geometry.num_planes);
+}
+
+}  // namespace vtensor
