@@ -18,7 +18,7 @@
 //  6. release() of a chunk that is still mapped keeps its memory until the last unmap. (The pool
 //     never does this; the rule is CUDA's, and the host driver refuses it.)
 //  7. free() needs a range with nothing mapped in it.
-//  8. After unmap() a range shows the tail policy again: kGuard faults, kZero reads as zeros.
+//  8. After unmap() a range shows the unmapped policy again: kGuard faults, kZero reads as zeros.
 //
 // Errors: std::invalid_argument for a caller mistake, OutOfMemoryError where create() finds no
 // memory, DriverError (call, code, arguments) for everything else.

@@ -39,7 +39,7 @@ class VTensorManager:
             of the memory that is available, see :func:`available_memory_bytes`.
         chunk_bytes: size of one chunk, a multiple of the driver's granularity (4 KiB on the CPU,
             2 MiB on CUDA). Default: 2 MiB, less where the budget or the range is small.
-        unmapped: what the unmapped rest of a range does when read: ``"zero"`` or ``"guard"`` (faults).
+        unmapped: what the rest of a range does when read: ``"zero"`` or ``"guard"`` (faults).
         scrub: zero-fill a chunk that changes hands: between any two owners (``"owner"``), between
             tenants, that is cache salts (``"tenant"``), or never (``"off"``).
         park: keep released slots mapped for the next request (deferred reclamation).

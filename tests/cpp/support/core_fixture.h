@@ -1,4 +1,4 @@
-// What the tests of pool/, ops/, sched/ and the manager share: small geometries, the drivers that
+// What the tests of pool/, ops/, core/ and the manager share: small geometries, the drivers that
 // they run on, a pool on a driver that can be told to fail, and token sequences.
 #pragma once
 

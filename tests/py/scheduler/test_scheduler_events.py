@@ -31,6 +31,10 @@ MIN_CHUNKS = 12
 """Holds the longest request, and the pins besides."""
 
 
+def chunks_to_bytes(num_chunks: int | None) -> int | None:
+    return None if num_chunks is None else num_chunks * CHUNK_BYTES
+
+
 @dataclass(frozen=True)
 class Setup:
     """One world for the events."""
@@ -41,9 +45,9 @@ class Setup:
     swap_chunks: int = 40
     planes_per_layer: bool = False
     park: bool = True
-    eager_chunks: int = 2
+    ready_chunks: int = 2
     max_free_chunks: int | None = 20
-    max_idle_chunks: int | None = None
+    idle_chunks: int | None = None
 
     def make_manager(self) -> VTensorManager:
         """A row of chunks holds 16 tokens."""
@@ -61,13 +65,11 @@ class Setup:
             memory_budget=MAX_CHUNKS * CHUNK_BYTES,
             chunk_bytes=CHUNK_BYTES // spec.num_planes,
             park=self.park,
-            min_free_bytes=self.eager_chunks * CHUNK_BYTES,
+            min_free_bytes=self.ready_chunks * CHUNK_BYTES,
             max_free_bytes=None
             if self.max_free_chunks is None
             else self.max_free_chunks * CHUNK_BYTES,
-            prefix_cache_bytes=None
-            if self.max_idle_chunks is None
-            else self.max_idle_chunks * CHUNK_BYTES,
+            prefix_cache_bytes=None if self.idle_chunks is None else self.idle_chunks * CHUNK_BYTES,
             swap_space=self.swap_chunks * CHUNK_BYTES,
         )
 
@@ -288,10 +290,10 @@ SHORT = [
     Setup(2, policy="prefix", preemption_mode="swap"),
     Setup(3, policy="prefix", preemption_mode="swap", swap_chunks=6, planes_per_layer=True),
     Setup(4, preemption_mode="off", park=False),
-    Setup(5, planes_per_layer=True, eager_chunks=0, max_free_chunks=None),
+    Setup(5, planes_per_layer=True, ready_chunks=0, max_free_chunks=None),
     Setup(6, park=False, max_free_chunks=4),
-    Setup(7, max_free_chunks=None, max_idle_chunks=6),
-    Setup(8, policy="prefix", max_idle_chunks=0),
+    Setup(7, max_free_chunks=None, idle_chunks=6),
+    Setup(8, policy="prefix", idle_chunks=0),
 ]
 
 

@@ -130,7 +130,7 @@ def test_a_driver_that_cannot_serve_says_why(
         ),
         ("cuda", {"chunk_bytes": "3MiB"}, "3145728 is not a positive multiple"),
         ("cuda", {"memory_budget": MIB}, "less than one chunk in each plane"),
-        ("cuda", {"tail": "zero"}, "tail policy 'zero' is not available.*use 'guard'"),
+        ("cuda", {"unmapped": "zero"}, "unmapped='zero' is not available.*use 'guard'"),
     ],
 )
 def test_settings_that_make_no_sense_are_value_errors(

@@ -30,7 +30,7 @@ cuda::CUmemAccess_flags access_flags(Access access) {
 std::shared_ptr<const CudaContext> open_context(const CudaOptions& options) {
   if (options.unmapped == UnmappedPolicy::kZero) {
     throw std::invalid_argument(
-        "cuda: tail policy 'zero' is not available: CUDA has no lazy zero page; use 'guard', and a "
+        "cuda: unmapped='zero' is not available: CUDA has no lazy zero page; use 'guard', and a "
         "mapped, scrubbed tail for padded kernels");
   }
   return std::make_shared<const CudaContext>(CudaApi::load(options.libcuda_path),

@@ -46,7 +46,7 @@ struct CudaOptions {
 class CudaDriver final : public Driver {
  public:
   // Throws DriverError without libcuda, device or virtual memory management; std::invalid_argument
-  // for a device index out of range or tail policy kZero.
+  // for a device index out of range or UnmappedPolicy::kZero.
   explicit CudaDriver(const CudaOptions& options = {});
   // Gives back everything, also what the caller forgot. REQUIRES: no kernel uses it any more.
   ~CudaDriver() override;
