@@ -129,7 +129,7 @@ def test_torchs_expandable_segments_stand_beside_the_pool(cuda_kit: Kit) -> None
 
 
 def test_reading_beyond_what_is_mapped_faults(device: str) -> None:
-    """The unmapped policy `guard`: a stray read ends the process (CPU) or its context (CUDA), and never
+    """`unmapped="guard"`: a stray read ends the process (CPU) or its context (CUDA), and never
     shows another request's data."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"

@@ -45,7 +45,7 @@ class Kit:
             "max_requests": 8,
             "chunk_bytes": self.chunk_bytes,
             "memory_budget": chunks * self.chunk_bytes,
-            "tail": "guard",
+            "unmapped": "guard",
         }
         manager = VTensorManager(spec, self.device, **{**defaults, **options})
         self._managers.append(manager)
