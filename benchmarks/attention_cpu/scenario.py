@@ -10,14 +10,8 @@ from statistics import median
 
 import torch
 
-from flexinfer.attention.base import (
-    AttentionBackend,
-    AttentionMetadata,
-    AttentionOptions,
-    LayerKV,
-    Segment,
-    SharedRange,
-)
+from flexinfer.attention.base import AttentionBackend, AttentionMetadata, AttentionOptions, LayerKV
+from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.attention.sharing_cost import SharingCost, choose_ranges
 from flexinfer.vtensor import KVSpec, VTensorManager
 

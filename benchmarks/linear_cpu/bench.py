@@ -22,8 +22,8 @@ set_up_torch()  # threads and malloc as an engine has them; before torch is load
 
 import torch  # noqa: E402
 
-from flexinfer.layers import host_linear as panel_linear  # noqa: E402
-from flexinfer.layers.onednn_linear import PackedLinear  # noqa: E402
+from flexinfer.layers import host_linear  # noqa: E402
+from flexinfer.layers.onednn_linear import OneDnnLinear  # noqa: E402
 
 # Inputs, outputs, with a residual: the layers of benchmarks/serving/models.py, those that one
 # product computes joined; so many that their weights are not in a cache when they are used again.
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "machine": platform.processor() or platform.machine(),
             "threads": arguments.threads,
             "torch": torch.__version__,
-            "isa": panel_linear.kernel().isa,
+            "isa": host_linear.kernel().isa,
             "load_before": load_before,
             "load_after": os.getloadavg(),
             "results": rows,
@@ -89,10 +89,10 @@ def measure(size: str, dtype: str, num_rows: Sequence[int], rounds: int) -> list
     """GFLOP/s of each shape and of all, for each number of rows; the best of `rounds` rounds."""
     num_layers, shapes = SHAPES[size]
     weights = [[_weight(*shape[:2], dtype) for shape in shapes] for _ in range(num_layers)]
-    can_run = all(panel_linear.supports(weight) for weight in weights[0])
-    kinds: dict[str, type[PackedLinear]] = {"oneDNN": PackedLinear}
+    can_run = all(host_linear.supports(weight) for weight in weights[0])
+    kinds: dict[str, type[OneDnnLinear]] = {"oneDNN": OneDnnLinear}
     if can_run:
-        kinds["ours"] = panel_linear.PanelLinear
+        kinds["ours"] = host_linear.HostLinear
     layers = {
         name: [[kind(weight, None) for weight in layer] for layer in weights]
         for name, kind in kinds.items()
@@ -130,7 +130,7 @@ def _inputs(
 
 
 def _seconds(
-    layers: Sequence[PackedLinear], x: torch.Tensor, residual: torch.Tensor | None
+    layers: Sequence[OneDnnLinear], x: torch.Tensor, residual: torch.Tensor | None
 ) -> float:
     begin = time.perf_counter()
     for layer in layers:

@@ -14,12 +14,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from flexinfer.attention.sharing_cost import SharingCost
+from flexinfer.attention.segments import Segment, SharedRange
+from flexinfer.attention.sharing_cost import SharingCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,35 +29,6 @@ class LayerKV:
     """[max_requests, max_seq_len, num_kv_heads, head_dim]"""
     v: torch.Tensor
     """Same shape, dtype and device as `k`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The tokens of one request in the batch."""
-
-    slot: int
-    row: int
-    """Index of its first token in the flat batch."""
-    start: int
-    """Position of its first token in the request: so many tokens have KV already."""
-    end: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.end - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class SharedRange:
-    """Tokens whose KV several segments hold in the same chunks: a node of ChunkAttention's tree."""
-
-    slot: int
-    """One of the members', to read from."""
-    start: int
-    end: int
-    """Tokens [start, end): whole chunks, and all of it is before each member's first new token."""
-    members: tuple[int, ...]
-    """Indices of the segments, ascending, at least two."""
 
 
 @dataclass(frozen=True, slots=True)

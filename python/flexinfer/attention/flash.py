@@ -27,12 +27,12 @@ from flexinfer.attention.base import (
     AttentionMetadata,
     AttentionOptions,
     LayerKV,
-    Segment,
     store_decodes,
     store_prefills,
 )
 from flexinfer.attention.flash_kernels import DecodeKernel, DecodeStep, PrefillKernel, Scores
 from flexinfer.attention.sdpa import SdpaAttention
+from flexinfer.attention.segments import Segment
 from flexinfer.attention.sharing_cost import SharingCost
 from flexinfer.attention.two_phase import PartialAttention, TwoPhasePlan, attend
 from flexinfer.attention.two_phase_flash import cuda_cost

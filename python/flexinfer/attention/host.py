@@ -15,12 +15,7 @@ import numpy as np
 import torch
 
 from flexinfer import _kernels
-from flexinfer.attention.base import (
-    AttentionBackend,
-    AttentionMetadata,
-    AttentionOptions,
-    LayerKV,
-)
+from flexinfer.attention.base import AttentionBackend, AttentionMetadata, AttentionOptions, LayerKV
 from flexinfer.attention.sharing_cost import SharingCost
 from flexinfer.runtime.kernels import DTYPES
 from flexinfer.runtime.openmp import start_threads_address

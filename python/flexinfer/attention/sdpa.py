@@ -19,9 +19,9 @@ from flexinfer.attention.base import (
     AttentionMetadata,
     AttentionOptions,
     LayerKV,
-    Segment,
     store_kv,
 )
+from flexinfer.attention.segments import Segment
 
 QUERY_BLOCK = 256
 """Query rows of a masked call."""

@@ -16,14 +16,7 @@ from functools import partial
 
 import torch
 
-from flexinfer.attention.base import (
-    AttentionBackend,
-    AttentionMetadata,
-    AttentionOptions,
-    LayerKV,
-    Segment,
-    SharedRange,
-)
+from flexinfer.attention.base import AttentionBackend, AttentionMetadata, AttentionOptions, LayerKV
 from flexinfer.attention.flash import FlashAttention
 from flexinfer.attention.flash_kernels import (
     MAX_HEAD_DIM,
@@ -38,6 +31,7 @@ from flexinfer.attention.flash_kernels import (
     require,
 )
 from flexinfer.attention.sdpa import SdpaAttention
+from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.attention.torch_flash import TorchFlash, count_rows_per_slot
 from flexinfer.attention.two_phase import TwoPhasePlan, attend
 from flexinfer.attention.two_phase_flash import FlashPartial

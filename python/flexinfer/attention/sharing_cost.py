@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flexinfer.attention.base import Segment, SharedRange
+from flexinfer.attention.segments import Segment, SharedRange
 
 
 @dataclass(frozen=True, slots=True)

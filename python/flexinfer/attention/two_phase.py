@@ -22,15 +22,9 @@ from typing import Protocol
 
 import torch
 
-from flexinfer.attention.base import (
-    AttentionMetadata,
-    AttentionOptions,
-    LayerKV,
-    Segment,
-    SharedRange,
-    store_kv,
-)
+from flexinfer.attention.base import AttentionMetadata, AttentionOptions, LayerKV, store_kv
 from flexinfer.attention.sdpa import SdpaAttention, fits_window, head_views
+from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.attention.sharing_cost import SharingCost
 from flexinfer.runtime.transfer import to_device
 

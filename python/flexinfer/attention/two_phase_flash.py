@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from flexinfer.attention.base import LayerKV, SharedRange
+from flexinfer.attention.base import LayerKV
+from flexinfer.attention.segments import SharedRange
 from flexinfer.attention.sharing_cost import SharingCost
 from flexinfer.attention.two_phase import Rows, TwoPhasePlan, index_rows
 from flexinfer.runtime.transfer import to_device

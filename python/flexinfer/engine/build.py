@@ -25,7 +25,7 @@ from flexinfer.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from flexinfer.memory.budget import KVMemory
     from flexinfer.memory.torch_share import TorchMemory
-    from flexinfer.models.loading import LoadedModel
+    from flexinfer.models.describe import LoadedModel
     from flexinfer.runner.model_runner import ModelRunner
     from flexinfer.vtensor import VTensorManager
 
@@ -59,7 +59,8 @@ def build_parts(config: EngineConfig) -> EngineParts:
 
     set_up_torch(config.threads)
     config = _check(config)
-    from flexinfer.models.loading import load_model, max_positions, resolve_config
+    from flexinfer.models.checks import max_positions
+    from flexinfer.models.loading import load_model, resolve_config
 
     wanted_len = choose_max_model_len(config, max_positions(resolve_config(config.model)))
     tokenizer = None

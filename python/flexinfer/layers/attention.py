@@ -1,14 +1,12 @@
-"""LeanAttention: a transformers attention module in fewer calls.
+"""FusedAttention: a transformers attention module in fewer calls.
 
 Queries, keys and values come out of one matrix product, and queries and keys are rotated where they
 then stand, in one pass. The residual is added by the last product.
-
-Recognised by its children and by what it does: on random input the same queries, keys and values
-must reach the attention function, with the same settings, and the same output must come back.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,22 +14,27 @@ import torch
 
 from flexinfer.attention.base import AttentionOptions
 from flexinfer.attention.hook import use_probe
-from flexinfer.layers import operators as lean_operators
+from flexinfer.layers import operators
 from flexinfer.layers import rows as row_ops
-from flexinfer.layers.pack import add_linear, join_linears
-from flexinfer.layers.rotary import NUM_TRIAL_TOKENS, Rotary, plain_rotary
+from flexinfer.layers.formats import is_linear, make_linear
+from flexinfer.layers.known import ATTENTIONS, ATTENTIONS_WITH_NORMS
+from flexinfer.layers.linear import Linear
+from flexinfer.layers.norm import fuse_norm
+from flexinfer.layers.recognise import is_known
+from flexinfer.layers.trial import NOT_OF_THIS_KIND, NUM_TRIAL_TOKENS
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-NORMS = ("q_norm", "k_norm")
+Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""(q, k [1, heads, tokens, dim], cos, sin [1, tokens, dim]) -> q, k rotated."""
 
 
-class LeanAttention(torch.nn.Module):
-    """In the place of an attention module of Llama's kind; REQUIRES the lean layers' conditions."""
+class FusedAttention(torch.nn.Module):
+    """In the place of an attention module of Llama's kind."""
 
-    def __init__(self, attention: Any, rotary: Rotary, options: AttentionOptions) -> None:
-        """rotary: transformers' function, for compiled models; options: what the module passes."""
+    def __init__(self, attention: Any, options: AttentionOptions, has_norms: bool) -> None:
+        """options: what the module passes to the attention function; has_norms: whether it
+        normalises queries and keys."""
         super().__init__()
-        lean_operators.register()
+        operators.register()
         self.config = attention.config
         self.layer_idx = attention.layer_idx
         self.is_causal = True
@@ -39,12 +42,13 @@ class LeanAttention(torch.nn.Module):
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
         self.num_key_value_groups = self.num_heads // self.num_kv_heads
-        self.qkv_proj: Any = join_linears(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.o_proj = attention.o_proj
-        self.q_norm: Any = getattr(attention, "q_norm", None)
-        self.k_norm: Any = getattr(attention, "k_norm", None)
-        self._rotary = rotary
-        self._eager = type(attention).forward.__globals__.get("eager_attention_forward")
+        self.qkv_proj: Linear = make_linear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.o_proj: Linear = make_linear(attention.o_proj)
+        self.q_norm: Any = fuse_norm(attention.q_norm) or attention.q_norm if has_norms else None
+        self.k_norm: Any = fuse_norm(attention.k_norm) or attention.k_norm if has_norms else None
+        names = inspect.unwrap(type(attention).forward).__globals__
+        self._rotary: Rotary = names["apply_rotary_pos_emb"]
+        self._eager = names.get("eager_attention_forward")
         weight = attention.o_proj.weight
         self._rotates = row_ops.supports(weight.dtype, weight.device, self.head_dim // 2)
         self._options = {
@@ -68,32 +72,37 @@ class LeanAttention(torch.nn.Module):
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         qkv = self.qkv_proj(hidden_states)
         qkv = qkv.view(batch, num_tokens, sum(heads), self.head_dim).transpose(1, 2)
-        query, key, value = qkv.split(heads, dim=1)
-        if self.q_norm is not None:
-            query = self.q_norm(query.transpose(1, 2)).transpose(1, 2)
-            key = self.k_norm(key.transpose(1, 2)).transpose(1, 2)
-        cos, sin = position_embeddings
-        can_rotate = self._rotates and batch == 1 and cos.dtype == qkv.dtype
-        if not can_rotate:
-            query, key = self._rotary(query, key, cos, sin)
-        elif torch.compiler.is_compiling():
-            if self.q_norm is not None:
-                query = lean_operators.rotate(query, cos, sin)
-                key = lean_operators.rotate(key, cos, sin)
-            else:
-                rotated = lean_operators.rotate(qkv[:, : -self.num_kv_heads], cos, sin)
-                query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
-        elif self.q_norm is not None:
-            row_ops.rotate_(query, cos, sin)
-            row_ops.rotate_(key, cos, sin)
-        else:
-            row_ops.rotate_(qkv[:, : -self.num_kv_heads], cos, sin)
+        query, key, value = self._rotated(qkv, heads, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = attention_function(self.config._attn_implementation, self._eager)
         output, _ = attend(self, query, key, value, attention_mask, dropout=0.0, **self._options)
         output = output.reshape(batch, num_tokens, -1)
-        return add_linear(self.o_proj, output, residual), None
+        return self.o_proj(output, residual), None
+
+    def _rotated(
+        self, qkv: torch.Tensor, heads: tuple[int, int, int], cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries and keys, normalised where the model does, and rotated; and values.
+        qkv: [batch, heads, tokens, head_dim]."""
+        query, key, value = qkv.split(heads, dim=1)  # type: ignore[no-untyped-call]
+        if self.q_norm is not None:
+            query = self.q_norm(query.transpose(1, 2)).transpose(1, 2)
+            key = self.k_norm(key.transpose(1, 2)).transpose(1, 2)
+        if not (self._rotates and qkv.shape[0] == 1 and cos.dtype == qkv.dtype):
+            return *self._rotary(query, key, cos, sin), value
+        if torch.compiler.is_compiling():
+            if self.q_norm is not None:
+                query = operators.rotate(query, cos, sin)
+                return query, operators.rotate(key, cos, sin), value
+            both = operators.rotate(qkv[:, : -self.num_kv_heads], cos, sin)
+            return both[:, : self.num_heads], both[:, self.num_heads :], value
+        if self.q_norm is not None:
+            row_ops.rotate_(query, cos, sin)
+            row_ops.rotate_(key, cos, sin)
+        else:
+            row_ops.rotate_(qkv[:, : -self.num_kv_heads], cos, sin)
+        return query, key, value
 
 
 def attention_function(implementation: str, eager: Any) -> Callable[..., tuple[torch.Tensor, Any]]:
@@ -104,37 +113,25 @@ def attention_function(implementation: str, eager: Any) -> Callable[..., tuple[t
     return function  # type: ignore[no-any-return]
 
 
-def lean_attention(module: torch.nn.Module) -> LeanAttention | None:
-    """What can take the module's place, if it computes the same."""
-    children = dict(module.named_children())
-    linears: list[Any] = [children.pop(name, None) for name in PROJECTIONS]
-    norms = [name for name in NORMS if children.pop(name, None) is not None]
-    if len(norms) == 1 or any(_is_watched(child) for child in module.modules()):
+def fuse_attention(module: Any) -> FusedAttention | None:
+    """What may take the module's place; None: it is of another kind."""
+    has_norms = is_known(module, ATTENTIONS_WITH_NORMS)
+    if not has_norms and not is_known(module, ATTENTIONS):
         return None
     if not getattr(module, "is_causal", True):
         return None
-    # What else the module may have has no weights (a rotary embedding of older models).
-    if any(True for child in children.values() for _ in child.parameters()):
+    linears = [module.q_proj, module.k_proj, module.v_proj, module.o_proj]
+    if not all(is_linear(linear) for linear in linears) or module.head_dim % 2:
         return None
-    if not all(type(linear) is torch.nn.Linear for linear in linears):
+    if linears[0].weight.device.type != "cpu":
         return None
-    rotary, head_dim = plain_rotary(module), getattr(module, "head_dim", None)
-    weight = linears[0].weight
-    if rotary is None or not isinstance(head_dim, int) or head_dim % 2:
-        return None
-    if weight.device.type != "cpu":
-        return None
-    if any(linear.out_features % head_dim for linear in linears[:3]):
-        return None
-    return _same_attention(module, rotary)
+    options = options_of(module)
+    return None if options is None else FusedAttention(module, options, has_norms)
 
 
 @torch.inference_mode()
-def _same_attention(module: Any, rotary: Rotary) -> LeanAttention | None:
-    """The lean module, if both call attention alike and give the same, up to rounding."""
-    weight = module.q_proj.weight
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, NUM_TRIAL_TOKENS, weight.shape[1], generator=generator).to(weight.dtype)
+def options_of(module: Any) -> AttentionOptions | None:
+    """What the module asks attention for; None: something that a fused one would not."""
     found: list[AttentionOptions] = []
 
     def look(
@@ -146,24 +143,34 @@ def _same_attention(module: Any, rotary: Rotary) -> LeanAttention | None:
         others: dict[str, Any],
     ) -> torch.Tensor:
         if any(value is not None and name != "dropout" for name, value in others.items()):
-            raise ValueError("the attention is told something that a lean module would not")
+            raise ValueError("the attention is told something that a fused module would not")
         found.append(options)
         return mix_heads(query, key, value)
 
+    weight = module.q_proj.weight
+    x = weight.new_zeros(1, NUM_TRIAL_TOKENS, weight.shape[1])
     positions = random_positions(module.head_dim, weight.dtype)
-    arguments: dict[str, Any] = {"position_embeddings": positions, "attention_mask": None}
     try:
         with use_probe(module, look, set()):
-            expected, _ = module(hidden_states=x, **arguments)
-            if len(found) != 1 or found[0].sinks is not None:
-                return None
-            lean = LeanAttention(module, rotary, found[0])
-            output, _ = lean(x, **arguments)
-    except (TypeError, ValueError, RuntimeError, AttributeError):
-        return None  # a module of another kind
-    tolerance = 20 * torch.finfo(weight.dtype).eps * expected.abs().max().item()
-    is_same = expected.shape == output.shape and bool((expected - output).abs().max() <= tolerance)
-    return lean if is_same and found[0] == found[1] else None
+            module(hidden_states=x, position_embeddings=positions, attention_mask=None)
+    except NOT_OF_THIS_KIND:
+        return None
+    return found[0] if len(found) == 1 and found[0].sinks is None else None
+
+
+def run_attention(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """A trial of an attention module: its output where heads are mixed in place of attention."""
+    positions = random_positions(module.head_dim, x.dtype)
+    with use_probe(module, lambda *call: mix_heads(*call[1:4]), set()):
+        output, _ = module(hidden_states=x, position_embeddings=positions, attention_mask=None)
+    return output  # type: ignore[no-any-return]
+
+
+def run_decoder_layer(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """As `run_attention`, for the decoder layer around it."""
+    positions = random_positions(module.self_attn.head_dim, x.dtype)
+    with use_probe(module.self_attn, lambda *call: mix_heads(*call[1:4]), set()):
+        return module(x, position_embeddings=positions)  # type: ignore[no-any-return]
 
 
 def random_positions(head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,7 +188,3 @@ def mix_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> to
     group = query.shape[0] // key.shape[0]
     mixed = query + (2 * key + 3 * value).repeat_interleave(group, dim=0)
     return mixed.transpose(0, 1)
-
-
-def _is_watched(module: torch.nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -1,11 +1,12 @@
-"""PanelLinear: a PackedLinear that does the few rows of a decode step by our own kernel, and with
+"""HostLinear: an OneDnnLinear that does the few rows of a decode step by our own kernel, and with
 AMX the many of a prefill.
 
 A decode step is bound by reading the weights. oneDNN and MKL reach their speed with hundreds of
-rows; with 1 to 64 of them they take up to twice as long as reading takes (docs/lean_step.md). The
-kernel (cpp/kernels/linear) reads the weight in the order in which oneDNN has packed it, so
-that both work on the same memory: panels of 64 (float32) or 32 (bfloat16) outputs. That order is
-oneDNN's own affair; whether it is this one is seen by comparison, once for each shape.
+rows; with 1 to 64 of them they take up to twice as long as reading takes
+(docs/cpu_performance.md). The kernel (cpp/kernels/linear) reads the weight in the order in which
+oneDNN has packed it, so that both work on the same memory: panels of 64 (float32) or 32 (bfloat16)
+outputs. That order is oneDNN's own affair; whether it is this one is seen by comparison, once for
+each shape.
 
 A prefill is bound by arithmetic. AMX multiplies bfloat16 alone, but sixteen times as fast as
 AVX-512 float32: the kernel takes each float32 number for the sum of three bfloat16 ones and adds up
@@ -22,7 +23,7 @@ from functools import cache
 import torch
 
 from flexinfer import _kernels
-from flexinfer.layers.onednn_linear import PackedLinear, can_pack, pack_weight
+from flexinfer.layers.onednn_linear import OneDnnLinear, can_pack, pack_weight
 from flexinfer.runtime.kernels import DTYPES
 from flexinfer.runtime.openmp import start_threads_address
 
@@ -78,7 +79,7 @@ def in_panels(weight: torch.Tensor) -> torch.Tensor:
     return weight.view(-1, width, depth).transpose(1, 2).contiguous()
 
 
-class PanelLinear(PackedLinear):
+class HostLinear(OneDnnLinear):
     """x [..., in_features] -> [..., out_features]; REQUIRES a weight that `supports` accepts."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -88,12 +89,6 @@ class PanelLinear(PackedLinear):
         self._has_many_rows = kernel().has_many_rows(DTYPES[weight.dtype], self.in_features)
         self._panels: int = torch.ops.mkldnn.data_ptr(self.weight)
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, *, gates: bool = False
-    ) -> torch.Tensor:
-        """gates: as `multiply_gates`; never in a graph."""
-        return self.multiply_gates(x) if gates else super().forward(x, residual)
-
     def multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         num_rows = x.numel() // self.in_features
         if num_rows > self._max_rows and not self._has_many_rows:
@@ -102,13 +97,10 @@ class PanelLinear(PackedLinear):
         multiply_panels(x, self._panels, self.in_features, self.bias, residual, output)
         return output
 
-    def can_gate(self, x: torch.Tensor) -> bool:
-        """Whether `multiply_gates` takes this input."""
-        return can_gate(x, self.out_features)
-
     def multiply_gates(self, x: torch.Tensor) -> torch.Tensor:
-        """silu(gates) * factors [..., out_features / 2]; the layer's outputs are gates, then
-        factors. The same bits as in two passes. REQUIRES `can_gate`."""
+        """In the product where it can: the same bits as in two passes."""
+        if not can_gate(x, self.out_features):
+            return super().multiply_gates(x)
         output = torch.empty(*x.shape[:-1], self.out_features // 2, dtype=self._dtype)
         multiply_panels(x, self._panels, self.in_features, self.bias, None, output, gates=True)
         return output

@@ -13,7 +13,7 @@ from flexinfer.memory.budget import KVMemory, choose_eager_bytes, choose_kv_memo
 from flexinfer.runtime.units import parse_bytes
 
 if TYPE_CHECKING:
-    from flexinfer.models.loading import LoadedModel
+    from flexinfer.models.describe import LoadedModel
     from flexinfer.vtensor import VTensorManager
     from flexinfer.vtensor.spec import KVSpec
 
@@ -69,7 +69,7 @@ def derive_kv_memory(config: EngineConfig, loaded: LoadedModel, max_seq_len: int
         return choose_kv_memory(config.kv_cache_memory_bytes, available_memory_bytes())
     import torch
 
-    from flexinfer.models.loading import warm_up
+    from flexinfer.models.describe import warm_up
 
     warm_up(loaded, config.scheduler_config(max_seq_len), max_seq_len)
     free_bytes, gpu_bytes = torch.cuda.mem_get_info(loaded.device)

@@ -29,7 +29,8 @@ from typing import Protocol
 
 import torch
 
-from flexinfer.attention.base import AttentionMetadata, Segment
+from flexinfer.attention.base import AttentionMetadata
+from flexinfer.attention.segments import Segment
 from flexinfer.attention.sharing_cost import SharingCost, total_gain_us
 from flexinfer.runner.inputs import StepInputs
 

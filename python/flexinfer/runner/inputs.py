@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexinfer.attention.base import AttentionMetadata, Segment, SharedRange
+from flexinfer.attention.base import AttentionMetadata
+from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.attention.sharing_cost import SharingCost, choose_ranges
 from flexinfer.runner.plan import StepPlan
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexinfer import attention
-from flexinfer.attention.base import AttentionMetadata, AttentionOptions, LayerKV, Segment
+from flexinfer.attention.base import AttentionMetadata, AttentionOptions, LayerKV
+from flexinfer.attention.segments import Segment
 
 torch.set_num_threads(1)
 HEAD_DIM, MAX_SEQ_LEN, NUM_SLOTS = 8, 700, 6

@@ -9,8 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flexinfer import attention
-from flexinfer.attention.base import AttentionMetadata, AttentionOptions, LayerKV, Segment
+from flexinfer.attention.base import AttentionMetadata, AttentionOptions, LayerKV
 from flexinfer.attention.hook import register, use_attention
+from flexinfer.attention.segments import Segment
 from helpers.tiny_models import make_model
 
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 8, 4, 2

@@ -17,10 +17,11 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexinfer.attention.base import AttentionMetadata, AttentionOptions, LayerKV, Segment
+from flexinfer.attention.base import AttentionMetadata, AttentionOptions, LayerKV
 from flexinfer.attention.flash import FlashAttention
 from flexinfer.attention.flash_kernels import Flash2
 from flexinfer.attention.sdpa import SdpaAttention, folded_sdpa, make_band
+from flexinfer.attention.segments import Segment
 from flexinfer.attention.torch_flash import count_rows_per_slot, flat_rows
 from helpers.flash_kit import (
     EXACT,

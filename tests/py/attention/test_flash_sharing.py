@@ -15,16 +15,11 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexinfer.attention.base import (
-    AttentionMetadata,
-    AttentionOptions,
-    LayerKV,
-    Segment,
-    SharedRange,
-)
+from flexinfer.attention.base import AttentionMetadata, AttentionOptions, LayerKV
 from flexinfer.attention.flash import FlashAttention
 from flexinfer.attention.flash_kernels import Flash2
 from flexinfer.attention.sdpa import SdpaAttention
+from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.attention.sharing_cost import SharingCost, choose_ranges
 from flexinfer.attention.two_phase_flash import FlashPartial, cuda_cost
 from helpers.flash_kit import EXACT, HEAD_DIM, MAX_SEQ_LEN, flash2, half_layers

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexinfer.attention.base import Segment, SharedRange
+from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.attention.sharing_cost import SharingCost, choose_ranges, total_gain_us
 from helpers.sharing_forests import check_forest, random_batch
 

@@ -15,14 +15,9 @@ from hypothesis import strategies as st
 
 from flexinfer import LLM, SamplingParams
 from flexinfer.attention import two_phase
-from flexinfer.attention.base import (
-    AttentionMetadata,
-    AttentionOptions,
-    LayerKV,
-    Segment,
-    SharedRange,
-)
+from flexinfer.attention.base import AttentionMetadata, AttentionOptions, LayerKV
 from flexinfer.attention.sdpa import SdpaAttention
+from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.attention.sharing_cost import SharingCost, choose_ranges
 from flexinfer.attention.two_phase import TwoPhaseAttention, merge_partial
 from flexinfer.attention.two_phase_flash import FlashPartial, suffix_groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from flexinfer.attention.base import Segment, SharedRange
+from flexinfer.attention.segments import Segment, SharedRange
 
 
 def random_batch(

@@ -17,27 +17,40 @@ from hypothesis import strategies as st
 from transformers.models.llama import modeling_llama
 
 from flexinfer import LLM, SamplingParams
-from flexinfer.layers import mlp as lean_mlp
-from flexinfer.layers.fuse import RMSNorm, make_lean, same
+from flexinfer.layers import fuse, mlp
+from flexinfer.layers.formats import make_linear
+from flexinfer.layers.fuse import fuse_layers
+from flexinfer.layers.linear import Linear, Shard, ShardDim, WeightFormat
 from flexinfer.layers.mlp import GatedMLP
-from flexinfer.layers.onednn_linear import PackedLinear, can_pack
-from flexinfer.layers.pack import join_linears, pack_linears, parents
+from flexinfer.layers.norm import RMSNorm
+from flexinfer.layers.onednn_linear import can_pack
+from flexinfer.layers.trial import computes_the_same
 from helpers.tiny_models import CONFIGS, make_model, random_prompts, reference
 
-DTYPES = [torch.bfloat16] if can_pack(torch.bfloat16, torch.device("cpu")) else []
-if not DTYPES:
-    pytest.skip("oneDNN has no bfloat16 kernels for this CPU", allow_module_level=True)
+DTYPES = [torch.float32]
+if can_pack(torch.bfloat16, torch.device("cpu")):
+    DTYPES.append(torch.bfloat16)
 
 
-def test_replaced_modules_are_let_go_of_before_the_next_parent() -> None:
-    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(3)))
-    layers = list(map(weakref.ref, [model[0][0], model[1][0], model[2][0]]))
-    num_alive = []
-    for parent in parents(model):
-        num_alive.append(sum(layer() is not None for layer in layers))
-        if parent is not model:
-            parent[0] = torch.nn.Identity()
-    assert num_alive == [3, 3, 2, 1]
+def plain_linear(out_features: int = 4, dtype: Any = torch.float32) -> Any:
+    return torch.nn.Linear(32, out_features, dtype=dtype)
+
+
+def test_replaced_modules_are_let_go_of_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the weights of a whole model are held twice."""
+    model = torch.nn.Sequential(*(torch.nn.Sequential(plain_linear()) for _ in range(3)))
+    layers = [weakref.ref(model[i][0]) for i in range(3)]
+    num_alive: list[int] = []
+
+    def replace(module: Any) -> Any:
+        if isinstance(module, torch.nn.Linear):
+            num_alive.append(sum(layer() is not None for layer in layers))
+            return make_linear(module, weight_format=WeightFormat.PLAIN)
+        return None
+
+    monkeypatch.setattr(fuse, "RULES", (fuse.RULES[0]._replace(fuse=replace),))
+    fuse_layers(model)
+    assert num_alive == [3, 2, 1]
 
 
 @settings(max_examples=40, deadline=None)
@@ -49,21 +62,21 @@ def test_replaced_modules_are_let_go_of_before_the_next_parent() -> None:
 def test_packed_linear_equals_linear(rows: int, sizes: tuple[int, int], bias: bool) -> None:
     torch.manual_seed(rows)
     linear = torch.nn.Linear(*sizes, bias=bias, dtype=torch.bfloat16)
-    packed = PackedLinear(linear.weight, linear.bias)
+    packed = make_linear(linear, weight_format=WeightFormat.ONEDNN)
     x = torch.randn(1, rows, sizes[0], dtype=torch.bfloat16)
     with torch.inference_mode():
         torch.testing.assert_close(packed(x), linear(x))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_lean_model_gives_the_same_logits(name: str, dtype: Any) -> None:
+def test_a_fused_model_gives_the_same_logits(name: str, dtype: Any) -> None:
     model = copy.deepcopy(make_model(name)).to(dtype)
-    lean = copy.deepcopy(model)
-    make_lean(lean)
+    fused = copy.deepcopy(model)
+    fuse_layers(fused)
     ids = torch.tensor(random_prompts((9,)))
     with torch.inference_mode():
-        expected, logits = model(ids).logits, lean(ids).logits
+        expected, logits = model(ids).logits, fused(ids).logits
     scale = expected.abs().max()
     assert (logits - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 0.06) * scale
 
@@ -74,19 +87,19 @@ def test_an_mlp_in_blocks_of_rows_is_the_same(
     num_tokens: int, has_residual: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = copy.deepcopy(make_model("llama"))
-    make_lean(model)
-    mlp = next(module for name, module in model.named_modules() if name.endswith("mlp"))
-    assert isinstance(mlp, GatedMLP)
+    fuse_layers(model)
+    layer = next(module for name, module in model.named_modules() if name.endswith("mlp"))
+    assert isinstance(layer, GatedMLP)
     x = torch.randn(1, num_tokens, model.config.hidden_size)
     residual = torch.randn_like(x) if has_residual else None
     with torch.inference_mode():
-        blocks = mlp(x, residual)
-        monkeypatch.setattr(lean_mlp, "BLOCK_ROWS", num_tokens)
-        torch.testing.assert_close(blocks, mlp(x, residual))
+        blocks = layer(x, residual)
+        monkeypatch.setattr(mlp, "BLOCK_ROWS", num_tokens)
+        torch.testing.assert_close(blocks, layer(x, residual))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_lean_models_generate_what_transformers_does(name: str, tmp_path: Path) -> None:
+def test_fused_models_generate_what_transformers_does(name: str, tmp_path: Path) -> None:
     make_model(name).save_pretrained(tmp_path)
     prompts = random_prompts((5, 17, 40, 1))
     settings = {"skip_tokenizer_init": True, "max_num_seqs": 4, "kv_cache_memory_bytes": 64 << 20}
@@ -102,23 +115,23 @@ def classes(model: Any) -> list[str]:
     return [type(module).__name__ for module in model.modules()]
 
 
-def test_the_layers_of_a_llama_are_replaced() -> None:
-    model = copy.deepcopy(make_model("llama")).bfloat16()
-    make_lean(model)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_layers_of_a_llama_are_replaced(dtype: Any) -> None:
+    model = copy.deepcopy(make_model("llama")).to(dtype)
+    fuse_layers(model)
     names = classes(model)
-    for name in ("LeanDecoderLayer", "LeanAttention"):
+    for name in ("FusedDecoderLayer", "FusedAttention"):
         assert names.count(name) == model.config.num_hidden_layers
-    mlps = names.count("GatedMLP") + names.count("PackedGatedMLP")
-    assert mlps == model.config.num_hidden_layers
-    assert not {"LlamaDecoderLayer", "LlamaRMSNorm", "Linear"} & set(names)
+    assert names.count("GatedMLP") == model.config.num_hidden_layers
+    assert not {"LlamaDecoderLayer", "LlamaRMSNorm", "LlamaMLP"} & set(names)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
 def test_whole_layers_of_common_models_are_replaced(name: str) -> None:
     model = copy.deepcopy(make_model(name))
-    make_lean(model)
+    fuse_layers(model)
     names = classes(model)
-    assert names.count("LeanDecoderLayer") == model.config.num_hidden_layers
+    assert names.count("FusedDecoderLayer") == model.config.num_hidden_layers
     assert names.count("GatedMLP") == model.config.num_hidden_layers
 
 
@@ -136,12 +149,14 @@ def test_a_layer_that_scales_its_residual_stays() -> None:
         attention_multiplier=0.1,
     )
     model = tf.GraniteForCausalLM(config).eval()
-    lean = copy.deepcopy(model)
-    make_lean(lean)
-    assert classes(lean).count("LeanAttention") == classes(lean).count("GraniteDecoderLayer") == 2
+    fused = copy.deepcopy(model)
+    fuse_layers(fused)
+    assert (
+        classes(fused).count("FusedAttention") == classes(fused).count("GraniteDecoderLayer") == 2
+    )
     ids = torch.tensor([[5, 9, 2, 77]])
     with torch.inference_mode():
-        torch.testing.assert_close(lean(ids).logits, model(ids).logits)
+        torch.testing.assert_close(fused(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("change", ["rotary", "extra"])
@@ -161,16 +176,16 @@ def test_an_attention_that_computes_something_else_stays(change: str) -> None:
     for layer in model.model.layers:
         layer.self_attn.__class__ = Other
     Other.forward.__globals__["apply_rotary_pos_emb"] = modeling_llama.apply_rotary_pos_emb
-    make_lean(model)
-    assert "LeanAttention" not in classes(model)
+    fuse_layers(model)
+    assert "FusedAttention" not in classes(model)
     assert "Other" in classes(model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_packed_layer_adds_the_residual(dtype: Any) -> None:
     torch.manual_seed(0)
     linear = torch.nn.Linear(96, 64, dtype=dtype)
-    packed = PackedLinear(linear.weight, linear.bias)
+    packed = make_linear(linear, weight_format=WeightFormat.ONEDNN)
     x, residual = torch.randn(1, 7, 96).to(dtype), torch.randn(1, 7, 64).to(dtype)
     with torch.inference_mode():
         expected = residual.float() + linear(x).float()
@@ -184,35 +199,82 @@ def test_joined_layers_are_one_after_the_other() -> None:
     x = torch.randn(5, 32)
     with torch.inference_mode():
         expected = torch.cat([linear(x) for linear in linears], dim=-1)
-        torch.testing.assert_close(join_linears(*linears)(x), expected)
+        torch.testing.assert_close(make_linear(*linears)(x), expected)
+
+
+@pytest.mark.parametrize("weight_format", [WeightFormat.PLAIN, None])
+def test_shards_of_a_layer_make_the_layer(weight_format: WeightFormat | None) -> None:
+    torch.manual_seed(0)
+    linears = [torch.nn.Linear(64, 32), torch.nn.Linear(64, 96, bias=False)]
+    x = torch.randn(5, 64)
+    settings: dict[str, Any] = {"weight_format": weight_format}
+    with torch.inference_mode():
+        parts = [
+            make_linear(*linears, shard=Shard(ShardDim.OUTPUTS, i, 2), **settings)(x)
+            for i in range(2)
+        ]
+        heads = [part.split((16, 48), dim=-1) for part in parts]
+        for linear, halves in zip(linears, zip(*heads, strict=True), strict=True):
+            torch.testing.assert_close(torch.cat(halves, dim=-1), linear(x))
+        sums = [
+            make_linear(linears[0], shard=Shard(ShardDim.INPUTS, i, 2), **settings)(
+                x[:, 32 * i : 32 * (i + 1)].contiguous()
+            )
+            for i in range(2)
+        ]
+        torch.testing.assert_close(sums[0] + sums[1], linears[0](x))
+
+
+def test_a_layer_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="32 outputs do not make 3 equal parts"):
+        make_linear(plain_linear(32), shard=Shard(ShardDim.OUTPUTS, 0, 3))
 
 
 def test_a_norm_with_another_formula_stays() -> None:
     """Gemma multiplies by 1 + weight."""
     model = copy.deepcopy(make_model("gemma2"))
-    make_lean(model)
+    fuse_layers(model)
     assert "Gemma2RMSNorm" in classes(model)
     assert not any(isinstance(module, RMSNorm) for module in model.modules())
 
 
-def test_a_tied_head_stays() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tied_head_stays(dtype: Any) -> None:
     model = torch.nn.ModuleDict(
-        {"embed": torch.nn.Embedding(300, 128), "head": torch.nn.Linear(128, 300, bias=False)}
-    ).bfloat16()
+        {"embed": torch.nn.Embedding(320, 128), "head": torch.nn.Linear(128, 320, bias=False)}
+    ).to(dtype)
     model["head"].weight = model["embed"].weight
-    assert pack_linears(model) == 0
+    assert fuse_layers(model) == {}
 
 
 def test_a_model_that_was_handed_over_stays() -> None:
     model = make_model("llama")
     with LLM(model, skip_tokenizer_init=True, kv_cache_memory_bytes=64 << 20):
-        assert not any(
-            isinstance(module, (PackedLinear, GatedMLP, RMSNorm)) for module in model.modules()
-        )
+        assert not any(isinstance(m, (Linear, GatedMLP, RMSNorm)) for m in model.modules())
+
+
+def test_a_module_that_is_watched_stays() -> None:
+    model = copy.deepcopy(make_model("llama"))
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    fuse_layers(model)
+    assert classes(model).count("LlamaMLP") == 1
+    assert classes(model).count("GatedMLP") == model.config.num_hidden_layers - 1
 
 
 def test_a_replacement_that_computes_something_else_is_told() -> None:
     norm = RMSNorm(torch.ones(64), 1e-6)
-    assert same(norm, RMSNorm(torch.ones(64), 1e-6))
-    assert not same(norm, RMSNorm(torch.ones(64), 1e-1))
-    assert not same(norm, RMSNorm(torch.full((64,), 1.01), 1e-6))
+    for weight, eps, same in ((1, 1e-6, True), (1, 1e-1, False), (1.01, 1e-6, False)):
+        other = RMSNorm(torch.full((64,), float(weight)), eps)
+        assert computes_the_same(norm, other, 64, torch.float32) is same
+
+
+def test_what_only_large_numbers_reach_is_told() -> None:
+    linear = plain_linear(16)
+
+    class Clamped(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).clamp(-100, 100)
+
+    clamped = Clamped(32, 16)
+    clamped.load_state_dict(linear.state_dict())
+    assert not computes_the_same(clamped, linear, 32, torch.float32)

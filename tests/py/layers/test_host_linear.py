@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flexinfer.layers import host_linear as panel_linear
+from flexinfer.layers import host_linear
 from flexinfer.layers import rows as row_ops
-from flexinfer.layers.host_linear import PanelLinear, in_panels, multiply_panels
+from flexinfer.layers.host_linear import HostLinear, in_panels, multiply_panels
 from flexinfer.runtime.kernels import DTYPES, available_isas
 
 EXAMPLES = settings(
@@ -24,8 +24,8 @@ EXAMPLES = settings(
 
 @pytest.fixture(params=available_isas())
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    kernel = panel_linear.make_kernel(request.param)
-    monkeypatch.setattr(panel_linear, "kernel", lambda: kernel)
+    kernel = host_linear.make_kernel(request.param)
+    monkeypatch.setattr(host_linear, "kernel", lambda: kernel)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield request.param
@@ -47,7 +47,7 @@ def multiply(x: Any, weight: Any, bias: Any, residual: Any, output: Any) -> None
     has_residual=st.booleans(),
     is_slice=st.booleans(),
 )
-def test_panel_linear(
+def test_host_linear(
     isa: str,
     rows: int,
     depth: int,
@@ -114,7 +114,7 @@ def test_errors_of_float32_are_those_of_sums_of_blocks(isa: str, depth: int) -> 
 def test_gates_are_the_same_bits_as_in_two_passes(
     isa: str, rows: int, depth: int, columns: int, has_bias: bool, is_slice: bool
 ) -> None:
-    if not panel_linear.kernel().has_many_rows(DTYPES[torch.bfloat16], depth):
+    if not host_linear.kernel().has_many_rows(DTYPES[torch.bfloat16], depth):
         pytest.skip("no AMX")
     torch.manual_seed(rows)
     weight = (torch.randn(columns, depth) / depth**0.5).bfloat16()
@@ -137,7 +137,7 @@ def test_gates_are_the_same_bits_as_in_two_passes(
 def test_a_row_of_bfloat16_is_the_same_bits_among_whatever_rows(
     isa: str, rows: int, cut: float, depth: int, columns: int
 ) -> None:
-    if not panel_linear.kernel().has_many_rows(DTYPES[torch.bfloat16], depth):
+    if not host_linear.kernel().has_many_rows(DTYPES[torch.bfloat16], depth):
         pytest.skip("no AMX")
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, depth).bfloat16(), torch.randn(columns, depth).bfloat16()
@@ -186,7 +186,7 @@ def z(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> t
     ],
 )
 def test_weights_that_the_kernel_does_not_take_are_told(weight: torch.Tensor) -> None:
-    assert not panel_linear.supports(weight)
+    assert not host_linear.supports(weight)
 
 
 @pytest.mark.parametrize(
@@ -242,9 +242,9 @@ def test_layers_that_share_their_memory_with_onednn(
     weight."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(shape[1], shape[0], bias=has_bias, dtype=dtype)
-    if not panel_linear.supports(linear.weight):
+    if not host_linear.supports(linear.weight):
         pytest.skip("not this order of oneDNN's, or a CPU without AVX-512 or AMX")
-    layer = PanelLinear(linear.weight, linear.bias)
+    layer = HostLinear(linear.weight, linear.bias)
     bounds = {"atol": 0.04, "rtol": 0.02} if dtype == torch.bfloat16 else {}
     for rows in (0, 1, 5, 32, 48, 49, 64, 65, 100):
         x, residual = torch.randn(rows, shape[1]).to(dtype), torch.randn(rows, shape[0]).to(dtype)
@@ -255,7 +255,7 @@ def test_layers_that_share_their_memory_with_onednn(
 
 def test_another_order_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(192, 64)
-    monkeypatch.setattr(panel_linear, "pack_weight", lambda weight: weight.t().to_mkldnn())
-    panel_linear.is_packed_in_panels.cache_clear()  # a model may have had this shape
-    assert not panel_linear.is_packed_in_panels(torch.float32, *weight.shape)
-    panel_linear.is_packed_in_panels.cache_clear()
+    monkeypatch.setattr(host_linear, "pack_weight", lambda weight: weight.t().to_mkldnn())
+    host_linear.is_packed_in_panels.cache_clear()  # a model may have had this shape
+    assert not host_linear.is_packed_in_panels(torch.float32, *weight.shape)
+    host_linear.is_packed_in_panels.cache_clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from flexinfer import UnsupportedModelError
 from flexinfer.attention.hook import attention_forward, probe_forward, register
-from flexinfer.models.loading import check_config, load_model, max_positions, probe
+from flexinfer.models.checks import check_config, max_positions
+from flexinfer.models.loading import load_model
+from flexinfer.models.probe import probe
 from helpers.tiny_models import CONFIGS, make_model
 
 SMALL: dict[str, Any] = {
@@ -127,6 +130,35 @@ def test_a_window_that_only_the_mask_knows_is_refused(monkeypatch: pytest.Monkey
         load_model(make_model("mistral"))
 
 
+def test_a_window_that_hides_nothing_is_taken() -> None:
+    """Phi-3.5-MoE masks a window as long as its longest sequence, and tells its layers of none."""
+    config = tf.PhimoeConfig(
+        **SMALL, sliding_window=64, num_local_experts=2, num_key_value_heads=2, pad_token_id=0
+    )
+    assert {call.options.sliding_window for call in probe(from_config(config))} == {None}
+    config.sliding_window = 63
+    with pytest.raises(UnsupportedModelError, match="sliding window of 63 tokens without"):
+        probe(from_config(config))
+
+
+def test_a_window_that_no_layer_has_is_taken() -> None:
+    """Qwen2-MoE makes the mask of its sliding layers, of which there are none: 0 tokens wide."""
+    config = tf.Qwen2MoeConfig(
+        **SMALL,
+        num_key_value_heads=2,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    )
+    assert config.sliding_window == 0
+    assert {call.options.sliding_window for call in probe(from_config(config))} == {None}
+
+
+def from_config(config: Any) -> Any:
+    return tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
 def test_outside_of_the_engine_the_hook_says_so() -> None:
     heads, layer = torch.zeros(1, 2, 3, 16), torch.nn.Identity()
     layer.layer_idx = 0  # type: ignore[assignment]
@@ -158,9 +190,7 @@ def test_unknown_folder_is_refused_by_name() -> None:
 
 
 def test_unknown_hub_id_is_refused_by_name() -> None:
-    with pytest.raises(
-        UnsupportedModelError, match="'no-such-org/no-such-model' can not be loaded"
-    ):
+    with pytest.raises(UnsupportedModelError, match="-org/no-such-model' cannot be loaded"):
         load_model("no-such-org/no-such-model")
 
 
@@ -189,8 +219,15 @@ def test_dtype_auto_is_that_of_the_weights(tmp_path: Path, saved: str, loaded: s
     assert load_model(tmp_path).dtype is getattr(torch, loaded)
 
 
-def test_float16_weights_are_computed_in_bfloat16_on_a_cpu(tmp_path: Path) -> None:
+def test_float16_weights_are_computed_in_bfloat16_on_a_cpu_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("a GPU computes in float16")
     tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL)).half().save_pretrained(tmp_path)
     assert load_model(tmp_path).dtype is torch.bfloat16
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert any("bfloat16" in text and "dtype='float16'" in text for text in warnings)
+    caplog.clear()
+    assert load_model(tmp_path, "float16").dtype is torch.float16
+    assert not any("bfloat16" in record.getMessage() for record in caplog.records)

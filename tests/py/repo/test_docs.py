@@ -77,7 +77,7 @@ def test_the_index_and_the_site_name_every_page() -> None:
     "page_name",
     [
         "demo.md",
-        "lean_step.md",
+        "cpu_performance.md",
         "metrics.md",
         "page.md",
         "server.md",

@@ -13,9 +13,10 @@ torch = pytest.importorskip("torch")
 
 from flexinfer import LLMEngine, SamplingParams, attention
 from flexinfer.attention import flash
-from flexinfer.attention.base import AttentionBackend, AttentionMetadata, SharedRange
+from flexinfer.attention.base import AttentionBackend, AttentionMetadata
 from flexinfer.attention.flash import FlashAttention
 from flexinfer.attention.flash_kernels import Flash2
+from flexinfer.attention.segments import SharedRange
 from flexinfer.attention.sharing_cost import SharingCost
 from flexinfer.attention.torch_flash import TorchFlash
 from flexinfer.attention.two_phase_flash import FlashPartial
@@ -167,7 +168,7 @@ def test_graphs_go_on_after_preemption_swap_and_sleep() -> None:
 
 
 def inputs(lengths: list[int], slots: list[int], num_decodes: int | None = None) -> StepInputs:
-    from flexinfer.attention.base import Segment
+    from flexinfer.attention.segments import Segment
 
     segments = [
         Segment(slot, row, n - 1, n)

@@ -12,7 +12,8 @@ from flexinfer import LLMEngine
 from flexinfer.config import EngineConfig
 from flexinfer.memory.budget import choose_kv_memory
 from flexinfer.memory.kv_setup import whole_slot_tokens
-from flexinfer.models.loading import load_model, warm_up
+from flexinfer.models.describe import warm_up
+from flexinfer.models.loading import load_model
 from flexinfer.runtime.device import choose_device
 from flexinfer.vtensor import KVSpec
 from helpers.tiny_models import make_model

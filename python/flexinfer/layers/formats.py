@@ -1,0 +1,56 @@
+"""Which format a weight takes on this CPU, and layers made of other layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flexinfer.layers import host_linear
+from flexinfer.layers.host_linear import HostLinear
+from flexinfer.layers.linear import WHOLE, Linear, PlainLinear, Shard, WeightFormat
+from flexinfer.layers.onednn_linear import OneDnnLinear, can_pack
+
+FORMATS: dict[WeightFormat, type[Linear]] = {
+    WeightFormat.PLAIN: PlainLinear,
+    WeightFormat.ONEDNN: OneDnnLinear,
+    WeightFormat.HOST: HostLinear,
+}
+
+
+def best_format(weight: torch.Tensor) -> WeightFormat:
+    """The fastest here for a weight [out_features, in_features]."""
+    if host_linear.supports(weight):
+        return WeightFormat.HOST
+    # In float32 MKL does as well on plain weights.
+    is_better = weight.dtype == torch.bfloat16 and can_pack(weight.dtype, weight.device)
+    return WeightFormat.ONEDNN if is_better else WeightFormat.PLAIN
+
+
+def make_linear(
+    *linears: Any, shard: Shard = WHOLE, weight_format: WeightFormat | None = None
+) -> Linear:
+    """One layer whose output is theirs, one after the other. linears: torch.nn.Linear or Conv1D;
+    weight_format: None is `best_format`."""
+    parts = [shard.cut(weight_of(linear), linear.bias) for linear in linears]
+    weight, bias = parts[0]
+    if len(parts) > 1:
+        weight = torch.cat([weight.detach() for weight, _ in parts])
+        if any(bias is not None for _, bias in parts):
+            bias = torch.cat(
+                [part.new_zeros(len(part)) if b is None else b.detach() for part, b in parts]
+            )
+    return FORMATS[weight_format or best_format(weight)](weight, bias)
+
+
+def is_linear(module: Any) -> bool:
+    """Whether the module is a linear layer of torch's or transformers', and nothing besides."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module) in (torch.nn.Linear, Conv1D)
+
+
+def weight_of(linear: Any) -> torch.Tensor:
+    """[out_features, in_features]"""
+    weight: torch.Tensor = linear.weight
+    return weight if type(linear) is torch.nn.Linear else weight.t()

@@ -1,0 +1,137 @@
+"""The code of transformers that fused layers stand for, as `recognise.py` brings it into one form.
+
+A module is replaced only if its class computes, statement by statement, what stands here. Where a
+new version of transformers writes it in another way, its modules stay as they are, which is slower
+but right; `test_every_architecture.py` then names them.
+"""
+
+from __future__ import annotations
+
+_ROTATE_HALF = """
+def rotate_half(x):
+    x1 = x[..., :x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2:]
+    return torch.cat((-x2, x1), dim=-1)
+"""
+_ROTARY = """
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = q * cos + rotate_half(q) * sin
+    k_embed = k * cos + rotate_half(k) * sin
+    return (q_embed, k_embed)
+"""
+_ROTARY_OF_OLMO = """
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    q_type, k_type = (q.dtype, k.dtype)
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = q * cos + rotate_half(q) * sin
+    k_embed = k * cos + rotate_half(k) * sin
+    return (q_embed.to(q_type), k_embed.to(k_type))
+"""
+_HEADS = """
+    query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+    key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+    value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+"""
+_HEADS_OF_OLMO = """
+    query_states = self.q_proj(hidden_states)
+    key_states = self.k_proj(hidden_states)
+    value_states = self.v_proj(hidden_states)
+    query_states = query_states.view(hidden_shape).transpose(1, 2)
+    key_states = key_states.view(hidden_shape).transpose(1, 2)
+    value_states = value_states.view(hidden_shape).transpose(1, 2)
+"""
+_NORM_THEN_TRANSPOSE = """
+    query_states = self.q_norm(self.q_proj(hidden_states).view(hidden_shape)).transpose(1, 2)
+    key_states = self.k_norm(self.k_proj(hidden_states).view(hidden_shape)).transpose(1, 2)
+    value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+"""
+_TRANSPOSE_THEN_NORM = f"""{_HEADS}
+    query_states = self.q_norm(query_states)
+    key_states = self.k_norm(key_states)
+"""
+
+
+def _attention(heads: str, rotary: str) -> str:
+    """The options of the call (scaling, window, soft cap) are left out: they are probed."""
+    return f"""
+def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs):
+    input_shape = hidden_states.shape[:-1]
+    hidden_shape = (*input_shape, -1, self.head_dim)
+{heads}
+    cos, sin = position_embeddings
+    query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+    if past_key_values is not None:
+        key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+    attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+        self.config._attn_implementation, eager_attention_forward
+    )
+    attn_output, attn_weights = attention_interface(
+        self, query_states, key_states, value_states, attention_mask, **kwargs
+    )
+    attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+    attn_output = self.o_proj(attn_output)
+    return (attn_output, attn_weights)
+{rotary}{_ROTATE_HALF}"""
+
+
+ATTENTIONS = (
+    _attention(_HEADS, _ROTARY),  # Llama, Qwen2, Mistral, Gemma, Gemma 2, Granite, ...
+    _attention(_HEADS_OF_OLMO, _ROTARY_OF_OLMO),  # OLMo without clip_qkv
+)
+ATTENTIONS_WITH_NORMS = (
+    _attention(_NORM_THEN_TRANSPOSE, _ROTARY),  # Qwen3, ...
+    _attention(_TRANSPOSE_THEN_NORM, _ROTARY),  # Gemma 3, EXAONE 4, Apertus, ...
+)
+
+
+def _norm(result: str) -> str:
+    return f"""
+def forward(self, hidden_states):
+    input_dtype = hidden_states.dtype
+    hidden_states = hidden_states.to(torch.float32)
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    return {result}
+"""
+
+
+NORMS = (
+    _norm("self.weight * hidden_states.to(input_dtype)"),  # Llama and most others
+    _norm("(self.weight * hidden_states).to(input_dtype)"),  # OLMo 2, gpt-oss, ...
+    _norm("(self.weight.to(torch.float32) * hidden_states).to(input_dtype)"),  # Helium
+)
+GATED_MLPS = (
+    """
+def forward(self, x):
+    down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    return down_proj
+""",
+)
+
+
+def _decoder_layer(parameters: str, arguments: str) -> str:
+    return f"""
+def forward(self, hidden_states, {parameters}, **kwargs):
+    residual = hidden_states
+    hidden_states = self.input_layernorm(hidden_states)
+    hidden_states, _ = self.self_attn({arguments}, **kwargs)
+    hidden_states = residual + hidden_states
+    residual = hidden_states
+    hidden_states = self.post_attention_layernorm(hidden_states)
+    hidden_states = self.mlp(hidden_states)
+    hidden_states = residual + hidden_states
+    return hidden_states
+"""
+
+
+DECODER_LAYERS = (
+    _decoder_layer(
+        "attention_mask, position_ids, past_key_values, use_cache, position_embeddings",
+        "hidden_states=hidden_states, attention_mask=attention_mask, position_ids=position_ids, "
+        "past_key_values=past_key_values, use_cache=use_cache, "
+        "position_embeddings=position_embeddings",
+    ),
+)

@@ -1,0 +1,177 @@
+"""Linear: a linear layer whose weight lies in one of several formats, whole or as one shard.
+
+    make_linear(q_proj, k_proj, v_proj, shard=Shard(OUTPUTS, 0, 2))
+        cut each weight    Shard         which outputs or inputs are computed here
+        join them          one product in place of three
+        lay it out         WeightFormat  in what order the kernel reads it (`formats.py`)
+
+In a compiled model a layer is the operator flexinfer::linear, as a compiled graph can take no
+opaque weight for its input: the operator finds it by the layer's number.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from itertools import count
+from weakref import WeakValueDictionary
+
+import torch
+
+from flexinfer.layers import rows as row_ops
+
+OPERATORS = (
+    "linear(Tensor x, Tensor? residual, int layer, int out_features) -> Tensor",
+    "gated_linear(Tensor x, int layer, int width) -> Tensor",
+)
+
+_layers: WeakValueDictionary[int, Linear] = WeakValueDictionary()
+_next_layer = count()
+
+
+class WeightFormat(Enum):
+    """How a weight lies in memory, and so which kernel multiplies with it."""
+
+    PLAIN = "plain"
+    """torch's rows; `PlainLinear`."""
+    ONEDNN = "onednn"
+    """oneDNN's own blocks; `OneDnnLinear`."""
+    HOST = "host"
+    """oneDNN's blocks that are panels, which our own kernel reads too; `HostLinear`."""
+
+
+class ShardDim(Enum):
+    """Along what a weight [out_features, in_features] is cut."""
+
+    OUTPUTS = 0
+    """Results are parts, one after the other."""
+    INPUTS = 1
+    """Results are to be added; the bias belongs to shard 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The `index`-th of `count` equal parts of a layer."""
+
+    dim: ShardDim = ShardDim.OUTPUTS
+    index: int = 0
+    count: int = 1
+
+    def cut(
+        self, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This part of a layer: views. Raises ValueError if the parts were not equal."""
+        if self.count == 1:
+            return weight, bias
+        size = weight.shape[self.dim.value]
+        if size % self.count:
+            raise ValueError(f"{size} {self.dim.name.lower()} do not make {self.count} equal parts")
+        weight = weight.chunk(self.count, dim=self.dim.value)[self.index]
+        if bias is None or self.dim is ShardDim.INPUTS:
+            return weight, bias if self.index == 0 else None
+        return weight, bias.chunk(self.count)[self.index]
+
+
+WHOLE = Shard()
+
+
+class Linear(torch.nn.Module, ABC):
+    """x [..., in_features] -> [..., out_features]. Not for training."""
+
+    bias: torch.Tensor | None
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """weight: [out_features, in_features]; a subclass lays it out."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bias = None if bias is None else bias.detach()
+        register()
+        self.number = next(_next_layer)
+        _layers[self.number] = self
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, *, gates: bool = False
+    ) -> torch.Tensor:
+        """residual: [..., out_features], added to the product. gates: as `multiply_gates`, without
+        a residual."""
+        if gates:
+            return self.multiply_gates(x)
+        return self.multiply(x, residual)
+
+    @abstractmethod
+    def multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """residual + x weight^T + bias."""
+
+    def multiply_gates(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gates) * factors [..., out_features / 2]; the outputs are gates, then factors."""
+        gates, factors = self.multiply(x, None).chunk(2, dim=-1)
+        return row_ops.silu_mul(gates, factors)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class PlainLinear(Linear):
+    """By torch: on a CPU without a better format for this weight, which is not copied."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
+
+    def multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        output = torch.nn.functional.linear(x, self.weight, self.bias)
+        return output if residual is None else residual + output
+
+
+class OpaqueLinear(Linear):
+    """A layer whose weight only its kernel can read: in a graph it is an operator."""
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, *, gates: bool = False
+    ) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            return super().forward(x, residual, gates=gates)
+        output: torch.Tensor
+        if gates:
+            width = self.out_features // 2
+            output = torch.ops.flexinfer.gated_linear(x, self.number, width)
+        else:
+            output = torch.ops.flexinfer.linear(x, residual, self.number, self.out_features)
+        return output
+
+
+@cache
+def register() -> torch.library.Library:
+    """Make the operators known to torch; once a process. They live as long as the library."""
+    library = torch.library.Library("flexinfer", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for operator in OPERATORS:
+        library.define(operator)  # type: ignore[no-untyped-call]
+    for name, function, shape in (
+        ("linear", _linear, _linear_shape),
+        ("gated_linear", _gated_linear, _gated_linear_shape),
+    ):
+        library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"flexinfer::{name}", shape, lib=library)
+    return library
+
+
+def _linear(
+    x: torch.Tensor, residual: torch.Tensor | None, layer: int, out_features: int
+) -> torch.Tensor:
+    return _layers[layer].multiply(x, residual)
+
+
+def _linear_shape(
+    x: torch.Tensor, residual: torch.Tensor | None, layer: int, out_features: int
+) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+def _gated_linear(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
+    return _layers[layer].multiply_gates(x)
+
+
+def _gated_linear_shape(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], width)

@@ -1,0 +1,203 @@
+"""Whether a module's code is known: its class's forward, with all that it calls, as one text.
+
+transformers writes the same layer once for each family. What may differ is brought into one form:
+1. annotations, docstrings, defaults of forward and harmless decorators are left out;
+2. a condition that reads only the module (`if self.config.clip_qkv is not None`) is decided;
+3. attention options that read only the module are left out: they are probed;
+4. dropout is left out: models are in evaluation mode.
+Everything else must be equal to a text in `known.py`. No name of a class or a child decides, and
+what depends on data (a clamp, a comparison) is in the text.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+
+OPTIONS = frozenset({"dropout", "scaling", "sliding_window", "softcap"})
+HARMLESS_DECORATORS = frozenset({"deprecate_kwarg", "use_kernel_forward_from_hub"})
+"""The second replaces code only in models that are kernelised on purpose."""
+INNOCENT_FUNCTIONS = frozenset({"eager_attention_forward"})
+"""Named, and not called: the engine attends through its own function."""
+
+
+def is_known(module: torch.nn.Module, known: Iterable[str]) -> bool:
+    """Whether the module computes what one of these texts does, and nobody watches it."""
+    if "forward" in vars(module) or is_watched(module):
+        return False
+    forward = inspect.unwrap(type(module).forward)
+    names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
+    candidates = [text for text in known if _attributes(text).issubset(names)]
+    if not candidates:
+        return False  # told without reading the source, as most are
+    code = code_of(module)
+    return code is not None and code in map(_normalised, candidates)
+
+
+def is_watched(module: torch.nn.Module) -> bool:
+    """Whether a hook waits in it or in a module below: a replacement would not call it."""
+    return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+_codes: dict[type, str | None] = {}
+"""Of classes whose code reads the same for all their modules."""
+
+
+def code_of(module: torch.nn.Module) -> str | None:
+    """Its forward and the functions that it calls; None: there is no source to read."""
+    if type(module) in _codes:
+        return _codes[type(module)]
+    form = _Form(module)
+    code = _code(module, form)
+    if not form.has_decided:
+        _codes[type(module)] = code
+    return code
+
+
+def _code(module: torch.nn.Module, form: _Form) -> str | None:
+    texts: list[str] = []
+    waiting: list[Callable[..., Any]] = [type(module).forward]
+    seen: set[Callable[..., Any]] = set()
+    while waiting:
+        function = inspect.unwrap(waiting.pop(0))
+        if function in seen:
+            continue
+        seen.add(function)
+        source = _source_of(function)
+        node = None if source is None else ast.parse(source).body[0]
+        if not isinstance(node, ast.FunctionDef):
+            return None
+        if not texts:
+            node.args.defaults, node.args.kw_defaults = [], [None] * len(node.args.kwonlyargs)
+        node = form.visit(node)
+        texts.append(ast.unparse(node))
+        waiting += _called(node, function, module)
+    return "\n".join(texts)
+
+
+@cache
+def _source_of(function: Any) -> str | None:
+    try:
+        return textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        return None
+
+
+@cache
+def _normalised(text: str) -> str:
+    """A text of `known.py` as `code_of` writes it."""
+    return "\n".join(ast.unparse(node) for node in ast.parse(text).body)
+
+
+@cache
+def _attributes(text: str) -> frozenset[str]:
+    """What a known forward reads of its module."""
+    nodes = ast.walk(ast.parse(text).body[0])
+    reads = (node for node in nodes if isinstance(node, ast.Attribute))
+    return frozenset(node.attr for node in reads if ast.unparse(node.value) == "self")
+
+
+def _called(tree: ast.AST, function: Any, module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """The functions of its file and the methods of the module that the tree calls."""
+    called: list[Callable[..., Any]] = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        found: Any = None
+        if isinstance(node.func, ast.Name) and node.func.id not in INNOCENT_FUNCTIONS:
+            found = function.__globals__.get(node.func.id)
+        elif isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "self":
+            found = getattr(type(module), node.func.attr, None)
+        if isinstance(found, FunctionType):
+            called.append(found)
+    return called
+
+
+class _Form(ast.NodeTransformer):
+    """Brings a function into the form that families share; see the file's head."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.has_decided = False
+        """Whether a condition or dropout was decided: another module of its class may differ."""
+        self._module = module
+        self._names = {"self": module, "getattr": getattr, "hasattr": hasattr}
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        self.generic_visit(node)
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+        node.returns = None
+        node.decorator_list = [d for d in node.decorator_list if not _is_harmless(d)]
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        node.annotation = None
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+        if node.value is None:
+            return node
+        assign = ast.Assign(targets=[node.target], value=node.value, lineno=node.lineno)
+        return self.visit_Assign(assign)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign | None:
+        self.generic_visit(node)
+        return None if self._is_idle_dropout(node) else node
+
+    def visit_If(self, node: ast.If) -> Any:
+        self.generic_visit(node)
+        if not self._reads_only_the_module(node.test):
+            return node
+        return node.body if self._value(node.test) else node.orelse
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        self.generic_visit(node)
+        if not self._reads_only_the_module(node.test):
+            return node
+        return node.body if self._value(node.test) else node.orelse
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        if ast.unparse(node.func) == "attention_interface":
+            node.keywords = [
+                keyword
+                for keyword in node.keywords
+                if keyword.arg not in OPTIONS or not self._reads_only_the_module(keyword.value)
+            ]
+        self.generic_visit(node)
+        return node
+
+    def _is_idle_dropout(self, node: ast.Assign) -> bool:
+        """Whether this is `x = dropout(x, ..., training=self.training)`, out of training."""
+        call = node.value
+        if not isinstance(call, ast.Call) or not ast.unparse(call.func).endswith(".dropout"):
+            return False
+        whether = [ast.unparse(k.value) for k in call.keywords if k.arg == "training"]
+        is_same = ast.unparse(call.args[0]) == ast.unparse(node.targets[0])
+        if not is_same or whether != ["self.training"]:
+            return False
+        self.has_decided = True
+        return not self._module.training
+
+    def _reads_only_the_module(self, node: ast.expr) -> bool:
+        for part in ast.walk(node):
+            if isinstance(part, ast.Name) and part.id not in self._names:
+                return False
+            if isinstance(part, ast.Call) and not isinstance(part.func, ast.Name):
+                return False
+        return True
+
+    def _value(self, node: ast.expr) -> bool:
+        self.has_decided = True
+        return bool(eval(ast.unparse(node), dict(self._names)))
+
+
+def _is_harmless(decorator: ast.expr) -> bool:
+    name = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return ast.unparse(name) in HARMLESS_DECORATORS

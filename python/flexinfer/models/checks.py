@@ -1,0 +1,105 @@
+"""Checks: which configs and model classes the engine can run, told before any weight is read.
+
+Each refusal is an UnsupportedModelError with the reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexinfer.errors import UnsupportedModelError
+
+LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
+
+
+def check_config(config: Any) -> None:
+    """Refuse what cannot work, with the reason. Reads no weights."""
+    text = config.get_text_config()
+    kind = f"model type {config.model_type!r}"
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{kind} is an encoder-decoder; only decoder-only models work")
+    for layer_type in getattr(text, "layer_types", None) or ():
+        if layer_type not in LAYER_TYPES:
+            raise UnsupportedModelError(
+                f"{kind} has layers of type {layer_type!r}; "
+                "only full_attention and sliding_attention keep a KV cache that can be shared"
+            )
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(f"{kind} shares KV between layers, which is not supported")
+    if getattr(text, "kv_lora_rank", None) and _qk_head_dim(text) != text.v_head_dim:
+        raise UnsupportedModelError(
+            f"{kind} uses multi-head latent attention: keys of width {_qk_head_dim(text)} and "
+            f"values of width {text.v_head_dim} do not fit one KV arena"
+        )
+    if _rope_types(text) & {"dynamic"}:
+        raise UnsupportedModelError(
+            f"{kind} uses dynamic rope scaling, which changes the keys of cached tokens"
+        )
+    check_architecture(config)
+
+
+def check_architecture(config: Any) -> None:
+    """Refuse a config whose causal model class does not exist or cannot take our attention."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r} has no causal language model in transformers"
+        ) from None
+    check_class(model_class)
+
+
+def max_positions(config: Any) -> int | None:
+    """Most tokens of a sequence; None: the architecture sets no limit."""
+    text = config.get_text_config()
+    limit: int | None = getattr(text, "max_position_embeddings", None)
+    if "longrope" in _rope_types(text):
+        # Beyond the original length, longrope rescales the keys that are cached already.
+        original = getattr(text, "original_max_position_embeddings", None)
+        for parameters in _rope_parameters(text):
+            original = parameters.get("original_max_position_embeddings", original)
+        limit = original or limit
+    return limit
+
+
+def check_class(model_class: Any) -> None:
+    """Refuse a model class that does not go through AttentionInterface or has other state."""
+    import inspect
+
+    name = model_class.__name__
+    if getattr(model_class, "_is_stateful", False):
+        raise UnsupportedModelError(f"{name} is recurrent: it keeps a state that is no KV cache")
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise UnsupportedModelError(
+            f"{name} does not use transformers' AttentionInterface, by which FlexInfer attends"
+        )
+    parameters = inspect.signature(model_class.forward).parameters
+    for needed in ("position_ids", "logits_to_keep"):
+        if needed not in parameters:
+            raise UnsupportedModelError(f"{name}.forward has no {needed}: no flat batch possible")
+
+
+def window_limit(config: Any) -> int | None:
+    """Sliding windows of masks from this length on hide nothing: no sequence is longer, or (0) no
+    layer has a window. None: any window may hide something."""
+    layer_types = getattr(config.get_text_config(), "layer_types", None)
+    if layer_types and "sliding_attention" not in layer_types:
+        return 0
+    return max_positions(config)
+
+
+def _rope_parameters(text_config: Any) -> list[dict[str, Any]]:
+    """The rope parameters, one for each layer type where the config has several."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]
+
+
+def _rope_types(text_config: Any) -> set[str]:
+    return {str(parameters.get("rope_type")) for parameters in _rope_parameters(text_config)}
+
+
+def _qk_head_dim(text_config: Any) -> int:
+    return int(text_config.qk_nope_head_dim + text_config.qk_rope_head_dim)

@@ -1,0 +1,108 @@
+"""LoadedModel: a model that the engine can run, and what the engine must know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flexinfer.config import SUPPORTED_DTYPES, dtype_name
+from flexinfer.errors import UnsupportedModelError
+from flexinfer.models.probe import probe
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from flexinfer.config import SchedulerConfig
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that the engine can run, and what the engine must know of it."""
+
+    model: PreTrainedModel
+    name: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    """Of K and V."""
+    device: torch.device
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+def describe(model: PreTrainedModel, name: str) -> LoadedModel:
+    """Probe the model and put together what the engine must know."""
+    calls = probe(model)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if len(calls) != num_layers:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {num_layers} layers, of which {len(calls)} use attention"
+        )
+    shapes = {(c.num_heads, c.num_kv_heads, c.key_dim, c.value_dim, c.dtype) for c in calls}
+    if len(shapes) != 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers of different KV shapes "
+            f"(heads, KV heads, key width, value width, dtype): {sorted(map(str, shapes))}"
+        )
+    call = calls[0]
+    if call.key_dim != call.value_dim:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has keys of width {call.key_dim} but values of width "
+            f"{call.value_dim}; one width is needed"
+        )
+    if dtype_name(call.dtype) not in SUPPORTED_DTYPES:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes keys in {dtype_name(call.dtype)}; "
+            f"supported: {', '.join(SUPPORTED_DTYPES)}"
+        )
+    return LoadedModel(
+        model=model,
+        name=name,
+        num_layers=num_layers,
+        num_heads=call.num_heads,
+        num_kv_heads=call.num_kv_heads,
+        head_dim=call.key_dim,
+        dtype=call.dtype,
+        device=model.device,
+        vocab_size=model.config.get_text_config().vocab_size,
+        eos_token_ids=_eos_token_ids(model),
+    )
+
+
+def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    for source in (model.generation_config, model.config.get_text_config()):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
+def warm_up(loaded: LoadedModel, limits: SchedulerConfig, max_seq_len: int) -> None:
+    """Run the largest step that there may be, without attention, on a GPU.
+
+    Afterwards torch holds the memory that activations and logits need, and the libraries theirs:
+    what is then free is free for KV (as vLLM's profiling run finds out).
+    """
+    import torch
+
+    from flexinfer.attention.hook import use_probe
+
+    def look(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        *others: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
+
+    num_tokens, num_rows = limits.max_num_batched_tokens, limits.max_num_seqs
+    positions = torch.arange(num_tokens, device=loaded.device) % max_seq_len
+    with torch.inference_mode(), use_probe(loaded.model, look, set()):
+        logits = loaded.model(
+            input_ids=torch.zeros_like(positions)[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=torch.arange(num_rows, device=loaded.device),
+        ).logits
+        torch.softmax(logits[0].float(), dim=-1).sort(dim=-1)  # the sampler's largest temporaries

@@ -1,0 +1,117 @@
+"""In each architecture of transformers, fused layers give what the layers before them gave."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flexinfer import LLM, SamplingParams, UnsupportedModelError
+from flexinfer.layers.fuse import fuse_layers
+from helpers.every_architecture import MODEL_TYPES, tiny_model
+from helpers.tiny_models import random_prompts
+
+# What transformers 5.23 has; newer architectures are tested, too, and may have any of these.
+WHOLE_LAYERS = frozenset(
+    [
+        "dots1",
+        "exaone_moe",
+        "gemma",
+        "got_ocr2",
+        "hy_v3",
+        "internlm3",
+        "iquestcoder",
+        "llama",
+        "ministral",
+        "mistral",
+        "moss_transcribe_diarize",
+        "qwen2",
+        "qwen3",
+        "seed_oss",
+        "smollm3",
+    ]
+)
+ATTENTION = frozenset(
+    [
+        "apertus",
+        "arcee",
+        "aria_text",
+        "exaone4",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "granite",
+        "granitemoe",
+        "granitemoeshared",
+        "hyperclovax",
+        "jais2",
+        "kolibri1",
+        "mellum",
+        "mixtral",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_moe",
+        "solar_open",
+        "starcoder2",
+        "vaultgemma",
+    ]
+)
+
+
+def same_model_type(model_type: str) -> Any:
+    model = tiny_model(model_type)
+    if model is None or not getattr(type(model), "_supports_attention_backend", False):
+        pytest.skip("not for this engine, or not to be made so small")
+    return model
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_logits_are_the_same(model_type: str) -> None:
+    """More rows than those of a decode step, and numbers that reach what only large ones reach."""
+    model = same_model_type(model_type)
+    fused = copy.deepcopy(model)
+    counts = Counter(fuse_layers(fused))
+    ids = torch.tensor(random_prompts((70,)))
+    with torch.inference_mode():
+        expected, logits = model(ids).logits, fused(ids).logits
+    assert (logits - expected).norm() <= 1e-3 * expected.norm()
+    if model_type in WHOLE_LAYERS:
+        assert counts["FusedDecoderLayer"] > 0
+    if model_type in ATTENTION:
+        assert counts["FusedAttention"] > 0
+
+
+def test_a_clamp_that_is_not_set_is_no_clamp() -> None:
+    """OLMo's attention clamps queries, keys and values only if its config says so."""
+    model = same_model_type("olmo")
+    for clip, num_fused in ((2.0, 0), (None, 2)):
+        model.config.clip_qkv = clip
+        counts = fuse_layers(copy.deepcopy(model))
+        assert counts.get("FusedDecoderLayer", 0) == num_fused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_tokens_are_the_same(model_type: str, tmp_path: Path) -> None:
+    """Through the engine: the model of a folder is fused, one that is handed over is not."""
+    model = same_model_type(model_type)
+    model.save_pretrained(tmp_path)
+    settings: Any = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 64 << 20}
+    answers = []
+    for source in (model, str(tmp_path)):
+        try:
+            with LLM(source, max_num_seqs=4, **settings) as llm:
+                outputs = llm.generate(
+                    random_prompts((5, 70, 20, 1)),
+                    SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+                    use_tqdm=False,
+                )
+        except UnsupportedModelError as error:
+            pytest.skip(str(error))
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
