@@ -16,15 +16,10 @@ from hypothesis import strategies as st
 transformers = pytest.importorskip("transformers")
 
 from flexinfer import LLM, SamplingParams, attention
-from flexinfer.attention.base import (
-    AttentionMetadata,
-    AttentionOptions,
-    LayerKV,
-    Segment,
-    SharedRange,
-)
+from flexinfer.attention.base import AttentionMetadata, AttentionOptions, LayerKV
 from flexinfer.attention.host import HostAttention
 from flexinfer.attention.sdpa import SdpaAttention
+from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.runtime.kernels import available_isas
 from flexinfer.runtime.openmp import start_threads_address
 from helpers.tiny_models import CONFIGS, random_prompts
