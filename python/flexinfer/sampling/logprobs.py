@@ -26,7 +26,7 @@ class RowLogprobs:
 
 
 def gather_logprobs(
-    raw: torch.Tensor, chosen: torch.Tensor, asked: Sequence[int | None]
+    logits: torch.Tensor, token_ids: Sequence[int], asked: Sequence[int | None]
 ) -> list[RowLogprobs | None]:
     """Log probabilities under the model itself, for the rows that asked for them: `asked` is their
     `SamplingParams.logprobs`."""
@@ -34,13 +34,12 @@ def gather_logprobs(
     rows = [row for row, num in enumerate(asked) if num is not None]
     if not rows:
         return found
-    vocab_size = raw.shape[-1]
+    vocab_size = logits.shape[-1]
     wanted = [asked[row] or 0 for row in rows]
     num_top = [vocab_size if num == -1 else min(num, vocab_size) for num in wanted]
-    where = _ids(rows, raw)
-    logprobs = torch.log_softmax(raw[where], dim=-1)
+    logprobs = torch.log_softmax(logits[_ids(rows, logits)].float(), dim=-1)
     top = logprobs.topk(max(num_top))
-    sampled = logprobs.gather(-1, chosen[where][:, None])
+    sampled = logprobs.gather(-1, _ids([token_ids[row] for row in rows], logits)[:, None])
     ranks = (logprobs >= sampled).sum(dim=-1).tolist()
     top_ids, top_values = top.indices.cpu(), top.values.cpu()  # one copy, not one per row
     columns = zip(rows, num_top, sampled[:, 0].tolist(), ranks, top_ids, top_values, strict=True)

@@ -20,10 +20,12 @@ def derive_seed(seed: int, index: int) -> int:
 
 def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> list[float]:
     """Numbers in [0, 1), multiples of 2**-24, one for each (seed, counter)."""
-    return [
-        (_mix(_mix(seed & _MASK) + _GOLDEN * (counter + 1)) >> 40) * 2.0**-24
-        for seed, counter in zip(seeds, counters, strict=True)
-    ]
+    return [uniform(seed, counter) for seed, counter in zip(seeds, counters, strict=True)]
+
+
+def uniform(seed: int, counter: int) -> float:
+    """A multiple of 2**-24 in [0, 1)."""
+    return (_mix(_mix(seed & _MASK) + _GOLDEN * (counter + 1)) >> 40) * 2.0**-24
 
 
 def _mix(value: int) -> int:

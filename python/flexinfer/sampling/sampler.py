@@ -2,7 +2,8 @@
 
 Meaning and order of the steps are vLLM's: logit bias and min_tokens; repetition, frequency,
 presence penalty; structured outputs; temperature; min_p; top_k; top_p. A token is drawn by one
-uniform number per row, looked up in the cumulative sum of its probabilities.
+uniform number per row, looked up in the cumulative sum of its probabilities: on the CPU by a kernel
+of our own, elsewhere by torch.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import torch
 
 from flexinfer.errors import VTensorError
 from flexinfer.runtime.transfer import to_device
+from flexinfer.sampling import host_sampler
 from flexinfer.sampling.grammars import GrammarCompiler
 from flexinfer.sampling.logprobs import RowLogprobs, gather_logprobs
-from flexinfer.sampling.random import uniforms
+from flexinfer.sampling.random import uniform
 from flexinfer.sampling.sequences import SequenceState, SequenceStates
 
 logger = logging.getLogger(__name__)
@@ -69,26 +71,18 @@ class Sampler:
         )
 
     def _sample(self, logits: torch.Tensor, states: Sequence[SequenceState]) -> SamplerOutput:
-        raw = logits.float()
-        processed = apply_penalties(apply_bias(raw, states), states)
-        processed = self._apply_structure(processed, states)
-        random_rows = [i for i, state in enumerate(states) if not state.params.is_greedy]
-        if len(random_rows) == len(states):
-            chosen = draw(processed, states)
-        else:
-            chosen = choose_most_probable(processed)
-            if random_rows:
-                rows = _ids(random_rows, raw)
-                drawn = draw(processed[rows], [states[i] for i in random_rows])
-                chosen.index_copy_(0, rows, drawn)
-        token_ids = chosen.tolist()
+        processed = logits
+        if any(state.changes_logits for state in states):
+            processed = apply_penalties(apply_bias(logits.float(), states), states)
+            processed = self._apply_structure(processed, states)
+        token_ids = choose(processed, states)
         errors = {
-            row: explain_failure(raw[row]) for row, token in enumerate(token_ids) if token < 0
+            row: explain_failure(logits[row]) for row, token in enumerate(token_ids) if token < 0
         }
         asked = [
             None if row in errors else state.params.logprobs for row, state in enumerate(states)
         ]
-        return SamplerOutput(token_ids, gather_logprobs(raw, chosen, asked), errors)
+        return SamplerOutput(token_ids, gather_logprobs(logits, token_ids, asked), errors)
 
     def _apply_structure(
         self, logits: torch.Tensor, states: Sequence[SequenceState]
@@ -109,26 +103,57 @@ class Sampler:
         return logits.masked_fill(torch.from_numpy(forbidden).to(logits.device), -torch.inf)
 
 
-def choose_most_probable(logits: torch.Tensor) -> torch.Tensor:
-    """[num_rows] int64; -1 for a row with a NaN, or without a finite maximum."""
+def choose(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
+    """One token per row; -1 for a row with a NaN, or without a finite maximum.
+
+    logits: [num_rows, vocab_size].
+    """
+    if not host_sampler.supports(logits):
+        return choose_by_torch(logits.float(), states)
+    params = [state.params for state in states]
+    return host_sampler.draw_rows(
+        logits,
+        [0.0 if p.is_greedy else p.temperature for p in params],
+        [min(p.top_k, logits.shape[1]) for p in params],
+        [p.top_p for p in params],
+        [p.min_p for p in params],
+        random_numbers(states),
+    )
+
+
+def choose_by_torch(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
+    """As `choose`, on any device; logits: float32."""
+    random_rows = [i for i, state in enumerate(states) if not state.params.is_greedy]
+    if len(random_rows) == len(states):
+        return draw(logits, states).tolist()
     best = logits.max(dim=-1)  # of a row with a NaN it is NaN
-    return best.indices.masked_fill_(~best.values.isfinite(), -1)
+    chosen = best.indices.masked_fill_(~best.values.isfinite(), -1)
+    if random_rows:
+        rows = _ids(random_rows, logits)
+        chosen.index_copy_(0, rows, draw(logits[rows], [states[i] for i in random_rows]))
+    return chosen.tolist()
+
+
+def random_numbers(states: Sequence[SequenceState]) -> list[float]:
+    """In [0, 1), one per row; 0 where none is drawn."""
+    return [
+        0.0 if state.params.is_greedy else uniform(state.seed, state.num_output_tokens)
+        for state in states
+    ]
 
 
 def draw(logits: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
-    """One random token per row, [num_rows] int64; logits: [num_rows, vocab_size] float32.
-
-    -1 for a row with a NaN, or without a finite maximum.
-    """
+    """One random token per row, [num_rows] int64; -1 where `choose` says so."""
     params = [state.params for state in states]
     logits = logits / _column([p.temperature for p in params], logits)
     logits = apply_min_p(logits, [p.min_p for p in params])
     logits = apply_top_k_top_p(logits, [p.top_k for p in params], [p.top_p for p in params])
     sums = torch.softmax(logits, dim=-1).cumsum(dim=-1)
-    numbers = uniforms([s.seed for s in states], [s.num_output_tokens for s in states])
     total = sums[:, -1:]
     # Below the total, which rounding could reach: beyond it there is no token.
-    targets = torch.minimum(_column(numbers, logits) * total, torch.nextafter(total, -total))
+    targets = torch.minimum(
+        _column(random_numbers(states), logits) * total, torch.nextafter(total, -total)
+    )
     drawn = torch.searchsorted(sums, targets, right=True)
     return drawn.masked_fill_(~total.isfinite(), -1)[:, 0]
 

@@ -41,6 +41,8 @@ class SequenceState:
     setup: SequenceSetup
     seed: int
     """Of its random numbers, the caller's or one derived from the engine's."""
+    changes_logits: bool
+    """Whether anything is done to logits before a token is chosen from them."""
     keeps_output: bool
     """Whether `output_token_ids` is kept: `reads_output(params)`."""
     num_output_tokens: int = 0
@@ -103,6 +105,7 @@ class SequenceStates:
             self._states[setup.sampling_id] = SequenceState(
                 setup,
                 seed,
+                changes_logits(setup.params),
                 reads_output(setup.params),
                 output_token_ids=list(setup.output_token_ids),
                 scores=None if setup.params.prompt_logprobs is None else [],
@@ -111,6 +114,11 @@ class SequenceStates:
     def forget(self, sampling_ids: Iterable[int]) -> None:
         for sampling_id in sampling_ids:
             self._states.pop(sampling_id, None)
+
+
+def changes_logits(params: SamplingParams) -> bool:
+    """Whether sampling is more than temperature, top_k, top_p and min_p."""
+    return bool(params.logit_bias) or params.min_tokens > 0 or reads_output(params)
 
 
 def reads_prompt(params: SamplingParams) -> bool:

@@ -75,10 +75,10 @@ def fails_for_states(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
 def fails_in_logprobs(patch: pytest.MonkeyPatch) -> None:
     real = sampler_module.gather_logprobs
 
-    def stage(raw: Any, chosen: Any, asked: list[int | None]) -> Any:
+    def stage(logits: Any, token_ids: Any, asked: list[int | None]) -> Any:
         if BAD_LOGPROBS in asked:
             raise IndexError("out of the vocabulary")
-        return real(raw, chosen, asked)
+        return real(logits, token_ids, asked)
 
     patch.setattr(sampler_module, "gather_logprobs", stage)
 
@@ -99,7 +99,7 @@ STAGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "bias": lambda patch: fails_for_states(patch, sampler_module, "apply_bias"),
     "penalties": lambda patch: fails_for_states(patch, sampler_module, "apply_penalties"),
     "structure": lambda patch: fails_for_states(patch, Sampler, "_apply_structure"),
-    "draw": lambda patch: fails_for_states(patch, sampler_module, "draw"),
+    "draw": lambda patch: fails_for_states(patch, sampler_module, "choose"),
     "logprobs": fails_in_logprobs,
     "detokeniser": lambda patch: fails_in_builder(patch, "update", 1),
     "detokeniser, at the end": lambda patch: fails_in_builder(patch, "update", 6),

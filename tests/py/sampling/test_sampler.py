@@ -20,7 +20,8 @@ from flexinfer.sampling.sampler import (
     apply_min_p,
     apply_penalties,
     apply_top_k_top_p,
-    draw,
+    choose,
+    choose_by_torch,
 )
 from flexinfer.sampling.sequences import SequenceSetup, SequenceState, SequenceStates
 
@@ -127,14 +128,15 @@ def test_batched_equals_one_at_a_time(states: list[SequenceState], seed: int) ->
     logits = torch.randn(len(states), VOCAB_SIZE, generator=torch.manual_seed(seed)) * 3
     processed = apply_penalties(apply_bias(logits, states), states)
     chosen = Sampler(seed, torch.device("cpu")).sample(logits, states).token_ids
+    by_torch = choose_by_torch(processed, states)
     for row, state in enumerate(states):
         slow = slow_processed(logits[row].tolist(), state)
         torch.testing.assert_close(processed[row], torch.tensor(slow), atol=1e-4, rtol=1e-4)
         exact = processed[row].tolist()
         if state.params.is_greedy:
-            assert exact[chosen[row]] == max(exact)
+            assert exact[chosen[row]] == exact[by_torch[row]] == max(exact)
         else:
-            assert chosen[row] in slow_support(exact, state.params)
+            assert {chosen[row], by_torch[row]} <= slow_support(exact, state.params)
 
 
 @settings(max_examples=60, deadline=None)
@@ -183,9 +185,9 @@ def test_draws_follow_the_probabilities(vocab_size: int) -> None:
     tokens = [make_state(SamplingParams(seed=5)) for _ in range(num_draws)]
     for position, state in enumerate(tokens):
         state.num_output_tokens = position
-    for batch in (rows, tokens):
-        drawn = Sampler(0, torch.device("cpu")).sample(probs.log().expand(num_draws, -1), batch)
-        counts = torch.bincount(torch.tensor(drawn.token_ids), minlength=vocab_size).double()
+    for batch, method in ((rows, choose), (tokens, choose), (tokens, choose_by_torch)):
+        drawn = method(probs.log().expand(num_draws, -1), batch)
+        counts = torch.bincount(torch.tensor(drawn), minlength=vocab_size).double()
         assert counts[::7].sum() == 0
         usual = probs * num_draws >= 5
         expected = torch.cat([probs[usual], probs[~usual].sum()[None]]).double() * num_draws
@@ -202,8 +204,11 @@ def test_the_last_token_with_a_probability_is_the_last_that_can_be_drawn() -> No
     params = SamplingParams(temperature=0.7)
     with pytest.MonkeyPatch.context() as patch:
         for number, expected in ((0.0, 3), (1 - 2.0**-24, 8), (1.0, 8)):
-            patch.setattr(sampler_module, "uniforms", lambda *_, number=number: [number])
-            assert draw(logits, [make_state(params)]).tolist() == [expected]
+            patch.setattr(sampler_module, "uniform", lambda *_, number=number: number)
+            states = [make_state(params)]
+            assert choose_by_torch(logits, states) == [expected]
+            if number < 1:
+                assert choose(logits, states) == [expected]
 
 
 def test_logprobs_are_those_of_the_model_before_any_processing() -> None:
