@@ -21,6 +21,7 @@ from flexinfer.engine.thread import EngineThread
 from flexinfer.errors import EngineError, RequestError
 from flexinfer.llm import engine_config
 from flexinfer.outputs import BeamSearchOutput, RequestOutput, joined
+from flexinfer.sampling.grammars import COMPILE_TIMEOUT_S, CompiledGrammar
 from flexinfer.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flexinfer.types import Prompt
 
@@ -171,6 +172,7 @@ class AsyncLLM:
             request_id = f"async-{next(self._request_ids)}"
         stream = _Stream(self._mailbox(), latest_only=kind is RequestOutputKind.CUMULATIVE)
         finished = False
+        grammar = await self._prepare_grammar(params)
         try:
             await asyncio.wrap_future(
                 self._thread.submit(request_id, prompt, params, priority, stream.put)
@@ -180,8 +182,26 @@ class AsyncLLM:
                 finished = output.finished
                 yield output
         finally:
+            del grammar  # until here the engine found it compiled
             if not finished:
                 self._thread.drop(request_id, stream.put)
+
+    async def _prepare_grammar(
+        self, params: SamplingParams | BeamSearchParams
+    ) -> CompiledGrammar | None:
+        """Compile what the request needs, in no thread that others wait for."""
+        if not isinstance(params, SamplingParams) or params.structured_outputs is None:
+            return None
+        try:
+            future = self.grammars.prepare(params.structured_outputs)
+        except RuntimeError:  # the engine is closed, and says so itself
+            return None
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), COMPILE_TIMEOUT_S)
+        except TimeoutError:
+            raise RequestError(
+                f"{params.structured_outputs.kind} was not compiled within {COMPILE_TIMEOUT_S:g} s"
+            ) from None
 
 
 class _Mailbox:

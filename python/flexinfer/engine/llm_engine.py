@@ -135,6 +135,7 @@ class LLMEngine:
     def close(self) -> None:
         """End all requests and free all memory. The engine cannot be used afterwards."""
         self.abort_request(list(self._groups))
+        self.grammars.close()
         self.manager.close()
 
     # Memory while serving. All of it between steps.

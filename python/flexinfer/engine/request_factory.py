@@ -72,7 +72,7 @@ class RequestFactory:
                 "all samples of a prompt are forked from it at the same time"
             )
         if params.structured_outputs is not None:
-            self._parts.grammars.check(params.structured_outputs)
+            self._parts.grammars.compile(params.structured_outputs)  # or find what AsyncLLM has
         if params.stop_strings and self._parts.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none")
         self._check_vocabulary("logit_bias", params.logit_bias or ())

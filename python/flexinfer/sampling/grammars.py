@@ -10,8 +10,10 @@ import json as json_module
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakValueDictionary
 
 from flexinfer.errors import EngineError, RequestError
 
@@ -20,8 +22,17 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
+GrammarKey = tuple[str, str, str]
+"""Kind, source, whitespace pattern."""
 
+NUM_THREADS = 2
 MAX_CACHED_GRAMMARS = 128
+MAX_SOURCE_BYTES = 512 << 10
+"""Half a megabyte of rules is compiled in about a second; 20,000 choices have as much."""
+MAX_LEXER_STATES = 50_000
+"""Of one grammar: at most some 100 MB."""
+COMPILE_TIMEOUT_S = 30.0
+"""How long a caller waits for its grammar, those before it in the pool included."""
 WHITESPACE = r"(\n[ \t]{0,16}| ?)"
 """Between the tokens of JSON: a blank, or a line's end and an indent. Without a bound, a weak model
 goes on with blanks for ever."""
@@ -72,8 +83,19 @@ class StructuredOutputsParams:
 _KINDS: tuple[Kind, ...] = ("json", "regex", "choice", "grammar", "json_object")
 
 
+@dataclass(eq=False)
+class CompiledGrammar:
+    """A matcher at the start of a text, for copies to be made of."""
+
+    matcher: LLMatcher
+
+
 class GrammarCompiler:
-    """Compiles params for one tokenizer, and keeps what was compiled. Thread-safe."""
+    """Compiles params for one tokenizer, and keeps what was compiled. Thread-safe.
+
+    llguidance works without the GIL: what takes long is to be asked for by `prepare`, and delays
+    its caller alone.
+    """
 
     def __init__(
         self, tokenizer: Any | None, vocab_size: int, eos_token_ids: frozenset[int]
@@ -83,35 +105,71 @@ class GrammarCompiler:
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._matchers: OrderedDict[tuple[str, str, str], LLMatcher] = OrderedDict()
+        self._recent: OrderedDict[GrammarKey, CompiledGrammar] = OrderedDict()
+        self._in_use: WeakValueDictionary[GrammarKey, CompiledGrammar] = WeakValueDictionary()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def prepare(self, params: StructuredOutputsParams) -> Future[CompiledGrammar]:
+        """Compile in a thread of the pool; it is found as long as the result is kept.
+
+        The future raises RequestError for what cannot be compiled. Cancelling it takes back what
+        no thread has begun; what one has, the limits end.
+        """
+        with self._lock:
+            compiled = self._find(_key(params))
+            if compiled is not None:
+                done: Future[CompiledGrammar] = Future()
+                done.set_result(compiled)
+                return done
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(NUM_THREADS, "flexinfer-grammar")
+            return self._pool.submit(self.compile, params)
+
+    def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+        """In this thread, or found. Raises RequestError for what cannot be compiled."""
+        key = _key(params)
+        with self._lock:
+            compiled = self._find(key)
+        if compiled is None:
+            compiled = CompiledGrammar(self._compile(params))
+            with self._lock:
+                self._in_use[key] = self._recent[key] = compiled
+                while len(self._recent) > MAX_CACHED_GRAMMARS:
+                    self._recent.popitem(last=False)
+        return compiled
 
     def matcher(self, params: StructuredOutputsParams) -> TokenMatcher:
-        """A matcher at the start of a text. Raises RequestError for what cannot be compiled."""
-        key = (params.kind, params.source, params.whitespace_pattern)
-        with self._lock:
-            compiled = self._matchers.get(key)
-            if compiled is None:
-                compiled = self._compile(params)
-                self._matchers[key] = compiled
-                while len(self._matchers) > MAX_CACHED_GRAMMARS:
-                    self._matchers.popitem(last=False)
-            self._matchers.move_to_end(key)
-            return TokenMatcher(compiled.deep_copy(), self._vocab_size)
+        """A matcher of its own for one text. Raises RequestError as `compile`."""
+        return TokenMatcher(self.compile(params).matcher.deep_copy(), self._vocab_size)
 
-    def check(self, params: StructuredOutputsParams) -> None:
-        """Raises RequestError for what cannot be compiled; what can is compiled then."""
-        self.matcher(params)
+    def close(self) -> None:
+        """Let the threads end. Nothing more can be prepared: that is a RuntimeError."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+
+    def _find(self, key: GrammarKey) -> CompiledGrammar | None:
+        compiled = self._in_use.get(key)
+        if key in self._recent:
+            self._recent.move_to_end(key)
+        return compiled
 
     def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
         try:
-            from llguidance import LLMatcher
+            from llguidance import LLMatcher, LLParserLimits
         except ImportError:
             raise RequestError(
                 "structured outputs need llguidance: pip install 'flexinfer[serve]'"
             ) from None
+        size_bytes = len(params.source.encode()) + len(params.whitespace_pattern.encode())
+        if size_bytes > MAX_SOURCE_BYTES:
+            raise RequestError(
+                f"{params.kind} has {size_bytes} bytes, but structured outputs may have at most "
+                f"{MAX_SOURCE_BYTES}"
+            )
         tokenizer = self._llg_tokenizer()
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
         try:
-            matcher = LLMatcher(tokenizer, _grammar(params), log_level=0)
+            matcher = LLMatcher(tokenizer, _grammar(params), log_level=0, limits=limits)
         except ValueError as error:
             raise RequestError(f"{params.kind} cannot be compiled: {error}") from None
         # Some grammars turn out to be too large only when the first tokens are looked for.
@@ -122,24 +180,28 @@ class GrammarCompiler:
         return matcher
 
     def _llg_tokenizer(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            from llguidance.hf import from_tokenizer
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._make_tokenizer()
+            return self._tokenizer
 
-            if self._hf_tokenizer is None:
-                raise RequestError("structured outputs need a tokenizer, and this engine has none")
-            if not self._eos_token_ids:
-                raise RequestError("structured outputs need an end-of-sequence token, to end by")
-            try:
-                self._tokenizer = from_tokenizer(
-                    self._hf_tokenizer,
-                    n_vocab=self._vocab_size,
-                    eos_token=sorted(self._eos_token_ids),
-                )
-            except ValueError as error:
-                raise RequestError(
-                    f"structured outputs are not possible with this tokenizer: {error}"
-                ) from None
-        return self._tokenizer
+    def _make_tokenizer(self) -> LLTokenizer:
+        from llguidance.hf import from_tokenizer
+
+        if self._hf_tokenizer is None:
+            raise RequestError("structured outputs need a tokenizer, and this engine has none")
+        if not self._eos_token_ids:
+            raise RequestError("structured outputs need an end-of-sequence token, to end by")
+        try:
+            return from_tokenizer(
+                self._hf_tokenizer,
+                n_vocab=self._vocab_size,
+                eos_token=sorted(self._eos_token_ids),
+            )
+        except ValueError as error:
+            raise RequestError(
+                f"structured outputs are not possible with this tokenizer: {error}"
+            ) from None
 
 
 class TokenMatcher:
@@ -167,6 +229,10 @@ class TokenMatcher:
         return np.unpackbits(mask, bitorder="little")[: self._vocab_size].view(np.bool_)
 
 
+def _key(params: StructuredOutputsParams) -> GrammarKey:
+    return (params.kind, params.source, params.whitespace_pattern)
+
+
 def _grammar(params: StructuredOutputsParams) -> str:
     """The grammar as llguidance wants it. Raises ValueError."""
     from llguidance import LLMatcher
@@ -176,8 +242,12 @@ def _grammar(params: StructuredOutputsParams) -> str:
     if params.kind == "grammar":
         return LLMatcher.grammar_from_lark(_as_lark(params.source))
     if params.kind == "choice":
-        alternatives = " | ".join(json_module.dumps(text) for text in params.choice or ())
-        return LLMatcher.grammar_from_lark(f"start: {alternatives}")
+        texts = list(params.choice or ())
+        alternatives = " | ".join(json_module.dumps(text) for text in texts)
+        # One lexeme for all of them is compiled several times as fast; it may not be empty.
+        if "" in texts:
+            return LLMatcher.grammar_from_lark(f"start: {alternatives}")
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {alternatives}")
     schema = '{"type": "object"}' if params.kind == "json_object" else params.source
     whitespace = params.whitespace_pattern
     return LLMatcher.grammar_from_json_schema(

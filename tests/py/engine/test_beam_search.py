@@ -283,7 +283,7 @@ def test_a_failing_step_ends_the_search(llm: LLM, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("num_forks", [0, 1, 2])
-def test_a_fork_that_fails_ends_the_whole_group(
+def test_a_fork_that_fails_ends_the_whole_group_and_no_step(
     llm: LLM, num_forks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fork, num_left = VTensor.fork, num_forks
@@ -295,8 +295,10 @@ def test_a_fork_that_fails_ends_the_whole_group(
 
     monkeypatch.setattr(VTensor, "fork", broken)
     llm.llm_engine.add_request("a", [1, 2, 3], BeamSearchParams(beam_width=4, max_tokens=9))
-    with pytest.raises(ZeroDivisionError):
-        llm.llm_engine.step()
+    (output,) = llm.llm_engine.step()
+    assert {completion.finish_reason for completion in output.outputs} == {"error"}
+    assert "ZeroDivisionError" in str(output.outputs[0].stop_reason)
+    check_nothing_is_left(llm.llm_engine)
 
 
 def test_a_search_that_finds_no_memory_says_so() -> None:
