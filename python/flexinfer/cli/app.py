@@ -55,7 +55,7 @@ def demo(settings: DemoSettings) -> None:
 
 
 def chat(settings: ChatSettings) -> None:
-    """Talk to a model at the terminal; each turn reuses the KV cache of the turns before."""
+    """ChatSession to a model at the terminal; each turn reuses the KV cache of the turns before."""
     from flexinfer.cli.chat.command import run_chat
 
     run_chat(settings)

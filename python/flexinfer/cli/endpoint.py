@@ -20,7 +20,7 @@ LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 
 class EndpointError(ValueError):
-    """The server can not be reached, or refuses; says what was asked, and why it failed."""
+    """The server cannot be reached, or refuses; says what was asked, and why it failed."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)

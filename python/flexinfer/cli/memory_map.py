@@ -80,7 +80,7 @@ def group_chunks(rows: Sequence[MapRow]) -> list[Group]:
 
 
 def _holders(rows: Sequence[MapRow]) -> dict[int, list[str]]:
-    """Chunk -> labels of the rows that it stands in."""
+    """Chunk -> labels of the rows that it appears in."""
     holders: dict[int, list[str]] = {}
     for row in rows:
         for chunk in dict.fromkeys(row.chunks):

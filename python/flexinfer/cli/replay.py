@@ -67,7 +67,7 @@ def _print(report: ReplayReport) -> None:
     from rich.console import Console
 
     console = Console()
-    layout = f"{report.layers_per_plane} layers a plane"
+    layout = f"{report.layers_per_plane} layers per plane"
     console.print(
         f"{report.num_operations} operations on {report.device}, chunks of "
         f"{size_text(report.chunk_bytes)}, {layout}, budget "

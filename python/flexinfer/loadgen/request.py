@@ -40,7 +40,7 @@ class Outcome:
 
     @property
     def per_output_token_s(self) -> float | None:
-        """Mean time of a token after the first; None for fewer than two tokens."""
+        """Mean time per token after the first; None for fewer than two tokens."""
         if self.first_token_s is None or self.num_output_tokens < 2:
             return None
         return (self.latency_s - self.first_token_s) / (self.num_output_tokens - 1)

@@ -132,7 +132,7 @@ def parse_goodput(items: Sequence[str]) -> dict[str, float]:
         try:
             limits[name] = float(text)
         except ValueError:
-            raise ValueError(f"--goodput {item!r}: {text!r} is no number") from None
+            raise ValueError(f"--goodput {item!r}: {text!r} is not a number") from None
         if not limits[name] > 0:
             raise ValueError(f"--goodput {item!r}: milliseconds must be positive")
     return limits

@@ -1,7 +1,7 @@
 """Vocabularies: what random prompts are made of, and how long they are in tokens.
 
 With the server's tokenizer prompts have exactly the length that is asked for. Without one they are
-common English words, about a token each, and the server's own count is what is reported.
+common English words, about one token each, and the server's own count is what is reported.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class TokenVocabulary:
 
     def __init__(self, file: Path, *, as_text: bool) -> None:
         """`as_text`: prompts as decoded text, as a chat wants them; their length may then differ
-        a little. Raises ValueError if the file is no tokenizer."""
+        a little. Raises ValueError if the file is not a tokenizer."""
         from tokenizers import Tokenizer
 
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:
-            raise ValueError(f"{file} is no tokenizer: {error}") from error
+            raise ValueError(f"{file} is not a tokenizer: {error}") from error
         special = self._tokenizer.get_added_tokens_decoder()
         self._ids = sorted(set(self._tokenizer.get_vocab().values()) - set(special))
         self._as_text = as_text

@@ -44,7 +44,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         404: "not found",
         409: "not possible at the moment",
         413: "the body is too large",
-        429: "too many requests; Retry-After says when to come again",
+        429: "too many requests; Retry-After says when to try again",
         500: "a failure here",
         503: "not serving at the moment",
     }.items()
@@ -52,7 +52,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
-    """The app. It does not own the engine: whoever made it shuts it down."""
+    """The app. It does not own the engine: its maker shuts it down."""
     state = ServerState(llm, settings)
 
     @asynccontextmanager

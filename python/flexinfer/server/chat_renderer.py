@@ -1,6 +1,6 @@
 """ChatRenderer: from the messages of a chat to token ids, by the model's chat template.
 
-A template that knows no tools gets them in words: Hermes' way, which tools.py reads back.
+A template without tools gets them in words: Hermes' way, which tools.py reads back.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ChatPrompt:
     def __post_init__(self) -> None:
         if self.add_generation_prompt and self.continue_final_message:
             raise bad_request(
-                "continue_final_message goes on with the last message: "
+                "continue_final_message continues the last message: "
                 "add_generation_prompt must be false",
                 "continue_final_message",
             )
@@ -96,7 +96,7 @@ class ChatRenderer:
             raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise bad_request(
-                f"the model's chat template can not render these messages: {error}", "messages"
+                f"the model's chat template cannot render these messages: {error}", "messages"
             ) from None
 
 

@@ -55,7 +55,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def watch_engine(self) -> None:
-        """A dead engine can not be served from: go down, so that a supervisor starts anew."""
+        """A dead engine cannot be served from: go down, so that a supervisor starts anew."""
         while self._state.llm.is_running:
             await asyncio.sleep(WATCH_INTERVAL_S)
         if not self.should_exit:
@@ -121,7 +121,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise OSError(f"can not listen on {host}:{port}: {error.strerror}") from error
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     except BaseException:
         sock.close()
         raise

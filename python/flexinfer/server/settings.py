@@ -51,15 +51,15 @@ class ServerSettings:
     """Origins of web pages that may call this server (CORS); its own page needs none."""
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
-    """Which of theirs they may use; OpenAI's client sends many headers of its own."""
+    """Headers that they may send; OpenAI's client sends many of its own."""
     allow_credentials: bool = False
-    """Whether they may send cookies and TLS certificates. Keys in a header need no leave."""
+    """Whether they may send cookies and TLS certificates. Keys in a header need no permission."""
     tls: TLSSettings | None = None
     """None: plain HTTP."""
     trace_directory: Path | None = None
     """Where /admin/trace may write; None: it may not."""
     otlp_traces_endpoint: str | None = None
-    """URL of an OpenTelemetry collector (OTLP over HTTP) that gets a span a request."""
+    """URL of an OpenTelemetry collector (OTLP over HTTP) that receives a span per request."""
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):

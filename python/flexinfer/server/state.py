@@ -78,7 +78,7 @@ class ServerState:
         if self.is_draining:
             raise APIError(
                 503,
-                "the server is shutting down: try another one, or again later",
+                "the server is shutting down: try another one, or try again later",
                 code="shutting_down",
                 headers={"Retry-After": "5"},
             )

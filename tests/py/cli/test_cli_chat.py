@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from flexinfer.cli.app import app
 from flexinfer.cli.chat.interrupt import Interrupt
-from flexinfer.cli.chat.local import LocalTalk
-from flexinfer.cli.chat.prompt import Reader
+from flexinfer.cli.chat.local import LocalSession
+from flexinfer.cli.chat.prompt import PromptReader
 from flexinfer.cli.terminal_text import printable, size_text
 from helpers.cli_folder import make_folder
 
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_folder(tmp_path_factory.mktemp("model"))
 
 
-def talk(folder: str, text: str, *arguments: str) -> str:
+def session(folder: str, text: str, *arguments: str) -> str:
     command = ["chat", "--model", folder, "--max-tokens", "6", "--memory", "8MiB"]
     result = CliRunner().invoke(app, [*command, "--chunk-bytes", "4KiB", *arguments], input=text)
     assert result.exit_code == 0, result.output
@@ -32,7 +32,7 @@ def talk(folder: str, text: str, *arguments: str) -> str:
 
 
 def test_the_second_turn_reuses_the_first(folder: str) -> None:
-    out = talk(folder, "Hello\nAnd you?\n")
+    out = session(folder, "Hello\nAnd you?\n")
     reused = [line for line in out.splitlines() if "reused" in line]
     assert " 0 reused" in reused[0]
     assert " 0 reused" not in reused[1]
@@ -40,12 +40,12 @@ def test_the_second_turn_reuses_the_first(folder: str) -> None:
 
 
 def test_the_end_of_input_and_exit_both_leave(folder: str) -> None:
-    assert "reused" not in talk(folder, "")
-    assert "reused" not in talk(folder, "/exit\nHello\n")
+    assert "reused" not in session(folder, "")
+    assert "reused" not in session(folder, "/exit\nHello\n")
 
 
 def test_the_commands(folder: str) -> None:
-    out = talk(folder, "Hello\n/memory\n/stats\n/help\n/nonsense\n")
+    out = session(folder, "Hello\n/memory\n/stats\n/help\n/nonsense\n")
     assert "tokens 0-" in out
     assert "recorded_tokens" in out
     assert "/system TEXT" in out
@@ -53,36 +53,36 @@ def test_the_commands(folder: str) -> None:
 
 
 def test_a_reset_keeps_what_is_recorded(folder: str) -> None:
-    out = talk(folder, "Hello\n/reset\nHello\n", "--system", "Be kind.")
+    out = session(folder, "Hello\n/reset\nHello\n", "--system", "Be kind.")
     assert "a new conversation" in out
     assert " 0 reused" not in [line for line in out.splitlines() if "reused" in line][1]
 
 
 def test_a_new_system_prompt_begins_anew(folder: str) -> None:
-    out = talk(folder, "/system Be brief.\nHello\n/system\nHello\n")
+    out = session(folder, "/system Be brief.\nHello\n/system\nHello\n")
     assert "with that system prompt" in out
     assert "without one" in out
 
 
 def test_a_full_conversation_says_so_and_goes_on(folder: str) -> None:
-    out = talk(folder, f"{'long ' * 100}\nHello\n")
+    out = session(folder, f"{'long ' * 100}\nHello\n")
     assert "max_model_len" in out
     assert out.count("reused") == 1
 
 
 def test_a_model_without_template_stops_at_the_next_user(tmp_path: Path) -> None:
-    out = talk(make_folder(tmp_path, chat_template=None), "Hello\nMore\n")
+    out = session(make_folder(tmp_path, chat_template=None), "Hello\nMore\n")
     assert "no chat template" in out
     assert out.count("reused") == 2
 
 
 def test_a_seed_gives_the_same_answer_again(folder: str) -> None:
     sampled = ("--temperature", "0.8", "--top-k", "5", "--seed", "3")
-    first, second = (talk(folder, "Hello\n", *sampled).splitlines()[:-1] for _ in range(2))
+    first, second = (session(folder, "Hello\n", *sampled).splitlines()[:-1] for _ in range(2))
     assert first == second
 
 
-def reader(*lines: str) -> Reader:
+def reader(*lines: str) -> PromptReader:
     source: Iterator[str] = iter(lines)
 
     def read_line(_: str) -> str:
@@ -91,7 +91,7 @@ def reader(*lines: str) -> Reader:
         except StopIteration:
             raise EOFError from None
 
-    return Reader(read_line)
+    return PromptReader(read_line)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(folder: str) -> None:
     before = signal.getsignal(signal.SIGINT)  # ignored, where a shell started us in the background
     with LLM(folder, kv_cache_memory_bytes="8MiB", max_num_seqs=2) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-        said = LocalTalk(llm.conversation())
+        said = LocalSession(llm.conversation())
         with Interrupt() as interrupt, closing(said.say("hello", params)) as pieces:
             for _ in pieces:
                 os.kill(os.getpid(), signal.SIGINT)
@@ -139,7 +139,7 @@ def answers(out: str) -> list[str]:
 
 
 def test_a_fork_goes_on_and_leaves_its_origin(folder: str) -> None:
-    out = talk(folder, "Hello\n/fork\nIn two\n/branch 1\nIn one\n/branches\n/history\n")
+    out = session(folder, "Hello\n/fork\nIn two\n/branch 1\nIn one\n/branches\n/history\n")
     assert "branch 2, from 1" in out
     branches = out[out.index("* 1") :]
     assert "* 1  2 turns  In one" in branches
@@ -150,20 +150,20 @@ def test_a_fork_goes_on_and_leaves_its_origin(folder: str) -> None:
 
 
 def test_a_fork_reuses_what_it_shares(folder: str) -> None:
-    out = talk(folder, "Hello\n/fork\nIn two\n/branch 1\nIn one\n")
+    out = session(folder, "Hello\n/fork\nIn two\n/branch 1\nIn one\n")
     reused = [line for line in out.splitlines() if "reused" in line]
     assert " 0 reused" in reused[0]
     assert all(" 0 reused" not in line for line in reused[1:])
 
 
 def test_a_branch_that_is_not_there(folder: str) -> None:
-    out = talk(folder, "/branch 2\n/branch x\n")
+    out = session(folder, "/branch 2\n/branch x\n")
     assert "there are branches 1 to 1; got '2'" in out
     assert "got 'x'" in out
 
 
 def test_regenerate_answers_the_last_message_again(folder: str) -> None:
-    out = talk(folder, "/regenerate\nHello\n/regenerate\n/history\n")
+    out = session(folder, "/regenerate\nHello\n/regenerate\n/history\n")
     assert "there is no answer yet" in out
     assert len(answers(out)) == 2
     history = out[out.index("user:") :]
@@ -171,7 +171,7 @@ def test_regenerate_answers_the_last_message_again(folder: str) -> None:
 
 
 def test_undo_forgets_a_turn(folder: str) -> None:
-    out = talk(folder, "Hello\nMore\n/undo\n/history\n/undo\n/undo\n/history\n")
+    out = session(folder, "Hello\nMore\n/undo\n/history\n/undo\n/undo\n/history\n")
     assert "forgot: More" in out
     assert "forgot: Hello" in out
     assert "there is nothing to take back" in out

@@ -49,7 +49,7 @@ class _Tape(TorchDispatchMode):
         if func is torch.ops.flexinfer.attention.default:
             with self:  # it is made of operators, like everything on a GPU
                 return attention_operator(*args, **kwargs)
-        assert func is not torch.ops.aten._local_scalar_dense.default, "a graph can not ask"
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a graph cannot ask"
         output = func(*args, **kwargs)
         self.calls.append((func, args, kwargs, output))
         return output

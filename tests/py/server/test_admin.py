@@ -210,7 +210,7 @@ def test_a_conversation_ends_with_its_time_to_live(admin: httpx.Client) -> None:
 
 
 def test_a_conversation_has_one_turn_at_a_time(admin: httpx.Client) -> None:
-    """The first turn lasts: the engine sleeps."""
+    """The first turn lasts: the engine is asleep."""
     made = admin.post("/v1/conversations", json={}).json()
     turn = {"messages": CHAT, "conversation": made["id"], "max_completion_tokens": 2}
     admin.post("/admin/sleep")

@@ -145,5 +145,5 @@ def test_a_port_in_use_is_one_line_and_no_traceback() -> None:
         command = [sys.executable, "-m", "flexinfer.cli", "serve", "--port", port]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
-    assert f"can not listen on 127.0.0.1:{port}" in result.stderr
+    assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
     assert "Traceback" not in result.stderr

@@ -1,4 +1,4 @@
-"""HTTPS: a server with a certificate of the test's own authority, and files that can not work."""
+"""HTTPS: a server with a certificate of the test's own authority, and files that cannot work."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def refusal(**given: object) -> str:
 
 def test_a_missing_file_is_named(files: Files) -> None:
     text = refusal(certfile=files.cert, keyfile=Path("/no/key.pem"))
-    assert "--ssl-keyfile /no/key.pem can not be read: No such file" in text
+    assert "--ssl-keyfile /no/key.pem cannot be read: No such file" in text
 
 
 def test_a_key_alone_is_half_of_what_tls_needs(files: Files) -> None:
@@ -154,4 +154,4 @@ def test_the_command_ends_with_one_line(files: Files) -> None:
     command = [sys.executable, "-m", "flexinfer.cli", "serve", "--ssl-certfile", none]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
-    assert f"--ssl-certfile {none} can not be read" in " ".join(result.stderr.split())
+    assert f"--ssl-certfile {none} cannot be read" in " ".join(result.stderr.split())

@@ -70,7 +70,7 @@ def _table(settings: LoadSettings, summary: Summary) -> Any:
         row("goodput, requests/s", summary.goodput)
     row("generated tokens/s", summary.output_throughput)
     row("all tokens/s", summary.total_token_throughput)
-    row("most requests at once", summary.max_concurrent_requests, 0)
+    row("maximum requests at once", summary.max_concurrent_requests, 0)
     row("latest issue after plan, ms", summary.max_issue_delay_s * 1e3)
     for name in settings.shown_metrics:
         if name in summary.latencies:

@@ -64,7 +64,7 @@ def step(
         str | None, typer.Option(help="As EngineConfig.attention_backend.")
     ] = None,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Also tell the time of each part of a step.")
+        bool, typer.Option("--profile", help="Also report the time of each part of a step.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Of prompts and random weights.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write every number into this file.")] = None,
@@ -104,7 +104,7 @@ def open_engine(
     seed: int,
     **settings: Any,
 ) -> LLM:
-    """The engine to measure. Raises ValueError or OSError for models that can not be opened."""
+    """The engine to measure. Raises ValueError or OSError for models that cannot be opened."""
     from flexinfer.cli.settings import EngineSettings
     from flexinfer.llm import LLM
 
@@ -210,7 +210,7 @@ def profile_table(prefill: dict[str, Any], decode: dict[str, Any]) -> Table:
     """Parts as rows, the two kinds of steps as columns."""
     from rich.table import Table
 
-    table = Table("part", title="milliseconds a step")
+    table = Table("part", title="milliseconds per step")
     for name, kind in (("prefill", prefill), ("decode", decode)):
         table.add_column(f"{name}, {kind['tokens_per_step']:.0f} tokens", justify="right")
         table.add_column("share", justify="right")

@@ -1,4 +1,4 @@
-"""Talk and Partner: what `flexinfer chat` needs of whom it talks to, an engine or a server."""
+"""Backend: what `flexinfer chat` needs of an engine or a server, and its sessions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flexinfer.types import ChatMessage
 
 
-class TalkError(Exception):
+class BackendError(Exception):
     """A turn could not be answered; says why. The conversation is as before."""
 
 
@@ -55,7 +55,7 @@ class AnswerNumbers:
 _ENDINGS = {"length": "; cut at the limit of tokens", "abort": "; stopped"}
 
 
-class Talk(Protocol):
+class ChatSession(Protocol):
     """One conversation."""
 
     @property
@@ -66,35 +66,35 @@ class Talk(Protocol):
 
     def say(self, text: str, params: SamplingParams) -> Generator[str, None, None]:
         """Pieces of the answer as they come; closing it early ends the answer and keeps what was
-        said. Raises TalkError, with nothing changed."""
+        said. Raises BackendError, with nothing changed."""
         ...
 
     def take_back(self) -> str | None:
         """Forget the last turn; returns what the user said, None if there is none."""
         ...
 
-    def fork(self) -> Talk: ...
+    def fork(self) -> ChatSession: ...
 
     def close(self) -> None: ...
 
 
-class Partner(Protocol):
+class Backend(Protocol):
     """An engine or a server."""
 
     def greeting(self) -> list[str]:
-        """Lines that say who answers."""
+        """Lines that say what answers."""
         ...
 
-    def talk(self, system: str) -> Talk:
+    def session(self, system: str) -> ChatSession:
         """A new conversation."""
         ...
 
     def memory(self, width: int) -> list[RenderableType]:
-        """The memory map. Raises TalkError if it can not be seen."""
+        """The memory map. Raises BackendError if it cannot be seen."""
         ...
 
     def stats(self) -> list[str]:
-        """Numbers of the memory manager. Raises TalkError if they can not be seen."""
+        """Numbers of the memory manager. Raises BackendError if they cannot be seen."""
         ...
 
     def close(self) -> None: ...

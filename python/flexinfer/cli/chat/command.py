@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from flexinfer.cli.chat.backend import Partner, Talk, TalkError
+from flexinfer.cli.chat.backend import Backend, BackendError, ChatSession
 from flexinfer.cli.chat.interrupt import Interrupt
-from flexinfer.cli.chat.prompt import Reader
+from flexinfer.cli.chat.prompt import PromptReader
 from flexinfer.cli.errors import usage_errors
 from flexinfer.cli.terminal_text import one_row, printable
 
@@ -45,21 +45,21 @@ PREVIEW_CHARS = 60
 
 
 class Chat:
-    """One person and one partner; several branches, of which one goes on."""
+    """One person and one backend; several branches, of which one goes on."""
 
     def __init__(
         self,
-        partner: Partner,
+        backend: Backend,
         params: SamplingParams,
         system: str = "",
-        reader: Reader | None = None,
+        reader: PromptReader | None = None,
     ) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
-        self._reader = reader or Reader()
-        self._partner = partner
+        self._reader = reader or PromptReader()
+        self._backend = backend
         self._params = params
         self._system = system
-        self._branches: list[Talk] = [partner.talk(system)]
+        self._branches: list[ChatSession] = [backend.session(system)]
         self._current = 0
         self._commands: dict[str, Callable[[str], None]] = {
             "/regenerate": self._regenerate,
@@ -76,8 +76,8 @@ class Chat:
         }
 
     def run(self) -> None:
-        """Talk until the end of input or /exit."""
-        greeting = self._partner.greeting()
+        """ChatSession until the end of input or /exit."""
+        greeting = self._backend.greeting()
         self._note("\n".join([f"{greeting[0]} /help lists the commands.", *greeting[1:]]))
         while True:
             try:
@@ -96,42 +96,42 @@ class Chat:
                 self._answer(message, self._params)
         for branch in self._branches:
             branch.close()
-        self._partner.close()
+        self._backend.close()
 
     @property
-    def _talk(self) -> Talk:
+    def _session(self) -> ChatSession:
         return self._branches[self._current]
 
     def _run_command(self, word: str, rest: str) -> None:
         try:
             self._commands[word](rest)
-        except TalkError as error:
+        except BackendError as error:
             self._note(str(error))
 
     def _answer(self, message: str, params: SamplingParams) -> bool:
         """Whether there was an answer; else the conversation is as before."""
         try:
-            with Interrupt() as interrupt, closing(self._talk.say(message, params)) as pieces:
+            with Interrupt() as interrupt, closing(self._session.say(message, params)) as pieces:
                 for piece in pieces:
                     self._console.print(printable(piece), end="", markup=False)
                     if interrupt.wanted:
                         break
-        except TalkError as error:
+        except BackendError as error:
             self._note(f"{error}. /reset begins a new conversation, /undo takes a turn back.")
             return False
         self._console.print()
-        self._note(str(self._talk.numbers))
+        self._note(str(self._session.numbers))
         return True
 
     def _regenerate(self, _: str) -> None:
         """In a fork first, so that a failure leaves the old answer."""
-        again = self._talk.fork()
+        again = self._session.fork()
         message = again.take_back()
         if message is None:
             again.close()
             self._note("there is no answer yet")
             return
-        before, self._branches[self._current] = self._talk, again
+        before, self._branches[self._current] = self._session, again
         temperature = self._params.temperature or REGENERATE_TEMPERATURE
         if self._answer(message, replace(self._params, temperature=temperature, seed=None)):
             before.close()
@@ -140,11 +140,11 @@ class Chat:
             self._branches[self._current] = before
 
     def _undo(self, _: str) -> None:
-        message = self._talk.take_back()
+        message = self._session.take_back()
         self._note("there is nothing to take back" if message is None else f"forgot: {message}")
 
     def _fork(self, _: str) -> None:
-        self._branches.append(self._talk.fork())
+        self._branches.append(self._session.fork())
         origin, self._current = self._current, len(self._branches) - 1
         self._note(f"branch {self._current + 1}, from {origin + 1}; /branch {origin + 1} goes back")
 
@@ -165,18 +165,18 @@ class Chat:
         self._note("\n".join(lines))
 
     def _show_history(self, _: str) -> None:
-        for message in self._talk.messages:
+        for message in self._session.messages:
             self._console.print(Text(f"{message['role']}:", "bold"))
             self._console.print(printable(str(message["content"])), markup=False)
-        if not self._talk.messages:
+        if not self._session.messages:
             self._note("nothing was said yet")
 
     def _show_memory(self, _: str) -> None:
-        for part in self._partner.memory(self._console.width):
+        for part in self._backend.memory(self._console.width):
             self._note(part) if isinstance(part, str) else self._console.print(part)
 
     def _show_stats(self, _: str) -> None:
-        self._note("\n".join(self._partner.stats()))
+        self._note("\n".join(self._backend.stats()))
 
     def _reset(self, _: str) -> None:
         self._begin()
@@ -189,8 +189,8 @@ class Chat:
 
     def _begin(self) -> None:
         """A new conversation in place of this branch."""
-        self._talk.close()
-        self._branches[self._current] = self._partner.talk(self._system)
+        self._session.close()
+        self._branches[self._current] = self._backend.session(self._system)
 
     def _note(self, text: str) -> None:
         self._console.print(Text(printable(text), "dim"))
@@ -201,20 +201,20 @@ def run_chat(settings: ChatSettings) -> None:
     with usage_errors():
         params = settings.sampling()
         system = settings.system
-        partner: Partner
+        backend: Backend
         if settings.url is not None:
-            from flexinfer.cli.chat.remote import RemotePartner
+            from flexinfer.cli.chat.remote import RemoteBackend
 
-            partner = RemotePartner(
+            backend = RemoteBackend(
                 settings.url, settings.model, settings.api_key, settings.admin_api_key
             )
         else:
-            from flexinfer.cli.chat.local import LocalPartner
+            from flexinfer.cli.chat.local import LocalBackend
 
             if system is None and settings.is_shipped:
                 from flexinfer.cli.demo.script import load_script
 
                 system = load_script(settings.folder, 1, 1, 0).system_prompt
-            partner = LocalPartner(settings)
-        opened = Chat(partner, params, system or "")
+            backend = LocalBackend(settings)
+        opened = Chat(backend, params, system or "")
     opened.run()

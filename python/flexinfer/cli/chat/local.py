@@ -1,4 +1,4 @@
-"""LocalPartner: `flexinfer chat` with an engine in this process."""
+"""LocalBackend: `flexinfer chat` with an engine in this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from flexinfer.cli.chat.backend import AnswerNumbers, TalkError
+from flexinfer.cli.chat.backend import AnswerNumbers, BackendError
 from flexinfer.cli.memory_map import recorded_rows, render_map
 from flexinfer.cli.settings import EngineSettings
 from flexinfer.cli.terminal_text import size_text
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flexinfer.types import ChatMessage
 
 
-class LocalTalk:
+class LocalSession:
     """A `Conversation` at the terminal."""
 
     def __init__(self, conversation: Conversation) -> None:
@@ -41,13 +41,13 @@ class LocalTalk:
                     self._note(output)
                     yield "".join(part.text for part in output.outputs)
         except (RequestError, EngineError) as error:
-            raise TalkError(str(error)) from error
+            raise BackendError(str(error)) from error
 
     def take_back(self) -> str | None:
         return self._conversation.take_back()
 
-    def fork(self) -> LocalTalk:
-        return LocalTalk(self._conversation.fork())
+    def fork(self) -> LocalSession:
+        return LocalSession(self._conversation.fork())
 
     def close(self) -> None:
         self._conversation.close()
@@ -68,11 +68,11 @@ class LocalTalk:
             numbers.finish_reason = output.outputs[0].finish_reason
 
 
-class LocalPartner:
+class LocalBackend:
     """A model with its KV cache, opened for one person."""
 
     def __init__(self, engine: EngineSettings) -> None:
-        """Loads the model. Raises ValueError or OSError for what can not work."""
+        """Loads the model. Raises ValueError or OSError for what cannot work."""
         self._llm = engine.open()
 
     def greeting(self) -> list[str]:
@@ -83,10 +83,10 @@ class LocalPartner:
                 lines.append("The model has no chat template: it continues plain 'User: ...' text.")
         return lines
 
-    def talk(self, system: str) -> LocalTalk:
+    def session(self, system: str) -> LocalSession:
         from flexinfer.engine.history import system_message
 
-        return LocalTalk(self._llm.conversation(system_message(system)))
+        return LocalSession(self._llm.conversation(system_message(system)))
 
     def memory(self, width: int) -> list[RenderableType]:
         manager = self._llm.engine.manager
@@ -96,7 +96,7 @@ class LocalPartner:
         numbers = (
             f"{stats.recorded_tokens} tokens recorded in {size_text(stats.recorded_bytes)}; "
             f"{size_text(stats.resident_bytes)} resident, budget {size_text(stats.budget_bytes)}; "
-            f"one letter is one chunk of {size_text(manager.chunk_bytes)}"
+            f"each letter is a chunk of {size_text(manager.chunk_bytes)}"
             + (f", first of {snapshot.num_planes} planes" if snapshot.num_planes > 1 else "")
         )
         return [*([render_map(rows, width)] if rows else []), numbers]

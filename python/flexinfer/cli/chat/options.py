@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TalkOptions:
+class ChatOptions:
     system: Annotated[str | None, option("System prompt; '' for none.")] = None
     max_tokens: Annotated[int, option("Maximum number of tokens per answer.", min=1)] = 256
     temperature: Annotated[float, option("0 is greedy.", min=0.0)] = 0.0
@@ -22,14 +22,15 @@ class TalkOptions:
     top_k: Annotated[int, option("Only the k most probable tokens; 0: all.")] = 0
     repetition_penalty: Annotated[float, option("Above 1: less repetition.")] = 1.0
     url: Annotated[
-        str | None, option("Talk to the server there instead; --model is then a served name.")
+        str | None,
+        option("ChatSession to the server there instead; --model is then a served name."),
     ] = None
     api_key: ApiKey = None
     admin_api_key: AdminKey = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatSettings(EngineSettings, TalkOptions):
+class ChatSettings(EngineSettings, ChatOptions):
     """Everything that the command was given; the last base's fields come first in the help."""
 
     def sampling(self) -> SamplingParams:

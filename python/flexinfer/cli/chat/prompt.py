@@ -1,4 +1,4 @@
-"""Reader: what a person types, one message at a time. A line may go on, and so may a message.
+"""PromptReader: what a person types, one message at a time. A line may go on, and so may a message.
 
 hello                      one line
 first line \\               a backslash at its end: the message goes on
@@ -16,7 +16,7 @@ from collections.abc import Callable
 BLOCK = '"""'
 
 
-class Reader:
+class PromptReader:
     """Reads messages from a terminal with line editing, or from a pipe without prompts."""
 
     def __init__(self, read_line: Callable[[str], str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""RemotePartner: `flexinfer chat --url`, with any server that speaks OpenAI's interface."""
+"""RemoteBackend: `flexinfer chat --url`, with any server that speaks OpenAI's interface."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from flexinfer.cli.chat.backend import AnswerNumbers, TalkError
+from flexinfer.cli.chat.backend import AnswerNumbers, BackendError
 from flexinfer.cli.endpoint import Endpoint, EndpointError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flexinfer.types import ChatMessage
 
 
-class RemoteTalk:
+class RemoteSession:
     """The messages of one conversation; each turn sends them all, as OpenAI's interface wants."""
 
     def __init__(
@@ -42,7 +42,7 @@ class RemoteTalk:
                         said.append(piece)
                         yield piece
         except EndpointError as error:
-            raise TalkError(str(error)) from error
+            raise BackendError(str(error)) from error
         except GeneratorExit:
             if said:
                 self._keep(asked, said)
@@ -57,8 +57,8 @@ class RemoteTalk:
         del self.messages[users[-1] :]
         return text
 
-    def fork(self) -> RemoteTalk:
-        return RemoteTalk(self._endpoint, self._model, self.messages)
+    def fork(self) -> RemoteSession:
+        return RemoteSession(self._endpoint, self._model, self.messages)
 
     def close(self) -> None:
         """Nothing is held at the server."""
@@ -86,13 +86,13 @@ class RemoteTalk:
         return piece
 
 
-class RemotePartner:
+class RemoteBackend:
     """A server. FlexInfer's own also shows its memory, to those who may see it."""
 
     def __init__(
         self, url: str, model: str | None, api_key: str | None, admin_key: str | None
     ) -> None:
-        """Raises ValueError if nobody answers at `url`."""
+        """Raises ValueError if there is no answer at `url`."""
         self._endpoint = Endpoint(url, api_key, timeout_s=600.0)
         self._admin = Endpoint(url, admin_key)
         self._model = model or self._endpoint.first_model()
@@ -100,10 +100,10 @@ class RemotePartner:
     def greeting(self) -> list[str]:
         return [f"{self._model} at {self._endpoint.url}."]
 
-    def talk(self, system: str) -> RemoteTalk:
+    def session(self, system: str) -> RemoteSession:
         from flexinfer.engine.history import system_message
 
-        return RemoteTalk(self._endpoint, self._model, system_message(system))
+        return RemoteSession(self._endpoint, self._model, system_message(system))
 
     def memory(self, width: int) -> list[RenderableType]:
         from flexinfer.cli.inspect.command import map_tables
@@ -124,7 +124,7 @@ class RemotePartner:
             memory: dict[str, Any] = self._admin.get_json("/admin/memory")
         except EndpointError as error:
             hint = "; pass --admin-api-key" if error.status in (401, 403) else ""
-            raise TalkError(f"the server shows no memory map: {error}{hint}") from error
+            raise BackendError(f"the server shows no memory map: {error}{hint}") from error
         return memory
 
 

@@ -14,8 +14,8 @@ from flexinfer.cli.demo.live_output import QuietWatch, TextWatch
 from flexinfer.cli.demo.options import DemoSettings
 from flexinfer.cli.demo.plot import plot_memory
 from flexinfer.cli.demo.records import Run
-from flexinfer.cli.demo.report import print_report, print_verdict
-from flexinfer.cli.demo.run import RunError, Runner
+from flexinfer.cli.demo.report import print_checks, print_report
+from flexinfer.cli.demo.run import DemoRunner, RunError
 from flexinfer.cli.demo.script import load_script
 from flexinfer.cli.errors import USAGE_ERROR, one_line, usage_errors
 from flexinfer.cli.plot import check_can_plot
@@ -41,7 +41,7 @@ class Demo:
     """Checks the settings and loads the model; `run` does the rest."""
 
     def __init__(self, settings: DemoSettings) -> None:
-        """Raises ValueError or OSError for what can not work."""
+        """Raises ValueError or OSError for what cannot work."""
         self._settings = settings
         self._console = Console()
         if not self._console.is_terminal:
@@ -68,7 +68,7 @@ class Demo:
         print_report(self._console, cached, uncached)
         self._remark(cached)
         self._write(cached, uncached, checks)
-        return 0 if print_verdict(self._console, cached, checks) else FAILED
+        return 0 if print_checks(self._console, cached, checks) else FAILED
 
     def _introduce(self) -> None:
         manager = self._llm.engine.manager
@@ -78,7 +78,7 @@ class Demo:
         say(
             f"{self._settings.conversations} conversations share a system prompt of "
             f"{len(self._script.system_prompt.split())} words. KV: {spec.dtype}, "
-            f"{size_text(spec.bytes_per_token)} a token, chunks of "
+            f"{size_text(spec.bytes_per_token)} per token, chunks of "
             f"{size_text(manager.chunk_bytes)}, {spec.layers_per_plane} of {spec.num_layers} "
             "layers in one range.",
             highlight=False,
@@ -89,7 +89,7 @@ class Demo:
 
     def _run(self, llm: LLM, watch: TextWatch | QuietWatch) -> Run:
         try:
-            return Runner(llm, self._script, self._settings.max_tokens, watch).run()
+            return DemoRunner(llm, self._script, self._settings.max_tokens, watch).run()
         finally:
             watch.close()
             llm.close()

@@ -41,7 +41,7 @@ class Sample:
     time_s: float
     turn: int
     used_bytes: int
-    """Distinct chunks that a running or a recorded conversation stands in."""
+    """Distinct chunks that a running or a recorded conversation uses."""
     created_bytes: int
     """All chunks taken from the system, free ones too."""
     unshared_bytes: int

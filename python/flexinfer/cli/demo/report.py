@@ -85,7 +85,7 @@ def _print_map(console: Console, cached: Run) -> None:
     console.print(
         Text("Memory map in the last turn", "italic")
         + Text(
-            f": one letter is one chunk of {size_text(cached.chunk_bytes)} "
+            f": each letter is a chunk of {size_text(cached.chunk_bytes)} "
             f"(about {tokens:.0f} tokens{planes})"
         )
     )
@@ -120,7 +120,7 @@ def _percent(used: int, unshared: int) -> str:
     return f"{100 * (1 - used / unshared):.0f} %" if unshared else "-"
 
 
-def print_verdict(console: Console, cached: Run, checks: list[Check]) -> bool:
+def print_checks(console: Console, cached: Run, checks: list[Check]) -> bool:
     """One line for each check and one for all; returns whether all passed."""
     console.print()
     for check in checks:

@@ -1,4 +1,4 @@
-"""Runner: all conversations of the demo through one engine, turn by turn, and what is measured.
+"""DemoRunner: all conversations of the demo through one engine, turn by turn, and what is measured.
 
 All conversations ask their turn t together and are served as one continuous batch; turn t + 1
 begins when the last of them has its answer.
@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flexinfer.cli.demo.records import Run, Sample, Turn
-from flexinfer.cli.demo.script import Script
+from flexinfer.cli.demo.script import DemoScript
 from flexinfer.cli.memory_map import live_rows
 from flexinfer.engine.history import History, choose_format, system_message
 
@@ -31,10 +31,10 @@ class Watch(Protocol):
     def turn_ends(self) -> None: ...
 
 
-class Runner:
+class DemoRunner:
     """Runs a script once. `llm` is fresh, and warm when `run` begins to measure."""
 
-    def __init__(self, llm: LLM, script: Script, max_tokens: int, watch: Watch) -> None:
+    def __init__(self, llm: LLM, script: DemoScript, max_tokens: int, watch: Watch) -> None:
         self._llm = llm
         self._engine = llm.engine
         self._script = script

@@ -1,4 +1,4 @@
-"""Script: what the users of the demo say, and what the answers must contain."""
+"""DemoScript: what the users of the demo say, and what the answers must contain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Script:
+class DemoScript:
     """`conversations[i][t]` is what user i says in turn t."""
 
     system_prompt: str
@@ -30,7 +30,7 @@ class Script:
         return max(map(len, self.conversations))
 
 
-def load_script(folder: str, conversations: int, turns: int, seed: int) -> Script:
+def load_script(folder: str, conversations: int, turns: int, seed: int) -> DemoScript:
     """The script of a model folder that has one (demo.json), else the shipped one.
 
     What the answers must contain counts only for the model that the script came with.
@@ -50,20 +50,20 @@ def load_script(folder: str, conversations: int, turns: int, seed: int) -> Scrip
     return cut(script, conversations, turns, seed)
 
 
-def parse_script(text: str, *, checked: bool) -> Script:
+def parse_script(text: str, *, checked: bool) -> DemoScript:
     """`text` is demo.json; `checked`: keep what the answers must contain."""
     content = json.loads(text)
     conversations = [
         [Line(turn["user"], turn.get("expect") if checked else None) for turn in turns]
         for turns in content["conversations"]
     ]
-    return Script(content["system_prompt"], conversations)
+    return DemoScript(content["system_prompt"], conversations)
 
 
-def cut(script: Script, conversations: int, turns: int, seed: int) -> Script:
+def cut(script: DemoScript, conversations: int, turns: int, seed: int) -> DemoScript:
     """Some conversations of a script: the first ones for seed 0, others for other seeds."""
     order = list(range(len(script.conversations)))
     if seed:
         random.Random(seed).shuffle(order)
     chosen = [script.conversations[idx][:turns] for idx in order[:conversations]]
-    return Script(script.system_prompt, chosen)
+    return DemoScript(script.system_prompt, chosen)

@@ -41,7 +41,7 @@ PACKAGES = {
 @dataclass(frozen=True)
 class Check:
     """What was looked at, what was found, and what to do. A problem keeps FlexInfer from working;
-    a warning makes it slow or small; a note is for who needs that part."""
+    a warning makes it slow or small; a note is for those that need that part."""
 
     group: str
     name: str
@@ -231,7 +231,7 @@ def _attention(name: str) -> Check:
     try:
         import_module(f"flexinfer.attention.{name}")
     except ImportError as error:
-        advice = f"--attention-backend {name} can not be used here; the others can"
+        advice = f"--attention-backend {name} cannot be used here; the others can"
         return Check("attention", name, "note", str(error), advice)
     return Check("attention", name, "ok", "loads")
 

@@ -1,6 +1,6 @@
 """Machine: what the kernel says about this machine and this container, from /proc and /sys.
 
-`root` is put before every path, so that a test can show a tree of its own. What can not be read
+`root` is put before every path, so that a test can show a tree of its own. What cannot be read
 is None.
 """
 

@@ -31,7 +31,7 @@ def inspect(
         Path | None, typer.Option(help="Draw the map into this file (.png, .svg, .pdf).")
     ] = None,
 ) -> None:
-    """Show which chunks stand where, who shares them, and why a prefix can not be freed."""
+    """Show which chunks are where, what shares them, and why a prefix cannot be freed."""
     with usage_errors():
         if picture is not None:
             from flexinfer.cli.plot import check_can_plot
@@ -85,7 +85,7 @@ def map_tables(report: MemoryReport, width: int) -> Iterator[RenderableType]:
         yield ""
         yield _prefix_table(report)
     if report.truncated:
-        yield "the server has left rows out: the map is too large to show whole"
+        yield "the server left rows out: the map is too large to show in full"
 
 
 def _numbers(report: MemoryReport) -> str:
@@ -96,7 +96,7 @@ def _numbers(report: MemoryReport) -> str:
     planes = f", first of {report.num_planes} planes" if report.num_planes > 1 else ""
     return (
         f"{printable(report.model)}: {sizes}; budget {size_text(stats['budget_bytes'])}; "
-        f"one letter is one chunk of {size_text(report.chunk_bytes)}{planes}"
+        f"each letter is a chunk of {size_text(report.chunk_bytes)}{planes}"
     )
 
 
@@ -109,7 +109,7 @@ def _vtensor_table(report: MemoryReport) -> Table:
 
 
 def _prefix_table(report: MemoryReport) -> Table:
-    heads = ("", "tokens", "tenant", "chunks", "only here", "shared by", "can not be freed because")
+    heads = ("", "tokens", "tenant", "chunks", "only here", "shared by", "cannot be freed because")
     table = _table("Recorded prefixes", heads)
     for use in report.prefixes:
         tokens = f"{use.start_tokens}-{use.start_tokens + use.num_tokens - 1}"

@@ -1,4 +1,4 @@
-"""MemoryReport: what a memory map says: who shares which chunks, and why a prefix stays.
+"""MemoryReport: what a memory map says: what shares which chunks, and why a prefix stays.
 
 Made from what `GET /admin/memory` answers (docs/server.md), on which it depends alone. Chunks are
 those of the first plane; the other planes have as many.
@@ -46,7 +46,7 @@ class PrefixUse:
     """Labels of the live vTensors that map chunks of it."""
     pinned_by: tuple[str, ...]
     kept_because: tuple[str, ...]
-    """Why it, or some of its memory, can not be freed now; empty: it can be evicted whole."""
+    """Why it, or some of its memory, cannot be freed now; empty: it can be evicted whole."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class MemoryReport:
 
     @classmethod
     def from_json(cls, body: Any) -> MemoryReport:
-        """Raises ValueError for what is no memory map."""
+        """Raises ValueError for what is not a memory map."""
         try:
             return cls(
                 model=str(body.get("model", "")),
@@ -80,7 +80,7 @@ class MemoryReport:
                 prefixes=_prefixes(body),
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is no memory map of flexinfer serve: {error!r}") from error
+            raise ValueError(f"this is not a memory map of flexinfer serve: {error!r}") from error
 
     def rows(self) -> list[MapRow]:
         """Everything that refers to chunks, in order: vTensors, then prefixes."""

@@ -23,17 +23,17 @@ def read_config(context: typer.Context, path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise typer.BadParameter(f"{path} can not be read: {error}") from None
+        raise typer.BadParameter(f"{path} cannot be read: {error}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise typer.BadParameter(f"{path} must hold options, one 'name: value' a line")
+        raise typer.BadParameter(f"{path} must hold options, one 'name: value' per line")
     names = _parameter_names(context)
     values = {}
     for key, value in content.items():
         name = names.get(str(key).replace("_", "-"))
         if name is None:
-            raise typer.BadParameter(f"{path} has {key!r}, which is no option of this command")
+            raise typer.BadParameter(f"{path} has {key!r}, which is not an option of this command")
         values[name] = value
     return values
 

@@ -58,7 +58,7 @@ def _show_once(sample: Sample, *, as_json: bool) -> None:
 
 
 def _watch(endpoint: Endpoint, before: Sample, interval: float, *, as_json: bool) -> None:
-    """Until Ctrl-C, or until the server has gone (EndpointError)."""
+    """Until Ctrl-C, or until the server is gone (EndpointError)."""
     from rich.live import Live
 
     from flexinfer.cli.top.view import view

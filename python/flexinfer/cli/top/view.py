@@ -41,7 +41,7 @@ def _requests(numbers: dict[str, Any]) -> RenderableType:
         "tokens/s": f"{numbers['prompt_tokens_per_s']:.0f} prompt, "
         f"{numbers['generation_tokens_per_s']:.0f} generated",
         "prefix hits": "-" if hit_rate is None else f"{hit_rate:.0%} of prompt tokens",
-        "mapping": f"{numbers['exposed_us_per_step']:.1f} us a step exposed, "
+        "mapping": f"{numbers['exposed_us_per_step']:.1f} us per step exposed, "
         f"{numbers['hidden_us_per_step']:.1f} hidden; {numbers['driver_calls']} driver calls",
     }
     return _grid([[name, text] for name, text in rows.items()])

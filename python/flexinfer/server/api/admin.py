@@ -53,7 +53,7 @@ async def budget(state: State, body: BudgetRequest) -> BudgetAnswer:
 
     def change_budget(engine: LLMEngine) -> BudgetChange:
         if engine.is_sleeping():
-            raise APIError(409, "the engine sleeps: POST /admin/wake first", code="asleep")
+            raise APIError(409, "the engine is asleep: POST /admin/wake first", code="asleep")
         return engine.set_kv_cache_memory(_budget_bytes(engine, body.kv_cache_memory))
 
     try:

@@ -49,7 +49,7 @@ async def create_chat_completion(
     if isinstance(ref, str):
         ref = ConversationRef(id=ref)
     if (body.n or 1) > 1 or body.use_beam_search:
-        raise bad_request("a conversation goes on with one answer: fork it instead", "n")
+        raise bad_request("a conversation continues with one answer: fork it instead", "n")
     conversation = state.conversations.begin_turn(tenant, ref.id, ref.ttl)
     try:
         answer = await _answer(request, await prepare_chat(state, tenant, body, conversation))

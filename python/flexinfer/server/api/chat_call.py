@@ -53,14 +53,14 @@ class ChatCall:
 async def prepare_chat(
     state: ServerState, tenant: str, body: ChatRequest, conversation: Conversation | None
 ) -> ChatCall:
-    """Raises APIError for what can not be served."""
+    """Raises APIError for what cannot be served."""
     max_tokens = body.max_completion_tokens or body.max_tokens
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs", "top_logprobs")
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     if body.use_beam_search:
         if body.logprobs or tools.structure:
-            raise bad_request("beam search gives no logprobs, and forces no tool call")
+            raise bad_request("beam search has neither logprobs nor forced tool calls")
         params: Any = beam_params(state, body, max_tokens=max_tokens)
     else:
         params = sampling_params(

@@ -70,15 +70,15 @@ class CompletionCall:
 async def prepare_completion(
     state: ServerState, tenant: str, body: CompletionRequest
 ) -> CompletionCall:
-    """Raises APIError for what can not be served."""
+    """Raises APIError for what cannot be served."""
     if body.suffix:
-        raise bad_request("suffix is not supported: models here only go on from a prompt", "suffix")
+        raise bad_request("suffix is not supported: models here only continue a prompt", "suffix")
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise bad_request("max_tokens 0 makes sense only with echo", "max_tokens")
     if body.use_beam_search:
         if body.echo or body.logprobs is not None:
-            raise bad_request("beam search gives neither echo nor logprobs", "use_beam_search")
+            raise bad_request("beam search has neither echo nor logprobs", "use_beam_search")
         params: Any = beam_params(state, body, max_tokens=max_tokens)
     else:
         params = sampling_params(
@@ -111,7 +111,7 @@ async def prepare_completion(
 
 
 def _prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
-    """All prompts of a request: it may be one text, one list of ids, or a list of either."""
+    """All prompts of a request, which may be one text, one list of ids, or a list of either."""
     prompt: Any = body.prompt
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]

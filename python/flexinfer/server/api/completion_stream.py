@@ -27,7 +27,7 @@ class CompletionStream:
         )
 
     def add(self, prompt_idx: int, output: RequestOutput) -> str:
-        """The events of one output, one a choice."""
+        """The events of one output, one per choice."""
         self._counter.add(prompt_idx, output)
         return "".join([self._event(prompt_idx, output, one) for one in output.outputs])
 

@@ -38,7 +38,7 @@ async def ready(state: State) -> Status:
     if state.is_draining:
         raise APIError(503, "the server is shutting down", code="shutting_down")
     if await state.llm.is_sleeping():
-        raise APIError(503, "the engine sleeps: POST /admin/wake", code="asleep")
+        raise APIError(503, "the engine is asleep: POST /admin/wake", code="asleep")
     return Status(status="ready")
 
 

@@ -45,7 +45,7 @@ def sampling_params(
     given = {name: getattr(fields, name) for name in SAME_NAME}
     asked = structured_outputs(fields)
     if asked is not None and structure is not None:
-        raise bad_request("a forced tool call takes no format of its own", "tool_choice")
+        raise bad_request("a forced tool call cannot have a format as well", "tool_choice")
     settings: dict[str, Any] = {
         **{name: value for name, value in given.items() if value is not None},
         "max_tokens": max_tokens,
@@ -66,7 +66,9 @@ def beam_params(
     """As in vLLM, `n` (or `best_of`) is the number of beams. Raises APIError."""
     _check_fields(state, fields, None)
     if fields.wants_stream:
-        raise bad_request("beam search knows its sequences only at the end: no stream", "stream")
+        raise bad_request(
+            "beam search has its sequences only at the end and cannot stream", "stream"
+        )
     if structured_outputs(fields) is not None:
         raise bad_request("beam search does not take structured outputs", "response_format")
     optional = {"length_penalty": fields.length_penalty, "early_stopping": fields.early_stopping}

@@ -104,7 +104,7 @@ def tool_use(
 class HermesParser:
     """Text with calls in it, each between <tool_call> and </tool_call>.
 
-    What can not be read as a call of a known function is text.
+    What cannot be read as a call of a known function is text.
     """
 
     def __init__(self, names: set[str]) -> None:
@@ -169,7 +169,7 @@ class ForcedParser:
         return Parsed()
 
     def finish(self) -> Parsed:
-        """Cut off by max_tokens, the arguments are no JSON; OpenAI gives them as they are, too."""
+        """Cut off by max_tokens, the arguments are not JSON; OpenAI, too, returns them so."""
         return Parsed("", (make_call(self._name, self._text),))
 
 
@@ -205,7 +205,7 @@ def make_call(name: str, arguments: Any) -> ToolCall:
 
 
 def _json(schema: dict[str, Any]) -> StructuredOutputsParams:
-    """Nobody reads it: no lines and indents."""
+    """Not for people: no lines and indents."""
     return StructuredOutputsParams(json=schema, whitespace_pattern=" ?")
 
 

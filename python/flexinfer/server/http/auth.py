@@ -54,7 +54,7 @@ class AuthMiddleware:
             raise _unauthorized("no API key: send the header 'Authorization: Bearer KEY'")
         tenant = _find(_digest(key), self._tenant_of)
         if tenant is None:
-            raise _unauthorized("the API key is not known here", code="invalid_api_key")
+            raise _unauthorized("the API key is unknown", code="invalid_api_key")
         return tenant
 
     def _check_admin(self, scope: Scope) -> None:

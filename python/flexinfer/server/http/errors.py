@@ -32,7 +32,7 @@ FIELD_NAME = re.compile(r"([a-z]+(?:_[a-z]+)+|n|seed|stop|temperature|logprobs)\
 """Of a request, at the head of a message. Words of one part are also plain words, so these are
 only those that the engine checks."""
 CLIENT_CLOSED_REQUEST = 499
-"""Nobody reads it: the caller has gone."""
+"""Never read: the client has disconnected."""
 
 
 class APIError(HTTPException):

@@ -54,7 +54,7 @@ class Limits:
 
     @property
     def retry_after_s(self) -> int:
-        """About how long until what waits now is served: the queue over what ends in a second."""
+        """About how long until what waits now is served: the queue over what ends per second."""
         num_waiting = max(1, self.num_active - self._num_running)
         num_ended = len(self._ends)
         is_window = num_ended == self._ends.maxlen

@@ -1,6 +1,7 @@
 """Server-sent events, and what happens when the reader goes away or does not read.
 
-A reader that has gone ends its requests; one that takes nothing for `send_timeout_s` is cut off.
+A client that disconnects ends its requests; one that reads nothing for `send_timeout_s` is
+disconnected.
 What waits for a slow reader is bounded: the engine's outputs are joined (async_llm), and
 nothing is made before the socket takes it.
 """
@@ -62,7 +63,7 @@ class TextEvents:
 
 
 class ClientGoneError(APIError):
-    """The caller closed the connection: nobody reads what we answer."""
+    """The caller closed the connection: the answer has no reader."""
 
     def __init__(self) -> None:
         super().__init__(CLIENT_CLOSED_REQUEST, "the client closed the connection")
@@ -99,7 +100,7 @@ class EventStream(Response):
         self._send_timeout_s = send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope.get("http_version") == "1.0":  # knows no body without a length
+        if scope.get("http_version") == "1.0":  # it needs a length for every body
             send = _Whole(send)
         sending = asyncio.ensure_future(self._send_all(send))
         gone = asyncio.ensure_future(_gone(receive))
@@ -124,7 +125,7 @@ class EventStream(Response):
                 await self._send_rest(send, timer)
                 await timer.watch(send(_body("", more=False)))
         except TimeoutError:
-            logger.warning("a reader took nothing for %g s: cut off", self._send_timeout_s)
+            logger.warning("a client read nothing for %g s: disconnected", self._send_timeout_s)
 
     async def _send_rest(self, send: Send, timer: _SendTimer) -> None:
         """Runs for each event while the model computes: no more steps than it needs."""

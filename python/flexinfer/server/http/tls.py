@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class TLSSettings:
-    """Files in PEM. Raises ValueError, naming the flag, for what can not work."""
+    """Files in PEM. Raises ValueError, naming the flag, for what cannot work."""
 
     certfile: Path
     """The certificate, with those that lead to its authority; the key too if `keyfile` is None."""
@@ -66,7 +66,7 @@ class TLSSettings:
         except _EncryptedKeyError:
             raise ValueError(
                 f"--ssl-keyfile {self.keyfile or self.certfile}: the key has a password, which a "
-                "server can not type: write it without one (openssl pkey -in KEY -out PLAIN_KEY)"
+                "server cannot type: write it without one (openssl pkey -in KEY -out PLAIN_KEY)"
             ) from None
         except ssl.SSLError as error:
             key = self.keyfile or "its key, which has to stand in the same file"
@@ -95,7 +95,7 @@ def _check_readable(flag: str, path: Path | None) -> None:
     try:
         path.open("rb").close()
     except OSError as error:
-        raise ValueError(f"{flag} {path} can not be read: {error.strerror}") from None
+        raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from None
 
 
 def tls_settings(

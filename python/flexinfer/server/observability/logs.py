@@ -1,4 +1,4 @@
-"""Logs of the server: one line a request, with its id, as text or as JSON."""
+"""Logs of the server: one line per request, with its id, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def log_with_request(**fields: Any) -> None:
 class AccessLogMiddleware:
     """Gives each request an id, the caller's X-Request-Id if it is a sound one, and logs its end.
 
-    What handlers give `log_with_request` stands in the line too.
+    What handlers give `log_with_request` is part of the line too.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -114,7 +114,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, request_id, and what else is known."""
+    """One JSON object per line: time, level, logger, message, request_id, and further fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC)
@@ -134,7 +134,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _one_line(text: str) -> str:
-    """A path may hold anything: nobody writes lines of their own into the log."""
+    """A path may hold anything, but must not add lines to the log."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -1,6 +1,6 @@
 """MemoryMap: the manager's snapshot as JSON, cheap enough to be polled (docs/server.md).
 
-At most every `MIN_INTERVAL_S`, whoever asks, the engine's thread takes a snapshot between two
+At most every `MIN_INTERVAL_S`, however many ask, the engine's thread takes a snapshot between two
 steps, with the ids of its requests, so that both are of one moment (3-8 ms for 48,000 chunks,
 measured on the sim driver). It is turned to JSON in another thread.
 """
@@ -63,7 +63,7 @@ class MemoryMap:
             return rendered
 
     def outdate(self) -> None:
-        """Something was changed on purpose: whoever did it is to see it at once."""
+        """Something was changed on purpose, and its author is to see it at once."""
         self._made = {}
 
     def _number(self, content: bytes) -> RenderedMap:

@@ -47,9 +47,11 @@ class EngineCollector:
         try:
             self._stats = await asyncio.wait_for(asked, SCRAPE_TIMEOUT_S)
         except TimeoutError:
-            logger.warning("the engine gave no numbers in %.0f s: a long step", SCRAPE_TIMEOUT_S)
+            logger.warning(
+                "the engine sent no statistics within %.0f s: a long step", SCRAPE_TIMEOUT_S
+            )
         except EngineDeadError:
-            logger.debug("the engine has ended: its last numbers stay")
+            logger.debug("the engine has stopped: its last statistics stay")
 
     def collect(self) -> Iterable[Metric]:
         up = GaugeMetricFamily(f"{PREFIX}engine_up", "1: the engine serves.", labels=["model_name"])

@@ -58,8 +58,8 @@ LATENCIES = {
     "queue_s": ("request_queue_time_seconds", "From arrival to the first step."),
     "prefill_s": ("request_prefill_time_seconds", "From the first step to the first token."),
     "decode_s": ("request_decode_time_seconds", "From the first token to the end."),
-    "request_prompt_tokens": ("request_prompt_tokens", "Prompt tokens of a request."),
-    "request_generation_tokens": ("request_generation_tokens", "Generated tokens of a request."),
+    "request_prompt_tokens": ("request_prompt_tokens", "Prompt tokens per request."),
+    "request_generation_tokens": ("request_generation_tokens", "Generated tokens per request."),
 }
 
 
@@ -203,7 +203,7 @@ def _mapping(memory: Stats, make: _Maker) -> Iterator[Metric]:
     )
     yield make.counters(
         "driver_call_seconds",
-        "Their time, by who waited.",
+        "Their time, exposed (a step waited) or hidden.",
         ("call", "kind"),
         {
             (kind, who): us / US_PER_S

@@ -1,4 +1,4 @@
-"""RequestTracer: one OpenTelemetry span a request of the engine, sent to an OTLP collector.
+"""RequestTracer: one OpenTelemetry span per request of the engine, sent to an OTLP collector.
 
 Off unless `--otlp-traces-endpoint` is given: then neither the SDK nor the exporter is imported,
 and no call is made. Span and attribute names are those of vLLM's tracing, so that its dashboards
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises ValueError for what is no collector's URL, or if OpenTelemetry is not installed."""
+    """Raises ValueError for what is not a collector's URL, or without OpenTelemetry."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(
@@ -96,7 +96,7 @@ class RequestTracer:
         """The same outputs; their span ends with them, or when their reader goes."""
         last: RequestOutput | None = None
         reasons: dict[int, str] = {}
-        unfinished = "abort"  # the reader has gone
+        unfinished = "abort"  # the client has disconnected
         with self._span(request_id, params) as span:
             try:
                 async with aclosing(outputs):

@@ -21,7 +21,7 @@ Metadata = Annotated[
 
 
 class Model(BaseModel):
-    """A number is no text and text is no number."""
+    """A number is not a string, nor a string a number."""
 
     model_config = ConfigDict(strict=True, populate_by_name=True)
 

@@ -70,7 +70,7 @@ class ConversationStore:
     ) -> Conversation:
         """Raises APIError when there are too many, or no prefix cache."""
         if not self._llm.config.enable_prefix_caching:
-            raise bad_request("a conversation keeps its prefix, and this server caches none")
+            raise bad_request("conversations keep their prefix, and this server caches none")
         self._forget_expired()
         ttl_s = self._ttl(ttl_s)
         self._check_share(tenant, messages)
@@ -104,7 +104,7 @@ class ConversationStore:
         found = self.get(tenant, conversation_id)
         if found.is_busy:
             raise APIError(
-                409, f"conversation {found.id} has a turn under way", code="conversation_busy"
+                409, f"conversation {found.id} has a turn in progress", code="conversation_busy"
             )
         self._check_share(tenant, (), num_new=0)
         found.is_busy = True

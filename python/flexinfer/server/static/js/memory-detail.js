@@ -1,4 +1,4 @@
-// One chunk: what it holds, who shares it, and why it can not be freed.
+// One chunk: what it holds, who shares it, and why it cannot be freed.
 import { formatBytes, formatCount, h, iconButton, replaceChildren } from "./dom.js";
 
 // `holders`: the rows that show the chunk, each with its label.
@@ -19,7 +19,7 @@ function whyKept(info) {
   if (!info) return "";
   if (info.pinned) return "A pinned prefix holds it: it is not evicted until the pin ends.";
   const sharers = info.sharers.length;
-  if (sharers > 0) return `${formatCount(sharers, "running request")} ${sharers === 1 ? "maps" : "map"} it: it can not be freed now.`;
+  if (sharers > 0) return `${formatCount(sharers, "running request")} ${sharers === 1 ? "maps" : "map"} it: it cannot be freed now.`;
   if (info.recorded) return "Only the prefix cache holds it: it is evicted when memory is short.";
   return "";
 }
