@@ -29,6 +29,19 @@ def test_a_message_gets_an_answer_that_streams(page: ChatPage) -> None:
     assert "prompt tokens from the cache" in page.text(".message.assistant .facts")
 
 
+@pytest.mark.parametrize(("total_ms", "shown"), [(1100, "9 per second"), (100.2, "")])
+def test_a_rate_is_shown_only_where_there_was_time_to_measure(
+    total_ms: float, shown: str, page: ChatPage
+) -> None:
+    facts = page.driver.execute_async_script(
+        """const [message, done] = arguments;
+        import("/static/js/message-view.js").then((module) => done(module.factsOf(message)));""",
+        {"tokens": 10, "firstMs": 100, "totalMs": total_ms},
+    )
+    assert shown in facts
+    assert bool(shown) == ("per second" in facts)
+
+
 def test_an_answer_can_be_stopped(page: ChatPage) -> None:
     page.ask_for_long_answers()
     page.send("Hello!", wait=False)

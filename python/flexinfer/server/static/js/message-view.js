@@ -61,15 +61,19 @@ export class MessageView {
   }
 }
 
+// A rate over less would be that of one packet: short answers may come in one.
+const MIN_RATE_MS = 100;
+
 // What the server told about an answer.
-function factsOf(message) {
+export function factsOf(message) {
   const parts = [];
   if (message.state === "stopped") parts.push("stopped");
   if (message.finish === "length") parts.push("cut at the token limit");
   if (message.tokens) parts.push(`${message.tokens} tokens`);
   if (message.firstMs) parts.push(`first after ${Math.round(message.firstMs)} ms`);
-  if (message.tokens > 1 && message.totalMs > message.firstMs) {
-    parts.push(`${Math.round((1000 * (message.tokens - 1)) / (message.totalMs - message.firstMs))} a second`);
+  const decodeMs = message.totalMs - message.firstMs;
+  if (message.tokens > 1 && decodeMs >= MIN_RATE_MS) {
+    parts.push(`${Math.round((1000 * (message.tokens - 1)) / decodeMs)} per second`);
   }
   if (message.promptTokens) parts.push(`${message.cachedTokens} of ${message.promptTokens} prompt tokens from the cache`);
   return parts.join(" · ");
