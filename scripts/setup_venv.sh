@@ -43,7 +43,7 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
 
 # Changes whenever .venv must be looked at again.
 fingerprint() {
-  { echo "$ROOT" && "$1" -VV && cat pyproject.toml constraints.txt scripts/setup_venv.sh &&
+  { echo "$ROOT" && "$1" -VV && cat pyproject.toml CMakeLists.txt constraints.txt scripts/setup_venv.sh &&
     find python -name "*.py" | sort; } | sha256sum # an editable install knows the files it was made with
 }
 

@@ -1,6 +1,7 @@
 #include "bindings/driver_config.h"
 
 #include <stdexcept>
+#include <utility>
 
 #include "vtensor/driver/cuda/cuda_driver.h"
 #include "vtensor/driver/host/host_driver.h"
@@ -11,9 +12,7 @@ namespace {
 
 constexpr size_t kUnlimited = size_t{1} << 60;
 
-}  // namespace
-
-std::unique_ptr<Driver> open_driver(const DriverConfig& config) {
+std::unique_ptr<Driver> open_plain(const DriverConfig& config) {
   if (config.kind == "host") {
     HostOptions options;
     options.capacity_bytes = config.capacity_bytes;
@@ -38,6 +37,13 @@ std::unique_ptr<Driver> open_driver(const DriverConfig& config) {
     return std::make_unique<CudaDriver>(options);
   }
   throw std::invalid_argument("no driver is called '" + config.kind + "': host, sim or cuda");
+}
+
+}  // namespace
+
+std::unique_ptr<Driver> open_driver(const DriverConfig& config) {
+  std::unique_ptr<Driver> driver = open_plain(config);
+  return config.wrap ? config.wrap(std::move(driver)) : std::move(driver);
 }
 
 }  // namespace vtensor

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -20,6 +21,8 @@ struct DriverConfig {
   size_t granularity_bytes = 4096;  // sim
   bool a100_latency = false;        // sim
   bool real_time = false;           // sim
+  // What stands between the manager and the driver, if anything.
+  std::function<std::unique_ptr<Driver>(std::unique_ptr<Driver>)> wrap;
 };
 
 // Throws std::invalid_argument for a kind that does not exist, else as the driver's constructor.

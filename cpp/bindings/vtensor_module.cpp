@@ -15,7 +15,6 @@
 #include "bindings/driver_config.h"
 #include "bindings/errors.h"
 #include "vtensor/driver/host/host_memory.h"
-#include "vtensor/driver/wrappers/faulty_driver.h"
 #include "vtensor/manager.h"
 
 namespace nb = nanobind;
@@ -28,21 +27,6 @@ using TokenArray = nb::ndarray<const Token, nb::ndim<1>, nb::c_contig, nb::devic
 using GilRelease = nb::call_guard<nb::gil_scoped_release>;
 
 std::span<const Token> tokens_of(const TokenArray& array) { return {array.data(), array.size()}; }
-
-// Fails chosen calls of a manager's driver: the tests' way to every error path.
-struct FaultInjector {
-  std::shared_ptr<Manager> manager;  // keeps the driver alive
-  FaultyDriver* driver;
-};
-
-std::pair<std::shared_ptr<Manager>, FaultInjector> open_faulty(const DriverConfig& config,
-                                                               const KVSpec& spec,
-                                                               const ManagerOptions& options) {
-  auto faulty = std::make_unique<FaultyDriver>(open_driver(config));
-  FaultyDriver* driver = faulty.get();
-  std::shared_ptr<Manager> manager = Manager::open(std::move(faulty), spec, options);
-  return {manager, FaultInjector{manager, driver}};
-}
 
 nb::dlpack::dtype dtype_of(const std::string& name) {
   if (name == "float32") return nb::dtype<float>();
@@ -362,25 +346,6 @@ void bind_manager(nb::module_& m) {
           "layer"_a, "which"_a, "dtype"_a);
 }
 
-void bind_faults(nb::module_& m) {
-  nb::class_<FaultInjector>(m, "FaultInjector")
-      .def(
-          "fail",
-          [](FaultInjector& self, int64_t fail_at, bool out_of_memory, bool persistent) {
-            FaultPlan plan;
-            plan.fail_at = fail_at;
-            plan.kind =
-                out_of_memory ? FaultPlan::Kind::kOutOfMemory : FaultPlan::Kind::kDriverError;
-            plan.persistent = persistent;
-            self.driver->set_plan(plan);
-          },
-          "fail_at"_a, "out_of_memory"_a = false, "persistent"_a = false,
-          "Fail the fail_at-th driver call from now on (0: none).")
-      .def("num_calls", [](const FaultInjector& self) { return self.driver->num_calls(); })
-      .def("num_failed", [](const FaultInjector& self) { return self.driver->num_failed(); });
-  m.def("open_faulty", &open_faulty, "driver"_a, "spec"_a, "options"_a, GilRelease());
-}
-
 }  // namespace
 }  // namespace vtensor
 
@@ -391,7 +356,6 @@ NB_MODULE(_vtensor, m) {
   vtensor::bind_snapshot(m);
   vtensor::bind_stats(m);
   vtensor::bind_manager(m);
-  vtensor::bind_faults(m);
   m.def(
       "available_bytes", [] { return vtensor::available_bytes(); },
       "Bytes that this machine, or this container, can still give.");

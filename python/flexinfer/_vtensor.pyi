@@ -571,15 +571,5 @@ class Manager:
 
     def arena(self, layer: int, which: KV, dtype: str) -> Any: ...
 
-class FaultInjector:
-    def fail(self, fail_at: int, out_of_memory: bool = False, persistent: bool = False) -> None:
-        """Fail the fail_at-th driver call from now on (0: none)."""
-
-    def num_calls(self) -> int: ...
-
-    def num_failed(self) -> int: ...
-
-def open_faulty(driver: DriverConfig, spec: KVSpec, options: ManagerOptions) -> tuple[Manager, FaultInjector]: ...
-
 def available_bytes() -> int:
     """Bytes that this machine, or this container, can still give."""

@@ -1,4 +1,4 @@
-#include "vtensor/driver/wrappers/limited_driver.h"
+#include "tests/cpp/support/limited_driver.h"
 
 #include <gtest/gtest.h>
 

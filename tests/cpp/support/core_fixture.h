@@ -13,12 +13,12 @@
 #include <vector>
 
 #include "tests/cpp/standin_cuda/standin_control.h"
+#include "tests/cpp/support/faulty_driver.h"
 #include "vtensor/core/core.h"
 #include "vtensor/core/integrity.h"
 #include "vtensor/driver/cuda/cuda_driver.h"
 #include "vtensor/driver/host/host_driver.h"
 #include "vtensor/driver/sim/sim_driver.h"
-#include "vtensor/driver/wrappers/faulty_driver.h"
 #include "vtensor/ops/mapping.h"
 #include "vtensor/pool/pool.h"
 #include "vtensor/util/error.h"

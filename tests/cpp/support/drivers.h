@@ -14,11 +14,11 @@
 #include <vector>
 
 #include "tests/cpp/standin_cuda/standin_control.h"
+#include "tests/cpp/support/faulty_driver.h"
+#include "tests/cpp/support/limited_driver.h"
 #include "vtensor/driver/cuda/cuda_driver.h"
 #include "vtensor/driver/host/host_driver.h"
 #include "vtensor/driver/sim/sim_driver.h"
-#include "vtensor/driver/wrappers/faulty_driver.h"
-#include "vtensor/driver/wrappers/limited_driver.h"
 #include "vtensor/driver/wrappers/metered_driver.h"
 #include "vtensor/driver/wrappers/tracing_driver.h"
 #include "vtensor/util/units.h"

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from flexinfer import LLMEngine, OutOfMemoryError, SamplingParams, _vtensor
+from flexinfer import LLMEngine, OutOfMemoryError, SamplingParams, _vtensor, _vtensor_testing
 from flexinfer.memory import torch_share
 from flexinfer.memory.torch_share import TorchMemory, on_torch_out_of_memory, watch
 from flexinfer.runner.plan import StepPlan, StepResult
@@ -74,12 +74,13 @@ def test_a_shortage_of_the_budget_does_not_trouble_torch() -> None:
 class FullDevice(VTensorManager):
     """Its device gives no memory until it `is_free`."""
 
-    faults: _vtensor.FaultInjector
+    faults: _vtensor_testing.FaultInjector
 
     def _open(
         self, driver: _vtensor.DriverConfig, options: _vtensor.ManagerOptions
     ) -> _vtensor.Manager:
-        manager, self.faults = _vtensor.open_faulty(driver, self.spec.core(), options)
+        self.faults = _vtensor_testing.inject_faults(driver)
+        manager = super()._open(driver, options)
         self.faults.fail(1, out_of_memory=True, persistent=True)
         return manager
 

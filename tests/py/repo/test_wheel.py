@@ -39,3 +39,17 @@ def test_a_wheel_holds_each_file_of_the_folder(root: Path, names: set[str], fold
 
 def test_a_wheel_holds_nothing_but_the_package(names: set[str]) -> None:
     assert {name.split("/")[0].split("-")[0] for name in names} == {"flexinfer"}
+
+
+@pytest.mark.parametrize(("state", "has_module"), [("wheel", False), ("editable", True)])
+def test_only_editable_installs_have_the_module_that_injects_faults(
+    root: Path, tmp_path: Path, state: str, has_module: bool
+) -> None:
+    """Configured as scikit-build-core does, not built: what would be installed is known then."""
+    options = ("SKBUILD=2", f"SKBUILD_STATE={state}", f"Python_EXECUTABLE={sys.executable}")
+    nanobind = subprocess.check_output([sys.executable, "-m", "nanobind", "--cmake_dir"], text=True)
+    command = ["cmake", "-S", str(root), "-B", str(tmp_path), f"-Dnanobind_DIR={nanobind.strip()}"]
+    subprocess.run([*command, *(f"-D{o}" for o in options)], check=True, capture_output=True)
+    installed = (tmp_path / "cmake_install.cmake").read_text()
+    assert "/_vtensor.c" in installed
+    assert ("/_vtensor_testing.c" in installed) == has_module

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flexinfer import _vtensor
+from flexinfer import _vtensor, _vtensor_testing
 from flexinfer.errors import DriverError, OutOfMemoryError, VTensorError
 from flexinfer.vtensor import KVSpec, VTensorManager
 from helpers import device_param as kv_device
@@ -26,13 +26,13 @@ PROMPT = list(range(40))
 class FaultyManager(VTensorManager):
     """A manager whose driver fails on demand, by ``manager.faults``."""
 
-    faults: _vtensor.FaultInjector
+    faults: _vtensor_testing.FaultInjector
 
     def _open(
         self, driver: _vtensor.DriverConfig, options: _vtensor.ManagerOptions
     ) -> _vtensor.Manager:
-        manager, self.faults = _vtensor.open_faulty(driver, self.spec.core(), options)
-        return manager
+        self.faults = _vtensor_testing.inject_faults(driver)
+        return super()._open(driver, options)
 
 
 def open_manager(**options: Any) -> FaultyManager:

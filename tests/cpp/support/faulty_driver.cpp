@@ -1,4 +1,4 @@
-#include "vtensor/driver/wrappers/faulty_driver.h"
+#include "tests/cpp/support/faulty_driver.h"
 
 #include <cerrno>
 #include <numeric>
