@@ -28,6 +28,7 @@ SMALL: dict[str, Any] = {
     "sliding_window": 16,
     "clip_qkv": 2.0,
     "pad_token_id": 0,
+    "default_language": "en_XX",  # of X-MOD
     "bos_token_id": None,
     "eos_token_id": None,
     # GPT-2's names for the same, OPT's
@@ -58,6 +59,8 @@ def tiny_config(model_type: str) -> Any:
     """The config of this architecture; any exception where it cannot be made so small."""
     config = tf.AutoConfig.for_model(model_type).get_text_config()
     settings = {name: value for name, value in SMALL.items() if hasattr(config, name)}
+    if model_type == "helium":
+        settings["head_dim"] = 16  # its output layer takes no other width than the model's
     return type(config)(**settings)
 
 
