@@ -34,7 +34,7 @@ def check_name(name: str) -> str:
 def create(name: str, layers: Sequence[LayerKV]) -> AttentionBackend:
     """The backend called `name` over the arena `layers`. Raises ValueError for another name.
 
-    Where it can not work on them, one warning says why and what is taken instead.
+    Where it cannot work on them, one warning says why and what is taken instead.
     """
     known = check_name(name)
     if known == "two_phase":

@@ -37,7 +37,7 @@ class AttentionMetadata:
 
     segments: Sequence[Segment]
     num_decodes: int
-    """The first so many segments have one token."""
+    """How many segments, all at the front, have one token."""
     decode_slots: torch.Tensor
     """[num_decodes] int64, on the arena's device."""
     decode_positions: torch.Tensor
@@ -74,7 +74,7 @@ class AttentionOptions:
     scaling: float | None = None
     """Factor of the scores; None: head_dim ** -0.5."""
     sliding_window: int | None = None
-    """A token sees itself and the so many minus one tokens before it."""
+    """A token sees itself and the `sliding_window - 1` tokens before it."""
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap)."""
     sinks: torch.Tensor | None = None

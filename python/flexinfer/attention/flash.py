@@ -4,7 +4,7 @@ A step has three parts, one call each where the kernels allow it:
 
     decodes               one call for all of them on [max_requests, max_seq_len, heads, dim]
     prompts from token 0  one packed call on the step's own keys: the arena is not read
-    prompts with a prefix one call a request on its contiguous view [end, heads, dim]
+    prompts with a prefix one call per request on its contiguous view [end, heads, dim]
 
 Decodes that share ranges of KV may instead be computed in two phases (two_phase.py), so that each
 range is read once for all of them. Which ranges are worth it is said by `sharing_cost`, and comes
@@ -132,7 +132,7 @@ class FlashAttention(AttentionBackend):
         return self._decode_kernel.decode(layer, query, key, value, metadata, step, scores)
 
     def _plan_for(self, metadata: AttentionMetadata) -> TwoPhasePlan | None:
-        """Made once a step, for all layers; None: no decodes share."""
+        """Made once per step, for all layers; None: no decodes share."""
         if self._partial is None or not metadata.shared:
             return None
         if self._plan is None or self._plan[0] is not metadata:

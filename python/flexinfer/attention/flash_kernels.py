@@ -1,6 +1,6 @@
 """FlashKernels: the flash attention functions that are installed, behind one interface.
 
-Two jobs, and who may do them on a range whose end is not mapped:
+Two jobs, and what may do them on a range whose end is not mapped:
 
                               decode on the arena      prefill on tensors that end with the request
     flash_attn (2)            yes, and stores the KV   yes

@@ -2,7 +2,7 @@
 
     transformers layer -> attention_forward -> operator flexinfer::attention -> backend of the step
 
-The model runs once a step on the flat batch; what the call means is not in its arguments but in a
+The model runs once per step on the flat batch; what the call means is not in its arguments but in a
 context that the caller sets around it (`use_attention`). The operator in the middle is opaque to
 torch.compile: the model stays one graph, and the step is looked up when the graph runs. To torch it
 is a pure function of its arguments; that it also writes K and V into the arena is known only here.
@@ -122,7 +122,7 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """AttentionInterface function: query, key, value [1, heads, num_tokens, dim]."""
     layer_idx: Any = module.layer_idx
-    # The operator is for the compiler alone: going through torch costs ten microseconds a layer.
+    # The operator is for the compiler alone: going through torch costs ten microseconds per layer.
     call: Any = attention_operator
     if torch.compiler.is_compiling():
         call = torch.ops.flexinfer.attention

@@ -1,8 +1,8 @@
-"""Attention on the CPU by our own kernel (cpp/kernels/), one call a layer for a batch.
+"""Attention on the CPU by our own kernel (cpp/kernels/), one call per layer for a batch.
 
 The kernel stores the step's keys and values and attends over the arena, prefills and decodes
 mixed; keys that requests share are read once for all of them (ChunkAttention, section 3.2; the
-ranges come with the metadata). What can be prepared once a step is a plan, so that a layer is one
+ranges come with the metadata). What can be prepared once per step is a plan, so that a layer is one
 call of a few addresses. Threads are torch's own: see `flexinfer.runtime.openmp`.
 """
 
@@ -35,7 +35,7 @@ MAX_SHARING_TOKENS = 16
 
 
 def unsupported_reason(layers: Sequence[LayerKV]) -> str | None:
-    """Why the host kernel can not work on these layers, or None if it can."""
+    """Why the host kernel cannot work on these layers, or None if it can."""
     k = layers[0].k
     head_dim = k.shape[3]
     if k.device.type != "cpu":
@@ -43,7 +43,7 @@ def unsupported_reason(layers: Sequence[LayerKV]) -> str | None:
     if k.dtype not in DTYPES:
         return f"dtype {str(k.dtype).removeprefix('torch.')} is not supported"
     if head_dim % HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
-        return f"head size {head_dim} is no multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
+        return f"head size {head_dim} is not a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
     layouts = {
         (t.shape, t.stride(), t.dtype, t.device) for layer in layers for t in (layer.k, layer.v)
     }
@@ -63,7 +63,7 @@ class HostAttention(AttentionBackend):
         super().__init__(layers)
         reason = unsupported_reason(layers)
         if reason is not None:
-            raise ValueError(f"the host attention kernel can not be used: {reason}")
+            raise ValueError(f"the host attention kernel cannot be used: {reason}")
         k = layers[0].k
         num_slots, max_seq_len, self._num_kv_heads, self._head_dim = k.shape
         shape = _kernels.ArenaShape(
@@ -177,7 +177,7 @@ class HostAttention(AttentionBackend):
 
 
 def host_or_sdpa(layers: Sequence[LayerKV]) -> AttentionBackend:
-    """The host kernel over `layers`; SDPA, with a warning that says why, where it can not work."""
+    """The host kernel over `layers`; SDPA, with a warning that says why, where it cannot work."""
     reason = unsupported_reason(layers)
     if reason is None:
         return HostAttention(layers)
@@ -192,7 +192,7 @@ def make_plan(
 ) -> _kernels.Plan:
     """The plan of a step. Raises ValueError if its segments and shared ranges contradict."""
     if num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads")
+        raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
     segments = np.array(
         [(s.slot, s.row, s.start, s.end) for s in metadata.segments], dtype=np.int64
     )

@@ -1,4 +1,4 @@
-"""Attention by torch's scaled_dot_product_attention, one call a request: the reference.
+"""Attention by torch's scaled_dot_product_attention, one call per request: the reference.
 
 K and V are read where they stand: the CPU flash kernel takes strided [heads, tokens, dim] views,
 so nothing is copied or expanded. Two facts shape the code (measured on CPU):

@@ -16,7 +16,7 @@ class Segment:
     row: int
     """Index of its first token in the flat batch."""
     start: int
-    """Position of its first token in the request: so many tokens have KV already."""
+    """Position of its first token in the request: the number of tokens that have KV already."""
     end: int
 
     @property

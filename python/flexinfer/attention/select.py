@@ -131,7 +131,7 @@ def sharing_calls(
     try:
         require(decode.with_kvcache, ("return_softmax_lse",))
     except TypeError as error:
-        reasons.append(f"{name} can not be used: {first_line(error)}")
+        reasons.append(f"{name} cannot be used: {first_line(error)}")
         return None
     calls = FlashPartial(decode.with_kvcache)
     return calls if tried(name, lambda: try_sharing(calls, arena), reasons) else None
@@ -157,7 +157,7 @@ def load(
         reasons.append(f"{candidate.name} {what} not installed")
         return None
     except Exception as error:  # undefined symbols, or code of another version
-        reasons.append(f"{candidate.name} can not be used: {first_line(error)}")
+        reasons.append(f"{candidate.name} cannot be used: {first_line(error)}")
         return None
     if isinstance(kernel, TorchFlash) and count_rows_per_slot(arena) == 0:
         reasons.append(f"{kernel.name} needs slots that are whole numbers of token strides")

@@ -1,8 +1,8 @@
 """The cost model of two-phase attention: which shared ranges are worth a call of their own.
 
-A decode step reads the KV of every request once a layer, and a range that n requests share n times
-(ChunkAttention, section 3; docs/two_phase.md has the derivation). Calling it once for all saves
-(n - 1) reads of it and costs one more call and n merges of partial results. No torch here.
+A decode step reads the KV of every request once per layer, and a range that n requests share n
+times (ChunkAttention, section 3; docs/two_phase.md has the derivation). Calling it once for all
+saves (n - 1) reads of it and costs one more call and n merges of partial results. No torch here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SharingCost:
     """Segments with more new tokens than this stay out: they read KV once for all of them."""
 
     def gain_us(self, num_tokens: int, num_readers: int, num_queries: int) -> float:
-        """Microseconds a layer that one call for all readers saves over `num_readers` reads:
+        """Microseconds per layer that one call for all readers saves over `num_readers` reads:
         equation 4 of docs/two_phase.md.
 
         A range's readers are its members, but those for which a call further down reads it too
@@ -88,7 +88,7 @@ def choose_ranges(
 def total_gain_us(
     chosen: Sequence[SharedRange], segments: Sequence[Segment], cost: SharingCost
 ) -> float:
-    """Microseconds a layer that all calls of `chosen` save, as `choose_ranges` gives them.
+    """Microseconds per layer that all calls of `chosen` save, as `choose_ranges` gives them.
 
     They cover each member from token 0 on without gaps, so that each range is read once for all its
     members, and without sharing once for each.

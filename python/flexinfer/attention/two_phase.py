@@ -2,7 +2,7 @@
 
     chunk-first      | shared by r0 r1 r2 | shared by r0 r1 |     one call a range, for the queries
                                                                   of all its members together
-    sequence-first                                 r0's suffix    one call a request
+    sequence-first                                 r0's suffix    one call per request
                                                    r1's suffix
                                           r2's suffix
 
@@ -78,7 +78,7 @@ class TwoPhaseAttention(SdpaAttention):
         return torch_cost(self.layers[0])
 
     def _plan_for(self, metadata: AttentionMetadata) -> TwoPhasePlan | None:
-        """Made once a step, for all layers; None: nothing is shared."""
+        """Made once per step, for all layers; None: nothing is shared."""
         if metadata is not self._planned:
             self._plan = TwoPhasePlan.build(metadata)
             self._planned = metadata
@@ -271,7 +271,7 @@ def torch_partial(layer: LayerKV) -> TorchPartial:
 def _cpu_flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # `.default` spares the search for an overload, 1 us a call.
+    # `.default` spares the search for an overload, 1 us per call.
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         query, key, value, scale=scaling
     )

@@ -105,7 +105,7 @@ class FlashPartial:
 
 def suffix_groups(plan: TwoPhasePlan, device: torch.device) -> list[SuffixGroup]:
     """The plan's decodes by the first token of their suffixes: one group a chosen range that is
-    some member's last one. Made once a step."""
+    some member's last one. Made once per step."""
     by_start: dict[int, list[int]] = defaultdict(list)
     for position, start in enumerate(plan.covered):
         by_start[start].append(position)

@@ -163,7 +163,7 @@ def multiply_panels(
 
 
 def can_gate(x: torch.Tensor, columns: int) -> bool:
-    """Whether the kernel computes gates and factors, so many outputs in all, of x [..., depth]:
+    """Whether the kernel computes `columns` gates and factors in all of x [..., depth]:
     each stand in panels of their own, and the rows are many."""
     dtype, depth = x.dtype, x.shape[-1]
     return (

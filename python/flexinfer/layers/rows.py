@@ -134,7 +134,7 @@ def _dense_rows(x: torch.Tensor) -> torch.Tensor:
 def _are_rows(*tensors: torch.Tensor) -> bool:
     """Whether all are on the CPU, of one dtype that the kernel knows."""
     dtype = tensors[0].dtype
-    for tensor in tensors:  # twice as fast as all(...), and called some times a layer
+    for tensor in tensors:  # twice as fast as all(...), and called several times per layer
         if not tensor.is_cpu or tensor.dtype != dtype:
             return False
     return dtype in DTYPES

@@ -5,7 +5,7 @@ then each parallel loop waits for threads that are not running. Here the count c
 affinity mask, the cores behind it, and the cgroup's CPU quota, whichever is least.
 
 One pool of OpenMP threads serves torch, oneDNN, MKL and the host kernel alike, as all of them load
-the same libgomp; the memory manager's worker sleeps but for some microseconds a step. So
+the same libgomp; the memory manager's worker sleeps but for some microseconds per step. So
 `threads` is the count for all of it.
 """
 

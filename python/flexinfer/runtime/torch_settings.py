@@ -65,7 +65,7 @@ def set_up_torch(threads: int | None = None) -> int:
 def bound_primitive_caches() -> None:
     """Keep few compiled products. Each thread that will run a model calls it before it does.
 
-    Where this thread has multiplied by a packed weight before, or torch can not, nothing happens.
+    Where this thread has multiplied by a packed weight before, or torch cannot, nothing happens.
     """
     import torch
 
@@ -92,7 +92,7 @@ def back_by_huge_pages(address: int, num_bytes: int) -> bool:
     """Have the system put what lies here into pages of 2 MiB, now; whether it has done so.
 
     Packed weights so backed make a bfloat16 step 3 to 4 % shorter: the TLB misses less. A system
-    that can not (Linux before 6.1) leaves all as it is.
+    that cannot (Linux before 6.1) leaves all as it is.
     """
     begin = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     end = (address + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES

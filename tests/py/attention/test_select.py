@@ -78,9 +78,9 @@ class WrongResults(FlashAttn2):
         ),
         (
             fail(ImportError("flash_attn_2_cuda.so: undefined symbol: _ZN3c10\nmore")),
-            "a can not be used: flash_attn_2_cuda.so: undefined symbol: _ZN3c10",
+            "a cannot be used: flash_attn_2_cuda.so: undefined symbol: _ZN3c10",
         ),
-        (lambda: Flash2(ModuleType("a")), "a can not be used: module 'a' has no attribute"),
+        (lambda: Flash2(ModuleType("a")), "a cannot be used: module 'a' has no attribute"),
     ],
 )
 def test_what_can_not_be_loaded_is_named_with_the_reason(
@@ -192,7 +192,7 @@ def test_a_version_without_softcap_is_too_old(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     _, reasons = choose.choose(half_layers(), choose.packages((8, 0)))
     assert reasons == [
-        "flash_attn can not be used: flash_attn_with_kvcache has no argument softcap: too old"
+        "flash_attn cannot be used: flash_attn_with_kvcache has no argument softcap: too old"
     ]
 
 
@@ -243,6 +243,6 @@ def test_a_version_without_log_sum_exp_decodes_but_does_not_share() -> None:
     assert isinstance(backend, FlashAttention)
     assert backend.sharing_cost is None
     assert reasons == [
-        "two-phase attention can not be used: flash_attn_with_kvcache has no argument "
+        "two-phase attention cannot be used: flash_attn_with_kvcache has no argument "
         "return_softmax_lse: too old"
     ]

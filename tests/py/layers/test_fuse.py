@@ -1,4 +1,4 @@
-"""Packed and lean layers compute what the layers that they replace compute."""
+"""Fused layers compute what the layers that they replace compute."""
 
 from __future__ import annotations
 

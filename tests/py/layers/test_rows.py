@@ -106,7 +106,7 @@ def z(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> t
         (z(2, 32), z(32, device="meta")),
     ],
 )
-def test_rms_norm_refuses_what_it_can_not_read(x: torch.Tensor, weight: torch.Tensor) -> None:
+def test_rms_norm_refuses_what_it_cannot_read(x: torch.Tensor, weight: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"row_ops\.rms_norm takes"):
         row_ops.rms_norm(x, weight, 1e-5)
 
@@ -122,7 +122,7 @@ def test_rms_norm_refuses_what_it_can_not_read(x: torch.Tensor, weight: torch.Te
         (z(2, 32), z(2, 32, device="meta")),
     ],
 )
-def test_silu_mul_refuses_what_it_can_not_read(gate: torch.Tensor, factor: torch.Tensor) -> None:
+def test_silu_mul_refuses_what_it_cannot_read(gate: torch.Tensor, factor: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"row_ops\.silu_mul takes"):
         row_ops.silu_mul(gate, factor)
 
@@ -133,13 +133,13 @@ def test_silu_mul_refuses_what_it_can_not_read(gate: torch.Tensor, factor: torch
         (z(1, 2, 3, 32), z(1, 2, 32), z(1, 3, 32)),  # too few tokens
         (z(1, 2, 3, 32), z(1, 3, 32), z(1, 3, 16)),
         (z(2, 2, 3, 32), z(2, 3, 32), z(2, 3, 32)),  # two batches
-        (z(1, 2, 3, 48), z(1, 3, 48), z(1, 3, 48)),  # half of it is no multiple of 16
+        (z(1, 2, 3, 48), z(1, 3, 48), z(1, 3, 48)),  # half of it is not a multiple of 16
         (z(2, 3, 32), z(2, 32), z(2, 32)),
         (z(1, 2, 3, 32), z(1, 3, 32), z(1, 3, 32, dtype=torch.float16)),
         (z(1, 2, 3, 32), z(1, 3, 32, device="meta"), z(1, 3, 32)),
     ],
 )
-def test_rotate_refuses_what_it_can_not_read(
+def test_rotate_refuses_what_it_cannot_read(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> None:
     with pytest.raises(ValueError, match=r"row_ops\.rotate takes"):
