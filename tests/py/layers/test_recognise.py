@@ -1,0 +1,114 @@
+"""A module is known by its code: by all of it, and by nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import transformers as tf
+from torch import nn
+
+from flexinfer.layers.known import ATTENTIONS, NORMS
+from flexinfer.layers.recognise import is_known
+
+
+class Norm(nn.Module):
+    """Llama's, under another name."""
+
+    def __init__(self, limit: float | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+        self.variance_epsilon = 1e-6
+        self.limit = limit
+        self.dropout = 0.1
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The docstring, the annotations: none of it matters."""
+        input_dtype: Any = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class ClampingNorm(Norm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        if self.limit is not None:
+            hidden_states = hidden_states.clamp(-self.limit, self.limit)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class DroppingNorm(Norm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states = nn.functional.dropout(hidden_states, p=self.dropout, training=self.training)
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class DataDependentNorm(Norm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        if hidden_states.abs().max() > 100:
+            hidden_states = hidden_states / 100
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+@pytest.mark.parametrize(
+    ("module", "known"),
+    [
+        (Norm(), True),
+        (ClampingNorm(None), True),
+        (ClampingNorm(8.0), False),
+        (DroppingNorm().eval(), True),
+        (DroppingNorm().train(), False),
+        (DataDependentNorm(), False),
+        (nn.LayerNorm(32), False),
+        (nn.Identity(), False),
+    ],
+)
+def test_only_the_code_decides(module: Any, known: bool) -> None:
+    assert is_known(module, NORMS) is known
+
+
+def test_modules_of_one_class_may_differ() -> None:
+    assert [is_known(ClampingNorm(limit), NORMS) for limit in (None, 8.0, None)] == [1, 0, 1]
+
+
+def test_a_forward_of_its_own_and_a_hook_are_seen() -> None:
+    patched, watched = Norm(), Norm()
+    patched.forward = lambda hidden_states: hidden_states  # type: ignore[method-assign]
+    watched.register_forward_hook(lambda *_: None)
+    assert not is_known(patched, NORMS)
+    assert not is_known(watched, NORMS)
+
+
+def test_what_the_forward_calls_belongs_to_its_code() -> None:
+    """ERNIE 4.5 has Llama's attention, but its rotary embedding turns pairs of neighbours."""
+    small: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+    }
+    ernie = tf.AutoModelForCausalLM.from_config(tf.Ernie4_5Config(**small))
+    llama = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**small))
+    assert is_known(llama.model.layers[0].self_attn.eval(), ATTENTIONS)
+    assert not is_known(ernie.model.layers[0].self_attn.eval(), ATTENTIONS)
