@@ -8,6 +8,7 @@
 #include "vtensor/driver/stopwatch.h"
 #include "vtensor/driver/wrappers/tracing_driver.h"
 #include "vtensor/util/error.h"
+#include "vtensor/util/fork.h"
 
 namespace vtensor {
 namespace {
@@ -30,8 +31,12 @@ std::shared_ptr<Manager> Manager::open(std::unique_ptr<Driver> driver, const KVS
   auto traced = std::make_unique<TracingDriver>(
       std::move(driver), [trace](const DriverCall& call) { trace->write_call(call); },
       std::shared_ptr<const std::atomic<bool>>(trace, &trace->open_flag()));
-  return std::shared_ptr<Manager>(new Manager(std::make_unique<MeteredDriver>(std::move(traced)),
-                                              trace, spec, geometry, options));
+  auto* manager = new Manager(std::make_unique<MeteredDriver>(std::move(traced)), trace, spec,
+                              geometry, options);
+  // A forked child has no worker to join, and what its copy would give back is its parent's.
+  return {manager, [](Manager* owned) {
+            if (!owned->is_inherited()) delete owned;
+          }};
 }
 
 Manager::Manager(std::unique_ptr<MeteredDriver> driver, std::shared_ptr<TraceWriter> trace,
@@ -54,14 +59,27 @@ Manager::~Manager() {
   }
 }
 
+bool Manager::is_inherited() const noexcept { return generation_ != process_generation(); }
+
+void Manager::check_process() const {
+  if (is_inherited()) {
+    throw Error("this manager belongs to the parent process: open one of your own after fork()");
+  }
+}
+
+Manager::Lock Manager::lock_in_any_state() const {
+  check_process();
+  return Lock(mutex_);
+}
+
 Manager::Lock Manager::lock_awake_or_not() const {
-  Lock lock(mutex_);
+  Lock lock = lock_in_any_state();
   if (closed_) throw ReleasedError("the manager is closed");
   return lock;
 }
 
 Manager::Lock Manager::lock() const {
-  Lock lock(mutex_);
+  Lock lock = lock_in_any_state();
   check_usable();
   return lock;
 }
@@ -162,7 +180,10 @@ void Manager::pre_extend(const std::vector<VTensorId>& ids, const std::vector<si
   if (options_.pre_extend) background_.post(held, ids, num_tokens);
 }
 
-void Manager::drain() { background_.drain(); }
+void Manager::drain() {
+  check_process();
+  background_.drain();
+}
 
 void Manager::truncate(VTensorId id, size_t num_tokens) {
   Lock held = lock();
@@ -296,13 +317,14 @@ std::vector<SharedRange> Manager::shared_ranges(std::span<const VTensorId> ids,
 }
 
 void Manager::close() {
+  if (is_inherited()) return;
   background_.stop();
   try {
     trace_->close();
   } catch (const DriverError&) {
     // Callers that want to know use stop_trace(); a replay finds the end missing.
   }
-  const Lock held(mutex_);
+  const Lock held = lock_in_any_state();
   closed_ = true;  // a second call tries again to give back what the driver refused in the first
   core_.discard(swap_store_, sleep_store_.get());
 }
@@ -361,7 +383,7 @@ void Manager::wake() {
 }
 
 bool Manager::is_asleep() const {
-  const Lock held(mutex_);
+  const Lock held = lock_in_any_state();
   return core_.sleeper.is_asleep();
 }
 

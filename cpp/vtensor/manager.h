@@ -5,7 +5,8 @@
 // calls that need a vTensor that the worker is busy with wait for that vTensor.
 //
 // Lifetime: held by std::shared_ptr; a tensor view keeps the manager, its address ranges and its
-// chunks alive. close() releases everything that no view needs.
+// chunks alive. close() releases everything that no view needs. In a forked child calls throw
+// Error, and close() and the destructor do nothing: memory and worker are the parent's.
 //
 // Errors: ReleasedError after close() or release(), std::out_of_range for foreign ids and layers,
 // std::invalid_argument for values that make no sense, DriverError from the driver. A try_ function
@@ -27,6 +28,7 @@
 #include "vtensor/driver/wrappers/metered_driver.h"
 #include "vtensor/manager_options.h"
 #include "vtensor/ops/sharing.h"
+#include "vtensor/util/fork.h"
 
 namespace vtensor {
 
@@ -125,9 +127,12 @@ class Manager : public std::enable_shared_from_this<Manager> {
   Manager(std::unique_ptr<MeteredDriver> driver, std::shared_ptr<TraceWriter> trace,
           const KVSpec& spec, const Geometry& geometry, const ManagerOptions& options);
 
-  Lock lock() const;               // Throws when closed or asleep.
-  Lock lock_awake_or_not() const;  // Throws when closed.
-  void check_usable() const;       // Throws when closed or asleep.
+  bool is_inherited() const noexcept;  // By a forked child.
+  Lock lock() const;                   // Throws when closed or asleep.
+  Lock lock_awake_or_not() const;      // Throws when closed.
+  Lock lock_in_any_state() const;      // As both, throws in a forked child.
+  void check_process() const;
+  void check_usable() const;  // Throws when closed or asleep.
   // Both let others at the mutex meanwhile, and throw when the manager was closed or put to sleep.
   void wait_until_idle(Lock& lock, std::span<const VTensorId> ids);
   void wait_until_quiet(Lock& lock);
@@ -147,6 +152,7 @@ class Manager : public std::enable_shared_from_this<Manager> {
   bool closed_ = false;
   uint64_t exposed_ns_ = 0;
   mutable std::mutex mutex_;
+  const uint32_t generation_ = process_generation();
   Background background_;  // last: its worker stops before anything above goes away
 };
 

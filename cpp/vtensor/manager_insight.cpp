@@ -30,6 +30,7 @@ TensorView Manager::arena(size_t layer, KV which) {
 }
 
 void Manager::end_view(SlotId slot) noexcept {
+  if (is_inherited()) return;
   const Lock held(mutex_);
   if (--pool_.vset[slot].num_views > 0) return;
   core_.retirement.unhold(slot);
@@ -42,7 +43,7 @@ void Manager::end_view(SlotId slot) noexcept {
 }
 
 MappingTimes Manager::mapping_times() const {
-  const Lock held(mutex_);
+  const Lock held = lock_in_any_state();
   return {static_cast<double>(exposed_ns_) / 1e3,
           static_cast<double>(background_.hidden_ns()) / 1e3, background_.num_rows_mapped()};
 }
@@ -53,7 +54,7 @@ size_t Manager::available_bytes() const {
 }
 
 size_t Manager::resident_bytes() const {
-  const Lock held(mutex_);
+  const Lock held = lock_in_any_state();
   return bytes_of(core_.sleeper.num_resident_chunks());
 }
 
@@ -68,7 +69,7 @@ Snapshot Manager::snapshot() const {
 }
 
 Stats Manager::stats() const {
-  const Lock held(mutex_);  // a closed manager still tells its numbers
+  const Lock held = lock_in_any_state();  // a closed manager still tells its numbers
   Stats stats = gather_stats(core_);
   stats.swapped_bytes = swap_store_.used_bytes();
   stats.asleep_bytes = sleep_store_ ? sleep_store_->used_bytes() : 0;
