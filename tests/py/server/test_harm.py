@@ -47,6 +47,29 @@ def test_many_faults_are_refused_at_the_first(
 
 
 @pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/v1/chat/completions", "messages"),
+        ("/v1/conversations", "messages"),
+        ("/v1/conversations", "items"),
+        ("/v1/responses", "input"),
+        ("/tokenize", "messages"),
+    ],
+)
+def test_more_messages_than_any_context_holds_are_refused_unread(
+    path: str, name: str, http: httpx.Client
+) -> None:
+    error = http.post(path, json={name: HELLO * 20_000}).json()["error"]
+    assert error["param"] == name
+    assert "at most 16384" in error["message"]
+
+
+def test_a_fault_is_named_by_its_place(http: httpx.Client) -> None:
+    body = {"input": [HELLO[0], {"role": "x", "content": "y"}]}
+    assert http.post("/v1/responses", json=body).json()["error"]["param"] == "input.1.message.role"
+
+
+@pytest.mark.parametrize(
     ("path", "body", "says"),
     [
         (

@@ -120,18 +120,17 @@ def _most_telling(errors: Sequence[Any]) -> Any:
     the fault in the list, if that is what was given."""
     path = _field_path(errors[0]["loc"])
     same = [one for one in errors if _field_path(one["loc"])[: len(path)] == path]
-    return max(same, key=lambda one: len(one["loc"]))
+    return max(same, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
 
 
 def _field_path(location: Sequence[int | str]) -> list[str]:
-    """The names of fields and numbers of entries, up to where a union of types begins."""
+    """The names of fields and numbers of entries, without the types that a union consists of."""
     path: list[str] = []
     for part in location[1:]:  # the first says body, query, path or header
-        if isinstance(part, str) and (part in PLAIN_TYPES or not part.isidentifier()):
+        if isinstance(part, str) and (part in PLAIN_TYPES or part[0].isupper()):
             break
-        if isinstance(part, str) and part[0].isupper():
-            break
-        path.append(str(part))
+        if isinstance(part, int) or part.isidentifier():
+            path.append(str(part))
     return path
 
 

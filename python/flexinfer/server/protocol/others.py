@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from flexinfer.server.protocol.base import Model, TokenId
-from flexinfer.server.protocol.chat import Message, Tool
+from flexinfer.server.protocol.chat import MAX_MESSAGES, Message, Tool
 
 
 class ModelCard(Model):
@@ -29,7 +29,9 @@ class TokenizeRequest(Model):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1, fail_fast=True)
+    messages: list[Message] | None = Field(
+        default=None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True
+    )
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from flexinfer.server.protocol.base import FunctionName, Metadata, Model
-from flexinfer.server.protocol.chat import Content
+from flexinfer.server.protocol.chat import MAX_MESSAGES, Content
 from flexinfer.server.protocol.sampling import Refused, SamplingFields
 
 
@@ -48,7 +48,7 @@ InputItem = Annotated[
     Discriminator(_kind_of),
 ]
 """Chosen by its type: of a plain union all faults of all types would be found, item by item."""
-InputItems = Annotated[list[InputItem], Field(fail_fast=True)]
+InputItems = Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class TextFormat(Model):
