@@ -35,36 +35,36 @@ class PlanBuilder:
 
     def build(self, items: Sequence[ScheduledRequest]) -> StepPlan:
         """The batch of `items`, one-token items first. REQUIRES: they have vTensors."""
-        items = sorted(items, key=lambda item: item.num_tokens > 1)
-        num_decodes = sum(item.num_tokens == 1 for item in items)
-        decodes = items[:num_decodes]
+        decodes = [item for item in items if item.end - item.start == 1]
+        prefills = [item for item in items if item.end - item.start > 1]
+        items = decodes + prefills
         token_ids = array("i", [item.request.token_ids[item.start] for item in decodes])
-        for item in items[num_decodes:]:
+        for item in prefills:
             token_ids += item.request.token_array[item.start : item.end]
         rows: list[int] = []
         sampling: list[Request] = []
         lengths: list[int] = []
         scored: list[ScoredRows] = []
         scoring: list[Request] = []
-        row = 0
+        end_row = 0
         for item in items:
-            request = item.request
+            request, end = item.request, item.end
+            row, end_row = end_row, end_row + end - item.start
             if request.params.prompt_logprobs is not None:
                 scored += _scored_rows(item, row)
                 scoring.append(request)
-            row += item.num_tokens
             if item.samples:
-                sequences = (request, *request.siblings)
-                sampling += sequences
-                rows += [row - 1] * len(sequences)
-                lengths += [item.end] * len(sequences)
+                for sequence in (request, *request.siblings) if request.siblings else (request,):
+                    sampling.append(sequence)
+                    rows.append(end_row - 1)
+                    lengths.append(end)
         starts = [item.start for item in items]
         return StepPlan(
             token_ids=token_ids.tobytes(),
             slots=tuple([item.vtensor.slot for item in items]),
             starts=tuple(starts),
             ends=tuple([item.end for item in items]),
-            num_decodes=num_decodes,
+            num_decodes=len(decodes),
             sampled_rows=tuple(rows),
             sampling_ids=tuple([request.sampling_id for request in sampling]),
             sampled_lengths=tuple(lengths),
@@ -88,9 +88,12 @@ class PlanBuilder:
             self._executor.forget(known)
 
     def _introduce(self, requests: Sequence[Request]) -> tuple[SequenceSetup, ...]:
-        new = {r.sampling_id: r for r in requests if r.sampling_id not in self._requests}
-        self._requests.update(new)
-        return tuple([_setup(request) for request in new.values()])
+        known = self._requests
+        new = [request for request in requests if request.sampling_id not in known]
+        if not new:
+            return ()
+        known.update((request.sampling_id, request) for request in new)
+        return tuple([_setup(request) for request in dict.fromkeys(new)])
 
     def _shared(
         self, items: Sequence[ScheduledRequest], starts: Sequence[int]

@@ -20,7 +20,7 @@ from flexinfer.runtime.transfer import to_device
 from flexinfer.sampling import host_sampler
 from flexinfer.sampling.grammars import GrammarCompiler
 from flexinfer.sampling.logprobs import RowLogprobs, gather_logprobs
-from flexinfer.sampling.random import uniform
+from flexinfer.sampling.random import uniforms
 from flexinfer.sampling.sequences import SequenceState, SequenceStates
 
 logger = logging.getLogger(__name__)
@@ -136,10 +136,12 @@ def choose_by_torch(logits: torch.Tensor, states: Sequence[SequenceState]) -> li
 
 def random_numbers(states: Sequence[SequenceState]) -> list[float]:
     """In [0, 1), one per row; 0 where none is drawn."""
-    return [
-        0.0 if state.params.is_greedy else uniform(state.seed, state.num_output_tokens)
-        for state in states
-    ]
+    drawn = [state for state in states if not state.params.is_greedy]
+    numbers = uniforms([s.seed for s in drawn], [s.num_output_tokens for s in drawn])
+    if len(drawn) == len(states):
+        return numbers
+    rest = iter(numbers)
+    return [0.0 if state.params.is_greedy else next(rest) for state in states]
 
 
 def draw(logits: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:

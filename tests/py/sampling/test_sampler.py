@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from flexinfer import SamplingParams
 from flexinfer.sampling import sampler as sampler_module
+from flexinfer.sampling.random import derive_seed, uniforms
 from flexinfer.sampling.sampler import (
     Sampler,
     apply_bias,
@@ -204,7 +205,7 @@ def test_the_last_token_with_a_probability_is_the_last_that_can_be_drawn() -> No
     params = SamplingParams(temperature=0.7)
     with pytest.MonkeyPatch.context() as patch:
         for number, expected in ((0.0, 3), (1 - 2.0**-24, 8), (1.0, 8)):
-            patch.setattr(sampler_module, "uniform", lambda *_, number=number: number)
+            patch.setattr(sampler_module, "uniforms", lambda *_, number=number: [number])
             states = [make_state(params)]
             assert choose_by_torch(logits, states) == [expected]
             if number < 1:
@@ -242,3 +243,24 @@ def test_all_logprobs_cover_the_vocabulary() -> None:
     assert row is not None
     assert sorted(row.top_token_ids) == list(range(VOCAB_SIZE))
     assert sum(math.exp(x) for x in row.top_logprobs) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_random_numbers_are_those_of_splitmix64() -> None:
+    """In plain integers, whatever the size of seed and counter."""
+    mask = 2**64 - 1
+
+    def mix(value: int) -> int:
+        value &= mask
+        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        value = (value ^ (value >> 27)) * 0x94D049BB133111EB & mask
+        return value ^ (value >> 31)
+
+    assert mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # the first of seed 0, as published
+    seeds = [0, 1, -1, 2**63 - 1, -(2**63), 12345, derive_seed(7, 3)]
+    counters = [0, 1, 2**31, 99999, 0, 7, 1]
+    found = uniforms(seeds, counters)
+    assert found == [
+        (mix(mix(seed) + 0x9E3779B97F4A7C15 * (counter + 1)) >> 40) / 2**24
+        for seed, counter in zip(seeds, counters, strict=True)
+    ]
+    assert uniforms([], []) == []
