@@ -9,20 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flexinfer.runtime.transfer import to_device
-from flexinfer.sampling import sampler
+from flexinfer.sampling import logprobs, sampler
 from flexinfer.sampling.params import SamplingParams
 from flexinfer.sampling.sampler import Sampler
-
-
-class FakeRequest:
-    generator = None
-    needs_min_tokens = True
-
-    def __init__(self, **params: Any) -> None:
-        self.params = SamplingParams(**params)
-        self.prompt_token_ids = [1, 2, 3]
-        self.output_token_ids = [4, 4]
-        self.stop_token_ids = frozenset([7])
+from flexinfer.sampling.sequences import SequenceSetup
 
 
 def test_numbers_arrive() -> None:
@@ -38,15 +28,23 @@ def count_transfers(num_requests: int, monkeypatch: pytest.MonkeyPatch) -> int:
         copied.append(len(values))
         return to_device(values, dtype, device)
 
-    monkeypatch.setattr(sampler, "to_device", watched)
-    requests = [
-        FakeRequest(temperature=i % 3 / 2, top_k=5, top_p=0.9, min_p=0.01, logprobs=2,
-                    presence_penalty=0.5, logit_bias={3: 1.0}, min_tokens=4)
+    for module in (sampler, logprobs):
+        monkeypatch.setattr(module, "to_device", watched)
+    monkeypatch.setattr(sampler.host_sampler, "supports", lambda logits: False)  # as on a GPU
+    params = [
+        SamplingParams(temperature=i % 3 / 2, top_k=5, top_p=0.9, min_p=0.01, logprobs=2,
+                       presence_penalty=0.5, logit_bias={3: 1.0}, min_tokens=4)
         for i in range(num_requests)
     ]  # fmt: skip
     one = Sampler(0, torch.device("cpu"))
-    output = one.sample(torch.randn(num_requests, 20), requests)
+    one.sequences.add(
+        SequenceSetup(i, params[i], 3, (1, 2, 3), (4, 4), frozenset([7]))
+        for i in range(num_requests)
+    )
+    states = [one.sequences[i] for i in range(num_requests)]
+    output = one.sample(torch.randn(num_requests, 20), states)
     assert len(output.token_ids) == num_requests
+    assert not output.errors
     return len(copied)
 
 
