@@ -153,7 +153,7 @@ def _check_fields(state: ServerState, fields: SamplingFields, logprobs: int | No
     if logprobs is not None and logprobs > state.settings.max_logprobs:
         raise bad_request(
             f"at most {state.settings.max_logprobs} log probabilities per token, got {logprobs}",
-            "top_logprobs" if hasattr(fields, "top_logprobs") else "logprobs",
+            "top_logprobs" if getattr(fields, "logprobs", None) is True else "logprobs",
         )
     if fields.stream_options is not None and not fields.stream:
         raise bad_request("stream_options is only allowed with stream", "stream_options")
