@@ -198,7 +198,7 @@ def make_plan(
     )
     return _kernels.Plan(
         segments.reshape(-1, 4),
-        [(r.slot, r.start, r.end, r.members) for r in metadata.shared],
+        metadata.shared,
         num_kv_heads,
         num_heads // num_kv_heads,
         window,

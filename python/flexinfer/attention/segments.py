@@ -6,6 +6,7 @@ No torch here, and nothing of how attention is computed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +25,11 @@ class Segment:
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class SharedRange:
-    """Tokens whose KV several segments hold in the same chunks: a node of ChunkAttention's tree."""
+class SharedRange(NamedTuple):
+    """Tokens whose KV several segments hold in the same chunks: a node of ChunkAttention's tree.
+
+    A tuple, as the manager gives it and the host kernel takes it.
+    """
 
     slot: int
     """One of the members', to read from."""
