@@ -1,6 +1,6 @@
 #include "vtensor/manager.h"
 
-#include <algorithm>
+#include <cmath>
 #include <limits>
 #include <stdexcept>
 #include <utility>
@@ -228,8 +228,11 @@ size_t Manager::match_prefix(std::span<const Token> tokens, const std::string& s
 size_t Manager::pin_prefix(std::span<const Token> tokens, const std::string& owner,
                            double ttl_seconds, const std::string& salt) {
   const Lock held = lock();
+  if (std::isnan(ttl_seconds)) throw std::invalid_argument("the time to live is not a number");
+  constexpr double kCenturySeconds = 100 * 365.25 * 24 * 3600;  // and all beyond: for good
+  const bool expires = ttl_seconds > 0 && ttl_seconds < kCenturySeconds;
   const int64_t expires_ns =
-      ttl_seconds > 0 ? steady_now_ns() + static_cast<int64_t>(ttl_seconds * 1e9) : 0;
+      expires ? steady_now_ns() + static_cast<int64_t>(ttl_seconds * 1e9) : 0;
   TraceOp op(*trace_, core_.state, "pin_prefix");
   op.tokens(tokens).put("salt", salt).put("owner", owner).put("ttl_s", ttl_seconds);
   const size_t pinned = pool_.rtree.pin(salt, tokens, owner, expires_ns);

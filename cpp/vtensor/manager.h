@@ -76,8 +76,8 @@ class Manager : public std::enable_shared_from_this<Manager> {
   bool try_swap_in(VTensorId id, std::span<const Token> tokens);
   // Saves all contents to a file in `directory` (empty: host memory) and gives all physical memory
   // back; returns bytes. Until wake(), which restores them behind the same addresses, only
-  // release(), stats(), snapshot(), check_integrity() and close() are allowed; what is released
-  // keeps its slot until then. Requires: no views of vTensors.
+  // release(), info(), stats(), snapshot(), check_integrity() and close() are allowed; what is
+  // released keeps its slot until then. Requires: no views of vTensors.
   size_t sleep(const std::string& directory);
   void wake();
   bool is_asleep() const;

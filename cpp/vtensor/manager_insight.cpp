@@ -33,12 +33,11 @@ void Manager::end_view(SlotId slot) noexcept {
   if (is_inherited()) return;
   const Lock held(mutex_);
   if (--pool_.vset[slot].num_views > 0) return;
-  core_.retirement.unhold(slot);
-  if (!closed_) return;
-  try {
-    core_.reclaimer.trim();
+  try {  // the driver may fail, and so may a fence after a fault on the device
+    core_.retirement.unhold(slot);
+    if (closed_) core_.reclaimer.trim();
   } catch (const std::exception&) {
-    return;  // the destructor tries once more
+    return;  // the next release, or the destructor, tries once more
   }
 }
 
@@ -59,7 +58,7 @@ size_t Manager::resident_bytes() const {
 }
 
 VTensorInfo Manager::info(VTensorId id) const {
-  const Lock held = lock();
+  const Lock held = lock_awake_or_not();
   return describe(core_, core_.vtensors.live(id));
 }
 

@@ -37,6 +37,7 @@ bool Extender::extend_in_place(std::span<const VTensorId> ids, std::span<const s
 
 bool Extender::extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens) {
   last_shortage_.clear();
+  const size_t num_created = pool_.pset.num_created();
   std::optional<Extension> extension = plan_extend(ids, num_tokens);
   for (bool retried = false; extension; retried = true) {
     try {
@@ -54,6 +55,8 @@ bool Extender::extend(std::span<const VTensorId> ids, std::span<const size_t> nu
       throw;
     }
   }
+  // Short: what the attempt created goes back, as nothing has changed then.
+  reclaimer_.release_created_beyond(num_created);
   return false;
 }
 
@@ -170,7 +173,7 @@ Extension Extender::plan_pre_extend(VTensorId id, size_t num_tokens) {
   part.originals.clear();
   const size_t wanted = part.rows.size();
   const size_t claimable = pool_.pset.num_claimable();
-  if (wanted == 0 || claimable + pool_.pset.num_evictable() < wanted) return extension;
+  if (wanted == 0 || claimable + pool_.pset.num_idle() < wanted) return extension;
   if (claimable < wanted) {
     reclaimer_.evict(wanted - claimable);
     if (pool_.pset.num_claimable() < wanted) return extension;

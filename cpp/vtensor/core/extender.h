@@ -42,7 +42,7 @@ class Extender {
   std::optional<Extension> plan_extend(std::span<const VTensorId> ids,
                                        std::span<const size_t> num_tokens);
   // The same ahead of need: maps rows only, takes memory from nobody but the free set, the budget
-  // and evictable prefixes. Empty for what is released, busy or in no need, and when short.
+  // and idle chunks. Empty for what is released, busy or in no need, and when short.
   Extension plan_pre_extend(VTensorId id, size_t num_tokens);
   void commit(Extension& extension);
   void abandon(Extension& extension);

@@ -14,6 +14,7 @@ void expect(bool holds, const std::string& invariant) {
 
 struct Counted {
   uint32_t table_refs = 0;
+  uint32_t parked_refs = 0;
   uint32_t tree_refs = 0;
   uint32_t pins = 0;
 };
@@ -22,7 +23,11 @@ std::vector<Counted> count_references(const Core& core) {
   const Pool& pool = core.state.pool;
   std::vector<Counted> counted(pool.pset.num_ids());
   for (SlotId slot = 0; slot < pool.vset.num_slots(); ++slot) {
-    for (const ChunkId id : pool.vset[slot].table) ++counted.at(id).table_refs;
+    const bool parked = pool.vset[slot].state == SlotState::kParked;
+    for (const ChunkId id : pool.vset[slot].table) {
+      ++counted.at(id).table_refs;
+      counted.at(id).parked_refs += parked ? 1 : 0;
+    }
   }
   for (const ChunkId id : core.state.claimed) ++counted.at(id).table_refs;
   pool.rtree.for_each([&](const RNode& node, const std::string&) {
@@ -39,7 +44,9 @@ void check_chunks(const Core& core) {
   const std::vector<Counted> counted = count_references(core);
   size_t free = 0;
   size_t referenced = 0;
-  size_t evictable = 0;
+  size_t idle = 0;
+  size_t idle_unrecorded = 0;
+  size_t recorded = 0;
   size_t dirty_free = 0;
   size_t aliased = 0;
   for (ChunkId id = 0; id < pset.num_ids(); ++id) {
@@ -48,6 +55,8 @@ void check_chunks(const Core& core) {
     expect(chunk.table_refs == counted[id].table_refs && chunk.tree_refs == counted[id].tree_refs,
            "1, reference count of " + name);
     expect(chunk.pins == counted[id].pins, "pin count of " + name);
+    expect(chunk.parked_refs == counted[id].parked_refs, "count of parked entries of " + name);
+    expect(pset.is_free(id) == (chunk.created && chunk.refs() == 0), "1, free set and " + name);
     expect(chunk.refs() == 0 || chunk.created || core.sleeper.is_asleep() ||
                core.state.claimed.contains(id),
            "referenced " + name + " has no memory");
@@ -55,13 +64,17 @@ void check_chunks(const Core& core) {
            "2, free " + name + " has an appender");
     free += static_cast<size_t>(chunk.created && chunk.refs() == 0);
     referenced += static_cast<size_t>(chunk.refs() > 0);
-    evictable += static_cast<size_t>(chunk.evictable());
+    idle += static_cast<size_t>(chunk.idle());
+    idle_unrecorded += static_cast<size_t>(chunk.idle() && chunk.tree_refs == 0);
+    recorded += static_cast<size_t>(chunk.tree_refs > 0);
     aliased += static_cast<size_t>(chunk.aliased());
     dirty_free += static_cast<size_t>(chunk.created && chunk.refs() == 0 && chunk.dirty_bytes > 0);
   }
   expect(pset.num_free() == free, "2, the free set is the set of chunks without references");
   expect(pset.num_dirty_free() == dirty_free, "count of free chunks to scrub");
-  expect(pset.num_evictable() == evictable, "count of evictable chunks");
+  expect(pset.num_idle() == idle, "count of idle chunks");
+  expect(pset.num_idle_unrecorded() == idle_unrecorded, "count of idle chunks not recorded");
+  expect(pset.num_recorded() == recorded, "count of recorded chunks");
   expect(pset.num_aliased() == aliased, "count of chunks behind several page-table entries");
   expect(pset.num_created() <= pset.budget_chunks(), "5, created bytes <= budget");
   expect(pset.num_created() == free + referenced, "6, created = free + referenced");

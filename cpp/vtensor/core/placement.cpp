@@ -38,9 +38,10 @@ std::optional<Placement::Fit> Placement::best_parked(std::span<const ChunkId> ta
   std::optional<Fit> best;
   for (const SlotId slot : pool_.vset.parked()) {
     const Fit candidate = fit(slot, table, wanted_rows);
-    const bool better =
-        !best || candidate.useful_rows > best->useful_rows ||
-        (candidate.useful_rows == best->useful_rows && candidate.dropped_rows < best->dropped_rows);
+    // Where no row is of use, the longest parked one goes.
+    const bool better = !best || candidate.useful_rows > best->useful_rows ||
+                        (candidate.useful_rows == best->useful_rows && best->useful_rows > 0 &&
+                         candidate.dropped_rows < best->dropped_rows);
     if (better) best = candidate;
   }
   return best;
@@ -72,6 +73,7 @@ void Placement::adopt(const Fit& fit, std::span<const ChunkId> table, uint64_t t
     vtensors_.break_slot(fit.slot, missing);
     throw;
   }
+  vtensors_.unpark(fit.slot);
   p_free(pool_, table.first(fit.common_rows * planes));  // the slot holds these references already
   std::vector<ChunkId>& mapped = pool_.vset[fit.slot].table;
   mapped.insert(mapped.end(), missing.begin(), missing.end());

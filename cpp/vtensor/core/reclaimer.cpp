@@ -1,7 +1,8 @@
 #include "vtensor/core/reclaimer.h"
 
 #include <algorithm>
-#include <unordered_map>
+#include <exception>
+#include <span>
 #include <vector>
 
 namespace vtensor {
@@ -26,14 +27,29 @@ size_t Reclaimer::private_end_rows(SlotId slot) const {
 
 // Takes private rows from parked slots, the longest parked first, as many as are needed.
 void Reclaimer::reclaim_parked_private(size_t num_chunks, bool created) {
+  if (pool_.pset.num_idle_unrecorded() == 0) return;
   const std::vector<SlotId> parked(pool_.vset.parked().begin(), pool_.vset.parked().end());
   for (const SlotId slot : parked) {
     const size_t obtained = num_obtained(created);
     if (obtained >= num_chunks) return;
     const size_t missing_rows = ceil_div(num_chunks - obtained, pool_.geometry.num_planes);
     const size_t rows = std::min(private_end_rows(slot), missing_rows);
-    vtensors_.shrink(slot, pool_.vset.mapped_rows(slot) - rows);
-    if (pool_.vset.mapped_rows(slot) == 0) v_free(pool_, slot);
+    shrink_parked(slot, pool_.vset.mapped_rows(slot) - rows);
+  }
+}
+
+void Reclaimer::shrink_parked(SlotId slot, size_t keep_rows) {
+  vtensors_.shrink(slot, keep_rows);
+  if (pool_.vset.mapped_rows(slot) == 0) v_free(pool_, slot);
+}
+
+// A chunk of a recorded prefix lies in the same row wherever it is mapped.
+void Reclaimer::unmap_parked(size_t first_row, size_t last_row, ChunkId chunk) {
+  const size_t entry = last_row * pool_.geometry.num_planes;
+  const std::vector<SlotId> parked(pool_.vset.parked().begin(), pool_.vset.parked().end());
+  for (const SlotId slot : parked) {
+    const std::vector<ChunkId>& table = pool_.vset[slot].table;
+    if (entry < table.size() && table[entry] == chunk) shrink_parked(slot, first_row);
   }
 }
 
@@ -60,18 +76,7 @@ void Reclaimer::reclaim_surplus(size_t num_chunks, bool created) {
   }
 }
 
-size_t Reclaimer::num_idle() const {
-  std::unordered_map<ChunkId, uint32_t> parked_refs;
-  for (const SlotId slot : pool_.vset.parked()) {
-    for (const ChunkId id : pool_.vset[slot].table) ++parked_refs[id];
-  }
-  size_t parked_only = 0;
-  for (const auto& [id, refs] : parked_refs) {
-    const Chunk& chunk = pool_.pset[id];
-    parked_only += static_cast<size_t>(chunk.table_refs == refs && chunk.pins == 0);
-  }
-  return pool_.pset.num_evictable() + parked_only;
-}
+size_t Reclaimer::num_idle() const { return pool_.pset.num_idle(); }
 
 size_t Reclaimer::num_available() const {
   size_t surplus = 0;
@@ -91,16 +96,10 @@ size_t Reclaimer::max_idle() const {
 void Reclaimer::recycle(size_t num_chunks, size_t max_idle) {
   const PSet& pset = pool_.pset;
   while (pset.num_free() < num_chunks && num_idle() > max_idle) {
-    const size_t wanted = std::min(num_chunks - pset.num_free(), num_idle() - max_idle);
-    if (evict(wanted) > 0) continue;
+    if (evict(std::min(num_chunks - pset.num_free(), num_idle() - max_idle)) > 0) continue;
     if (pool_.vset.parked().empty()) return;
-    free_parked(pool_.vset.parked().front());
+    shrink_parked(pool_.vset.parked().front(), 0);
   }
-}
-
-void Reclaimer::free_parked(SlotId slot) {
-  vtensors_.shrink(slot, 0);
-  v_free(pool_, slot);
 }
 
 bool Reclaimer::make_claimable(size_t num_chunks, bool created) {
@@ -119,19 +118,39 @@ bool Reclaimer::make_claimable(size_t num_chunks, bool created) {
     const size_t obtained = num_obtained(created);
     return num_chunks > obtained ? num_chunks - obtained : 0;
   };
-  if (missing() > 0) evict(missing());
+  if (missing() > 0) evict_recorded(missing());
   while (missing() > 0 && !pool_.vset.parked().empty()) {
-    free_parked(pool_.vset.parked().front());
-    if (missing() > 0) evict(missing());
+    shrink_parked(pool_.vset.parked().front(), 0);
+    if (missing() > 0) evict_recorded(missing());
   }
-  if (missing() > 0) state_.counters.chunks_evicted += pool_.rtree.evict(missing(), /*any=*/true);
+  if (missing() > 0) evict_recorded(missing(), /*any=*/true);
   return missing() == 0;
 }
 
+void Reclaimer::evict_recorded(size_t num_chunks, bool any) {
+  const auto unmap = [this](size_t first_row, size_t last_row, std::span<const ChunkId> chunks) {
+    unmap_parked(first_row, last_row, chunks.front());
+  };
+  state_.counters.chunks_evicted += pool_.rtree.evict(num_chunks, unmap, any);
+}
+
 size_t Reclaimer::evict(size_t num_chunks) {
-  const size_t freed = pool_.rtree.evict(num_chunks);
-  state_.counters.chunks_evicted += freed;
-  return freed;
+  const size_t before = pool_.pset.num_free();
+  const size_t target = before + std::min(num_chunks, num_idle());
+  reclaim_parked_private(target, /*created=*/true);
+  if (pool_.pset.num_free() < target) evict_recorded(target - pool_.pset.num_free());
+  return pool_.pset.num_free() - before;
+}
+
+// What the driver refuses to release stays free.
+void Reclaimer::release_created_beyond(size_t num_chunks) {
+  try {
+    while (pool_.pset.num_created() > num_chunks && pool_.pset.num_free() > 0) {
+      release_free_chunk();
+    }
+  } catch (const std::exception&) {
+    return;
+  }
 }
 
 void Reclaimer::release_free_chunk() {
@@ -148,7 +167,7 @@ void Reclaimer::release_free_chunk() {
 size_t Reclaimer::trim() {
   retirement_.reap();
   const std::vector<SlotId> parked(pool_.vset.parked().begin(), pool_.vset.parked().end());
-  for (const SlotId slot : parked) free_parked(slot);
+  for (const SlotId slot : parked) shrink_parked(slot, 0);
   size_t released_bytes = 0;
   while (pool_.pset.num_free() > 0) {
     release_free_chunk();

@@ -2,9 +2,11 @@
 //
 // The order in which chunks are found: free chunks; new chunks under the budget; private chunks of
 // parked slots, the longest parked first; rows mapped ahead of need; unpinned recorded prefixes by
-// last use; chunks that parked slots share with the rTree. Two differences from the sentence in
-// docs/design.md, section 4: new chunks come before eviction, or a cache could never grow, and
-// parked slots, which that sentence leaves open, come before recorded prefixes.
+// last use, whether parked slots map them or nothing does. New chunks come before eviction, or a
+// cache could never grow: docs/design.md.
+//
+// Costs are flat in what is recorded and parked, but for one look at each parked slot where a
+// prefix that it maps is evicted.
 //
 // Thread-safety: none; the manager's mutex guards it.
 #pragma once
@@ -31,8 +33,10 @@ class Reclaimer {
   size_t num_idle() const;
   // Chunks that make_claimable() could reach.
   size_t num_available() const;
-  // Returns chunks that became free.
+  // Frees idle chunks, as above but for the surplus. Returns how many became free.
   size_t evict(size_t num_chunks);
+  // Gives free chunks back to the system while more than `num_chunks` are created.
+  void release_created_beyond(size_t num_chunks);
   // Gives free chunks (and those of parked slots) back to the system. Returns bytes.
   size_t trim();
   // False: more than that is in use, nothing changed.
@@ -45,7 +49,9 @@ class Reclaimer {
   void reclaim_surplus(size_t num_chunks, bool created);
   void reclaim_parked_private(size_t num_chunks, bool created);
   void release_free_chunk();
-  void free_parked(SlotId slot);
+  void shrink_parked(SlotId slot, size_t keep_rows);
+  void unmap_parked(size_t first_row, size_t last_row, ChunkId chunk);
+  void evict_recorded(size_t num_chunks, bool any = false);
 
   CoreState& state_;
   Pool& pool_;

@@ -52,7 +52,7 @@ void Retirement::finish_steps() {
 // Where the slot of a released vTensor goes. A driver that fails to unmap leaves it parked, which
 // loses nothing: the rows are unmapped when they are needed.
 void Retirement::park_or_free(SlotId slot) {
-  state_.pool.vset.park(slot);
+  vtensors_.park(slot);
   if (state_.options.park && state_.pool.vset.mapped_rows(slot) > 0) return;
   try {
     vtensors_.shrink(slot, 0);

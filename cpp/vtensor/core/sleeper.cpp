@@ -204,10 +204,11 @@ void Sleeper::discard(SwapStore& store) {
   for (; num_awake_slots_ > 0; --num_awake_slots_) unmap_slot(num_awake_slots_ - 1);
   for (const VTensorId id : vtensors_.live_ids()) {
     vtensors_.record_watermark(vtensors_.live(id));
-    pool_.vset.park(vtensors_.live(id).slot);
+    vtensors_.park(vtensors_.live(id).slot);
   }
   for (SlotId slot = 0; slot < pool_.vset.num_slots(); ++slot) {
     if (pool_.vset[slot].state == SlotState::kBroken) continue;
+    vtensors_.unpark(slot);
     p_free(pool_, pool_.vset[slot].table);
     pool_.vset[slot].table.clear();
     if (pool_.vset[slot].state == SlotState::kParked) v_free(pool_, slot);

@@ -101,7 +101,18 @@ std::vector<Handle> VTensorTable::handles(SlotId slot, size_t first_row, size_t 
   return found;
 }
 
+void VTensorTable::park(SlotId slot) {
+  pool_.vset.park(slot);
+  for (const ChunkId id : pool_.vset[slot].table) pool_.pset.add_parked_ref(id);
+}
+
+void VTensorTable::unpark(SlotId slot) {
+  if (pool_.vset[slot].state != SlotState::kParked) return;
+  for (const ChunkId id : pool_.vset[slot].table) pool_.pset.drop_parked_ref(id);
+}
+
 void VTensorTable::break_slot(SlotId slot, std::span<const ChunkId> chunks) {
+  unpark(slot);
   if (pool_.vset[slot].state == SlotState::kLive) record_watermark(vtensors_[slot]);
   for (const ChunkId id : chunks) {
     pool_.pset.add_table_ref(id);
@@ -123,7 +134,12 @@ void VTensorTable::shrink(SlotId slot, size_t keep_rows) {
   }
   if (pool_.vset[slot].state == SlotState::kLive) record_watermark(vtensors_[slot], keep_rows);
   std::vector<ChunkId>& table = pool_.vset[slot].table;
-  p_free(pool_, std::span(table).subspan(keep_rows * pool_.geometry.num_planes));
+  const auto dropped =
+      std::span<const ChunkId>(table).subspan(keep_rows * pool_.geometry.num_planes);
+  if (pool_.vset[slot].state == SlotState::kParked) {
+    for (const ChunkId id : dropped) pool_.pset.drop_parked_ref(id);
+  }
+  p_free(pool_, dropped);
   table.resize(keep_rows * pool_.geometry.num_planes);
 }
 

@@ -46,6 +46,10 @@ class VTensorTable {
   // Unmaps all rows from keep_rows on and drops their references. What a live vTensor wrote there
   // is noted first: a chunk that becomes free must be known to be dirty.
   void shrink(SlotId slot, size_t keep_rows);
+  // Parks a slot. Its chunks count as idle unless something else uses them.
+  void park(SlotId slot);
+  // Before a slot that may be parked changes its state: its chunks are in use again.
+  void unpark(SlotId slot);
   // Nobody knows what is mapped in the slot: it is never used again, and what may be mapped there
   // (its table and `chunks`) stays referenced, so that nobody else writes to it.
   void break_slot(SlotId slot, std::span<const ChunkId> chunks);

@@ -8,7 +8,8 @@
 // Thread-safety: every call may be made from any thread. Calls on overlapping addresses or on the
 // same chunk must be ordered by the caller.
 //
-// Rules, checked by the conformance suite (tests/cpp/driver/driver_conformance_test.cpp) on every driver:
+// Rules, checked by the conformance suite (tests/cpp/driver/driver_conformance_test.cpp) on every
+// driver:
 //  1. All-or-nothing: a call that throws has changed nothing.
 //  2. create() commits: touching a mapped chunk never fails later. A fresh chunk reads as zeros.
 //  3. The same chunk may be mapped at many addresses; all of them show the same bytes.

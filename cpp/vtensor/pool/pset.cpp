@@ -2,20 +2,20 @@
 
 namespace vtensor {
 
+void PSet::count(const Chunk& chunk, size_t by) {
+  num_idle_ += by * static_cast<size_t>(chunk.idle());
+  num_idle_unrecorded_ += by * static_cast<size_t>(chunk.idle() && chunk.tree_refs == 0);
+  num_aliased_ += by * static_cast<size_t>(chunk.aliased());
+  num_recorded_ += by * static_cast<size_t>(chunk.tree_refs > 0);
+}
+
 // Applies a change of reference counts and keeps the free set and the counts of chunks in step.
 template <typename Change>
 void PSet::change(ChunkId id, Change&& apply) {
   Chunk& chunk = chunks_[id];
-  const bool was_evictable = chunk.evictable();
-  const bool was_aliased = chunk.aliased();
-  const bool was_recorded = chunk.tree_refs > 0;
+  count(chunk, static_cast<size_t>(-1));
   apply(chunk);
-  num_aliased_ += static_cast<size_t>(chunk.aliased());
-  num_aliased_ -= static_cast<size_t>(was_aliased);
-  num_recorded_ += static_cast<size_t>(chunk.tree_refs > 0);
-  num_recorded_ -= static_cast<size_t>(was_recorded);
-  num_evictable_ += static_cast<size_t>(chunk.evictable());
-  num_evictable_ -= static_cast<size_t>(was_evictable);
+  count(chunk, 1);
   if (chunk.refs() == 0) {
     chunk.appender = kNoVTensor;
     put_back(id);
@@ -68,6 +68,14 @@ void PSet::add_table_ref(ChunkId id) {
 
 void PSet::drop_table_ref(ChunkId id) {
   change(id, [](Chunk& chunk) { --chunk.table_refs; });
+}
+
+void PSet::add_parked_ref(ChunkId id) {
+  change(id, [](Chunk& chunk) { ++chunk.parked_refs; });
+}
+
+void PSet::drop_parked_ref(ChunkId id) {
+  change(id, [](Chunk& chunk) { --chunk.parked_refs; });
 }
 
 void PSet::add_tree_ref(ChunkId id) {

@@ -30,6 +30,7 @@ inline constexpr VTensorId kNoVTensor = 0;
 struct Chunk {
   Handle handle{};
   uint32_t table_refs = 0;          // page-table entries that name this chunk
+  uint32_t parked_refs = 0;         // of them, those of parked slots
   uint32_t tree_refs = 0;           // rTree entries that name this chunk
   uint32_t pins = 0;                // pinned rTree entries that name this chunk
   bool created = false;             // memory is behind it
@@ -39,7 +40,8 @@ struct Chunk {
   uint64_t tenant = 0;              // whose bytes it holds
 
   uint32_t refs() const { return table_refs + tree_refs; }
-  bool evictable() const { return table_refs == 0 && tree_refs > 0 && pins == 0; }
+  // No vTensor uses it: recorded prefixes and parked slots alone hold it, unpinned.
+  bool idle() const { return refs() > 0 && table_refs == parked_refs && pins == 0; }
   bool is_private() const { return table_refs == 1 && tree_refs == 0; }
   bool aliased() const { return table_refs > 1; }
 };
@@ -59,10 +61,12 @@ class PSet {
   size_t num_created() const { return num_created_; }  // claimed for creation counts as created
   size_t num_free() const { return free_.size(); }
   size_t num_referenced() const { return num_created_ - free_.size(); }
+  bool is_free(ChunkId id) const { return free_.contains(id); }
   size_t num_dirty_free() const { return dirty_free_.size(); }
-  size_t num_evictable() const { return num_evictable_; }  // held by unpinned rTree entries alone
-  size_t num_aliased() const { return num_aliased_; }      // behind more than one page-table entry
-  size_t num_recorded() const { return num_recorded_; }    // named by the rTree
+  size_t num_idle() const { return num_idle_; }  // see Chunk::idle()
+  size_t num_idle_unrecorded() const { return num_idle_unrecorded_; }
+  size_t num_aliased() const { return num_aliased_; }    // behind more than one page-table entry
+  size_t num_recorded() const { return num_recorded_; }  // named by the rTree
   // Chunks that a claim can have without taking anything from anybody.
   size_t num_claimable() const { return free_.size() + (budget_chunks_ - num_created_); }
 
@@ -79,6 +83,9 @@ class PSet {
 
   void add_table_ref(ChunkId id);
   void drop_table_ref(ChunkId id);
+  // One of its page-table entries is a parked slot's now, or no longer. Requires: one is.
+  void add_parked_ref(ChunkId id);
+  void drop_parked_ref(ChunkId id);
   void add_tree_ref(ChunkId id);
   void drop_tree_ref(ChunkId id);
   void add_pin(ChunkId id);
@@ -92,6 +99,7 @@ class PSet {
 
  private:
   void take_out(ChunkId id);
+  void count(const Chunk& chunk, size_t by);
   template <typename Change>
   void change(ChunkId id, Change&& apply);
 
@@ -101,7 +109,8 @@ class PSet {
   IdSet absent_;      // ids below chunks_.size() without memory
   size_t budget_chunks_;
   size_t num_created_ = 0;
-  size_t num_evictable_ = 0;
+  size_t num_idle_ = 0;
+  size_t num_idle_unrecorded_ = 0;
   size_t num_aliased_ = 0;
   size_t num_recorded_ = 0;
 };

@@ -59,6 +59,16 @@ void RTree::touch(RNode& node) {
   enlist(node);
 }
 
+// Marks the first `num_tokens` tokens of the node, and no whole row beyond them, as used now: the
+// rest keeps its age, as a node of its own. Returns the node of these tokens.
+RNode& RTree::touch_head(RNode& node, size_t num_tokens) {
+  const bool has_rest =
+      geometry_.rows_for(node.start + num_tokens) < geometry_.rows_for(node.end());
+  RNode& head = has_rest ? split(node, num_tokens) : node;
+  touch(head);
+  return head;
+}
+
 RTree::Match RTree::match(const std::string& salt, std::span<const Token> tokens) {
   Match found;
   const auto entry = roots_.find(salt);
@@ -70,14 +80,15 @@ RTree::Match RTree::match(const std::string& salt, std::span<const Token> tokens
     if (next == node->children.end()) break;
     node = next->second.get();
     const size_t length = common_prefix(node->tokens, tokens.subspan(found.num_tokens));
-    touch(*node);
+    const bool ends_inside = length < node->tokens.size();
+    node = &touch_head(*node, length);
     const size_t first_row = geometry_.full_rows(node->start);
     found.num_tokens += length;
     const size_t end_row = geometry_.rows_for(found.num_tokens);
     found.table.resize(end_row * planes);
     std::copy_n(node->rows.begin(), (end_row - first_row) * planes,
                 found.table.begin() + static_cast<ptrdiff_t>(first_row * planes));
-    if (length < node->tokens.size()) break;
+    if (ends_inside) break;
   }
   return found;
 }
@@ -166,12 +177,16 @@ size_t RTree::push(const std::string& salt, std::span<const Token> tokens,
     RNode& child = *next->second;
     const size_t length = common_prefix(child.tokens, tokens.subspan(done));
     done += length;
-    touch(child);
     if (length < child.tokens.size()) {
-      if (done == tokens.size()) return 0;
+      if (done == tokens.size()) {
+        touch_head(child, length);
+        return 0;
+      }
       node = &split(child, length);
+      touch(*node);
       break;
     }
+    touch(child);
     node = &child;
   }
   const std::span<const Token> rest = tokens.subspan(done);
@@ -191,6 +206,22 @@ bool RTree::mapped_nowhere(std::span<const ChunkId> row) const {
 bool RTree::frees_something(const RNode& leaf) const {
   const std::span<const ChunkId> rows(leaf.rows);
   return mapped_nowhere(rows.last(geometry_.num_planes));
+}
+
+// Whether the leaf's last row is mapped nowhere, or is no longer: idle rows of it, as many as are
+// needed, have been unmapped.
+bool RTree::free_last_row(const RNode& leaf, size_t num_chunks, const UnmapIdle& unmap_idle) const {
+  if (frees_something(leaf)) return true;
+  const size_t planes = geometry_.num_planes;
+  const std::span<const ChunkId> last = std::span<const ChunkId>(leaf.rows).last(planes);
+  if (!unmap_idle || !std::ranges::all_of(last, [&](ChunkId id) { return pset_[id].idle(); })) {
+    return false;
+  }
+  const size_t first_row = geometry_.full_rows(leaf.start);
+  const size_t end_row = first_row + leaf.rows.size() / planes;
+  const size_t num_rows = std::min(ceil_div(num_chunks, planes), end_row - first_row);
+  unmap_idle(end_row - num_rows, end_row - 1, last);
+  return frees_something(leaf);
 }
 
 // Keeps the first `keep_rows` rows of the node. Returns how many chunks became free.
@@ -249,12 +280,12 @@ RNode* RTree::next_leaf_above(const RNode& leaf) {
 // One pass over the leaves: those passed over are met once, however many there are. A parent that
 // becomes a leaf takes its turn by its own last use: at once if that is due, later in the pass
 // else.
-size_t RTree::evict(size_t num_chunks, bool any) {
+size_t RTree::evict(size_t num_chunks, const UnmapIdle& unmap_idle, bool any) {
   size_t freed = 0;
   for (auto next = leaves_.begin(); freed < num_chunks && next != leaves_.end();) {
     RNode* node = (next++)->second;
     while (node != nullptr && freed < num_chunks) {
-      const bool frees = frees_something(*node);
+      const bool frees = free_last_row(*node, num_chunks - freed, unmap_idle);
       if (!(any || frees)) break;
       const LeafKey key{node->last_used, node};
       RNode* const above = next_leaf_above(*node);
@@ -303,9 +334,9 @@ size_t RTree::pin(const std::string& salt, std::span<const Token> tokens, const 
     RNode& child = *next->second;
     const size_t length = common_prefix(child.tokens, tokens.subspan(done));
     done += length;
-    touch(child);
     const bool ends_inside = length < child.tokens.size();
     node = ends_inside ? &split(child, length) : &child;
+    touch(*node);
     if (ends_inside) break;
   }
   if (done == 0) return 0;

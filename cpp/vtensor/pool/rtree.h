@@ -69,7 +69,8 @@ class RTree {
   RTree(const RTree&) = delete;
   RTree& operator=(const RTree&) = delete;
 
-  // The longest recorded prefix of `tokens`; marks its nodes as used now. O(tokens).
+  // The longest recorded prefix of `tokens`; marks what matched, and no whole row beyond, as used
+  // now. O(tokens).
   Match match(const std::string& salt, std::span<const Token> tokens);
 
   // Records `tokens`, whose chunks are `table` (at least rows_for(tokens.size()) rows). What is
@@ -77,10 +78,16 @@ class RTree {
   size_t push(const std::string& salt, std::span<const Token> tokens,
               std::span<const ChunkId> table);
 
-  // Gives up least recently used leaves, tail rows first, until `num_chunks` chunks became free.
-  // Never takes pinned leaves and, unless `any`, none whose chunks are mapped somewhere.
+  // Takes idle rows of a leaf out of parked slots: rows [first_row, last_row], the chunks of the
+  // last one being `chunks`. Afterwards these are mapped nowhere.
+  using UnmapIdle =
+      std::function<void(size_t first_row, size_t last_row, std::span<const ChunkId> chunks)>;
+
+  // Gives up least recently used leaves, last rows first, until `num_chunks` chunks became free.
+  // Never takes pinned leaves and, unless `any`, none whose chunks a vTensor maps. Idle ones that
+  // parked slots map are unmapped first, in the same order, or passed over without `unmap_idle`.
   // Returns the number of chunks that became free.
-  size_t evict(size_t num_chunks, bool any = false);
+  size_t evict(size_t num_chunks, const UnmapIdle& unmap_idle = nullptr, bool any = false);
   // Forgets everything that is not pinned. Returns the number of tokens forgotten.
   size_t clear();
 
@@ -105,6 +112,7 @@ class RTree {
   void delist(RNode& node);
   void enlist(RNode& node);
   void touch(RNode& node);
+  RNode& touch_head(RNode& node, size_t num_tokens);
   RNode& split(RNode& node, size_t num_tokens);
   bool can_grow(const RNode& node, std::span<const ChunkId> table) const;
   void grow(RNode& node, std::span<const Token> tokens, std::span<const ChunkId> table);
@@ -117,6 +125,7 @@ class RTree {
   void add_pins(RNode& node, ptrdiff_t change);
   bool mapped_nowhere(std::span<const ChunkId> row) const;
   bool frees_something(const RNode& leaf) const;
+  bool free_last_row(const RNode& leaf, size_t num_chunks, const UnmapIdle& unmap_idle) const;
 
   Geometry geometry_;
   PSet& pset_;

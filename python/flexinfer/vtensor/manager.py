@@ -193,9 +193,10 @@ class VTensorManager:
         created = self._core.try_create(wanted, cache_salt, check_length(expected_tokens))
         if created is None:
             return None
+        vtensor = VTensor(self, created)  # first: it releases itself should its label be refused
         if label is not None:
             self._core.label(created, label)
-        return VTensor(self, created)
+        return vtensor
 
     def _no_slot(self) -> OutOfMemoryError:
         error = OutOfMemoryError(

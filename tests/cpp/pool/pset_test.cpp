@@ -97,14 +97,14 @@ TEST(PSet, a_chunk_is_evictable_while_only_unpinned_tree_entries_name_it) {
   PSet pset(1);
   const ChunkId id = claim_created(pset);
   pset.add_tree_ref(id);
-  EXPECT_EQ(pset.num_evictable(), 0U);
+  EXPECT_EQ(pset.num_idle(), 0U);
   pset.drop_table_ref(id);
-  EXPECT_EQ(pset.num_evictable(), 1U);
+  EXPECT_EQ(pset.num_idle(), 1U);
   pset.add_pin(id);
-  EXPECT_EQ(pset.num_evictable(), 0U);
+  EXPECT_EQ(pset.num_idle(), 0U);
   pset.drop_pin(id);
   pset.drop_tree_ref(id);
-  EXPECT_EQ(pset.num_evictable(), 0U);
+  EXPECT_EQ(pset.num_idle(), 0U);
 }
 
 TEST(PSet, unclaiming_what_was_never_created_gives_the_budget_back) {
@@ -164,7 +164,7 @@ TEST(PSet, counts_agree_with_the_references_over_random_operations) {
     }
     referenced.insert(tree.begin(), tree.end());
     ASSERT_EQ(pset.num_referenced(), referenced.size());
-    ASSERT_EQ(pset.num_evictable(), evictable.size());
+    ASSERT_EQ(pset.num_idle(), evictable.size());
     ASSERT_LE(pset.num_created(), 40U);
   }
 }

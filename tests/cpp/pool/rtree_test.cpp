@@ -184,7 +184,7 @@ TEST_F(RTreeTest, leaves_that_free_nothing_are_passed_over) {
   record(tokens_from(100, 4));
   EXPECT_EQ(tree_.evict(100), 2U);
   EXPECT_EQ(matched(mapped), 8U);
-  EXPECT_EQ(tree_.evict(1, /*any=*/true), 0U) << "forgotten, but its chunks are mapped";
+  EXPECT_EQ(tree_.evict(1, nullptr, /*any=*/true), 0U) << "forgotten, but its chunks are mapped";
   EXPECT_EQ(matched(mapped), 0U);
 }
 
@@ -389,10 +389,10 @@ TEST_P(RTreeRandomTest, agrees_with_a_list_of_recorded_sequences) {
       ASSERT_EQ(match.num_tokens, expected_match(salt, tokens));
       check_contents(match, tokens);
     } else if (operation == 9) {
-      const size_t evictable = pset_.num_evictable();
+      const size_t evictable = pset_.num_idle();
       const size_t free = pset_.num_free();
       const size_t wanted = random_() % 8 + 1;
-      const size_t freed = tree_.evict(wanted, random_() % 4 == 0);
+      const size_t freed = tree_.evict(wanted, nullptr, random_() % 4 == 0);
       ASSERT_EQ(pset_.num_free(), free + freed);
       ASSERT_LE(freed, evictable);
       forget_evicted();
@@ -418,10 +418,10 @@ TEST_P(RTreeRandomTest, agrees_with_a_list_of_recorded_sequences) {
 
 TEST_P(RTreeRandomTest, eviction_reaches_every_chunk_that_counts_as_evictable) {
   for (int i = 0; i < 60; ++i) serve("", random_tokens());
-  const size_t evictable = pset_.num_evictable();
+  const size_t evictable = pset_.num_idle();
   const size_t freed = tree_.evict(SIZE_MAX);
-  EXPECT_EQ(freed + tree_.evict(SIZE_MAX, /*any=*/true), evictable);
-  EXPECT_EQ(pset_.num_evictable(), 0U);
+  EXPECT_EQ(freed + tree_.evict(SIZE_MAX, nullptr, /*any=*/true), evictable);
+  EXPECT_EQ(pset_.num_idle(), 0U);
 }
 
 INSTANTIATE_TEST_SUITE_P(

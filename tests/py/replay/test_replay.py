@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -155,13 +156,14 @@ def test_pins_expire_by_the_recorded_time(path: Path) -> None:
         vtensor = manager.create()
         vtensor.extend(8)
         vtensor.record_prefix(list(range(8)))
-        manager.pin_prefix(list(range(8)), "owner", ttl_s=1e-6)
+        manager.pin_prefix(list(range(8)), "owner", ttl_s=0.002)
         vtensor.release()
+        time.sleep(0.01)
         manager.evict(4 * 4096)
         stats = manager.stats()
     report = replay(path)
     assert "expire_pins" in report.operations
-    assert report.replayed.chunks_evicted == stats.chunks_evicted
+    assert report.replayed.chunks_evicted == stats.chunks_evicted > 0
 
 
 def test_a_trace_that_begins_in_the_middle_replays(path: Path) -> None:
