@@ -51,8 +51,8 @@ fingerprint() {
 cpu_torch_index() {
   local index="${FLEXINFER_TORCH_INDEX:-}"
   if [ -z "$index" ]; then
-    if [ -e /dev/nvidiactl ] || [ -e /dev/dxg ] || "$1" -m pip config list 2>/dev/null |
-      grep -qE '(index-url|find-links|no-index)='; then return; fi
+    if [ -e /dev/nvidiactl ] || [ -e /dev/dxg ] ||
+      [[ "$("$1" -m pip config list 2>/dev/null)" =~ (index-url|find-links|no-index)= ]]; then return; fi
     index=https://download.pytorch.org/whl/cpu
   fi
   [ "$index" != none ] || return 0
