@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,67 +175,71 @@ def test_a_reqid_that_is_not_active_is_refused(cache: VAttention) -> None:
 # ------------------------------------------------------------------- a loop written for vAttention
 
 
-def model(kv_cache: list[Any], reqid: int, start: int, tokens: list[int]) -> int:
-    """Stands for a transformer: writes the KV of ``tokens`` and reads all that is before them."""
-    end = start + len(tokens)
-    numbers = torch.tensor(tokens, dtype=torch.float32)[:, None, None]
-    for i, tensor in enumerate(kv_cache):
-        tensor[reqid, start:end] = numbers + i
-    seen = [tensor[reqid, :end, 0, 0].sum() - i * end for i, tensor in enumerate(kv_cache)]
-    assert all(torch.equal(seen[0], other) for other in seen)
-    return int(seen[0]) % 101
+class Request:
+    """Of the page's loop: tokens that grow until there are `num_new` new ones."""
+
+    def __init__(self, prompt: list[int], num_new: int) -> None:
+        self.tokens = list(prompt)
+        self._num_tokens = len(prompt) + num_new
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self.tokens) == self._num_tokens
 
 
-def expected_output(prompt: list[int], num_new: int) -> list[int]:
+class Model:
+    """Stands for a transformer: writes the KV of new tokens and reads all that is before them."""
+
+    def __init__(self) -> None:
+        self._previous: set[Request] = set()
+        self.num_prefills = 0
+
+    def forward(
+        self, kv_cache: list[Any], running: dict[Request, int], seq_lens: list[int]
+    ) -> None:
+        for request, reqid in running.items():
+            end = seq_lens[reqid]
+            start = end - 1 if request in self._previous else 0
+            self.num_prefills += start == 0
+            numbers = torch.tensor(request.tokens[start:], dtype=torch.float32)[:, None, None]
+            for i, tensor in enumerate(kv_cache):
+                tensor[reqid, start:end] = numbers + i
+            seen = [tensor[reqid, :end, 0, 0].sum() - i * end for i, tensor in enumerate(kv_cache)]
+            assert all(torch.equal(seen[0], other) for other in seen)
+            request.tokens.append(int(seen[0]) % 101)
+        self._previous = set(running)
+
+
+def expected_tokens(prompt: list[int], num_new: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(num_new):
         tokens.append(sum(tokens) % 101)
-    return tokens[len(prompt) :]
-
-
-def serve(prompts: list[list[int]], num_new: int, **init: Any) -> tuple[list[list[int]], int]:
-    """Algorithm 1 of the paper; returns the outputs and how often a request was preempted."""
-    kv_cache = vattention.init_kvcache(LAYERS, HEADS, DIM, L, B, torch.float32, **init)
-    tokens = [list(prompt) for prompt in prompts]
-    waiting = list(range(len(prompts)))
-    running: dict[int, int] = {}  # request -> reqid, in order of arrival
-    computed = [0] * len(prompts)
-    num_preemptions = 0
-    while waiting or running:
-        while waiting and len(running) < B:
-            running[waiting.pop(0)] = vattention.alloc_reqid()
-        seq_lens = [0] * B
-        for request, reqid in running.items():
-            seq_lens[reqid] = len(tokens[request])
-        while vattention.step(seq_lens) == -1:
-            victim, reqid = running.popitem()
-            vattention.free_reqid(reqid)
-            seq_lens[reqid] = 0
-            computed[victim] = 0  # by recomputation
-            waiting.insert(0, victim)
-            num_preemptions += 1
-        vattention.step_async([length + (length > 0) for length in seq_lens])
-        for request, reqid in list(running.items()):
-            new = tokens[request][computed[request] :]
-            tokens[request].append(model(kv_cache, reqid, computed[request], new))
-            computed[request] += len(new)
-            if len(tokens[request]) == len(prompts[request]) + num_new:
-                vattention.free_reqid(running.pop(request))
-    vattention.cleanup()
-    outputs = [done[len(prompt) :] for done, prompt in zip(tokens, prompts, strict=True)]
-    return outputs, num_preemptions
+    return tokens
 
 
 PROMPTS = [list(range(i, i + 5 + 3 * i)) for i in range(8)]
 
 
 @pytest.mark.parametrize(("num_rows", "preempts"), [(16, False), (5, True)])
-def test_a_serving_loop_written_for_vattention_runs(num_rows: int, preempts: bool) -> None:
-    outputs, num_preemptions = serve(
-        PROMPTS, 20, page_group_size=PAGE_BYTES, memory_budget=num_rows * ROW * PAGE_BYTES
-    )
-    assert outputs == [expected_output(prompt, 20) for prompt in PROMPTS]
-    assert (num_preemptions > 0) == preempts
+def test_the_loop_of_the_documentation_runs(
+    num_rows: int, preempts: bool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text of docs/vattention.md, on a cache of the size that the test needs."""
+    page = (root / "docs" / "vattention.md").read_text()
+    (loop,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    init_kvcache = vattention.init_kvcache
+
+    def small_cache(*_: Any, **__: Any) -> list[Any]:
+        options = {"page_group_size": PAGE_BYTES, "memory_budget": num_rows * ROW * PAGE_BYTES}
+        return init_kvcache(LAYERS, HEADS, DIM, L, B, torch.float32, **options)
+
+    monkeypatch.setattr(vattention, "init_kvcache", small_cache)
+    requests = [Request(prompt, 20) for prompt in PROMPTS]
+    model = Model()
+    names = {"waiting": list(requests), "running": {}, "model": model, "max_context_len": L, "B": B}
+    exec(compile(loop, "vattention.md", "exec"), names)
+    assert [request.tokens for request in requests] == [expected_tokens(p, 20) for p in PROMPTS]
+    assert (model.num_prefills > len(PROMPTS)) == preempts
 
 
 def test_the_functions_need_a_cache_and_there_is_one_at_a_time() -> None:
