@@ -1,7 +1,7 @@
 """Counts what docs/testing.md quotes: lines of code and of tests, tests, parametrised cases.
 
-    python scripts/test_numbers.py            prints the table
-    python scripts/test_numbers.py --write    puts it into docs/testing.md
+python scripts/test_numbers.py            prints the table
+python scripts/test_numbers.py --write    puts it into docs/testing.md
 """
 
 from __future__ import annotations

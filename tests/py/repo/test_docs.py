@@ -10,7 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-DOCS = Path(__file__).resolve().parents[3] / "docs"
+ROOT = Path(__file__).resolve().parents[3]
+DOCS = ROOT / "docs"
 MAX_LOOP_LINES = 33
 
 
@@ -97,3 +98,44 @@ def test_documented_options_and_names_exist(page_name: str) -> None:
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known
     for name in re.findall(r"`manager\.(\w+)", text):
         assert hasattr(VTensorManager, name)
+
+
+def test_a_request_passes_few_files_and_concepts() -> None:
+    """The table of docs/request.md, with each concept a name in its file."""
+    table = re.findall(r"^\| \d+ \| `([^`]+)` \|(.*)\|$", (DOCS / "request.md").read_text(), re.M)
+    concepts = {file: re.findall(r"`(\w+)`", names) for file, names in table}
+    assert 8 <= len(table) <= 12
+    assert 15 <= len({name for names in concepts.values() for name in names}) <= 25
+    for file, names in concepts.items():
+        text = (ROOT / file).read_text()
+        assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the shipped model in place of the one that a hub has."""
+    from flexinfer.cli.settings import SHIPPED_MODEL
+
+    readme = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        assert "Qwen/Qwen3-0.6B" in block or names
+        exec(
+            compile(block.replace("Qwen/Qwen3-0.6B", str(SHIPPED_MODEL)), "README.md", "exec"),
+            names,
+        )
+    names["llm"].close()
+    printed = capsys.readouterr().out.splitlines()
+    assert "Ada" in printed[-1]
+    assert not printed[-1].endswith("(0 prompt tokens came from the cache)")
+
+
+def test_the_readme_says_what_its_chart_shows() -> None:
+    import sys
+
+    sys.path.insert(0, str(ROOT / "benchmarks" / "serving"))
+    from chart import bars
+
+    readme = (ROOT / "README.md").read_text()
+    for ours, theirs in bars():
+        assert f"{ours.median / theirs.median:.2f} times" in readme
