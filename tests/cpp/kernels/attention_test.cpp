@@ -1,5 +1,5 @@
-// The whole kernel against attention written out in double precision, with every instruction set of this
-// machine and on several threads. Python's tests compare with torch; these also run under the
+// The whole kernel against attention written out in double precision, with every instruction set of
+// this machine and on several threads. Python's tests compare with torch; these also run under the
 // sanitizers.
 #include "kernels/attention/attention.h"
 

@@ -1,8 +1,9 @@
 // The part of the CUDA driver's binary interface that this project calls, written down by hand.
 //
 // Why not <cuda.h>: one wheel must build on, and serve, machines without a toolkit, and NVIDIA's
-// licence does not allow to ship the header. tests/cpp/driver/cuda_abi_test.cpp compares every size,
-// offset, value, signature and symbol name below with the real header wherever one is installed.
+// licence does not allow to ship the header. tests/cpp/driver/cuda_abi_test.cpp compares every
+// size, offset, value, signature and symbol name below with the real header wherever one is
+// installed.
 //
 // Types and constants only: stateless, so thread-safe. Names are CUDA's own, inside a namespace, so
 // that both headers can be included together.
