@@ -13,7 +13,7 @@ from flexinfer import _vtensor
 from flexinfer.vtensor.arguments import check_layer, check_length, token_array
 
 if TYPE_CHECKING:
-    from flexinfer.vtensor.manager import VTensorManager
+    from flexinfer.vtensor.open_core import OpenCore
 
 
 class VTensor:
@@ -21,7 +21,7 @@ class VTensor:
 
     __slots__ = ("__weakref__", "_manager", "_released", "id", "num_cached_tokens", "slot")
 
-    def __init__(self, manager: VTensorManager, vtensor_id: int) -> None:
+    def __init__(self, manager: OpenCore, vtensor_id: int) -> None:
         info = manager._core.info(vtensor_id)
         self._manager = manager
         self._released = False
@@ -66,11 +66,11 @@ class VTensor:
         A tail chunk that others share is copied first, unless this vTensor continues exactly where
         its last writer stopped. Raises OutOfMemoryError, with nothing changed.
         """
-        self._manager.extend([self], [check_length(num_tokens)])
+        self._manager.extend_ids([self.id], [check_length(num_tokens)])
 
     def try_extend(self, num_tokens: int) -> bool:
         """As :meth:`extend`; False instead of OutOfMemoryError."""
-        return self._manager.try_extend([self], [check_length(num_tokens)])
+        return self._manager.try_extend_ids([self.id], [check_length(num_tokens)])
 
     def truncate(self, num_tokens: int) -> None:
         """Give up the tokens from ``num_tokens`` on. Raises ValueError if that is more."""

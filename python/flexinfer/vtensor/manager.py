@@ -6,17 +6,15 @@ Sources: vTensor (Xu et al., 2024) for the manager; PagedAttention (Kwon et al.,
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Literal
 
 from flexinfer import _vtensor
-from flexinfer._vtensor import Stats
 from flexinfer.errors import OutOfMemoryError
 from flexinfer.runtime.units import parse_bytes
-from flexinfer.vtensor.arguments import bad_lengths, check_layer, check_length, token_array
+from flexinfer.vtensor.arguments import bad_lengths, check_length, token_array
 from flexinfer.vtensor.handle import VTensor
+from flexinfer.vtensor.open_core import OpenCore, torch_or_dlpack
 from flexinfer.vtensor.settings import (
     SimConfig,
     choice,
@@ -28,7 +26,7 @@ from flexinfer.vtensor.settings import (
 from flexinfer.vtensor.spec import KVSpec
 
 
-class VTensorManager:
+class VTensorManager(OpenCore):
     """Owns the physical chunks and the virtual ranges of one device.
 
     Args:
@@ -86,7 +84,7 @@ class VTensorManager:
     ) -> None:
         self._closed = True  # until it is open
         self.spec = spec
-        self._from_dlpack = from_dlpack or _torch_or_dlpack
+        self._from_dlpack = from_dlpack or torch_or_dlpack
         driver = driver_config(device, unmapped)
         if sim is not None:
             if driver.kind != "sim":
@@ -111,9 +109,6 @@ class VTensorManager:
         options.swap_directory = swap_directory or ""
         self.chunk_bytes: int = options.chunk_bytes
         self.max_requests = max_requests
-        self.on_shortage: Callable[[], bool] | None = None
-        """Called when the system refuses memory that the budget allows, as where another allocator
-        of the device holds it; if it got some back (True), the call is tried once more."""
         self._core = self._open(driver, options)
         self._closed = False
 
@@ -121,27 +116,6 @@ class VTensorManager:
         self, driver: _vtensor.DriverConfig, options: _vtensor.ManagerOptions
     ) -> _vtensor.Manager:
         return _vtensor.Manager.open(driver, self.spec.core(), options)
-
-    def __enter__(self) -> VTensorManager:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` has been called."""
-        return self._closed
-
-    def close(self) -> None:
-        """Release every vTensor and give all memory that no view needs back to the system."""
-        self._closed = True
-        self._core.close()
 
     # ------------------------------------------------------------------------------- vTensors
 
@@ -198,15 +172,6 @@ class VTensorManager:
             self._core.label(created, label)
         return vtensor
 
-    def _no_slot(self) -> OutOfMemoryError:
-        error = OutOfMemoryError(
-            f"all {self.max_requests} slots hold live requests; release one or raise max_requests"
-        )
-        stats = self.stats()
-        sizes = {"asked_bytes": 0, "free_bytes": stats.available_bytes}
-        vars(error).update(sizes, budget_bytes=stats.budget_bytes)
-        return error
-
     def _ids(self, vtensors: Sequence[VTensor]) -> list[int]:
         ids = [vtensor.id for vtensor in vtensors if vtensor._manager is self]
         if len(ids) != len(vtensors):
@@ -216,35 +181,11 @@ class VTensorManager:
 
     def extend(self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]) -> None:
         """Extend many vTensors in one call, all or none. Raises OutOfMemoryError."""
-        ids = self._ids(vtensors)
-        try:
-            self._core.extend(ids, num_tokens)
-        except OutOfMemoryError:
-            if not self._got_memory_back():
-                raise
-            self._core.extend(ids, num_tokens)
-        except TypeError:
-            raise bad_lengths(num_tokens) from None
+        self.extend_ids(self._ids(vtensors), num_tokens)
 
     def try_extend(self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]) -> bool:
         """As :meth:`extend`; False, with nothing changed, when memory is short."""
-        ids = self._ids(vtensors)
-        try:
-            return self._core.try_extend(ids, num_tokens) or (
-                self._got_memory_back() and self._core.try_extend(ids, num_tokens)
-            )
-        except TypeError:  # checked afterwards: a decode step of many requests pays for it
-            raise bad_lengths(num_tokens) from None
-
-    def _got_memory_back(self) -> bool:
-        """After a shortage: whether :attr:`on_shortage` has found something that the budget allows
-        to be taken. Not asked where the budget itself is used up."""
-        if self.on_shortage is None:
-            return False
-        row_bytes = self.chunk_bytes * self.spec.num_planes
-        if self._core.resident_bytes() + row_bytes > self._core.memory_budget():
-            return False
-        return self.on_shortage()
+        return self.try_extend_ids(self._ids(vtensors), num_tokens)
 
     def pre_extend(self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]) -> None:
         """Map ahead of the next step in the background. Never fails, never waits."""
@@ -369,72 +310,8 @@ class VTensorManager:
         """Whether the manager is between :meth:`sleep` and :meth:`wake`."""
         return self._core.is_asleep()
 
-    # ---------------------------------------------------------------------------------- views
-
-    def k(self, layer: int) -> Any:
-        """Keys of ``layer`` in all slots, zero-copy, strided:
-        ``[max_requests, max_seq_len, num_kv_heads, head_dim]``, first index ``vtensor.slot``.
-
-        Only tokens below a vTensor's extended length may be written; beyond it `unmapped`
-        holds.
-        """
-        return self._arena(layer, _vtensor.KV.KEY)
-
-    def v(self, layer: int) -> Any:
-        """Values of ``layer`` in all slots; see :meth:`k`."""
-        return self._arena(layer, _vtensor.KV.VALUE)
-
-    def _arena(self, layer: int, which: _vtensor.KV) -> Any:
-        return self._from_dlpack(self._core.arena(check_layer(layer), which, self.spec.dtype))
-
     # --------------------------------------------------------------------------------- tracing
-
-    def start_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write every operation and driver call from now on to ``path`` (JSON lines), for
-        ``flexinfer replay``. The file holds token ids. Raises DriverError if it cannot be made."""
-        self._core.start_trace(os.fspath(path))
-
-    def stop_trace(self) -> None:
-        """End the trace, as :meth:`close` does too. Raises DriverError if it is incomplete."""
-        self._core.stop_trace()
-
-    @property
-    def tracing(self) -> bool:
-        """Whether a trace is being written."""
-        return self._core.is_tracing()
 
     def label(self, vtensor: VTensor, text: str) -> None:
         """Name a vTensor in the trace, for example by its request id. Cheap while none is open."""
         self._core.label(vtensor.id, text)
-
-    # --------------------------------------------------------------------------------- insight
-
-    @property
-    def resident_bytes(self) -> int:
-        """Physical bytes at this moment, as in :meth:`stats` but at no cost."""
-        return self._core.resident_bytes()
-
-    def mapping_times(self) -> _vtensor.MappingTimes:
-        """Exposed and hidden microseconds of driver work so far; cheap enough for every step."""
-        return self._core.mapping_times()
-
-    def stats(self) -> Stats:
-        """All numbers at this moment."""
-        return self._core.stats()
-
-    def snapshot(self) -> _vtensor.Snapshot:
-        """The memory map: every vTensor's chunks, every chunk's sharers, every recorded prefix."""
-        return self._core.snapshot()
-
-    def check_integrity(self) -> None:
-        """Recompute all invariants; raises IntegrityError naming the first broken one."""
-        self._core.check_integrity()
-
-
-def _torch_or_dlpack(exported: Any) -> Any:
-    """A torch tensor where torch is installed, else the DLPack object itself."""
-    try:
-        import torch
-    except ImportError:
-        return exported
-    return torch.from_dlpack(exported)
