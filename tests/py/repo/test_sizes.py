@@ -71,7 +71,7 @@ def test_lines_of_text_fit_a_screen(page: Path) -> None:
 
 
 PLACES = re.compile(
-    r"(?<![\w/.<-])((?:cpp|python|tests|benchmarks|scripts|examples|docs|dashboards)/[\w./-]*\w)"
+    r"(?<![\w/.<-])((?:cpp|python|tests|benchmarks|scripts|examples|docs|dashboards)/[\w./-]*\w)(?![\w*])"
 )
 
 
