@@ -53,3 +53,9 @@ def test_only_editable_installs_have_the_module_that_injects_faults(
     installed = (tmp_path / "cmake_install.cmake").read_text()
     assert "/_vtensor.c" in installed
     assert ("/_vtensor_testing.c" in installed) == has_module
+
+
+def test_a_wheel_holds_every_python_file(root: Path, names: set[str]) -> None:
+    """The pattern `build*`, meant for the folder at the root, once left engine/build.py out."""
+    package = root / "python"
+    assert {str(file.relative_to(package)) for file in package.rglob("*.py")} <= names
