@@ -25,7 +25,8 @@ def test_a_message_gets_an_answer_that_streams(page: ChatPage) -> None:
     )
     assert "Ada" in page.send("Hello! My name is Ada.")
     seen = page.driver.execute_script("return [...window.seen]")
-    assert len(seen) > 3, "the answer came in one piece"
+    whole = max(seen, key=len)
+    assert any(0 < len(text) < len(whole) for text in seen), "the answer came in one piece"
     assert "prompt tokens from the cache" in page.text(".message.assistant .facts")
 
 

@@ -234,6 +234,7 @@ def test_a_swapped_request_that_comes_back_alone_and_can_not_grow_ends_in_that_s
     scheduler = make_scheduler(manager, has_swap_space=True, preemption_mode="swap")
     scheduler.add(make_request("pinned", 2 * TOKENS_PER_CHUNK, max_tokens=1, first_token=0))
     run_step(scheduler)
+    manager.pin_prefix(list(range(2 * TOKENS_PER_CHUNK)), "owner")
     request = make_request("a", TOKENS_PER_CHUNK, max_tokens=40)
     scheduler.add(request)
     for _ in range(TOKENS_PER_CHUNK + 1):
@@ -241,7 +242,6 @@ def test_a_swapped_request_that_comes_back_alone_and_can_not_grow_ends_in_that_s
     assert request.num_computed_tokens == 2 * TOKENS_PER_CHUNK  # both of its chunks are full
     scheduler.preempt(request, "test")
     assert request in scheduler.swapped
-    manager.pin_prefix(list(range(2 * TOKENS_PER_CHUNK)), "owner")
     batch = run_step(scheduler)
     assert batch.failed == [request]
     assert request.finish_reason == "error"
