@@ -127,7 +127,7 @@ def _tokens(llm: LLM, draw: Random) -> Good:
     fields = {"temperature": 0, "max_tokens": draw.randint(64, 200), "ignore_eos": True}
     params = SamplingParams(stop=[" seven"], **fields)  # type: ignore[arg-type]
     (output,) = llm.generate([token_ids], params, use_tqdm=False)
-    salt = draw.choice(("", "red", "blue"))
+    salt = draw.choice((None, "red", "blue"))
     body = _completion(token_ids, stop=" seven", cache_salt=salt, **fields)
     return Good("/v1/completions", body, (output.outputs[0].text,))
 
