@@ -165,7 +165,7 @@ def plot_api(report: Report, axis: Any) -> None:
         f"{row['chunk_mib']} MiB": [row.get(kind, 0.0) for kind in kinds]
         for row in report["latency_us"]
     }
-    bars(axis, kinds, series, "us a call")
+    bars(axis, kinds, series, "us per call")
     axis.set_yscale("log")
 
 
@@ -184,7 +184,10 @@ def plot_overlap(report: Report, axis: Any) -> None:
     groups = [f"{row['setting']}\n{row['mode']}" for row in report["modes"]]
     names = ("p50_us", "p99_us")
     bars(
-        axis, groups, {name: [row[name] for row in report["modes"]] for name in names}, "us a step"
+        axis,
+        groups,
+        {name: [row[name] for row in report["modes"]] for name in names},
+        "us per step",
     )
 
 

@@ -17,7 +17,7 @@ ROW = re.compile(r"^\| `([^`]+)` \| (.+) \|$", re.MULTILINE)
 INTRO = """\
 # Module map
 
-One sentence a file, lowest layer first; a file includes or imports only its own layer or lower
+One sentence per file, lowest layer first; a file includes or imports only its own layer or lower
 ones. A C++ header and its source share a row, named without an ending. `make map` adds new files.
 """
 

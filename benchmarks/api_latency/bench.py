@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         table(
             [*single, published], ["chunk_mib", *kinds], "median us of a call, one chunk at a time"
         ),
-        table(many, ["chunk_mib", "chunks", *kinds], "us a chunk, many chunks in one extend()"),
+        table(many, ["chunk_mib", "chunks", *kinds], "us per chunk, many chunks in one extend()"),
         table(speed, ["chunk_mib", "bytes", "cold_gb_s", "warm_gb_s"], "GB of KV memory a second"),
     ]
     body = {"latency_us": single, "batched_us": many, "bandwidth": speed}

@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     measured = [row for row in rows if "us" in row]
     judged = verdicts(measured)
     tables = [
-        table(measured, columns, "attention, us a layer"),
+        table(measured, columns, "attention, us per layer"),
         table(
             judged, list(judged[0]) if judged else [], "time over the same kernel on torch.empty"
         ),

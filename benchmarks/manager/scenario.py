@@ -102,7 +102,7 @@ class Scenario:
         series = Series()
         with self._setting.manager(NUM_REQUESTS, NUM_REQUESTS * 8 * CHUNK_TOKENS) as manager:
             vtensors = [manager.create() for _ in range(NUM_REQUESTS)]
-            # Request i stands i % 16 tokens before the end of a chunk, and moves by one a step.
+            # Request i stands i % 16 tokens before the end of a chunk, and moves by one per step.
             ends = [CHUNK_TOKENS - idx % 16 for idx in range(NUM_REQUESTS)]
             manager.extend(vtensors, ends)
             for step in range(min(self._rounds, 6 * 16)):

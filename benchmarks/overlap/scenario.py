@@ -52,10 +52,10 @@ def _llama(num_layers: int, head_dim: int, layers_per_plane: int | None) -> KVSp
 
 
 SETTINGS = {
-    # Llama-3-8B: 16 tokens a row of one 2 MiB chunk, or 1,024 tokens a row of 64.
+    # Llama-3-8B: 16 tokens per row of one 2 MiB chunk, or 1,024 tokens per row of 64.
     "sim-interleaved": Setting("sim", _llama(32, 128, None), 32, 0.020, spins=False),
     "sim-dense": Setting("sim", _llama(32, 128, 1), 32, 0.020, spins=False),
-    # Llama-3.2-1B: 64 tokens a row of one 2 MiB chunk, really created, collapsed and scrubbed.
+    # Llama-3.2-1B: 64 tokens per row of one 2 MiB chunk, really created, collapsed and scrubbed.
     "host-interleaved": Setting("cpu", _llama(16, 64, None), 16, 0.010, spins=True),
 }
 

@@ -96,7 +96,7 @@ void bind_attention(nb::module_& m) {
           "dtype"_a, "num_slots"_a, "max_seq_len"_a, "num_kv_heads"_a, "head_dim"_a,
           "slot_stride"_a, "token_stride"_a, "head_stride"_a);
   nb::class_<HostAttention>(m, "HostAttention",
-                            "A step's attention over the KV arena, one call a layer.")
+                            "A step's attention over the KV arena, one call per layer.")
       .def(
           "__init__",
           [](HostAttention* self, const ArenaShape& shape,

@@ -30,7 +30,7 @@ struct ManagerOptions {
   std::string swap_directory;            // where swapped KV goes; empty: host memory
 };
 
-// Whole chunks; at least one a plane. Throws std::invalid_argument for less.
+// Whole chunks; at least one per plane. Throws std::invalid_argument for less.
 size_t budget_chunks(size_t memory_budget, const Geometry& geometry);
 // The core's part, in chunks. Throws std::invalid_argument for bounds that exclude each other.
 CoreOptions core_options(const ManagerOptions& options, size_t chunk_bytes);

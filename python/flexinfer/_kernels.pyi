@@ -37,7 +37,7 @@ class ArenaShape:
     def __init__(self, dtype: int, num_slots: int, max_seq_len: int, num_kv_heads: int, head_dim: int, slot_stride: int, token_stride: int, head_stride: int) -> None: ...
 
 class HostAttention:
-    """A step's attention over the KV arena, one call a layer."""
+    """A step's attention over the KV arena, one call per layer."""
 
     def __init__(self, shape: ArenaShape, layers: Sequence[tuple[int, int]], start_threads: int = 0, isa: str = '') -> None:
         """

@@ -1,4 +1,4 @@
-// HostAttention: a step's attention over the KV arena on the CPU, one call a layer.
+// HostAttention: a step's attention over the KV arena on the CPU, one call per layer.
 //
 // Stores the step's new keys and values, then computes the plan's tasks on all threads and merges
 // partial results. Needs no torch: pointers, strides (in elements) and lengths.

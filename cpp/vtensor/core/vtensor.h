@@ -33,7 +33,7 @@ struct VTensor {
   size_t write_limit = 0;
   bool last_row_shared = false;            // the tail row is an alias; own it before writing
   bool is_swapped = false;                 // its contents are in the swap store, nothing is mapped
-  std::vector<SwapStore::Ticket> swapped;  // one a chunk, row-major
+  std::vector<SwapStore::Ticket> swapped;  // one per chunk, row-major
   bool busy = false;  // a growth of it is under way without the manager's mutex
   uint64_t plan = 0;  // the last plan_extend() that named it
   uint64_t tenant = 0;

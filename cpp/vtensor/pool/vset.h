@@ -1,4 +1,4 @@
-// VSet, the paper's vSet: the virtual ranges of the arena, one slot a vTensor, and what is mapped
+// VSet, the paper's vSet: the virtual ranges of the arena, one slot per vTensor, and what is mapped
 // in each. One arena a plane, so that a batched kernel sees one tensor [slots, max_tokens, ...]:
 //
 //   plane p   | slot 0 ........ | slot 1 ........ | ...     slot i starts at base(p) + i * stride

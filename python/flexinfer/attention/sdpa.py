@@ -2,7 +2,7 @@
 
 K and V are read where they stand: the CPU flash kernel takes strided [heads, tokens, dim] views,
 so nothing is copied or expanded. Two facts shape the code (measured on CPU):
-- one query row a head is slow (4-11x in bfloat16): the query heads of a KV head become rows;
+- one query row per head is slow (4-11x in bfloat16): the query heads of a KV head become rows;
 - `is_causal=True` aligns top left, which is wrong when a prefix is cached: blocks of query rows
   get a slice of one banded mask instead, and skip the keys that none of their rows sees.
 """

@@ -82,7 +82,7 @@ def choose_chunk_bytes(
     chunk_bytes: int | str | None, spec: KVSpec, driver: _vtensor.DriverConfig, budget: int
 ) -> int:
     """The chunk size asked for, or a default: 2 MiB, but never so large that the budget holds
-    fewer than 64 chunks a plane, or one chunk holds more than a range."""
+    fewer than 64 chunks per plane, or one chunk holds more than a range."""
     if chunk_bytes is not None:
         size = parse_bytes(chunk_bytes, "chunk_bytes")
         if size < 1:

@@ -1,7 +1,7 @@
 """vAttention's programming interface (Prabhu et al., 2024, Table 3 and Algorithm 1) on vTensors.
 
 A serving loop written for vAttention runs on this module: it owns the requests, an attention kernel
-that knows nothing of paging owns the computation, and between them stands one call a step::
+that knows nothing of paging owns the computation, and between them stands one call per step::
 
     kv_cache = vattention.init_kvcache(num_layers, num_kv_heads, head_dim, L, B, "float16")
     reqid = vattention.alloc_reqid()

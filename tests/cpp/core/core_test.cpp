@@ -10,8 +10,8 @@
 namespace vtensor {
 namespace {
 
-// Four tokens a chunk, two planes, real memory (that of the stand-in on Cuda): byte 0 of each token
-// tells who wrote it.
+// Four tokens per chunk, two planes, real memory (that of the stand-in on Cuda): byte 0 of each
+// token tells who wrote it.
 class CoreTest : public DriverTest {
  protected:
   explicit CoreTest(const CoreOptions& options = {}, size_t budget_chunks = 64)

@@ -22,7 +22,7 @@ constexpr KVSpec kSpec{.num_layers = 2,
                        .head_dim = 128,
                        .element_bytes = 4,
                        .max_seq_len = 128,
-                       .layers_per_plane = 1};  // 512 bytes a token, four planes
+                       .layers_per_plane = 1};  // 512 bytes per token, four planes
 
 class ManagerTest : public DriverTest {
  protected:

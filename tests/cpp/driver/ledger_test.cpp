@@ -93,7 +93,7 @@ TEST(Ledger, unmap_refuses_chunks_of_another_size) {
   EXPECT_THROW(ledger.unmap(kBase, 20, 20), std::invalid_argument);
 }
 
-// Against a plain model: one entry a chunk, mappings counted from scratch.
+// Against a plain model: one entry per chunk, mappings counted from scratch.
 TEST(Ledger, random_use_agrees_with_a_model) {
   struct Entry {
     uint64_t offset;

@@ -118,7 +118,7 @@ TEST(Sharing, nothing_is_shared_while_no_chunk_has_two_entries) {
 }
 
 TEST(Sharing, a_tree_of_prefixes_gives_a_range_a_node_parents_first) {
-  Tables tables(small_geometry());  // four tokens a row
+  Tables tables(small_geometry());  // four tokens per row
   const SlotId a = tables.add_slot();
   for (int row = 0; row < 3; ++row) tables.append_fresh_row(a);
   const SlotId b = tables.fork(a, 3);

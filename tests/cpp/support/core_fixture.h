@@ -42,7 +42,7 @@ inline Tokens joined(Tokens tokens, const Tokens& more) {
   return tokens;
 }
 
-// Four tokens a chunk, two planes, unless told otherwise.
+// Four tokens per chunk, two planes, unless told otherwise.
 inline Geometry small_geometry(size_t token_bytes = kKiB, size_t num_planes = 2,
                                size_t max_slots = 4) {
   Geometry geometry;

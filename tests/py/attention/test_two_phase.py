@@ -1,4 +1,4 @@
-"""Two-phase attention equals one call a request, whatever the requests share."""
+"""Two-phase attention equals one call per request, whatever the requests share."""
 
 from __future__ import annotations
 

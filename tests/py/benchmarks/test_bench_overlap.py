@@ -21,7 +21,7 @@ def quick_run(file: Path) -> dict[str, Any]:
 
 
 def test_a_quick_run_hides_the_mapping_and_says_so(tmp_path: Path) -> None:
-    """The worker has 20 ms a step. A machine that leaves it waiting longer may spoil one run, not
+    """The worker has 20 ms per step. A machine that leaves it waiting longer may spoil one run, not
     all of them."""
     for idx in range(5):
         setting = quick_run(tmp_path / f"{idx}.json")

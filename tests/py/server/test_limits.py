@@ -160,7 +160,7 @@ def num_unfinished(url: str) -> int:
 
 @contextlib.contextmanager
 def slow(llm: AsyncLLM) -> Iterator[Callable[[], None]]:
-    """50 ms a layer: nothing ends by itself while it is looked at. Gives what ends that."""
+    """50 ms per layer: nothing ends by itself while it is looked at. Gives what ends that."""
     is_over = threading.Event()
 
     def slow_down(engine: LLMEngine) -> Callable[[], None]:

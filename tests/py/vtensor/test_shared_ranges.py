@@ -14,7 +14,7 @@ from flexinfer.errors import ReleasedError
 from flexinfer.vtensor import KVSpec, VTensor, VTensorManager
 from helpers.sharing_oracle import check_shared_ranges
 
-CHUNK = 4096  # 1 KiB a token: four tokens a chunk
+CHUNK = 4096  # 1 KiB a token: four tokens per chunk
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=32, max_seq_len=64)
 
 

@@ -17,7 +17,7 @@ from helpers import device_param as kv_device
 pytestmark = pytest.mark.usefixtures("kv_device")
 
 CHUNK = 4096
-TOKEN_BYTES = 1024  # 2 layers x 2 x 2 heads x 32 dims x 4 bytes: four tokens a chunk
+TOKEN_BYTES = 1024  # 2 layers x 2 x 2 heads x 32 dims x 4 bytes: four tokens per chunk
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=32, max_seq_len=64)
 PROMPT = list(range(10))  # two whole chunks and a half
 

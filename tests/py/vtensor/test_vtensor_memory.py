@@ -76,7 +76,7 @@ def test_a_prefix_of_eight_requests_stands_in_memory_once(manager: VTensorManage
 
 
 def test_each_of_eight_requests_that_write_on_costs_one_chunk(manager: VTensorManager) -> None:
-    write_prompt(manager, PREFIX[:998])  # not at a chunk border: 8 tokens a chunk
+    write_prompt(manager, PREFIX[:998])  # not at a chunk border: 8 tokens per chunk
     before = memfd_bytes()
     requests = [manager.create(PREFIX[:998]) for _ in range(8)]
     assert manager.try_extend(requests, [1000] * 8)

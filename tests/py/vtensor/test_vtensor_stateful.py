@@ -88,7 +88,7 @@ class Modelled:
 
 
 SETUPS = {
-    # 1 KiB and 2 KiB a token and plane: 4 and 2 tokens a chunk, all borders met often
+    # 1 KiB and 2 KiB a token and plane: 4 and 2 tokens per chunk, all borders met often
     "dense-4k": Setup(4096, layers_per_plane=1, heads_x_dim=(4, 64), budget_chunks=120),
     "interleaved-4k": Setup(4096),
     "interleaved-16k": Setup(16384),

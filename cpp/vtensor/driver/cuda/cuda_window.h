@@ -1,4 +1,4 @@
-// CudaWindow: the driver's own permanent addresses, one slot a chunk.
+// CudaWindow: the driver's own permanent addresses, one slot per chunk.
 //
 // Copies, fills, reads and writes name a chunk, not an address, and work whether or not it is
 // mapped for a request. CUDA can only reach memory through a mapping, so each chunk gets one here

@@ -1,4 +1,4 @@
-// Replies: the answers that are being streamed, at most one a conversation. Views listen for "change".
+// Replies: the answers that are being streamed, at most one per conversation. Views listen for "change".
 import { stopLast } from "./store.js";
 
 const MAX_TITLE = 40;
