@@ -25,6 +25,9 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        pieces = () if tokenizer is None else tokenizer.get_vocab()
+        self.max_chars = max_model_len * max(map(len, pieces), default=1)
+        """No text that is longer fits into the context."""
 
     def parse(self, prompt: Prompt) -> ParsedPrompt:
         """Raises RequestError for what is not a prompt, is empty, or leaves no room for output."""
@@ -38,16 +41,25 @@ class InputProcessor:
         self, messages: Messages, chat_template: str | None = None, **kwargs: Any
     ) -> list[int]:
         """Token ids of a conversation, by the tokenizer's chat template or the one given."""
+        return self.tokenize_rendered(self.render(messages, chat_template, **kwargs))
+
+    def tokenize_rendered(self, text: str) -> list[int]:
+        """Token ids of a text that the template made: it has its special tokens already."""
+        ids: list[int] = self._require_tokenizer("chat")(text, add_special_tokens=False).input_ids
+        return ids
+
+    def render(self, messages: Messages, chat_template: str | None = None, **kwargs: Any) -> str:
+        """What the model reads of a conversation, as text."""
         tokenizer = self._require_tokenizer("chat")
         if chat_template is None and getattr(tokenizer, "chat_template", None) is None:
             raise RequestError(
                 "the model's tokenizer has no chat template: give one (chat_template=, or "
                 "--chat-template of flexinfer serve), or use plain prompts"
             )
-        ids: list[int] = tokenizer.apply_chat_template(
-            messages, chat_template=chat_template, tokenize=True, return_dict=False, **kwargs
+        text: str = tokenizer.apply_chat_template(
+            messages, chat_template=chat_template, tokenize=False, **kwargs
         )
-        return ids
+        return text
 
     def _parse_mapping(self, prompt: Mapping[str, Any]) -> ParsedPrompt:
         salt = prompt.get("cache_salt") or ""

@@ -26,6 +26,7 @@ from flexinfer.server.api import (
 from flexinfer.server.api.page import mount_page
 from flexinfer.server.http.auth import AuthMiddleware
 from flexinfer.server.http.errors import install_error_handlers
+from flexinfer.server.http.hosts import HostMiddleware
 from flexinfer.server.http.limits import BodyLimitMiddleware
 from flexinfer.server.observability.logs import AccessLogMiddleware
 from flexinfer.server.observability.metrics import register_metrics
@@ -81,6 +82,8 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app.add_middleware(
         AuthMiddleware, api_keys=settings.api_keys, admin_api_key=settings.admin_api_key
     )
+    if settings.checks_hosts:
+        app.add_middleware(HostMiddleware, allowed=settings.allowed_hosts)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

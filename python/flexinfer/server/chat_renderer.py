@@ -80,7 +80,7 @@ class ChatRenderer:
             messages = with_tools_in_words(messages, tools)
             tools = None
         try:
-            return self._inputs.apply_chat_template(
+            text = self._inputs.render(
                 messages,
                 self._template,
                 tools=tools,
@@ -88,6 +88,8 @@ class ChatRenderer:
                 continue_final_message=prompt.continue_final_message,
                 **prompt.template_kwargs,
             )
+            check_length(text, self._inputs, "messages")
+            return self._inputs.tokenize_rendered(text)
         except TemplateError as error:
             raise bad_request(
                 f"the model's chat template refuses these messages: {error}", "messages"
@@ -98,6 +100,17 @@ class ChatRenderer:
             raise bad_request(
                 f"the model's chat template cannot render these messages: {error}", "messages"
             ) from None
+
+
+def check_length(text: str, inputs: InputProcessor, param: str) -> None:
+    """Raises APIError for a text that no tokens within the context hold: it is not tokenized."""
+    if len(text) > inputs.max_chars:
+        raise bad_request(
+            f"the model's context is {inputs.max_model_len} tokens, which hold at most "
+            f"{inputs.max_chars} characters; this is {len(text)}: shorten the prompt",
+            param,
+            "context_length_exceeded",
+        )
 
 
 def as_template_message(message: Message) -> dict[str, Any]:

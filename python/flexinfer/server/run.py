@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -80,6 +81,9 @@ def serve(app: FastAPI, sock: socket.socket) -> int:
         **({} if tls is None else tls.uvicorn_options()),
     )
     server = Server(config, state)
+    # What is there now stays: each full collection would walk it, with everybody waiting.
+    gc.collect()
+    gc.freeze()
 
     async def main() -> None:
         watch = asyncio.ensure_future(server.watch_engine())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from flexinfer.server.http.hosts import is_loopback
 from flexinfer.server.http.tls import TLSSettings
 from flexinfer.server.observability.tracing import check_endpoint
 
@@ -47,6 +48,9 @@ class ServerSettings:
     """A request that has not arrived after so long, and a second per 16 KiB, is refused."""
     shutdown_timeout_s: float = 30.0
     """How long a shutdown waits for running requests."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which callers may call this server, beside those of its loopback. Empty: any name,
+    unless only this machine can call, and needs no key."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may call this server (CORS); its own page needs none."""
     allowed_methods: tuple[str, ...] = ("*",)
@@ -80,6 +84,10 @@ class ServerSettings:
         self._check_keys()
         if self.otlp_traces_endpoint is not None:
             check_endpoint(self.otlp_traces_endpoint)
+
+    @property
+    def checks_hosts(self) -> bool:
+        return bool(self.allowed_hosts) or (is_loopback(self.host) and not self.api_keys)
 
     @property
     def num_tenants(self) -> int:

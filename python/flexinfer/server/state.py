@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.server.chat_renderer import ChatRenderer
+from flexinfer.server.http.bodies import Turnstile
 from flexinfer.server.http.errors import APIError
 from flexinfer.server.http.limits import Limits
 from flexinfer.server.observability.logs import new_id
@@ -40,6 +41,7 @@ class ServerState:
         self.limits = Limits(
             llm.config.max_num_seqs, settings.max_queue_len, settings.max_key_concurrency
         )
+        self.large_bodies = Turnstile()
         self.conversations = ConversationStore(llm, settings)
         self.responses = ResponseStore(
             equal_share(

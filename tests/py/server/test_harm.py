@@ -26,13 +26,13 @@ JSON = {"content-type": "application/json"}
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/responses", {"input": [{"role": "x"}] * 50_000}),
-        ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}] * 50_000}),
-        ("/v1/chat/completions", {"messages": [{"role": "x", "content": 5}] * 50_000}),
-        ("/v1/conversations", {"messages": [{"role": "x", "content": 5}] * 50_000}),
-        ("/v1/completions", {"prompt": [["x"] * 50_000] * 2}),
-        ("/tokenize", {"messages": [{"role": "x", "content": 5}] * 50_000}),
-        ("/detokenize", {"tokens": ["x"] * 50_000}),
+        ("/v1/responses", {"input": [{"role": "x"}] * 15_000}),
+        ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}] * 15_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "x", "content": 5}] * 15_000}),
+        ("/v1/conversations", {"messages": [{"role": "x", "content": 5}] * 15_000}),
+        ("/v1/completions", {"prompt": [["x"] * 15_000] * 2}),
+        ("/tokenize", {"messages": [{"role": "x", "content": 5}] * 15_000}),
+        ("/detokenize", {"tokens": ["x"] * 15_000}),
     ],
 )
 def test_many_faults_are_refused_at_the_first(
@@ -59,9 +59,9 @@ def test_many_faults_are_refused_at_the_first(
 def test_more_messages_than_any_context_holds_are_refused_unread(
     path: str, name: str, http: httpx.Client
 ) -> None:
-    error = http.post(path, json={name: HELLO * 20_000}).json()["error"]
+    error = http.post(path, json={name: HELLO * 9000}).json()["error"]
     assert error["param"] == name
-    assert "at most 16384" in error["message"]
+    assert "at most 8192" in error["message"]
 
 
 def test_a_fault_is_named_by_its_place(http: httpx.Client) -> None:
@@ -222,7 +222,7 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield made.wait_until_ready()
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_an_offer_of_http2_is_passed_over(in_one_piece: bool, server: ServerProc
     body = json.dumps({"model": MODEL, "messages": HELLO, "max_tokens": 2}).encode()
     head = (
         b"POST /v1/chat/completions HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\n"
-        b"Content-Length: %d\r\nHost: x\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\nUpgrade: h2c\r\n"
+        b"Content-Length: %d\r\nHost: [::1]\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\nUpgrade: h2c\r\n"
         b"Content-Type: application/json\r\n\r\n" % len(body)
     )
     with socket.create_connection((url.host, url.port or 0), timeout=30) as connection:

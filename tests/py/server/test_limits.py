@@ -213,7 +213,7 @@ def test_a_client_that_goes_away_ends_its_request(llm: AsyncLLM, stream: bool) -
     with serving(llm, settings()) as url, slow(llm):
         host, port = url.removeprefix("http://").split(":")
         body = json.dumps({**LONG, "stream": stream}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: {len(body)}\r\n"
         with socket.create_connection((host, int(port))) as sock:
             sock.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
             until(lambda: num_unfinished(url) == 1)
@@ -226,7 +226,7 @@ def test_a_reader_that_reads_nothing_is_cut_off(llm: AsyncLLM) -> None:
     content = json.dumps(body).encode()
     with serving(llm, settings(send_timeout_s=0.3)) as url:
         host, port = url.removeprefix("http://").split(":")
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: {len(content)}\r\n"
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         with sock:

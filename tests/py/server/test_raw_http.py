@@ -31,7 +31,7 @@ def ask(url: str, data: bytes) -> bytes:
 
 
 def post(body: bytes, *headers: str, version: str = "1.1") -> bytes:
-    lines = [f"POST /v1/completions HTTP/{version}", "Host: here", *headers, "", ""]
+    lines = [f"POST /v1/completions HTTP/{version}", "Host: localhost", *headers, "", ""]
     return "\r\n".join(lines).encode() + body
 
 
@@ -49,8 +49,8 @@ def test_a_stream_for_http_1_0_is_one_piece_with_its_length(server: ServerProces
 
 
 def test_two_requests_in_one_packet_are_answered_in_their_order(server: ServerProcess) -> None:
-    first = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-    second = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    first = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    second = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     answer = ask(server.url, first + second)
     assert answer.count(b"HTTP/1.1 200") == 2
     assert answer.index(b'{"status"') < answer.index(b'{"version"')

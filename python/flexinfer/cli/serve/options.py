@@ -106,6 +106,13 @@ class ServerOptions:
         ),
     ] = None
     admin_api_key: Annotated[str | None, option("Key that opens /admin.")] = None
+    allowed_hosts: Annotated[
+        list[str] | None,
+        option(
+            "Name by which callers may call this server, beside localhost; several times or as a "
+            "JSON list. Without it any name will do, unless only this machine can call without key."
+        ),
+    ] = None
     allowed_origins: Annotated[
         list[str] | None,
         option("Origin of web pages that may call (CORS); several times or as a JSON list."),

@@ -44,6 +44,7 @@ def server_settings(options: ServeOptions, config: EngineConfig) -> ServerSettin
         "served_model_names": tuple(names),
         "api_keys": _list(options.api_key, "--api-key"),
         "chat_template": _template(options.chat_template),
+        "allowed_hosts": _list(options.allowed_hosts, "--allowed-hosts"),
         "allowed_origins": _list(options.allowed_origins, "--allowed-origins"),
         "allowed_methods": _list(options.allowed_methods, "--allowed-methods") or ("*",),
         "allowed_headers": _list(options.allowed_headers, "--allowed-headers") or ("*",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from flexinfer.server.chat_renderer import check_length
 from flexinfer.server.http.auth import tenant_salt
 from flexinfer.server.http.errors import bad_request
 from flexinfer.server.state import ServerState
@@ -12,10 +13,13 @@ from flexinfer.types import TokensPrompt
 
 
 async def tokenize(state: ServerState, text: str, *, special_tokens: bool = True) -> list[int]:
-    """Token ids of a text; runs in a thread. Raises APIError without tokenizer."""
+    """Token ids of a text; runs in a thread. Raises APIError without tokenizer, or for what cannot
+    fit into the context."""
     tokenizer = state.llm.tokenizer
     if tokenizer is None:
         raise bad_request("this model has no tokenizer: send token ids", "prompt")
+
+    check_length(text, state.llm.inputs, "prompt")
 
     def encode() -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=special_tokens).input_ids

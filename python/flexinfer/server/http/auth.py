@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flexinfer.server.http.errors import APIError, error_response
+from flexinfer.server.http.hosts import host_of, is_loopback
 
 OPEN_PATHS = frozenset(
     {"/", "/health", "/ping", "/ready", "/version", "/metrics", "/openapi.json", "/docs"}
@@ -105,21 +105,9 @@ def _bearer(scope: Scope) -> str | None:
 
 
 def _is_local(scope: Scope) -> bool:
-    """Whether this machine asks, by its own name: a foreign web page that had its name resolved
-    to 127.0.0.1 would send its name as Host."""
+    """Whether this machine asks, by its own name."""
     client = scope.get("client")
-    host = (_header(scope, b"host") or "").rpartition("@")[2]
-    name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
-    return client is not None and _is_loopback(client[0]) and _is_loopback(name)
-
-
-def _is_loopback(name: str) -> bool:
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
+    return client is not None and is_loopback(client[0]) and is_loopback(host_of(scope) or "")
 
 
 def _unauthorized(message: str, code: str | None = None) -> APIError:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
+from flexinfer.server.http.bodies import check_size
 from flexinfer.server.http.streaming import ClientGoneError
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -40,10 +41,12 @@ class FastRoute(BaseRoute, Generic[Body]):
         return (Match.FULL, {"route": self}) if _is_json(scope) else (Match.NONE, {})
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = self._parse(await _read(receive))
-        state = scope["app"].state.flexinfer
-        request = Request(scope, receive)
-        answer = await self._endpoint(request, state, scope["state"]["tenant"], body)
+        text = await _read(receive)
+        check_size(text)
+        state, tenant = scope["app"].state.flexinfer, scope["state"]["tenant"]
+        await state.large_bodies.enter(tenant, len(text))
+        body = self._parse(text)
+        answer = await self._endpoint(Request(scope, receive), state, tenant, body)
         if isinstance(answer, BaseModel):
             answer = Response(answer.model_dump_json(), media_type="application/json")
         await answer(scope, receive, send)

@@ -15,12 +15,18 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 
+from flexinfer.server.http.bodies import check_size
+
 
 class JsonRequest(Request):
     async def json(self) -> Any:
-        """Raises JSONDecodeError."""
+        """Raises JSONDecodeError, APIError. FastAPI validates what it returns at once."""
+        text = await self.body()
+        check_size(text)
+        state = self.app.state.flexinfer
+        await state.large_bodies.enter(self.scope["state"]["tenant"], len(text))
         try:
-            return from_json(await self.body())
+            return from_json(text)
         except ValueError as error:
             raise json.JSONDecodeError(str(error), "", 0) from None
 

@@ -1,0 +1,64 @@
+"""Large bodies: how much JSON one may hold, and how much of the event loop a tenant's may take.
+
+To read JSON holds the GIL, so that a thread would not take it off the loop: 0.1 to 10 us a value.
+So what one body may hold is bounded by a count that costs little, and between two large bodies of
+one tenant the loop is left to others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from flexinfer.server.http.errors import bad_request
+
+LARGE_BYTES = 16 << 10
+MAX_CONTAINERS = 16_384
+"""Objects and lists in one body: up to 10 us each."""
+MAX_VALUES = 262_144
+"""In one body, such as token ids: up to 0.2 us each."""
+REST = 4
+"""How much longer than a large body took a tenant's next one waits."""
+
+
+def check_size(body: bytes) -> None:
+    """Raises APIError 400 for more JSON than is read. Takes a few ns a byte."""
+    if len(body) <= LARGE_BYTES:
+        return
+    text = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if text.count(b'"') > 4 * MAX_VALUES:  # a key and a text
+        raise _too_much(f"more than {2 * MAX_VALUES} texts")
+    outside = b"".join(text.split(b'"')[::2])
+    num_containers = outside.count(b"{") + outside.count(b"[")
+    if num_containers > MAX_CONTAINERS:
+        raise _too_much(f"{num_containers} objects and lists, of at most {MAX_CONTAINERS}")
+    num_values = outside.count(b",") + num_containers
+    if num_values > MAX_VALUES:
+        raise _too_much(f"{num_values} values, of at most {MAX_VALUES}")
+
+
+class Turnstile:
+    """One tenant's large bodies, one by one, for at most a part 1 / (1 + REST) of the loop's time.
+
+    For one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def enter(self, tenant: str, num_bytes: int) -> None:
+        """Wait for the tenant's turn. What the caller does until it first waits is measured."""
+        if num_bytes <= LARGE_BYTES:
+            return
+        lock = self._locks.setdefault(tenant, asyncio.Lock())
+        await lock.acquire()
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+
+        def leave() -> None:
+            loop.call_later(REST * (loop.time() - start_s), lock.release)
+
+        loop.call_soon(leave)  # runs when the caller has read its body, and waits
+
+
+def _too_much(what: str) -> Exception:
+    return bad_request(f"the body holds {what}: split the request", code="request_too_large")
