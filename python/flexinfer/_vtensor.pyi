@@ -413,11 +413,11 @@ class Stats:
 
     @property
     def shared_bytes(self) -> int:
-        """Physical: chunks that more than one live vTensor maps."""
+        """Physical: chunks that more than one vTensor maps."""
 
     @property
     def saved_bytes(self) -> int:
-        """What sharing saves: mapped_bytes minus their distinct chunks."""
+        """Physical: what they would take beyond that, each its own."""
 
     @property
     def free_bytes(self) -> int:

@@ -48,7 +48,8 @@ void check_chunks(const Core& core) {
   size_t idle_unrecorded = 0;
   size_t recorded = 0;
   size_t dirty_free = 0;
-  size_t aliased = 0;
+  size_t shared = 0;
+  size_t saved = 0;
   for (ChunkId id = 0; id < pset.num_ids(); ++id) {
     const Chunk& chunk = pset[id];
     const std::string name = "chunk " + std::to_string(id);
@@ -67,7 +68,8 @@ void check_chunks(const Core& core) {
     idle += static_cast<size_t>(chunk.idle());
     idle_unrecorded += static_cast<size_t>(chunk.idle() && chunk.tree_refs == 0);
     recorded += static_cast<size_t>(chunk.tree_refs > 0);
-    aliased += static_cast<size_t>(chunk.aliased());
+    shared += static_cast<size_t>(chunk.shared());
+    saved += chunk.saved();
     dirty_free += static_cast<size_t>(chunk.created && chunk.refs() == 0 && chunk.dirty_bytes > 0);
   }
   expect(pset.num_free() == free, "2, the free set is the set of chunks without references");
@@ -75,7 +77,8 @@ void check_chunks(const Core& core) {
   expect(pset.num_idle() == idle, "count of idle chunks");
   expect(pset.num_idle_unrecorded() == idle_unrecorded, "count of idle chunks not recorded");
   expect(pset.num_recorded() == recorded, "count of recorded chunks");
-  expect(pset.num_aliased() == aliased, "count of chunks behind several page-table entries");
+  expect(pset.num_shared() == shared, "count of chunks that several vTensors map");
+  expect(pset.num_saved() == saved, "count of chunks that sharing saves");
   expect(pset.num_created() <= pset.budget_chunks(), "5, created bytes <= budget");
   expect(pset.num_created() == free + referenced, "6, created = free + referenced");
 }

@@ -16,13 +16,12 @@ VTensorInfo describe_slot(const Pool& pool, SlotId slot) {
   return info;
 }
 
-// Bytes mapped by slots in each state, and how often live slots map each chunk.
+// Chunks mapped by slots in each state.
 struct MappedTotals {
   size_t live_chunks = 0;
   size_t parked_chunks = 0;
   size_t held_chunks = 0;
   size_t num_live = 0;
-  std::unordered_map<ChunkId, uint32_t> live_refs;
 
   explicit MappedTotals(const VSet& vset) {
     for (SlotId slot = 0; slot < vset.num_slots(); ++slot) {
@@ -32,13 +31,7 @@ struct MappedTotals {
       if (entry.state != SlotState::kLive) continue;
       ++num_live;
       live_chunks += entry.table.size();
-      for (const ChunkId id : entry.table) ++live_refs[id];
     }
-  }
-  size_t shared_chunks() const {
-    size_t shared = 0;
-    for (const auto& [id, refs] : live_refs) shared += static_cast<size_t>(refs > 1);
-    return shared;
   }
 };
 
@@ -109,8 +102,8 @@ Stats gather_stats(const Core& core) {
   stats.reserved_bytes = pool.vset.reserved_bytes();
   stats.mapped_bytes = mapped.live_chunks * chunk_bytes;
   stats.resident_bytes = core.sleeper.num_resident_chunks() * chunk_bytes;
-  stats.shared_bytes = mapped.shared_chunks() * chunk_bytes;
-  stats.saved_bytes = (mapped.live_chunks - mapped.live_refs.size()) * chunk_bytes;
+  stats.shared_bytes = pool.pset.num_shared() * chunk_bytes;
+  stats.saved_bytes = pool.pset.num_saved() * chunk_bytes;
   stats.free_bytes = pool.pset.num_free() * chunk_bytes;
   stats.parked_bytes = mapped.parked_chunks * chunk_bytes;
   stats.held_bytes = mapped.held_chunks * chunk_bytes;

@@ -22,20 +22,21 @@
 
 namespace vtensor {
 
-struct VTensor {
+// First what a decode step looks at: one cache line per vTensor.
+struct alignas(64) VTensor {
   VTensorId id = kNoVTensor;
-  SlotId slot = 0;
-  size_t num_tokens = 0;         // declared length: KV of these tokens is or is being written
-  size_t num_cached_tokens = 0;  // of them, found recorded at creation
-  size_t peak_tokens = 0;        // the longest it ever was
-  size_t frozen_tokens = 0;
-  size_t first_owned_row = 0;
+  size_t num_tokens = 0;   // declared length: KV of these tokens is or is being written
+  size_t peak_tokens = 0;  // the longest it ever was
   size_t write_limit = 0;
-  bool last_row_shared = false;            // the tail row is an alias; own it before writing
-  bool is_swapped = false;                 // its contents are in the swap store, nothing is mapped
-  std::vector<SwapStore::Ticket> swapped;  // one per chunk, row-major
-  bool busy = false;  // a growth of it is under way without the manager's mutex
   uint64_t plan = 0;  // the last plan_extend() that named it
+  SlotId slot = 0;
+  bool is_swapped = false;       // its contents are in the swap store, nothing is mapped
+  bool busy = false;             // a growth of it is under way without the manager's mutex
+  bool last_row_shared = false;  // the tail row is an alias; own it before writing
+  size_t first_owned_row = 0;
+  size_t frozen_tokens = 0;
+  size_t num_cached_tokens = 0;            // found recorded at creation
+  std::vector<SwapStore::Ticket> swapped;  // one per chunk, row-major
   uint64_t tenant = 0;
   std::string salt;
   size_t chunks_aliased = 0;

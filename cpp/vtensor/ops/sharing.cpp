@@ -106,7 +106,7 @@ class SharingForest {
 }  // namespace
 
 std::vector<SharedRange> shared_ranges(const Pool& pool, std::span<const ReadExtent> readers) {
-  if (pool.pset.num_aliased() == 0) return {};
+  if (pool.pset.num_shared() == 0) return {};
   std::vector<Member> members;
   members.reserve(readers.size());
   for (uint32_t idx = 0; idx < readers.size(); ++idx) {

@@ -5,7 +5,8 @@ namespace vtensor {
 void PSet::count(const Chunk& chunk, size_t by) {
   num_idle_ += by * static_cast<size_t>(chunk.idle());
   num_idle_unrecorded_ += by * static_cast<size_t>(chunk.idle() && chunk.tree_refs == 0);
-  num_aliased_ += by * static_cast<size_t>(chunk.aliased());
+  num_shared_ += by * static_cast<size_t>(chunk.shared());
+  num_saved_ += by * chunk.saved();
   num_recorded_ += by * static_cast<size_t>(chunk.tree_refs > 0);
 }
 

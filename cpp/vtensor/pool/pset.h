@@ -40,10 +40,14 @@ struct Chunk {
   uint64_t tenant = 0;              // whose bytes it holds
 
   uint32_t refs() const { return table_refs + tree_refs; }
+  // Page-table entries of slots that are not parked.
+  uint32_t uses() const { return table_refs - parked_refs; }
   // No vTensor uses it: recorded prefixes and parked slots alone hold it, unpinned.
-  bool idle() const { return refs() > 0 && table_refs == parked_refs && pins == 0; }
+  bool idle() const { return refs() > 0 && uses() == 0 && pins == 0; }
   bool is_private() const { return table_refs == 1 && tree_refs == 0; }
-  bool aliased() const { return table_refs > 1; }
+  bool shared() const { return uses() > 1; }
+  // Chunks that the sharing of this one saves.
+  uint32_t saved() const { return shared() ? uses() - 1 : 0; }
 };
 
 class PSet {
@@ -65,7 +69,8 @@ class PSet {
   size_t num_dirty_free() const { return dirty_free_.size(); }
   size_t num_idle() const { return num_idle_; }  // see Chunk::idle()
   size_t num_idle_unrecorded() const { return num_idle_unrecorded_; }
-  size_t num_aliased() const { return num_aliased_; }    // behind more than one page-table entry
+  size_t num_shared() const { return num_shared_; }      // see Chunk::shared()
+  size_t num_saved() const { return num_saved_; }        // see Chunk::saved()
   size_t num_recorded() const { return num_recorded_; }  // named by the rTree
   // Chunks that a claim can have without taking anything from anybody.
   size_t num_claimable() const { return free_.size() + (budget_chunks_ - num_created_); }
@@ -111,7 +116,8 @@ class PSet {
   size_t num_created_ = 0;
   size_t num_idle_ = 0;
   size_t num_idle_unrecorded_ = 0;
-  size_t num_aliased_ = 0;
+  size_t num_shared_ = 0;
+  size_t num_saved_ = 0;
   size_t num_recorded_ = 0;
 };
 

@@ -165,8 +165,23 @@ TEST(PSet, counts_agree_with_the_references_over_random_operations) {
     referenced.insert(tree.begin(), tree.end());
     ASSERT_EQ(pset.num_referenced(), referenced.size());
     ASSERT_EQ(pset.num_idle(), evictable.size());
+    const std::set<ChunkId> mapped(table.begin(), table.end());
+    ASSERT_EQ(pset.num_saved(), table.size() - mapped.size());
+    ASSERT_EQ(pset.num_shared(), std::ranges::count_if(mapped, [&](ChunkId id) {
+                return std::ranges::count(table, id) > 1;
+              }));
     ASSERT_LE(pset.num_created(), 40U);
   }
+}
+
+TEST(PSet, what_parked_slots_map_too_is_not_shared) {
+  PSet pset(4);
+  const ChunkId id = claim_created(pset);
+  pset.add_table_ref(id);
+  EXPECT_EQ(pset.num_shared(), 1U);
+  pset.add_parked_ref(id);
+  EXPECT_EQ(pset.num_shared(), 0U);
+  EXPECT_EQ(pset.num_saved(), 0U);
 }
 
 }  // namespace
