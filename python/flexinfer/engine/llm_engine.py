@@ -77,9 +77,13 @@ class LLMEngine:
         priority: int = 0,
     ) -> None:
         """Queue a request. Raises RequestError, before any work, if it cannot be served."""
-        group = self._factory.make(request_id, prompt, params or SamplingParams(), priority)
+        params = params or SamplingParams()
+        group = self._factory.make(request_id, prompt, params, priority)
         self._remember(group)
         self.scheduler.add(group.leader)
+        num_samples = params.beam_width if isinstance(params, BeamSearchParams) else params.n
+        most = self.max_model_len - len(group.leader.prompt_token_ids)
+        self._requests.note_added(num_samples, params.max_tokens or most)
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests()
@@ -187,7 +191,7 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """All numbers at this moment. Walks all chunks: not for every step."""
-        scheduler = self.scheduler
+        scheduler, memory = self.scheduler, self.manager.stats()
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -199,8 +203,11 @@ class LLMEngine:
             extension_depth_tokens=scheduler.pre_extender.depth.tokens,
             steps=replace(self._meter.totals),
             last_step=self._meter.last,
-            memory=self.manager.stats(),
+            memory=memory,
             requests=self._requests.copy(),
+            step_tokens=self._meter.tokens.copy(),
+            num_deferred=scheduler.num_deferred,
+            capacity_tokens=memory.budget_bytes // self.manager.spec.bytes_per_token,
         )
 
     def _compute(self, batch: Batch) -> list[RequestGroup]:
@@ -221,7 +228,10 @@ class LLMEngine:
             self._update(group, tokens)
             leader = group.leader
             num_prompt_tokens = len(leader.prompt_token_ids)
-            self._requests.note_tokens(leader.metrics, num_prompt_tokens, len(tokens), now)
+            num_cached = leader.num_cached_tokens or 0
+            self._requests.note_tokens(
+                leader.metrics, num_prompt_tokens, len(tokens), now, num_cached
+            )
         for request, message in failures:
             self.scheduler.abort([request], "error", message)
             self._group_of[request.request_id].end_with(request, self.scheduler)
@@ -289,7 +299,8 @@ class LLMEngine:
             if output is not None:
                 outputs.append(output)
                 if output.finished:
-                    self._requests.note_end(output, time.monotonic())
+                    longest = max((one.num_output_tokens for one in group.sequences), default=0)
+                    self._requests.note_end(output, time.monotonic(), longest)
         self._plans.forget(self.scheduler.take_ended())
         return outputs
 

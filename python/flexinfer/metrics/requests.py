@@ -27,7 +27,9 @@ REQUEST_BUCKETS_S = (
     *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
-"""Upper bounds, wide enough for a CPU and narrow enough for a GPU."""
+"""Upper bounds, wide enough for a CPU and narrow enough for a GPU: vLLM's, and finer ones."""
+SAMPLE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
+STEP_TOKEN_BUCKETS = (1.0, *(float(2**power) for power in range(3, 15)))
 
 
 class Histogram:
@@ -88,14 +90,37 @@ class RequestStats:
     """From the first token to the end."""
     request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
     request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
+    cached_prompt_tokens: int = 0
+    """Of `prompt_tokens`, those whose KV was found recorded."""
+    inference_s: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS_S))
+    """From the first step to the end."""
+    computed_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
+    """Prompt tokens that were not found recorded."""
+    longest_sample_tokens: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
+    """Generated tokens of a request's longest sample."""
+    asked_samples: Histogram = field(default_factory=lambda: Histogram(SAMPLE_BUCKETS))
+    """n, or the beam width."""
+    asked_tokens: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
+    """max_tokens, or what the context leaves where none is given."""
+
+    def note_added(self, num_samples: int, max_tokens: int) -> None:
+        """A request has been queued that asks for so much."""
+        self.asked_samples.observe(num_samples)
+        self.asked_tokens.observe(max_tokens)
 
     def note_tokens(
-        self, metrics: RequestMetrics, num_prompt_tokens: int, num_tokens: int, now_s: float
+        self,
+        metrics: RequestMetrics,
+        num_prompt_tokens: int,
+        num_tokens: int,
+        now_s: float,
+        num_cached_tokens: int = 0,
     ) -> None:
         """A request's sequences got `num_tokens` in one step, one each. Sets the metrics' times."""
         if metrics.first_token_time is None:
             metrics.first_token_time = now_s
             self.prompt_tokens += num_prompt_tokens
+            self.cached_prompt_tokens += num_cached_tokens
             self.first_token_s.observe(now_s - metrics.arrival_time)
         elif metrics.last_token_time is not None:
             self.inter_token_s.observe(now_s - metrics.last_token_time, num_tokens)
@@ -104,16 +129,21 @@ class RequestStats:
         metrics.num_generated_tokens += num_tokens
         self.generation_tokens += num_tokens
 
-    def note_end(self, output: RequestOutput, now_s: float) -> None:
-        """A request has ended, whatever the reason; `output` is its last."""
+    def note_end(self, output: RequestOutput, now_s: float, num_longest: int = 0) -> None:
+        """A request has ended, whatever the reason; `output` is its last, and its longest sample
+        has `num_longest` tokens."""
         metrics = output.metrics
         reason = output.outputs[0].finish_reason if output.outputs else None
         self.finished[reason or "abort"] += 1
         self.end_to_end_s.observe(now_s - metrics.arrival_time)
         self.request_prompt_tokens.observe(len(output.prompt_token_ids))
         self.request_generation_tokens.observe(metrics.num_generated_tokens)
+        self.longest_sample_tokens.observe(num_longest)
         if metrics.first_scheduled_time is not None:
             self.queue_s.observe(metrics.first_scheduled_time - metrics.arrival_time)
+            self.inference_s.observe(now_s - metrics.first_scheduled_time)
+            num_computed = len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
+            self.computed_prompt_tokens.observe(num_computed)
         if metrics.first_scheduled_time is None or metrics.first_token_time is None:
             return
         self.prefill_s.observe(metrics.first_token_time - metrics.first_scheduled_time)

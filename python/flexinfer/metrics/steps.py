@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from flexinfer.metrics.requests import STEP_TOKEN_BUCKETS, Histogram
+
 if TYPE_CHECKING:
     from flexinfer.metrics.requests import RequestStats
     from flexinfer.vtensor import Stats, VTensorManager
@@ -69,6 +71,12 @@ class EngineStats:
     """Numbers of the manager: resident, shared, recorded bytes, chunks deduplicated, ..."""
     requests: RequestStats | None = None
     """Latencies and tokens of all requests; a copy."""
+    step_tokens: Histogram | None = None
+    """Tokens per step; a copy."""
+    num_deferred: int = 0
+    """Waiting requests whose prefix was being computed by another when last looked at."""
+    capacity_tokens: int = 0
+    """Tokens whose KV the budget holds."""
 
     def as_dict(self) -> dict[str, Any]:
         """All numbers as plain values, for JSON."""
@@ -80,6 +88,8 @@ class EngineStats:
             out["memory"] = self.memory.as_dict()
         if self.requests is not None:
             out["requests"] = self.requests.as_dict()
+        if self.step_tokens is not None:
+            out["step_tokens"] = self.step_tokens.as_dict()
         return out
 
 
@@ -89,6 +99,8 @@ class StepMeter:
     def __init__(self, manager: VTensorManager) -> None:
         self._manager = manager
         self.totals = StepTotals()
+        self.tokens = Histogram(STEP_TOKEN_BUCKETS)
+        """Of each step."""
         self.last: StepStats | None = None
         self._mapping = manager.mapping_times()
         self._start_s = time.perf_counter()
@@ -119,4 +131,5 @@ class StepMeter:
         )
         self.last = step
         self.totals.add(step)
+        self.tokens.observe(num_tokens)
         return step

@@ -61,6 +61,8 @@ class Scheduler:
         self.pre_extender = PreExtender(manager, config.max_num_batched_tokens)
         self.pins = Pins(manager)
         self.num_prefix_waits = 0
+        self.num_deferred = 0
+        """Requests that the last step put off until another has computed their prefix."""
         self._ended: list[Request] = []
         self._orphans: list[VTensor] = []  # of requests that ended while the pool slept
 
@@ -308,6 +310,7 @@ class Scheduler:
         """Admit in the order of the queue until tokens, slots or memory run out."""
         num_left = self.config.max_num_batched_tokens - batch.num_tokens
         num_slots = self.config.max_num_seqs - self.num_seqs
+        self.num_deferred = 0
         if num_left == 0 or num_slots <= 0 or not self.waiting:
             return
         self.waiting.promote()
@@ -319,6 +322,7 @@ class Scheduler:
             num_matched = match(request)
             if self.admission.waits_for_prefix(request, num_matched, self.running.values()):
                 self.num_prefix_waits += 1
+                self.num_deferred += 1
                 num_slots += 1 + request.num_forks
                 continue
             whole_prompt = request.num_tokens - num_matched

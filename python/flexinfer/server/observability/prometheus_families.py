@@ -7,7 +7,7 @@ there from the start. Pure functions of an `EngineStats`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -16,11 +16,15 @@ from prometheus_client.metrics_core import Metric
 from flexinfer.scheduler.preemption import all_counts
 
 if TYPE_CHECKING:
-    from flexinfer.metrics.requests import RequestStats
+    from flexinfer.metrics.requests import Histogram, RequestStats
     from flexinfer.metrics.steps import EngineStats
     from flexinfer.vtensor import Stats
 
 PREFIX = "flexinfer:"
+ENGINE = "0"
+"""vLLM numbers its engines; there is one here."""
+Values = Mapping[tuple[str, ...], float]
+"""Values of further labels -> value."""
 FINISH_REASONS = ("stop", "length", "abort", "error")
 US_PER_S = 1e6
 
@@ -60,6 +64,17 @@ LATENCIES = {
     "decode_s": ("request_decode_time_seconds", "From the first token to the end."),
     "request_prompt_tokens": ("request_prompt_tokens", "Prompt tokens per request."),
     "request_generation_tokens": ("request_generation_tokens", "Generated tokens per request."),
+    "inference_s": ("request_inference_time_seconds", "From the first step to the end."),
+    "computed_prompt_tokens": (
+        "request_prefill_kv_computed_tokens",
+        "Prompt tokens per request that were not found recorded.",
+    ),
+    "longest_sample_tokens": (
+        "request_max_num_generation_tokens",
+        "Generated tokens of the longest sample of a request.",
+    ),
+    "asked_samples": ("request_params_n", "n of requests."),
+    "asked_tokens": ("request_params_max_tokens", "max_tokens of requests."),
 }
 
 
@@ -75,26 +90,36 @@ def engine_families(stats: EngineStats, model_name: str) -> Iterator[Metric]:
 
 
 class _Maker:
-    """Families that all carry the label model_name."""
+    """Families that all carry the labels model_name and engine, as vLLM's do."""
 
     def __init__(self, model_name: str) -> None:
-        self.model_name = model_name
+        self._labels = {"model_name": model_name, "engine": ENGINE}
 
     def gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self.model_name], value)
+        return self.gauges(name, text, (), {(): value})
+
+    def gauges(
+        self, name: str, text: str, labels: tuple[str, ...], values: Values
+    ) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=[*self._labels, *labels])
+        for key, value in values.items():
+            family.add_metric([*self._labels.values(), *key], value)
+        return family
+
+    def histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(PREFIX + name, text, labels=[*self._labels])
+        buckets = [(_bound_text(bound), count) for bound, count in histogram.cumulative()]
+        family.add_metric([*self._labels.values()], buckets, histogram.sum)
         return family
 
     def counter(self, name: str, text: str, value: float) -> Metric:
         """`name` without _total, which the exposition adds."""
         return self.counters(name, text, (), {(): value})
 
-    def counters(
-        self, name: str, text: str, labels: tuple[str, ...], values: dict[tuple[str, ...], float]
-    ) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", *labels])
+    def counters(self, name: str, text: str, labels: tuple[str, ...], values: Values) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=[*self._labels, *labels])
         for key, value in values.items():
-            family.add_metric([self.model_name, *key], value)
+            family.add_metric([*self._labels.values(), *key], value)
         return family
 
 
@@ -103,8 +128,31 @@ def _engine(stats: EngineStats, make: _Maker) -> Iterator[Metric]:
     decode_tokens = steps.num_tokens - steps.num_prefill_tokens
     yield make.gauge("num_requests_running", "Requests that run.", stats.num_running)
     yield make.gauge("num_requests_waiting", "Requests that wait.", stats.num_waiting)
+    yield make.gauges(
+        "cache_config_info",
+        "1; block_size times num_gpu_blocks are the tokens that the budget holds.",
+        ("block_size", "num_gpu_blocks"),
+        {("1", str(stats.capacity_tokens)): 1},
+    )
+    deferred = min(stats.num_deferred, stats.num_waiting)
+    yield make.gauges(
+        "num_requests_waiting_by_reason",
+        "Waiting for room, or deferred until another request has computed their prefix.",
+        ("reason",),
+        {("capacity",): stats.num_waiting - deferred, ("deferred",): deferred},
+    )
     yield make.gauge("num_requests_swapped", "Requests swapped out.", stats.num_swapped)
     yield make.gauge("engine_sleeping", "1: KV memory is given back.", stats.is_sleeping)
+    yield make.gauges(
+        "engine_sleep_state",
+        "1 in the state that holds. Weights are never given up here.",
+        ("sleep_state",),
+        {
+            ("awake",): not stats.is_sleeping,
+            ("weights_offloaded",): 0,
+            ("discard_all",): 0,
+        },
+    )
     yield make.gauge(
         "extension_depth_tokens",
         "How far ahead of a decode memory is mapped.",
@@ -121,6 +169,8 @@ def _engine(stats: EngineStats, make: _Maker) -> Iterator[Metric]:
     )
     yield make.counter("promoted_requests", "Requests that became due.", stats.num_promoted)
     yield make.counter("engine_steps", "Steps.", steps.num_steps)
+    if stats.step_tokens is not None:
+        yield make.histogram("iteration_tokens_total", "Tokens per step.", stats.step_tokens)
     yield make.counter("engine_step_seconds", "Time in steps.", steps.step_us / US_PER_S)
     yield make.counters(
         "computed_tokens",
@@ -142,6 +192,14 @@ def _preemptions(stats: EngineStats) -> dict[tuple[str, ...], float]:
 def _requests(requests: RequestStats, make: _Maker) -> Iterator[Metric]:
     yield make.counter("prompt_tokens", "Prompt tokens taken in.", requests.prompt_tokens)
     yield make.counter("generation_tokens", "Tokens generated.", requests.generation_tokens)
+    cached = requests.cached_prompt_tokens
+    yield make.counter("prompt_tokens_cached", "Prompt tokens found recorded.", cached)
+    yield make.counters(
+        "prompt_tokens_by_source",
+        "Prompt tokens by where their KV came from.",
+        ("source",),
+        {("local_compute",): requests.prompt_tokens - cached, ("local_cache_hit",): cached},
+    )
     yield make.counters(
         "request_success",
         "Requests that have ended, by reason.",
@@ -149,11 +207,7 @@ def _requests(requests: RequestStats, make: _Maker) -> Iterator[Metric]:
         {(reason,): requests.finished[reason] for reason in FINISH_REASONS},
     )
     for field, (name, text) in LATENCIES.items():
-        histogram = getattr(requests, field)
-        family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
-        buckets = [(_bound_text(bound), count) for bound, count in histogram.cumulative()]
-        family.add_metric([make.model_name], buckets, histogram.sum)
-        yield family
+        yield make.histogram(name, text, getattr(requests, field))
 
 
 def _bound_text(bound: float) -> str:
