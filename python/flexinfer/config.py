@@ -98,7 +98,7 @@ class EngineConfig:
     """Batch sizes to capture; None: 1, 2, 4, 8, 16, 24, ... up to max_num_seqs."""
     stream_interval: int | None = 1
     """Tokens between two outputs of a request, after the first: more of them cost a stream less.
-    None: one with few streams, with many those of up to 100 ms; see stream_pace.py."""
+    None: one with few streams, with many those of up to 50 ms; see stream_pace.py."""
     threads: int | None = None
     """CPU threads of torch and the kernels; None: one for each core that the process may use."""
     compile: bool = False

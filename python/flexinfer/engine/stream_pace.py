@@ -6,17 +6,17 @@ streams after the same step, so that there are at most `MAX_EVENTS_PER_S` events
 a token would wait for longer than `MAX_DELAY_S`:
 
     step     1   2   3   4   5   6   7   8    17 ms each, 32 streams
-    shown    *                   *            the token of step 2 waits for 68 ms
+    shown    *       *       *       *        the token of step 2 waits for 17 ms
 
 The first token of a stream and its end are always shown at once (`OutputBuilder.is_due`).
 """
 
 from __future__ import annotations
 
-MAX_EVENTS_PER_S = 400.0
+MAX_EVENTS_PER_S = 1000.0
 """Of all streams; one takes some 50 us of one core, in the server and the client together."""
-MAX_DELAY_S = 0.1
-"""Some 10 changes per second look like steady writing."""
+MAX_DELAY_S = 0.05
+"""Some 20 changes per second look like steady writing."""
 
 
 class StreamPace:

@@ -33,8 +33,8 @@ def test_few_streams_or_slow_steps_get_each_token(num_streams: int, step_s: floa
 
 
 def test_many_streams_get_tokens_together() -> None:
-    assert shown_steps(StreamPace(None), 0.017, 32, 12) == [1, 6, 11]
-    assert shown_steps(StreamPace(None), 0.009, 32, 20) == [1, 10, 19]
+    assert shown_steps(StreamPace(None), 0.017, 32, 12) == [1, 3, 5, 7, 9, 11]
+    assert shown_steps(StreamPace(None), 0.009, 32, 20) == [1, 5, 9, 13, 17]
 
 
 def test_a_pause_opens_the_next_step() -> None:

@@ -82,7 +82,7 @@ class SchedulingOptions:
         int | None,
         option(
             "Tokens per event of a stream, after the first. By default one with few streams; with "
-            "many, the tokens of up to 100 ms, which takes less of the CPU."
+            "many, the tokens of up to 50 ms, which takes less of the CPU."
         ),
     ] = None
     enable_chunked_prefill: Annotated[bool, option("Split long prompts over several steps.")] = True

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import Request, Response
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
 from flexinfer.errors import EngineDeadError
-from flexinfer.server.observability.prometheus_families import PREFIX, engine_families
+from flexinfer.server.observability.prometheus_families import PREFIX, Maker, engine_families
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -54,9 +53,9 @@ class EngineCollector:
             logger.debug("the engine has stopped: its last statistics stay")
 
     def collect(self) -> Iterable[Metric]:
-        up = GaugeMetricFamily(f"{PREFIX}engine_up", "1: the engine serves.", labels=["model_name"])
-        up.add_metric([self._model_name], self._engine.is_running)
-        yield up
+        yield Maker(self._model_name).gauge(
+            "engine_up", "1: the engine serves.", self._engine.is_running
+        )
         if self._stats is not None:
             yield from engine_families(self._stats, self._model_name)
 

@@ -80,7 +80,7 @@ LATENCIES = {
 
 def engine_families(stats: EngineStats, model_name: str) -> Iterator[Metric]:
     """All families of a running engine."""
-    make = _Maker(model_name)
+    make = Maker(model_name)
     yield from _engine(stats, make)
     if stats.requests is not None:
         yield from _requests(stats.requests, make)
@@ -89,7 +89,7 @@ def engine_families(stats: EngineStats, model_name: str) -> Iterator[Metric]:
         yield from _mapping(stats.memory, make)
 
 
-class _Maker:
+class Maker:
     """Families that all carry the labels model_name and engine, as vLLM's do."""
 
     def __init__(self, model_name: str) -> None:
@@ -123,7 +123,7 @@ class _Maker:
         return family
 
 
-def _engine(stats: EngineStats, make: _Maker) -> Iterator[Metric]:
+def _engine(stats: EngineStats, make: Maker) -> Iterator[Metric]:
     steps = stats.steps
     decode_tokens = steps.num_tokens - steps.num_prefill_tokens
     yield make.gauge("num_requests_running", "Requests that run.", stats.num_running)
@@ -189,7 +189,7 @@ def _preemptions(stats: EngineStats) -> dict[tuple[str, ...], float]:
     return counts
 
 
-def _requests(requests: RequestStats, make: _Maker) -> Iterator[Metric]:
+def _requests(requests: RequestStats, make: Maker) -> Iterator[Metric]:
     yield make.counter("prompt_tokens", "Prompt tokens taken in.", requests.prompt_tokens)
     yield make.counter("generation_tokens", "Tokens generated.", requests.generation_tokens)
     cached = requests.cached_prompt_tokens
@@ -214,7 +214,7 @@ def _bound_text(bound: float) -> str:
     return "+Inf" if math.isinf(bound) else repr(bound)
 
 
-def _memory(memory: Stats, make: _Maker) -> Iterator[Metric]:
+def _memory(memory: Stats, make: Maker) -> Iterator[Metric]:
     used = 1 - memory.available_bytes / memory.budget_bytes if memory.budget_bytes else 0.0
     yield make.gauge(
         "kv_cache_usage_perc", "Part of the KV memory that no request could get, 0 to 1.", used
@@ -238,7 +238,7 @@ def _memory(memory: Stats, make: _Maker) -> Iterator[Metric]:
     yield make.counter("prefix_cache_hits", "Of these found recorded.", memory.prefix_hit_tokens)
 
 
-def _mapping(memory: Stats, make: _Maker) -> Iterator[Metric]:
+def _mapping(memory: Stats, make: Maker) -> Iterator[Metric]:
     yield make.counters(
         "mapping_time_seconds",
         "Driver time: exposed, a step waited for it; hidden, on the worker.",
