@@ -298,9 +298,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seconds", type=float, help="stop after this time")
+    parser.add_argument("--hour", action="store_true", help="an hour, however many requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args()
+    if options.hour:
+        options.requests, options.seconds = sys.maxsize, 3600.0
     head = {"benchmark": "soak", "environment": environment("cpu")}
     report = run(options.requests, options.concurrency, options.seconds, options.seed)
     print(report.table())

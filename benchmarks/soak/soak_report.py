@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 MIN_SAMPLES = 16
 MAX_GROWTH = 1.05
 """The resident set is flat if its median in the last quarter of the time is at most this times
 the median in the second quarter. The first quarter is left out: caches fill, allocators learn."""
+NUM_BLOCKS = 30
+"""The slope is fitted to medians of so many blocks of samples: neighbouring samples say the same,
+and would make its error look smaller than it is."""
+MAX_SLOPE_MIB_PER_HOUR = 1.0
+LONG_S = 1800.0
+"""The slope is judged from this length on; below it, its error says too little."""
+MAX_ROWS = 600
+"""Samples in the JSON."""
 SHOWN_COUNTERS = (
     "num_preemptions",
     "chunks_aliased",
@@ -19,6 +30,26 @@ SHOWN_COUNTERS = (
     "chunks_swapped_out",
     "request_success",
 )
+
+
+class Slope(NamedTuple):
+    """Growth of the anonymous resident set, in MiB an hour, and its standard error."""
+
+    mib_per_hour: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.mib_per_hour:+.2f} +- {self.error:.2f} MiB per hour"
+
+
+def fit_slope(times_s: Sequence[float], sizes_bytes: Sequence[float]) -> Slope:
+    """Least squares, with the standard error of the slope. REQUIRES: three points at least."""
+    slope, intercept = statistics.linear_regression(times_s, sizes_bytes)
+    rest = [y - slope * x - intercept for x, y in zip(times_s, sizes_bytes, strict=True)]
+    mean_s = statistics.fmean(times_s)
+    spread = sum((x - mean_s) ** 2 for x in times_s)
+    error = math.sqrt(sum(r * r for r in rest) / (len(rest) - 2) / spread)
+    return Slope(slope * 3600 / (1 << 20), error * 3600 / (1 << 20))
 
 
 @dataclass
@@ -52,6 +83,19 @@ class SoakReport:
         cuts = [len(found) * part // 4 for part in range(5)]
         return [statistics.median(found[cuts[part] : cuts[part + 1]]) for part in range(4)]
 
+    @property
+    def slope(self) -> Slope | None:
+        """Of the last three quarters of the time; None: too few samples."""
+        late = self.samples[len(self.samples) // 4 :]
+        if len(late) < NUM_BLOCKS:
+            return None
+        cuts = [len(late) * part // NUM_BLOCKS for part in range(NUM_BLOCKS + 1)]
+        blocks = [late[first:end] for first, end in pairwise(cuts)]
+        return fit_slope(
+            [statistics.fmean(at_s for at_s, _, _ in block) for block in blocks],
+            [statistics.median(size for _, size, _ in block) for block in blocks],
+        )
+
     def judge(self) -> None:
         """Adds what the numbers themselves say: something was left behind, memory grew."""
         if any(size > self.before.get(name, 0) for name, size in self.after.items()):
@@ -59,6 +103,9 @@ class SoakReport:
         quarters = self.quarters_bytes
         if quarters and quarters[3] > MAX_GROWTH * quarters[1]:
             self.problem(f"the resident set grew: medians of the quarters are {quarters} bytes")
+        slope = self.slope if self.seconds >= LONG_S else None
+        if slope and slope.mib_per_hour - 2 * slope.error > MAX_SLOPE_MIB_PER_HOUR:
+            self.problem(f"the resident set grows: {slope}")
         if failed := self.counters["request_success.error"]:
             self.problem(f"{failed} requests failed in the engine")
 
@@ -74,6 +121,7 @@ class SoakReport:
             if name.startswith(SHOWN_COUNTERS)
         ]
         rows += [("resident set, medians of quarters, MiB", ", ".join(mib) or "too short")]
+        rows += [("resident set, slope after the first quarter", str(self.slope or "too short"))]
         if pool:
             rows += [("KV pool, least and most, MiB", f"{min(pool) >> 20}, {max(pool) >> 20}")]
         rows += [
@@ -85,6 +133,7 @@ class SoakReport:
         return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 
     def as_json(self) -> dict[str, Any]:
+        every = -(-len(self.samples) // MAX_ROWS) or 1
         return {
             "num_requests": self.num_requests,
             "counts": dict(self.counts),
@@ -95,8 +144,9 @@ class SoakReport:
             "counters": dict(self.counters),
             "resident_quarters_bytes": self.quarters_bytes,
             "resident_max_growth": MAX_GROWTH,
+            "resident_slope": self.slope and self.slope._asdict(),
             "samples": {
                 "columns": ["seconds", "resident_anonymous_bytes", "pool_bytes"],
-                "rows": [[round(at_s, 1), *sizes] for at_s, *sizes in self.samples],
+                "rows": [[round(at_s, 1), *sizes] for at_s, *sizes in self.samples[::every]],
             },
         }

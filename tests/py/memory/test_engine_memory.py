@@ -91,8 +91,8 @@ def test_without_preemption_a_budget_below_what_runs_is_refused_with_the_numbers
 
 def test_a_budget_in_which_a_request_could_never_end_is_refused() -> None:
     engine = make_engine()
-    submit(engine, random_prompts((40,)))
-    with pytest.raises(ValueError, match=r"too little for request '0', which may need \d+ bytes"):
+    submit(engine, random_prompts((2, 40, 3)))
+    with pytest.raises(ValueError, match=r"too little for request '1', which may need \d+ bytes"):
         engine.set_kv_cache_memory(20 * TOKEN_BYTES)
     engine.close()
 

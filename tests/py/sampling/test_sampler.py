@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -264,3 +264,30 @@ def test_random_numbers_are_those_of_splitmix64() -> None:
         for seed, counter in zip(seeds, counters, strict=True)
     ]
     assert uniforms([], []) == []
+
+
+def test_each_token_has_a_random_number_of_its_own() -> None:
+    """Over equal logits the numbers are the tokens."""
+    logits = torch.zeros(1, VOCAB_SIZE)
+    state = make_state(SamplingParams(seed=7))
+    drawn = []
+    for state.num_output_tokens in range(20):
+        drawn += choose(logits, [state])
+    assert len(set(drawn)) > 8
+
+
+def test_sequences_without_a_seed_draw_different_numbers() -> None:
+    states = SequenceStates(seed=0)
+    setups = [SequenceSetup(i, SamplingParams(), num_prompt_tokens=1) for i in range(20)]
+    states.add(setups)
+    assert len({states[i].seed for i in range(20)}) == 20
+    assert len(set(choose(torch.zeros(20, VOCAB_SIZE), [states[i] for i in range(20)]))) > 8
+
+
+@pytest.mark.parametrize("by", [choose, choose_by_torch])
+def test_min_p_holds_for_the_probabilities_at_the_temperature(by: Callable[..., list[int]]) -> None:
+    """Second token: 0.37 as probable as the first, and 0.82 as probable at a temperature of 5."""
+    logits = torch.tensor([[1.0, 0.0, -50.0]])
+    params = SamplingParams(temperature=5.0, min_p=0.6)
+    drawn = {by(logits, [make_state(params, seed=seed)])[0] for seed in range(40)}
+    assert drawn == {0, 1}

@@ -86,3 +86,8 @@ def test_a_copy_with_changes_is_checked_too() -> None:
 @pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (1e-6, True), (0.1, False)])
 def test_tiny_temperature_is_greedy(temperature: float, greedy: bool) -> None:
     assert SamplingParams(temperature=temperature).is_greedy is greedy
+
+
+def test_each_sample_has_a_seed_of_its_own() -> None:
+    params = SamplingParams(n=3, seed=5)
+    assert [params.of_sample(index).seed for index in range(3)] == [5, 6, 7]

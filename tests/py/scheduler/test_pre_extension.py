@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 pytest.importorskip("sortedcontainers")
 
-from flexinfer.scheduler.pre_extension import ExtensionDepth
+from flexinfer.scheduler.batch import ScheduledRequest
+from flexinfer.scheduler.pre_extension import ExtensionDepth, PreExtender
+from flexinfer.scheduler.request import Request
+from scheduler.test_scheduler import make_request
 
 
 def learned(
@@ -84,3 +90,43 @@ def test_a_step_that_mapped_nothing_teaches_nothing_about_mapping() -> None:
     depth = learned(step_us=1_000, map_us_per_row=250, burst_rows=4)
     depth.observe_step(1_000, 900, 0)
     assert depth.map_us_per_row == pytest.approx(250)
+
+
+def asked(request: Request, end: int, max_step_tokens: int = 64) -> list[int]:
+    """Up to which tokens the worker is asked to map, 16 a row, in a step that ends at `end`."""
+    found: list[int] = []
+    manager: Any = SimpleNamespace(
+        spec=SimpleNamespace(plane_token_bytes=1),
+        chunk_bytes=16,
+        pre_extend=lambda vtensors, targets: found.extend(targets),
+    )
+    vtensor: Any = None
+    item = ScheduledRequest(request, vtensor, request.num_computed_tokens, end, True)
+    PreExtender(manager, max_step_tokens).ask([item])
+    return found
+
+
+def decoding(num_tokens: int, max_tokens: int = 100, num_asked_rows: int = 0) -> Request:
+    request = make_request("a", num_tokens, max_tokens=max_tokens)
+    request.num_computed_tokens = request.num_prefill_tokens = num_tokens - 1
+    request.num_asked_rows = num_asked_rows
+    return request
+
+
+@pytest.mark.parametrize(("num_prompt", "end", "target"), [(100, 30, 94), (100, 40, 116)])
+def test_a_prefill_asks_for_its_next_chunk_and_at_its_end_for_a_row_more(
+    num_prompt: int, end: int, target: int
+) -> None:
+    request = make_request("a", num_prompt, max_tokens=100)
+    request.num_prefill_tokens = num_prompt
+    assert asked(request, end) == [target]
+
+
+def test_a_decode_asks_again_when_its_next_token_needs_a_row() -> None:
+    """Not one token later, when a step would have to wait."""
+    assert asked(decoding(16, num_asked_rows=9), 16) == [18]
+    assert asked(decoding(17, num_asked_rows=9), 17) == []
+
+
+def test_nobody_asks_beyond_the_end_of_a_request() -> None:
+    assert asked(decoding(16, max_tokens=2), 16) == [17]  # the last token needs no memory

@@ -125,3 +125,14 @@ def test_waiting_for_a_shared_prefix_can_not_starve() -> None:
         run_step(scheduler)
     assert scheduler.num_prefix_waits >= 2
     assert idx <= 6
+
+
+def test_only_the_first_admission_of_a_request_counts() -> None:
+    """One that is preempted and comes back passes nobody over."""
+    request = make_request("a", 4)
+    queue = filled("fcfs", [request])
+    queue.admit(request)
+    request.metrics.num_preemptions = 1
+    queue.put_back(request)
+    queue.admit(request)
+    assert queue.num_admitted == 1

@@ -42,6 +42,9 @@ def test_without_a_good_key_nothing_is_served(tenants: str, headers: dict[str, s
     assert answer.status_code == 401
     assert answer.json()["error"]["type"] == "authentication_error"
     assert httpx.get(f"{tenants}/v1/models", headers=headers, timeout=60).status_code == 401
+    for path, body in (("tokenize", {"prompt": "a"}), ("detokenize", {"tokens": [5]})):
+        answer = httpx.post(f"{tenants}/{path}", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 401
 
 
 def test_the_openai_client_knows_the_error(tenants: str) -> None:

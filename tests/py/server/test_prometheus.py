@@ -42,6 +42,7 @@ async def serving(**settings: Any) -> AsyncIterator[tuple[AsyncLLM, Fetch]]:
     llm = AsyncLLM(make_model("llama"), **{**defaults, **settings})
     app = FastAPI()
     app.add_api_route("/items/{number}", lambda number: number)
+    app.add_api_route("/broken", lambda: 1 / 0)
     register_metrics(app, llm, "tiny")
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -121,8 +122,12 @@ def test_the_memory_is_that_of_the_manager() -> None:
     calls = {kind: entry.calls for kind, entry in memory.driver_calls.items()}
     assert {kind: value(found, "driver_calls_total", call=kind) for kind in calls} == calls
     assert calls["create"] > 0
-    assert 0 <= value(found, "kv_cache_usage_perc") < 1
-    assert value(found, "mapping_time_seconds_total", kind="exposed") > 0
+    used = 1 - memory.available_bytes / memory.budget_bytes
+    assert value(found, "kv_cache_usage_perc") == pytest.approx(used)
+    exposed, hidden = memory.map_us_exposed / 1e6, memory.map_us_hidden / 1e6
+    assert value(found, "mapping_time_seconds_total", kind="exposed") == pytest.approx(exposed)
+    assert value(found, "mapping_time_seconds_total", kind="hidden") == pytest.approx(hidden)
+    assert exposed != hidden
 
 
 def test_histograms_are_cumulative_and_end_with_all_values() -> None:
@@ -184,6 +189,8 @@ def test_answers_are_counted_by_route_and_not_by_path() -> None:
         async with serving() as (_, fetch):
             for path in ("/items/1", "/items/2", "/nowhere", "/elsewhere"):
                 await fetch(path)
+            with pytest.raises(ZeroDivisionError):
+                await fetch("/broken")
             return parse(await fetch("/metrics"))
 
     found = run_and(run)
@@ -191,6 +198,8 @@ def test_answers_are_counted_by_route_and_not_by_path() -> None:
     assert value(found, "http_requests_total", **labels) == 2
     labels = {"method": "GET", "path": "none", "status": "404"}
     assert value(found, "http_requests_total", **labels) == 2
+    labels = {"method": "GET", "path": "/broken", "status": "500"}
+    assert value(found, "http_requests_total", **labels) == 1
 
 
 def test_the_last_numbers_outlive_the_engine() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -42,6 +43,21 @@ def test_a_resident_set_that_grows_is_a_problem(soak: Any, late_mib: int, is_fla
     report.samples = [(float(i), size * MIB, 0) for i, size in enumerate(sizes)]
     report.judge()
     assert (report.problems == []) is is_flat
+
+
+@pytest.mark.parametrize(("mib_per_hour", "is_flat"), [(0.5, True), (3.0, False)])
+def test_an_hour_tells_a_slow_leak_by_its_slope(
+    soak: Any, mib_per_hour: float, is_flat: bool
+) -> None:
+    """Beside noise that is larger than the leak, and a first quarter that grows fast."""
+    report, draw = soak.SoakReport(seconds=3600.0), Random(0)
+    for at_s in range(0, 3600, 2):
+        size = 300 + min(at_s, 900) / 10 + mib_per_hour * at_s / 3600 + draw.gauss(0, 1)
+        report.samples.append((float(at_s), size * MIB, 0))
+    report.judge()
+    assert abs(report.slope.mib_per_hour - mib_per_hour) < 3 * report.slope.error < 1
+    assert (report.problems == []) is is_flat
+    assert str(report.slope) in report.table()
 
 
 def test_what_is_left_behind_is_a_problem(soak: Any) -> None:

@@ -1,0 +1,148 @@
+"""Who is admitted with what memory, and what forks and swaps leave of that. No model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sortedcontainers")
+
+from flexinfer import SamplingParams
+from flexinfer.outputs import RequestMetrics
+from flexinfer.scheduler.request import Request
+from flexinfer.scheduler.scheduler import Scheduler
+from scheduler.test_scheduler import (
+    CHUNK_BYTES,
+    TOKENS_PER_CHUNK,
+    make_manager,
+    make_request,
+    make_scheduler,
+    run_step,
+    shape,
+)
+
+
+def scheduler_of(num_chunks: int, **settings: Any) -> Scheduler:
+    """Without a cache and without mapping ahead: each chunk is somebody's need."""
+    manager = make_manager(num_chunks, swap_space=num_chunks * CHUNK_BYTES)
+    defaults = {"enable_prefix_caching": False, "enable_pre_extend": False}
+    return make_scheduler(
+        manager, has_swap_space=True, preemption_mode="swap", **{**defaults, **settings}
+    )
+
+
+def waiting(scheduler: Scheduler) -> list[str]:
+    return [request.request_id for request in scheduler.waiting]
+
+
+@pytest.mark.parametrize(("reserve", "is_admitted"), [(0.3, False), (0.2, True)])
+def test_a_reserve_is_left_for_decodes_to_grow(reserve: float, is_admitted: bool) -> None:
+    """Of 10 chunks 3 are taken, and the newcomer needs 5."""
+    scheduler = scheduler_of(10, admission_reserve=reserve)
+    scheduler.add(make_request("a", 3 * TOKENS_PER_CHUNK - 1))
+    run_step(scheduler)
+    scheduler.add(make_request("b", 5 * TOKENS_PER_CHUNK - 1))
+    assert ("b" in shape(run_step(scheduler))) is is_admitted
+
+
+@pytest.mark.parametrize(("num_chunks", "is_admitted"), [(5, False), (6, True)])
+def test_what_a_prefill_was_promised_is_not_given_to_another(
+    num_chunks: int, is_admitted: bool
+) -> None:
+    """The first fills 2 chunks and is promised one for its first output; the second needs 3."""
+    scheduler = scheduler_of(num_chunks)
+    scheduler.add(make_request("a", 2 * TOKENS_PER_CHUNK))
+    scheduler.add(make_request("b", 3 * TOKENS_PER_CHUNK - 8))
+    assert ("b" in shape(run_step(scheduler))) is is_admitted
+
+
+@pytest.mark.parametrize(("num_chunks", "is_admitted"), [(6, False), (7, True)])
+def test_a_group_is_admitted_with_room_for_a_tail_of_each_fork(
+    num_chunks: int, is_admitted: bool
+) -> None:
+    """2 chunks run; the prompt needs 2, and each of its 3 forks one of its own."""
+    scheduler = scheduler_of(num_chunks)
+    scheduler.add(make_request("a", TOKENS_PER_CHUNK + 1))
+    run_step(scheduler)
+    scheduler.add(make_request("b", TOKENS_PER_CHUNK + 4, num_forks=3))
+    assert ("b" in shape(scheduler.schedule())) is is_admitted
+
+
+def test_nothing_is_admitted_while_a_request_is_swapped_out() -> None:
+    """There is room for the newcomer, and too little for the one that waits to come back."""
+    scheduler = scheduler_of(5)
+    for name in "ab":
+        scheduler.add(make_request(name, 2 * TOKENS_PER_CHUNK - 2, max_tokens=40))
+    while not scheduler.swapped:
+        run_step(scheduler)
+    scheduler.add(make_request("c", 5))
+    assert set(shape(run_step(scheduler))) == {"a"}
+    assert waiting(scheduler) == ["c"]
+    assert scheduler.admission.has_room(CHUNK_BYTES, scheduler.running.values())
+
+
+def test_a_fork_is_as_old_as_its_parent() -> None:
+    """So it is preempted before what came before the parent did."""
+    scheduler = scheduler_of(20)
+    parent = make_request("parent", 8)
+    child = parent.clone("child", 1, parent.params)
+    for request in (make_request("first", 8), make_request("second", 8), parent):
+        scheduler.add(request)
+    scheduler.advance(scheduler.schedule())
+    scheduler.fork(parent, child)
+    second = scheduler.running["second"]
+    assert scheduler.choose_victim([second, child]) is child
+
+
+def test_a_request_tells_how_many_chunks_it_copied() -> None:
+    """Two go on from one recorded prompt that ends inside a chunk: the second one copies it."""
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 20, first_token=0))
+    run_step(scheduler)
+    second = make_request("b", 24, max_tokens=2, first_token=0)
+    scheduler.add(second)
+    while not second.is_finished:
+        run_step(scheduler)
+    assert second.num_cached_tokens == 20
+    assert second.metrics.chunks_copied == 1
+
+
+def test_memory_is_mapped_ahead_again_after_a_swap() -> None:
+    """What was mapped ahead has gone; its vTensor is asked for before the row falls due."""
+    scheduler = scheduler_of(20, enable_pre_extend=True)
+    request = make_request("a", TOKENS_PER_CHUNK - 2, max_tokens=40)
+    scheduler.add(request)
+    run_step(scheduler)
+    scheduler.preempt(request, "growth")
+    scheduler.manager.drain()
+    before = scheduler.manager.mapping_times().pre_extended_rows
+    assert set(shape(run_step(scheduler))) == {"a"}
+    scheduler.manager.drain()
+    assert scheduler.manager.mapping_times().pre_extended_rows == before + 1
+
+
+def test_the_speed_of_swaps_is_learned_from_the_bytes_moved() -> None:
+    scheduler = scheduler_of(20)
+    request = make_request("a", TOKENS_PER_CHUNK)
+    scheduler.add(request)
+    run_step(scheduler)
+    moved: list[int] = []
+    scheduler.preemption.observe_swap = lambda num_bytes, _: moved.append(num_bytes)  # type: ignore[method-assign]
+    scheduler.preempt(request, "growth")
+    run_step(scheduler)
+    assert moved == [CHUNK_BYTES, CHUNK_BYTES]  # out, and in
+
+
+def test_a_stop_token_counts_from_min_tokens_on() -> None:
+    request = Request(
+        request_id="a",
+        prompt_token_ids=[1],
+        params=SamplingParams(min_tokens=2, stop_token_ids=[9]),
+        max_num_tokens=100,
+        metrics=RequestMetrics(arrival_time=0.0),
+    )
+    request.append(9)
+    assert not request.is_finished
+    request.append(9)
+    assert (request.finish_reason, request.stop_reason) == ("stop", 9)
