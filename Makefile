@@ -8,7 +8,7 @@ export PYTHON JOBS PYTEST_ARGS
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-pypi-torch test-install soak sanitize lint format stubs map bench docs dev clean
+.PHONY: help demo test test-slow test-pypi-torch test-install soak mutants sanitize lint format stubs map bench docs dev clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -30,6 +30,9 @@ test-install: ## what `pip install .` gives: a wheel, unpacked and used
 
 soak: ## three minutes of mixed load on a server: nothing lost, wrong, or left behind
 	@scripts/test.sh soak
+
+mutants: ## put small faults into a copy, one at a time: tests must notice each; ARGS='--sample 6 --seed x'
+	@scripts/mutants.sh $(ARGS)
 
 sanitize: ## the C++ tests under ASan+UBSan and under TSan
 	@scripts/sanitize.sh

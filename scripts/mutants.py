@@ -129,7 +129,7 @@ def _pytest_in_child(tests: Sequence[str]) -> None:
     with LOG.open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests])
+    status = pytest.main(["-x", "-q", *tests])
     sys.stdout.flush()
     os._exit(int(status))
 

@@ -6,16 +6,18 @@ python benchmarks/attention_cpu/bench.py --json FILE [--threads N] [--tables NAM
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import random
+import sys
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+
+from provenance import write_report
 from scenario import Setting, Shape, copy_bandwidth, medians_us, open_scenario
 
 from flexinfer.attention.host import HostAttention
@@ -42,21 +44,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     load = ", ".join(f"{value:.1f}" for value in load_before)
     print(f"copy {bandwidth['copy']:.1f} GB/s, read {bandwidth['read']:.1f} GB/s")
     print(f"load average before: {load} on {os.cpu_count()} cores; {arguments.threads} threads")
-    if arguments.json:
-        report = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "threads": arguments.threads,
-            "torch": torch.__version__,
-            "load_before": load_before,
-            "load_after": os.getloadavg(),
-            "bandwidth_gb_s": bandwidth,
-            "quick": arguments.quick,
-            "results": results,
-        }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(f"numbers: {arguments.json}")
+    body = {
+        "threads": arguments.threads,
+        "bandwidth_gb_s": bandwidth,
+        "quick": arguments.quick,
+        "results": results,
+    }
+    write_report(arguments.json, "attention_cpu", body, load_before=load_before)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+
+from provenance import environment
 
 Row = dict[str, Any]
 
@@ -68,68 +66,6 @@ class Deadline:
             return False
         self.left_out.append(what)
         return True
-
-
-def environment(device: str) -> Row:
-    """Date, machine, device, driver, versions, load and command."""
-    import torch
-
-    row: Row = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "load": [round(value, 1) for value in os.getloadavg()],
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "commit": git_commit(),
-        **{name: version_of(name) for name in ("transformers", "triton", "flash-attn")},
-    }
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        row |= {
-            "gpu": properties.name,
-            "gpu_memory_bytes": properties.total_memory,
-            "multiprocessors": properties.multi_processor_count,
-            "cuda": torch.version.cuda,
-            "driver": nvidia_driver(),
-        }
-    return row
-
-
-def version_of(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
-
-
-def nvidia_driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"unknown ({error})"
-
-
-def git_commit() -> str:
-    """The commit; GPU_CHECK_COMMIT where the tree is a copy without its history."""
-    if "GPU_CHECK_COMMIT" in os.environ:
-        return os.environ["GPU_CHECK_COMMIT"]
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    except OSError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
 
 
 def table(rows: Sequence[Row], columns: Sequence[str], title: str = "") -> str:

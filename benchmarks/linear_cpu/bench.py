@@ -7,14 +7,16 @@ python benchmarks/linear_cpu/bench.py [--json FILE] [--threads N] [--rows N,...]
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
+import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+
+from provenance import write_report
 
 from flexinfer.runtime.torch_settings import set_up_torch
 
@@ -47,18 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for size in arguments.sizes:
             rows += measure(size, dtype, arguments.rows, 1 if arguments.quick else 9)
     print(f"load average before: {load_before[0]:.1f}; {arguments.threads} threads")
-    if arguments.json:
-        report = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": platform.processor() or platform.machine(),
-            "threads": arguments.threads,
-            "torch": torch.__version__,
-            "isa": host_linear.kernel().isa,
-            "load_before": load_before,
-            "load_after": os.getloadavg(),
-            "results": rows,
-        }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    body = {"threads": arguments.threads, "isa": host_linear.kernel().isa, "results": rows}
+    write_report(arguments.json, "linear_cpu", body, load_before=load_before)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import platform
+import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+
+from provenance import write_report
 from scenario import NUM_PROMPTS, SETTINGS, Scenario
 
 TARGETS_US = {"decode_step_256_us": 25.0, "match_4096_us": 20.0}
@@ -27,14 +28,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = _arguments(argv)
     load_before = os.getloadavg()
     results = {name: _measure(name, arguments.quick) for name in arguments.device}
-    report = _report(results, load_before, arguments.quick)
     for name, rows in results.items():
         _print_table(name, rows)
     load = ", ".join(f"{value:.1f}" for value in load_before)
     print(f"load average before: {load} on {os.cpu_count()} cores")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(f"numbers: {arguments.json}")
+    body = _body(results, arguments.quick)
+    write_report(arguments.json, "manager", body, load_before=load_before)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -66,9 +65,7 @@ def _measure(name: str, quick: bool) -> dict[str, dict[str, float]]:
     return {operation: measured.summary() for operation, measured in series.items()}
 
 
-def _report(
-    results: dict[str, dict[str, dict[str, float]]], load: Sequence[float], quick: bool
-) -> dict[str, Any]:
+def _body(results: dict[str, dict[str, dict[str, float]]], quick: bool) -> dict[str, Any]:
     """Headline medians at the top (of the first device measured), then everything."""
     first = next(iter(results.values()))
     return {
@@ -77,21 +74,7 @@ def _report(
         "devices": results,
         "targets_us": TARGETS_US,
         "quick": quick,
-        "load_average": list(load),
-        "num_cpus": os.cpu_count(),
-        "processor": _processor(),
-        "python": platform.python_version(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def _print_table(device: str, rows: dict[str, dict[str, float]]) -> None:

@@ -6,15 +6,16 @@ python benchmarks/overlap/bench.py --json FILE [--setting NAME,...] [--quick]
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
+import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+
+from provenance import write_report
 from scenario import MODES, SETTINGS, Run, run
 
 TARGET_EXPOSED_RATIO = 50.0
@@ -32,10 +33,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _print_table(name, modes)
     load = ", ".join(f"{value:.1f}" for value in load_before)
     print(f"load average before: {load} on {os.cpu_count()} cores")
-    if arguments.json:
-        report = _report(results, load_before, arguments.quick)
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(f"numbers: {arguments.json}")
+    body = _body(results, arguments.quick)
+    write_report(arguments.json, "overlap", body, load_before=load_before)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -125,15 +124,8 @@ def _said(ok: bool) -> str:
     return "ok" if ok else "MISSED"
 
 
-def _report(
-    results: dict[str, dict[str, dict[str, float]]], load: tuple[float, ...], quick: bool
-) -> dict[str, Any]:
+def _body(results: dict[str, dict[str, dict[str, float]]], quick: bool) -> dict[str, Any]:
     return {
-        "benchmark": "overlap",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "load_before": load,
         "quick": quick,
         "settings": {
             name: {

@@ -6,15 +6,17 @@ python benchmarks/sampling/bench.py [--json FILE] [--threads N] [--quick]
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+
+from provenance import write_report
 
 from flexinfer.runtime.torch_settings import set_up_torch
 
@@ -45,19 +47,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(arguments.threads)
     load_before = os.getloadavg()
     rows = [row for shape in SHAPES for row in measure(*shape, 2 if arguments.quick else 31)]
-    report = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": platform.processor() or platform.machine(),
-        "threads": arguments.threads,
-        "torch": torch.__version__,
-        "isa": available_isas()[-1],
-        "load_before": load_before,
-        "load_after": os.getloadavg(),
-        "results": rows,
-    }
+    body = {"threads": arguments.threads, "isa": available_isas()[-1], "results": rows}
     print(f"load average before: {load_before[0]:.1f}; {arguments.threads} threads")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(arguments.json, "sampling", body, load_before=load_before)
 
 
 def measure(num_rows: int, vocab_size: int, rounds: int) -> list[Row]:

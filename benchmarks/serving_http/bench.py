@@ -9,7 +9,6 @@ See README.md beside this file.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -27,7 +26,8 @@ from text_model import make_text_model
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu_common"))
 
 import workloads  # text_model.py has its folder in the path
-from harness import environment, table
+from harness import table
+from provenance import write_report
 
 Row = dict[str, Any]
 MAX_MODEL_LEN = 2048
@@ -276,16 +276,8 @@ def main() -> None:
     for row in rows:
         del row["texts"]
     settings = {name: str(value) for name, value in vars(args).items() if name != "json"}
-    report = {
-        "benchmark": "serving_http",
-        "environment": environment("cpu") | {"load_before": load_before},
-        "settings": settings,
-        "summary": summary,
-        "rows": rows,
-    }
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    body = {"settings": settings, "summary": summary, "rows": rows}
+    write_report(args.json, "serving_http", body, load_before=load_before)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -19,9 +20,9 @@ from flexinfer import LLM
 from flexinfer.cli.settings import SHIPPED_CHUNK_BYTES, SHIPPED_MODEL
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "gpu_common"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
-from harness import environment
+from provenance import write_report
 from questions import BAD, Dialogue, Good, make_dialogues, make_good
 from soak_report import SoakReport
 from soak_server import ADMIN_KEY, SoakServer, counters, soak_server
@@ -304,12 +305,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.hour:
         options.requests, options.seconds = sys.maxsize, 3600.0
-    head = {"benchmark": "soak", "environment": environment("cpu")}
+    load_before = os.getloadavg()
     report = run(options.requests, options.concurrency, options.seconds, options.seed)
     print(report.table())
     print("\n".join(report.problems[:20]) or "zero lost, zero wrong, nothing left behind")
-    if options.json:
-        options.json.write_text(json.dumps({**head, **report.as_json()}) + "\n")
+    write_report(options.json, "soak", report.as_json(), load_before=load_before)
     sys.exit(bool(report.problems))
 
 

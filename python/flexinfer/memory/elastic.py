@@ -137,7 +137,6 @@ class ElasticMemory:
         if level == 2:
             self._manager.reset_prefix_cache()
         start_s = time.perf_counter()
-        self._manager.drain()  # what the worker was asked to map must not come after
         num_bytes = self._manager.sleep(self._directory)
         seconds = time.perf_counter() - start_s
         logger.info("asleep: %s given back in %.3f s", format_bytes(num_bytes), seconds)

@@ -1,0 +1,58 @@
+"""Every committed result says how it came about, or stands in the list of those that do not."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT / "benchmarks" / "common"))
+from provenance import REQUIRED, environment, write_report
+
+FILES = sorted(RESULTS.glob("*/*.json"))
+UNKNOWN = json.loads((RESULTS / "unknown.json").read_text(encoding="utf-8"))
+NUM_UNKNOWN = 38
+"""As many as there were when all benchmarks began to say it; only ever lowered."""
+
+
+def lacking(path: Path) -> list[str]:
+    found = json.loads(path.read_text(encoding="utf-8")).get("environment", {})
+    return [name for name in REQUIRED if found.get(name) in (None, "", "unknown")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(RESULTS)))
+def test_a_result_says_how_it_came_about(path: Path) -> None:
+    if str(path.relative_to(RESULTS)) not in UNKNOWN:
+        assert lacking(path) == []
+
+
+def test_the_list_of_unknown_ones_only_shrinks() -> None:
+    assert len(UNKNOWN) <= NUM_UNKNOWN
+    for name, provenance in UNKNOWN.items():
+        assert provenance.startswith("unknown, before 2026-")
+        assert lacking(RESULTS / name), f"take {name} off the list: it says how it came about"
+
+
+def test_a_report_has_all_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "report.json"
+    write_report(path, "soak", {"rows": [1]}, load_before=[0.5])
+    report = json.loads(path.read_text())
+    assert lacking(path) == []
+    assert (report["benchmark"], report["rows"]) == ("soak", [1])
+    assert report["environment"]["load_before"] == [0.5]
+    assert environment("cpu")["cpu"] != ""
+
+
+def test_every_benchmark_writes_its_results_so() -> None:
+    """By write_report, or by the GPU benchmarks' `finish`, which uses the same environment."""
+    for bench in sorted((ROOT / "benchmarks").glob("*/[bs]*.py")):
+        source = bench.read_text(encoding="utf-8")
+        if '"--json"' in source:
+            names = {n.id for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name)}
+            assert names & {"write_report", "finish"}, bench
+            assert ".write_text(json" not in source, bench
