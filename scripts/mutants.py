@@ -28,8 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-WORK = ROOT / "build" / "mutants"
+WORK = Path(os.environ.get("FLEXINFER_MUTANTS_WORK", ROOT / "build" / "mutants"))
+"""Runs at the same time need a folder each."""
 TREE = WORK / "tree"
+CPP = TREE / "build" / "core"
+"""Where a clone builds the C++ tests, so that ccache knows most of them."""
 LOG = WORK / "last.log"
 TIMEOUT_S = 180
 NO_EDITABLE = """import sys
@@ -69,7 +72,8 @@ def sync_tree() -> None:
     for module in compiled_modules():
         wanted[f"python/flexinfer/{module.name}"] = module
     for path in [path for path in TREE.rglob("*") if path.is_file() and path.suffix != ".pyc"]:
-        if str(path.relative_to(TREE)) not in wanted:
+        name = str(path.relative_to(TREE))
+        if name not in wanted and not name.startswith("build/"):
             path.unlink()
     for name, source in wanted.items():
         copy = TREE / name
@@ -137,11 +141,11 @@ def _pytest_in_child(tests: Sequence[str]) -> None:
 def run_cpp(tests: Sequence[str]) -> int:
     """0: they pass; 1: some fail, or run for ever; above: it is not built."""
     with LOG.open("w") as log:
-        built = subprocess.run(["cmake", "--build", WORK / "cpp"], stdout=log, stderr=log)
+        built = subprocess.run(["cmake", "--build", CPP], stdout=log, stderr=log)
         if built.returncode != 0:
             return 2
         for name in ("vtensor_tests", "kernels_tests"):
-            command = [str(WORK / "cpp" / "tests" / "cpp" / name), "--gtest_brief=1"]
+            command = [str(CPP / "tests" / "cpp" / name), "--gtest_brief=1"]
             command.append(f"--gtest_filter={':'.join(tests)}")
             try:
                 done = subprocess.run(command, stdout=log, stderr=log, timeout=TIMEOUT_S)
@@ -153,7 +157,7 @@ def run_cpp(tests: Sequence[str]) -> int:
 
 
 def configure_cpp() -> None:
-    command = ["cmake", "-S", TREE, "-B", WORK / "cpp", "-G", "Ninja"]
+    command = ["cmake", "-S", TREE, "-B", CPP, "-G", "Ninja", "-DVTENSOR_WERROR=ON"]
     if (done := subprocess.run(command, capture_output=True, text=True)).returncode != 0:
         raise SystemExit(f"cmake failed:\n{done.stdout}{done.stderr}")
 

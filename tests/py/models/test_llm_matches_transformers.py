@@ -113,17 +113,25 @@ def test_whole_prompt_prefill_matches(name: str, source: str) -> None:
         assert generate(llm, prompts) == expected(name, prompts)
 
 
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_neox"])
-def test_preemption_matches(name: str, source: str) -> None:
+def test_preemption_matches(name: str, source: str, mode: str) -> None:
     prompts = random_prompts((20, 30, 25, 10, 28))
     model = make_model(name)
     bytes_per_token = 2 * model.config.num_hidden_layers * 64 * 4
     with make_llm(
-        name, source, kv_cache_memory_bytes=80 * bytes_per_token, chunk_bytes=4096, max_model_len=60
+        name,
+        source,
+        kv_cache_memory_bytes=80 * bytes_per_token,
+        chunk_bytes=4096,
+        max_model_len=60,
+        preemption_mode=mode,
+        swap_space=200 * bytes_per_token,
     ) as llm:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         llm.llm_engine.manager.check_integrity()
+        assert sum(llm.llm_engine.stats().preemptions[mode].values()) > 0
     assert [o.outputs[0].token_ids for o in outputs] == expected(name, prompts)
 
 
