@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 HERE = Path(__file__).resolve().parent
-START_TIMEOUT_S = 150
+START_TIMEOUT_S = 400  # vLLM compiles its model
 STOP_TIMEOUT_S = 30
 LOG_TAIL_CHARS = 2000
 

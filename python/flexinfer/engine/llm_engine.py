@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from flexinfer.config import EngineConfig
 from flexinfer.engine.build import EngineParts, build_parts
 from flexinfer.engine.group import NewToken, RequestGroup
+from flexinfer.engine.isolation import Failure, execute_in_parts
 from flexinfer.engine.plan_builder import PlanBuilder
 from flexinfer.engine.request_factory import RequestFactory
 from flexinfer.engine.stream_pace import StreamPace
@@ -26,7 +27,7 @@ from flexinfer.outputs import RequestOutput
 from flexinfer.runner.plan import StepResult
 from flexinfer.sampling.params import BeamSearchParams, SamplingParams
 from flexinfer.scheduler.request import Request
-from flexinfer.scheduler.scheduler import Batch
+from flexinfer.scheduler.scheduler import Batch, ScheduledRequest
 from flexinfer.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -105,9 +106,10 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Advance all scheduled requests by one step; returns the outputs of those that changed.
 
-        If the model fails, the requests of the step end with finish_reason "error", what they held
-        is freed, and the exception goes on to the caller; the others stay queued. While
-        the engine sleeps it raises ValueError, with nothing changed.
+        A request with which the model fails ends with finish_reason "error". If it fails with each
+        of the step, all of these end so, what they held is freed, and the exception goes on to the
+        caller; the others stay queued. While the engine sleeps it raises ValueError, with nothing
+        changed.
         """
         self._meter.start()
         batch = self.scheduler.schedule()
@@ -213,8 +215,8 @@ class LLMEngine:
     def _compute(self, batch: Batch) -> list[RequestGroup]:
         """Run the model on the batch; returns the groups that got tokens, or failed."""
         self.scheduler.pre_extend(batch)
-        result = self._execute(batch)
-        failures = self._plans.match_failures(result)
+        result, failures = self._execute(batch)
+        failures += self._plans.match_failures(result)
         for request, message in failures:
             request.finish("error", message)  # so that it is neither recorded nor forked
         self.scheduler.advance(batch)
@@ -252,25 +254,35 @@ class LLMEngine:
         self.scheduler.abort(held, "error", message)
         return message
 
-    def _execute(self, batch: Batch) -> StepResult:
+    def _execute(self, batch: Batch) -> tuple[StepResult, list[Failure]]:
         """Run the model; while a GPU has no memory for the activations, again with less in the way:
-        first without what the KV pool can spare, then with fewer requests.
+        first without what the KV pool can spare, then with fewer requests. If the model fails
+        otherwise, again in parts, to find with whom it does.
 
         What a failed attempt has written is written again, to the same places.
         """
         is_first = True
         while True:
-            plan = self._plans.build(batch.items)
             try:
-                with self._epoch:
-                    return self.runner.execute(plan)
+                return self._attempt(batch.items), []
             except Exception as error:
-                if not self._torch_memory.is_shortage(error):
+                is_shortage = self._torch_memory.is_shortage(error)
+                if not is_shortage and len(batch.items) == 1:
                     raise
-                reason = str(error)
+                reason = f"{type(error).__name__}: {error}"
             # Here the error is gone, and with its traceback the tensors of the failed attempt.
+            if not is_shortage:
+                logger.warning("a step of %d requests has failed: %s", len(batch.items), reason)
+                return execute_in_parts(self._attempt, batch.items, self._torch_memory.is_shortage)
             self._free_memory_for_activations(batch, reason, is_first=is_first)
             is_first = False
+
+    def _attempt(self, items: Sequence[ScheduledRequest]) -> StepResult:
+        plan = self._plans.build(items)
+        with self._epoch:
+            result = self.runner.execute(plan)
+        self._plans.confirm(plan)
+        return result
 
     def _free_memory_for_activations(self, batch: Batch, reason: str, *, is_first: bool) -> None:
         """Raises OutOfMemoryError when nothing is left to give."""

@@ -24,7 +24,8 @@ FindShared = Callable[[Sequence["VTensor"], Sequence[int]], "list[TokenRange]"]
 
 class PlanBuilder:
     """
-    Invariant: the executor knows the sequences of `_requests`, and no others.
+    Invariant: the executor knows the sequences of `_requests`, and no others; of those that only
+    failed plans have named (`_unconfirmed`) it may know some.
     """
 
     def __init__(self, executor: Executor, find_shared: FindShared) -> None:
@@ -32,6 +33,7 @@ class PlanBuilder:
         self._executor = executor
         self._find_shared = find_shared if executor.uses_shared_ranges else None
         self._requests: dict[int, Request] = {}  # by sampling id
+        self._unconfirmed: set[int] = set()
 
     def build(self, items: Sequence[ScheduledRequest]) -> StepPlan:
         """The batch of `items`, one-token items first. REQUIRES: they have vTensors."""
@@ -73,6 +75,10 @@ class PlanBuilder:
             shared=tuple(self._shared(items, starts)),
         )
 
+    def confirm(self, plan: StepPlan) -> None:
+        """The plan was executed: later ones need not introduce its sequences again."""
+        self._unconfirmed.difference_update(setup.sampling_id for setup in plan.new_sequences)
+
     def match(self, result: StepResult) -> list[tuple[Request, SampledToken]]:
         """Whose the tokens are."""
         return [(self._requests[token.sampling_id], token) for token in result.tokens]
@@ -84,15 +90,17 @@ class PlanBuilder:
     def forget(self, ended: Iterable[Request]) -> None:
         """These requests will be in no plan any more."""
         known = [r.sampling_id for r in ended if self._requests.pop(r.sampling_id, None)]
+        self._unconfirmed.difference_update(known)
         if known:
             self._executor.forget(known)
 
     def _introduce(self, requests: Sequence[Request]) -> tuple[SequenceSetup, ...]:
-        known = self._requests
-        new = [request for request in requests if request.sampling_id not in known]
+        known, unconfirmed = self._requests, self._unconfirmed
+        new = [r for r in requests if r.sampling_id not in known or r.sampling_id in unconfirmed]
         if not new:
             return ()
         known.update((request.sampling_id, request) for request in new)
+        unconfirmed.update(request.sampling_id for request in new)
         return tuple([_setup(request) for request in dict.fromkeys(new)])
 
     def _shared(

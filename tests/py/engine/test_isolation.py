@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import ceil, log2
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,7 +15,9 @@ from flexinfer import LLMEngine, RequestError, SamplingParams
 from flexinfer.engine.output_builder import OutputBuilder
 from flexinfer.outputs import RequestOutput
 from flexinfer.runner import model_runner
+from flexinfer.runner.inputs import StepInputs
 from flexinfer.runner.model_runner import ModelRunner
+from flexinfer.runner.plan import StepPlan, StepResult
 from flexinfer.sampling import sampler as sampler_module
 from flexinfer.sampling.sampler import Sampler
 from helpers.engine_kit import make_engine
@@ -37,6 +41,12 @@ def innocent(index: int) -> SamplingParams:
     return SamplingParams(max_tokens=6, **kinds[index % len(kinds)])
 
 
+def segment_tokens(plan: StepPlan) -> list[Any]:
+    """The tokens of each segment."""
+    lengths = [end - start for start, end in zip(plan.starts, plan.ends, strict=True)]
+    return np.split(np.frombuffer(plan.token_ids, np.int32), np.cumsum(lengths)[:-1])
+
+
 @pytest.fixture
 def engine() -> Iterator[LLMEngine]:
     engine = make_engine(max_num_seqs=24)
@@ -58,6 +68,11 @@ def run(engine: LLMEngine, bad: SamplingParams | None) -> dict[str, RequestOutpu
     assert len(engine.runner.sampler.sequences) == 0
     assert engine.manager.stats().num_vtensors == 0
     return final
+
+
+def tokens(final: dict[str, RequestOutput]) -> dict[str, list[int]]:
+    """Parts of a step are rounded otherwise than the whole: log probabilities may differ a bit."""
+    return {i: output.outputs[0].token_ids for i, output in final.items()}
 
 
 def fails_for_states(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
@@ -95,6 +110,25 @@ def fails_in_builder(patch: pytest.MonkeyPatch, name: str, after: int) -> None:
     patch.setattr(OutputBuilder, name, stage)
 
 
+def fails_in_forward(patch: pytest.MonkeyPatch, after: int) -> None:
+    """The model fails for each batch that has the bad prompt's slot, from its row `after` on."""
+    real = ModelRunner.forward
+    bad = PROMPTS[NUM_INNOCENT]
+
+    def stage(self: ModelRunner, inputs: Any) -> torch.Tensor:
+        logits = real(self, inputs)  # all KV of the attempt is written
+        for segment in inputs.metadata.segments:
+            tokens = inputs.token_ids[segment.row : segment.row + segment.num_tokens]
+            if segment.start == 0 and tokens.tolist() == bad:
+                slots.add(segment.slot)
+            if segment.slot in slots and segment.end >= len(bad) + after:
+                raise IndexError("out of the vocabulary")
+        return logits
+
+    slots: set[int] = set()
+    patch.setattr(ModelRunner, "forward", stage)
+
+
 STAGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "bias": lambda patch: fails_for_states(patch, sampler_module, "apply_bias"),
     "penalties": lambda patch: fails_for_states(patch, sampler_module, "apply_penalties"),
@@ -119,6 +153,64 @@ def test_a_row_that_fails_among_twenty_ends_alone(
     assert failed.finish_reason == "error"
     assert "out of the vocabulary" in str(failed.stop_reason)
     assert {i: o.outputs for i, o in final.items()} == {i: o.outputs for i, o in plain.items()}
+
+
+@pytest.mark.parametrize("num_decodes", [0, 3])
+def test_a_row_with_which_the_model_fails_among_twenty_ends_alone(
+    engine: LLMEngine, num_decodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run(engine, None)
+    fails_in_forward(monkeypatch, num_decodes)
+    final = run(engine, BAD)
+    failed = final.pop("bad").outputs[0]
+    assert (failed.finish_reason, len(failed.token_ids)) == ("error", num_decodes)
+    assert failed.stop_reason == "IndexError: out of the vocabulary"
+    assert tokens(final) == tokens(plain)
+
+
+@pytest.mark.parametrize("guilty", [{3}, {0, 1}, {7, 19}, set(range(19)), set(range(1, 20))])
+def test_all_rows_that_fail_are_found_each_row_computed_at_most_log_n_times_more(
+    engine: LLMEngine, guilty: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run(engine, None)
+    prompts = [PROMPTS[i] for i in guilty]
+    real = ModelRunner.execute
+    num_rows: list[int] = []
+
+    def fail(self: ModelRunner, plan: StepPlan) -> StepResult:
+        num_rows.append(len(plan.slots))
+        rows = [token_ids.tolist() for token_ids in segment_tokens(plan)]
+        if any(prompt in rows for prompt in prompts):
+            raise ArithmeticError("cannot be computed")
+        return real(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "execute", fail)
+    final = run(engine, None)
+    failed = {int(i) for i, o in final.items() if o.outputs[0].finish_reason == "error"}
+    assert failed == guilty
+    assert all("cannot be" in str(final[str(i)].outputs[0].stop_reason) for i in guilty)
+    innocents = {i: ids for i, ids in tokens(plain).items() if int(i) not in guilty}
+    assert {i: ids for i, ids in tokens(final).items() if int(i) not in guilty} == innocents
+    num_decoded = 5 * len(innocents)
+    assert sum(num_rows) - num_decoded <= NUM_INNOCENT * (2 + ceil(log2(NUM_INNOCENT)))
+
+
+def test_a_failure_that_passes_ends_nobody(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run(engine, None)
+    real = ModelRunner.forward
+    calls: list[object] = []
+
+    def fail_once(self: ModelRunner, inputs: StepInputs) -> torch.Tensor:
+        logits = real(self, inputs)
+        calls.append(inputs)
+        if len(calls) == 3:
+            raise ArithmeticError("a bit has flipped")
+        return logits
+
+    monkeypatch.setattr(ModelRunner, "forward", fail_once)
+    assert tokens(run(engine, None)) == tokens(plain)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
