@@ -46,6 +46,9 @@ class AttentionMetadata:
     """What to compute once for several segments: of what `VTensorManager.shared_ranges` finds, what
     `choose_ranges` in sharing_cost.py takes. A forest, parents first: the ranges of one segment
     start at token 0, touch each other and stand in order."""
+    num_padding: int = 0
+    """Rows after those of the segments that belong to no request: they have no KV, and attend to
+    nothing."""
 
     @classmethod
     def build(
@@ -91,6 +94,11 @@ class AttentionBackend(ABC):
     def supports_graphs(self) -> bool:
         """Whether a CUDA graph of `forward` on a batch of decodes may be replayed for others: it
         then depends on tensors alone, and takes bounds, not values, from `segments`."""
+        return False
+
+    @property
+    def takes_padding(self) -> bool:
+        """Whether it takes `AttentionMetadata.num_padding`, with zeros as output there."""
         return False
 
     @abstractmethod

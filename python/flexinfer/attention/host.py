@@ -88,6 +88,10 @@ class HostAttention(AttentionBackend):
         return self._kernel.isa
 
     @property
+    def takes_padding(self) -> bool:
+        return True
+
+    @property
     def sharing_cost(self) -> SharingCost:
         element_bytes = self.layers[0].k.element_size()
         return SharingCost(
@@ -110,7 +114,7 @@ class HostAttention(AttentionBackend):
         num_heads, num_tokens, head_dim = query.shape
         plan = self._plan(metadata, num_heads, options.sliding_window)
         query, key, value = self._rows(query), self._rows(key), self._rows(value)
-        self._check(query, key, value, plan.num_tokens)
+        self._check(query, key, value, plan.num_tokens + metadata.num_padding)
         sinks = options.sinks
         if sinks is not None:
             if sinks.shape != (num_heads,) or not sinks.is_cpu:
@@ -120,6 +124,8 @@ class HostAttention(AttentionBackend):
                 )
             sinks = sinks.detach().to(torch.float32).contiguous()
         output = query.new_empty(num_tokens, num_heads, head_dim)
+        if metadata.num_padding:
+            output[plan.num_tokens :] = 0
         self._kernel.forward(
             plan,
             layer_idx,

@@ -138,6 +138,13 @@ class LLMEngine:
             self.scheduler.observe(step)
         return outputs
 
+    def warm_up(self) -> None:
+        """Compile ahead what first steps would wait for; the thread that calls `step` calls it."""
+        try:
+            self.runner.warm_up(self.scheduler.config.max_num_batched_tokens)
+        except Exception:
+            logger.warning("the model could not be warmed up", exc_info=True)
+
     def close(self) -> None:
         """End all requests and free all memory. The engine cannot be used afterwards."""
         self.abort_request(list(self._groups))

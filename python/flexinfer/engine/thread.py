@@ -123,6 +123,7 @@ class EngineThread:
         end = EngineDeadError("the engine was shut down")
         try:
             bound_primitive_caches()
+            self._engine.warm_up()
             while self._run_commands():
                 self._step()
         except BaseException as error:

@@ -81,6 +81,8 @@ class Linear(torch.nn.Module, ABC):
     """x [..., in_features] -> [..., out_features]. Not for training."""
 
     bias: torch.Tensor | None
+    compiles_row_counts = False
+    """Whether a number of rows that was not seen before costs a compilation."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """weight: [out_features, in_features]; a subclass lays it out."""

@@ -21,6 +21,8 @@ PACKED_DTYPES = (torch.float32, torch.bfloat16)
 class OneDnnLinear(OpaqueLinear):
     """x [..., in_features] -> [..., out_features]; REQUIRES `can_pack`."""
 
+    compiles_row_counts = True
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """weight: [out_features, in_features], copied into its packed form."""
         super().__init__(weight, bias)

@@ -19,7 +19,7 @@ from flexinfer.attention.base import LayerKV
 from flexinfer.attention.hook import use_attention
 from flexinfer.models.describe import LoadedModel
 from flexinfer.runner.cuda_graphs import DecodeGraphs, Recorder
-from flexinfer.runner.inputs import InputBuilder, StepInputs
+from flexinfer.runner.inputs import InputBuilder, StepInputs, padded_count
 from flexinfer.runner.plan import SampledToken, ScoredRows, SequenceFailure, StepPlan, StepResult
 from flexinfer.sampling.grammars import GrammarCompiler
 from flexinfer.sampling.logprobs import score_tokens
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from flexinfer.vtensor import VTensor, VTensorManager
 
 logger = logging.getLogger(__name__)
+
+
+WARM_UP_S = 1.0
+WARM_UP_ROWS = (*range(1, 65), 128, 256, 512, 1024, 2048)
+WARM_UP_LOGITS = 64
 
 
 class ModelRunner:
@@ -53,7 +58,10 @@ class ModelRunner:
         self.sampler = Sampler(seed, loaded.device, grammars)
         layers = [LayerKV(manager.k(i), manager.v(i)) for i in range(loaded.num_layers)]
         self.backend = attention.create(attention_backend, layers)
-        self.inputs = InputBuilder(loaded.device, self.backend.sharing_cost)
+        pads_rows = self.backend.takes_padding and any(
+            getattr(module, "compiles_row_counts", False) for module in loaded.model.modules()
+        )
+        self.inputs = InputBuilder(loaded.device, self.backend.sharing_cost, pads_rows=pads_rows)
         self.graphs: DecodeGraphs | None = None
 
     @property
@@ -75,6 +83,19 @@ class ModelRunner:
         if self.graphs is not None and self.graphs.accepts(inputs):
             return self.graphs.run(inputs)
         return self._forward(inputs)
+
+    def warm_up(self, max_rows: int) -> None:
+        """Have kernels compiled for the usual numbers of rows, few ones first, for about a second.
+
+        The thread that will execute plans calls it: each has kernels of its own.
+        """
+        if not self.inputs.pads_rows:
+            return
+        deadline_s = time.monotonic() + WARM_UP_S
+        for count in dict.fromkeys(map(padded_count, WARM_UP_ROWS)):
+            if count > max_rows or time.monotonic() > deadline_s:
+                return
+            self.forward(self.inputs.build_padding(count, min(count, WARM_UP_LOGITS)))
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         with use_attention(self.loaded.model, self.backend, inputs.metadata):
