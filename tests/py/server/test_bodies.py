@@ -145,6 +145,14 @@ def test_the_bound_is_that_of_the_longest_token() -> None:
     assert max(map(len, vocabulary)) == 28_672 // 2048
 
 
+@pytest.mark.parametrize("stop", ["b" * 9000, ["b" * 150 + str(i) for i in range(60)]])
+def test_stop_strings_are_bounded_in_all(stop: Any, http: httpx.Client) -> None:
+    body = {"messages": [HELLO], "max_tokens": 1, "stop": stop}
+    error = http.post("/v1/chat/completions", json=body).json()["error"]
+    assert error["param"] == "stop"
+    assert "8192" in error["message"]
+
+
 def test_token_ids_to_decode_are_bounded(http: httpx.Client) -> None:
     error = http.post("/detokenize", json={"tokens": [5] * 70_000}).json()["error"]
     assert error["param"] == "tokens"

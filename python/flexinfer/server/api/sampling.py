@@ -11,6 +11,8 @@ from flexinfer.server.protocol.sampling import ResponseFormat, SamplingFields
 from flexinfer.server.state import ServerState
 
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 8192
+"""In all: each new token is searched for them, while all requests wait."""
 SAME_NAME = (
     "n",
     "best_of",
@@ -163,5 +165,9 @@ def _check_fields(state: ServerState, fields: SamplingFields, logprobs: int | No
         raise bad_request(
             f"stop_token_ids has {unknown}, which is not in [0, {vocab_size})", "stop_token_ids"
         )
-    if isinstance(fields.stop, list) and len(fields.stop) > MAX_STOP_STRINGS:
+    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or ()
+    if len(stops) > MAX_STOP_STRINGS:
         raise bad_request(f"stop has more than {MAX_STOP_STRINGS} strings", "stop")
+    num_chars = sum(map(len, stops))
+    if num_chars > MAX_STOP_CHARS:
+        raise bad_request(f"stop has {num_chars} characters, of at most {MAX_STOP_CHARS}", "stop")

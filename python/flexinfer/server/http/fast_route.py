@@ -42,9 +42,9 @@ class FastRoute(BaseRoute, Generic[Body]):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         text = await _read(receive)
-        check_size(text)
         state, tenant = scope["app"].state.flexinfer, scope["state"]["tenant"]
         await state.large_bodies.enter(tenant, len(text))
+        check_size(text)
         body = self._parse(text)
         answer = await self._endpoint(Request(scope, receive), state, tenant, body)
         if isinstance(answer, BaseModel):

@@ -22,9 +22,9 @@ class JsonRequest(Request):
     async def json(self) -> Any:
         """Raises JSONDecodeError, APIError. FastAPI validates what it returns at once."""
         text = await self.body()
-        check_size(text)
         state = self.app.state.flexinfer
         await state.large_bodies.enter(self.scope["state"]["tenant"], len(text))
+        check_size(text)
         try:
             return from_json(text)
         except ValueError as error:

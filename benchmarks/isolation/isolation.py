@@ -1,0 +1,171 @@
+"""What one tenant's worst does to another's time to the first token; see README.md."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import http.client
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from attacks import HELLO, NAMES
+
+HERE = Path(__file__).resolve().parent
+VICTIM, ATTACKER = "victim-key", "attacker-key"
+BODY = json.dumps({"messages": HELLO, "max_tokens": 4, "ignore_eos": True, "stream": True})
+PAUSE_S = 0.01
+LIMIT_PERCENT = 20.0
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[int]:
+    """`flexinfer serve` with the shipped model and one thread: the other core is the callers'."""
+    command = [sys.executable, "-m", "flexinfer.cli", "serve", "--port", "0", "--threads", "1"]
+    keys = {"FLEXINFER_API_KEY": json.dumps([VICTIM, ATTACKER])}
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command, stdout=file, stderr=file, env={**os.environ, **keys}
+            )
+        try:
+            yield _wait_until_ready(process, log)
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> int:
+    """The port."""
+    while process.poll() is None:
+        if found := re.search(r"Serving \S+ at http://[^:]+:(\d+)", log.read_text()):
+            with contextlib.suppress(OSError):
+                connection = http.client.HTTPConnection("127.0.0.1", int(found[1]))
+                connection.request("GET", "/ready")
+                if connection.getresponse().status == 200:
+                    return int(found[1])
+        time.sleep(0.1)
+    raise SystemExit(f"the server has ended:\n{log.read_text()}")
+
+
+def first_token_times(port: int, seconds: float) -> list[float]:
+    """In seconds, of chats one after the other."""
+    headers = {"Authorization": f"Bearer {VICTIM}", "Content-Type": "application/json"}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    found = []
+    end_s = time.perf_counter() + seconds
+    while (start_s := time.perf_counter()) < end_s:
+        connection.request("POST", "/v1/chat/completions", BODY, headers)
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.read()
+        while b'"content":' not in answer.readline():
+            pass
+        found.append(time.perf_counter() - start_s)
+        answer.read()
+        time.sleep(PAUSE_S)
+    return found
+
+
+def under(name: str, port: int, seconds: float, *, sink: bool) -> tuple[list[float], Any]:
+    """The victim's times while the attacker attacks the server, or a sink; its answers."""
+    command = [sys.executable, str(HERE / "attacker.py"), name, "--port", str(port)]
+    command += ["--key", ATTACKER, "--seconds", str(seconds + 1), *(["--sink"] if sink else [])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it has made what it sends
+        time.sleep(0.5)
+        times = first_token_times(port, seconds)
+        return times, json.loads(process.stdout.read())
+
+
+def p99(times: list[float]) -> float:
+    return statistics.quantiles(times, n=100, method="inclusive")[98]
+
+
+def measure(name: str, port: int, seconds: float, rounds: int) -> dict[str, Any]:
+    """Attack and control in turn, so that both meet the same machine."""
+    control: list[float] = []
+    attacked: list[float] = []
+    pairs, answers = [], None
+    for number in range(rounds):
+        parts = {}
+        for sink in (True, False) if number % 2 == 0 else (False, True):
+            parts[sink], said = under(name, port, seconds, sink=sink)
+            answers = answers if sink else said
+        control += parts[True]
+        attacked += parts[False]
+        pairs.append([1e3 * p99(parts[True]), 1e3 * p99(parts[False])])
+    change = 100 * (p99(attacked) / p99(control) - 1)
+    return {
+        "control_ms": summary(control),
+        "attacked_ms": summary(attacked),
+        "p99_ms_by_round": pairs,
+        "p99_change_percent": change,
+        "holds": change <= LIMIT_PERCENT,
+        "answers_to_attacker": answers,
+    }
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    ms = sorted(1e3 * one for one in times)
+    return {
+        "requests": len(ms),
+        "p50": statistics.median(ms),
+        "p99": 1e3 * p99(times),
+        "max": ms[-1],
+    }
+
+
+def provenance() -> dict[str, Any]:
+    """Where and of what the numbers are."""
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True
+    )
+    models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "commit": git.stdout.strip(),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": models[0] if models else platform.machine(),
+        "num_cpus": os.cpu_count(),
+        "load": os.getloadavg(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("flexinfer", "torch", "uvicorn", "pydantic")},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--attack", choices=NAMES, action="append", help="default: all")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of one measurement")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    result: dict[str, Any] = {"provenance": provenance(), "limit_percent": LIMIT_PERCENT}
+    with serving() as port:
+        first_token_times(port, 2)  # a warm-up
+        result["alone_ms"] = summary(first_token_times(port, args.seconds))
+        result["attacks"] = {}
+        for name in args.attack or NAMES:
+            result["attacks"][name] = found = measure(name, port, args.seconds, args.rounds)
+            print(f"{name}: p99 {found['p99_change_percent']:+.0f} %", file=sys.stderr, flush=True)
+    text = json.dumps(result, indent=2)
+    print(text)
+    if args.json is not None:
+        args.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
