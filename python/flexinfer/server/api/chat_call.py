@@ -10,7 +10,7 @@ from typing import Any
 from flexinfer.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
 from flexinfer.server.api import generate
 from flexinfer.server.api.generate import Job
-from flexinfer.server.api.logprobs import chat_logprobs
+from flexinfer.server.api.logprobs import chat_logprobs, prompt_logprobs
 from flexinfer.server.api.prompts import decode, make_prompt
 from flexinfer.server.api.sampling import beam_params, sampling_params
 from flexinfer.server.api.tools import Parsed, ToolUse, finish_reason, tool_use
@@ -59,7 +59,7 @@ async def prepare_chat(
         raise bad_request("top_logprobs needs logprobs", "top_logprobs")
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     if body.use_beam_search:
-        if body.logprobs or tools.structure:
+        if body.logprobs or body.prompt_logprobs is not None or tools.structure:
             raise bad_request("beam search has neither logprobs nor forced tool calls")
         params: Any = beam_params(state, body, max_tokens=max_tokens)
     else:
@@ -68,6 +68,7 @@ async def prepare_chat(
             body,
             max_tokens=max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
             structure=tools.structure,
         )
     messages = [*(conversation.messages if conversation else ()), *body.messages]
@@ -88,7 +89,7 @@ async def prepare_chat(
         body.cache_salt,
         max_tokens=max_tokens,
         param="messages",
-        keep_last=body.truncate_prompt_tokens,
+        fields=body,
     )
     job = Job(f"chatcmpl-{current_request_id()}", tenant, [prompt], params, body.priority or 0)
     return ChatCall(state, body, job, tools, messages, conversation)
@@ -105,6 +106,7 @@ def final_answer(call: ChatCall, output: RequestOutput) -> ChatCompletion:
         conversation=call.conversation.id if call.conversation else None,
         system_fingerprint=call.state.fingerprint,
         prompt_token_ids=output.prompt_token_ids if call.body.return_token_ids else None,
+        prompt_logprobs=prompt_logprobs(output, call.body.prompt_logprobs),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from flexinfer.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
 from flexinfer.server.api import generate
 from flexinfer.server.api.generate import Job
-from flexinfer.server.api.logprobs import completion_logprobs
+from flexinfer.server.api.logprobs import completion_logprobs, prompt_logprobs
 from flexinfer.server.api.prompts import decode, make_prompt, tokenize
 from flexinfer.server.api.sampling import beam_params, sampling_params
 from flexinfer.server.http.errors import bad_request
@@ -77,7 +77,7 @@ async def prepare_completion(
     if max_tokens == 0 and not body.echo:
         raise bad_request("max_tokens 0 makes sense only with echo", "max_tokens")
     if body.use_beam_search:
-        if body.echo or body.logprobs is not None:
+        if body.echo or body.logprobs is not None or body.prompt_logprobs is not None:
             raise bad_request("beam search has neither echo nor logprobs", "use_beam_search")
         params: Any = beam_params(state, body, max_tokens=max_tokens)
     else:
@@ -86,7 +86,7 @@ async def prepare_completion(
             body,
             max_tokens=max(1, max_tokens),
             logprobs=body.logprobs,
-            prompt_logprobs=body.logprobs if body.echo else None,
+            prompt_logprobs=_num_prompt_logprobs(body),
         )
     special = body.add_special_tokens is not False
     ids = [
@@ -101,13 +101,19 @@ async def prepare_completion(
             body.cache_salt,
             max_tokens=max(1, max_tokens),
             param="prompt",
-            keep_last=body.truncate_prompt_tokens,
+            fields=body,
         )
         for one in ids
     ]
     shown = [decode(state, one["prompt_token_ids"]) for one in prompts] if body.echo else []
     job = Job(f"cmpl-{current_request_id()}", tenant, prompts, params, body.priority or 0)
     return CompletionCall(state, body, job, shown, int(time.time()))
+
+
+def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
+    """How many are computed: for `echo`, and asked for by name."""
+    asked = (body.logprobs if body.echo else None, body.prompt_logprobs)
+    return max((one for one in asked if one is not None), default=None)
 
 
 def _prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
@@ -135,6 +141,7 @@ def final_choice(
         stop_reason=one.stop_reason,
         token_ids=one.token_ids if wants_ids else None,
         prompt_token_ids=output.prompt_token_ids if wants_ids else None,
+        prompt_logprobs=prompt_logprobs(output, call.body.prompt_logprobs),
     )
 
 

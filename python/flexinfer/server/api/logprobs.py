@@ -5,7 +5,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from flexinfer.outputs import CompletionOutput, Logprob, TokenLogprobs
+from flexinfer.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from flexinfer.server.protocol.base import PromptLogprob, PromptLogprobs
 from flexinfer.server.protocol.chat import ChatLogprobs, ContentLogprob, TokenLogprob
 from flexinfer.server.protocol.completions import CompletionLogprobs
 from flexinfer.server.token_bytes import TokenBytes
@@ -46,6 +47,26 @@ def completion_logprobs(
         out.text_offset.append(offset)
         offset += len(decoder.decode(token_bytes.of(token_id, chosen.decoded_token or "")))
     return out
+
+
+def prompt_logprobs(output: RequestOutput, num_top: int | None) -> PromptLogprobs | None:
+    """Of each prompt token its own and `num_top` most probable ones, by token id, as vLLM has
+    them; None of the first one."""
+    if num_top is None or output.prompt_logprobs is None:
+        return None
+    found: PromptLogprobs = []
+    for entry in output.prompt_logprobs:
+        shown = {} if entry is None else dict([*list(entry.items())[:1], *_top(entry, num_top)])
+        found.append(
+            {
+                str(token): PromptLogprob(
+                    logprob=one.logprob, rank=one.rank, decoded_token=one.decoded_token
+                )
+                for token, one in shown.items()
+            }
+            or None
+        )
+    return found
 
 
 def _name(token_id: int, one: Logprob, token_bytes: TokenBytes) -> str:

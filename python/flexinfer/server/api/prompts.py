@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from flexinfer.server.chat_renderer import check_length
 from flexinfer.server.http.auth import tenant_salt
 from flexinfer.server.http.errors import bad_request
+from flexinfer.server.protocol.sampling import SamplingFields
 from flexinfer.server.state import ServerState
 from flexinfer.types import TokensPrompt
 
@@ -45,12 +46,14 @@ def make_prompt(
     *,
     max_tokens: int | None,
     param: str,
-    keep_last: int | None = None,
+    fields: SamplingFields,
 ) -> TokensPrompt:
-    """The prompt, or its `keep_last` last tokens. Raises APIError if it is empty, or too long for
-    the model or this server."""
-    if keep_last is not None:
-        token_ids = token_ids[-keep_last:]
+    """The prompt, truncated as `fields` ask. Raises APIError if it is empty, or too long for the
+    model or this server."""
+    num_kept = fields.truncate_prompt_tokens
+    if num_kept is not None:
+        is_right = fields.truncation_side == "right"
+        token_ids = token_ids[:num_kept] if is_right else token_ids[-num_kept:]
     num_tokens, longest = len(token_ids), state.llm.max_model_len
     if not num_tokens:
         raise bad_request("the prompt is empty", param)

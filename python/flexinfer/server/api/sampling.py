@@ -139,6 +139,8 @@ def _of_response_format(wanted: ResponseFormat | None) -> StructuredOutputsParam
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
+        if wanted.schema_ is not None:
+            return _structure("response_format", {"json": wanted.schema_})
         return StructuredOutputsParams(json_object=True)
     if wanted.json_schema is None or wanted.json_schema.schema_ is None:
         raise bad_request(
@@ -152,6 +154,14 @@ def _check_fields(state: ServerState, fields: SamplingFields, logprobs: int | No
         value = getattr(fields, name)
         if value is not None and value > state.max_n:
             raise bad_request(f"{name} must be at most {state.max_n}, got {value}", name)
+    asked = getattr(fields, "prompt_logprobs", None)
+    if asked is not None and asked > state.settings.max_logprobs:
+        raise bad_request(
+            f"at most {state.settings.max_logprobs} log probabilities per token, got {asked}",
+            "prompt_logprobs",
+        )
+    if asked is not None and fields.wants_stream:
+        raise bad_request("prompt_logprobs are not streamed", "prompt_logprobs")
     if logprobs is not None and logprobs > state.settings.max_logprobs:
         raise bad_request(
             f"at most {state.settings.max_logprobs} log probabilities per token, got {logprobs}",

@@ -49,4 +49,13 @@ class Usage(Model):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
+class PromptLogprob(Model):
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id."""
+
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from flexinfer.server.protocol.base import FinishReason, FunctionName, Model, Usage
+from flexinfer.server.protocol.base import FinishReason, FunctionName, Model, PromptLogprobs, Usage
 from flexinfer.server.protocol.sampling import Refused, SamplingFields
 
 MAX_MESSAGES = 8192
@@ -102,6 +102,7 @@ class ChatRequest(SamplingFields):
     """The old name of max_completion_tokens."""
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
+    prompt_logprobs: int | None = Field(default=None, ge=0)
     tools: Annotated[list[Tool], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -163,3 +164,4 @@ class ChatCompletion(Model):
     system_fingerprint: str | None = None
     conversation: Annotated[str | None, Field(description="Id, if one goes on.")] = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from flexinfer.server.protocol.base import FinishReason, Model, TokenId, Usage
+from flexinfer.server.protocol.base import FinishReason, Model, PromptLogprobs, TokenId, Usage
 from flexinfer.server.protocol.sampling import Refused, SamplingFields
 
 
@@ -20,6 +20,7 @@ class CompletionRequest(SamplingFields):
     )
     max_tokens: int | None = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0)
+    prompt_logprobs: int | None = Field(default=None, ge=0)
     echo: bool | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
@@ -57,6 +58,7 @@ class CompletionChoice(Model):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(Model):

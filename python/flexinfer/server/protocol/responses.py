@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from flexinfer.server.protocol.base import FunctionName, Metadata, Model
 from flexinfer.server.protocol.chat import MAX_MESSAGES, Content
-from flexinfer.server.protocol.sampling import Refused, SamplingFields
+from flexinfer.server.protocol.sampling import Refused, RefusedAny, SamplingFields
 
 
 class InputMessage(Model):
@@ -123,6 +123,7 @@ class ResponsesRequest(SamplingFields):
     max_tool_calls: Refused = None
     top_logprobs: Refused = None
     logprobs: Refused = None
+    prompt_logprobs: RefusedAny = None
     messages: Refused = None
     max_tokens: Refused = None
     max_completion_tokens: Refused = None

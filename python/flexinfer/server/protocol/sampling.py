@@ -7,6 +7,7 @@ llama.cpp have. A field that changes the answer and that an endpoint does not se
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -22,7 +23,23 @@ def _refuse(value: Any) -> Any:
     return value
 
 
+def _refuse_unless(is_harmless: Callable[[Any], bool]) -> AfterValidator:
+    def check(value: Any) -> Any:
+        return value if value is None or is_harmless(value) else _refuse(value or True)
+
+    return AfterValidator(check)
+
+
 Refused = Annotated[SkipJsonSchema[Any], AfterValidator(_refuse)]
+RefusedAny = Annotated[SkipJsonSchema[Any], _refuse_unless(lambda _: False)]
+"""Where zero or an empty value asks for something, too."""
+RefusedFalse = Annotated[SkipJsonSchema[Any], _refuse_unless(lambda value: value is True)]
+RefusedBut1 = Annotated[SkipJsonSchema[Any], _refuse_unless(lambda value: value == 1)]
+RefusedAbove0 = Annotated[
+    SkipJsonSchema[Any],
+    _refuse_unless(lambda value: isinstance(value, (int, float)) and value <= 0),
+]
+"""Where llama.cpp turns something off by a number that is not 0."""
 
 
 class StreamOptions(Model):
@@ -40,6 +57,8 @@ class JsonSchemaFormat(Model):
 class ResponseFormat(Model):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    """With json_object, as llama.cpp has it."""
 
 
 class StructuredOutputs(Model):
@@ -55,7 +74,6 @@ class StructuredOutputs(Model):
 class RefusedSampling(Model):
     """Fields of vLLM, SGLang and llama.cpp that would change the answer."""
 
-    prompt_logprobs: Refused = None
     bad_words: Refused = None
     allowed_token_ids: Refused = None
     logits_processors: Refused = None
@@ -81,6 +99,26 @@ class RefusedSampling(Model):
     documents: Refused = None
     audio: Refused = None
     web_search_options: Refused = None
+    prompt_embeds: Refused = None
+    logprob_token_ids: Refused = None
+    repetition_detection: Refused = None
+    spaces_between_special_tokens: RefusedFalse = None
+    custom_logit_processor: Refused = None
+    custom_params: Refused = None
+    no_stop_trim: Refused = None
+    min_new_tokens: Refused = None
+    max_new_tokens: Refused = None
+    n_predict: Refused = None
+    n_keep: Refused = None
+    n_probs: Refused = None
+    n_indent: Refused = None
+    post_sampling_probs: Refused = None
+    repeat_penalty: RefusedBut1 = None
+    top_n_sigma: RefusedAbove0 = None
+    t_max_predict_ms: Refused = None
+    return_progress: Refused = None
+    timings_per_token: Refused = None
+    lora: Refused = None
 
 
 class SamplingFields(RefusedSampling):
@@ -110,7 +148,9 @@ class SamplingFields(RefusedSampling):
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     truncate_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Keep only the last so many tokens of the prompt."""
+    """Keep only so many tokens of the prompt: the last ones, unless `truncation_side` says so."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where tokens are taken away."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | bool | None = None
