@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import http.client
 import json
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -16,13 +14,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from attacks import HELLO, NAMES
-
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "common"))
+
+from attacks import HELLO, NAMES
+from provenance import write_report
+
 VICTIM, ATTACKER = "victim-key", "attacker-key"
 BODY = json.dumps({"messages": HELLO, "max_tokens": 4, "ignore_eos": True, "stream": True})
 PAUSE_S = 0.01
@@ -128,24 +128,6 @@ def summary(times: list[float]) -> dict[str, float]:
     }
 
 
-def provenance() -> dict[str, Any]:
-    """Where and of what the numbers are."""
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True
-    )
-    models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    return {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "commit": git.stdout.strip(),
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": models[0] if models else platform.machine(),
-        "num_cpus": os.cpu_count(),
-        "load": os.getloadavg(),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("flexinfer", "torch", "uvicorn", "pydantic")},
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--attack", choices=NAMES, action="append", help="default: all")
@@ -153,7 +135,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    result: dict[str, Any] = {"provenance": provenance(), "limit_percent": LIMIT_PERCENT}
+    load = [round(one, 1) for one in os.getloadavg()]
+    result: dict[str, Any] = {"limit_percent": LIMIT_PERCENT}
     with serving() as port:
         first_token_times(port, 2)  # a warm-up
         result["alone_ms"] = summary(first_token_times(port, args.seconds))
@@ -161,10 +144,8 @@ def main() -> None:
         for name in args.attack or NAMES:
             result["attacks"][name] = found = measure(name, port, args.seconds, args.rounds)
             print(f"{name}: p99 {found['p99_change_percent']:+.0f} %", file=sys.stderr, flush=True)
-    text = json.dumps(result, indent=2)
-    print(text)
-    if args.json is not None:
-        args.json.write_text(text + "\n")
+    print(json.dumps(result, indent=1))
+    write_report(args.json, "isolation", result, load_before=load)
 
 
 if __name__ == "__main__":
