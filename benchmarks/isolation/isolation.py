@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "common"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 from attacks import HELLO, NAMES
 from provenance import write_report
 
+HERE = Path(__file__).resolve().parent
 VICTIM, ATTACKER = "victim-key", "attacker-key"
 BODY = json.dumps({"messages": HELLO, "max_tokens": 4, "ignore_eos": True, "stream": True})
 PAUSE_S = 0.01
