@@ -172,7 +172,7 @@ class AsyncLLM:
             request_id = f"async-{next(self._request_ids)}"
         stream = _Stream(self._mailbox(), latest_only=kind is RequestOutputKind.CUMULATIVE)
         finished = False
-        grammar = await self._prepare_grammar(params)
+        grammar = await self.prepare_grammar(params)
         try:
             await asyncio.wrap_future(
                 self._thread.submit(request_id, prompt, params, priority, stream.put)
@@ -186,10 +186,11 @@ class AsyncLLM:
             if not finished:
                 self._thread.drop(request_id, stream.put)
 
-    async def _prepare_grammar(
+    async def prepare_grammar(
         self, params: SamplingParams | BeamSearchParams
     ) -> CompiledGrammar | None:
-        """Compile what the request needs, in no thread that others wait for."""
+        """Compile what a request needs, in no thread that others wait for; `generate` does so
+        itself, and finds it as long as the result is kept. Raises RequestError."""
         if not isinstance(params, SamplingParams) or params.structured_outputs is None:
             return None
         try:

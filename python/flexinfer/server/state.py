@@ -42,6 +42,7 @@ class ServerState:
             llm.config.max_num_seqs, settings.max_queue_len, settings.max_key_concurrency
         )
         self.large_bodies = Turnstile()
+        self.grammars = Turnstile()
         self.conversations = ConversationStore(llm, settings)
         self.responses = ResponseStore(
             equal_share(

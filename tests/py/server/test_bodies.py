@@ -109,6 +109,40 @@ def test_small_bodies_wait_for_nobody() -> None:
     asyncio.run(run())
 
 
+def test_a_tenants_grammars_are_compiled_one_by_one_and_no_others_wait() -> None:
+    async def run() -> list[str]:
+        turnstile, order = Turnstile(), []
+        compiled = {name: asyncio.Event() for name in ("a1", "a2", "b1")}
+
+        async def compile_one(name: str) -> None:
+            async with turnstile.turn(name[0]):
+                order.append(name)
+                await compiled[name].wait()
+
+        tasks = [asyncio.ensure_future(compile_one(name)) for name in compiled]
+        await asyncio.sleep(0)
+        assert order == ["a1", "b1"]
+        for event in compiled.values():
+            event.set()
+        await asyncio.gather(*tasks)
+        return order
+
+    assert asyncio.run(run()) == ["a1", "b1", "a2"]
+
+
+@pytest.mark.parametrize("failure", [ValueError, asyncio.CancelledError])
+def test_a_turn_that_fails_lets_the_next_one_in(failure: type[BaseException]) -> None:
+    async def run() -> None:
+        turnstile = Turnstile()
+        with pytest.raises(failure):
+            async with turnstile.turn("a"):
+                raise failure
+        async with asyncio.timeout(30), turnstile.turn("a"):
+            pass
+
+    asyncio.run(run())
+
+
 # Texts beyond the context are refused before they are tokenized.
 
 LONG = "word " * 200_000

@@ -76,8 +76,9 @@ async def prepare_chat(
         ChatPrompt(
             messages,
             tools.tools,
-            add_generation_prompt=body.add_generation_prompt is not False
-            and not body.continue_final_message,
+            add_generation_prompt=not body.continue_final_message
+            if body.add_generation_prompt is None
+            else body.add_generation_prompt,
             continue_final_message=bool(body.continue_final_message),
             template_kwargs=body.chat_template_kwargs or {},
         )

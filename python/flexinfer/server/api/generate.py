@@ -122,6 +122,10 @@ async def _outputs(
     state: ServerState, job: Job, params: SamplingParams, prompt_idx: int, engine_id: str
 ) -> Outputs:
     """Raises APIError for a sequence that the engine ended by a failure."""
+    grammar = None
+    if params.structured_outputs is not None:
+        async with state.grammars.turn(job.tenant):
+            grammar = await state.llm.prepare_grammar(params)
     outputs = state.llm.generate(job.prompts[prompt_idx], params, engine_id, priority=job.priority)
     if state.tracer is not None:
         outputs = state.tracer.watch(outputs, engine_id, params)
@@ -129,6 +133,7 @@ async def _outputs(
         async for output in outputs:
             _check(output)
             yield prompt_idx, output
+    del grammar  # until here the engine found it compiled
 
 
 async def _beams(

@@ -36,7 +36,9 @@ async def tokenize(state: State, body: TokenizeRequest) -> TokenizeAnswer:
             ChatPrompt(
                 body.messages,
                 body.tools or (),
-                add_generation_prompt=body.add_generation_prompt is not False and not continues,
+                add_generation_prompt=not continues
+                if body.add_generation_prompt is None
+                else body.add_generation_prompt,
                 continue_final_message=continues,
                 template_kwargs=body.chat_template_kwargs or {},
             )

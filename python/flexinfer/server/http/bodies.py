@@ -8,6 +8,8 @@ one tenant the loop is left to others.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from flexinfer.server.http.errors import bad_request
 
@@ -37,9 +39,8 @@ def check_size(body: bytes) -> None:
 
 
 class Turnstile:
-    """One tenant's large bodies, one by one, for at most a part 1 / (1 + REST) of the loop's time.
-
-    For one event loop.
+    """One tenant's heavy work, piece by piece, for at most a part 1 / (1 + REST) of the time: large
+    bodies of the loop's, grammars of a core's. For one event loop.
     """
 
     def __init__(self) -> None:
@@ -49,15 +50,26 @@ class Turnstile:
         """Wait for the tenant's turn. What the caller does until it first waits is measured."""
         if num_bytes <= LARGE_BYTES:
             return
+        leave = await self._acquire(tenant)
+        # It runs when the caller has read its body, and waits.
+        asyncio.get_running_loop().call_soon(leave)
+
+    @asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
+        """The tenant's turn, until the end of the `with`."""
+        leave = await self._acquire(tenant)
+        try:
+            yield
+        finally:
+            leave()
+
+    async def _acquire(self, tenant: str) -> Callable[[], object]:
+        """Returns what lets the tenant's next one in, after a rest."""
         lock = self._locks.setdefault(tenant, asyncio.Lock())
         await lock.acquire()
         loop = asyncio.get_running_loop()
         start_s = loop.time()
-
-        def leave() -> None:
-            loop.call_later(REST * (loop.time() - start_s), lock.release)
-
-        loop.call_soon(leave)  # runs when the caller has read its body, and waits
+        return lambda: loop.call_later(REST * (loop.time() - start_s), lock.release)
 
 
 def _too_much(what: str) -> Exception:

@@ -35,6 +35,7 @@ RefusedAny = Annotated[SkipJsonSchema[Any], _refuse_unless(lambda _: False)]
 """Where zero or an empty value asks for something, too."""
 RefusedFalse = Annotated[SkipJsonSchema[Any], _refuse_unless(lambda value: value is True)]
 RefusedBut1 = Annotated[SkipJsonSchema[Any], _refuse_unless(lambda value: value == 1)]
+RefusedSpeech = Annotated[SkipJsonSchema[Any], _refuse_unless(lambda value: value == ["text"])]
 RefusedAbove0 = Annotated[
     SkipJsonSchema[Any],
     _refuse_unless(lambda value: isinstance(value, (int, float)) and value <= 0),
@@ -99,6 +100,7 @@ class RefusedSampling(Model):
     documents: Refused = None
     audio: Refused = None
     web_search_options: Refused = None
+    modalities: RefusedSpeech = None
     prompt_embeds: Refused = None
     logprob_token_ids: Refused = None
     repetition_detection: Refused = None
