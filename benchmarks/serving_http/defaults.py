@@ -23,8 +23,10 @@ from processes import HERE, Measured, Server, busy_cpu_s
 from text_model import make_text_model
 
 sys.path.insert(0, str(HERE.parent / "gpu_common"))
+sys.path.insert(0, str(HERE.parent / "common"))
 
-from harness import environment, table
+from harness import table
+from provenance import write_report
 
 Row = dict[str, Any]
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
@@ -202,23 +204,16 @@ def vllm_version(python: Path) -> str:
 
 def main() -> None:
     args = parse()
-    args.vllm_python = args.vllm_python.absolute()
-    machine = environment("cpu") | {"vllm": vllm_version(args.vllm_python)}
+    load_before = [round(value, 1) for value in os.getloadavg()]
     model = make_text_model(args.models, args.size).absolute()
     with tempfile.TemporaryDirectory(prefix="serving_http-") as folder:
         rows = measure(args, model, Path(folder))
     summary = summarise(rows)
     print(table(summary, COLUMNS))
-    report = {
-        "benchmark": "serving_http defaults",
-        "environment": machine,
-        "settings": {name: str(value) for name, value in vars(args).items() if name != "json"},
-        "summary": summary,
-        "rows": rows,
-    }
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    settings = {name: str(value) for name, value in vars(args).items() if name != "json"}
+    body = {"settings": settings, "summary": summary, "rows": rows}
+    version = vllm_version(args.vllm_python)
+    write_report(args.json, "serving_http defaults", body, load_before=load_before, vllm=version)
 
 
 if __name__ == "__main__":
