@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 
 from engines import DEFAULT_ENGINES, ENGINES
 from provenance import write_report
-from workloads import WORKLOADS
+from workloads import SAMPLED, WORKLOADS
 
 from models import SIZES, make_model
 
@@ -163,7 +163,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default="small", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--dtypes", default="float32,bfloat16")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument(
+        "--workloads",
+        default=",".join(WORKLOADS),
+        help=f"of {', '.join(WORKLOADS + SAMPLED)} (default: %(default)s)",
+    )
     parser.add_argument(
         "--engines", default=",".join(DEFAULT_ENGINES), help=f"of {', '.join(ENGINES)}"
     )

@@ -53,32 +53,33 @@ class FlexInfer:
         )
         self.engine = self.llm.llm_engine
 
-    def __call__(self, prompts: Prompts, num_new: int) -> Prompts:
-        outputs = self.llm.generate(_token_prompts(prompts), self._params(num_new), use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+    def __call__(self, prompts: Prompts, num_new: int, **sampling: Any) -> Prompts:
+        params = self._params(num_new, **sampling)
+        outputs = self.llm.generate(_token_prompts(prompts), params, use_tqdm=False)
+        return _samples(outputs)
 
     def step_by_step(
-        self, prompts: Prompts, num_new: int, after_step: Callable[[], None]
+        self, prompts: Prompts, num_new: int, after_step: Callable[[], None], **sampling: Any
     ) -> Prompts:
         """The same, with a call after each step."""
         ids = [f"watched-{index}" for index in range(len(prompts))]
         for request_id, prompt in zip(ids, _token_prompts(prompts), strict=True):
-            self.engine.add_request(request_id, prompt, self._params(num_new))
-        done: dict[str, list[int]] = {}
+            self.engine.add_request(request_id, prompt, self._params(num_new, **sampling))
+        done: dict[str, Any] = {}
         while len(done) < len(ids):
             for output in self.engine.step():
                 if output.finished:
-                    done[output.request_id] = list(output.outputs[0].token_ids)
+                    done[output.request_id] = output
             after_step()
-        return [done[request_id] for request_id in ids]
+        return _samples([done[request_id] for request_id in ids])
 
     def close(self) -> None:
         self.llm.close()
 
-    def _params(self, num_new: int) -> Any:
+    def _params(self, num_new: int, temperature: float = 0.0, n: int = 1) -> Any:
         from flexinfer import SamplingParams
 
-        return SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
+        return SamplingParams(temperature=temperature, n=n, max_tokens=num_new, ignore_eos=True)
 
 
 class VLLM:
@@ -103,14 +104,15 @@ class VLLM:
             disable_log_stats=True,
         )
 
-    def __call__(self, prompts: Prompts, num_new: int) -> Prompts:
+    def __call__(
+        self, prompts: Prompts, num_new: int, temperature: float = 0.0, n: int = 1
+    ) -> Prompts:
         from vllm import SamplingParams
 
         params = SamplingParams(
-            temperature=0.0, max_tokens=num_new, ignore_eos=True, detokenize=False
+            temperature=temperature, n=n, max_tokens=num_new, ignore_eos=True, detokenize=False
         )
-        outputs = self._llm.generate(_token_prompts(prompts), params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        return _samples(self._llm.generate(_token_prompts(prompts), params, use_tqdm=False))
 
     def close(self) -> None:
         """Ends with the process."""
@@ -155,6 +157,11 @@ def transformers_continuous(folder: Path, dtype: str, threads: int) -> Continuou
         max_batch_tokens=512,
         pad_token_id=3,
     )
+
+
+def _samples(outputs: list[Any]) -> Prompts:
+    """The tokens of all samples of all requests."""
+    return [list(sample.token_ids) for output in outputs for sample in output.outputs]
 
 
 def _token_prompts(prompts: Prompts) -> list[dict[str, list[int]]]:

@@ -21,6 +21,14 @@ SIZES = {
         "num_key_value_heads": 4,
         "intermediate_size": 1408,
     },
+    "small-128k": {
+        "vocab_size": 131_072,
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 1408,
+    },
     "big": {
         "hidden_size": 1024,
         "num_hidden_layers": 16,
@@ -40,15 +48,15 @@ def make_model(folder: Path, size: str) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB_SIZE, **SIZES[size]}
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
         max_position_embeddings=4096,
         tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=3,
         initializer_range=0.05,
-        **SIZES[size],
+        **sizes,
     )
     LlamaForCausalLM(config).float().save_pretrained(path)
     return path

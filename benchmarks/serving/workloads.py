@@ -1,9 +1,14 @@
-"""The three workloads, as token ids: same prompts for every engine, greedy, end of text ignored.
+"""The workloads, as token ids: same prompts for every engine, end of text ignored. Greedy:
 
 mixed      32 requests, prompts of 64..512 tokens, 64 new tokens each
 prefix     32 requests, 1,024 shared tokens + 64 own, 32 new tokens each
 multiturn  8 conversations x 6 turns; a turn appends 64 user tokens and generates 64;
            all conversations submit turn t together, then turn t + 1
+
+At temperature 1, for engines that take it:
+
+sampled    as mixed
+n8         4 requests, prompts of 64..512 tokens, 8 samples of 64 new tokens each
 
 Lengths depend on the seed alone, contents on the repetition as well, so that nothing computed in
 one repetition is a cache hit in the next.
@@ -14,12 +19,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 Prompts = list[list[int]]
-Generate = Callable[[Prompts, int], Prompts]
-"""(prompts, number of new tokens) -> new tokens of each prompt."""
+Generate = Callable[..., Prompts]
+"""(prompts, number of new tokens) -> new tokens of each prompt; with `temperature` and `n`, of each
+sample."""
 
 WORKLOADS = ("mixed", "prefix", "multiturn")
+SAMPLED = ("sampled", "n8")
 FIRST_TOKEN = 4
 VOCAB_SIZE = 8192
 
@@ -46,7 +54,14 @@ def run(name: str, generate: Generate, seed: int, repetition: int | str, scale: 
         prompts = [shared + _tokens(rng, 64) for _ in range(max(1, 32 // scale))]
         return _one_round(generate, prompts, 32)
     lengths = random.Random(seed)
-    prompts = [_tokens(rng, lengths.randint(64, 512)) for _ in range(max(1, 32 // scale))]
+    count, sampling = {
+        "mixed": (32, {}),
+        "sampled": (32, {"temperature": 1.0}),
+        "n8": (4, {"temperature": 1.0, "n": 8}),
+    }[name]
+    prompts = [_tokens(rng, lengths.randint(64, 512)) for _ in range(max(1, count // scale))]
+    if sampling:
+        generate = partial(generate, **sampling)
     return _one_round(generate, prompts, 64)
 
 
