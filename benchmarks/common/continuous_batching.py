@@ -5,6 +5,7 @@ A peer in benchmarks/serving and benchmarks/end_to_end. Imports transformers onl
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,12 @@ def kv_token_bytes(config: Any, element_bytes: int) -> int:
     """Bytes of one token's K and V in all layers of a transformers config."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * element_bytes)
+
+
+def page_size_name(config_type: type) -> str:
+    """What transformers calls a page's tokens: `block_size` in 5.17, `page_size` in 5.23."""
+    names = {field.name for field in dataclasses.fields(config_type)}
+    return "page_size" if "page_size" in names else "block_size"
 
 
 class ContinuousBatching:
@@ -49,9 +56,9 @@ class ContinuousBatching:
             ),
             continuous_batching_config=ContinuousBatchingConfig(
                 allow_block_sharing=True,
-                page_size=page_tokens,
                 num_blocks=num_blocks,
                 max_batch_tokens=max_batch_tokens,
+                **{page_size_name(ContinuousBatchingConfig): page_tokens},
             ),
         )
         self._manager.start()

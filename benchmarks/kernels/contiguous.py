@@ -19,8 +19,26 @@ Call = Callable[[], torch.Tensor]
 Kernel = Callable[[Problem], Call]
 
 
+LEAN_BUILD = "this flash-attn was built "
+"""How a call begins that scripts/flash_attn_build.py left out answers."""
+
+
 class NotSupported(Exception):  # noqa: N818 - a fact to be reported, not an error
     """The kernel is not installed, or can not do this; the text says why."""
+
+
+def tell_lean_build(call: Call) -> Call:
+    """The call; where flash-attn was built without what it needs, that is `NotSupported`."""
+
+    def checked() -> torch.Tensor:
+        try:
+            return call()
+        except RuntimeError as error:
+            if LEAN_BUILD in str(error):
+                raise NotSupported(str(error).splitlines()[0]) from None
+            raise
+
+    return checked
 
 
 def sdpa(problem: Problem) -> Call:
@@ -98,13 +116,15 @@ def with_kvcache(problem: Problem, package: str) -> Call:
     except (ImportError, AttributeError) as error:
         raise NotSupported(f"{package}: {error}") from None
     lengths, slots = problem.lengths(), problem.slots()
-    return lambda: attend(
-        problem.q,
-        problem.k,
-        problem.v,
-        cache_seqlens=lengths,
-        cache_batch_idx=slots,
-        causal=True,
+    return tell_lean_build(
+        lambda: attend(
+            problem.q,
+            problem.k,
+            problem.v,
+            cache_seqlens=lengths,
+            cache_batch_idx=slots,
+            causal=True,
+        )
     )
 
 

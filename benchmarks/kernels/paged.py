@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from contiguous import Call, NotSupported
+from contiguous import Call, NotSupported, tell_lean_build
 from problem import Problem
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -100,8 +100,10 @@ def flash_attn_2(problem: Problem, pages: Pages) -> Call:
     except ImportError as error:
         raise NotSupported(f"flash-attn: {error}") from None
     lengths = problem.lengths()
-    return lambda: flash_attn_with_kvcache(
-        problem.q, pages.k, pages.v, cache_seqlens=lengths, block_table=pages.table, causal=True
+    return tell_lean_build(
+        lambda: flash_attn_with_kvcache(
+            problem.q, pages.k, pages.v, cache_seqlens=lengths, block_table=pages.table, causal=True
+        )
     )
 
 

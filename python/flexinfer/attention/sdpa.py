@@ -10,8 +10,10 @@ so nothing is copied or expanded. Two facts shape the code (measured on CPU):
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flexinfer.attention.base import (
@@ -25,6 +27,13 @@ from flexinfer.attention.segments import Segment
 
 QUERY_BLOCK = 256
 """Query rows of a masked call."""
+CUDA_BACKENDS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""All but cuDNN, which torch tries first on an H100: it makes a plan for each exact length, and may
+find none for keys that the heads of a group see by stride 0."""
 
 
 class SdpaAttention(AttentionBackend):
@@ -47,8 +56,9 @@ class SdpaAttention(AttentionBackend):
         store_kv(layer, key, value, metadata)
         num_heads, num_tokens, head_dim = query.shape
         output = query.new_empty(num_tokens, num_heads, head_dim)
-        for i in range(len(metadata.segments)):
-            self.attend_segment(layer, query, output, i, options, metadata)
+        with sdpa_kernel(CUDA_BACKENDS) if query.is_cuda else nullcontext():
+            for i in range(len(metadata.segments)):
+                self.attend_segment(layer, query, output, i, options, metadata)
         return output
 
     def attend_segment(
@@ -142,6 +152,22 @@ class SdpaAttention(AttentionBackend):
             self._masks[window] = band
         zero = band.shape[1] - QUERY_BLOCK
         return band[: end - start, zero - offset : zero - offset + end - first]
+
+
+class ExactAttention(SdpaAttention):
+    """Every segment written out in matrix products: slow, and trusts no fused kernel. It judges the
+    trials of those (select.py)."""
+
+    def attend_segment(
+        self,
+        layer: LayerKV,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        i: int,
+        options: AttentionOptions,
+        metadata: AttentionMetadata,
+    ) -> None:
+        self._blocks(layer, query, output, metadata.segments[i], options, exact=True)
 
 
 def fits_window(s: Segment, options: AttentionOptions) -> bool:

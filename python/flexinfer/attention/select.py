@@ -30,7 +30,7 @@ from flexinfer.attention.flash_kernels import (
     installed,
     require,
 )
-from flexinfer.attention.sdpa import SdpaAttention
+from flexinfer.attention.sdpa import ExactAttention, SdpaAttention
 from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.attention.torch_flash import TorchFlash, count_rows_per_slot
 from flexinfer.attention.two_phase import TwoPhasePlan, attend
@@ -184,7 +184,7 @@ def try_decode(kernel: DecodeKernel, arena: torch.Tensor) -> float:
     segments = [Segment(1, 0, 5, 6), Segment(0, 1, 40, 41)]
     metadata = AttentionMetadata.build(segments, arena.device)
     expected_layer = LayerKV(layer.k.clone(), layer.v.clone())
-    expected = SdpaAttention([expected_layer]).forward(0, q, k, v, AttentionOptions(), metadata)
+    expected = ExactAttention([expected_layer]).forward(0, q, k, v, AttentionOptions(), metadata)
     scores = Scores.of(AttentionOptions(), q.shape[2])
     q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
     output = kernel.decode(layer, q, k, v, metadata, DecodeStep.of(metadata), scores)
@@ -204,7 +204,7 @@ def try_sharing(calls: FlashPartial, arena: torch.Tensor) -> float:
     shared = [SharedRange(2, 0, 32, (0, 2))]
     metadata = AttentionMetadata.build(segments, arena.device, shared)
     options = AttentionOptions()
-    expected = SdpaAttention([layer]).forward(0, q, k, v, options, metadata)  # and stores k, v
+    expected = ExactAttention([layer]).forward(0, q, k, v, options, metadata)  # and stores k, v
     plan = TwoPhasePlan.build(metadata, all_decodes=True)
     assert plan is not None
     return largest_error(attend(calls, plan, layer, q.transpose(0, 1), options), expected)
@@ -216,7 +216,7 @@ def try_prefill(kernel: PrefillKernel, arena: torch.Tensor) -> float:
     scores = Scores.of(AttentionOptions(), q.shape[2])
     segments = [Segment(0, 0, 0, 7), Segment(1, 7, 0, 12 - 7)]
     metadata = AttentionMetadata.build(segments, arena.device)
-    reference = SdpaAttention([layer])
+    reference = ExactAttention([layer])
     expected = reference.forward(0, q, k, v, AttentionOptions(), metadata)
     cu_seqlens = torch.tensor([0, 7, 12], dtype=torch.int32, device=arena.device)
     flat_q, flat_k, flat_v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)

@@ -35,6 +35,7 @@ class TorchFlash(DecodeKernel, PrefillKernel):
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
         self._forward = function or torch.ops.aten._flash_attention_forward.default
+        self._starts: tuple[DecodeStep, int, torch.Tensor, torch.Tensor] | None = None
 
     def decode(
         self,
@@ -47,15 +48,25 @@ class TorchFlash(DecodeKernel, PrefillKernel):
         scores: Scores,
     ) -> torch.Tensor:
         store_decodes(layer, key, value, metadata)
-        rows_per_slot = count_rows_per_slot(layer.k)
-        num_decodes = step.slots.shape[0]
-        starts = step.slots.new_zeros(num_decodes + 1)  # the last is the end of all, and not read
-        torch.mul(step.slots, rows_per_slot, out=starts[:num_decodes])
-        each = torch.arange(num_decodes + 1, dtype=torch.int32, device=query.device)
+        each, starts = self._starts_of(step, count_rows_per_slot(layer.k))
         shown = round_up(step.max_end, SLICE_TOKENS)
         return self._call(
             query, flat_rows(layer.k), flat_rows(layer.v), each, starts, 1, shown, scores, step.ends
         )
+
+    def _starts_of(
+        self, step: DecodeStep, rows_per_slot: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[num_decodes + 1] int32 each: where requests start among the queries and in the arena.
+        Made once per step: it is the same for all layers."""
+        known = self._starts
+        if known is None or known[0] is not step or known[1] != rows_per_slot:
+            num_decodes = step.slots.shape[0]
+            starts = step.slots.new_zeros(num_decodes + 1)  # the last is no request's, and not read
+            torch.mul(step.slots, rows_per_slot, out=starts[:num_decodes])
+            each = torch.arange(num_decodes + 1, dtype=torch.int32, device=step.slots.device)
+            known = self._starts = (step, rows_per_slot, each, starts)
+        return known[2:]
 
     def fresh(
         self,

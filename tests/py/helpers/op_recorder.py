@@ -23,19 +23,17 @@ class OpRecorder:
         self.num_records = 0
         self.num_replays = 0
 
-    def record(
-        self, function: Callable[[], torch.Tensor]
-    ) -> tuple[Callable[[], None], torch.Tensor]:
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
         self.num_records += 1
         function()  # the warm-up, as on a GPU: what it leaves in caches must do no harm
         with _Tape() as tape:
-            output = function()
+            function()
 
         def replay() -> None:
             self.num_replays += 1
             tape.replay()
 
-        return replay, output
+        return replay
 
 
 class _Tape(TorchDispatchMode):

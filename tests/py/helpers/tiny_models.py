@@ -44,6 +44,8 @@ CONFIGS: dict[str, Any] = {
         attn_logit_softcapping=5.0,
         final_logit_softcapping=30.0,
         tie_word_embeddings=False,
+        # transformers 5.17 drops the soft cap under SDPA; eager is right in every version.
+        attn_implementation="eager",
     ),
     "gemma3": lambda: tf.Gemma3TextConfig(
         **_GQA, head_dim=16, sliding_window=16, tie_word_embeddings=False
