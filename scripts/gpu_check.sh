@@ -1,18 +1,21 @@
 #!/usr/bin/env bash
-# One command for a machine with a GPU and no network: builds flexinfer against the torch that is there,
-# runs the C++ and Python tests on the GPU, then the GPU benchmarks, within nine minutes, and leaves a
-# summary, tables, plots, JSON and logs in one folder. docs/gpu_check.md says how to use it.
+# One command for a machine with a GPU and no network: builds flexinfer against the torch that is there, tests and
+# measures it in three calls of under nine minutes, each useful alone, and leaves a summary, tables, plots, JSON and
+# logs in one folder, anew after every stage. docs/gpu_check.md says how to use it.
 #
-#   scripts/gpu_check.sh                    all stages; results in $OUT, else build/gpu_check/results
-#   scripts/gpu_check.sh --flash            second call: waits for flash-attn's build, then measures with it
-#   scripts/gpu_check.sh --only A,B | --skip A,B   chooses stages;  --list  prints them
+#   scripts/gpu_check.sh 1          builds; aliasing, conformance, engine identity, driver calls, overlap, memcheck
+#   scripts/gpu_check.sh 2          kernels and a full budget of requests, against pages; begins flash-attn's build
+#   scripts/gpu_check.sh 3          flash-attn's kernels, and the engine against transformers
+#   scripts/gpu_check.sh            the first of them that has not been made
+#   scripts/gpu_check.sh --only A,B | --skip A,B   chooses stages, of any call;  --list  prints them
 #   scripts/gpu_check.sh --seconds N        time for everything (default 540)
 #   scripts/gpu_check.sh --budget NAME=N    another budget for one stage, e.g. end_to_end=300
 #   scripts/gpu_check.sh --dry-run-on-cpu   every stage on the CPU with tiny sizes, to prove this script
 #   scripts/gpu_check.sh --pack             (with a network) fetches what the GPU machine may miss
 #
-# Exit code: 0 only if every chosen stage passed. What was skipped is listed with the reason.
-# Settings: PYTHON=python3, GPU_CHECK_DIR=build/gpu_check, GPU_CHECK_CARRY=build/gpu_carry,
+# Exit code: 0 only if every chosen stage passed. What was skipped is listed with the reason; the last line says what
+# to do next.
+# Settings: PYTHON=python3, GPU_CHECK_DIR=build/gpu_check, GPU_CHECK_CARRY=build/gpu_carry, OUT=folder of the results,
 # FLASH_FULL=1 (all of flash-attn, not only what is measured), JOBS.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 task="gpu_check"
@@ -24,33 +27,38 @@ BASE="${PYTHON:-python3}"
 VENV="$WORK/venv"
 PY="$VENV/bin/python"
 JOBS="${JOBS:-$(nproc)}"
-LOGS="$WORK/logs"
-RUN="$WORK/run"
+CALLS="$WORK/calls"
 FLASH="$WORK/flash"
 DEVICE=cuda
 
-# Stage, budget in seconds, what it does. A stage gets its budget or what is left of the whole, whichever
-# is less; the report has its own reserve.
+# Stage, calls that have it, budget in seconds, what it does. A stage gets its budget or what is left of the whole,
+# whichever is less; the report has its own reserve. Cold machines are slow at first: the first `import torch` took
+# over 20 s there.
 STAGES="\
-environment  20  the machine, its driver and packages; fails without a GPU
-build        75  flexinfer, built here, in a virtual environment over the packages that are there
-flash-start   5  starts flash-attn's build in the background, where its source was carried
-pytest      105  the Python tests marked gpu
-sanitizer    40  a short program over the manager under compute-sanitizer
-ctest        75  the C++ tests, and the driver conformance suite on the real driver
-api_latency  25  benchmark: the driver's memory calls by chunk size
-kernels      70  benchmark: attention on vTensors, plain tensors and pages
-gpu_overlap  45  benchmark: step time with mapping ahead of the kernels and without
-end_to_end   65  benchmark: generation against transformers' continuous batching
-flash-wait  280  only with --flash: waits for flash-attn's build and installs it"
+environment   123   50  the machine, its driver and packages; fails without a GPU
+build         123   75  flexinfer, built here, in a virtual environment over the packages that are there
+aliasing      1     65  tests: one chunk behind many addresses, memory under running kernels, shortage
+ctest         1     75  the C++ tests, and the driver conformance suite on the real driver
+engine        1     85  tests: the engine says what transformers says, with graphs and without
+api_latency   1     25  benchmark: the driver's memory calls by chunk size
+gpu_overlap   1     50  benchmark: step time with mapping ahead of the kernels and without
+sanitizer     1     90  a short program over the manager under compute-sanitizer
+flash-start   23     5  starts flash-attn's build in the background, where its source was carried
+kernel_tests  2     50  tests: every attention kernel against attention written out
+kernels       2    115  benchmark: attention on vTensors, plain tensors and pages
+full_budget   2    220  benchmark: 5,000 requests over 15 shared prompts in a full budget, against pages
+flash-wait    3    210  waits for flash-attn's build and installs it
+flash_tests   3     40  tests: flash-attn's kernels and the engine that uses them
+flash_kernels 3     45  benchmark: flash-attn on vTensors, plain tensors and pages
+end_to_end    3    100  benchmark: generation against transformers' continuous batching"
 REPORT_RESERVE=15
-ALL="environment build flash-start pytest sanitizer ctest api_latency kernels gpu_overlap end_to_end"
-AFTER_FLASH="environment build flash-start flash-wait pytest kernels gpu_overlap end_to_end"
 
-chosen="$ALL"
+stages_of() { awk -v call="$1" 'index($2, call) {print $1}' <<<"$STAGES" | paste -sd " "; }
+
+call=""
+chosen=""
 skip=""
 total=540
-flash_call=no
 pack=no
 budgets=""
 
@@ -58,12 +66,12 @@ usage() { sed -n '2,/^source/p' "${BASH_SOURCE[0]}" | sed '$d; s/^# \{0,1\}//'; 
 
 while [ "$#" -gt 0 ]; do
   case "$1" in
+    1 | 2 | 3) call="$1" ;;
     --only) chosen="environment build $(tr , "\n" <<<"$2" | sed -E "/^(environment|build)?$/d" | paste -sd " ")"; shift ;;
     --skip) skip="${2//,/ }"; shift ;;
     --seconds) total="$2"; shift ;;
     --out) OUT="$2"; shift ;;
     --budget) budgets+="${2%%=*} ${2##*=}"$'\n'; shift ;;
-    --flash) flash_call=yes; chosen="$AFTER_FLASH" ;;
     --dry-run-on-cpu) DEVICE=cpu ;;
     --pack) pack=yes ;;
     --list) echo "$STAGES"; exit 0 ;;
@@ -107,9 +115,9 @@ pack_carry() {
   fi
   git rev-parse --short HEAD >"$CARRY/commit"
   local mib
-  mib="$(du -sm "$CARRY" | cut -f1)"
-  say "packed $mib MiB in ${CARRY#"$ROOT"/}: carry it to the GPU machine"
-  [ "$mib" -lt 60 ] || die "that is more than the 60 MiB that may travel"
+  mib="$(($(du -sm "$CARRY" | cut -f1) + $(git ls-files -z | xargs -0 du -cm | tail -n 1 | cut -f1)))"
+  say "packed ${CARRY#"$ROOT"/}: $mib MiB with the tree; carry it to the GPU machine"
+  [ "$mib" -lt 64 ] || die "that is more than the 64 MiB that may travel"
 }
 
 if [ "$pack" = yes ]; then
@@ -119,7 +127,7 @@ fi
 
 # ------------------------------------------------------------------------------------ stages
 
-note() { printf '%s\n' "$*" >>"$RUN/notes.txt"; }   # for the summary: a reader must know it
+note() { grep -qxF -- "$*" "$RUN/notes.txt" 2>/dev/null || printf '%s\n' "$*" >>"$RUN/notes.txt"; }   # for the summary
 
 # Ends a stage as skipped, with the reason.
 skipped() {
@@ -163,8 +171,16 @@ print(torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0))'
   "$PY" scripts/gpu_packages.py "$CARRY/wheels" "$RUN/notes.txt"
 }
 
+is_built() { [ "$(cat "$WORK/built" 2>/dev/null)" = "$(source_hash)" ] && (cd / && "$PY" -c 'import flexinfer'); }
+
+# Of everything that a build reads: a copy of the tree may have no git.
+source_hash() {
+  find cpp python CMakeLists.txt pyproject.toml -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum | sha256sum
+}
+
 stage_build() {
   make_venv
+  if is_built; then skipped "these sources were built by an earlier call"; fi
   rm -rf "$WORK/ext/CMakeCache.txt"
   PATH="$(dirname "$(command -v "$BASE")"):$PATH" "$PY" -m pip install --no-index --no-deps --no-build-isolation \
     --force-reinstall --disable-pip-version-check -C build-dir="$WORK/ext" . || return 1
@@ -178,6 +194,7 @@ with VTensorManager(KVSpec(2, 8, 128, "bfloat16"), sys.argv[2], memory_budget="6
     manager.create().extend(100)
     manager.check_integrity()
 print("flexinfer", flexinfer.__version__, "works on", sys.argv[2], "from", place)' "$VENV" "$DEVICE")
+  source_hash >"$WORK/built"
 }
 
 flash_sdist() { ls "$CARRY"/flash_attn-*.tar.gz 2>/dev/null | tail -n 1; }
@@ -205,9 +222,9 @@ stage_flash-start() {
   setsid nohup nice -n 19 bash -c '
     if PATH="$1:$PATH" "$2" scripts/flash_attn_build.py "$3" "$4" ${5:+"$5"}; then date -u >"$4/done"; else date -u >"$4/failed"; fi' \
     flash "$(dirname "$(command -v "$BASE")")" "$PY" "$(flash_sdist)" "$FLASH" "${full[@]}" \
-    >"$LOGS/flash-build.log" 2>&1 </dev/null &
+    >"$FLASH/build.log" 2>&1 </dev/null &
   echo $! >"$FLASH/pid"
-  echo "started, process $!; its log is flash-build.log"
+  echo "started, process $!; its log is flash/build.log"
 }
 
 install_flash() {
@@ -221,7 +238,7 @@ stage_flash-wait() {
   [ -f "$FLASH/pid" ] || skipped "no build of flash-attn was started; see stage flash-start"
   while [ ! -f "$FLASH/done" ]; do
     if [ -f "$FLASH/failed" ] || ! kill -0 "$(cat "$FLASH/pid")" 2>/dev/null; then
-      tail -n 30 "$LOGS/flash-build.log"
+      tail -n 30 "$FLASH/build.log"
       return 1
     fi
     sleep 2
@@ -233,30 +250,44 @@ stage_flash-wait() {
 adopt_flash() {
   if [ -f "$FLASH/done" ] && [ ! -f "$FLASH/installed" ]; then
     if install_flash >"$LOGS/flash-install.log" 2>&1; then
-      touch "$FLASH/installed"
-      note "flash-attn was built and installed $SECONDS s after the start"
+      note "flash-attn was built and installed $SECONDS s after this call's start"
     else
       note "flash-attn was built but can not be installed: $(tail -n 1 "$LOGS/flash-install.log")"
-      touch "$FLASH/installed"
     fi
+    touch "$FLASH/installed"
   fi
 }
 
-stage_pytest() {
-  local marker=(-m gpu)
-  [ "$DEVICE" = cuda ] || marker=(-m "not slow")
-  # Not all of tests/py: the machine lacks what the server's and the browser's tests import.
-  local only=(tests/py/gpu --deselect tests/py/gpu/test_gpu_sanitizer.py)
-  if [ "$flash_call" = yes ]; then only+=(-k "kernels or engine or flash"); fi
-  "$PY" -m pytest "${marker[@]}" "${only[@]}" -q --timeout 100 -o cache_dir="$WORK/pytest" \
-    --junitxml "$RUN/pytest.xml" --durations 8
+# gpu_tests BUDGET FILE...: those marked gpu on a GPU, all quick ones on the CPU. Each result is written when it is
+# there; past the budget pytest ends by itself and says what it left out. What may share the GPU does.
+gpu_tests() {
+  local budget="$1" marker="not slow" workers=()
+  shift
+  [ "$DEVICE" = cpu ] || marker=gpu
+  if [ "$JOBS" -ge 8 ] && "$PY" -c 'import xdist' 2>/dev/null; then workers=(-n 4); fi
+  local pytest=("$PY" -m pytest -p gpu_results --gpu-results "$RUN/tests.jsonl" -q --timeout 90 --durations 5
+    -o cache_dir="$WORK/pytest" --session-timeout "$((budget > 20 ? budget - 10 : budget))")
+  export PYTHONPATH="$ROOT/scripts"
+  local status=0 alone=0
+  "${pytest[@]}" -m "$marker and not alone" "${workers[@]}" "$@" || status=$?
+  "${pytest[@]}" -m "$marker and alone" "$@" || alone=$?
+  # 5: nothing was to be done.
+  [ "$status" -eq 0 ] || [ "$status" -eq 5 ] || return "$status"
+  [ "$alone" -eq 0 ] || [ "$alone" -eq 5 ] || return "$alone"
+}
+
+stage_aliasing() { gpu_tests "$1" tests/py/gpu/test_gpu_{aliasing,epochs,memory,random}.py; }
+stage_engine() { gpu_tests "$1" tests/py/gpu/test_gpu_engine.py; }
+stage_kernel_tests() { gpu_tests "$1" tests/py/gpu/test_gpu_kernels.py; }
+
+stage_flash_tests() {
+  [ "$DEVICE" = cpu ] || has_flash || skipped "flash-attn is not installed"
+  gpu_tests "$1" tests/py/gpu/test_gpu_kernels.py tests/py/gpu/test_gpu_engine.py -k "flash or graphs or bfloat16"
 }
 
 stage_sanitizer() {
-  [ "$DEVICE" = cuda ] || skipped "compute-sanitizer needs CUDA; stage pytest ran its program on the CPU"
-  "$PY" -m pytest -m gpu tests/py/gpu/test_gpu_sanitizer.py -q -rs --timeout "$1" -o cache_dir="$WORK/pytest" |
-    tee "$RUN/sanitizer.txt"
-  if grep -q '^[0-9]* skipped' "$RUN/sanitizer.txt"; then
+  gpu_tests "$1" tests/py/gpu/test_gpu_sanitizer.py -rs | tee "$RUN/sanitizer.txt"
+  if [ "$DEVICE" = cuda ] && grep -q '^[0-9]* skipped' "$RUN/sanitizer.txt"; then
     skipped "$(sed -n 's/^SKIPPED .*: //p' "$RUN/sanitizer.txt" | sort -u | paste -sd ';')"
   fi
 }
@@ -289,29 +320,37 @@ stage_ctest() {
   fi
 }
 
+# benchmark NAME BUDGET OPTION...: it keeps its numbers as it goes, and ends by itself in time.
 benchmark() {
-  local quick=()
+  local name="$1" budget="$2" quick=()
+  shift 2
   [ "$DEVICE" = cuda ] || quick=(--quick)
-  "$PY" "benchmarks/$1/bench.py" --device "$DEVICE" "${quick[@]}" --json "$RUN/$1.json" \
-    --seconds "$(($2 > 20 ? $2 - 10 : 10))" 2>&1 | tee "$RUN/$1.txt"
+  "$PY" "benchmarks/$name/bench.py" --device "$DEVICE" "${quick[@]}" --json "$RUN/${AS:-$name}.json" \
+    --seconds "$((budget > 30 ? budget - 15 : 15))" "$@" 2>&1 | tee "$RUN/${AS:-$name}.txt"
 }
 
 stage_api_latency() { benchmark api_latency "$1"; }
 stage_kernels() { benchmark kernels "$1"; }
 stage_gpu_overlap() { benchmark gpu_overlap "$1"; }
+stage_full_budget() { benchmark full_budget "$1"; }
 stage_end_to_end() { benchmark end_to_end "$1"; }
+
+stage_flash_kernels() {
+  [ "$DEVICE" = cpu ] || has_flash || skipped "flash-attn is not installed"
+  AS=flash_kernels benchmark kernels "$1" --kernels sdpa,flash-attn,flash-attn-3
+}
 
 # ------------------------------------------------------------------------------------ running them
 
 record() { # stage, status, seconds, budget, reason
   printf '%s\t%s\t%s\t%s\t%s\n' "$@" >>"$RUN/stages.tsv"
-  printf '[gpu_check] %-12s %-8s %4s s of %s%s\n' "$1" "$2" "$3" "$4" "${5:+  ($5)}"
+  printf '[gpu_check] %-13s %-8s %4s s of %s%s\n' "$1" "$2" "$3" "$4" "${5:+  ($5)}"
 }
 
 # Runs one stage in a process group of its own, so that a time-out ends all of it.
 run_stage() {
   local name="$1" budget left start=$SECONDS status=0 log reason=""
-  budget="$(awk -v name="$name" '$1 == name {print $2}' <<<"$STAGES")"
+  budget="$(awk -v name="$name" '$1 == name {print $3}' <<<"$STAGES")"
   budget="$(awk -v name="$name" -v budget="$budget" '$1 == name {budget = $2} END {print budget}' <<<"$budgets")"
   # The machine that proves the script may be slow; only its logic counts there.
   [ "$DEVICE" = cuda ] || budget=$((budget * 6))
@@ -346,41 +385,62 @@ run_stage() {
   esac
 }
 
+# The report over all calls so far: after each stage without its pictures, so that an end by force loses nothing.
 report() {
   [ "$DEVICE" = cpu ] && note "DRY RUN ON THE CPU: tiny sizes, no number here says anything about a GPU"
   if [ -f "$FLASH/pid" ] && [ ! -f "$FLASH/done" ] && [ ! -f "$FLASH/failed" ]; then
-    note "flash-attn was still being built (nice 19) while this ran: host-side times may have suffered; call again with --flash"
+    note "flash-attn was being built (nice 19) while this ran: host-side times may have suffered"
   fi
   local python="$PY"
   [ -x "$python" ] || python="$BASE"
-  "$python" scripts/gpu_report.py "$RUN" "$LOGS" "$RESULTS" || say "the report could not be written"
+  "$python" scripts/gpu_report.py "$CALLS" "$RESULTS" "$@" || say "the report could not be written"
 }
 
-rm -rf "$RUN"
+next_step() {
+  local bad other
+  bad="$(awk -F '\t' '$2 == "failed" || $2 == "timeout" {print $1}' "$RUN/stages.tsv" | paste -sd ,)"
+  for other in 1 2 3; do [ -e "$CALLS/$other/ended" ] || break; done
+  if [ -n "$bad" ]; then
+    echo "next: look at $bad in $RESULTS/summary.md, repair, then scripts/gpu_check.sh --only $bad"
+  elif [ ! -e "$CALLS/$other/ended" ]; then
+    echo "next: scripts/gpu_check.sh $other ($(stages_of "$other"))"
+  else
+    echo "next: nothing, all three calls were made; keep $RESULTS"
+  fi
+}
+
+if [ -z "$call" ] && [ -z "$chosen" ]; then
+  for call in 1 2 3; do [ -e "$CALLS/$call/ended" ] || break; done
+fi
+[ -n "$chosen" ] || chosen="$(stages_of "$call")"
+RUN="$CALLS/${call:-some}"
+LOGS="$RUN/logs"
+# What an earlier call of this number measured stays, beside the new one.
+if [ -d "$RUN" ]; then mv "$RUN" "$RUN.until-$(date +%H%M%S)"; fi
 mkdir -p "$RUN" "$LOGS"
 # Read-only sources would be rebuilt in place otherwise; everything is written under $WORK.
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false CUDA_MODULE_LOADING=LAZY
 export HYPOTHESIS_STORAGE_DIRECTORY="$WORK/hypothesis" TRITON_CACHE_DIR="$WORK/triton"
+[ "$DEVICE" = cuda ] || export TRITON_INTERPRET=1   # the Triton kernel's body runs there too
 RESULTS="${OUT:-$WORK/results}"
 mkdir -p "$RESULTS"
 git rev-parse --short HEAD >"$RUN/commit" 2>/dev/null || cat "$CARRY/commit" >"$RUN/commit" 2>/dev/null || echo unknown >"$RUN/commit"
 GPU_CHECK_COMMIT="$(cat "$RUN/commit")"
 export GPU_CHECK_COMMIT
 {
-  declare -p ROOT WORK CARRY BASE VENV PY JOBS LOGS RUN FLASH DEVICE flash_call
+  declare -p ROOT WORK CARRY BASE VENV PY JOBS LOGS RUN FLASH DEVICE
   declare -f
 } >"$RUN/functions.sh"
 : >"$RUN/notes.txt"
-printf 'scripts/gpu_check.sh, %s, stages: %s\n' "$DEVICE" "$chosen" >"$RUN/command"
+: >"$RUN/stages.tsv"
+printf 'scripts/gpu_check.sh %s, %s, stages: %s\n' "$call" "$DEVICE" "$chosen" >"$RUN/command"
 failures=0
-trap report EXIT
+finished=no
+# On the way out, whatever the reason, the report is written once more, now with pictures.
+trap '[ "$finished" = yes ] || report --plots >"$LOGS/report.log" 2>&1 || true' EXIT
 for name in $chosen; do
   if grep -qw -- "$name" <<<"$skip"; then
     record "$name" skipped 0 0 "by --skip"
-    continue
-  fi
-  if [ "$flash_call" = yes ] && [ "$name" = build ] && [ -x "$PY" ] && (cd / && "$PY" -c 'import flexinfer') 2>/dev/null; then
-    record build skipped 0 0 "built by the first call"
     continue
   fi
   run_stage "$name"
@@ -389,9 +449,12 @@ for name in $chosen; do
     for rest in ${chosen#*"$name"}; do record "$rest" skipped 0 0 "stage $name failed"; done
     break
   fi
+  report >"$LOGS/report.log" 2>&1
 done
-for name in $ALL; do
-  grep -qw -- "$name" <<<"$chosen" || record "$name" skipped 0 0 "not chosen"
-done
+date -u >"$RUN/ended"
+next_step >"$RUN/next"
+report --plots
+finished=yes
 say "$failures stages failed; $SECONDS s in all; results in $RESULTS"
+say "$(cat "$RUN/next")"
 [ "$failures" -eq 0 ]

@@ -1,10 +1,10 @@
 """Turns what scripts/gpu_check.sh left behind into a folder of at most eight files.
 
-    python scripts/gpu_report.py RUN_FOLDER LOG_FOLDER RESULT_FOLDER
+    python scripts/gpu_report.py FOLDER_OF_CALLS RESULT_FOLDER [--plots]
 
-summary.md (what passed, what did not and why, the machine, the headline numbers), tables.txt,
-results.json (every benchmark's numbers, the stages, the tests), plots.png, and logs.tar.gz (logs,
-the raw JSON, pytest's XML).
+summary.md (for each call what passed, what did not and why, the machine, the headline numbers),
+tables.txt, results.json (every benchmark's numbers, the stages, the tests), plots.png, and
+logs.tar.gz (logs, the raw JSON, each test's result).
 """
 
 from __future__ import annotations
@@ -12,13 +12,44 @@ from __future__ import annotations
 import json
 import sys
 import tarfile
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BENCHMARKS = ("api_latency", "kernels", "gpu_overlap", "end_to_end")
+BENCHMARKS = (
+    "api_latency",
+    "gpu_overlap",
+    "kernels",
+    "full_budget",
+    "flash_kernels",
+    "end_to_end",
+)
+CALLS = {"1": "Call 1", "2": "Call 2", "3": "Call 3", "some": "Stages called by name"}
 Report = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call of gpu_check.sh left."""
+
+    name: str
+    run: Path
+    stages: list[dict[str, str]]
+    tests: Report
+    benchmarks: dict[str, Report]
+
+    @classmethod
+    def read(cls, run: Path) -> Call:
+        return cls(run.name, run, read_stages(run), read_tests(run), read_benchmarks(run))
+
+    @property
+    def bad_stages(self) -> list[str]:
+        return [row["stage"] for row in self.stages if row["status"] in ("failed", "timeout")]
+
+    def text(self, name: str) -> str:
+        file = self.run / name
+        return file.read_text().strip() if file.exists() else ""
 
 
 def read_stages(run: Path) -> list[dict[str, str]]:
@@ -39,24 +70,27 @@ def read_benchmarks(run: Path) -> dict[str, Report]:
 
 
 def read_tests(run: Path) -> Report:
-    """Counts of pytest's outcomes, the failures, and each reason for a skip with its count."""
-    file = run / "pytest.xml"
+    """Counts of outcomes, the failures and what never ended, and each reason for a skip with its
+    count."""
+    file = run / "tests.jsonl"
     if not file.exists():
         return {}
-    outcomes: Counter[str] = Counter()
-    skips: Counter[str] = Counter()
-    failed = []
-    for case in ElementTree.parse(file).iter("testcase"):
-        name = f"{case.get('classname')}::{case.get('name')}"
-        if (skip := case.find("skipped")) is not None:
-            outcomes["skipped"] += 1
-            skips[skip.get("message", "")] += 1
-        elif case.find("failure") is not None or case.find("error") is not None:
-            outcomes["failed"] += 1
-            failed.append(name)
-        else:
-            outcomes["passed"] += 1
-    return {"outcomes": dict(outcomes), "failed": failed, "skip_reasons": dict(skips)}
+    last: dict[str, Report] = {}
+    for line in file.read_text().splitlines():
+        one = json.loads(line)
+        if last.get(one["test"], {}).get("outcome") != "failed":
+            last[one["test"]] = one
+    outcomes = Counter(one["outcome"] for one in last.values())
+    skips = Counter(one["reason"] for one in last.values() if one["outcome"] == "skipped")
+    return {
+        "outcomes": dict(outcomes),
+        "failed": [
+            f"{one['test']}: {one['reason']}" for one in last.values() if one["outcome"] == "failed"
+        ],
+        "never_ended": [one["test"] for one in last.values() if one["outcome"] == "started"],
+        "skip_reasons": dict(skips),
+        "seconds": {one["test"]: one["seconds"] for one in last.values() if "seconds" in one},
+    }
 
 
 def markdown_table(rows: list[dict[str, Any]], columns: list[str]) -> list[str]:
@@ -89,6 +123,8 @@ def headline_lines(benchmarks: dict[str, Report]) -> list[str]:
     shown = {
         "api_latency": ("latency_us", "bandwidth"),
         "kernels": ("verdicts",),
+        "flash_kernels": ("verdicts",),
+        "full_budget": ("rows",),
         "gpu_overlap": ("modes", "verdicts"),
         "end_to_end": ("rows",),
     }
@@ -99,30 +135,44 @@ def headline_lines(benchmarks: dict[str, Report]) -> list[str]:
             if rows:
                 columns = list(dict.fromkeys(key for row in rows for key in row))
                 lines += [*markdown_table(rows, columns), ""]
+        if not report.get("complete", True):
+            lines += ["- it was ended before it was through; these are the numbers until then"]
         for kind in ("left_out", "skipped", "failed"):
             lines += [f"- {kind.replace('_', ' ')}: {one}" for one in report.get(kind) or []]
     return lines
 
 
-def summary(run: Path, stages: list[dict[str, str]], tests: Report, benchmarks: Report) -> str:
-    bad = [row["stage"] for row in stages if row["status"] in ("failed", "timeout")]
-    notes = (run / "notes.txt").read_text().splitlines() if (run / "notes.txt").exists() else []
-    verdict = f"FAILED: {', '.join(bad)}" if bad else "every stage that ran passed"
+def summary(calls: list[Call]) -> str:
+    bad = [f"{call.name}: {', '.join(call.bad_stages)}" for call in calls if call.bad_stages]
+    verdict = f"FAILED: {'; '.join(bad)}" if bad else "every stage that ran passed"
     lines = ["# GPU check", "", f"**{verdict}.**", ""]
-    lines += [f"- commit: {(run / 'commit').read_text().strip()}"]
-    lines += [f"- command: {(run / 'command').read_text().strip()}"]
-    lines += machine_lines(benchmarks)
-    if notes:
-        lines += ["", "## To know before reading on", "", *(f"- {note}" for note in notes)]
-    lines += ["", "## Stages", ""]
-    lines += markdown_table(stages, ["stage", "status", "seconds", "budget", "reason"])
-    if tests:
-        outcomes = ", ".join(f"{count} {name}" for name, count in tests["outcomes"].items())
-        lines += ["", "## Tests", "", f"pytest: {outcomes}", ""]
-        lines += [f"- failed: {name}" for name in tests["failed"]]
-        lines += [f"- skipped {n} times: {why}" for why, n in tests["skip_reasons"].items()]
-    lines += headline_lines(benchmarks)
+    benchmarks = {name: one for call in calls for name, one in call.benchmarks.items()}
+    lines += [*machine_lines(benchmarks), ""]
+    for number in "123":
+        if number not in [call.name for call in calls]:
+            lines += [f"- call {number} was not made: `scripts/gpu_check.sh {number}`"]
+    for call in calls:
+        lines += call_lines(call)
     return "\n".join(lines) + "\n"
+
+
+def call_lines(call: Call) -> list[str]:
+    """One call: what it did, what to know, its tests and its numbers."""
+    lines = ["", f"# {CALLS[call.name]}", "", f"- commit: {call.text('commit')}"]
+    lines += [f"- command: {call.text('command')}"]
+    lines += [f"- ended: {call.text('ended') or 'not yet, or by force'}"]
+    if step := call.text("next"):
+        lines += [f"- {step}"]
+    if notes := call.text("notes.txt"):
+        lines += ["", "To know before reading on:", "", *(f"- {n}" for n in notes.splitlines())]
+    lines += ["", *markdown_table(call.stages, ["stage", "status", "seconds", "budget", "reason"])]
+    if call.tests:
+        outcomes = ", ".join(f"{count} {name}" for name, count in call.tests["outcomes"].items())
+        lines += ["", f"Tests: {outcomes}", ""]
+        lines += [f"- failed: {name}" for name in call.tests["failed"]]
+        lines += [f"- was running at the end: {name}" for name in call.tests["never_ended"]]
+        lines += [f"- skipped {n} times: {why}" for why, n in call.tests["skip_reasons"].items()]
+    return lines + headline_lines(call.benchmarks)
 
 
 def plot(benchmarks: dict[str, Report], file: Path) -> str | None:
@@ -191,6 +241,12 @@ def plot_overlap(report: Report, axis: Any) -> None:
     )
 
 
+def plot_full_budget(report: Report, axis: Any) -> None:
+    rows = [row for row in report["rows"] if row.get("tokens_per_s")]
+    groups = [f"{row['engine']}\n{row['layout']}\n{row['requests']}" for row in rows]
+    bars(axis, groups, {"tokens/s": [row["tokens_per_s"] for row in rows]}, "tokens a second")
+
+
 def plot_end_to_end(report: Report, axis: Any) -> None:
     rows = [row for row in report["rows"] if row.get("tokens_per_s")]
     groups = list(dict.fromkeys(f"{row['model']}\n{row['workload']}" for row in rows))
@@ -208,27 +264,34 @@ def plot_end_to_end(report: Report, axis: Any) -> None:
 PLOTS = {
     "api_latency": plot_api,
     "kernels": plot_kernels,
+    "flash_kernels": plot_kernels,
+    "full_budget": plot_full_budget,
     "gpu_overlap": plot_overlap,
     "end_to_end": plot_end_to_end,
 }
 
 
 def main() -> None:
-    run, logs, results = (Path(argument) for argument in sys.argv[1:4])
+    folder, results = (Path(argument) for argument in sys.argv[1:3])
     results.mkdir(parents=True, exist_ok=True)
-    stages, tests, benchmarks = read_stages(run), read_tests(run), read_benchmarks(run)
-    merged = {"stages": stages, "tests": tests, "benchmarks": benchmarks}
+    calls = [Call.read(folder / name) for name in CALLS if (folder / name).is_dir()]
+    merged = {
+        call.name: {"stages": call.stages, "tests": call.tests, "benchmarks": call.benchmarks}
+        for call in calls
+    }
     (results / "results.json").write_text(json.dumps(merged, indent=1) + "\n")
-    tables = [file.read_text() for name in BENCHMARKS if (file := run / f"{name}.txt").exists()]
-    (results / "tables.txt").write_text("\n".join(tables))
-    reason = plot(benchmarks, results / "plots.png")
-    text = summary(run, stages, tests, benchmarks)
-    if reason is not None:
-        text += f"\nNo plots: {reason}\n"
+    files = [call.run / f"{name}.txt" for call in calls for name in BENCHMARKS]
+    (results / "tables.txt").write_text("\n".join(f.read_text() for f in files if f.exists()))
+    text = summary(calls)
     (results / "summary.md").write_text(text)
     with tarfile.open(results / "logs.tar.gz", "w:gz") as archive:
-        archive.add(logs, "logs")
-        archive.add(run, "run")
+        archive.add(folder, "calls")
+    if "--plots" in sys.argv:
+        benchmarks = {name: one for call in calls for name, one in call.benchmarks.items()}
+        reason = plot(benchmarks, results / "plots.png")
+        if reason is not None:
+            text += f"\nNo plots: {reason}\n"
+            (results / "summary.md").write_text(text)
     print(text)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu_common"))
 
-from harness import Deadline, Row, finish, parse, table
+from harness import Deadline, Row, finish, keep, parse, table
 
 from flexinfer.vtensor import KVSpec, VTensorManager
 
@@ -122,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     single: list[Row] = []
     many: list[Row] = []
     speed: list[Row] = []
+    body = {"latency_us": single, "batched_us": many, "bandwidth": speed}
     for mib in CHUNK_MIB if not options.quick else CHUNK_MIB[:2]:
         if deadline.passed(f"chunks of {mib} MiB"):
             continue
@@ -129,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         single.append({"chunk_mib": mib, **latencies(options.device, size, repetitions)})
         many.append({"chunk_mib": mib, **batched(options.device, size, batch)})
         speed.append({"chunk_mib": mib, **bandwidths(options.device, size, total)})
+        keep(options, "api_latency", deadline, body)
     kinds = ["reserve", "create", "map", "set_access", "fill", "unmap", "release"]
     published = {"chunk_mib": "2, A100", **PUBLISHED_A100_US}
     tables = [
@@ -138,7 +140,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         table(many, ["chunk_mib", "chunks", *kinds], "us per chunk, many chunks in one extend()"),
         table(speed, ["chunk_mib", "bytes", "cold_gb_s", "warm_gb_s"], "GB of KV memory a second"),
     ]
-    body = {"latency_us": single, "batched_us": many, "bandwidth": speed}
     finish(
         options, "api_latency", deadline, tables, {**body, "published_a100_us": PUBLISHED_A100_US}
     )

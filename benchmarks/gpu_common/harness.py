@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -13,9 +14,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 
-from provenance import environment
+import provenance
 
 Row = dict[str, Any]
+environment = functools.cache(provenance.environment)
 
 
 def parse(doc: str | None, argv: Sequence[str] | None, seconds: float) -> argparse.Namespace:
@@ -102,16 +104,28 @@ def finish(
         print(one)
     for what in deadline.left_out:
         print(f"left out after {deadline.seconds:.0f} s: {what}")
+    keep(options, name, deadline, body, complete=True)
+    if options.json:
+        print(f"numbers: {options.json}")
+
+
+def keep(
+    options: argparse.Namespace, name: str, deadline: Deadline, body: Row, *, complete: bool = False
+) -> None:
+    """Write the JSON as far as it is known: a benchmark that is ended by force loses nothing."""
+    if options.json is None:
+        return
     report = {
         "benchmark": name,
         "device": options.device,
         "quick": options.quick,
+        "complete": complete,
         "environment": environment(options.device),
         "seconds": round(time.monotonic() - deadline.start_s, 1),
         "left_out": deadline.left_out,
         **body,
     }
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(f"numbers: {options.json}")
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    fresh = options.json.with_suffix(".part")
+    fresh.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(options.json)

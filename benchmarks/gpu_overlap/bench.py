@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu_common"))
 
 import torch
 from device_models import SHAPES, graph_sizes, make_model
-from harness import Deadline, Row, finish, parse, table
+from harness import Deadline, Row, finish, keep, parse, table
 
 from flexinfer import LLM, SamplingParams
 from flexinfer.metrics.steps import StepStats
@@ -221,6 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if not deadline.passed(f"{setting.name}: {mode}"):
                 steps = run_mode(setting, made[1], options.device, mode)
                 rows.append(numbers(setting, mode, steps))
+                keep(options, "gpu_overlap", deadline, {"modes": rows, "verdicts": verdicts(rows)})
         churn += [
             reclamation(setting, made[1], options.device, deferred)
             for deferred in (False, True)

@@ -54,9 +54,7 @@ class TorchFlash(DecodeKernel, PrefillKernel):
             query, flat_rows(layer.k), flat_rows(layer.v), each, starts, 1, shown, scores, step.ends
         )
 
-    def _starts_of(
-        self, step: DecodeStep, rows_per_slot: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _starts_of(self, step: DecodeStep, rows_per_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[num_decodes + 1] int32 each: where requests start among the queries and in the arena.
         Made once per step: it is the same for all layers."""
         known = self._starts

@@ -338,6 +338,30 @@ TEST_F(StandinCudaTest, FillUnderAKernelIsCaughtThroughAnyAlias) {
   unmap_two();
 }
 
+TEST_F(StandinCudaTest, LaunchThatWritesThroughOneAliasAndReadsThroughAnotherIsCaught) {
+  map_two();
+  const CUdeviceptr alias = reserve(kUnit);
+  ASSERT_EQ(api_->cuMemMap(alias, kUnit, 0, handles_[0], 0), CUDA_SUCCESS);
+  ASSERT_EQ(set_access(alias, kUnit, CU_MEM_ACCESS_FLAGS_PROT_READWRITE), CUDA_SUCCESS);
+  const uint64_t append[] = {addr_ + 128, 64};
+  const uint64_t earlier[] = {alias, 128, addr_, 192};
+  EXPECT_EQ(control_.launch(earlier, 2, append, 1), 1) << "other bytes, and its own through itself";
+  EXPECT_EQ(control_.violations(), 0u);
+  const uint64_t same[] = {alias, 129};
+  EXPECT_EQ(control_.launch(same, 1, append, 1), 0);
+  EXPECT_EQ(control_.violations(), 1u);
+  const uint64_t twice[] = {addr_, 8, alias, 8};
+  EXPECT_EQ(control_.launch(nullptr, 0, twice, 2), 0);
+  EXPECT_EQ(control_.violations(), 2u);
+  const auto kernel = control_.begin_kernel(0, alias + 128, 64);
+  EXPECT_EQ(control_.launch(nullptr, 0, append, 1), 0) << "a grid that was there before reads it";
+  control_.end_kernel(kernel);
+  EXPECT_EQ(control_.launch(nullptr, 0, append, 1), 1);
+  EXPECT_EQ(api_->cuMemUnmap(alias, kUnit), CUDA_SUCCESS);
+  EXPECT_EQ(api_->cuMemAddressFree(alias, kUnit), CUDA_SUCCESS);
+  unmap_two();
+}
+
 TEST_F(StandinCudaTest, StreamsRunInOrderAndWaitForEachOther) {
   map_two();
   CUstream stream = nullptr;

@@ -35,6 +35,7 @@ class StandinControl {
   STANDIN_CONTROL(begin_kernel);
   STANDIN_CONTROL(end_kernel);
   STANDIN_CONTROL(running_kernels);
+  STANDIN_CONTROL(launch);
 #undef STANDIN_CONTROL
 
  private:

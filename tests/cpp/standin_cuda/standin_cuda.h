@@ -67,6 +67,13 @@ uint64_t standin_cuda_begin_kernel(uint64_t stream, uint64_t addr, uint64_t byte
 void standin_cuda_end_kernel(uint64_t kernel);
 uint64_t standin_cuda_running_kernels(void);
 
+// One launch, over when this returns: `reads` and `writes` are pairs of address and bytes. A
+// violation, and 0, when a range is not mapped for that, or when CUDA's rule of virtual aliasing is
+// broken: a byte that the launch writes through one address is read or written by it through
+// another, or is touched by a kernel in flight.
+int standin_cuda_launch(const uint64_t* reads, uint64_t num_reads, const uint64_t* writes,
+                        uint64_t num_writes);
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,7 +1,8 @@
 """Fixtures of the GPU tests.
 
-Every body runs on two devices where it makes sense: on the CPU (host driver) in each `make test`,
-so that it is known to be right before a GPU sees it, and on CUDA, marked `gpu`.
+Every body runs without a GPU in each `make test`, so that it is known to be right before one sees
+it: on the CPU (host driver), and what needs no torch kernels on the CUDA driver over its stand-in.
+On CUDA it is marked `gpu`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from helpers.gpu_kit import Kit
+from helpers.gpu_kit import Kit, StandinKit
+from helpers.triton_interpreter import admit_numpy
+
+admit_numpy()
 
 
 def require_torch_cuda() -> None:
@@ -31,18 +35,26 @@ def device(request: Any) -> str:
     return name
 
 
-@pytest.fixture
-def kit(device: str) -> Iterator[Kit]:
-    """A kit on the device; closes its managers and checks their invariants at the end."""
-    kit = Kit(device)
-    yield kit
-    kit.close()
+DEVICES = ["cpu", "standin", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.fixture
-def cuda_kit() -> Iterator[Kit]:
-    """For what only a GPU has."""
-    require_torch_cuda()
-    kit = Kit("cuda")
+@pytest.fixture(params=DEVICES)
+def kit(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kit]:
+    """A kit on the device; closes its managers and checks their invariants at the end.
+
+    "standin": the CUDA driver's code over the stand-in for its library, which counts broken rules.
+    """
+    if request.param == "standin":
+        standin = request.getfixturevalue("standin_library")
+        monkeypatch.setenv("FLEXINFER_LIBCUDA", standin.path)
+        standin.reset(granularity=4096)
+        kit: Kit = StandinKit(standin)
+    else:
+        if request.param == "cuda":
+            require_torch_cuda()
+        kit = Kit(request.param)
     yield kit
     kit.close()
+    if request.param == "standin":
+        standin.check()
+        standin.reset()

@@ -111,7 +111,7 @@ class _HostMemory:
         self.__array_interface__ = {
             "version": 3,
             "data": (fields.data + fields.byte_offset, False),
-            "typestr": {"float32": "<f4", "float16": "<f2"}[fields.dtype_name],
+            "typestr": {"float32": "<f4", "float16": "<f2", "bfloat16": "<i2"}[fields.dtype_name],
             "shape": fields.shape,
             "strides": tuple(stride * item_bytes for stride in fields.strides),
         }
@@ -119,5 +119,5 @@ class _HostMemory:
 
 def host_array(exported: Any) -> Any:
     """A numpy array of what DLPack calls device memory: right only for the stand-in driver, whose
-    device pointers are addresses of this process."""
+    device pointers are addresses of this process. bfloat16 as int16: numpy has none."""
     return np.asarray(_HostMemory(read(exported.__dlpack__(max_version=(1, 0)))))

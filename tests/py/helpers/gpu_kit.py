@@ -7,13 +7,15 @@ they return, so `busy` does nothing and a stream's handle is 0.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from flexinfer.vtensor import KVSpec, VTensor, VTensorManager
+from helpers import dlpack
+from helpers.standin_cuda import StandinCuda
 
 SPEC = KVSpec(
     num_layers=2,
@@ -89,6 +91,52 @@ class Kit:
         """Keep the current stream busy, so that what is issued next has not run yet."""
         if self.is_cuda:
             torch.cuda._sleep(int(milliseconds * 1.5e6))  # cycles, at about 1.5 GHz
+
+    # ------------------------------------------------------------------------ the device's memory
+
+    def free_bytes(self) -> int:
+        """Of the device, now."""
+        return int(torch.cuda.mem_get_info()[0])
+
+    def occupy(self, num_bytes: int) -> Callable[[], None]:
+        """Takes memory of the device; returns what gives it back."""
+        ballast = [torch.empty(num_bytes, dtype=torch.uint8, device=self.device)]
+
+        def give_back() -> None:
+            ballast.clear()
+            torch.cuda.empty_cache()
+
+        return give_back
+
+
+class StandinKit(Kit):
+    """The CUDA driver over the stand-in: torch sees its device memory as the host memory it is."""
+
+    def __init__(self, standin: StandinCuda, capacity_bytes: int = 256 << 20) -> None:
+        super().__init__("cpu")
+        self._standin = standin
+        self._capacity_bytes = capacity_bytes
+        standin.set_capacity(capacity_bytes)
+
+    def manager(self, spec: KVSpec = SPEC, *, chunks: int = 64, **options: Any) -> VTensorManager:
+        self.device = "cuda"
+        try:
+            return super().manager(spec, chunks=chunks, **{"from_dlpack": host_tensor, **options})
+        finally:
+            self.device = "cpu"
+
+    def free_bytes(self) -> int:
+        return self._capacity_bytes - self._standin.live("bytes")
+
+    def occupy(self, num_bytes: int) -> Callable[[], None]:
+        self._standin.set_capacity(self._capacity_bytes - num_bytes)
+        return lambda: self._standin.set_capacity(self._capacity_bytes)
+
+
+def host_tensor(exported: Any) -> torch.Tensor:
+    """Of what DLPack calls device memory: right only for the stand-in."""
+    tensor = torch.from_numpy(dlpack.host_array(exported))
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
 
 
 class Arena:

@@ -12,8 +12,12 @@ import gc
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
+Span = tuple[int, int]
+"""Address and bytes."""
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ROOT / "tests" / "cpp" / "standin_cuda"
 BUILT_BY_MAKE = ROOT / "build" / "core" / "tests" / "cpp" / "standin_cuda" / "libcuda.so.1"
@@ -126,3 +130,10 @@ class StandinCuda:
 
     def end_kernel(self, kernel: int) -> None:
         self._function("end_kernel")(ctypes.c_uint64(kernel))
+
+    def launch(self, reads: Sequence[Span], writes: Sequence[Span]) -> bool:
+        """One kernel over these (address, bytes), over at once. False, and a violation: it breaks
+        CUDA's rule of virtual aliasing, or a range is not mapped."""
+        numbers = [(ctypes.c_uint64 * (2 * len(x)))(*chain(*x)) for x in (reads, writes)]
+        sizes = [ctypes.c_uint64(len(x)) for x in (reads, writes)]
+        return bool(self._function("launch")(numbers[0], sizes[0], numbers[1], sizes[1]))

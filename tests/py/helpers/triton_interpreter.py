@@ -1,4 +1,4 @@
-"""Triton's interpreter (TRITON_INTERPRET=1) beside a newer numpy: a kernel on the CPU, for tests."""
+"""Triton's interpreter (TRITON_INTERPRET=1) beside a newer numpy: kernels on the CPU."""
 
 from __future__ import annotations
 
