@@ -80,12 +80,14 @@ def use_probe(model: torch.nn.Module, call: ProbeCall, windows: set[int]) -> Ite
 def _attend_through(model: torch.nn.Module, name: str) -> Iterator[None]:
     register()
     config: Any = model.config
-    before = config._attn_implementation
+    before = config._attn_implementation, getattr(config, "pad_token_id", None)
     config._attn_implementation = name
+    # Where there is one, GPT-2 and some others look for it in each input: a question to the GPU.
+    config.pad_token_id = None
     try:
         yield
     finally:
-        config._attn_implementation = before
+        config._attn_implementation, config.pad_token_id = before
 
 
 @cache
