@@ -67,3 +67,13 @@ def test_end_to_end_compares_engines_that_agree(tmp_path: Path) -> None:
         assert "failed" not in row
         assert row["tokens_per_s"] > 0
         assert row["peak_kv_gib"] > 0
+
+
+@pytest.mark.slow
+def test_a_full_budget_evicts_and_ends_every_request(tmp_path: Path) -> None:
+    report = run("full_budget", tmp_path)
+    ours = [row for row in report["rows"] if row["engine"] == "flexinfer"]
+    assert [row["layout"].partition(",")[0] for row in ours] == 3 * ["interleaved"] + 2 * ["dense"]
+    assert all(row["requests"] == row["of"] for row in report["rows"])
+    assert ours[0]["chunks_evicted"] > 0
+    assert ours[0]["chunks_aliased"] > 0
