@@ -70,7 +70,7 @@ def torch_varlen(problem: Problem) -> Call:
     Its varlen entry takes an offset and a used length for each request: offset = slot x rows of a
     slot, so that nothing is packed. Needs the slot's stride to be whole tokens.
     """
-    if problem.device.type != "cuda":
+    if not problem.on_cuda:
         raise NotSupported("torch's varlen attention needs CUDA")
     rows_a_slot = count_rows_per_slot(problem.k)
     if rows_a_slot == 0:
@@ -109,7 +109,7 @@ def flash_attn_3(problem: Problem) -> Call:
 
 def with_kvcache(problem: Problem, package: str) -> Call:
     """flash_attn_with_kvcache of that package: the call is the same in both."""
-    if problem.device.type != "cuda":
+    if not problem.on_cuda:
         raise NotSupported(f"{package} needs CUDA")
     try:
         attend = importlib.import_module(package).flash_attn_with_kvcache

@@ -65,7 +65,7 @@ def gather(problem: Problem, pages: Pages) -> Call:
 
 def torch_varlen(problem: Problem, pages: Pages) -> Call:
     """torch's copy of FlashAttention-2 with a block table (torch 2.12 or newer)."""
-    if problem.device.type != "cuda":
+    if not problem.on_cuda:
         raise NotSupported("torch's varlen attention needs CUDA")
     schema = str(torch.ops.aten._flash_attention_forward.default._schema)
     if "block_table" not in schema:
@@ -93,7 +93,7 @@ def torch_varlen(problem: Problem, pages: Pages) -> Call:
 
 def flash_attn_2(problem: Problem, pages: Pages) -> Call:
     """flash-attn's flash_attn_with_kvcache with a block table."""
-    if problem.device.type != "cuda":
+    if not problem.on_cuda:
         raise NotSupported("flash-attn needs CUDA")
     try:
         from flash_attn import flash_attn_with_kvcache
@@ -116,7 +116,7 @@ def triton_decode(problem: Problem, pages: Pages) -> Call:
 
 def flashinfer(problem: Problem, pages: Pages) -> Call:
     """FlashInfer's paged decode; planned once, as an engine does for all layers of a step."""
-    if problem.device.type != "cuda" or problem.shape.new_tokens > 1:
+    if not problem.on_cuda or problem.shape.new_tokens > 1:
         raise NotSupported("FlashInfer is measured for decode on CUDA only")
     try:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
@@ -155,7 +155,7 @@ def _compiled_flex(is_dynamic: bool) -> Callable[..., torch.Tensor]:
 
 def flex(problem: Problem, pages: Pages) -> Call:
     """torch's FlexAttention over pages."""
-    if problem.device.type != "cuda" or problem.shape.new_tokens > 1:
+    if not problem.on_cuda or problem.shape.new_tokens > 1:
         raise NotSupported("FlexAttention is measured for decode on CUDA only")
     return make_flex(problem, pages)
 

@@ -51,6 +51,10 @@ class Problem:
     def device(self) -> torch.device:
         return self.q.device
 
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
     def lengths(self) -> torch.Tensor:
         """[batch] int32."""
         shape = self.shape

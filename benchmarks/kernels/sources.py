@@ -69,6 +69,11 @@ class ArenaSource(Source):
         layer = manager.spec.num_layers // 2
         self._k, self._v = manager.k(layer), manager.v(layer)
 
+    def release(self, slot: int) -> None:
+        """Nothing is behind this slot from now on."""
+        self._vtensors[slot].release()
+        self._manager.trim()
+
     def caches(self, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
         for vtensor in self._vtensors[: shape.batch]:
             vtensor.extend(max(shape.seq_len, vtensor.num_tokens))

@@ -6,6 +6,7 @@ and the gathering one; on a GPU whatever is installed.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks" / "ker
 import contiguous
 import paged
 from problem import Problem, Shape, error_of, make_queries
-from sources import Layout, open_source
+from sources import ArenaSource, Layout, open_source
 
 SHAPES = (
     Shape(3, 65, 8, 2, 128),
@@ -105,3 +106,20 @@ def test_the_triton_kernel_matches_in_float16(device: str, page_size: int) -> No
         return paged.triton_decode(problem, paged.cut(problem, page_size))
 
     check_all(device, make_call, LAYOUTS if page_size == 0 else LAYOUTS[:1], torch.float16)
+
+
+def test_the_triton_kernel_needs_no_memory_in_slots_that_it_does_not_read(device: str) -> None:
+    """Triton asks the driver about each pointer: it gets a view that begins in mapped memory."""
+    shape = Shape(3, 200, 8, 2, 128)
+    torch.manual_seed(0)
+    with open_source(Layout("dense", 1), [shape], 4, device, torch.float16) as source:
+        whole = source.problem(shape)
+        assert isinstance(source, ArenaSource)
+        source.release(0)
+        k, v = whole.k[1:], whole.v[1:]
+        problem = Problem(dataclasses.replace(shape, batch=2), whole.q[1:], k, v)
+        try:
+            output = contiguous.triton_decode(problem)()
+        except contiguous.NotSupported as reason:
+            pytest.skip(str(reason))
+        assert error_of(problem, output, 1) <= MAX_ERROR[torch.float16]

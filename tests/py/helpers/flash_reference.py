@@ -112,7 +112,7 @@ class FlashAttn2(Reference):
         cache_seqlens: int | torch.Tensor | None = None,
         cache_batch_idx: torch.Tensor | None = None,
         cache_leftpad: None = None,
-        block_table: None = None,
+        block_table: torch.Tensor | None = None,
         softmax_scale: float | None = None,
         causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
@@ -121,6 +121,11 @@ class FlashAttn2(Reference):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         self.calls.append("with_kvcache")
         batch_size, num_queries, num_heads, head_dim = q.shape
+        if block_table is not None:
+            assert block_table.dtype == torch.int32
+            assert k_cache.shape[1] % 256 == 0, "pages of a multiple of 256"
+            self.check(k_cache, v_cache)
+            k_cache, v_cache = (x[block_table.long()].flatten(1, 2) for x in (k_cache, v_cache))
         assert cache_seqlens is not None
         if isinstance(cache_seqlens, int):
             cache_seqlens = torch.full((k_cache.shape[0],), cache_seqlens, dtype=torch.int32)
