@@ -100,10 +100,6 @@ CudaDriver::~CudaDriver() {
   }
 }
 
-Device CudaDriver::device() const noexcept {
-  return {Device::Type::kCuda, context_->device_index()};
-}
-
 uintptr_t CudaDriver::reserve(size_t size_bytes, size_t alignment_bytes) {
   book_.check_size(size_bytes, "range size");
   if (!std::has_single_bit(alignment_bytes) || alignment_bytes < granularity_) {
@@ -144,7 +140,6 @@ Handle CudaDriver::create(size_t chunk_bytes) {
   ScopeFail give_back([&] {
     if (slot_is_clean) window_.give_back(slot, chunk_bytes);
   });
-
   const auto prop = prop_on(context_->device_index());
   cuda::CUmemGenericAllocationHandle handle = 0;
   check_create(api().cuMemCreate(&handle, chunk_bytes, &prop, 0), "cuMemCreate", chunk_bytes);

@@ -57,7 +57,9 @@ class CudaDriver final : public Driver {
   CudaDriver& operator=(const CudaDriver&) = delete;
 
   std::string_view name() const noexcept override { return "cuda"; }
-  Device device() const noexcept override;
+  Device device() const noexcept override {
+    return {Device::Type::kCuda, context_->device_index()};
+  }
   bool has_memory() const noexcept override { return true; }
   size_t granularity() const noexcept override { return granularity_; }
 
