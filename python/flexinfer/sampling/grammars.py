@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
-GrammarKey = tuple[str, str, str]
-"""Kind, source, whitespace pattern."""
+GrammarKey = tuple[str, str, str, bool, "Preamble | None"]
+"""Kind, source, whitespace pattern, lenience, preamble."""
 
 NUM_THREADS = 2
 MAX_CACHED_GRAMMARS = 128
@@ -36,6 +36,15 @@ COMPILE_TIMEOUT_S = 30.0
 WHITESPACE = r"(\n[ \t]{0,16}| ?)"
 """Between the tokens of JSON: a blank, or a line's end and an indent. Without a bound, a weak model
 goes on with blanks for ever."""
+
+
+@dataclass(frozen=True)
+class Preamble:
+    """Free text before the structure, such as a model's reasoning: up to a mark, and line ends."""
+
+    close: str
+    open: str | None = None
+    """With it, there is a preamble only if the text begins with this; None: there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +63,10 @@ class StructuredOutputsParams:
     """Any JSON object."""
     whitespace_pattern: str = WHITESPACE
     """What may stand between the tokens of JSON, as a regex."""
+    is_lenient: bool = False
+    """Of a JSON schema, keywords that no grammar holds (uniqueItems, not, unknown formats) are left
+    out, and oneOf is anyOf; else the request is refused for them."""
+    preamble: Preamble | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
@@ -169,7 +182,8 @@ class GrammarCompiler:
         tokenizer = self._llg_tokenizer()
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
         try:
-            matcher = LLMatcher(tokenizer, _grammar(params), log_level=0, limits=limits)
+            grammar = self._after(params.preamble, _grammar(params))
+            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         except ValueError as error:
             raise RequestError(f"{params.kind} cannot be compiled: {error}") from None
         # Some grammars turn out to be too large only when the first tokens are looked for.
@@ -178,6 +192,29 @@ class GrammarCompiler:
         if matcher.is_error():
             raise RequestError(f"{params.kind} cannot be compiled: {_first_line(matcher)}")
         return matcher
+
+    def _after(self, preamble: Preamble | None, grammar: str) -> str:
+        """The grammar of a text that begins with a preamble."""
+        if preamble is None:
+            return grammar
+        is_json = grammar.startswith('{"grammars"')
+        body = json_module.loads(grammar)["grammars"][0] if is_json else {"lark_grammar": grammar}
+        opened, any_text = self._mark(preamble.open), r"/(.|\n)*/"
+        close = self._mark(preamble.close)
+        if close.startswith("<["):  # a special token, which no text contains
+            think, rules = f"{opened} any {close}", f"any: {any_text}"
+        else:
+            think, rules = "think", f"think[lazy]: {opened} {any_text} {close}"
+        before = f"({think} gap)" + ("?" if preamble.open else "")
+        lark = f"start: {before} @body\n{rules}\ngap: /[ \\n]{{0,4}}/"
+        return json_module.dumps({"grammars": [{"lark_grammar": lark}, {**body, "name": "body"}]})
+
+    def _mark(self, mark: str | None) -> str:
+        """In Lark: a special token by its id, else its text."""
+        special = getattr(self._hf_tokenizer, "all_special_tokens", ())
+        if mark in special and self._hf_tokenizer is not None:
+            return f"<[{self._hf_tokenizer.convert_tokens_to_ids(mark)}]>"
+        return json_module.dumps(mark) if mark else ""
 
     def _llg_tokenizer(self) -> LLTokenizer:
         with self._lock:
@@ -230,7 +267,8 @@ class TokenMatcher:
 
 
 def _key(params: StructuredOutputsParams) -> GrammarKey:
-    return (params.kind, params.source, params.whitespace_pattern)
+    pattern = params.whitespace_pattern
+    return (params.kind, params.source, pattern, params.is_lenient, params.preamble)
 
 
 def _grammar(params: StructuredOutputsParams) -> str:
@@ -250,8 +288,9 @@ def _grammar(params: StructuredOutputsParams) -> str:
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {alternatives}")
     schema = '{"type": "object"}' if params.kind == "json_object" else params.source
     whitespace = params.whitespace_pattern
+    defaults = {"whitespace_flexible": True, "whitespace_pattern": whitespace}
     return LLMatcher.grammar_from_json_schema(
-        schema, defaults={"whitespace_flexible": True, "whitespace_pattern": whitespace}
+        schema, defaults=defaults | {"lenient": params.is_lenient}
     )
 
 

@@ -19,6 +19,7 @@ from flexinfer.server.api import (
     completions,
     conversations,
     health,
+    messages,
     models,
     responses,
     tokenize,
@@ -35,7 +36,7 @@ from flexinfer.server.protocol.base import ErrorResponse
 from flexinfer.server.settings import ServerSettings
 from flexinfer.server.state import ServerState
 
-ROUTERS = (health, models, chat, completions, responses, conversations, tokenize, admin)
+ROUTERS = (health, models, chat, completions, responses, messages, conversations, tokenize, admin)
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": description}
     for status, description in {

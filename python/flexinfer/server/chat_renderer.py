@@ -59,7 +59,7 @@ class ChatRenderer:
         if tokenizer is not None:
             self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
         own = getattr(tokenizer, "chat_template", None)
-        self._knows_tools = "tools" in str(chat_template or own or "")
+        self.knows_tools = "tools" in str(chat_template or own or "")
 
     async def render(self, prompt: ChatPrompt) -> list[int]:
         """Token ids; rendering and tokenizing run in a thread. Raises APIError, RequestError."""
@@ -76,7 +76,7 @@ class ChatRenderer:
             )
         messages = [as_template_message(message) for message in prompt.messages]
         tools = [tool.model_dump(exclude_none=True) for tool in prompt.tools] or None
-        if not self._knows_tools:
+        if not self.knows_tools:
             messages = with_tools_in_words(messages, tools)
             tools = None
         try:
@@ -121,6 +121,9 @@ def as_template_message(message: Message) -> dict[str, Any]:
         out["name"] = message.name
     if message.tool_call_id is not None:
         out["tool_call_id"] = message.tool_call_id
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning:
+        out["reasoning_content"] = reasoning
     if message.tool_calls:
         out["tool_calls"] = [
             {

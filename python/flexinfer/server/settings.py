@@ -8,6 +8,8 @@ from pathlib import Path
 from flexinfer.server.http.hosts import is_loopback
 from flexinfer.server.http.tls import TLSSettings
 from flexinfer.server.observability.tracing import check_endpoint
+from flexinfer.server.parsing.reasoning import reasoning_form
+from flexinfer.server.parsing.tool_formats import tool_format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,12 @@ class ServerSettings:
     admin_api_key: str | None = None
     chat_template: str | None = None
     """Jinja source; None: that of the tokenizer."""
+    tool_call_parser: str = "hermes"
+    """The form in which the model writes its calls: a name in parsing/tool_formats.py."""
+    enable_auto_tool_choice: bool = True
+    """Whether the model may choose to call; otherwise callers must force or forbid it."""
+    reasoning_parser: str | None = None
+    """The form of the model's reasoning: a name in parsing/reasoning.py; None: it is content."""
     max_request_bytes: int = 8 << 20
     """Bound on one request's body."""
     max_prompt_tokens: int | None = None
@@ -82,6 +90,9 @@ class ServerSettings:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
         self._check_keys()
+        tool_format(self.tool_call_parser)
+        if self.reasoning_parser is not None:
+            reasoning_form(self.reasoning_parser)
         if self.otlp_traces_endpoint is not None:
             check_endpoint(self.otlp_traces_endpoint)
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from typing import Any
 
 import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from flexinfer.server.api.tools import HermesParser, ToolUse
+from flexinfer.server.api.tools import ToolUse
 from flexinfer.server.chat_renderer import with_tools_in_words
+from flexinfer.server.parsing.pieces import read_whole
+from flexinfer.server.parsing.tool_formats import tool_format
 from flexinfer.server.protocol.chat import Function, Tool
 from helpers.serving import MODEL
 
@@ -68,14 +67,18 @@ def test_a_required_call_is_made(client: openai.OpenAI, stream: bool) -> None:
     )
     if stream:
         chunks = list(got)
-        calls = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
+        first, *rest = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
         reason = chunks[-1].choices[0].finish_reason
-        assert [call.index for call in calls] == [0]
+        assert {call.index for call in (first, *rest)} == {0}
+        assert len(rest) > 2  # in pieces
+        assert {call.id for call in rest} == {None}
+        name, arguments = first.function.name, "".join(c.function.arguments for c in rest)
     else:
-        calls, reason = got.choices[0].message.tool_calls, got.choices[0].finish_reason
+        (call,), reason = got.choices[0].message.tool_calls, got.choices[0].finish_reason
+        name, arguments = call.function.name, call.function.arguments
     assert reason == "tool_calls"
-    assert calls[0].function.name == "weather"
-    check_weather(calls[0].function.arguments)
+    assert name == "weather"
+    check_weather(arguments)
 
 
 def test_the_answer_of_a_tool_goes_back_to_the_model(client: openai.OpenAI) -> None:
@@ -130,32 +133,6 @@ def test_a_response_calls_a_function(client: openai.OpenAI) -> None:
     check_weather(item.arguments)
 
 
-def read(pieces: list[str]) -> tuple[str, list[tuple[str, Any]]]:
-    parser = HermesParser({"clock", "weather"})
-    parsed = [*map(parser.feed, pieces), parser.finish()]
-    calls = [c.function for part in parsed for c in part.calls]
-    content = "".join(part.content for part in parsed)
-    return content, [(call.name, json.loads(call.arguments)) for call in calls]
-
-
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "<Rome>"}}\n</tool_call>'
-TEXT = f"Let me see < 3. {CALL}\n{CALL}Done <tool_call>no JSON</tool_call> <tool"
-
-
-@given(st.lists(st.integers(0, len(TEXT)), max_size=12))
-def test_calls_are_found_however_the_text_is_cut(cuts: list[int]) -> None:
-    edges = sorted({0, len(TEXT), *cuts})
-    pieces = [TEXT[a:b] for a, b in pairwise(edges)]
-    content, calls = read(pieces)
-    assert content == "Let me see < 3. Done <tool_call>no JSON</tool_call> <tool"
-    assert calls == [("weather", {"city": "<Rome>"})] * 2
-
-
-def test_a_call_without_its_end_mark_counts() -> None:
-    assert read(['<tool_call>{"name": "clock"}']) == ("", [("clock", {})])
-    assert read(['<tool_call>{"name": "unknown"}'])[1] == []
-
-
 def test_a_template_without_tools_gets_them_in_words() -> None:
     call = {"function": {"name": "clock", "arguments": {}}}
     chat = [
@@ -167,7 +144,8 @@ def test_a_template_without_tools_gets_them_in_words() -> None:
     system, question, said, answer = with_tools_in_words(chat, tools)
     assert '{"name": "clock"}' in system["content"]
     assert question["content"] == "When?"
-    assert HermesParser({"clock"}).feed(said["content"]).calls
+    parser = tool_format("hermes").make({"clock": {}})
+    assert [call.name for call in read_whole(parser, said["content"]).calls] == ["clock"]
     assert (answer["role"], "noon" in answer["content"]) == ("user", True)
 
 
@@ -176,3 +154,71 @@ def test_a_list_of_calls_may_be_bounded_to_one() -> None:
     structure = ToolUse((tool,), required=True, parallel=False).structure
     assert structure is not None
     assert json.loads(structure.source)["maxItems"] == 1
+
+
+def test_a_required_call_that_is_cut_off_is_no_text(client: openai.OpenAI) -> None:
+    for max_tokens in (1, 4, 12):
+        choice = client.chat.completions.create(
+            model=MODEL,
+            messages=CHAT,
+            tools=[WEATHER],
+            tool_choice="required",
+            max_completion_tokens=max_tokens,
+        ).choices[0]
+        assert not choice.message.content
+        assert choice.finish_reason == "length"
+
+
+def forced(client: openai.OpenAI, **function: Any) -> Any:
+    tool: Any = {"type": "function", "function": {"name": "f", **function}}
+    call = (
+        client.chat.completions.create(
+            model=MODEL,
+            messages=CHAT,
+            tools=[CLOCK, tool],
+            tool_choice={"type": "function", "function": {"name": "f"}},
+            max_completion_tokens=200,
+        )
+        .choices[0]
+        .message.tool_calls
+    )
+    assert call
+    return json.loads(call[0].function.arguments)
+
+
+LOOSE = {
+    "oneOf": [
+        {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]},
+        {"type": "object", "properties": {"b": {"enum": [2]}}, "required": ["b"]},
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        LOOSE,
+        {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2},
+        {"enum": ["x"], "type": "string", "format": "slug"},
+    ],
+)
+def test_what_no_grammar_holds_is_left_out_unless_strict(
+    client: openai.OpenAI, schema: dict[str, Any]
+) -> None:
+    parameters = {"type": "object", "properties": {"v": schema}, "required": ["v"]}
+    parameters["additionalProperties"] = False
+    assert list(forced(client, parameters=parameters)) == ["v"]
+    with pytest.raises(openai.BadRequestError, match="the parameters of the tool 'f'"):
+        forced(client, parameters=parameters, strict=True)
+
+
+def test_strict_closes_objects(client: openai.OpenAI) -> None:
+    parameters = {"type": "object", "properties": {"v": {"enum": [1]}}, "required": ["v"]}
+    assert forced(client, parameters=parameters, strict=True) == {"v": 1}
+    inner = {"type": "object", "properties": {"v": parameters}}
+    tool = Tool(type="function", function=Function(name="f", parameters=inner, strict=True))
+    structure = ToolUse((tool,), forced="f").structure
+    assert structure is not None
+    schema = json.loads(structure.source)
+    assert schema["additionalProperties"] is False
+    assert schema["properties"]["v"]["additionalProperties"] is False

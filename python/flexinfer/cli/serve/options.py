@@ -37,6 +37,15 @@ class EngineOptions:
     chat_template: Annotated[
         str | None, option("Jinja file or text, in place of the tokenizer's.")
     ] = None
+    tool_call_parser: Annotated[
+        str, option("How the model writes its calls, such as llama3_json: docs/server.md.")
+    ] = "hermes"
+    enable_auto_tool_choice: Annotated[
+        bool, option("The model may choose to call a tool; else callers must force it.")
+    ] = True
+    reasoning_parser: Annotated[
+        str | None, option("How the model marks its reasoning, such as qwen3: docs/server.md.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,7 +85,9 @@ async def _events(call: ChatCall) -> Events:
             async for _, output in outputs:
                 if text := stream.add(output):
                     yield text
-        await _keep(call, stream.message(0), stream.token_ids(0))
+        if call.conversation is not None:
+            said = stream.said()
+            await _keep(call, said.message, said.token_ids)
         yield stream.finish()
     finally:
         generate.log_usage(stream.usage())
@@ -98,7 +100,12 @@ async def _keep(call: ChatCall, answer: AnswerMessage, token_ids: Sequence[int])
     if call.conversation is None:
         return
     prompt = call.job.prompts[0]
-    said = Message(role="assistant", content=answer.content, tool_calls=answer.tool_calls)
+    said = Message(
+        role="assistant",
+        content=answer.content,
+        tool_calls=answer.tool_calls,
+        reasoning_content=answer.reasoning_content,
+    )
     await call.state.conversations.keep(
         call.conversation,
         [*call.messages, said],

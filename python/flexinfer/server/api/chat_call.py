@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flexinfer.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
+from flexinfer.sampling.grammars import Preamble
+from flexinfer.sampling.params import SamplingParams
 from flexinfer.server.api import generate
 from flexinfer.server.api.generate import Job
 from flexinfer.server.api.logprobs import chat_logprobs, prompt_logprobs
 from flexinfer.server.api.prompts import decode, make_prompt
 from flexinfer.server.api.sampling import beam_params, sampling_params
-from flexinfer.server.api.tools import Parsed, ToolUse, finish_reason, tool_use
+from flexinfer.server.api.saying import Reading, Saying, reading_of
+from flexinfer.server.api.tools import check_schemas, finish_reason, tool_use
 from flexinfer.server.chat_renderer import ChatPrompt
 from flexinfer.server.http.errors import bad_request
 from flexinfer.server.observability.logs import current_request_id
@@ -35,7 +38,7 @@ class ChatCall:
     state: ServerState
     body: ChatRequest
     job: Job
-    tools: ToolUse
+    reading: Reading
     messages: Sequence[Message]
     """The whole chat, with what a conversation had before."""
     conversation: Conversation | None = None
@@ -51,13 +54,19 @@ class ChatCall:
 
 
 async def prepare_chat(
-    state: ServerState, tenant: str, body: ChatRequest, conversation: Conversation | None
+    state: ServerState,
+    tenant: str,
+    body: ChatRequest,
+    conversation: Conversation | None,
+    *,
+    cuts_answer: bool = False,
 ) -> ChatCall:
-    """Raises APIError for what cannot be served."""
+    """Raises APIError for what cannot be served. `cuts_answer`: one that would not fit into the
+    model's context may end there, however long it may be."""
     max_tokens = body.max_completion_tokens or body.max_tokens
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs", "top_logprobs")
-    tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    tools = tool_use(state, body.tools, body.tool_choice, body.parallel_tool_calls)
     if body.use_beam_search:
         if body.logprobs or body.prompt_logprobs is not None or tools.structure:
             raise bad_request("beam search has neither logprobs nor forced tool calls")
@@ -71,6 +80,7 @@ async def prepare_chat(
             prompt_logprobs=body.prompt_logprobs,
             structure=tools.structure,
         )
+    await check_schemas(state, tools)
     messages = [*(conversation.messages if conversation else ()), *body.messages]
     token_ids = await state.chat.render(
         ChatPrompt(
@@ -80,30 +90,38 @@ async def prepare_chat(
             if body.add_generation_prompt is None
             else body.add_generation_prompt,
             continue_final_message=bool(body.continue_final_message),
-            template_kwargs=body.chat_template_kwargs or {},
+            template_kwargs=_template_kwargs(body),
         )
     )
+    reading = reading_of(state, tools, token_ids, body.include_reasoning is not False)
+    if isinstance(params, SamplingParams):
+        params = _read_as(params, reading, body)
+        if cuts_answer and max_tokens is not None:
+            longest = max(1, state.llm.max_model_len - len(token_ids))
+            params = replace(params, max_tokens=min(max_tokens, longest))
     prompt = make_prompt(
         state,
         token_ids,
         tenant,
         body.cache_salt,
-        max_tokens=max_tokens,
+        max_tokens=None if cuts_answer else max_tokens,
         param="messages",
         fields=body,
     )
     job = Job(f"chatcmpl-{current_request_id()}", tenant, [prompt], params, body.priority or 0)
-    return ChatCall(state, body, job, tools, messages, conversation)
+    return ChatCall(state, body, job, reading, messages, conversation)
 
 
 def final_answer(call: ChatCall, output: RequestOutput) -> ChatCompletion:
     """The whole answer, from the engine's final output."""
+    said = [Saying.begin(call.reading) for _ in output.outputs]
+    choices = [_choice(call, *pair) for pair in zip(said, output.outputs, strict=True)]
     return ChatCompletion(
         id=call.job.request_id,
         created=call.created,
         model=call.model,
-        choices=[_choice(call, one) for one in output.outputs],
-        usage=generate.usage_of([output]),
+        choices=choices,
+        usage=generate.usage_of([output], num_reasoning(call, said)),
         conversation=call.conversation.id if call.conversation else None,
         system_fingerprint=call.state.fingerprint,
         prompt_token_ids=output.prompt_token_ids if call.body.return_token_ids else None,
@@ -111,24 +129,47 @@ def final_answer(call: ChatCall, output: RequestOutput) -> ChatCompletion:
     )
 
 
-def _choice(call: ChatCall, one: CompletionOutput) -> ChatChoice:
-    parsed = Parsed(one.text)
-    parser = call.tools.parser()
-    if parser is not None:
-        head, tail = parser.feed(one.text), parser.finish()
-        parsed = Parsed(head.content + tail.content, head.calls + tail.calls)
+def num_reasoning(call: ChatCall, said: Sequence[Saying]) -> int | None:
+    """Tokens; None where reasoning is not told from the rest."""
+    if call.reading.reasoning is None:
+        return None
+    return sum(one.num_reasoning_tokens for one in said)
+
+
+def _choice(call: ChatCall, said: Saying, one: CompletionOutput) -> ChatChoice:
+    said.read(one)
     num_top = call.num_top_logprobs
     return ChatChoice(
         index=one.index,
-        message=AnswerMessage(
-            content=parsed.content if parsed.content or not parsed.calls else None,
-            tool_calls=list(parsed.calls) or None,
-        ),
+        message=said.message,
         logprobs=None if num_top is None else chat_logprobs(one, num_top, call.state.token_bytes),
-        finish_reason=finish_reason(call.tools, one, bool(parsed.calls)),
+        finish_reason=finish_reason(call.reading.tools, one, said.has_calls),
         stop_reason=one.stop_reason,
         token_ids=one.token_ids if call.body.return_token_ids else None,
     )
+
+
+def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
+    """What the caller says itself goes before what its effort comes to."""
+    effort = body.reasoning_effort
+    implied: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        implied["enable_thinking"] = False
+    return implied | (body.chat_template_kwargs or {})
+
+
+def _read_as(params: SamplingParams, reading: Reading, body: ChatRequest) -> SamplingParams:
+    """Marks that are special tokens stay in the text; a structure begins after the reasoning."""
+    form, tools = reading.reasoning, reading.tools
+    needs_special = form is not None and form.is_special and reading.is_open is not False
+    needs_special |= bool(tools.tools) and reading.state.tool_format.is_special
+    if needs_special and body.skip_special_tokens is None:
+        params = replace(params, skip_special_tokens=False)
+    structure = params.structured_outputs
+    if structure is not None and form is not None and reading.is_open is not False:
+        preamble = Preamble(form.close, None if reading.is_open else form.open)
+        params = replace(params, structured_outputs=replace(structure, preamble=preamble))
+    return params
 
 
 def beam_answer(call: ChatCall, found: BeamSearchOutput) -> ChatCompletion:

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeGuard
 
 from flexinfer.outputs import CompletionOutput, RequestOutput
-from flexinfer.server.api.chat_call import ChatCall
+from flexinfer.server.api.chat_call import ChatCall, num_reasoning
 from flexinfer.server.api.generate import UsageCounter
 from flexinfer.server.api.logprobs import chat_logprobs
-from flexinfer.server.api.tools import Parsed, ToolParser, finish_reason
+from flexinfer.server.api.saying import Saying
+from flexinfer.server.api.tools import finish_reason
 from flexinfer.server.http.streaming import DONE, TextEvents, event
+from flexinfer.server.parsing.pieces import CallStart, Content, Piece, Reasoning
 from flexinfer.server.protocol.base import Usage
-from flexinfer.server.protocol.chat import AnswerMessage, ToolCall
-
-
-@dataclass
-class Progress:
-    """What one choice has said so far."""
-
-    parser: ToolParser | None
-    content: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
 
 
 class ChatStream:
@@ -41,7 +31,7 @@ class ChatStream:
         if call.conversation is not None:
             self._head["conversation"] = call.conversation.id
         self._counter = UsageCounter()
-        self._choices: dict[int, Progress] = {}
+        self._choices: dict[int, Saying] = {}
         self._plain = TextEvents(lambda index, text: self._body(index, {"content": text}))
         body = call.body
         self._has_plain = not (
@@ -53,39 +43,36 @@ class ChatStream:
         self._counter.add(0, output)
         return "".join([text for one in output.outputs for text in self._events(one)])
 
-    def deltas(self, output: RequestOutput) -> Iterator[str]:
-        """Only the new text of each choice, for another shape of stream."""
+    def pieces(self, output: RequestOutput) -> list[Piece]:
+        """What is new of the only choice, for another shape of stream."""
         self._counter.add(0, output)
-        for one in output.outputs:
-            yield self._read(one)[1].content
+        return [piece for one in output.outputs for piece in self._read(one)[1]]
 
     def finish(self) -> str:
         if not self._call.body.wants_usage:
             return DONE
-        usage = self._counter.usage().model_dump()
+        usage = self.usage().model_dump()
         return event({**self._head, "choices": [], "usage": usage}) + DONE
 
-    def message(self, index: int) -> AnswerMessage:
-        """A choice as a whole message."""
-        progress = self._choices[index]
-        return AnswerMessage(content=progress.content or None, tool_calls=progress.calls or None)
-
-    def token_ids(self, index: int) -> list[int]:
-        return self._choices[index].token_ids
+    def said(self, index: int = 0) -> Saying:
+        """A choice as a whole."""
+        return self._choices[index]
 
     def usage(self) -> Usage:
         """Tokens so far."""
-        return self._counter.usage()
+        return self._counter.usage(
+            num_reasoning=num_reasoning(self._call, list(self._choices.values()))
+        )
 
     def _events(self, one: CompletionOutput) -> Iterator[str]:
         if one.index not in self._choices:
             yield self._role_chunk(one.index)
-        progress, parsed = self._read(one)
-        if self._has_plain and one.finish_reason is None and not parsed.calls:
-            if parsed.content:
-                yield self._plain.event(one.index, parsed.content)
+        said, pieces = self._read(one)
+        if self._has_plain and one.finish_reason is None and _is_plain(pieces):
+            for piece in pieces:
+                yield self._plain.event(one.index, piece.text)
         else:
-            yield from self._chunks(progress, parsed, one)
+            yield from self._chunks(said, pieces, one)
 
     def _role_chunk(self, index: int) -> str:
         """Before any token: running usage counts none of this choice yet."""
@@ -97,33 +84,32 @@ class ChatStream:
             body["prompt_token_ids"] = self._call.job.prompts[0]["prompt_token_ids"]
         return event(body)
 
-    def _read(self, one: CompletionOutput) -> tuple[Progress, Parsed]:
+    def _read(self, one: CompletionOutput) -> tuple[Saying, list[Piece]]:
         """Take in what is new of a choice."""
-        progress = self._choices.get(one.index)
-        if progress is None:
-            progress = self._choices[one.index] = Progress(self._call.tools.parser())
-        parsed = _parse(progress.parser, one)
-        progress.token_ids += one.token_ids
-        progress.content += parsed.content
-        progress.calls += parsed.calls
-        return progress, parsed
+        said = self._choices.get(one.index)
+        if said is None:
+            said = self._choices[one.index] = Saying.begin(self._call.reading)
+        return said, said.read(one)
 
-    def _chunks(self, progress: Progress, parsed: Parsed, one: CompletionOutput) -> Iterator[str]:
-        """What is new, and the end. Logprobs stand with the text of their tokens, or alone."""
+    def _chunks(self, said: Saying, pieces: list[Piece], one: CompletionOutput) -> Iterator[str]:
+        """What is new, and the end. Logprobs stand with the first of it, or alone."""
         num_top = self._call.num_top_logprobs
-        logprobs = None
+        extra: dict[str, Any] = {}
         if num_top is not None and one.token_ids:
-            logprobs = chat_logprobs(one, num_top, self._call.state.token_bytes).model_dump()
-        extra: dict[str, Any] = {"logprobs": logprobs}
-        if self._call.body.return_token_ids:
+            found = chat_logprobs(one, num_top, self._call.state.token_bytes)
+            extra["logprobs"] = found.model_dump()
+        if self._call.body.return_token_ids and one.token_ids:
             extra["token_ids"] = one.token_ids
-        if parsed.content or logprobs is not None:
-            yield self._chunk(one.index, {"content": parsed.content}, **extra)
-        num_before = len(progress.calls) - len(parsed.calls)
-        for index, call in enumerate(parsed.calls, start=num_before):
-            yield self._chunk(one.index, {"tool_calls": [{"index": index, **call.model_dump()}]})
+        num_started = len(said.call_ids) - sum(isinstance(piece, CallStart) for piece in pieces)
+        deltas = []
+        for piece in pieces:
+            num_started += isinstance(piece, CallStart)
+            deltas.append(_delta(piece, num_started - 1, said))
+        for delta in deltas or ([{"content": ""}] if extra else []):
+            yield self._chunk(one.index, delta, **extra)
+            extra = {}
         if one.finish_reason is not None:
-            reason = finish_reason(self._call.tools, one, bool(progress.calls))
+            reason = finish_reason(self._call.reading.tools, one, said.has_calls)
             yield self._chunk(one.index, {}, finish_reason=reason, stop_reason=one.stop_reason)
 
     def _chunk(self, index: int, delta: dict[str, Any], **extra: Any) -> str:
@@ -138,11 +124,18 @@ class ChatStream:
         return chunk
 
 
-def _parse(parser: ToolParser | None, one: CompletionOutput) -> Parsed:
-    if parser is None:
-        return Parsed(one.text)
-    parsed = parser.feed(one.text)
-    if one.finish_reason is None:
-        return parsed
-    tail = parser.finish()
-    return Parsed(parsed.content + tail.content, parsed.calls + tail.calls)
+def _is_plain(pieces: Sequence[Piece]) -> TypeGuard[Sequence[Content]]:
+    return all(isinstance(piece, Content) for piece in pieces)
+
+
+def _delta(piece: Piece, call_idx: int, said: Saying) -> dict[str, Any]:
+    """Of a message, as OpenAI has it; `call_idx`: the call that it belongs to."""
+    if isinstance(piece, Content):
+        return {"content": piece.text}
+    if isinstance(piece, Reasoning):
+        return {"reasoning_content": piece.text, "reasoning": piece.text}
+    if isinstance(piece, CallStart):
+        function = {"name": piece.name, "arguments": ""}
+        start = {"index": call_idx, "id": said.call_ids[call_idx], "type": "function"}
+        return {"tool_calls": [{**start, "function": function}]}
+    return {"tool_calls": [{"index": call_idx, "function": {"arguments": piece.text}}]}

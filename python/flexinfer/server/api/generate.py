@@ -12,7 +12,7 @@ from flexinfer.outputs import BeamSearchOutput, RequestOutput
 from flexinfer.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flexinfer.server.http.errors import APIError, bad_request
 from flexinfer.server.observability.logs import log_with_request
-from flexinfer.server.protocol.base import PromptTokensDetails, Usage
+from flexinfer.server.protocol.base import CompletionTokensDetails, PromptTokensDetails, Usage
 from flexinfer.server.state import ServerState
 from flexinfer.types import TokensPrompt
 
@@ -77,26 +77,35 @@ async def beam_search(state: ServerState, job: Job) -> list[BeamSearchOutput]:
         return await _all([_beams(state, job, params, idx, name) for idx, name in enumerate(ids)])
 
 
-def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
+def usage_of(outputs: Sequence[RequestOutput], num_reasoning: int | None = None) -> Usage:
     """Tokens of final outputs, one for each prompt."""
     return make_usage(
         sum(len(output.prompt_token_ids) for output in outputs),
         sum(len(one.token_ids) for output in outputs for one in output.outputs),
         sum(output.num_cached_tokens or 0 for output in outputs),
+        num_reasoning,
     )
 
 
 def log_usage(usage: Usage) -> None:
     """Tokens of the request that is being answered, for its line in the log."""
-    log_with_request(**usage.model_dump(exclude={"prompt_tokens_details"}))
+    details = {"prompt_tokens_details", "completion_tokens_details"}
+    log_with_request(**usage.model_dump(exclude=details))
 
 
-def make_usage(num_prompt: int, num_completion: int, num_cached: int) -> Usage:
+def make_usage(
+    num_prompt: int, num_completion: int, num_cached: int, num_reasoning: int | None = None
+) -> Usage:
+    """`num_reasoning`: None where it is not known."""
+    details = None
+    if num_reasoning is not None:
+        details = CompletionTokensDetails(reasoning_tokens=num_reasoning)
     return Usage(
         prompt_tokens=num_prompt,
         completion_tokens=num_completion,
         total_tokens=num_prompt + num_completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+        completion_tokens_details=details,
     )
 
 
@@ -216,10 +225,11 @@ class UsageCounter:
         self._num_last = sum(len(one.token_ids) for one in output.outputs)
         self._num_completion += self._num_last
 
-    def usage(self, *, with_last: bool = True) -> Usage:
+    def usage(self, *, with_last: bool = True, num_reasoning: int | None = None) -> Usage:
         """`with_last`: with what the last output added."""
         return make_usage(
             sum(num_tokens for num_tokens, _ in self._prompts.values()),
             self._num_completion - (0 if with_last else self._num_last),
             sum(num_cached for _, num_cached in self._prompts.values()),
+            num_reasoning,
         )

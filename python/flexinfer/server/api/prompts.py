@@ -60,15 +60,17 @@ def make_prompt(
     limit = state.settings.max_prompt_tokens
     if limit is not None and num_tokens > limit:
         raise bad_request(
-            f"the prompt has {num_tokens} tokens; this server takes at most {limit}",
+            f"This server's maximum context length is {limit} tokens in the prompt "
+            f"(--max-prompt-tokens). However, the prompt has {num_tokens}: shorten it",
             param,
             "context_length_exceeded",
         )
     if num_tokens + (max_tokens or 1) > longest:
         raise bad_request(
-            f"the model's context is {longest} tokens, prompt and answer together; this is "
-            f"{num_tokens} tokens of prompt and {max_tokens or 'at least 1'} of answer: shorten "
-            "the prompt, or lower the number of tokens asked for",
+            f"This model's maximum context length is {longest} tokens. However, you requested "
+            f"{num_tokens + (max_tokens or 1)} tokens ({num_tokens} in the prompt, "
+            f"{max_tokens or 'at least 1'} in the completion). Please reduce the length of the "
+            "prompt or completion.",
             param,
             "context_length_exceeded",
         )

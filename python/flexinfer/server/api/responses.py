@@ -12,35 +12,34 @@ from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response as HTTPResponse
 
 from flexinfer.server.api import generate
-from flexinfer.server.api.chat_call import ChatCall, final_answer, prepare_chat
+from flexinfer.server.api.chat_call import ChatCall, num_reasoning, prepare_chat
 from flexinfer.server.api.chat_stream import ChatStream
 from flexinfer.server.api.input_items import messages_of
+from flexinfer.server.api.response_items import items_of
+from flexinfer.server.api.response_stream import ResponseStream
+from flexinfer.server.api.saying import Saying
+from flexinfer.server.http.errors import bad_request
 from flexinfer.server.http.json_route import JsonRoute
 from flexinfer.server.http.streaming import (
     STREAMING_RESPONSES,
     Events,
-    event,
     start_stream,
     until_disconnect,
 )
 from flexinfer.server.observability.logs import new_id
+from flexinfer.server.protocol.base import Usage
 from flexinfer.server.protocol.chat import (
-    AnswerMessage,
     ChatRequest,
     Function,
     Message,
     NamedFunction,
     NamedToolChoice,
     Tool,
-    ToolCall,
 )
 from flexinfer.server.protocol.responses import (
-    FunctionCallItem,
     IncompleteDetails,
     InputTokensDetails,
     NamedTool,
-    OutputMessage,
-    OutputText,
     OutputTokensDetails,
     Response,
     ResponseDeleted,
@@ -70,20 +69,17 @@ class Call:
     empty: Response
 
     def answer(
-        self, message: AnswerMessage, finish_reason: str, usage: Any, message_id: str
+        self, said: Saying, finish_reason: str, usage: Usage, item_ids: Sequence[str] = ()
     ) -> Response:
-        """The finished response; it is stored unless the caller wants it not to be."""
+        """The finished response; it is stored unless the caller wants it not to be. `item_ids`:
+        those that have been told."""
         is_cut = finish_reason == "length"
         status: Any = "incomplete" if is_cut else "completed"
-        output: list[OutputMessage | FunctionCallItem] = []
-        if message.content or not message.tool_calls:
-            text = OutputText(text=message.content or "")
-            output.append(OutputMessage(id=message_id, status=status, content=[text]))
-        output += [_call_item(call) for call in message.tool_calls or ()]
+        cached, reasoned = usage.prompt_tokens_details, usage.completion_tokens_details
         done = self.empty.model_copy(
             update={
                 "status": status,
-                "output": output,
+                "output": items_of(said.answer, said.call_ids, item_ids, status),
                 "completed_at": time.time(),
                 "incomplete_details": IncompleteDetails(reason="max_output_tokens")
                 if is_cut
@@ -91,20 +87,28 @@ class Call:
                 "usage": ResponseUsage(
                     input_tokens=usage.prompt_tokens,
                     input_tokens_details=InputTokensDetails(
-                        cached_tokens=usage.prompt_tokens_details.cached_tokens
+                        cached_tokens=cached.cached_tokens if cached else 0
                     ),
                     output_tokens=usage.completion_tokens,
-                    output_tokens_details=OutputTokensDetails(),
+                    output_tokens_details=OutputTokensDetails(
+                        reasoning_tokens=reasoned.reasoning_tokens if reasoned else 0
+                    ),
                     total_tokens=usage.total_tokens,
                 ),
             }
         )
         if self.body.store is not False:
-            said = Message(role="assistant", content=message.content, tool_calls=message.tool_calls)
+            words = said.message
+            message = Message(
+                role="assistant",
+                content=words.content,
+                tool_calls=words.tool_calls,
+                reasoning_content=words.reasoning_content,
+            )
             # Messages before are shared with the response that this one goes on from.
             num_bytes = 2 * len(done.model_dump_json())
             num_bytes += sum(one.num_bytes for one in self.messages[self.num_before :])
-            stored = StoredResponse(self.tenant, done, (*self.messages, said), num_bytes)
+            stored = StoredResponse(self.tenant, done, (*self.messages, message), num_bytes)
             self.chat.state.responses.put(stored)
         return done
 
@@ -119,10 +123,11 @@ async def create_response(
     if body.stream:
         return await start_stream(request, _events(call), state.settings.send_timeout_s)
     (output,) = await until_disconnect(request, generate.generate_final(state, call.chat.job))
-    answer = final_answer(call.chat, output)
-    choice = answer.choices[0]
-    generate.log_usage(answer.usage)
-    return call.answer(choice.message, choice.finish_reason, answer.usage, f"msg_{new_id()}")
+    said = Saying.begin(call.chat.reading)
+    said.read(output.outputs[0])
+    usage = generate.usage_of([output], num_reasoning(call.chat, [said]))
+    generate.log_usage(usage)
+    return call.answer(said, output.outputs[0].finish_reason or "stop", usage)
 
 
 @router.get("/{response_id}")
@@ -147,7 +152,10 @@ async def _prepare(state: ServerState, tenant: str, body: ResponsesRequest) -> C
         Tool(
             type="function",
             function=Function(
-                name=tool.name, description=tool.description, parameters=tool.parameters
+                name=tool.name,
+                description=tool.description,
+                parameters=tool.parameters,
+                strict=tool.strict,
             ),
         )
         for tool in body.tools or ()
@@ -159,6 +167,7 @@ async def _prepare(state: ServerState, tenant: str, body: ResponsesRequest) -> C
         messages=[*instructions, *messages],
         max_completion_tokens=body.max_output_tokens,
         chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=_effort(body.reasoning),
         tools=tools or None,
         tool_choice=NamedToolChoice(type="function", function=NamedFunction(name=choice.name))
         if isinstance(choice, NamedTool)
@@ -199,6 +208,13 @@ def _empty(prepared: ChatCall, body: ResponsesRequest) -> Response:
     )
 
 
+def _effort(reasoning: dict[str, Any] | None) -> str | None:
+    effort = (reasoning or {}).get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise bad_request("reasoning.effort must be a text", "reasoning")
+    return effort
+
+
 def _format(text: TextConfig | None) -> ResponseFormat | None:
     wanted = text.format if text else None
     if wanted is None:
@@ -209,107 +225,20 @@ def _format(text: TextConfig | None) -> ResponseFormat | None:
     return ResponseFormat(type=wanted.type, json_schema=schema)
 
 
-def _call_item(call: ToolCall) -> FunctionCallItem:
-    return FunctionCallItem(
-        id=f"fc_{call.id.removeprefix('call_')}",
-        call_id=call.id,
-        name=call.function.name,
-        arguments=call.function.arguments,
-        status="completed",
-    )
-
-
 async def _events(call: Call) -> Events:
-    """The events of one response, as OpenAI orders them."""
-    writer = _EventWriter(call)
-    message_id = f"msg_{new_id()}"
+    """The events of one response."""
+    writer = ResponseStream(call.empty)
     stream = ChatStream(call.chat)
     finish_reason = "stop"
     try:
         async with aclosing(generate.stream(call.chat.state, call.chat.job)) as outputs:
             async for _, output in outputs:
-                events = writer.start()
-                for delta in stream.deltas(output):
-                    events += writer.text(message_id, delta)
+                pieces = stream.pieces(output)
+                events = [*writer.start(), *writer.add(pieces, stream.said().call_ids)]
                 if events:
                     yield "".join(events)
                 finish_reason = output.outputs[0].finish_reason or finish_reason
     finally:
         generate.log_usage(stream.usage())
-    done = call.answer(stream.message(0), finish_reason, stream.usage(), message_id)
+    done = call.answer(stream.said(), finish_reason, stream.usage(), writer.item_ids)
     yield "".join(writer.finish(done))
-
-
-class _EventWriter:
-    """Numbers the events, and opens the message when it gets its first text."""
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._sequence = 0
-        self._has_message = False
-
-    def start(self) -> list[str]:
-        if self._sequence:
-            return []
-        empty = self._call.empty.model_dump(by_alias=True)
-        return [
-            self._event("response.created", response=empty),
-            self._event("response.in_progress", response=empty),
-        ]
-
-    def text(self, message_id: str, delta: str) -> list[str]:
-        if not delta:
-            return []
-        where = {"item_id": message_id, "output_index": 0, "content_index": 0}
-        events = [] if self._has_message else self._open(message_id)
-        events.append(self._event("response.output_text.delta", **where, delta=delta, logprobs=[]))
-        return events
-
-    def finish(self, done: Response) -> list[str]:
-        events: list[str] = []
-        for output_index, item in enumerate(done.output):
-            if isinstance(item, OutputMessage):
-                events += self._close(item)
-            else:
-                events += self._function_call(item, output_index)
-        name = "response.completed" if done.status == "completed" else "response.incomplete"
-        return [*events, self._event(name, response=done.model_dump(by_alias=True))]
-
-    def _open(self, message_id: str) -> list[str]:
-        self._has_message = True
-        item = OutputMessage(id=message_id, status="in_progress", content=[])
-        part = OutputText(text="")
-        where = {"item_id": message_id, "output_index": 0, "content_index": 0}
-        return [
-            self._event("response.output_item.added", output_index=0, item=item.model_dump()),
-            self._event("response.content_part.added", **where, part=part.model_dump()),
-        ]
-
-    def _close(self, item: OutputMessage) -> list[str]:
-        events = [] if self._has_message else self._open(item.id)
-        (part,) = item.content
-        where = {"item_id": item.id, "output_index": 0, "content_index": 0}
-        return [
-            *events,
-            self._event("response.output_text.done", **where, text=part.text, logprobs=[]),
-            self._event("response.content_part.done", **where, part=part.model_dump()),
-            self._event("response.output_item.done", output_index=0, item=item.model_dump()),
-        ]
-
-    def _function_call(self, item: FunctionCallItem, output_index: int) -> list[str]:
-        opened = item.model_copy(update={"arguments": "", "status": "in_progress"})
-        where = {"item_id": item.id, "output_index": output_index}
-        added = {"output_index": output_index, "item": opened.model_dump()}
-        done = {"output_index": output_index, "item": item.model_dump()}
-        arguments = "response.function_call_arguments"
-        return [
-            self._event("response.output_item.added", **added),
-            self._event(f"{arguments}.delta", **where, delta=item.arguments),
-            self._event(f"{arguments}.done", **where, name=item.name, arguments=item.arguments),
-            self._event("response.output_item.done", **done),
-        ]
-
-    def _event(self, event_type: str, /, **fields: Any) -> str:
-        data = {"type": event_type, "sequence_number": self._sequence, **fields}
-        self._sequence += 1
-        return event(data, event_type)

@@ -37,7 +37,7 @@ class AuthMiddleware:
             try:
                 scope.setdefault("state", {})["tenant"] = self._check(scope)
             except APIError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, path=scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -49,8 +49,8 @@ class AuthMiddleware:
             return ""
         if not path.startswith(KEYED_PREFIXES) or not self._tenant_of:
             return ""
-        key = _bearer(scope)
-        if key is None:
+        key = _bearer(scope) or _header(scope, b"x-api-key")
+        if not key:
             raise _unauthorized("no API key: send the header 'Authorization: Bearer KEY'")
         tenant = _find(_digest(key), self._tenant_of)
         if tenant is None:

@@ -1,4 +1,5 @@
-"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}; Anthropic's endpoints
+have its own: {"type": "error", "error": {"type", "message"}}.
 
 What callers did wrong is 4xx and says what, why and what to do; what failed here is 5xx.
 """
@@ -31,6 +32,15 @@ PLAIN_TYPES = frozenset({"str", "int", "float", "bool", "none"})
 FIELD_NAME = re.compile(r"([a-z]+(?:_[a-z]+)+|n|seed|stop|temperature|logprobs)\b")
 """Of a request, at the head of a message. Words of one part are also plain words, so these are
 only those that the engine checks."""
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_TYPE_OF_STATUS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 CLIENT_CLOSED_REQUEST = 499
 """Never read: the client has disconnected."""
 
@@ -63,6 +73,15 @@ def error_body(
     fallback = "invalid_request_error" if status_code < 500 else "server_error"
     kind = TYPE_OF_STATUS.get(status_code, fallback)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def shaped_body(error: APIError, path: str) -> dict[str, Any]:
+    """The JSON of an error, as the clients of this endpoint know it."""
+    if not path.startswith(ANTHROPIC_PATH):
+        return error.body
+    fallback = "invalid_request_error" if error.status_code < 500 else "api_error"
+    kind = ANTHROPIC_TYPE_OF_STATUS.get(error.status_code, fallback)
+    return {"type": "error", "error": {"type": kind, "message": error.detail}}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> APIError:
@@ -99,8 +118,8 @@ def as_api_error(error: BaseException) -> APIError:
     return APIError(500, "internal error; the server's log has the details", code="internal_error")
 
 
-def error_response(error: APIError) -> JSONResponse:
-    return JSONResponse(error.body, error.status_code, dict(error.headers or {}))
+def error_response(error: APIError, path: str) -> JSONResponse:
+    return JSONResponse(shaped_body(error, path), error.status_code, dict(error.headers or {}))
 
 
 def validation_error(error: RequestValidationError) -> APIError:
@@ -135,28 +154,27 @@ def _field_path(location: Sequence[int | str]) -> list[str]:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Have every error of the app answered in OpenAI's shape."""
+    """Have every error of the app answered in its endpoint's shape."""
 
-    async def on_http(_: Request, error: Exception) -> JSONResponse:
+    async def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        if isinstance(error, APIError):
-            return error_response(error)
-        body = error_body(error.status_code, str(error.detail))
-        return JSONResponse(body, error.status_code, dict(error.headers or {}))
+        if not isinstance(error, APIError):
+            error = APIError(error.status_code, str(error.detail), headers=error.headers)
+        return error_response(error, request.url.path)
 
     async def on_invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         kind = request.headers.get("content-type", "none")
         if request.method == "POST" and "json" not in kind.lower():
-            return error_response(wrong_content_type(kind))
-        return error_response(validation_error(error))
+            return error_response(wrong_content_type(kind), request.url.path)
+        return error_response(validation_error(error), request.url.path)
 
-    async def on_known(_: Request, error: Exception) -> JSONResponse:
-        return error_response(as_api_error(error))
+    async def on_known(request: Request, error: Exception) -> JSONResponse:
+        return error_response(as_api_error(error), request.url.path)
 
-    async def on_unknown(_: Request, error: Exception) -> JSONResponse:
+    async def on_unknown(request: Request, error: Exception) -> JSONResponse:
         logger.error("unexpected %s", type(error).__name__, exc_info=error)
-        response = error_response(as_api_error(error))
+        response = error_response(as_api_error(error), request.url.path)
         response.headers["Connection"] = "close"  # starlette raises it again, and uvicorn hangs up
         return response
 

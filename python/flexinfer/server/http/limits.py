@@ -99,7 +99,7 @@ class BodyLimitMiddleware:
             return
         declared = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
         if not declared.isdigit() or int(declared) > self._max_bytes:
-            await error_response(self._too_large())(scope, receive, send)
+            await error_response(self._too_large(), scope["path"])(scope, receive, send)
             return
         num_bytes = 0
 

@@ -21,7 +21,13 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from flexinfer.server.http.errors import CLIENT_CLOSED_REQUEST, APIError, as_api_error
+from flexinfer.server.http.errors import (
+    ANTHROPIC_PATH,
+    CLIENT_CLOSED_REQUEST,
+    APIError,
+    as_api_error,
+    shaped_body,
+)
 from flexinfer.server.observability.logs import log_with_request
 
 logger = logging.getLogger(__name__)
@@ -91,13 +97,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: str, rest: Events, send_timeout_s: float) -> None:
+    def __init__(self, first: str, rest: Events, send_timeout_s: float, path: str = "") -> None:
         """`first` has been waited for, so that what fails before it is answered by a status."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
         self._send_timeout_s = send_timeout_s
+        self._path = path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope.get("http_version") == "1.0":  # it needs a length for every body
@@ -135,7 +142,7 @@ class EventStream(Response):
             except StopAsyncIteration:
                 return
             except Exception as error:
-                await timer.watch(send(_body(_failure(error), more=True)))
+                await timer.watch(send(_body(_failure(error, self._path), more=True)))
                 return
             timer.since_s = timer.now_s()
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
@@ -213,15 +220,16 @@ async def start_stream(request: Request, events: Events, send_timeout_s: float) 
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(first, events, send_timeout_s)
+    return EventStream(first, events, send_timeout_s, request.url.path)
 
 
-def _failure(error: Exception) -> str:
+def _failure(error: Exception, path: str) -> str:
     """The last events of a stream that fails."""
     known = as_api_error(error)
     if known.code == "internal_error":
         logger.error("a stream has failed", exc_info=error)
-    return event(known.body) + DONE
+    body = shaped_body(known, path)
+    return event(body, "error") if path.startswith(ANTHROPIC_PATH) else event(body) + DONE
 
 
 def _body(text: str, *, more: bool) -> dict[str, Any]:

@@ -42,11 +42,17 @@ class PromptTokensDetails(Model):
     """Prompt tokens whose KV was found in the prefix cache."""
 
 
+class CompletionTokensDetails(Model):
+    reasoning_tokens: int = 0
+
+
 class Usage(Model):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
+    """Where the server tells reasoning from the rest."""
 
 
 class PromptLogprob(Model):

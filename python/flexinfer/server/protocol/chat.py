@@ -51,6 +51,9 @@ class Message(Model):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same by vLLM's newer name; templates decide what becomes of it."""
 
     @property
     def text(self) -> str:
@@ -62,7 +65,8 @@ class Message(Model):
     def num_bytes(self) -> int:
         """About what it holds."""
         calls = sum(len(call.function.arguments) for call in self.tool_calls or ())
-        return 256 + 2 * (len(self.text) + calls)
+        thoughts = len(self.reasoning_content or self.reasoning or "")
+        return 256 + 2 * (len(self.text) + calls + thoughts)
 
 
 class Function(Model):
@@ -111,6 +115,10 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    """For the chat template, too; "none" also says enable_thinking=false."""
+    include_reasoning: bool | None = None
+    """False: reasoning is not shown."""
     return_token_ids: bool | None = None
     # Fields of the other endpoints.
     echo: Refused = None
@@ -142,6 +150,9 @@ class AnswerMessage(Model):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same: vLLM's newer name."""
     tool_calls: list[ToolCall] | None = None
 
 

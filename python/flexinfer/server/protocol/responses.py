@@ -36,6 +36,19 @@ class FunctionCallOutput(Model):
     status: str | None = None
 
 
+class ReasoningText(Model):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class ReasoningItem(Model):
+    type: Literal["reasoning"] = "reasoning"
+    id: str | None = None
+    summary: list[Any] = Field(default_factory=list)
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    status: str | None = None
+
+
 def _kind_of(item: Any) -> Any:
     """The name of an item's type, which messages may leave out."""
     return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
@@ -44,7 +57,8 @@ def _kind_of(item: Any) -> Any:
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(_kind_of),
 ]
 """Chosen by its type: of a plain union all faults of all types would be found, item by item."""
@@ -151,6 +165,9 @@ class OutputMessage(Model):
     content: list[OutputText]
 
 
+OutputItem = OutputMessage | FunctionCallItem | ReasoningItem
+
+
 class InputTokensDetails(Model):
     cached_tokens: int
 
@@ -177,7 +194,7 @@ class Response(Model):
     created_at: float
     status: Literal["in_progress", "completed", "incomplete"]
     model: str
-    output: list[OutputMessage | FunctionCallItem]
+    output: list[OutputItem]
     error: None = None
     background: bool = False
     completed_at: float | None = None

@@ -1,0 +1,130 @@
+"""Saying: what one choice of a chat has said so far, read as reasoning, content and calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flexinfer.outputs import CompletionOutput
+from flexinfer.server.api.tools import ToolUse
+from flexinfer.server.observability.logs import new_id
+from flexinfer.server.parsing.pieces import (
+    Answer,
+    CallStart,
+    Content,
+    Parser,
+    Piece,
+    Reasoning,
+    joined,
+)
+from flexinfer.server.parsing.reasoning import (
+    ReasoningForm,
+    ReasoningParser,
+    num_reasoning_tokens,
+    opened_by,
+)
+from flexinfer.server.protocol.chat import AnswerMessage, FunctionCall, ToolCall
+from flexinfer.server.state import ServerState
+
+NUM_TAIL_TOKENS = 32
+"""Of a prompt, in which a chat template may have opened or closed its reasoning."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the text of one request is to be read."""
+
+    state: ServerState
+    tools: ToolUse
+    reasoning: ReasoningForm | None
+    is_open: bool | None
+    """Whether it begins in reasoning; None: the text says so."""
+    shows_reasoning: bool = True
+
+    def parser(self) -> Parser | None:
+        """None: all of it is content."""
+        calls = self.tools.parser(self.state)
+        if self.reasoning is None or self.is_open is False:
+            return calls
+        return ReasoningParser(self.reasoning, self.is_open, calls)
+
+    @property
+    def num_id_chars(self) -> int:
+        """Mistral's templates take ids of nine letters and digits only."""
+        return 9 if self.state.settings.tool_call_parser == "mistral" else 0
+
+
+def reading_of(
+    state: ServerState, tools: ToolUse, token_ids: list[int], shows_reasoning: bool
+) -> Reading:
+    """`token_ids`: the prompt."""
+    is_open = None
+    if state.reasoning is not None:
+        assert state.llm.tokenizer is not None
+        tail = state.llm.tokenizer.decode(token_ids[-NUM_TAIL_TOKENS:], skip_special_tokens=False)
+        is_open = opened_by(state.reasoning, tail)
+    return Reading(state, tools, state.reasoning, is_open, shows_reasoning)
+
+
+@dataclass
+class Saying:
+    reading: Reading
+    parser: Parser | None
+    answer: Answer = field(default_factory=Answer)
+    call_ids: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    has_reasoned: bool = False
+
+    @staticmethod
+    def begin(reading: Reading) -> Saying:
+        return Saying(reading, reading.parser())
+
+    def read(self, one: CompletionOutput) -> list[Piece]:
+        """What an output adds; none of the pieces is empty."""
+        self.token_ids += one.token_ids
+        pieces: list[Piece] = [Content(one.text)] if one.text else []
+        if self.parser is not None:
+            pieces = self.parser.feed(one.text)
+            if one.finish_reason is not None:
+                pieces += self.parser.finish()
+            self.has_reasoned |= any(isinstance(piece, Reasoning) for piece in pieces)
+            if not self.reading.shows_reasoning:
+                pieces = [piece for piece in pieces if not isinstance(piece, Reasoning)]
+            pieces = joined(pieces)
+        self.answer.add(pieces)
+        self.call_ids += [self._new_id() for piece in pieces if isinstance(piece, CallStart)]
+        return pieces
+
+    @property
+    def has_calls(self) -> bool:
+        return bool(self.call_ids)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """With those of the tags."""
+        form, tokenizer = self.reading.reasoning, self.reading.state.llm.tokenizer
+        if form is None or not self.has_reasoned:
+            return 0
+        return num_reasoning_tokens(form, tokenizer, self.token_ids)
+
+    @property
+    def message(self) -> AnswerMessage:
+        """As a whole."""
+        reasoning = self.answer.reasoning or None
+        only_content = reasoning is None and not self.has_calls
+        return AnswerMessage(
+            content=self.answer.content if self.answer.content or only_content else None,
+            reasoning_content=reasoning,
+            reasoning=reasoning,
+            tool_calls=self.tool_calls or None,
+        )
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        return [
+            ToolCall(id=name, function=FunctionCall(name=call.name, arguments=call.arguments))
+            for name, call in zip(self.call_ids, self.answer.calls, strict=True)
+        ]
+
+    def _new_id(self) -> str:
+        num_chars = self.reading.num_id_chars
+        return new_id()[:num_chars] if num_chars else f"call_{new_id()[:24]}"

@@ -1,0 +1,1 @@
+"""From a model's text, piece by piece, to reasoning, content and calls; no HTTP in here."""

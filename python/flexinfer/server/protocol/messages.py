@@ -1,0 +1,174 @@
+"""What `/v1/messages` takes and answers: Anthropic's Messages, text and tools."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag
+
+from flexinfer.server.protocol.base import FunctionName, Model
+from flexinfer.server.protocol.chat import MAX_MESSAGES
+from flexinfer.server.protocol.sampling import Refused
+
+
+class TextBlock(Model):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class ThinkingBlock(Model):
+    type: Literal["thinking"] = "thinking"
+    thinking: str
+    signature: str = ""
+    """Empty: nothing is signed here, and nothing checked."""
+
+
+class ToolUseBlock(Model):
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+def _unread(kind: Any) -> Any:
+    raise ValueError(f"blocks of type {kind!r} are not supported: this server reads text only")
+
+
+class UnreadBlock(Model):
+    type: Annotated[Any, AfterValidator(_unread)] = None
+
+
+READ = ("text", "thinking", "tool_use", "tool_result")
+
+
+def _kind_of(block: Any) -> str:
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return kind if kind in READ else "other"
+
+
+ResultContent = Annotated[
+    Annotated[TextBlock, Tag("text")] | Annotated[UnreadBlock, Tag("other")],
+    Discriminator(lambda block: "text" if _kind_of(block) == "text" else "other"),
+]
+
+
+class ToolResultBlock(Model):
+    type: Literal["tool_result"] = "tool_result"
+    tool_use_id: str
+    content: str | Annotated[list[ResultContent], Field(fail_fast=True)] | None = None
+    is_error: bool | None = None
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[UnreadBlock, Tag("other")],
+    Discriminator(_kind_of),
+]
+
+
+class MessageParam(Model):
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[Block], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+def _custom(kind: str | None) -> str | None:
+    if kind not in (None, "custom"):
+        raise ValueError(f"tools of type {kind!r} run at Anthropic and are not served here")
+    return kind
+
+
+class ToolParam(Model):
+    type: Annotated[str | None, AfterValidator(_custom)] = None
+    name: FunctionName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class ToolChoiceParam(Model):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(Model):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    """Not kept: max_tokens alone bounds what is thought and said."""
+
+
+class OutputFormat(Model):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Model):
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class RequestMetadata(Model):
+    user_id: str | None = None
+
+
+class PromptFields(Model):
+    """What decides what the model reads."""
+
+    model: str
+    messages: Annotated[
+        list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
+    system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[ToolParam], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    tool_choice: ToolChoiceParam | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    mcp_servers: Refused = None
+    context_management: Refused = None
+
+
+class MessagesRequest(PromptFields):
+    max_tokens: int = Field(ge=1)
+    stream: bool | None = None
+    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
+    temperature: float | None = Field(default=None, ge=0, le=1)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    metadata: RequestMetadata | None = None
+    container: Refused = None
+
+
+class CountRequest(PromptFields):
+    """`max_tokens` and how tokens are chosen have no say in it."""
+
+
+class MessagesUsage(Model):
+    input_tokens: int
+    """Of the prompt, without those of the cache."""
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+
+
+AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
+StopReason = Literal[
+    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+]
+
+
+class MessageAnswer(Model):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[AnswerBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+class TokenCount(Model):
+    input_tokens: int
