@@ -4,7 +4,7 @@
 #
 #   scripts/setup_venv.sh run    what flexinfer needs to run, and the build tools     (make demo)
 #   scripts/setup_venv.sh dev    and the tools to test, lint and measure              (make dev, test, lint)
-#   scripts/setup_venv.sh eval   and lm-eval, which is heavy                          (make test-slow)
+#   scripts/setup_venv.sh eval   and lm-eval and clients that are heavy               (make test-slow)
 #
 # A second call returns at once unless pyproject.toml, constraints.txt, Python or the place changed.
 # Sourced by other scripts: `setup_venv dev`.

@@ -2,7 +2,7 @@
 # make test: build the C++ core and run its tests by ctest, then the Python tests by pytest.
 #
 #   scripts/test.sh             everything but the tests marked slow
-#   scripts/test.sh slow        only those marked slow, with lm-eval installed for them
+#   scripts/test.sh slow        only those marked slow, with lm-eval and heavy clients installed for them
 #   scripts/test.sh soak        only the soak, three minutes
 #   scripts/test.sh pypi-torch  the tests that ask torch for a GPU, with PyPI's CUDA build of torch
 #                               (in .venv-pypi, 5.6 GB), as a machine has it that knows PyPI alone
@@ -22,6 +22,9 @@ read -r -a pytest_args <<<"${PYTEST_ARGS:-}"
 if [ "${1:-}" = slow ]; then
   begin "make test-slow"
   setup_venv eval
+  # Alone: it asks for a jiter and a rich that are older than those of all others, and needs neither.
+  quietly pip-instructor "$PY" -m pip install --disable-pip-version-check --no-deps \
+    "instructor==1.17.0" docstring-parser tenacity
   stage "Python tests marked slow (pytest)"
   status=0
   "$PY" -m pytest -m slow --durations=0 --durations-min=5 "${pytest_args[@]}" || status=$?

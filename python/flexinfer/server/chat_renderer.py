@@ -1,6 +1,6 @@
 """ChatRenderer: from the messages of a chat to token ids, by the model's chat template.
 
-A template without tools gets them in words: Hermes' way, which tools.py reads back.
+A template without tools gets them in words: Hermes' way, which is read back.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def check_length(text: str, inputs: InputProcessor, param: str) -> None:
     """Raises APIError for a text that no tokens within the context hold: it is not tokenized."""
     if len(text) > inputs.max_chars:
         raise bad_request(
-            f"the model's context is {inputs.max_model_len} tokens, which hold at most "
-            f"{inputs.max_chars} characters; this is {len(text)}: shorten the prompt",
+            f"This model's maximum context length is {inputs.max_model_len} tokens, which hold at "
+            f"most {inputs.max_chars} characters; this is {len(text)}: shorten the prompt",
             param,
             "context_length_exceeded",
         )

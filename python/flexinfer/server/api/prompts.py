@@ -60,8 +60,8 @@ def make_prompt(
     limit = state.settings.max_prompt_tokens
     if limit is not None and num_tokens > limit:
         raise bad_request(
-            f"This server's maximum context length is {limit} tokens in the prompt "
-            f"(--max-prompt-tokens). However, the prompt has {num_tokens}: shorten it",
+            f"This model's maximum context length is {limit} tokens of prompt on this server "
+            f"(--max-prompt-tokens). However, this prompt has {num_tokens}: shorten it.",
             param,
             "context_length_exceeded",
         )

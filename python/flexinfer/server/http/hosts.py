@@ -32,7 +32,7 @@ class HostMiddleware:
                     "--allowed-hosts NAME, or call it by localhost",
                     code="host_not_allowed",
                 )
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
