@@ -103,7 +103,7 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
         elif piece.text:
             last = out[-1] if out else None
             if last is not None and type(last) is type(piece):
-                out[-1] = type(piece)(last.text + piece.text)  # type: ignore[union-attr]
+                out[-1] = type(piece)(last.text + piece.text)
             else:
                 out.append(piece)
     return out

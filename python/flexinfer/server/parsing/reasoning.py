@@ -102,13 +102,11 @@ class ReasoningParser:
         pieces: list[Piece] = []
         self._held += text
         if self._mode == "start":
-            self._begin()
+            self._begin(pieces)
+        self._skip_newlines("open", "reasoning")
         if self._mode == "reasoning":
             self._reason(pieces)
-        if self._mode == "gap":
-            self._held = self._held.lstrip("\r\n")
-            if self._held:
-                self._mode = "answer"
+        self._skip_newlines("gap", "answer")
         if self._mode == "answer":
             pieces += self._answer()
         return pieces
@@ -123,20 +121,24 @@ class ReasoningParser:
         pieces += self._answer()
         return pieces + self._then.finish() if self._then else pieces
 
-    def _begin(self) -> None:
+    def _begin(self, pieces: list[Piece]) -> None:
         stripped = self._held.lstrip()
-        if stripped.startswith(self._form.open):
+        is_tagged = stripped.startswith(self._form.open)
+        if is_tagged:
             self._held = stripped[len(self._form.open) :]
+        elif self._form.open.startswith(stripped):  # as far as it goes
+            return
+        if is_tagged or self._unless == "reasoning":
             self._mode = "open"
-        elif not self._form.open.startswith(stripped):
-            self._mode = "open" if self._unless == "reasoning" else "answer"
-        self._skip_newlines()
+            pieces.append(Reasoning(""))  # even if no more comes of it
+        else:
+            self._mode = "answer"
 
-    def _skip_newlines(self) -> None:
-        if self._mode == "open":
+    def _skip_newlines(self, mode: str, then: str) -> None:
+        if self._mode == mode:
             self._held = self._held.lstrip("\r\n")
             if self._held:
-                self._mode = "reasoning"
+                self._mode = then
 
     def _reason(self, pieces: list[Piece]) -> None:
         close = self._form.close
