@@ -33,6 +33,7 @@ from flexinfer.server.observability.logs import AccessLogMiddleware
 from flexinfer.server.observability.metrics import register_metrics
 from flexinfer.server.observability.tracing import TraceContextMiddleware
 from flexinfer.server.protocol.base import ErrorResponse
+from flexinfer.server.protocol.messages import MessagesError
 from flexinfer.server.settings import ServerSettings
 from flexinfer.server.state import ServerState
 
@@ -51,6 +52,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         503: "not serving at the moment",
     }.items()
 }
+ANTHROPIC_ERRORS = {status: {**one, "model": MessagesError} for status, one in ERRORS.items()}
 
 
 def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
@@ -76,7 +78,8 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     install_error_handlers(app)
     app.router.routes.extend(module.FAST_ROUTE for module in (completions, chat))
     for module in ROUTERS:
-        app.include_router(module.router, responses=ERRORS)
+        errors = ANTHROPIC_ERRORS if module is messages else ERRORS
+        app.include_router(module.router, responses=errors)
     mount_page(app)
     # The last one added sees a request first.
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_request_bytes)

@@ -16,6 +16,8 @@ import pytest
 
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.server.http.limits import Limits
+from flexinfer.server.parsing.pieces import read_whole
+from flexinfer.server.parsing.tool_formats import tool_format
 from helpers.serving import MODEL, ServerProcess, serving, settings
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -116,12 +118,9 @@ def test_requests_with_one_id_are_all_served(server: ServerProcess) -> None:
     ],
 )
 def test_a_call_that_cannot_be_read_is_text(text: str) -> None:
-    from flexinfer.server.api.tools import HermesParser
-
-    parser = HermesParser({"f"})
-    head, tail = parser.feed(text), parser.finish()
-    assert head.content + tail.content == text
-    assert not head.calls + tail.calls
+    answer = read_whole(tool_format("hermes").make({"f": {}}), text)
+    assert answer.content == text
+    assert not answer.calls
 
 
 @pytest.mark.parametrize(

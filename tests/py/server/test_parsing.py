@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexinfer.server.parsing.json_calls import ForcedCall, RequiredCalls
@@ -181,6 +181,7 @@ def test_each_form_is_read(name: str, text: str, content: str | None, calls: Any
 
 
 @pytest.mark.parametrize(("name", "text"), [case[:2] for case in ALL])
+@settings(max_examples=20)
 @given(data=st.data())
 def test_a_text_says_the_same_however_it_is_cut(name: str, text: str, data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=12))

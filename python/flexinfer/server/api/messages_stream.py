@@ -64,8 +64,11 @@ class MessageStream:
     def _end(self) -> str:
         if self._open is None:
             return ""
+        index, is_thought = self._num_blocks - 1, self._open is Reasoning
         self._open = None
-        return _event("content_block_stop", index=self._num_blocks - 1)
+        signed = {"type": "signature_delta", "signature": ""}
+        events = _event("content_block_delta", index=index, delta=signed) if is_thought else ""
+        return events + _event("content_block_stop", index=index)
 
 
 _KINDS: dict[type[Piece], tuple[str | None, str, str]] = {

@@ -170,5 +170,15 @@ class MessageAnswer(Model):
     usage: MessagesUsage
 
 
+class MessagesErrorDetail(Model):
+    type: str
+    message: str
+
+
+class MessagesError(Model):
+    type: Literal["error"] = "error"
+    error: MessagesErrorDetail
+
+
 class TokenCount(Model):
     input_tokens: int
