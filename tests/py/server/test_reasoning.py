@@ -144,6 +144,8 @@ def test_a_message_has_blocks_in_their_order(url: str) -> None:
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
     assert whole.stop_reason == "tool_use"
     assert whole.usage.cache_read_input_tokens == 3
+    assert whole.usage.output_tokens_details is not None
+    assert whole.usage.output_tokens_details.thinking_tokens == 20
     with client.messages.stream(**fields) as stream:
         events = [event.type for event in stream]
         streamed = stream.get_final_message()
@@ -153,7 +155,8 @@ def test_a_message_has_blocks_in_their_order(url: str) -> None:
     turn: Any = {"role": "assistant", "content": whole.content}
     result: Any = {"type": "tool_result", "tool_use_id": "x", "content": "noon", "is_error": True}
     chat: Any = [*CHAT, turn, {"role": "user", "content": [result]}]
-    counted = client.messages.count_tokens(**{**fields, "messages": chat, "max_tokens": None})
+    del fields["max_tokens"]
+    counted = client.messages.count_tokens(**fields | {"messages": chat})
     assert (
         counted.input_tokens > client.messages.count_tokens(model=MODEL, messages=CHAT).input_tokens
     )

@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from flexinfer.outputs import CompletionOutput, RequestOutput
 from flexinfer.server.api import generate
-from flexinfer.server.api.chat_call import ChatCall, prepare_chat
+from flexinfer.server.api.chat_call import ChatCall, num_reasoning, prepare_chat
 from flexinfer.server.api.chat_stream import ChatStream
 from flexinfer.server.api.messages_input import chat_request
 from flexinfer.server.api.messages_stream import MessageStream
@@ -31,6 +31,7 @@ from flexinfer.server.protocol.messages import (
     CountRequest,
     MessageAnswer,
     MessagesRequest,
+    MessagesTokensDetails,
     MessagesUsage,
     StopReason,
     TextBlock,
@@ -55,7 +56,7 @@ async def create_message(
     (output,) = await until_disconnect(request, generate.generate_final(state, call.job))
     said = Saying.begin(call.reading)
     said.read(output.outputs[0])
-    usage = generate.usage_of([output])
+    usage = generate.usage_of([output], num_reasoning(call, [said]))
     generate.log_usage(usage)
     return _message(call, said, output.outputs[0], usage)
 
@@ -145,10 +146,13 @@ def _stop_reason(call: ChatCall, said: Saying, last: CompletionOutput, usage: Us
 
 
 def _usage(usage: Usage) -> MessagesUsage:
-    details = usage.prompt_tokens_details
+    details, reasoned = usage.prompt_tokens_details, usage.completion_tokens_details
     num_cached = details.cached_tokens if details else 0
     return MessagesUsage(
         input_tokens=usage.prompt_tokens - num_cached,
         output_tokens=usage.completion_tokens,
         cache_read_input_tokens=num_cached,
+        output_tokens_details=MessagesTokensDetails(thinking_tokens=reasoned.reasoning_tokens)
+        if reasoned
+        else None,
     )

@@ -75,6 +75,7 @@ def chat_request(state: ServerState, body: PromptFields) -> ChatRequest:
         add_generation_prompt=not is_begun,
         chat_template_kwargs=_thinking(state, body),
         reasoning_effort=config.effort if config else None,
+        include_reasoning=not (body.thinking and body.thinking.display == "omitted"),
     )
 
 

@@ -98,6 +98,8 @@ class ThinkingConfig(Model):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
     """Not kept: max_tokens alone bounds what is thought and said."""
+    display: Literal["summarized", "omitted"] | None = None
+    """Nothing is summarized: thoughts are shown as they are, or not."""
 
 
 class OutputFormat(Model):
@@ -145,12 +147,18 @@ class CountRequest(PromptFields):
     """`max_tokens` and how tokens are chosen have no say in it."""
 
 
+class MessagesTokensDetails(Model):
+    thinking_tokens: int
+    """With those of the tags."""
+
+
 class MessagesUsage(Model):
     input_tokens: int
     """Of the prompt, without those of the cache."""
     output_tokens: int
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int = 0
+    output_tokens_details: MessagesTokensDetails | None = None
 
 
 AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
