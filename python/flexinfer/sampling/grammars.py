@@ -288,9 +288,13 @@ def _grammar(params: StructuredOutputsParams) -> str:
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {alternatives}")
     schema = '{"type": "object"}' if params.kind == "json_object" else params.source
     whitespace = params.whitespace_pattern
-    defaults = {"whitespace_flexible": True, "whitespace_pattern": whitespace}
     return LLMatcher.grammar_from_json_schema(
-        schema, defaults=defaults | {"lenient": params.is_lenient}
+        schema,
+        defaults={
+            "whitespace_flexible": True,
+            "whitespace_pattern": whitespace,
+            "lenient": params.is_lenient,
+        },
     )
 
 

@@ -186,12 +186,17 @@ def forced(client: openai.OpenAI, **function: Any) -> Any:
     return json.loads(call[0].function.arguments)
 
 
-LOOSE = {
-    "oneOf": [
-        {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]},
-        {"type": "object", "properties": {"b": {"enum": [2]}}, "required": ["b"]},
-    ]
-}
+def one_key(*values: int) -> dict[str, Any]:
+    properties = {"a": {"enum": list(values)}}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+
+
+LOOSE = {"oneOf": [one_key(1), one_key(1, 2)]}
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def chat_request(state: ServerState, body: PromptFields) -> ChatRequest:
     config = body.output_config
     form = config.format if config else None
     if form is not None:
-        schema = JsonSchemaFormat(schema_=form.schema_, strict=True)
+        schema = JsonSchemaFormat(schema=form.schema_, strict=True)
         fields["response_format"] = ResponseFormat(type="json_schema", json_schema=schema)
     return ChatRequest(
         **fields,

@@ -46,7 +46,7 @@ class ResponseStream:
                 self._call_id = call_ids[num_calls - 1] if is_call else None
                 events += self._open(self._answer.parts[-1])
             if not isinstance(piece, CallStart):
-                extra = {"logprobs": []} if isinstance(piece, Content) else {}
+                extra: dict[str, Any] = {"logprobs": []} if isinstance(piece, Content) else {}
                 events.append(self._item_event("delta", delta=piece.text, **extra))
         return events
 
@@ -90,7 +90,7 @@ class ResponseStream:
         else:
             where["content_index"] = 0
             kind = _content(part)["type"]
-            extra = {"logprobs": []} if part.kind is Content else {}
+            extra: dict[str, Any] = {"logprobs": []} if part.kind is Content else {}
             events = [
                 self._event(f"response.{kind}.done", **where, text=part.text, **extra),
                 self._event("response.content_part.done", **where, part=_content(part)),
