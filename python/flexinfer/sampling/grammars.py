@@ -31,6 +31,8 @@ MAX_SOURCE_BYTES = 512 << 10
 """Half a megabyte of rules is compiled in about a second; 20,000 choices have as much."""
 MAX_LEXER_STATES = 50_000
 """Of one grammar: at most some 100 MB."""
+TOO_COMPLEX = "the grammar is too complex"
+"""How the message of a failure begins that only shows while text is generated."""
 COMPILE_TIMEOUT_S = 30.0
 """How long a caller waits for its grammar, those before it in the pool included."""
 WHITESPACE = r"(\n[ \t]{0,16}| ?)"
@@ -262,7 +264,7 @@ class TokenMatcher:
         self._num_read += len(new)
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise EngineError(f"structured output went wrong: {_first_line(self._matcher)}")
+            raise EngineError(f"{TOO_COMPLEX}: {_first_line(self._matcher)}")
         return np.unpackbits(mask, bitorder="little")[: self._vocab_size].view(np.bool_)
 
 

@@ -7,6 +7,7 @@ import random
 import re
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import regex
@@ -179,3 +180,12 @@ def test_what_can_not_end_is_refused(offline: LLM) -> None:
     bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
     with pytest.raises(RequestError, match="regex cannot be compiled"):
         offline.generate("a", bad, use_tqdm=False)
+
+
+def test_a_grammar_that_turns_out_too_complex_is_the_callers_fault(http: httpx.Client) -> None:
+    regex = "(((((([a-z]{1,30}){1,30}){1,30}){1,30}){1,30}){1,30})"
+    body = {"prompt": "a", "max_tokens": 8, "structured_outputs": {"regex": regex}}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "structured_outputs"
+    assert "too complex" in answer.json()["error"]["message"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from flexinfer.outputs import BeamSearchOutput, RequestOutput
+from flexinfer.sampling.grammars import TOO_COMPLEX
 from flexinfer.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flexinfer.server.http.errors import APIError, bad_request
 from flexinfer.server.observability.logs import log_with_request
@@ -158,6 +159,8 @@ async def _beams(
 
 def _check(output: RequestOutput) -> None:
     for completion in output.outputs:
+        if completion.finish_reason == "error" and TOO_COMPLEX in str(completion.stop_reason):
+            raise bad_request(str(completion.stop_reason), "structured_outputs")
         if completion.finish_reason == "error":
             raise APIError(
                 500, f"the request failed: {completion.stop_reason}", code="engine_error"
