@@ -88,6 +88,24 @@ TEST_P(CoreTest, of_two_newcomers_the_first_takes_over_and_the_second_copies) {
   EXPECT_EQ(copied(), 2U);
 }
 
+TEST_P(CoreTest, what_an_abandoned_copy_wrote_is_scrubbed_for_the_next_owner) {
+  recorded(tokens_from(0, 6), 'a');
+  const VTensorId second = *core_.placement.create(tokens_from(0, 6), "");
+  const size_t length = 7;
+  auto extension = core_.extender.plan_extend({&second, 1}, {&length, 1});
+  faulty_.faults.set_plan({.fail_at = 1, .only = CallKind::kSetAccess});
+  EXPECT_THROW(extension->run(faulty_.faults, faulty_.pool.vset, faulty_.pool.geometry),
+               DriverError);
+  faulty_.fail_never();
+  core_.extender.abandon(*extension);
+  const VTensorId next = *core_.placement.create({}, "");
+  EXPECT_TRUE(extend(next, 4));  // one row: the chunks that the copy was made in
+  for (size_t t = 0; t < 4; ++t) {
+    EXPECT_EQ(at(next, t, 0), 0);
+    EXPECT_EQ(at(next, t, 1), 0);
+  }
+}
+
 TEST_P(CoreTest, a_newcomer_below_the_watermark_copies) {
   core_.retirement.release(recorded(tokens_from(0, 7), 'a'));
   const VTensorId other = *core_.placement.create(tokens_from(0, 6), "");

@@ -61,7 +61,12 @@ def tiny_config(model_type: str) -> Any:
     settings = {name: value for name, value in SMALL.items() if hasattr(config, name)}
     if model_type == "helium":
         settings["head_dim"] = 16  # its output layer takes no other width than the model's
-    return type(config)(**settings)
+    tiny = type(config)(**settings)
+    for tower in ("vision_config", "audio_config"):  # of Phi-4 multimodal: 0.7 billion weights
+        for name in ("num_hidden_layers", "num_blocks"):
+            if hasattr(found := getattr(tiny, tower, None), name):
+                setattr(found, name, 2)
+    return tiny
 
 
 def tiny_model(model_type: str) -> Any:
