@@ -30,9 +30,13 @@ DTYPES = ("float32", "bfloat16")
 class Bar:
     """Tokens per second of one engine's repetitions, in their order."""
 
+    path: Path
     dtype: str
-    date: str
     rates: list[float]
+
+    @property
+    def date(self) -> str:
+        return self.path.parent.name[:10]
 
     @property
     def median(self) -> float:
@@ -43,7 +47,7 @@ def read_bar(path: Path, engine: str) -> Bar:
     """The row of `engine` in a result file."""
     (row,) = [row for row in json.loads(path.read_text())["rows"] if row["engine"] == engine]
     rates = row.get("rounds_tokens_per_s", row["tokens_per_s"])
-    return Bar(row["dtype"], path.parent.name[:10], rates)
+    return Bar(path, row["dtype"], rates)
 
 
 def bars(results: Path = RESULTS) -> list[tuple[Bar, Bar]]:
@@ -59,9 +63,12 @@ def bars(results: Path = RESULTS) -> list[tuple[Bar, Bar]]:
     return pairs
 
 
-def ratios(ours: Bar, theirs: Bar) -> list[float]:
-    """FlexInfer's tokens per second over vLLM's, round by round, lowest first."""
-    return sorted(a / b for a, b in zip(ours.rates, theirs.rates, strict=True))
+def ratio(ours: Bar, theirs: Bar) -> str:
+    """FlexInfer's tokens per second over vLLM's, with its spread where the engines took turns."""
+    if ours.path != theirs.path:
+        return f"{ours.median / theirs.median:.2f}"
+    rounds = sorted(a / b for a, b in zip(ours.rates, theirs.rates, strict=True))
+    return f"{statistics.median(rounds):.2f} ({rounds[0]:.2f} to {rounds[-1]:.2f})"
 
 
 def draw(image: Path) -> None:
@@ -92,6 +99,4 @@ def draw(image: Path) -> None:
 if __name__ == "__main__":
     draw(Path(sys.argv[1]) if len(sys.argv) > 1 else IMAGE)
     for ours, theirs in bars():
-        lowest, *_, highest = rounds = ratios(ours, theirs)
-        median = statistics.median(rounds)
-        print(f"{ours.dtype}: {median:.2f} ({lowest:.2f} to {highest:.2f}) of vLLM's tokens/s")
+        print(f"{ours.dtype}: {ratio(ours, theirs)} of vLLM's tokens per second")

@@ -117,7 +117,7 @@ def test_the_chart_reads_the_latest_results_of_engines_that_took_turns(
     for day, rate in (("2026-11-22-cpu", 1.0), ("2026-11-23-cpu", 300.0)):
         (tmp_path / day).mkdir()
         for dtype in chart.DTYPES:
-            rates = {chart.FLEXINFER: [rate, 2 * rate], chart.VLLM: [rate / 2, rate]}
+            rates = {chart.FLEXINFER: [rate, 2 * rate], chart.VLLM: [rate / 2, 2 * rate]}
             rows = [
                 {"engine": engine, "dtype": dtype, "tokens_per_s": found}
                 for engine, found in rates.items()
@@ -125,8 +125,8 @@ def test_the_chart_reads_the_latest_results_of_engines_that_took_turns(
             path = tmp_path / day / f"serving_interleaved_mixed_{dtype}.json"
             path.write_text(json.dumps({"rows": rows}))
     for ours, theirs in chart.bars(tmp_path):
-        assert (ours.date, ours.median, theirs.median) == ("2026-11-23", 450.0, 225.0)
-        assert chart.ratios(ours, theirs) == [2.0, 2.0]
+        assert (ours.date, ours.median, theirs.median) == ("2026-11-23", 450.0, 375.0)
+        assert chart.ratio(ours, theirs) == "1.50 (1.00 to 2.00)"
 
 
 @pytest.mark.slow
