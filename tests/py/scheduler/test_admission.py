@@ -69,6 +69,15 @@ def test_a_group_is_admitted_with_room_for_a_tail_of_each_fork(
     assert ("b" in shape(scheduler.schedule())) is is_admitted
 
 
+def test_slots_of_forks_to_come_are_spoken_for() -> None:
+    """The second step computes the rest of the prompt, and could take the newcomer too."""
+    scheduler = scheduler_of(40, max_num_seqs=4)
+    scheduler.add(make_request("a", 100, num_forks=3))
+    run_step(scheduler)
+    scheduler.add(make_request("b", 5))
+    assert set(shape(scheduler.schedule())) == {"a"}
+
+
 def test_nothing_is_admitted_while_a_request_is_swapped_out() -> None:
     """There is room for the newcomer, and too little for the one that waits to come back."""
     scheduler = scheduler_of(5)
