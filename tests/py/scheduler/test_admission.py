@@ -91,6 +91,15 @@ def test_nothing_is_admitted_while_a_request_is_swapped_out() -> None:
     assert scheduler.admission.has_room(CHUNK_BYTES, scheduler.running.values())
 
 
+def test_the_last_token_of_a_recorded_prompt_is_computed() -> None:
+    """Its logits are needed."""
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 40, first_token=0))
+    run_step(scheduler)
+    scheduler.add(make_request("again", 40, first_token=0))
+    assert shape(run_step(scheduler))["again"] == (39, 40)
+
+
 def test_a_fork_is_as_old_as_its_parent() -> None:
     """So it is preempted before what came before the parent did."""
     scheduler = scheduler_of(20)
