@@ -6,7 +6,6 @@ import asyncio
 import os
 from typing import Any, Literal
 
-import anthropic
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
@@ -104,6 +103,7 @@ def test_instructor_streams_objects_in_parts(client: openai.OpenAI, mode: str) -
 
 
 def test_instructor_uses_anthropics_tools(server: ServerProcess) -> None:
+    anthropic = pytest.importorskip("anthropic")
     instructor = pytest.importorskip("instructor")
     plain = anthropic.Anthropic(base_url=server.url, api_key="none")
     made = instructor.from_anthropic(plain, mode=instructor.Mode.ANTHROPIC_TOOLS)
@@ -142,12 +142,13 @@ def test_agents_run_forced_tools(
     )
 
     async def run() -> Any:
-        if not stream:
-            return await agents.Runner.run(agent, "Hello")
-        result = agents.Runner.run_streamed(agent, "Hello")
-        async for _ in result.stream_events():
-            pass
-        return result
+        async with client:
+            if not stream:
+                return await agents.Runner.run(agent, "Hello")
+            result = agents.Runner.run_streamed(agent, "Hello")
+            async for _ in result.stream_events():
+                pass
+            return result
 
     answer = asyncio.run(run())
     assert answer.final_output == f"sunny in {asked[0]}"

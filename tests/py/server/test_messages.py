@@ -7,9 +7,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
+
+anthropic = pytest.importorskip("anthropic")
 
 from flexinfer import LLM, SamplingParams
 from flexinfer.async_llm import AsyncLLM
@@ -34,7 +35,7 @@ ASK: Any = {**PLAIN, "extra_body": GREEDY}
 
 
 @pytest.fixture(scope="module")
-def claude(server: ServerProcess) -> anthropic.Anthropic:
+def claude(server: ServerProcess) -> Any:
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
 
 
@@ -44,7 +45,7 @@ def expected(offline: LLM, chat: Any = CHAT, **params: Any) -> str:
     return output.outputs[0].text
 
 
-def test_it_says_what_the_offline_engine_says(claude: anthropic.Anthropic, offline: LLM) -> None:
+def test_it_says_what_the_offline_engine_says(claude: Any, offline: LLM) -> None:
     answer = claude.messages.create(**ASK)
     (block,) = answer.content
     assert block.type == "text"
@@ -55,7 +56,7 @@ def test_it_says_what_the_offline_engine_says(claude: anthropic.Anthropic, offli
     assert total == claude.messages.count_tokens(model=MODEL, messages=CHAT).input_tokens
 
 
-def test_a_system_prompt_and_blocks_are_read(claude: anthropic.Anthropic, offline: LLM) -> None:
+def test_a_system_prompt_and_blocks_are_read(claude: Any, offline: LLM) -> None:
     system: Any = [{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}]
     blocks: Any = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
     answer: Any = claude.messages.create(**{**ASK, "system": system, "messages": blocks})
@@ -63,7 +64,7 @@ def test_a_system_prompt_and_blocks_are_read(claude: anthropic.Anthropic, offlin
     assert answer.content[0].text == expected(offline, chat)
 
 
-def test_an_answer_that_was_begun_goes_on(claude: anthropic.Anthropic, offline: LLM) -> None:
+def test_an_answer_that_was_begun_goes_on(claude: Any, offline: LLM) -> None:
     whole = expected(offline)
     begun = [*CHAT, {"role": "assistant", "content": whole[:5]}]
     answer: Any = claude.messages.create(**{**ASK, "messages": begun})
@@ -89,7 +90,7 @@ def test_events_come_in_anthropics_order(server: ServerProcess, offline: LLM) ->
     assert bodies[-2]["usage"]["output_tokens"] > 1
 
 
-def test_the_streaming_helper_gets_the_same_message(claude: anthropic.Anthropic) -> None:
+def test_the_streaming_helper_gets_the_same_message(claude: Any) -> None:
     whole = claude.messages.create(**ASK)
     with claude.messages.stream(**ASK) as stream:
         assert "".join(stream.text_stream) == whole.content[0].text  # type: ignore[union-attr]
@@ -106,7 +107,7 @@ def test_the_async_client_works(server: ServerProcess, offline: LLM) -> None:
     assert asyncio.run(ask()).content[0].text == expected(offline)
 
 
-def test_it_says_why_it_stopped(claude: anthropic.Anthropic, offline: LLM) -> None:
+def test_it_says_why_it_stopped(claude: Any, offline: LLM) -> None:
     cut = claude.messages.create(**{**ASK, "max_tokens": 2})
     assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 2)
     word = expected(offline).split()[1]
@@ -114,7 +115,7 @@ def test_it_says_why_it_stopped(claude: anthropic.Anthropic, offline: LLM) -> No
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", word)
 
 
-def test_more_than_fits_ends_where_the_context_does(claude: anthropic.Anthropic) -> None:
+def test_more_than_fits_ends_where_the_context_does(claude: Any) -> None:
     long: Any = [{"role": "user", "content": "a " * 1010}]
     num_tokens = claude.messages.count_tokens(model=MODEL, messages=long).input_tokens
     assert num_tokens < 2048
@@ -126,7 +127,7 @@ def test_more_than_fits_ends_where_the_context_does(claude: anthropic.Anthropic)
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
-def test_a_tool_is_used_and_its_result_read(claude: anthropic.Anthropic, choice: Any) -> None:
+def test_a_tool_is_used_and_its_result_read(claude: Any, choice: Any) -> None:
     ask = {**ASK, "max_tokens": 200, "tools": [WEATHER], "tool_choice": choice}
     whole = claude.messages.create(**ask)
     with claude.messages.stream(**ask) as stream:
@@ -147,7 +148,7 @@ def test_a_tool_is_used_and_its_result_read(claude: anthropic.Anthropic, choice:
     assert after.stop_reason in ("end_turn", "max_tokens")
 
 
-def test_tools_may_be_forbidden(claude: anthropic.Anthropic) -> None:
+def test_tools_may_be_forbidden(claude: Any) -> None:
     none: Any = {"type": "none"}
     count = claude.messages.count_tokens
     plain = count(model=MODEL, messages=CHAT).input_tokens
@@ -157,7 +158,7 @@ def test_tools_may_be_forbidden(claude: anthropic.Anthropic) -> None:
     assert count(model=MODEL, messages=CHAT, tools=[WEATHER]).input_tokens > plain
 
 
-def test_a_schema_is_kept(claude: anthropic.Anthropic) -> None:
+def test_a_schema_is_kept(claude: Any) -> None:
     form: Any = {"format": {"type": "json_schema", "schema": WEATHER["input_schema"]}}
     answer: Any = claude.messages.create(**{**ASK, "max_tokens": 200, "output_config": form})
     assert json.loads(answer.content[0].text)["city"] in ("Paris", "Rome")
@@ -193,7 +194,7 @@ def test_what_is_refused_has_anthropics_shape(
     assert "\n" not in body["error"]["message"]
 
 
-def test_errors_are_the_clients_exceptions(claude: anthropic.Anthropic) -> None:
+def test_errors_are_the_clients_exceptions(claude: Any) -> None:
     with pytest.raises(anthropic.NotFoundError) as caught:
         claude.messages.create(**{**ASK, "model": "claude"})
     assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
@@ -206,7 +207,7 @@ def keyed_url(llm: AsyncLLM) -> Iterator[str]:
 
 
 def test_x_api_key_is_a_key(keyed_url: str) -> None:
-    def client(**key: str) -> anthropic.Anthropic:
+    def client(**key: str) -> Any:
         return anthropic.Anthropic(base_url=keyed_url, max_retries=0, **key)  # type: ignore[arg-type]
 
     assert client(api_key="secret").messages.create(**ASK).content

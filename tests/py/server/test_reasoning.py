@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import httpx
 import numpy as np
 import openai
 import pytest
+
+anthropic = pytest.importorskip("anthropic")
 
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.sampling.grammars import Preamble, StructuredOutputsParams

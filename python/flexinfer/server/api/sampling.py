@@ -46,8 +46,11 @@ def sampling_params(
     _check_fields(state, fields, logprobs)
     given = {name: getattr(fields, name) for name in SAME_NAME}
     asked = structured_outputs(fields)
-    if asked is not None and structure is not None:
-        raise bad_request("a forced tool call cannot have a format as well", "tool_choice")
+    # A response_format is of the text, and a forced call has none; clients send both.
+    if asked is not None and structure is not None and fields.response_format is None:
+        raise bad_request(
+            "a forced tool call cannot have a structure of its own as well", "tool_choice"
+        )
     settings: dict[str, Any] = {
         **{name: value for name, value in given.items() if value is not None},
         "max_tokens": max_tokens,
