@@ -81,7 +81,9 @@ def shaped_body(error: APIError, path: str) -> dict[str, Any]:
         return error.body
     fallback = "invalid_request_error" if error.status_code < 500 else "api_error"
     kind = ANTHROPIC_TYPE_OF_STATUS.get(error.status_code, fallback)
-    return {"type": "error", "error": {"type": kind, "message": error.detail}}
+    is_too_long = error.code == "context_length_exceeded"  # clients look for Anthropic's words
+    message = f"prompt is too long: {error.detail}" if is_too_long else error.detail
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> APIError:
