@@ -168,6 +168,7 @@ async def _prepare(state: ServerState, tenant: str, body: ResponsesRequest) -> C
         max_completion_tokens=body.max_output_tokens,
         chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=_effort(body.reasoning),
+        include_reasoning=body.include_reasoning,
         tools=tools or None,
         tool_choice=NamedToolChoice(type="function", function=NamedFunction(name=choice.name))
         if isinstance(choice, NamedTool)

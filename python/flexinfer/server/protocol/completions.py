@@ -26,6 +26,7 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     # Fields of the other endpoints.
+    reasoning_effort: Refused = None
     messages: Refused = None
     max_completion_tokens: Refused = None
     top_logprobs: Refused = None

@@ -126,12 +126,14 @@ class ResponsesRequest(SamplingFields):
     safety_identifier: str | None = None
     reasoning: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
     include: Annotated[list[str] | None, AfterValidator(_no_logprobs)] = None
     truncation: Annotated[str | None, AfterValidator(_not_cut)] = None
     n: Annotated[int | None, AfterValidator(_one)] = None
     best_of: Annotated[int | None, AfterValidator(_one)] = None
     # What is not served here, and fields of the other endpoints.
     background: Refused = None
+    reasoning_effort: Refused = None  # here it is reasoning.effort
     prompt: Refused = None
     conversation: Refused = None
     max_tool_calls: Refused = None
