@@ -152,6 +152,9 @@ def test_breaking_out_of_the_loop_aborts() -> None:
             break
         await until_idle(llm)
         assert await llm.call(lambda engine: available_bytes(engine.manager)) == before
+        stats = await llm.call(lambda engine: engine.stats())
+        assert stats.requests is not None
+        assert stats.requests.finished == {"abort": 1}, "nothing was computed to its end for nobody"
 
     with_llm(scenario)
 
