@@ -132,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--attack", choices=NAMES, action="append", help="default: all")
     parser.add_argument("--seconds", type=float, default=8.0, help="of one measurement")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     load = [round(one, 1) for one in os.getloadavg()]
