@@ -113,6 +113,9 @@ class EngineConfig:
     """Host bytes for the KV of swapped requests; 0: preemption recomputes."""
     swap_directory: str | None = None
     """Where swapped and sleeping KV goes, as unlinked files; None: host memory."""
+    async_scheduling: bool | None = None
+    """Schedule a step while the one before it is computed. None: where the device works beside the
+    CPU, that is on CUDA."""
     enable_pre_extend: bool = True
     """Map the memory of the next steps in the background (paper, Algorithm 1)."""
     enable_deferred_reclamation: bool = True

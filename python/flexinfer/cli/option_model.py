@@ -71,7 +71,7 @@ def _annotation(options: type, name: str, hint: Any) -> Any:
     prefix = getattr(options, "env_prefix", None)
     if prefix is not None:
         settings |= {"envvar": prefix + name.upper(), "show_envvar": False}
-    flags = text.flags or _flags(name, kind is bool)
+    flags = text.flags or _flags(name, kind in (bool, bool | None))
     return Annotated[kind, typer.Option(*flags, help=text.text, **settings)]
 
 

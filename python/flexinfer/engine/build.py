@@ -67,6 +67,8 @@ def build_parts(config: EngineConfig) -> EngineParts:
     if not config.skip_tokenizer_init:
         tokenizer = load_tokenizer(config.tokenizer, config.model)
     loaded = load_model(config.model, config.dtype, config.device)
+    if config.async_scheduling is None:
+        config = replace(config, async_scheduling=loaded.device.type == "cuda")
     kv_memory = derive_kv_memory(config, loaded, wanted_len)
     manager = make_manager(config, loaded, wanted_len, kv_memory)
     try:

@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from flexinfer.config import EngineConfig
 from flexinfer.engine.build import EngineParts, build_parts
 from flexinfer.engine.group import NewToken, RequestGroup
-from flexinfer.engine.isolation import Failure, execute_in_parts
 from flexinfer.engine.plan_builder import PlanBuilder
 from flexinfer.engine.request_factory import RequestFactory
+from flexinfer.engine.step_execution import StepExecution
+from flexinfer.engine.step_pipeline import StepPipeline
 from flexinfer.engine.stream_pace import StreamPace
-from flexinfer.errors import OutOfMemoryError, RequestError
+from flexinfer.errors import RequestError
 from flexinfer.memory.elastic import BudgetChange
 from flexinfer.metrics.requests import RequestStats
 from flexinfer.metrics.steps import EngineStats, StepMeter, StepStats, StepTotals
 from flexinfer.outputs import RequestOutput
-from flexinfer.runner.plan import StepResult
 from flexinfer.sampling.params import BeamSearchParams, SamplingParams
 from flexinfer.scheduler.request import Request
-from flexinfer.scheduler.scheduler import Batch, ScheduledRequest
+from flexinfer.scheduler.scheduler import Batch
 from flexinfer.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -49,10 +49,10 @@ class LLMEngine:
         self.runner = parts.runner
         self.inputs = parts.inputs
         self.grammars = parts.grammars
-        self._epoch = parts.epoch
-        self._torch_memory = parts.torch_memory
         self._elastic = parts.elastic
         self._plans = PlanBuilder(self.runner, self.manager.shared_ranges)
+        self._steps = StepPipeline(StepExecution(parts, self._plans), parts.config)
+        self._settled: list[RequestOutput] = []  # outputs of a step that had to be waited for
         self._meter = StepMeter(self.manager)
         self._requests = RequestStats()
         self._pace = StreamPace(self.config.stream_interval)
@@ -87,7 +87,7 @@ class LLMEngine:
         self._requests.note_added(num_samples, params.max_tokens or most)
 
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_unfinished_requests()
+        return bool(self._settled) or self.scheduler.has_unfinished_requests()
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._groups)
@@ -111,16 +111,21 @@ class LLMEngine:
         caller; the others stay queued. While the engine sleeps it raises ValueError, with nothing
         changed.
         """
+        settled, self._settled = self._settled, []
+        return settled + self._step(may_run_ahead=True)
+
+    def _step(self, *, may_run_ahead: bool) -> list[RequestOutput]:
         self._meter.start()
-        batch = self.scheduler.schedule()
+        batch = self._steps.next_batch()
         requests = [item.request for item in batch.items]
         num_prefill_tokens = sum(i.num_tokens for i in batch.items if i.request.is_prefilling)
         _note_scheduled(batch)
         try:
-            changed = self._compute(batch) if requests else []
+            changed = self._compute(batch, may_run_ahead=may_run_ahead) if requests else []
         except BaseException as error:
             message = f"{type(error).__name__}: {error}"
-            groups = self._groups_of([*requests, *batch.failed])
+            running = [r for r in requests if not r.is_finished]
+            groups = self._groups_of([*running, *batch.failed])
             for group in groups:
                 self.scheduler.abort(group.unfinished(), "error", message)
             self._outputs(groups)
@@ -148,6 +153,7 @@ class LLMEngine:
     def close(self) -> None:
         """End all requests and free all memory. The engine cannot be used afterwards."""
         self.abort_request(list(self._groups))
+        self._settle()
         self.grammars.close()
         self.manager.close()
 
@@ -155,6 +161,7 @@ class LLMEngine:
 
     def set_kv_cache_memory(self, size: int | str) -> BudgetChange:
         """Change the budget of physical KV memory; see `ElasticMemory.set_budget`."""
+        self._settle()
         return self._elastic.set_budget(size)
 
     def sleep(self, level: int = 1) -> int:
@@ -163,6 +170,7 @@ class LLMEngine:
         Unfinished requests keep their state and go on after `wake_up`; recorded prefixes are saved
         with level 1, forgotten with level 2. The model's weights stay where they are.
         """
+        self._settle()
         return self._elastic.sleep(level)
 
     def wake_up(self) -> None:
@@ -219,19 +227,25 @@ class LLMEngine:
             capacity_tokens=memory.budget_bytes // self.manager.spec.bytes_per_token,
         )
 
-    def _compute(self, batch: Batch) -> list[RequestGroup]:
+    def _settle(self) -> None:
+        """Wait for the step in flight, if there is one; the next `step()` gives its outputs."""
+        if self._steps.is_in_flight:
+            self._settled += self._step(may_run_ahead=False)
+
+    def _compute(self, batch: Batch, *, may_run_ahead: bool) -> list[RequestGroup]:
         """Run the model on the batch; returns the groups that got tokens, or failed."""
-        self.scheduler.pre_extend(batch)
-        result, failures = self._execute(batch)
+        result, failures = self._steps.execute(batch, may_run_ahead=may_run_ahead)
         failures += self._plans.match_failures(result)
+        failures = [failure for failure in failures if not failure[0].is_finished]
         for request, message in failures:
             request.finish("error", message)  # so that it is neither recorded nor forked
         self.scheduler.advance(batch)
         now = time.monotonic()
         tokens_of: dict[RequestGroup, list[NewToken]] = {}
         for new_token in self._plans.match(result):
-            group = self._group_of[new_token[0].request_id]
-            tokens_of.setdefault(group, []).append(new_token)
+            if not new_token[0].is_finished:  # it may have ended while this step was in flight
+                group = self._group_of[new_token[0].request_id]
+                tokens_of.setdefault(group, []).append(new_token)
         self._pace.end_step(sum(group.is_streamed for group in tokens_of), now)
         for group, tokens in tokens_of.items():
             self._update(group, tokens)
@@ -261,52 +275,6 @@ class LLMEngine:
         self.scheduler.abort(held, "error", message)
         return message
 
-    def _execute(self, batch: Batch) -> tuple[StepResult, list[Failure]]:
-        """Run the model; while a GPU has no memory for the activations, again with less in the way:
-        first without what the KV pool can spare, then with fewer requests. If the model fails
-        otherwise, again in parts, to find with whom it does.
-
-        What a failed attempt has written is written again, to the same places.
-        """
-        is_first = True
-        while True:
-            try:
-                return self._attempt(batch.items), []
-            except Exception as error:
-                is_shortage = self._torch_memory.is_shortage(error)
-                if not is_shortage and len(batch.items) == 1:
-                    raise
-                reason = f"{type(error).__name__}: {error}"
-            # Here the error is gone, and with its traceback the tensors of the failed attempt.
-            if not is_shortage:
-                logger.warning("a step of %d requests has failed: %s", len(batch.items), reason)
-                return execute_in_parts(self._attempt, batch.items, self._torch_memory.is_shortage)
-            self._free_memory_for_activations(batch, reason, is_first=is_first)
-            is_first = False
-
-    def _attempt(self, items: Sequence[ScheduledRequest]) -> StepResult:
-        plan = self._plans.build(items)
-        with self._epoch:
-            result = self.runner.execute(plan)
-        self._plans.confirm(plan)
-        return result
-
-    def _free_memory_for_activations(self, batch: Batch, reason: str, *, is_first: bool) -> None:
-        """Raises OutOfMemoryError when nothing is left to give."""
-        given_bytes = self._torch_memory.give_to_torch(ACTIVATION_BYTES)
-        if given_bytes > 0 or is_first:  # torch's observer may have given something before
-            return
-        if len(batch.items) < 2 or not self.scheduler.preemption.is_on:
-            raise OutOfMemoryError(
-                f"the GPU has no memory for the activations of {batch.num_tokens} tokens: lower "
-                "max_num_batched_tokens, gpu_memory_utilization or kv_cache_memory_bytes "
-                f"({reason})"
-            )
-        victim = self.scheduler.choose_victim([item.request for item in batch.items])
-        self.scheduler.preempt(victim, "activations")
-        batch.items = [item for item in batch.items if item.request is not victim]
-        batch.preempted.append(victim)
-
     def _outputs(self, groups: Iterable[RequestGroup]) -> list[RequestOutput]:
         """Outputs of groups that changed; those that have ended are forgotten."""
         outputs = []
@@ -335,6 +303,8 @@ class LLMEngine:
 
     def _remember(self, group: RequestGroup) -> None:
         for sequence_id in group.sequence_ids:
+            if sequence_id in self.scheduler.running:
+                self._settle()  # it has ended, and a step of it is in flight
             if sequence_id in self._group_of:
                 raise RequestError(f"request id {sequence_id!r} is in use")
         self._groups[group.request_id] = group

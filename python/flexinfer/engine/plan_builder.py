@@ -34,13 +34,14 @@ class PlanBuilder:
         self._find_shared = find_shared if executor.uses_shared_ranges else None
         self._requests: dict[int, Request] = {}  # by sampling id
         self._unconfirmed: set[int] = set()
+        self._last: StepPlan | None = None
 
     def build(self, items: Sequence[ScheduledRequest]) -> StepPlan:
         """The batch of `items`, one-token items first. REQUIRES: they have vTensors."""
         decodes = [item for item in items if item.end - item.start == 1]
         prefills = [item for item in items if item.end - item.start > 1]
         items = decodes + prefills
-        token_ids = array("i", [item.request.token_ids[item.start] for item in decodes])
+        token_ids = array("i", [known_token(item) for item in decodes])
         for item in prefills:
             token_ids += item.request.token_array[item.start : item.end]
         rows: list[int] = []
@@ -61,7 +62,7 @@ class PlanBuilder:
                     rows.append(end_row - 1)
                     lengths.append(end)
         starts = [item.start for item in items]
-        return StepPlan(
+        self._last = StepPlan(
             token_ids=token_ids.tobytes(),
             slots=tuple([item.vtensor.slot for item in items]),
             starts=tuple(starts),
@@ -72,8 +73,10 @@ class PlanBuilder:
             sampled_lengths=tuple(lengths),
             scored=tuple(scored),
             new_sequences=self._introduce(sampling + scoring),
+            fed=self._fed(decodes),
             shared=tuple(self._shared(items, starts)),
         )
+        return self._last
 
     def confirm(self, plan: StepPlan) -> None:
         """The plan was executed: later ones need not introduce its sequences again."""
@@ -103,12 +106,27 @@ class PlanBuilder:
         unconfirmed.update(request.sampling_id for request in new)
         return tuple([_setup(request) for request in dict.fromkeys(new)])
 
+    def _fed(self, decodes: Sequence[ScheduledRequest]) -> tuple[tuple[int, int], ...]:
+        """Which rows take a token that the last plan samples."""
+        rows = [row for row, item in enumerate(decodes) if item.start == item.request.num_tokens]
+        if not rows:
+            return ()
+        assert self._last is not None
+        index = {sampling_id: i for i, sampling_id in enumerate(self._last.sampling_ids)}
+        return tuple([(row, index[decodes[row].request.sampling_id]) for row in rows])
+
     def _shared(
         self, items: Sequence[ScheduledRequest], starts: Sequence[int]
     ) -> Sequence[TokenRange]:
         if self._find_shared is None:
             return ()
         return self._find_shared([item.vtensor for item in items], starts)
+
+
+def known_token(item: ScheduledRequest) -> int:
+    """The first token of an item; 0 while it is being sampled."""
+    token_ids = item.request.token_ids
+    return token_ids[item.start] if item.start < len(token_ids) else 0
 
 
 def _setup(request: Request) -> SequenceSetup:

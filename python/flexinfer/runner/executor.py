@@ -12,6 +12,14 @@ from typing import Protocol
 from flexinfer.runner.plan import StepPlan, StepResult
 
 
+class PendingResult(Protocol):
+    """The result of a step that is being computed."""
+
+    def result(self) -> StepResult:
+        """Waits for it."""
+        ...
+
+
 class Executor(Protocol):
     """Not thread-safe: one step at a time."""
 
@@ -26,6 +34,11 @@ class Executor(Protocol):
 
         REQUIRES: the planned tokens are backed by memory.
         """
+        ...
+
+    def submit(self, plan: StepPlan) -> PendingResult:
+        """As `execute`, without waiting where the device works by itself. The next plan may be
+        submitted before the result is asked for, and may name tokens of this one in `fed`."""
         ...
 
     def forget(self, sampling_ids: Sequence[int]) -> None:

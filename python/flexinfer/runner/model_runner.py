@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from flexinfer.models.describe import LoadedModel
 from flexinfer.runner.cuda_graphs import DecodeGraphs, Recorder
 from flexinfer.runner.inputs import InputBuilder, StepInputs, padded_count
 from flexinfer.runner.plan import SampledToken, ScoredRows, SequenceFailure, StepPlan, StepResult
+from flexinfer.runtime.transfer import to_device
 from flexinfer.sampling.grammars import GrammarCompiler
 from flexinfer.sampling.logprobs import score_tokens
-from flexinfer.sampling.sampler import Sampler, describe
+from flexinfer.sampling.sampler import Drawn, Sampler, describe
 from flexinfer.sampling.sequences import SequenceState
 
 if TYPE_CHECKING:
@@ -35,6 +37,37 @@ logger = logging.getLogger(__name__)
 WARM_UP_S = 1.0
 WARM_UP_ROWS = (*range(1, 65), 128, 256, 512, 1024, 2048)
 WARM_UP_LOGITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """The tokens of a step, maybe still on their way from the device."""
+
+    sampler: Sampler
+    sampling_ids: tuple[int, ...]
+    drawn: Drawn | None
+    """None: no row is sampled."""
+    failures: dict[int, str]
+    """Sampling id -> why it has failed already."""
+
+    def result(self) -> StepResult:
+        """See `PendingResult.result`."""
+        failures = dict(self.failures)
+        tokens: list[SampledToken] = []
+        if self.drawn is not None:
+            sampled = self.sampler.finish(self.drawn)
+            rows = zip(self.sampling_ids, self.drawn.states, strict=True)
+            for row, (sampling_id, state) in enumerate(rows):
+                if sampling_id in failures:
+                    continue
+                if row in sampled.errors:
+                    failures[sampling_id] = sampled.errors[row]
+                    continue
+                scores = state.take_scores()
+                tokens.append(
+                    SampledToken(sampling_id, sampled.token_ids[row], sampled.logprobs[row], scores)
+                )
+        return StepResult(tokens, [SequenceFailure(*failure) for failure in failures.items()])
 
 
 class ModelRunner:
@@ -63,6 +96,7 @@ class ModelRunner:
         )
         self.inputs = InputBuilder(loaded.device, self.backend.sharing_cost, pads_rows=pads_rows)
         self.graphs: DecodeGraphs | None = None
+        self._drawn: Drawn | None = None  # by the last step
 
     @property
     def uses_shared_ranges(self) -> bool:
@@ -70,12 +104,31 @@ class ModelRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor.execute`."""
-        self.sampler.sequences.add(plan.new_sequences)
-        logits = self.forward(self.inputs.build(plan))
-        return self.sample(logits, plan)
+        return self.sample(self._logits(plan), plan)
+
+    def submit(self, plan: StepPlan) -> PendingTokens:
+        """See `Executor.submit`."""
+        return self.begin_sampling(self._logits(plan), plan)
 
     def forget(self, sampling_ids: Sequence[int]) -> None:
         self.sampler.sequences.forget(sampling_ids)
+
+    def _logits(self, plan: StepPlan) -> torch.Tensor:
+        self.sampler.sequences.add(plan.new_sequences)
+        inputs = self.inputs.build(plan)
+        if plan.fed:
+            self._feed(inputs, plan.fed)
+        return self.forward(inputs)
+
+    @torch.inference_mode()
+    def _feed(self, inputs: StepInputs, fed: Sequence[tuple[int, int]]) -> None:
+        """Put tokens of the last step where this one computes them, without waiting for them."""
+        assert self._drawn is not None
+        rows, sources = (
+            to_device(ids, torch.int64, self.loaded.device) for ids in zip(*fed, strict=True)
+        )
+        tokens = self._drawn.on_device.clamp(min=0)  # a row that failed computes in vain
+        inputs.token_ids.index_copy_(0, rows, tokens[sources])
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
@@ -129,23 +182,15 @@ class ModelRunner:
 
     def sample(self, logits: torch.Tensor, plan: StepPlan) -> StepResult:
         """One token for each planned row; the rows after them score prompts."""
+        return self.begin_sampling(logits, plan).result()
+
+    def begin_sampling(self, logits: torch.Tensor, plan: StepPlan) -> PendingTokens:
         num_sampled = len(plan.sampled_rows)
         failures = self._score(logits[num_sampled:], plan.scored)
-        tokens: list[SampledToken] = []
+        self._drawn = None
         if num_sampled:
-            states = self._states(plan)
-            sampled = self.sampler.sample(logits[:num_sampled], states)
-            for row, (sampling_id, state) in enumerate(zip(plan.sampling_ids, states, strict=True)):
-                if sampling_id in failures:
-                    continue
-                if row in sampled.errors:
-                    failures[sampling_id] = sampled.errors[row]
-                    continue
-                scores = state.take_scores()
-                tokens.append(
-                    SampledToken(sampling_id, sampled.token_ids[row], sampled.logprobs[row], scores)
-                )
-        return StepResult(tokens, [SequenceFailure(*failure) for failure in failures.items()])
+            self._drawn = self.sampler.begin(logits[:num_sampled], self._states(plan))
+        return PendingTokens(self.sampler, plan.sampling_ids, self._drawn, failures)
 
     def _states(self, plan: StepPlan) -> list[SequenceState]:
         """Of the sequences that sample, up to the tokens of this plan."""

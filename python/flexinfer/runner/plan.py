@@ -55,6 +55,9 @@ class StepPlan:
     scored: tuple[ScoredRows, ...] = ()
     new_sequences: tuple[SequenceSetup, ...] = ()
     """Those that no earlier plan has named."""
+    fed: tuple[tuple[int, int], ...] = ()
+    """(row, i): the token of this row is the i-th that the plan before this one samples, not known
+    yet; `token_ids` has 0 in its place."""
     shared: tuple[TokenRange, ...] = ()
     """What the segments share of the KV before their new tokens; see `AttentionMetadata.shared`."""
 

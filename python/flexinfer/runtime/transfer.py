@@ -1,4 +1,4 @@
-"""Small tensors from the host to a device, without waiting for the device."""
+"""Small tensors between the host and a device, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -17,3 +17,24 @@ def to_device(
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A tensor on its way to the host; what is issued after it is not waited for."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._host = tensor
+        self._copied: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def tolist(self) -> list[int]:
+        """The values; waits for them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        values: list[int] = self._host.tolist()
+        return values

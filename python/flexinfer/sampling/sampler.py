@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from flexinfer.errors import VTensorError
-from flexinfer.runtime.transfer import to_device
+from flexinfer.runtime.transfer import HostCopy, to_device
 from flexinfer.sampling import host_sampler
 from flexinfer.sampling.grammars import GrammarCompiler
 from flexinfer.sampling.logprobs import RowLogprobs, gather_logprobs
@@ -24,6 +24,23 @@ from flexinfer.sampling.random import uniforms
 from flexinfer.sampling.sequences import SequenceState, SequenceStates
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens on their way from the device, or the error that there was on the way to them."""
+
+    logits: torch.Tensor
+    states: Sequence[SequenceState]
+    token_ids: list[int] | HostCopy
+    error: Exception | None = None
+
+    @property
+    def on_device(self) -> torch.Tensor:
+        """[num_sequences] int64; what a failed row has is no token."""
+        if isinstance(self.token_ids, HostCopy):
+            return self.token_ids.tensor
+        return to_device(self.token_ids, torch.int64, self.logits.device)
 
 
 @dataclass(slots=True)
@@ -55,14 +72,33 @@ class Sampler:
         A row that fails, at whatever stage, fails alone: the others are then sampled one by one,
         which gives the same tokens.
         """
+        return self.finish(self.begin(logits, states))
+
+    @torch.inference_mode()
+    def begin(self, logits: torch.Tensor, states: Sequence[SequenceState]) -> Drawn:
+        """The first half of `sample`, which does not wait for the device."""
         try:
-            return self._sample(logits, states)
+            return Drawn(logits, states, self._choose(logits, states))
         except torch.OutOfMemoryError:
             raise  # of the whole step
         except Exception as error:
-            if len(states) == 1:
-                logger.warning("a sequence cannot be sampled", exc_info=True)
-                return SamplerOutput([-1], [None], {0: describe(error)})
+            return Drawn(logits, states, [-1] * len(states), error)
+
+    @torch.inference_mode()
+    def finish(self, drawn: Drawn) -> SamplerOutput:
+        """The second half: waits for the tokens."""
+        logits, states, error = drawn.logits, drawn.states, drawn.error
+        try:
+            if error is None:
+                return _output(drawn)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as failure:
+            error = failure
+        if len(states) == 1:
+            assert error is not None
+            logger.warning("a sequence cannot be sampled", exc_info=error)
+            return SamplerOutput([-1], [None], {0: describe(error)})
         parts = [self.sample(logits[row : row + 1], [state]) for row, state in enumerate(states)]
         return SamplerOutput(
             [part.token_ids[0] for part in parts],
@@ -70,19 +106,15 @@ class Sampler:
             {row: part.errors[0] for row, part in enumerate(parts) if part.errors},
         )
 
-    def _sample(self, logits: torch.Tensor, states: Sequence[SequenceState]) -> SamplerOutput:
-        processed = logits
+    def _choose(
+        self, logits: torch.Tensor, states: Sequence[SequenceState]
+    ) -> list[int] | HostCopy:
         if any(state.changes_logits for state in states):
-            processed = apply_penalties(apply_bias(logits.float(), states), states)
-            processed = self._apply_structure(processed, states)
-        token_ids = choose(processed, states)
-        errors = {
-            row: explain_failure(logits[row]) for row, token in enumerate(token_ids) if token < 0
-        }
-        asked = [
-            None if row in errors else state.params.logprobs for row, state in enumerate(states)
-        ]
-        return SamplerOutput(token_ids, gather_logprobs(logits, token_ids, asked), errors)
+            logits = apply_penalties(apply_bias(logits.float(), states), states)
+            logits = self._apply_structure(logits, states)
+        if host_sampler.supports(logits):
+            return choose(logits, states)
+        return HostCopy(choose_by_torch(logits.float(), states))
 
     def _apply_structure(
         self, logits: torch.Tensor, states: Sequence[SequenceState]
@@ -103,13 +135,22 @@ class Sampler:
         return logits.masked_fill(torch.from_numpy(forbidden).to(logits.device), -torch.inf)
 
 
+def _output(drawn: Drawn) -> SamplerOutput:
+    logits, token_ids = drawn.logits, drawn.token_ids
+    if isinstance(token_ids, HostCopy):
+        token_ids = token_ids.tolist()
+    errors = {row: explain_failure(logits[row]) for row, token in enumerate(token_ids) if token < 0}
+    asked = [
+        None if row in errors else state.params.logprobs for row, state in enumerate(drawn.states)
+    ]
+    return SamplerOutput(token_ids, gather_logprobs(logits, token_ids, asked), errors)
+
+
 def choose(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
     """One token per row; -1 for a row with a NaN, or without a finite maximum.
 
-    logits: [num_rows, vocab_size].
+    logits: [num_rows, vocab_size], which `host_sampler.supports`.
     """
-    if not host_sampler.supports(logits):
-        return choose_by_torch(logits.float(), states)
     params = [state.params for state in states]
     return host_sampler.draw_rows(
         logits,
@@ -121,17 +162,17 @@ def choose(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
     )
 
 
-def choose_by_torch(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
-    """As `choose`, on any device; logits: float32."""
+def choose_by_torch(logits: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
+    """As `choose`, on any device, [num_rows] int64; logits: float32."""
     random_rows = [i for i, state in enumerate(states) if not state.params.is_greedy]
     if len(random_rows) == len(states):
-        return draw(logits, states).tolist()
+        return draw(logits, states)
     best = logits.max(dim=-1)  # of a row with a NaN it is NaN
     chosen = best.indices.masked_fill_(~best.values.isfinite(), -1)
     if random_rows:
         rows = _ids(random_rows, logits)
         chosen.index_copy_(0, rows, draw(logits[rows], [states[i] for i in random_rows]))
-    return chosen.tolist()
+    return chosen
 
 
 def random_numbers(states: Sequence[SequenceState]) -> list[float]:

@@ -92,6 +92,15 @@ class Admission:
         request.start(vtensor, end)
         return vtensor
 
+    def explain_shortage(self, request: Request) -> str:
+        """For the caller of a request that does not fit."""
+        manager = self.manager
+        return (
+            f"request {request.request_id!r} needs KV memory for {request.num_tokens} tokens "
+            f"({manager.bytes_for(request.num_tokens)} bytes), but only {manager.available_bytes} "
+            f"bytes of the budget of {manager.memory_budget} are available"
+        )
+
     def _first_end(
         self,
         request: Request,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -40,9 +41,22 @@ class Batch:
         return sum(item.num_tokens for item in self.items)
 
 
+def plan_running(running: Iterable[Request], num_left: int) -> list[ScheduledRequest]:
+    """The next tokens of requests that run, decodes first, at most num_left in all."""
+    items = []
+    for request in sorted(running, key=lambda request: request.is_prefilling):
+        if num_left == 0:
+            break
+        if request.has_next_token:
+            items.append(next_tokens(request, num_left))
+            num_left -= items[-1].num_tokens
+    return items
+
+
 def next_tokens(request: Request, num_left: int) -> ScheduledRequest:
     """The next tokens of a running request, at most num_left of them."""
     assert request.vtensor is not None
-    start = request.num_computed_tokens
-    end = min(request.num_tokens, start + num_left)
-    return ScheduledRequest(request, request.vtensor, start, end, end == request.num_tokens)
+    start = request.num_launched_tokens
+    num_tokens = max(request.num_tokens, start + 1)  # one may be being sampled
+    end = min(num_tokens, start + num_left)
+    return ScheduledRequest(request, request.vtensor, start, end, end == num_tokens)

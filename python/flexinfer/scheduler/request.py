@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 class Request:
     """
     Invariants:
-    1. token_ids = prompt + output tokens; the first num_computed_tokens have KV in `vtensor`.
+    1. token_ids = prompt + output tokens; the first num_computed_tokens have KV in `vtensor`, and
+       steps that have been launched compute those up to num_launched_tokens, of which the last may
+       be a token that is not known yet.
     2. A running request has a vTensor, a swapped one an empty one; a waiting one has none.
     3. A request that has ended has a finish_reason.
     4. `siblings` and `num_forks` are empty and 0 once the prompt is computed: the forks run then.
@@ -52,6 +54,7 @@ class Request:
     """Those of them that sample their first token from this prompt's logits."""
     vtensor: VTensor | None = None
     num_computed_tokens: int = 0
+    num_launched_tokens: int = 0
     num_extended_tokens: int = 0
     """Tokens that `vtensor` backs with memory."""
     num_asked_rows: int = 0
@@ -112,6 +115,20 @@ class Request:
         return self.finish_reason is not None
 
     @property
+    def is_in_flight(self) -> bool:
+        """Whether a step has been launched for it whose result is not known."""
+        return self.num_launched_tokens > self.num_computed_tokens
+
+    @property
+    def has_next_token(self) -> bool:
+        """Whether there is a token to compute beyond those that were launched, unless the one that
+        is being sampled ends the request."""
+        if self.is_finished:
+            return False
+        num_tokens = self.num_tokens
+        return self.num_launched_tokens < num_tokens or num_tokens + 1 < self.max_num_tokens
+
+    @property
     def stop_message(self) -> str | None:
         """`stop_reason` where it is text, as after an error."""
         return self.stop_reason if isinstance(self.stop_reason, str) else None
@@ -126,7 +143,7 @@ class Request:
     def start(self, vtensor: VTensor, num_extended_tokens: int) -> None:
         """Waiting -> running, with a vTensor that is extended to `num_extended_tokens`."""
         self.vtensor = vtensor
-        self.num_computed_tokens = vtensor.num_cached_tokens
+        self.num_computed_tokens = self.num_launched_tokens = vtensor.num_cached_tokens
         self.num_extended_tokens = num_extended_tokens
         self.num_asked_rows = 0
         self.num_prefill_tokens = self.num_tokens
@@ -136,7 +153,7 @@ class Request:
     def start_forked(self, parent: Request, vtensor: VTensor) -> None:
         """Straight to running, with a fork of the parent's vTensor: its KV is ours."""
         self.vtensor = vtensor
-        self.num_computed_tokens = parent.num_computed_tokens
+        self.num_computed_tokens = self.num_launched_tokens = parent.num_computed_tokens
         self.num_asked_rows = 0
         self.num_extended_tokens = parent.num_computed_tokens
         self.num_prefill_tokens = parent.num_computed_tokens
@@ -165,7 +182,7 @@ class Request:
 
     def requeue(self) -> None:
         """Running -> waiting: all tokens are to be computed again."""
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = self.num_launched_tokens = 0
         self.num_extended_tokens = 0
         self.num_prefill_tokens = 0
 

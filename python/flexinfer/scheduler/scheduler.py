@@ -16,6 +16,7 @@ Invariants:
 3. After `schedule()` all scheduled tokens are backed by chunks.
 4. `num_seqs` <= max_num_seqs: the forks that a running prompt is to have are counted with it.
 5. Nothing is admitted while a request is swapped out.
+6. What a request holds that ends while a step of it is in flight is freed when that has landed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from flexinfer.config import SchedulerConfig
 from flexinfer.errors import OutOfMemoryError
 from flexinfer.metrics.steps import StepStats
 from flexinfer.scheduler.admission import Admission
-from flexinfer.scheduler.batch import Batch, ScheduledRequest, next_tokens
+from flexinfer.scheduler.batch import Batch, ScheduledRequest, next_tokens, plan_running
+from flexinfer.scheduler.in_flight import StepsInFlight
 from flexinfer.scheduler.pins import Pins
 from flexinfer.scheduler.pre_extension import PreExtender
 from flexinfer.scheduler.preemption import Cause, Decision, PreemptionPolicy
@@ -64,6 +66,7 @@ class Scheduler:
         self.num_deferred = 0
         """Requests that the last step put off until another has computed their prefix."""
         self._ended: list[Request] = []
+        self._in_flight = StepsInFlight()
         self._orphans: list[VTensor] = []  # of requests that ended while the pool slept
 
     @property
@@ -98,6 +101,16 @@ class Scheduler:
                 self._schedule_waiting(batch)
         return batch
 
+    def schedule_ahead(self) -> Batch:
+        """The step after one whose tokens are not known yet. Nobody is preempted, swapped or ended
+        for it; empty where it has to wait."""
+        batch = Batch()
+        items = plan_running(self.running.values(), self.config.max_num_batched_tokens)
+        if not self.swapped and self._extend(items):
+            batch.items = items
+            self._schedule_waiting(batch)
+        return batch
+
     def release_ended(self) -> None:
         """Free what requests held that were aborted while the manager slept."""
         while self._orphans:
@@ -115,19 +128,28 @@ class Scheduler:
         if 2 * step.num_prefill_tokens > step.num_tokens:
             self.preemption.observe_prefill(step.num_tokens, step.step_us / 1e6)
 
+    def launch(self, batch: Batch) -> None:
+        """The step is in flight until `advance` or `drop`; the one after it may be scheduled."""
+        self._in_flight.launch(batch)
+
     def advance(self, batch: Batch) -> None:
         """The step is computed: its tokens have KV. Records prompts whose prefill is complete."""
-        for item in batch.items:
-            request = item.request
-            was_prefilling = request.is_prefilling
-            request.num_computed_tokens = item.end
-            request.metrics.num_computed_tokens += item.num_tokens
-            request.note_scored(item.end)
-            if was_prefilling and not request.is_prefilling and not request.is_finished:
-                self._record(request, item.vtensor)
+        prefilling = [item for item in batch.items if item.request.is_prefilling]
+        self._in_flight.land(batch)
+        for item in prefilling:
+            if not item.request.is_prefilling and not item.request.is_finished:
+                self._record(item.request, item.vtensor)
+        self._free_landed()
+
+    def drop(self, batch: Batch) -> None:
+        """The step has failed: see `StepsInFlight.drop`."""
+        self._in_flight.drop(batch)
+        self._free_landed()
 
     def finish(self, request: Request) -> None:
         """The request has ended well: record its tokens for the next turn, free its memory."""
+        if self._in_flight.keeps(request):
+            return
         self._ended.append(request)
         vtensor = self._leave(request)
         if vtensor is not None:
@@ -141,9 +163,11 @@ class Scheduler:
     ) -> None:
         """End requests at any point, waiting or running; all they hold is freed, unrecorded."""
         for request in requests:
+            request.finish(reason, message)
+            if self._in_flight.keeps(request):
+                continue
             self._ended.append(request)
             vtensor = self._leave(request)
-            request.finish(reason, message)
             if vtensor is not None:
                 self._release(vtensor)
 
@@ -203,7 +227,7 @@ class Scheduler:
     def _schedule_running(self, batch: Batch) -> None:
         """Give each running request its next tokens, preempting the last ones while short."""
         while self.running:
-            items = self._plan_running()
+            items = plan_running(self.running.values(), self.config.max_num_batched_tokens)
             if self._extend(items):
                 batch.items = items
                 return
@@ -224,16 +248,6 @@ class Scheduler:
             item.request.num_extended_tokens = item.end
         return True
 
-    def _plan_running(self) -> list[ScheduledRequest]:
-        num_left = self.config.max_num_batched_tokens
-        items = []
-        for request in sorted(self.running.values(), key=lambda request: request.is_prefilling):
-            if num_left == 0:
-                break
-            items.append(next_tokens(request, num_left))
-            num_left -= items[-1].num_tokens
-        return items
-
     # Preemption (PagedAttention, section 4.5).
 
     def choose_victim(self, among: Iterable[Request] | None = None) -> Request:
@@ -245,7 +259,6 @@ class Scheduler:
         """Take the memory of a running request; it goes on later where it was."""
         vtensor = request.vtensor
         assert vtensor is not None
-        num_computed = request.num_computed_tokens
         decision = self._choose_preemption(request)
         if decision.mode == "swap" and not self.swapped.try_move_out(request, vtensor):
             decision = Decision("recompute", "swap space is full")
@@ -256,24 +269,13 @@ class Scheduler:
             del self.running[request.request_id]
         request.metrics.num_preemptions += 1
         self.preemption.count(decision, cause)
-        logger.debug(
-            "preempted %r by %s (%s: %s), %d tokens computed",
-            request.request_id,
-            decision.mode,
-            cause,
-            decision.reason,
-            num_computed,
-        )
+        logger.debug("preempted %r: %s (%s)", request.request_id, decision, cause)
 
     def _choose_preemption(self, request: Request) -> Decision:
         """What is recorded anyhow needs neither computing nor copying back."""
-        num_computed = request.num_computed_tokens
-        num_recorded = 0
-        if self.preemption.mode == "auto" and self.config.enable_prefix_caching:
-            num_recorded = self.manager.match_prefix(
-                request.token_array[:num_computed], cache_salt=request.cache_salt
-            )
-        num_lost = num_computed - num_recorded
+        num_lost = request.num_computed_tokens
+        if self.preemption.mode == "auto":
+            num_lost -= min(num_lost, self.admission.match(request))
         bytes_per_token = self.manager.spec.bytes_per_token
         return self.preemption.choose(
             num_lost, request.num_extended_tokens * bytes_per_token, num_lost * bytes_per_token
@@ -358,6 +360,14 @@ class Scheduler:
 
     # Leaving.
 
+    def _free_landed(self) -> None:
+        """Requests leave that ended while they were in flight."""
+        for request in self._in_flight.take_landed():
+            if request.finish_reason in ("stop", "length"):
+                self.finish(request)
+            else:
+                self.abort([request], request.finish_reason or "abort", request.stop_message)
+
     def _leave(self, request: Request) -> VTensor | None:
         """Out of all sets; returns the vTensor for the caller to release."""
         if self.running.pop(request.request_id, None) is None:
@@ -381,12 +391,7 @@ class Scheduler:
 
     def _fail(self, request: Request, batch: Batch) -> None:
         """It does not fit, and no other request may be preempted: waiting longer cannot help it."""
-        manager = self.manager
-        message = (
-            f"request {request.request_id!r} needs KV memory for {request.num_tokens} tokens "
-            f"({manager.bytes_for(request.num_tokens)} bytes), but only {manager.available_bytes} "
-            f"bytes of the budget of {manager.memory_budget} are available"
-        )
+        message = self.admission.explain_shortage(request)
         if not self.preemption.is_on and len(self.running) > 1:
             message += f"; {len(self.running) - 1} other requests run and preemption is off"
         self.abort([request], "error", message)

@@ -83,11 +83,19 @@ def test_of_two_failures_the_first_is_told(caplog: pytest.LogCaptureFixture) -> 
     assert "the context is gone" in caplog.text
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_an_engine_never_asks_for_what_an_open_step_forbids(mode: str) -> None:
+def test_an_engine_never_asks_for_what_an_open_step_forbids(
+    mode: str, async_scheduling: bool
+) -> None:
     """The epochs of a GPU around the steps of a CPU: the manager would raise ValueError."""
-    engine = make_engine(kv_cache_memory_bytes=96 << 10, preemption_mode=mode, swap_space="4MiB")
-    engine._epoch = KernelEpoch(engine.manager, lambda: 0)
+    engine = make_engine(
+        kv_cache_memory_bytes=96 << 10,
+        preemption_mode=mode,
+        swap_space="4MiB",
+        async_scheduling=async_scheduling,
+    )
+    engine._steps.execution.epoch = KernelEpoch(engine.manager, lambda: 0)
     prompts = random_prompts((5, 9, 3, 7, 12, 1, 8, 2), seed=5)
     shared = prompts[0] * 2
     prompts = [shared + prompt for prompt in prompts]

@@ -66,7 +66,7 @@ PYTHON_ALLOWED = {
     "metrics": "outputs vtensor",
     "scheduler": "config errors metrics outputs sampling types vtensor",
     "memory": "config errors models runtime scheduler vtensor",
-    "runner": "attention models sampling vtensor",
+    "runner": "attention models runtime sampling vtensor",
     "replay": "errors vtensor",
     "engine": "attention config errors memory metrics models outputs runner runtime sampling "
     "scheduler types vtensor",

@@ -129,7 +129,7 @@ def test_batched_equals_one_at_a_time(states: list[SequenceState], seed: int) ->
     logits = torch.randn(len(states), VOCAB_SIZE, generator=torch.manual_seed(seed)) * 3
     processed = apply_penalties(apply_bias(logits, states), states)
     chosen = Sampler(seed, torch.device("cpu")).sample(logits, states).token_ids
-    by_torch = choose_by_torch(processed, states)
+    by_torch = choose_by_torch(processed, states).tolist()
     for row, state in enumerate(states):
         slow = slow_processed(logits[row].tolist(), state)
         torch.testing.assert_close(processed[row], torch.tensor(slow), atol=1e-4, rtol=1e-4)
@@ -188,7 +188,7 @@ def test_draws_follow_the_probabilities(vocab_size: int) -> None:
         state.num_output_tokens = position
     for batch, method in ((rows, choose), (tokens, choose), (tokens, choose_by_torch)):
         drawn = method(probs.log().expand(num_draws, -1), batch)
-        counts = torch.bincount(torch.tensor(drawn), minlength=vocab_size).double()
+        counts = torch.bincount(torch.as_tensor(drawn), minlength=vocab_size).double()
         assert counts[::7].sum() == 0
         usual = probs * num_draws >= 5
         expected = torch.cat([probs[usual], probs[~usual].sum()[None]]).double() * num_draws
@@ -207,7 +207,7 @@ def test_the_last_token_with_a_probability_is_the_last_that_can_be_drawn() -> No
         for number, expected in ((0.0, 3), (1 - 2.0**-24, 8), (1.0, 8)):
             patch.setattr(sampler_module, "uniforms", lambda *_, number=number: [number])
             states = [make_state(params)]
-            assert choose_by_torch(logits, states) == [expected]
+            assert choose_by_torch(logits, states).tolist() == [expected]
             if number < 1:
                 assert choose(logits, states) == [expected]
 

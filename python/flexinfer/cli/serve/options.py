@@ -95,6 +95,10 @@ class SchedulingOptions:
         ),
     ] = None
     enable_chunked_prefill: Annotated[bool, option("Split long prompts over several steps.")] = True
+    async_scheduling: Annotated[
+        bool | None,
+        option("Schedule a step while the one before it is computed; by default on a GPU."),
+    ] = None
     scheduling_policy: Annotated[str, option("fcfs, priority or prefix.")] = "priority"
     preemption_mode: Annotated[str, option("recompute, swap, auto or off.")] = "auto"
 
