@@ -85,8 +85,8 @@ class SoakReport:
 
     @property
     def slope(self) -> Slope | None:
-        """Of the last three quarters of the time; None: too few samples."""
-        late = self.samples[len(self.samples) // 4 :]
+        """Of the last half of the time; None: too few samples."""
+        late = self.samples[len(self.samples) // 2 :]
         if len(late) < NUM_BLOCKS:
             return None
         cuts = [len(late) * part // NUM_BLOCKS for part in range(NUM_BLOCKS + 1)]
@@ -121,7 +121,7 @@ class SoakReport:
             if name.startswith(SHOWN_COUNTERS)
         ]
         rows += [("resident set, medians of quarters, MiB", ", ".join(mib) or "too short")]
-        rows += [("resident set, slope after the first quarter", str(self.slope or "too short"))]
+        rows += [("resident set, slope of the last half", str(self.slope or "too short"))]
         if pool:
             rows += [("KV pool, least and most, MiB", f"{min(pool) >> 20}, {max(pool) >> 20}")]
         rows += [
