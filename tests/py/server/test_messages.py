@@ -172,6 +172,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
     [
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "'image' are not supported"),
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": []}]}, "nothing in them"),
+        ({"tool_choice": {"type": "any"}}, "only allowed with tools"),
         ({"max_tokens": None}, "max_tokens"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "web_search_20250305"),

@@ -198,6 +198,13 @@ def test_what_is_no_call_is_not_lost(parts: list[str]) -> None:
     assert answer.content == text
 
 
+@pytest.mark.parametrize("schema", [{"properties": []}, {"properties": {"a": {"anyOf": [1]}}}])
+def test_a_schema_that_is_none_makes_texts(schema: dict[str, Any]) -> None:
+    text = "<function=f><parameter=a>1</parameter></function>"
+    answer = read_whole(tool_format("qwen3_coder").make({"f": schema}), text)
+    assert calls_of(answer) == [("f", {"a": "1"})]
+
+
 def test_arguments_come_in_pieces() -> None:
     parser = tool_format("hermes").make(SCHEMAS)
     parser.feed('<tool_call>{"name": "weather", "argu')

@@ -36,6 +36,8 @@ def chat_request(state: ServerState, body: PromptFields) -> ChatRequest:
     """Raises APIError."""
     choice = body.tool_choice
     messages = _messages(body)
+    if not messages:
+        raise bad_request("the messages have nothing in them", "messages")
     is_begun = messages[-1].role == "assistant"  # the answer goes on where it stops
     fields: dict[str, Any] = {}
     if isinstance(body, MessagesRequest):
@@ -150,7 +152,7 @@ def _text(content: str | Sequence[TextBlock]) -> str:
 
 def _choice(body: PromptFields) -> ToolChoice | None:
     choice = body.tool_choice
-    if choice is None or not body.tools:
+    if choice is None or (not body.tools and choice.type in ("auto", "none")):
         return None
     if choice.type == "tool":
         if not choice.name:

@@ -138,11 +138,16 @@ class XmlCalls:
 
     def _types(self, parameter: str) -> set[str]:
         """Of JSON; none if the schema does not say."""
-        schema = self._schemas[self._name].get("properties", {}).get(parameter, {})
+        properties = self._schemas[self._name].get("properties")
+        schema = properties.get(parameter) if isinstance(properties, dict) else None
+        if not isinstance(schema, dict):
+            return set()
+        options = schema.get("anyOf")
         kinds: set[str] = set()
-        for one in [schema, *schema.get("anyOf", ())] if isinstance(schema, dict) else ():
-            kind = one.get("type", ())
-            kinds |= {kind} if isinstance(kind, str) else set(kind)
+        for one in [schema, *(options if isinstance(options, list) else ())]:
+            kind = one.get("type") if isinstance(one, dict) else None
+            given = kind if isinstance(kind, list) else [kind]
+            kinds |= {name for name in given if isinstance(name, str)}
         return kinds
 
 
