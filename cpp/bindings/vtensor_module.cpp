@@ -112,6 +112,7 @@ void bind_snapshot(nb::module_& m) {
       .def_ro("pre_extended_rows", &MappingTimes::pre_extended_rows);
   nb::class_<ChunkInfo>(m, "ChunkInfo")
       .def_ro("id", &ChunkInfo::id)
+      .def_ro("generation", &ChunkInfo::generation)
       .def_ro("refs", &ChunkInfo::refs)
       .def_ro("recorded", &ChunkInfo::recorded)
       .def_ro("pinned", &ChunkInfo::pinned)
@@ -134,6 +135,7 @@ void bind_snapshot(nb::module_& m) {
       .def_ro("start_tokens", &PrefixInfo::start_tokens)
       .def_ro("num_tokens", &PrefixInfo::num_tokens)
       .def_ro("last_used", &PrefixInfo::last_used)
+      .def_ro("first_tokens", &PrefixInfo::first_tokens)
       .def_ro("chunks", &PrefixInfo::chunks)
       .def_ro("pinned_by", &PrefixInfo::pinned_by);
   nb::class_<Snapshot>(m, "Snapshot")

@@ -245,6 +245,9 @@ class ChunkInfo:
     def id(self) -> int: ...
 
     @property
+    def generation(self) -> int: ...
+
+    @property
     def refs(self) -> int: ...
 
     @property
@@ -305,6 +308,9 @@ class PrefixInfo:
 
     @property
     def last_used(self) -> int: ...
+
+    @property
+    def first_tokens(self) -> list[int]: ...
 
     @property
     def chunks(self) -> list[int]: ...

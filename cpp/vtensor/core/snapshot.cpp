@@ -1,6 +1,8 @@
 #include "vtensor/core/snapshot.h"
 
+#include <algorithm>
 #include <iterator>
+#include <span>
 #include <unordered_map>
 
 namespace vtensor {
@@ -69,6 +71,7 @@ Snapshot take_snapshot(const Core& core) {
     const Chunk& chunk = pool.pset[id];
     if (chunk.refs() == 0) continue;
     chunks[id].id = id;
+    chunks[id].generation = chunk.generation;
     chunks[id].refs = chunk.refs();
     chunks[id].recorded = chunk.tree_refs > 0;
     chunks[id].pinned = chunk.pins > 0;
@@ -77,6 +80,7 @@ Snapshot take_snapshot(const Core& core) {
   }
   std::unordered_map<const RNode*, ptrdiff_t> index;
   pool.rtree.for_each([&](const RNode& node, const std::string& salt) {
+    const auto first = std::span(node.tokens).first(std::min(node.tokens.size(), kFirstTokens));
     const auto parent = index.find(node.parent);
     index.emplace(&node, std::ssize(snapshot.prefixes));
     snapshot.prefixes.push_back({salt,
@@ -84,6 +88,7 @@ Snapshot take_snapshot(const Core& core) {
                                  node.start,
                                  node.tokens.size(),
                                  node.last_used,
+                                 {first.begin(), first.end()},
                                  node.rows,
                                  {}});
   });

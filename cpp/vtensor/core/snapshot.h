@@ -15,8 +15,9 @@ namespace vtensor {
 // One physical chunk and who names it.
 struct ChunkInfo {
   ChunkId id = 0;
-  uint32_t refs = 0;      // page-table and rTree entries
-  bool recorded = false;  // the rTree names it
+  uint32_t generation = 0;  // another one: the id is the same, what it holds is not
+  uint32_t refs = 0;        // page-table and rTree entries
+  bool recorded = false;    // the rTree names it
   bool pinned = false;
   VTensorId appender = kNoVTensor;
   std::vector<VTensorId> sharers;  // vTensors that map it, parked ones left out
@@ -35,6 +36,8 @@ struct VTensorInfo {
   std::vector<ChunkId> table;  // [row * num_planes + plane]; empty in info()
 };
 
+inline constexpr size_t kFirstTokens = 16;
+
 // A node of the rTree.
 struct PrefixInfo {
   std::string cache_salt;
@@ -42,6 +45,7 @@ struct PrefixInfo {
   size_t start_tokens = 0;
   size_t num_tokens = 0;  // of this node; the prefix ends at start_tokens + num_tokens
   uint64_t last_used = 0;
+  std::vector<Token> first_tokens;  // at most kFirstTokens of its own: what it can be called after
   std::vector<ChunkId> chunks;
   std::vector<std::string> pinned_by;
 };

@@ -23,6 +23,15 @@ void PSet::change(ChunkId id, Change&& apply) {
   }
 }
 
+ChunkId PSet::claimed(ChunkId id) {
+  chunks_[id].table_refs = 1;
+  ++chunks_[id].generation;
+  return id;
+}
+
+// As if it had never been used, but for its generation.
+void PSet::reset(ChunkId id) { chunks_[id] = Chunk{.generation = chunks_[id].generation}; }
+
 void PSet::take_out(ChunkId id) {
   if (dirty_free_.contains(id)) dirty_free_.erase(id);
 }
@@ -31,8 +40,7 @@ ChunkId PSet::claim() {
   if (free_.empty()) return claim_absent();
   const ChunkId id = free_.pop_lowest();
   take_out(id);
-  chunks_[id].table_refs = 1;
-  return id;
+  return claimed(id);
 }
 
 ChunkId PSet::claim_absent() {
@@ -41,17 +49,15 @@ ChunkId PSet::claim_absent() {
     chunks_.emplace_back();
   }
   const ChunkId id = absent_.pop_lowest();
-  chunks_[id] = Chunk{};
-  chunks_[id].table_refs = 1;
+  reset(id);
   ++num_created_;
-  return id;
+  return claimed(id);
 }
 
 ChunkId PSet::claim_dirty() {
   const ChunkId id = dirty_free_.pop_lowest();
   free_.erase(id);
-  chunks_[id].table_refs = 1;
-  return id;
+  return claimed(id);
 }
 
 void PSet::unclaim(ChunkId id) {
@@ -76,7 +82,11 @@ void PSet::add_parked_ref(ChunkId id) {
 }
 
 void PSet::drop_parked_ref(ChunkId id) {
-  change(id, [](Chunk& chunk) { --chunk.parked_refs; });
+  change(id, [](Chunk& chunk) {
+    --chunk.parked_refs;
+    // Nothing that is known was in it: who adopts the slot writes over it.
+    chunk.generation += static_cast<uint32_t>(chunk.tree_refs == 0);
+  });
 }
 
 void PSet::add_tree_ref(ChunkId id) {
@@ -107,7 +117,7 @@ void PSet::put_back(ChunkId id) {
 }
 
 void PSet::forget(ChunkId id) {
-  chunks_[id] = Chunk{};
+  reset(id);
   absent_.insert(id);
   --num_created_;
 }

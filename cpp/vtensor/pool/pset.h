@@ -38,6 +38,7 @@ struct Chunk {
   size_t written_bytes = 0;         // watermark; exact while there is no appender
   size_t dirty_bytes = 0;           // leading bytes that may be non-zero
   uint64_t tenant = 0;              // whose bytes it holds
+  uint32_t generation = 0;          // raised whenever it begins to hold something else
 
   uint32_t refs() const { return table_refs + tree_refs; }
   // Page-table entries of slots that are not parked.
@@ -103,6 +104,8 @@ class PSet {
   void forget(ChunkId id);
 
  private:
+  ChunkId claimed(ChunkId id);
+  void reset(ChunkId id);
   void take_out(ChunkId id);
   void count(const Chunk& chunk, size_t by);
   template <typename Change>

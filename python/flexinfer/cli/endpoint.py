@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import ssl
 from collections.abc import Generator
 from typing import Any
@@ -111,7 +112,7 @@ class Endpoint:
         try:
             message = _message(response.json())
         except ValueError:
-            message = response.text[:200]
+            message = f"{response.reason_phrase or 'no reason'}; is this a flexinfer server?"
         status: int = response.status_code
         raise EndpointError(f"{self.url}{path} answers {status}: {message}", status)
 
@@ -121,7 +122,11 @@ class Endpoint:
                 f"{self.url}: its certificate is not trusted here ({_certificate_fault(error)}): "
                 "for one of your own authority set SSL_CERT_FILE=CA.pem"
             )
-        return EndpointError(f"{self.url}{path}: {error or type(error).__name__}; is it running?")
+        why = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
+        return EndpointError(
+            f"no answer from {self.url}{path}: {why}; is a server running there? "
+            "Start one with `flexinfer serve`, or name another with --url"
+        )
 
 
 def _base_url(url: str) -> str:

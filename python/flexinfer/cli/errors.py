@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 
@@ -26,6 +28,35 @@ def usage_errors() -> Iterator[None]:
         raise typer.Exit(USAGE_ERROR) from None
 
 
+_REASONS = {
+    errno.ENOENT: "there is no such file or folder; check the path",
+    errno.EACCES: "this user may not open it; check its permissions",
+    errno.EPERM: "this user may not open it; check its permissions",
+    errno.EISDIR: "it is a folder; name a file",
+    errno.ENOTDIR: "a part of this path is a file, not a folder; check the path",
+    errno.ENOSPC: "the disk is full; free some space, or name another place",
+    errno.EROFS: "the disk is read-only; name another place",
+}
+
+
 def one_line(error: BaseException) -> str:
-    """What an exception says, on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """What an exception says, on one line; of a file, why it cannot be used and what to do."""
+    text = reason_of(error)
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        text = f"cannot use {error.filename}: {text}"
+    return " ".join(text.split()) or type(error).__name__
+
+
+def reason_of(error: BaseException) -> str:
+    """Why, without an error number, and what to do; the file is not named."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not text in UTF-8"
+    if isinstance(error, OSError) and error.strerror:
+        return _REASONS.get(error.errno, error.strerror)
+    return str(error)
+
+
+def check_folder(file: Path, option: str) -> None:
+    """Raises ValueError, before any work, if `file` could not be written."""
+    if not file.resolve().parent.is_dir():
+        raise ValueError(f"{option}: the folder of {str(file)!r} does not exist; make it first")

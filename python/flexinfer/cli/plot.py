@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from flexinfer.cli.errors import check_folder
+
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -16,5 +18,4 @@ def check_can_plot(file: Path, option: str = "--plot") -> None:
         )
     if file.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"{option} writes {', '.join(_SUFFIXES)} files, not {str(file)!r}")
-    if not file.resolve().parent.is_dir():
-        raise ValueError(f"{option}: the folder of {str(file)!r} does not exist")
+    check_folder(file, option)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from flexinfer.cli.errors import check_folder
 from flexinfer.cli.option_model import option
 from flexinfer.cli.options import COMPILE_HELP, THREADS_HELP
 
@@ -121,11 +122,13 @@ class EngineSettings:
 
     def _prepare(self) -> None:
         """torch first: loaded by transformers it would know nothing of `threads`. Raises ValueError
-        for a number of threads that this machine does not have."""
+        for a number of threads that this machine does not have, and a trace without a folder."""
         from flexinfer.runtime.torch_settings import set_up_torch
 
         set_up_torch(self.threads)
         _quiet()
+        if self.trace is not None:
+            check_folder(self.trace, "--trace")
 
 
 def _quiet() -> None:

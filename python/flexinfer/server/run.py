@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
 import signal
@@ -125,7 +126,8 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        way_out = "; name another --port" if error.errno == errno.EADDRINUSE else ""
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}{way_out}") from error
     except BaseException:
         sock.close()
         raise

@@ -60,7 +60,9 @@ class ServerState:
                 settings.max_stored_responses, settings.max_stored_bytes, settings.num_tenants
             )
         )
-        self.memory_map = MemoryMap(llm, settings.model_name)
+        self.memory_map = MemoryMap(
+            llm, settings.model_name, shows_salted=settings.admin_api_key is not None
+        )
         endpoint = settings.otlp_traces_endpoint
         self.tracer = RequestTracer(endpoint, settings.model_name) if endpoint else None
         self.is_draining = False

@@ -31,11 +31,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield process.wait_until_ready()
 
 
-@pytest.fixture
-def server_with_keys(tmp_path: Path) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="session")
+def server_with_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """The same, asking for a key, and for another one under /admin."""
     keys = ("--api-key", "one", "--admin-api-key", "two")
-    with ServerProcess(tmp_path / "log", *keys) as process:
+    with ServerProcess(tmp_path_factory.mktemp("server_with_keys") / "log", *keys) as process:
         yield process.wait_until_ready()
 
 

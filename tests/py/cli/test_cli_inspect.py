@@ -67,6 +67,7 @@ def memory_map(manager: VTensorManager, requests: dict[int, str] | None = None) 
                 "num_tokens": info.num_tokens,
                 "parent": info.parent,
                 "chunks": info.chunks[planes],
+                "text": f" words {info.first_tokens[0]}",
                 "tenant": info.cache_salt,
                 "pinned_by": info.pinned_by,
             }
@@ -160,8 +161,37 @@ def invoke(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+def test_without_options_it_is_a_summary(manager: VTensorManager, tmp_path: Path) -> None:
+    file = Path(saved(manager, tmp_path))
+    body = json.loads(file.read_text())
+    file.write_text(json.dumps({**body, "engine": {"num_running": 2, "num_waiting": 1}}))
+    result = CliRunner().invoke(app, ["inspect", "--file", str(file)], env={"COLUMNS": "80"})
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0
+    assert len(lines) < 12
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    assert "2 running, 1 waiting, 0 swapped" in text
+    assert "used of 1.0 MiB" in text
+    assert "32 tokens  words 0 words 16" in text, "a prefix is called after its first words"
+    assert "pressure  none" in text
+    assert "chat-[1]" not in text
+
+
+def test_prefixes_beyond_the_longest_are_counted(manager: VTensorManager, tmp_path: Path) -> None:
+    for i in range(9):
+        record(manager, [100 * i] * (8 + i)).release()
+    file = tmp_path / "map.json"
+    file.write_text(json.dumps(memory_map(manager)))
+    _, out, _ = invoke("--file", str(file))
+    assert [line.split()[0] for line in out.splitlines() if " tokens " in line] == [
+        *("16", "15", "14", "13", "12")
+    ]
+    assert "4 more" in out
+
+
 def test_the_tables_show_the_sharing(manager: VTensorManager, tmp_path: Path) -> None:
-    code, out, _ = invoke("--file", saved(manager, tmp_path))
+    code, out, _ = invoke("--file", saved(manager, tmp_path), "--map", "--tables")
     assert code == 0
     assert "chat-[1]" in out
     assert "Recorded prefixes" in out
@@ -194,7 +224,7 @@ def test_a_server_is_asked_with_the_admin_key(manager: VTensorManager) -> None:
         code, out, _ = invoke("--url", server.url, "--admin-api-key", "root")
     ((_, _, headers),) = server.seen
     assert (code, headers["Authorization"]) == (0, "Bearer root")
-    assert "budget 1.0 MiB" in out
+    assert "of 1.0 MiB" in out
 
 
 @pytest.mark.parametrize(
@@ -207,3 +237,24 @@ def test_a_file_that_is_no_map_is_one_line(text: str, says: str, tmp_path: Path)
     assert code == 2
     assert says in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("replay", "/nonexistent"), "cannot use /nonexistent: there is no such file or folder"),
+        (("inspect", "--file", "/nonexistent"), "there is no such file or folder; check the path"),
+        (("inspect", "--file", "/"), "it is a folder; name a file"),
+        (("demo", "--trace", "/nonexistent/x"), "--trace: the folder of '/nonexistent/x'"),
+        (("serve", "--chat-template", "/nonexistent"), "'/nonexistent': there is no such file"),
+        (("top", "--once", "--url", "http://127.0.0.1:9"), "Start one with `flexinfer serve`"),
+    ],
+)
+def test_what_cannot_be_opened_is_said_with_what_to_do(
+    arguments: tuple[str, ...], says: str
+) -> None:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert "Errno" not in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -128,7 +128,7 @@ def test_an_answer_that_is_left_early_is_closed() -> None:
 )
 @pytest.mark.parametrize(
     ("url", "says"),
-    [("http://127.0.0.1:9", "is it running?"), ("ftp://x", "http://HOST:PORT")],
+    [("http://127.0.0.1:9", "is a server running there?"), ("ftp://x", "http://HOST:PORT")],
 )
 def test_a_server_that_is_not_there_is_one_line(
     command: tuple[str, ...], url: str, says: str

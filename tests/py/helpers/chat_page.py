@@ -70,6 +70,13 @@ class ChatPage:
     def texts(self, selector: str) -> list[str]:
         return [element.text for element in self.all(selector)]
 
+    def set_offline(self, offline: bool) -> None:
+        conditions = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+        self.driver.execute_cdp_cmd("Network.enable", {})
+        self.driver.execute_cdp_cmd(
+            "Network.emulateNetworkConditions", {"offline": offline, **conditions}
+        )
+
     def click(self, label: str, which: int = -1) -> None:
         """The button that a screen reader calls `label`."""
         self.all(f'button[aria-label="{label}"]')[which].click()
@@ -90,7 +97,7 @@ class ChatPage:
     def rows(self) -> list[dict[str, Any]]:
         """The map as it is drawn: kind, label and [chunk id, hue or "null"] of each row."""
         found: list[dict[str, Any]] = self.driver.execute_script(
-            """return [...document.querySelectorAll(".row")].map(row => ({
+            """return [...document.querySelectorAll(".row:not(.leaving)")].map(row => ({
                  kind: row.classList[1], label: row.querySelector("b").textContent,
                  chunks: [...row.querySelectorAll("button")].map(
                    button => [button.dataset.id, button.dataset.hue])}))"""

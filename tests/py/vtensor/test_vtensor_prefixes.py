@@ -187,3 +187,49 @@ def test_eviction_takes_the_least_recently_used_first(manager: VTensorManager) -
 def test_evict_refuses_a_negative_size(manager: VTensorManager) -> None:
     with pytest.raises(ValueError, match="must not be negative"):
         manager.evict(-1)
+
+
+# What the snapshot tells.
+
+
+def generations(manager: VTensorManager) -> dict[int, int]:
+    return {chunk.id: chunk.generation for chunk in manager.snapshot().chunks}
+
+
+def test_a_chunk_that_is_used_again_has_another_generation(manager: VTensorManager) -> None:
+    filled(manager, PROMPT).release()  # recorded, or parked with what it held
+    manager.drain()
+    manager.reset_prefix_cache()
+    before = generations(manager)
+    other = filled(manager, [token + 100 for token in PROMPT])
+    after = generations(manager)
+    mapped = {info.id: info.table for info in manager.snapshot().vtensors}[other.id]
+    assert mapped
+    assert all(after[idx] != before.get(idx) for idx in mapped)
+
+
+def test_a_chunk_that_is_shared_keeps_its_generation(manager: VTensorManager) -> None:
+    first = filled(manager, PROMPT)
+    first.record_prefix(PROMPT)
+    before = generations(manager)
+    manager.create([*PROMPT[:8], 99])
+    first.release()
+    after = generations(manager)
+    recorded = manager.snapshot().prefixes[0].chunks
+    assert recorded
+    assert all(after[idx] == before[idx] for idx in recorded)
+
+
+def test_a_recorded_prefix_tells_its_first_tokens(manager: VTensorManager) -> None:
+    long = list(range(20))
+    filled(manager, long).record_prefix(long)
+    branch = [*long[:8], 99, 98]
+    filled(manager, branch).record_prefix(branch)
+    told = {info.start_tokens: [] for info in manager.snapshot().prefixes}
+    for info in manager.snapshot().prefixes:
+        told[info.start_tokens].append(info.first_tokens)
+    assert told[0] == [long[:8]]
+    assert sorted(told[8]) == [long[8:], [99, 98]]
+    other = list(range(200, 220))
+    filled(manager, other).record_prefix(other)
+    assert other[:16] in [info.first_tokens for info in manager.snapshot().prefixes]

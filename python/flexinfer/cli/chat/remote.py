@@ -106,10 +106,11 @@ class RemoteBackend:
         return RemoteSession(self._endpoint, self._model, system_message(system))
 
     def memory(self, width: int) -> list[RenderableType]:
-        from flexinfer.cli.inspect.command import map_tables
+        from flexinfer.cli.inspect.command import report_parts
         from flexinfer.cli.inspect.report import MemoryReport
 
-        return list(map_tables(MemoryReport.from_json(self._memory()), width))
+        report = MemoryReport.from_json(self._memory())
+        return list(report_parts(report, width, with_map=True))
 
     def stats(self) -> list[str]:
         stats = self._memory()["stats"]

@@ -17,7 +17,7 @@ from flexinfer.cli.demo.records import Run
 from flexinfer.cli.demo.report import print_checks, print_report
 from flexinfer.cli.demo.run import DemoRunner, RunError
 from flexinfer.cli.demo.script import load_script
-from flexinfer.cli.errors import USAGE_ERROR, one_line, usage_errors
+from flexinfer.cli.errors import USAGE_ERROR, check_folder, one_line, usage_errors
 from flexinfer.cli.plot import check_can_plot
 from flexinfer.cli.terminal_text import size_text
 from flexinfer.engine.history import PlainFormat, choose_format
@@ -48,8 +48,8 @@ class Demo:
             self._console = Console(width=max(DEFAULT_WIDTH, self._console.width))
         if settings.plot is not None:
             check_can_plot(settings.plot)
-        if settings.json is not None and not settings.json.resolve().parent.is_dir():
-            raise ValueError(f"--json: the folder of {str(settings.json)!r} does not exist")
+        if settings.json is not None:
+            check_folder(settings.json, "--json")
         folder = settings.check_model()
         self._script = load_script(folder, settings.conversations, settings.turns, settings.seed)
         self._llm = settings.open()

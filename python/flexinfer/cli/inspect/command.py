@@ -1,4 +1,4 @@
-"""`flexinfer inspect`: the memory map of a server as tables, as JSON or as a picture."""
+"""`flexinfer inspect`: the memory of a server in short, as a map, as tables, JSON or a picture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexinfer.cli.errors import usage_errors
+from flexinfer.cli.errors import reason_of, usage_errors
 from flexinfer.cli.inspect.report import MemoryReport
 from flexinfer.cli.options import AdminKey, Url
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SIZES = ("reserved", "mapped", "resident", "shared", "saved", "recorded", "free", "parked")
+MAX_CELL_CHARS = 40
 
 
 def inspect(
@@ -26,12 +27,18 @@ def inspect(
     file: Annotated[
         Path | None, typer.Option(help="A map that was saved before, instead of a server's.")
     ] = None,
+    map_: Annotated[
+        bool, typer.Option("--map", help="Every row, a letter a chunk; a capital is shared.")
+    ] = False,
+    tables: Annotated[
+        bool, typer.Option("--tables", help="What each row shares, and why a prefix stays.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Every number, as JSON.")] = False,
     picture: Annotated[
         Path | None, typer.Option(help="Draw the map into this file (.png, .svg, .pdf).")
     ] = None,
 ) -> None:
-    """Show which chunks are where, what shares them, and why a prefix cannot be freed."""
+    """Show what memory is used, shared and free; with options: which chunks, and why they stay."""
     with usage_errors():
         if picture is not None:
             from flexinfer.cli.plot import check_can_plot
@@ -48,7 +55,7 @@ def inspect(
     from rich.console import Console
 
     console = Console(highlight=False)
-    for part in map_tables(report, console.width):
+    for part in report_parts(report, console.width, with_map=map_, with_tables=tables):
         console.print(part)
     if picture is not None:
         console.print(f"picture: {picture}", soft_wrap=True)
@@ -66,26 +73,38 @@ def read_map(url: str | None, admin_key: str | None, file: Path | None) -> Any:
     try:
         return json_module.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
+        raise ValueError(f"{file} is not JSON: {reason_of(error)}") from error
 
 
-def map_tables(report: MemoryReport, width: int) -> Iterator[RenderableType]:
-    """The numbers, the map in letters, and the tables."""
+def report_parts(
+    report: MemoryReport, width: int, *, with_map: bool = False, with_tables: bool = False
+) -> Iterator[RenderableType]:
+    """What was asked for; in short, if nothing was."""
+    from rich.text import Text
+
+    from flexinfer.cli.inspect.summary import summary_lines
+
+    if not with_map and not with_tables:
+        yield from (Text(line) for line in summary_lines(report, width))
+    if with_map:
+        yield _numbers(report)
+        yield from _map(report, width)
+    if with_tables and report.vtensors:
+        yield _vtensor_table(report)
+    if with_tables and report.prefixes:
+        yield _prefix_table(report)
+    if report.truncated:
+        yield "the server left rows out: the map is too large to show in full"
+
+
+def _map(report: MemoryReport, width: int) -> Iterator[RenderableType]:
     from flexinfer.cli.memory_map import render_map
 
-    yield _numbers(report)
     rows = report.rows()
     if rows:
         yield ""
         yield render_map(rows, width)
-    if report.vtensors:
         yield ""
-        yield _vtensor_table(report)
-    if report.prefixes:
-        yield ""
-        yield _prefix_table(report)
-    if report.truncated:
-        yield "the server left rows out: the map is too large to show in full"
 
 
 def _numbers(report: MemoryReport) -> str:
@@ -101,7 +120,7 @@ def _numbers(report: MemoryReport) -> str:
 
 
 def _vtensor_table(report: MemoryReport) -> Table:
-    table = _table("vTensors", ("", "state", "tokens", "cached", "chunks", "shared"))
+    table = _table("vTensors", "", "state", "tokens", "cached", "chunks", "shared")
     for use in report.vtensors:
         numbers = (use.num_tokens, use.num_cached_tokens, len(use.chunks), use.num_shared_chunks)
         _add(table, use.label, use.state, *numbers)
@@ -109,23 +128,26 @@ def _vtensor_table(report: MemoryReport) -> Table:
 
 
 def _prefix_table(report: MemoryReport) -> Table:
-    heads = ("", "tokens", "tenant", "chunks", "only here", "shared by", "cannot be freed because")
-    table = _table("Recorded prefixes", heads)
+    table = _table("Recorded prefixes", "", "first words", "tokens", "chunks", "only here")
+    table.add_column("shared by", overflow="fold", ratio=1)
+    table.add_column("cannot be freed because", overflow="fold", ratio=2)
     for use in report.prefixes:
-        tokens = f"{use.start_tokens}-{use.start_tokens + use.num_tokens - 1}"
+        name = f"{use.text.strip()} (tenant {use.tenant})" if use.tenant else use.text.strip()
+        tokens = f"{use.start_tokens}-{use.end_tokens - 1}"
         numbers = (len(use.chunks), use.num_freed_chunks)
         shared = ", ".join(use.shared_by) or "-"
         why = "; ".join(use.kept_because) or "it can"
-        _add(table, use.label, tokens, use.tenant or "-", *numbers, shared, why)
+        _add(table, use.label.removeprefix("prefix "), name, tokens, *numbers, shared, why)
     return table
 
 
-def _table(title: str, heads: tuple[str, ...]) -> Table:
+def _table(title: str, *heads: str) -> Table:
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for head in heads:
-        table.add_column(head, overflow="fold")
+        table.add_column(head, overflow="ellipsis", no_wrap=True, max_width=MAX_CELL_CHARS)
     return table
 
 

@@ -13,6 +13,9 @@ from typing import Any
 
 from flexinfer.cli.memory_map import MapRow
 
+MAX_NAMES = 3
+"""Of prefixes that continue one; more are counted."""
+
 
 @dataclass(frozen=True)
 class VTensorUse:
@@ -38,6 +41,10 @@ class PrefixUse:
     start_tokens: int
     """Where in the prompt it begins; a piece before it ends there."""
     num_tokens: int
+    parent: int
+    """Position of the piece that it continues; -1: none."""
+    text: str
+    """Its first words; "" if the server does not say."""
     tenant: str
     chunks: tuple[int, ...]
     num_freed_chunks: int
@@ -47,6 +54,10 @@ class PrefixUse:
     pinned_by: tuple[str, ...]
     kept_because: tuple[str, ...]
     """Why it, or some of its memory, cannot be freed now; empty: it can be evicted whole."""
+
+    @property
+    def end_tokens(self) -> int:
+        return self.start_tokens + self.num_tokens
 
 
 @dataclass(frozen=True)
@@ -148,7 +159,9 @@ def _prefix(
     if pinned_by:
         reasons.append(f"pinned by {', '.join(pinned_by)}")
     if continued_by:
-        reasons.append(f"{', '.join(continued_by)} must go first")
+        many = f"{len(continued_by)} longer prefixes"
+        names = many if len(continued_by) > MAX_NAMES else ", ".join(continued_by)
+        reasons.append(f"{names} must go first")
     if users:
         used = ", ".join(f"{label} ({count})" for label, count in users.items())
         reasons.append(f"chunks in use by {used}")
@@ -159,6 +172,8 @@ def _prefix(
         label=label,
         start_tokens=entry["start_tokens"],
         num_tokens=entry["num_tokens"],
+        parent=entry.get("parent", -1),
+        text=entry.get("text", ""),
         tenant=entry.get("tenant", ""),
         chunks=tuple(entry["chunks"]),
         num_freed_chunks=0 if pinned_by else sum(chunk["refs"] == 1 for chunk in own),

@@ -7,6 +7,8 @@ from typing import Any
 
 import typer
 
+from flexinfer.cli.errors import reason_of
+
 
 def load_config_file(context: typer.Context, path: Path | None) -> Path | None:
     """Callback of --config, which must be eager. Keys are the flags, with - or _, without --."""
@@ -23,7 +25,7 @@ def read_config(context: typer.Context, path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise typer.BadParameter(f"{path} cannot be read: {error}") from None
+        raise typer.BadParameter(f"{path} cannot be read: {reason_of(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexinfer.cli.errors import reason_of
+
 if TYPE_CHECKING:
     from flexinfer.cli.serve.options import ServeOptions
     from flexinfer.config import EngineConfig
@@ -104,5 +106,5 @@ def _template(given: str | None) -> str | None:
         return given
     try:
         return Path(given).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"the chat template {given!r} cannot be read: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the chat template {given!r}: {reason_of(error)}") from None

@@ -16,6 +16,7 @@ from typing import Any
 
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.engine.llm_engine import LLMEngine
+from flexinfer.server.observability.prefix_names import PrefixNames
 from flexinfer.vtensor import Snapshot, VTensorManager
 
 MIN_INTERVAL_S = 0.1
@@ -42,9 +43,11 @@ class RenderedMap:
 class MemoryMap:
     """For one event loop."""
 
-    def __init__(self, llm: AsyncLLM, model: str) -> None:
+    def __init__(self, llm: AsyncLLM, model: str, *, shows_salted: bool) -> None:
+        """`shows_salted`: its readers may see the words of salted prefixes, too."""
         self._llm = llm
         self._model = model
+        self._names = PrefixNames(llm.tokenizer, shows_salted=shows_salted)
         self._lock = asyncio.Lock()
         self._made: dict[int, tuple[float, RenderedMap]] = {}
         self._last_content = b""
@@ -57,7 +60,7 @@ class MemoryMap:
             if rendered is None or time.monotonic() - made_at >= MIN_INTERVAL_S:
                 self._made = made = {}
                 moment = await self._llm.call(_moment)
-                content = await asyncio.to_thread(_content, moment, max_rows)
+                content = await asyncio.to_thread(_content, moment, max_rows, self._names)
                 rendered = self._number(content)
                 made[max_rows] = (time.monotonic(), rendered)  # unless outdated meanwhile
             return rendered
@@ -102,13 +105,13 @@ def _moment(engine: LLMEngine) -> Moment:
     )
 
 
-def _content(moment: Moment, max_rows: int) -> bytes:
+def _content(moment: Moment, max_rows: int, names: PrefixNames) -> bytes:
     """All but the head, as a JSON object."""
     manager, snapshot = moment.manager, moment.snapshot
     stats = manager.stats()
     vtensors, num_left = _vtensors(moment, max_rows)
     shown = {chunk for vtensor in vtensors for chunk in vtensor["chunks"]}
-    prefixes = _prefixes(snapshot)
+    prefixes = _prefixes(snapshot, names)
     shown.update(chunk for prefix in prefixes for chunk in prefix["chunks"])
     content = {
         "chunk_bytes": snapshot.chunk_bytes,
@@ -152,6 +155,7 @@ def _chunks(snapshot: Snapshot, shown: set[int]) -> list[dict[str, Any]]:
     return [
         {
             "id": info.id,
+            "generation": info.generation,
             "refs": info.refs,
             "recorded": info.recorded,
             "pinned": info.pinned,
@@ -163,7 +167,7 @@ def _chunks(snapshot: Snapshot, shown: set[int]) -> list[dict[str, Any]]:
     ]
 
 
-def _prefixes(snapshot: Snapshot) -> list[dict[str, Any]]:
+def _prefixes(snapshot: Snapshot, names: PrefixNames) -> list[dict[str, Any]]:
     return [
         {
             "parent": info.parent,
@@ -171,6 +175,7 @@ def _prefixes(snapshot: Snapshot) -> list[dict[str, Any]]:
             "num_tokens": info.num_tokens,
             "last_used": info.last_used,
             "chunks": info.chunks[:: snapshot.num_planes],
+            "text": names.of(info.first_tokens, info.num_tokens, info.cache_salt),
             "tenant": _tenant(info.cache_salt),
             "pinned_by": info.pinned_by,
         }

@@ -16,7 +16,7 @@ const app = document.getElementById("app");
 
 const settings = new SettingsDialog(store, api, { onKeys: connect });
 const openSettings = (focus) => settings.open(typeof focus === "string" ? focus : "system");
-const chat = new ChatView(document.getElementById("chat"), store, replies, { openSettings });
+const chat = new ChatView(document.getElementById("chat"), store, replies);
 const sidebar = new Sidebar(document.getElementById("sidebar"), store, replies, {
   openSettings,
   showChat: () => {

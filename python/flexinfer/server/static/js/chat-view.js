@@ -1,5 +1,5 @@
 // ChatView: the messages of the current conversation and the box to write the next one.
-import { h, icon, iconButton, replaceChildren, soon } from "./dom.js";
+import { h, icon, replaceChildren, soon } from "./dom.js";
 import { MessageView } from "./message-view.js";
 import { titleOf } from "./store.js";
 
@@ -13,7 +13,7 @@ export class ChatView {
   #numSettling = 0; // frames until the end is where it stays
   #told = null; // the last answer that a screen reader was told
 
-  constructor(element, store, replies, { openSettings }) {
+  constructor(element, store, replies) {
     Object.assign(this, { element, store, replies });
     this.title = h("h2", {});
     this.modelName = h("span", { class: "model" });
@@ -27,8 +27,7 @@ export class ChatView {
     this.button = h("button", { type: "submit", class: "send" });
     replaceChildren(
       element,
-      h("header", { class: "bar" }, h("div", { class: "heading" }, this.title, this.modelName),
-        iconButton("settings", "Settings and system prompt", openSettings)),
+      h("header", { class: "bar" }, h("div", { class: "heading" }, this.title, this.modelName)),
       this.log, this.status,
       h("form", { class: "composer", onsubmit: (event) => this.#onSubmit(event) },
         this.notice,

@@ -33,6 +33,8 @@ const ICONS = {
   redo: "M20 11a8 8 0 1 0-2.3 6M20 4v7h-7",
   copy: "M9 9h11v11H9zM5 15H4V4h11v1",
   done: "M5 13l4 4L19 7",
+  search: "M10.5 17a6.5 6.5 0 1 1 0-13 6.5 6.5 0 0 1 0 13zM15.5 15.5L20 20",
+  rename: "M4 20l1-4L16 5l3 3L8 19zM14 7l3 3",
   trash: "M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13",
   settings: "M4 7h10M18 7h2M4 17h2M10 17h10M16 5v4M8 15v4",
   close: "M6 6l12 12M18 6L6 18",

@@ -1,7 +1,8 @@
-// How to read the map: one sentence, and what each kind of square means. It can be folded away, and stays so.
-import { formatBytes, h, replaceChildren } from "./dom.js";
+// How to read the map: one sentence, and what each kind of square means. It is folded away until somebody asks, and stays
+// as it was left.
+import { formatBytes, h } from "./dom.js";
 
-const FOLDED = "flexinfer.guide.folded";
+const OPEN = "flexinfer.guide.open";
 const KINDS = [
   ["own", "in this row only"],
   ["shared", "in several rows, kept once"],
@@ -12,43 +13,40 @@ const KINDS = [
   ["reserved", "addresses, no memory yet"],
 ];
 
-// `onPoint(kind or null)`: the pointer rests on a kind.
-export function guide(onPoint) {
+// `onPoint(kind or null)`: the pointer rests on a kind. `more`: further figures.
+export function guide(onPoint, more) {
   const what = h("p", {});
-  const element = h("details", { class: "guide", open: !isFolded(), ontoggle: () => fold(!element.open) },
-    h("summary", {}, "How to read this map"), what,
+  const element = h("details", { class: "guide", open: isOpen(), ontoggle: () => keep(element.open) },
+    h("summary", {}, h("strong", {}, "Same colour, same memory."), " How to read this map"), what,
     h("ul", { class: "legend", "aria-label": "Legend" }, KINDS.map(([kind, note]) =>
       h("li", { onpointerenter: () => onPoint(kind), onpointerleave: () => onPoint(null) },
-        h("i", { class: `chunk ${kind}`, "aria-hidden": "true" }), h("b", {}, kind), ` ${note}`))));
-  let shown = "";
+        h("i", { class: `chunk ${kind}`, "aria-hidden": "true" }), h("b", {}, kind), ` ${note}`))), more);
   const describe = (map) => {
-    const key = [map.chunk_bytes, map.num_planes, map.row_tokens].join();
-    if (key !== shown) replaceChildren(what, ...sentences(map));
-    shown = key;
+    const text = sentence(map);
+    if (what.textContent !== text) what.textContent = text;
   };
   return { element, describe };
 }
 
-function sentences({ chunk_bytes: chunkBytes, num_planes: numPlanes, row_tokens: rowTokens }) {
+function sentence({ chunk_bytes: chunkBytes, num_planes: numPlanes, row_tokens: rowTokens }) {
   const planes = numPlanes > 1 ? `, one chunk in each of ${numPlanes} planes (groups of layers)` : "";
-  return ["A row is one contiguous range of addresses. A square is the physical memory behind " +
-    `${Number(rowTokens.toFixed(1))} of its tokens: ${formatBytes(chunkBytes * numPlanes)}${planes}. `,
-    h("strong", {}, "Same colour, same memory.")];
+  return "A row is one contiguous range of addresses. A square is the physical memory behind " +
+    `${Number(rowTokens.toFixed(1))} of its tokens: ${formatBytes(chunkBytes * numPlanes)}${planes}.`;
 }
 
-function isFolded() {
+function isOpen() {
   try {
-    return localStorage.getItem(FOLDED) !== null;
+    return localStorage.getItem(OPEN) !== null;
   } catch {
     return false;
   }
 }
 
-function fold(folded) {
+function keep(open) {
   try {
-    if (folded) localStorage.setItem(FOLDED, "1");
-    else localStorage.removeItem(FOLDED);
+    if (open) localStorage.setItem(OPEN, "1");
+    else localStorage.removeItem(OPEN);
   } catch {
-    // it is open the next time, too
+    // it is folded the next time, too
   }
 }

@@ -23,11 +23,14 @@ export function rowsOf(map) {
       chunks: vtensor.chunks,
     });
   }
-  const order = { live: 0, cached: 1, parked: 2 };
-  return [...rows, ...cachedRows(map)].sort((a, b) => order[a.kind] - order[b.kind]);
+  const live = rows.filter(({ kind }) => kind === "live");
+  // What a running request has recorded of itself is its own row already.
+  const isRunning = ({ chunks }) => live.some((row) => chunks.every((id, i) => row.chunks[i] === id));
+  const cached = cachedRows(map).filter((row) => !isRunning(row));
+  return [...live, ...cached, ...rows.filter(({ kind }) => kind === "parked")];
 }
 
-// One row for each leaf of the radix tree: its whole path.
+// One row for each leaf of the radix tree: its whole path. A leaf keeps its key when a hit splits a node above it.
 function cachedRows(map) {
   const { prefixes } = map;
   const isParent = new Set(prefixes.map((prefix) => prefix.parent));
@@ -37,16 +40,16 @@ function cachedRows(map) {
     const path = [];
     for (let i = index; i >= 0; i = prefixes[i].parent) path.unshift(prefixes[i]);
     rows.push({
-      key: `p${leaf.tenant}:${leaf.start_tokens}:${leaf.chunks[0]}`,
+      key: `p${leaf.chunks.at(-1)}`,
       kind: "cached",
       state: "cached",
       tokens: leaf.start_tokens + leaf.num_tokens,
       lastUsed: leaf.last_used,
-      pinnedBy: [...new Set(path.flatMap((node) => node.pinned_by))],
+      path,
       chunks: pathChunks(path, map.row_tokens),
     });
   });
-  return rows.sort((a, b) => b.lastUsed - a.lastUsed);
+  return rows;
 }
 
 // A node that starts inside a row names that row again, and its own chunk holds everything up to there.
@@ -89,33 +92,36 @@ export function sharing(chunks, chunkBytes) {
   return { shared_bytes: shared.length * chunkBytes, saved_bytes: saved * chunkBytes };
 }
 
-// What happened between two maps: per row the events of its chunks, and the totals.
+// What happened between two maps, {rows, generations, stats} each: per row the events of its chunks, and the totals.
 //   new: mapped and filled for the first time; shared: mapped, though it existed before (aliased);
 //   copied: took the place of another chunk (copy-on-write). `gone`: per cached row the chunks that stood in it and now
-//   stand nowhere: evicted, or forgotten with the whole prefix cache.
-export function changesOf(before, rows, stats) {
+//   stand nowhere: evicted, or forgotten with the whole prefix cache. A chunk of another generation is another chunk,
+//   though it has the same id.
+export function changesOf(before, now) {
   const changes = { events: new Map(), gone: new Map(), mapped: 0, shared: 0, copied: 0, evicted: 0 };
   if (before === null) return changes;
   const known = new Set(before.rows.flatMap((row) => row.chunks));
   const rowsBefore = new Map(before.rows.map((row) => [row.key, row]));
-  for (const row of rows) {
+  const isSame = (id) => before.generations.get(id) === now.generations.get(id);
+  for (const row of now.rows) {
     if (row.kind !== "live") continue;
     const old = rowsBefore.get(row.key)?.chunks ?? [];
     row.chunks.forEach((id, i) => {
       if (old[i] === id) return;
-      const event = i < old.length ? "copied" : known.has(id) ? "shared" : "new";
+      const event = i < old.length ? "copied" : known.has(id) && isSame(id) ? "shared" : "new";
       changes.events.set(`${row.key}/${i}`, event);
     });
     changes.mapped += Math.max(0, row.chunks.length - old.length);
   }
-  const kept = new Set(rows.flatMap((row) => row.chunks));
+  const kept = new Set(now.rows.flatMap((row) => (row.kind === "parked" ? [] : row.chunks)));
   for (const row of before.rows.filter(({ kind }) => kind === "cached")) {
-    const gone = row.chunks.filter((id) => !kept.has(id));
+    const gone = row.chunks.filter((id) => !kept.has(id) || !isSame(id));
     if (gone.length > 0) changes.gone.set(row.key, gone);
   }
-  changes.shared = Math.max(0, stats.chunks_aliased - before.stats.chunks_aliased);
-  changes.copied = Math.max(0, stats.chunks_copied - before.stats.chunks_copied);
-  changes.evicted = Math.max(0, stats.chunks_evicted - before.stats.chunks_evicted);
+  for (const name of ["aliased", "copied", "evicted"]) {
+    const count = now.stats[`chunks_${name}`] - before.stats[`chunks_${name}`];
+    changes[name === "aliased" ? "shared" : name] = Math.max(0, count);
+  }
   return changes;
 }
 

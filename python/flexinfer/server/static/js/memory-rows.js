@@ -4,20 +4,22 @@ import { formatCount, h } from "./dom.js";
 
 const GONE_MS = 1200; // how long an evicted chunk is still seen
 const EVENT_MS = 900;
-const GHOST_CHUNKS = 6; // drawn after a live row: reserved addresses without memory behind them
+const GHOST_CHUNKS = 6; // at most, as far as the line goes: reserved addresses without memory behind them
 const LARGE = 1200; // squares
 const MAX_SQUARES = 6000;
 const MIN_A_ROW = 16;
+const MAX_DEPTH = 3; // of a tree of prefixes: labels go in no further
 const MAX_PARKED = 48; // squares of a parked row: nobody reads them
 const SECTIONS = [
-  ["live", "Running", "requests that are being answered"],
-  ["cached", "Cached", "starts that the next request finds ready"],
-  ["parked", "Parked", "slots of ended requests, still mapped"],
+  ["live", "Running", "requests that are being answered", "Nothing runs. Send a message."],
+  ["cached", "Cached", "starts that the next request finds ready", ""],
+  ["parked", "Parked", "slots of ended requests, still mapped", ""],
 ];
 
 export class MemoryRows {
   #rows = new Map(); // row key -> {element, label, cells, more, signature}
   #sections = {};
+  #shown = null;
   #selectedId = null;
 
   // `labelOf(row)`; `onSelect(row key, index)`; `onClose()`.
@@ -27,22 +29,30 @@ export class MemoryRows {
       class: "grid", onkeydown: (event) => this.#onKey(event),
       onpointerover: (event) => this.#showTwins(event.target), onpointerleave: () => this.#showTwins(null),
     });
-    for (const [kind, title, note] of SECTIONS) {
+    for (const [kind, title, note, idle] of SECTIONS) {
       const count = h("span", { class: "count" });
       const rows = h("div", { class: "rows", role: "list", "aria-label": `${title}: ${note}` });
-      const section = h("section", { class: "kind", hidden: true, dataset: { kind } }, h("h3", {}, title, " ", count, h("small", {}, note)), rows);
-      this.#sections[kind] = { section, count, rows };
+      const nothing = idle ? h("p", { class: "idle" }, idle) : null;
+      const fold = h("button", { type: "button", class: "fold", hidden: true, "aria-expanded": "false", onclick: () => this.#unfold(kind) });
+      const section = h("section", { class: "kind", hidden: !idle, dataset: { kind } },
+        h("h3", {}, title, " ", count, h("small", {}, note)), nothing, rows, fold);
+      this.#sections[kind] = { section, count, rows, nothing, fold, isOpen: false };
       this.element.append(section);
     }
   }
 
+  #unfold(kind) {
+    this.#sections[kind].isOpen = !this.#sections[kind].isOpen;
+    this.show(...this.#shown);
+  }
+
   show(rows, chunks, { events, gone }) {
+    this.#shown = [rows, chunks, { events: new Map(), gone: new Map() }];
     const numSquares = rows.reduce((sum, row) => sum + row.chunks.length, 0);
     const limit = numSquares <= LARGE ? Infinity : Math.max(MIN_A_ROW, Math.floor(MAX_SQUARES / rows.length));
     this.element.classList.toggle("large", numSquares > LARGE);
-    this.element.classList.toggle("empty", rows.length === 0);
-    for (const [kind] of SECTIONS) this.#showSection(kind, rows.filter((row) => row.kind === kind), chunks, events, limit);
-    this.#removeOthers(new Set(rows.map((row) => row.key)), gone);
+    const kept = SECTIONS.flatMap(([kind]) => this.#showSection(kind, rows.filter((row) => row.kind === kind), chunks, events, limit));
+    this.#removeOthers(new Set(kept), gone);
     if (!this.element.querySelector('[tabindex="0"]')) this.element.querySelector("button.chunk")?.setAttribute("tabindex", "0");
   }
 
@@ -61,18 +71,25 @@ export class MemoryRows {
   }
 
   #showSection(kind, rows, chunks, events, limit) {
-    const { section, count, rows: parent } = this.#sections[kind];
-    section.hidden = rows.length === 0;
-    count.textContent = rows.length;
+    const { section, count, rows: parent, nothing, fold, isOpen } = this.#sections[kind];
+    const folded = rows.filter((row) => row.isSmall || kind === "parked");
+    if (nothing) nothing.hidden = rows.length > 0;
+    else section.hidden = rows.length === 0;
+    setText(count, rows.length || "");
+    fold.hidden = folded.length === 0;
+    fold.setAttribute("aria-expanded", String(isOpen));
+    setText(fold, isOpen ? "Show fewer" : foldedText(kind, folded, rows.length));
+    const shown = isOpen ? rows : rows.filter((row) => !folded.includes(row));
     const most = kind === "parked" ? Math.min(limit, MAX_PARKED) : limit;
     let anchor = null;
-    for (const row of rows) {
+    for (const row of shown) {
       const entry = this.#rows.get(row.key) ?? this.#newRow(row);
       this.#fill(entry, row, chunks, events, most);
       const place = anchor === null ? parent.firstElementChild : anchor.nextElementSibling;
       if (place !== entry.element) parent.insertBefore(entry.element, place);
       anchor = entry.element;
     }
+    return shown.map((row) => row.key);
   }
 
   #removeOthers(kept, gone) {
@@ -103,16 +120,16 @@ export class MemoryRows {
   #fill(entry, row, chunks, events, limit) {
     const { element, name, size, cells, more } = entry;
     const label = this.labelOf(row);
-    if (name.textContent !== label) name.textContent = label;
-    const text = sizeOf(row);
-    if (size.textContent !== text) size.textContent = text;
+    setText(name, label);
+    setText(size, sizeOf(row));
+    element.style.setProperty("--depth", Math.min(row.depth ?? 0, MAX_DEPTH));
     const shown = row.chunks.slice(0, limit);
-    const signature = [label, limit, row.kind, row.chunks.length, ...shown.map((id) => `${id}:${chunks.get(id)?.hue}`)].join();
+    const signature = [label, limit, row.kind, row.depth, row.chunks.length, ...shown.map((id) => `${id}:${chunks.get(id)?.hue}`)].join();
     const hasEvent = shown.some((_, i) => events.has(`${row.key}/${i}`));
     if (signature === entry.signature && !hasEvent && !entry.isFresh) return;
     entry.signature = signature;
     entry.isFresh = hasEvent; // once more, to take the marks away
-    element.className = `row ${row.kind}`;
+    element.className = `row ${row.kind}${row.depth > 0 ? " branch" : ""}`;
     cells.setAttribute("aria-label", `Chunks of ${label}`);
     const buttons = [...cells.querySelectorAll("button")];
     shown.forEach((id, i) => {
@@ -177,9 +194,9 @@ export class MemoryRows {
   }
 
   #showReserved(cells, wanted) {
-    const ghosts = cells.querySelectorAll(".reserved");
-    for (let i = ghosts.length; i < wanted; i += 1) cells.append(h("i", { class: "chunk reserved", "aria-hidden": "true" }));
-    for (const ghost of [...ghosts].slice(wanted)) ghost.remove();
+    const ghosts = cells.querySelector(".ghosts");
+    if (wanted === 0) ghosts?.remove();
+    else if (!ghosts) cells.append(h("span", { class: "ghosts", "aria-hidden": "true" }, Array.from({ length: wanted }, () => h("i", { class: "chunk reserved" }))));
   }
 
   // The same chunk in the other rows.
@@ -238,6 +255,15 @@ function sizeOf(row) {
 
 function isRecent(button) {
   return Number(button.dataset.until ?? 0) > performance.now();
+}
+
+function foldedText(kind, folded, numRows) {
+  if (kind === "parked") return `Show ${formatCount(numRows, "slot")}`;
+  return `${folded.length} more, ${formatCount(folded.reduce((sum, row) => sum + row.tokens - row.branch, 0), "token")}`;
+}
+
+function setText(element, text) {
+  if (element.textContent !== String(text)) element.textContent = text;
 }
 
 function setClass(button, name) {

@@ -2,41 +2,45 @@
 import { formatBytes, formatCount, h, replaceChildren } from "./dom.js";
 import { showDetail } from "./memory-detail.js";
 import { guide } from "./memory-guide.js";
-import { changesOf, chunksOf, overlap, rowsOf, sharing } from "./memory-model.js";
+import { changesOf, chunksOf, rowsOf, sharing } from "./memory-model.js";
+import { RowNames } from "./memory-names.js";
 import { MemoryRows } from "./memory-rows.js";
-import { titleOf } from "./store.js";
+import { arrange } from "./memory-tree.js";
 
 const FAST_MS = 200; // while something runs
 const SLOW_MS = 1000;
-const MAX_NEWS = 6;
+const MAX_NEWS = 3;
 const FIGURES = [
   ["saved", "Saved", "physical memory that the rows below would need more if they shared nothing"],
   ["shared", "Shared", "physical memory that stands in several of the rows below"],
   ["hits", "Cache hits", "prompt tokens whose KV was found, not computed, since the start"],
+];
+const MORE_FIGURES = [
   ["resident", "Resident", "physical memory"],
   ["mapped", "Mapped", "virtual addresses with memory behind them, of running requests"],
   ["reserved", "Reserved", "virtual addresses, no memory behind them yet"],
 ];
 
 export class MemoryView {
-  #last = null; // {rows, stats} of the map that is drawn
-  #lastChunks = new Map(); // conversation id -> chunks of its newest live row
-  #titles = new Map(); // row key -> conversation id
+  #last = null; // {rows, generations, stats} of the map that is drawn
   #selected = null; // {id, key, index}
   #timer = null;
 
   // `onState({isOffline, isAsleep})` after each change of either.
   constructor(element, api, store, replies, { openSettings, onState }) {
-    Object.assign(this, { element, api, store, replies, openSettings, onState });
-    this.figures = Object.fromEntries(FIGURES.map(([name]) => [name, h("dd", {}, "–")]));
+    Object.assign(this, { element, api, replies, openSettings, onState });
+    this.names = new RowNames(store, replies);
+    this.figures = Object.fromEntries([...FIGURES, ...MORE_FIGURES].map(([name]) => [name, h("dd", {}, "–")]));
     this.bar = h("div", { class: "budget", role: "img", "aria-label": "Memory in use: not known yet" });
     this.barText = h("p", { class: "budget-text" });
     this.rowsView = new MemoryRows({
-      labelOf: (row) => this.#label(row),
+      labelOf: (row) => this.names.of(row),
       onSelect: (key, index) => this.#select(key, index),
       onClose: () => this.#close(),
     });
-    this.guide = guide((kind) => this.rowsView.point(kind));
+    const figures = (all) => h("dl", { class: "figures" }, all.map(([name, label, note]) =>
+      h("div", { title: note, dataset: { figure: name } }, h("dt", {}, label), this.figures[name])));
+    this.guide = guide((kind) => this.rowsView.point(kind), figures(MORE_FIGURES));
     this.detail = h("section", { class: "detail", "aria-label": "One chunk", "aria-live": "polite", hidden: true });
     this.ticker = h("ol", { class: "ticker", "aria-label": "What happened" });
     this.notice = h("p", { class: "notice", hidden: true });
@@ -44,12 +48,9 @@ export class MemoryView {
       element,
       h("header", { class: "bar" }, h("h2", {}, "Memory"), h("span", { class: "activity" })),
       this.notice,
-      h("dl", { class: "figures" }, FIGURES.map(([name, label, note]) =>
-        h("div", { title: note, dataset: { figure: name } }, h("dt", {}, label), this.figures[name]))),
-      this.bar, this.barText, this.guide.element, this.rowsView.element,
-      h("h3", { class: "news" }, "Just now"), this.ticker, this.detail);
+      figures(FIGURES), this.bar, this.barText, this.guide.element, this.rowsView.element, this.ticker, this.detail);
     replies.addEventListener("change", () => this.#soon());
-    document.addEventListener("visibilitychange", () => this.#soon());
+    document.addEventListener("visibilitychange", () => this.refresh());
   }
 
   // Ask again at once, as after a change of keys.
@@ -107,56 +108,26 @@ export class MemoryView {
   }
 
   #show(map) {
-    const rows = rowsOf(map);
+    const generations = new Map(map.chunks.map(({ id, generation }) => [id, generation]));
+    const found = rowsOf(map);
+    this.names.learn(found, generations);
+    const cached = arrange(found.filter(({ kind }) => kind === "cached"), map.row_tokens, (row) => this.names.isOwn(row));
+    const rows = [...found.filter(({ kind }) => kind !== "cached"), ...cached]; // each section picks its own
     const chunks = chunksOf(rows);
-    const changes = changesOf(this.#last, rows, map.stats);
+    const now = { rows, generations, stats: map.stats };
+    const changes = changesOf(this.#last, now);
     Object.assign(this, { map, rows, chunks });
-    this.#name(rows);
     this.#showFigures(map);
     this.guide.describe(map);
     this.rowsView.show(rows, chunks, changes);
     this.#report(changes);
-    this.#last = { rows, stats: map.stats };
+    this.#last = now;
     if (this.#selected !== null) this.#showDetail();
-  }
-
-  // Which conversation a row belongs to: by request id while it is live, afterwards by its chunks.
-  #name(rows) {
-    this.#titles.clear();
-    for (const row of rows.filter((one) => one.kind === "live")) {
-      const id = this.replies.conversationOf(row.requestId);
-      if (id === null) continue;
-      this.#titles.set(row.key, id);
-      this.#lastChunks.set(id, row.chunks);
-    }
-    const cached = rows.filter((one) => one.kind === "cached");
-    const finished = this.replies.takeFinishedAlone();
-    if (finished !== null && cached.length > 0) {
-      const newest = cached.reduce((a, b) => (b.lastUsed > a.lastUsed ? b : a));
-      this.#lastChunks.set(finished, newest.chunks);
-    }
-    for (const row of cached) {
-      let best = null;
-      let most = row.chunks.length / 2; // another conversation's if less than half is the same
-      for (const [id, chunks] of this.#lastChunks) {
-        const common = overlap(chunks, row.chunks);
-        if (common > most) [best, most] = [id, common];
-      }
-      if (best !== null) this.#titles.set(row.key, best);
-    }
-  }
-
-  #label(row) {
-    const conversation = this.store.find(this.#titles.get(row.key));
-    if (conversation) return titleOf(conversation);
-    if (row.kind === "parked") return `slot ${row.key.slice(1)}`;
-    if (row.kind === "cached") return "prefix";
-    return row.requestId ? row.requestId.slice(-8) : `vTensor ${row.key.slice(1)}`;
   }
 
   #showFigures({ stats, engine }) {
     const bytes = { ...stats, ...sharing(this.chunks, this.map.chunk_bytes * this.map.num_planes) };
-    for (const [name] of FIGURES) {
+    for (const name of Object.keys(this.figures)) {
       if (name !== "hits") this.figures[name].textContent = formatBytes(bytes[`${name}_bytes`]);
     }
     const hits = stats.prefix_query_tokens ? Math.round((100 * stats.prefix_hit_tokens) / stats.prefix_query_tokens) : 0;
@@ -169,7 +140,7 @@ export class MemoryView {
     const scale = stats.resident_bytes / stats.budget_bytes > 0.02 ? stats.budget_bytes : stats.resident_bytes * 4 || 1;
     this.bar.replaceChildren(...parts.map(([kind, size]) =>
       h("span", { class: kind, style: `width:${Math.min(100, (100 * size) / scale)}%` })));
-    const text = `${formatBytes(used)} in use, ${formatBytes(stats.free_bytes)} kept ready, of a budget of ${formatBytes(stats.budget_bytes)}`;
+    const text = `${formatBytes(used)} in use, ${formatBytes(stats.free_bytes)} kept ready, of ${formatBytes(stats.budget_bytes)}`;
     this.bar.setAttribute("aria-label", text);
     this.barText.textContent = text;
   }
@@ -206,7 +177,7 @@ export class MemoryView {
     if (this.#selected === null) return;
     const { id, index } = this.#selected;
     const chunk = this.chunks.get(id);
-    const holders = this.rows.filter((row) => chunk?.rows.includes(row.key)).map((row) => [this.#label(row), row.kind]);
+    const holders = this.rows.filter((row) => chunk?.rows.includes(row.key)).map((row) => [this.names.of(row), row.kind]);
     const shown = JSON.stringify([id, index, holders, this.map.chunks.find((one) => one.id === id)]);
     if (shown === this.detail.dataset.shown) return; // or a screen reader would read it out at each poll
     this.detail.dataset.shown = shown;

@@ -26,16 +26,16 @@ export class SettingsDialog {
     const form = h("form", { method: "dialog", onsubmit: (event) => this.#save(event) },
       h("header", {}, h("h2", { id: "settings-title" }, "Settings"),
         iconButton("close", "Close without saving", () => this.dialog.close())),
-      field("system", "System prompt", h("textarea", { rows: "3" }, current.system), "of this conversation, and of new ones"),
+      h("div", { class: "fields" }, field("system", "System prompt", h("textarea", { rows: "2" }, current.system), "of this conversation, and of new ones"),
       h("fieldset", {}, h("legend", {}, "Sampling"),
         NUMBERS.map(([name, label, min, max, step, note]) =>
           field(name, label, h("input", { type: "number", min: String(min), max: String(max), step: String(step), value: String(settings[name]) }), note)),
         field("seed", "Seed", h("input", { type: "number", step: "1", value: String(settings.seed) }), "empty: another one each time")),
-      field("theme", "Colours", h("select", {}, ["auto", "light", "dark"].map((theme) =>
-        h("option", { value: theme, selected: settings.theme === theme }, theme)))),
-      h("fieldset", {}, h("legend", {}, "Keys"),
+      h("fieldset", {}, h("legend", {}, "This browser"),
+        field("theme", "Colours", h("select", {}, ["auto", "light", "dark"].map((theme) =>
+          h("option", { value: theme, selected: settings.theme === theme }, theme))), "auto: those of the system"),
         field("api-key", "API key", h("input", { type: "password", autocomplete: "off", value: this.api.key("api") }), "if the server asks for one"),
-        field("admin-key", "Admin key", h("input", { type: "password", autocomplete: "off", value: this.api.key("admin") }), "for the memory map")),
+        field("admin-key", "Admin key", h("input", { type: "password", autocomplete: "off", value: this.api.key("admin") }), "for the memory map"))),
       h("footer", {},
         h("button", { type: "button", class: "quiet", onclick: () => this.#reset() }, "Reset"),
         h("button", { type: "submit", class: "primary" }, "Save")));
