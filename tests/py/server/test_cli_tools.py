@@ -123,5 +123,6 @@ def test_inspect_says_why_a_conversation_stays(
     reasons = [reason for prefix in report["prefixes"] for reason in prefix["kept_because"]]
     assert any(reason.startswith("pinned by") for reason in reasons)
     assert picture.stat().st_size > 0
-    assert "Recorded prefixes" in invoke("inspect", *options)
+    assert "Recorded prefixes" in invoke("inspect", *options, "--tables")
+    assert "Please remember this" in invoke("inspect", *options)
     http.delete(f"/v1/conversations/{made['id']}").raise_for_status()
