@@ -32,10 +32,6 @@ export class Api {
     return (await this.#request("v1/models")).json();
   }
 
-  async metadata() {
-    return (await this.#request("version")).json();
-  }
-
   // The map, or null if nothing has changed since the last call.
   async memory() {
     const headers = this.#etag ? { "If-None-Match": this.#etag } : {};

@@ -15,11 +15,9 @@ export function rowsOf(map) {
     rows.push({
       key: isLive ? `v${vtensor.id}` : `s${vtensor.slot}`,
       kind: isLive ? "live" : "parked",
-      state: vtensor.state,
       requestId: vtensor.request_id,
       tokens: isLive ? vtensor.num_tokens : 0,
       cachedTokens: vtensor.num_cached_tokens,
-      copied: vtensor.chunks_copied,
       chunks: vtensor.chunks,
     });
   }
@@ -42,7 +40,6 @@ function cachedRows(map) {
     rows.push({
       key: `p${leaf.chunks.at(-1)}`,
       kind: "cached",
-      state: "cached",
       tokens: leaf.start_tokens + leaf.num_tokens,
       lastUsed: leaf.last_used,
       path,
