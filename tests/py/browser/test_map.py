@@ -168,6 +168,7 @@ def test_a_chunk_that_is_used_again_is_seen_to_have_been_evicted(page: ChatPage)
     """Between two looks its prefix went, and another request took it."""
     show(page, prefixes=[node([1, 2], "Gone")], chunks=[chunk(1), chunk(2)])
     assert labels(page) == ["Gone"]
+    page.until(lambda: not page.all(".cells .evicted"))
     page.driver.execute_script(
         """window.gone = 0;
         new MutationObserver(() => {
