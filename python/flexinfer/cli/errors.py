@@ -52,7 +52,7 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "it is not text in UTF-8"
     if isinstance(error, OSError) and error.strerror:
-        return _REASONS.get(error.errno, error.strerror)
+        return _REASONS.get(error.errno or 0, error.strerror)
     return str(error)
 
 

@@ -63,7 +63,7 @@ def _prefixes(report: MemoryReport) -> Iterator[str]:
 
 
 def _words(report: MemoryReport, idx: int) -> str:
-    path = []
+    path: list[str] = []
     while idx >= 0:
         path.insert(0, report.prefixes[idx].text)
         idx = report.prefixes[idx].parent
