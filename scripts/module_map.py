@@ -31,13 +31,14 @@ PACKAGES = (
 
 # Folder, title, files to list first (the rest follow by name).
 SECTIONS: list[tuple[str, str, tuple[str, ...]]] = [
+    ("cpp/common", "C++: what the core and the kernels both name", ()),
     ("cpp/vtensor/util", "C++ core: utilities", ("error", "units")),
     ("cpp/vtensor/driver", "C++ core: drivers (`driver/`)", ("driver",)),
     ("cpp/vtensor/driver/host", "C++ core: the host driver", ("host_driver",)),
     ("cpp/vtensor/driver/cuda", "C++ core: the CUDA driver", ("cuda_driver",)),
     ("cpp/vtensor/driver/sim", "C++ core: the simulated driver", ()),
     ("cpp/vtensor/driver/wrappers", "C++ core: wrappers around drivers", ("forwarding_driver",)),
-    ("cpp/vtensor/pool", "C++ core: the pool (`pool/`)", ("kv_spec", "geometry", "id_set")),
+    ("cpp/vtensor/pool", "C++ core: the pool (`pool/`)", ("kv_spec", "geometry")),
     ("cpp/vtensor/ops", "C++ core: the paper's operations (`ops/`)", ()),
     ("cpp/vtensor/store", "C++ core: the swap store (`store/`)", ()),
     ("cpp/vtensor/core", "C++ core: what the manager does (`core/`)", ("vtensor",)),

@@ -44,6 +44,14 @@ nb::dict dtypes() {
   return found;
 }
 
+nb::dict panel_widths() {
+  nb::dict found;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    found[kDTypeNames[static_cast<size_t>(dtype)]] = panel_columns(dtype);
+  }
+  return found;
+}
+
 Plan make_plan(const SegmentArray& segments, const std::vector<SharedTuple>& shared,
                const PlanOptions& options) {
   std::vector<Segment> rows(segments.shape(0));
@@ -265,6 +273,7 @@ NB_MODULE(_kernels, m) {
   m.doc() = "Attention and row operations on the CPU. Internal; see runtime.kernels.";
   m.def("available_isas", &isa_names, "Instruction sets that this build and this CPU both have.");
   m.attr("DTYPES") = dtypes();
+  m.attr("PANEL_COLUMNS") = panel_widths();
   bind_plan(m);
   bind_attention(m);
   bind_row_ops(m);

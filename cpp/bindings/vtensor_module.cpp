@@ -229,7 +229,7 @@ nb::list range_tuples(const std::vector<SharedRange>& ranges) {
   nb::list out;
   for (const SharedRange& range : ranges) {
     nb::list members;
-    for (const uint32_t member : range.members) members.append(member);
+    for (const int64_t member : range.members) members.append(member);
     out.append(nb::make_tuple(range.slot, range.start, range.end, nb::tuple(members)));
   }
   return out;

@@ -14,6 +14,8 @@ def available_isas() -> list[str]:
 
 DTYPES: dict = {'float32' : 0, 'bfloat16' : 1, 'float16' : 2}
 
+PANEL_COLUMNS: dict = {'float32' : 64, 'bfloat16' : 32}
+
 class Plan:
     """What one step's attention consists of, the same for all layers."""
 

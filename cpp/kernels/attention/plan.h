@@ -20,6 +20,8 @@
 #include <span>
 #include <vector>
 
+#include "common/shared_range.h"
+
 namespace vtensor::kernels {
 
 // The tokens [start, end) of one request in the batch, whose first one is row `row` of the flat
@@ -30,14 +32,6 @@ struct Segment {
   int64_t start = 0;  // tokens that have KV already
   int64_t end = 0;
   int64_t num_tokens() const { return end - start; }
-};
-
-// Keys that several segments hold in the same memory, all of them before the members' new tokens.
-struct SharedRange {
-  int64_t slot = 0;
-  int64_t start = 0;
-  int64_t end = 0;
-  std::vector<int64_t> members;  // indices of segments
 };
 
 struct PlanOptions {

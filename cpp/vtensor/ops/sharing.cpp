@@ -43,7 +43,7 @@ class SharingForest {
   std::vector<SharedRange> take(std::span<const ReadExtent> readers) {
     for (SharedRange& range : ranges_) {
       std::ranges::sort(range.members);
-      range.slot = readers[range.members.front()].slot;
+      range.slot = readers[static_cast<size_t>(range.members.front())].slot;
     }
     return std::move(ranges_);
   }
@@ -74,8 +74,8 @@ class SharingForest {
 
   void emit(std::span<const Member> members, size_t first_row, size_t end_row) {
     SharedRange range;
-    range.start = geometry_.tokens_in(first_row);
-    range.end = geometry_.tokens_in(end_row);
+    range.start = static_cast<int64_t>(geometry_.tokens_in(first_row));
+    range.end = static_cast<int64_t>(geometry_.tokens_in(end_row));
     if (range.start == range.end) return;  // a token may be larger than a row
     range.members.reserve(members.size());
     for (const Member& member : members) range.members.push_back(member.idx);

@@ -14,21 +14,13 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <span>
 #include <vector>
 
+#include "common/shared_range.h"
 #include "vtensor/pool/pool.h"
 
 namespace vtensor {
-
-// Tokens [start, end) have the same chunks, in all planes, behind them in all members.
-struct SharedRange {
-  SlotId slot = 0;  // of the first member: where to read
-  size_t start = 0;
-  size_t end = 0;
-  std::vector<uint32_t> members;  // indices into the readers, ascending, at least two
-};
 
 // A slot of which the first `num_tokens` tokens are read.
 struct ReadExtent {

@@ -31,7 +31,9 @@ ISAS = {torch.float32: ("avx512", "amx"), torch.bfloat16: ("amx",)}
 """Instruction sets with which the kernel was measured to be faster than oneDNN."""
 MAX_ROWS = {torch.float32: 64, torch.bfloat16: 48}
 """With more rows oneDNN is as fast, where the kernel has no way of its own for many rows."""
-PANEL_COLUMNS = {torch.float32: 64, torch.bfloat16: 32}
+PANEL_COLUMNS: dict[torch.dtype, int] = {
+    getattr(torch, name): width for name, width in _kernels.PANEL_COLUMNS.items()
+}
 DEPTH_STEP = {torch.float32: 1, torch.bfloat16: 32}
 COLUMNS_STEP = 16
 

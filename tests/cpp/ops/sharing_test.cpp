@@ -62,7 +62,7 @@ bool shares_token(const Pool& pool, const ReadExtent& a, const ReadExtent& b, si
                     pool.vset[b.slot].table.begin());
 }
 
-const SharedRange* range_of(std::span<const SharedRange> ranges, uint32_t member, size_t token) {
+const SharedRange* range_of(std::span<const SharedRange> ranges, int64_t member, int64_t token) {
   const SharedRange* found = nullptr;
   for (const SharedRange& range : ranges) {
     if (token < range.start || token >= range.end) continue;
@@ -79,11 +79,11 @@ void check_ranges(const Pool& pool, std::span<const ReadExtent> readers) {
     EXPECT_LT(range.start, range.end);
     EXPECT_GE(range.members.size(), 2U);
     EXPECT_TRUE(std::ranges::is_sorted(range.members));
-    EXPECT_EQ(range.slot, readers[range.members.front()].slot);
+    EXPECT_EQ(range.slot, readers[static_cast<size_t>(range.members.front())].slot);
   }
   for (uint32_t i = 0; i < readers.size(); ++i) {
-    size_t end = 0;
-    std::vector<uint32_t> before;
+    int64_t end = 0;
+    std::vector<int64_t> before;
     for (const SharedRange& range : ranges) {
       if (std::ranges::find(range.members, i) == range.members.end()) continue;
       EXPECT_EQ(range.start, end) << "the ranges of reader " << i << " touch and stand in order";
@@ -92,8 +92,8 @@ void check_ranges(const Pool& pool, std::span<const ReadExtent> readers) {
       end = range.end;
     }
     for (size_t token = 0; token < pool.geometry.max_tokens; ++token) {
-      const SharedRange* range = range_of(ranges, i, token);
-      std::vector<uint32_t> sharers;
+      const SharedRange* range = range_of(ranges, i, static_cast<int64_t>(token));
+      std::vector<int64_t> sharers;
       for (uint32_t j = 0; j < readers.size(); ++j) {
         if (j == i || shares_token(pool, readers[i], readers[j], token)) sharers.push_back(j);
       }
@@ -126,9 +126,9 @@ TEST(Sharing, a_tree_of_prefixes_gives_a_range_a_node_parents_first) {
   const std::vector<ReadExtent> readers{{a, 12}, {c, 9}, {b, 12}};
   const std::vector<SharedRange> ranges = shared_ranges(tables.pool(), readers);
   ASSERT_EQ(ranges.size(), 2U);
-  EXPECT_EQ(ranges[0].members, (std::vector<uint32_t>{0, 1, 2}));
+  EXPECT_EQ(ranges[0].members, (std::vector<int64_t>{0, 1, 2}));
   EXPECT_EQ(ranges[0].end, 8U);
-  EXPECT_EQ(ranges[1].members, (std::vector<uint32_t>{0, 2}));
+  EXPECT_EQ(ranges[1].members, (std::vector<int64_t>{0, 2}));
   EXPECT_EQ(ranges[1].start, 8U);
   EXPECT_EQ(ranges[1].end, 12U);
 }

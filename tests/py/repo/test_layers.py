@@ -22,6 +22,7 @@ PYTHON = ROOT / "python" / "flexinfer"
 
 # Folder below cpp/ -> the folders that its files may include, besides their own.
 CPP_ALLOWED = {
+    "common": "",
     "vtensor/util": "",
     "vtensor/driver": "vtensor/util",
     "vtensor/driver/host": "vtensor/util vtensor/driver",
@@ -29,7 +30,7 @@ CPP_ALLOWED = {
     "vtensor/driver/sim": "vtensor/util vtensor/driver",
     "vtensor/driver/wrappers": "vtensor/util vtensor/driver",
     "vtensor/pool": "vtensor/util vtensor/driver",
-    "vtensor/ops": "vtensor/util vtensor/driver vtensor/pool",
+    "vtensor/ops": "common vtensor/util vtensor/driver vtensor/pool",
     "vtensor/store": "vtensor/util vtensor/driver vtensor/pool",
     "vtensor/core": "vtensor/util vtensor/driver vtensor/driver/wrappers vtensor/pool vtensor/ops "
     "vtensor/store",
@@ -39,7 +40,7 @@ CPP_ALLOWED = {
     "kernels/calls": "kernels",
     "kernels/simd": "kernels kernels/calls",
     "kernels/isa": "kernels kernels/calls kernels/simd",
-    "kernels/attention": "kernels kernels/calls kernels/isa",
+    "kernels/attention": "common kernels kernels/calls kernels/isa",
     "kernels/linear": "kernels kernels/calls kernels/isa",
     "kernels/rows": "kernels kernels/calls kernels/isa",
     "kernels/sampling": "kernels kernels/calls kernels/isa",
