@@ -9,6 +9,7 @@ from flexinfer.vtensor.vattention import (
     num_free_kvblocks,
     step,
     step_async,
+    vtensor,
 )
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "num_free_kvblocks",
     "step",
     "step_async",
+    "vtensor",
 ]

@@ -36,7 +36,8 @@ class VTensorManager(OpenCore):
         memory_budget: bound on physical bytes, a number or text such as ``"2GiB"``. Default: half
             of the memory that is available, see :func:`available_memory_bytes`.
         chunk_bytes: size of one chunk, a multiple of the driver's granularity (4 KiB on the CPU,
-            2 MiB on CUDA). Default: 2 MiB, less where the budget or the range is small.
+            2 MiB on CUDA). Default: 2 MiB, less where the budget or the range is small or a row
+            would hold more than 256 tokens, but no more than 16,384 chunks for that.
         unmapped: what the rest of a range does when read: ``"zero"`` or ``"guard"`` (faults).
         scrub: zero-fill a chunk that changes hands: between any two owners (``"owner"``), between
             tenants, that is cache salts (``"tenant"``), or never (``"off"``).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,8 +11,16 @@ from flexinfer import _vtensor
 from flexinfer.runtime.units import parse_bytes
 from flexinfer.vtensor.spec import KVSpec
 
-_HUGE_PAGE_BYTES = 2 << 20
+HUGE_PAGE_BYTES = 2 << 20
 _DEFAULT_BUDGET_FRACTION = 0.5
+_MAX_CHUNKS = 16_384
+"""Of which a default makes smaller chunks: each is a mapping at least, of which a process may have
+65,530 and the driver takes three quarters, and a shared one is several."""
+
+MAX_ROW_TOKENS = 256
+"""Tokens per row beyond which short requests hold many times what they need."""
+
+_logger = logging.getLogger(__name__)
 
 
 def available_memory_bytes() -> int:
@@ -81,17 +90,49 @@ def choose_budget(memory_budget: int | str | None) -> int:
 def choose_chunk_bytes(
     chunk_bytes: int | str | None, spec: KVSpec, driver: _vtensor.DriverConfig, budget: int
 ) -> int:
-    """The chunk size asked for, or a default: 2 MiB, but never so large that the budget holds
-    fewer than 64 chunks per plane, or one chunk holds more than a range."""
+    """The chunk size asked for, or a default. Warns where a row holds more than MAX_ROW_TOKENS.
+
+    The default is 2 MiB, halved until a row holds no more than MAX_ROW_TOKENS, unless the budget
+    would be more than 16,384 chunks then; and until the budget holds 64 chunks per plane and a
+    range one chunk. On CUDA it is 2 MiB, the granularity.
+    """
     if chunk_bytes is not None:
         size = parse_bytes(chunk_bytes, "chunk_bytes")
         if size < 1:
             raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes!r}")
-        return size
-    size = _HUGE_PAGE_BYTES
+    else:
+        size = _default_chunk_bytes(spec, driver, budget)
+    row_tokens = size // spec.plane_token_bytes
+    if row_tokens > MAX_ROW_TOKENS and size > driver.granularity_bytes:
+        _logger.warning(
+            "a chunk of %d bytes holds %d tokens of a plane: a request of 16 tokens takes what %d "
+            "would. Use smaller chunks (chunk_bytes) or more layers per plane (now %d)",
+            size,
+            row_tokens,
+            row_tokens,
+            spec.layers_per_plane,
+        )
+    return size
+
+
+def _default_chunk_bytes(spec: KVSpec, driver: _vtensor.DriverConfig, budget: int) -> int:
+    size = HUGE_PAGE_BYTES
     if driver.kind == "cuda":
         return size
-    limit = min(budget // (64 * spec.num_planes), spec.max_seq_len * spec.plane_token_bytes)
-    while size > limit and size > 4096:
+    range_bytes = spec.max_seq_len * spec.plane_token_bytes
+    limit = min(budget // (64 * spec.num_planes), range_bytes)
+    row_limit = max(MAX_ROW_TOKENS * spec.plane_token_bytes, budget // _MAX_CHUNKS)
+    while size > min(limit, row_limit) and size > 4096:
         size //= 2
     return size
+
+
+def choose_layers_per_plane(spec: KVSpec, chunk_bytes: int) -> int:
+    """The fewest layers per plane with which a row holds no more than MAX_ROW_TOKENS; all, where
+    none is enough."""
+    layer_bytes = spec.bytes_per_token // (2 * spec.num_layers)  # of K, or V, of one token
+    for layers in range(1, spec.num_layers):
+        planes_bytes = layer_bytes * (1 if layers == 1 else 2 * layers)
+        if spec.num_layers % layers == 0 and chunk_bytes // planes_bytes <= MAX_ROW_TOKENS:
+            return layers
+    return spec.num_layers

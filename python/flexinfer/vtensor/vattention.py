@@ -22,11 +22,14 @@ off with ``scrub="off"``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from flexinfer.errors import OutOfMemoryError, ReleasedError
+from flexinfer.runtime.units import parse_bytes
 from flexinfer.vtensor.handle import VTensor
 from flexinfer.vtensor.manager import VTensorManager
+from flexinfer.vtensor.settings import HUGE_PAGE_BYTES, choose_layers_per_plane
 from flexinfer.vtensor.spec import KVSpec
 
 __all__ = [
@@ -38,6 +41,7 @@ __all__ = [
     "num_free_kvblocks",
     "step",
     "step_async",
+    "vtensor",
 ]
 
 
@@ -49,6 +53,10 @@ class VAttention:
         device: as for :class:`VTensorManager`.
         page_group_size: bytes mapped at a time, a number or text such as ``"64KiB"``; None: the
             manager's default, 2 MiB or less.
+        layers_per_plane: layers whose K and V lie side by side; 1 is the paper's layout, a tensor
+            of its own for K and for V of each layer. None: 1, or the fewest with which a page group
+            holds at most 256 tokens, since short requests hold many times what they need else. The
+            tensors of ``kv_cache`` have the same shapes, with other strides.
         memory_budget: bound on physical bytes; None: half of the memory that is available.
         deferred_reclamation: keep freed requests mapped for the next one.
         scrub: as for :class:`VTensorManager`.
@@ -71,13 +79,15 @@ class VAttention:
         device: str = "cpu",
         *,
         page_group_size: int | str | None = None,
+        layers_per_plane: int | None = None,
         memory_budget: int | str | None = None,
         deferred_reclamation: bool = True,
         scrub: Literal["owner", "tenant", "off"] = "owner",
     ) -> None:
-        spec = KVSpec(
-            num_layers, num_kv_heads, head_dim, dtype, max_context_len, layers_per_plane=1
-        )
+        spec = KVSpec(num_layers, num_kv_heads, head_dim, dtype, max_context_len, layers_per_plane)
+        if layers_per_plane is None:
+            page_bytes = parse_bytes(page_group_size or HUGE_PAGE_BYTES, "page_group_size")
+            spec = replace(spec, layers_per_plane=choose_layers_per_plane(spec, page_bytes))
         self.manager = VTensorManager(
             spec,
             device,
@@ -95,17 +105,31 @@ class VAttention:
         self.kv_cache = [self.manager.k(layer) for layer in layers]
         self.kv_cache += [self.manager.v(layer) for layer in layers]
 
-    def alloc_reqid(self) -> int:
+    def alloc_reqid(self, tokens: Any = None, *, max_cached_tokens: int | None = None) -> int:
         """An unused reqid, from now on active; one that is still mapped comes first.
 
-        Raises OutOfMemoryError when all B are active.
+        With ``tokens`` (token ids: a list, or an int32 buffer) it shares the longest prefix of them
+        that was recorded by ``vtensor(reqid).record_prefix(tokens)``, at most ``max_cached_tokens``
+        of it: ``vtensor(reqid).num_cached_tokens`` tokens need not be computed. Raises
+        OutOfMemoryError when all B are active.
         """
         # Expecting the longest request finds the parked slot with the most memory behind it.
-        request = self.manager.try_create(expected_tokens=self.manager.spec.max_seq_len)
+        request = self.manager.try_create(
+            tokens,
+            max_cached_tokens=max_cached_tokens,
+            expected_tokens=self.manager.spec.max_seq_len,
+        )
         if request is None:
             raise OutOfMemoryError(f"all {self.manager.max_requests} reqids are active; free one")
         self._requests[request.slot] = request
         return request.slot
+
+    def vtensor(self, reqid: int) -> VTensor:
+        """The vTensor of an active request, to record, fork or inspect; ``free_reqid`` releases it.
+
+        Raises LookupError for a reqid that is not active.
+        """
+        return self._request(reqid)
 
     def free_reqid(self, reqid: int) -> None:
         """The request is finished. Raises LookupError for a reqid that is not active."""
@@ -223,9 +247,14 @@ def _the_cache() -> VAttention:
     return _cache
 
 
-def alloc_reqid() -> int:
+def alloc_reqid(tokens: Any = None, *, max_cached_tokens: int | None = None) -> int:
     """See :meth:`VAttention.alloc_reqid`."""
-    return _the_cache().alloc_reqid()
+    return _the_cache().alloc_reqid(tokens, max_cached_tokens=max_cached_tokens)
+
+
+def vtensor(reqid: int) -> VTensor:
+    """See :meth:`VAttention.vtensor`."""
+    return _the_cache().vtensor(reqid)
 
 
 def free_reqid(reqid: int) -> None:

@@ -154,6 +154,34 @@ def test_free_blocks_count_page_groups_of_each_tensor(cache: VAttention) -> None
     assert cache.num_free_kvblocks() == 16
 
 
+def test_a_recorded_prefix_is_shared_with_the_next_reqid(cache: VAttention) -> None:
+    tokens = list(range(40))
+    first = cache.alloc_reqid(tokens)
+    lens = [40 if i == first else 0 for i in range(B)]
+    assert cache.step(lens) == 0
+    for i, tensor in enumerate(cache.kv_cache):
+        tensor[first, :40] = i + 1
+    assert cache.vtensor(first).record_prefix(tokens) == 40
+    second = cache.alloc_reqid([*tokens[:32], 99], max_cached_tokens=32)
+    assert cache.vtensor(second).num_cached_tokens == 32
+    assert [float(tensor[second, :32].mean()) for tensor in cache.kv_cache] == [1, 2, 3, 4]
+    assert cache.manager.stats().shared_bytes == 2 * ROW * PAGE_BYTES
+
+
+def test_the_layout_is_chosen_so_that_a_page_group_holds_few_tokens() -> None:
+    """64 bytes per token of one layer's K: 64 tokens in 4 KiB, 1,024 in 64 KiB."""
+    for page, layers in (("4KiB", 1), ("64KiB", 4), ("4MiB", 8)):
+        cache = VAttention(
+            8, 1, 32, 2048, 2, "float16", page_group_size=page, memory_budget="64MiB"
+        )
+        assert cache.manager.spec.layers_per_plane == layers
+        assert all(tensor.shape == (2, 2048, 1, 32) for tensor in cache.kv_cache)
+        cache.cleanup()
+    paper = VAttention(8, 1, 32, 64, 2, "float16", "sim", layers_per_plane=1)
+    assert paper.manager.spec.num_planes == 16
+    paper.cleanup()
+
+
 @pytest.mark.parametrize(
     ("lens", "error"),
     [([1] * (B + 1), ValueError), ([L + 1, 0, 0, 0], ValueError), ([-1, 0, 0, 0], ValueError)],

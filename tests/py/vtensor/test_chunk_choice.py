@@ -1,0 +1,46 @@
+"""The default chunk: as large as a huge page, as long as a row holds few tokens."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from flexinfer.vtensor import KVSpec, SimConfig, VTensorManager
+
+GIB = 1 << 30
+
+
+def llama(layers_per_plane: int | None = None) -> KVSpec:
+    return KVSpec(32, 8, 128, "float16", 8192, layers_per_plane)
+
+
+def chosen(spec: KVSpec, budget: int = 8 * GIB, **options: object) -> int:
+    with VTensorManager(
+        spec, "sim", memory_budget=budget, max_requests=2, sim=SimConfig(), **options
+    ) as manager:
+        return manager.chunk_bytes
+
+
+@pytest.mark.parametrize(
+    ("layers_per_plane", "kib"),
+    [(None, 2048), (2, 2048), (1, 512)],
+)
+def test_a_row_holds_at_most_256_tokens(layers_per_plane: int | None, kib: int) -> None:
+    spec = llama(layers_per_plane)
+    assert chosen(spec) == kib << 10
+    assert chosen(spec) // spec.plane_token_bytes <= 256
+
+
+def test_but_the_budget_is_no_more_than_16384_chunks_for_that() -> None:
+    assert chosen(llama(1), budget=16 * GIB) == 1 << 20
+
+
+def test_a_chunk_that_holds_many_tokens_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert chosen(llama(1), chunk_bytes="2MiB") == 2 << 20
+        assert "holds 1024 tokens" in caplog.text
+        caplog.clear()
+        chosen(llama(1), chunk_bytes="512KiB")
+        chosen(llama())
+    assert not caplog.text
