@@ -26,7 +26,7 @@ void prepare(Driver& driver, const Geometry& geometry, ExtensionPart& part) {
   for (size_t i = 0; i < part.sources.size(); ++i) {
     // No more than the tokens: the rest of a source may be somebody else's.
     const size_t row = part.first_row + i / geometry.num_planes;
-    const size_t used = geometry.bytes_used(row, part.num_tokens);
+    const uint32_t used = geometry.bytes_used(row, part.num_tokens);
     driver.copy(part.rows[i].handle, 0, part.sources[i], 0, used);
     part.rows[i].dirty_bytes = std::max(part.rows[i].dirty_bytes, used);
   }

@@ -12,24 +12,25 @@ namespace vtensor {
 
 // A parked slot is useful for the rows that show the wanted chunks already and, beyond them, for
 // rows of chunks that nobody else has: those can be written at once.
-Placement::Fit Placement::fit(SlotId slot, std::span<const ChunkId> table,
-                              size_t wanted_rows) const {
+Placement::Fit Placement::fit(SlotId slot, std::span<const ChunkId> table, size_t wanted_rows,
+                              bool count_all) const {
   const size_t planes = pool_.geometry.num_planes;
   const std::vector<ChunkId>& mapped = pool_.vset[slot].table;
   const size_t mapped_rows = mapped.size() / planes;
   const size_t table_rows = table.size() / planes;
   const auto [end, unused] = std::ranges::mismatch(mapped, table);
   const size_t common_rows = static_cast<size_t>(end - mapped.begin()) / planes;
+  const size_t most_useful = std::max(wanted_rows, common_rows);
+  const size_t end_rows = count_all ? mapped_rows : std::min(mapped_rows, most_useful);
   size_t keep_rows = common_rows;
   if (common_rows == table_rows) {
-    while (keep_rows < mapped_rows &&
-           std::ranges::all_of(
-               std::span(mapped).subspan(keep_rows * planes, planes),
-               [&](ChunkId id) { return pool_.pset[id].is_private(); })) {
+    while (keep_rows < end_rows && std::ranges::all_of(
+                                       std::span(mapped).subspan(keep_rows * planes, planes),
+                                       [&](ChunkId id) { return pool_.pset[id].is_private(); })) {
       ++keep_rows;
     }
   }
-  const size_t useful_rows = std::min(keep_rows, std::max(wanted_rows, common_rows));
+  const size_t useful_rows = std::min(keep_rows, most_useful);
   return {slot, common_rows, keep_rows, useful_rows, mapped_rows - useful_rows};
 }
 
@@ -37,7 +38,7 @@ std::optional<Placement::Fit> Placement::best_parked(std::span<const ChunkId> ta
                                                      size_t wanted_rows) const {
   std::optional<Fit> best;
   for (const SlotId slot : pool_.vset.parked()) {
-    const Fit candidate = fit(slot, table, wanted_rows);
+    const Fit candidate = fit(slot, table, wanted_rows, /*count_all=*/false);
     // Where no row is of use, the longest parked one goes.
     const bool better = !best || candidate.useful_rows > best->useful_rows ||
                         (candidate.useful_rows == best->useful_rows && best->useful_rows > 0 &&
@@ -88,7 +89,7 @@ std::optional<SlotId> Placement::place(std::span<const ChunkId> table, size_t wa
   retirement_.reap();
   const std::optional<Fit> parked = best_parked(table, wanted_rows);
   if (parked && (parked->useful_rows > 0 || pool_.vset.num_free() == 0)) {
-    adopt(*parked, table, tenant);
+    adopt(fit(parked->slot, table, wanted_rows, /*count_all=*/true), table, tenant);
     return parked->slot;
   }
   const std::optional<SlotId> slot = v_alloc(pool_);

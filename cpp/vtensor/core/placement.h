@@ -35,12 +35,12 @@ class Placement {
   struct Fit {  // how well a parked slot suits a new vTensor
     SlotId slot = 0;
     size_t common_rows = 0;  // rows that show the wanted chunks already
-    size_t keep_rows = 0;    // rows that stay mapped
+    size_t keep_rows = 0;    // rows that stay mapped; none beyond the useful ones unless count_all
     size_t useful_rows = 0;
     size_t dropped_rows = 0;
   };
 
-  Fit fit(SlotId slot, std::span<const ChunkId> table, size_t wanted_rows) const;
+  Fit fit(SlotId slot, std::span<const ChunkId> table, size_t wanted_rows, bool count_all) const;
   std::optional<Fit> best_parked(std::span<const ChunkId> table, size_t wanted_rows) const;
   void scrub_rows(SlotId slot, size_t first_row, size_t end_row, uint64_t tenant);
   void adopt(const Fit& fit, std::span<const ChunkId> table, uint64_t tenant);

@@ -14,7 +14,7 @@ namespace {
 void end_full(Chunk& chunk, const VTensor& vtensor, size_t chunk_bytes) {
   if (chunk.appender != vtensor.id) return;
   chunk.appender = kNoVTensor;
-  chunk.written_bytes = chunk.dirty_bytes = chunk_bytes;
+  chunk.written_bytes = chunk.dirty_bytes = static_cast<uint32_t>(chunk_bytes);
 }
 
 }  // namespace

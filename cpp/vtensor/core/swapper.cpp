@@ -111,7 +111,7 @@ void Swapper::fill(VTensor& vtensor, std::span<const ChunkId> aliased, std::vect
   std::vector<Handle> rows;
   for (const ChunkId id : aliased) rows.push_back(pool_.pset[id].handle);
   for (size_t i = 0; i < claims.size(); ++i) {
-    claims[i].dirty_bytes = pool_.geometry.chunk_bytes;
+    claims[i].dirty_bytes = static_cast<uint32_t>(pool_.geometry.chunk_bytes);
     restore(*pool_.driver, store, claims[i].handle, vtensor.swapped[aliased.size() + i]);
     rows.push_back(claims[i].handle);
   }

@@ -15,7 +15,8 @@
 //  3. The same chunk may be mapped at many addresses; all of them show the same bytes.
 //  4. map() needs a range with nothing mapped in it; unmap() takes exactly whole mapped chunks.
 //  5. A mapped range gives no access to its chunks until set_access(); one call may span any run of
-//     mapped chunks. (Until then it faults, or still shows the tail: reads are zeros or faults.)
+//     mapped chunks. (Until then it faults, or still shows the unmapped rest: reads are zeros or
+//     faults.)
 //  6. release() of a chunk that is still mapped keeps its memory until the last unmap. (The pool
 //     never does this; the rule is CUDA's, and the host driver refuses it.)
 //  7. free() needs a range with nothing mapped in it.
@@ -67,7 +68,8 @@ class Driver {
   virtual uintptr_t reserve(size_t size_bytes, size_t alignment_bytes) = 0;
   virtual void free(uintptr_t addr, size_t size_bytes) noexcept(false) = 0;
 
-  // A committed, zero-filled physical chunk.
+  // A committed, zero-filled physical chunk. May refuse another size than that of
+  // the first one.
   virtual Handle create(size_t chunk_bytes) = 0;
   virtual void release(Handle handle, size_t chunk_bytes) = 0;
 

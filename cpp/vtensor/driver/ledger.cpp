@@ -14,11 +14,6 @@ namespace {
 
 uint64_t number(Handle handle) { return static_cast<uint64_t>(handle); }
 
-bool continues(const Ledger::Run& first, const Ledger::Run& second) {
-  return first.end() == second.addr && first.offset + first.size_bytes == second.offset &&
-         first.chunk_bytes == second.chunk_bytes && first.access == second.access;
-}
-
 [[noreturn]] void refuse(const std::string& text) { throw std::invalid_argument(text); }
 
 }  // namespace
@@ -38,6 +33,10 @@ void Ledger::require_chunk_shape(size_t chunk_bytes) const {
   if (chunk_bytes == 0 || chunk_bytes % granularity_bytes_ != 0) {
     refuse("chunk_bytes must be a positive multiple of " + std::to_string(granularity_bytes_) +
            ": " + std::to_string(chunk_bytes));
+  }
+  if (chunk_bytes_ != 0 && chunk_bytes != chunk_bytes_) {
+    refuse("chunk_bytes is " + std::to_string(chunk_bytes) + ", but this driver's chunks have " +
+           std::to_string(chunk_bytes_) + " bytes, as the first one");
   }
 }
 
@@ -60,31 +59,39 @@ void Ledger::remove_range(uintptr_t addr, size_t size_bytes) {
   --num_mappings_;
 }
 
-void Ledger::add_chunk(Handle handle, size_t chunk_bytes) {
-  chunks_.emplace(number(handle), Chunk{chunk_bytes, 0});
+Handle Ledger::add_chunk(size_t chunk_bytes) {
+  require_chunk_shape(chunk_bytes);
+  chunk_bytes_ = chunk_bytes;
+  if (free_.empty()) {
+    free_.insert(static_cast<uint32_t>(num_maps_.size()));
+    num_maps_.push_back(kGone);
+  }
+  const uint32_t place = free_.pop_lowest();
+  num_maps_[place] = 0;
+  return Handle{place * chunk_bytes};
 }
 
-void Ledger::remove_chunk(Handle handle, size_t chunk_bytes) {
-  if (const Chunk& chunk = chunk_at(handle, chunk_bytes); chunk.num_maps > 0) {
-    refuse("chunk " + hex_text(number(handle)) + " is still mapped " +
-           std::to_string(chunk.num_maps) + " times");
+void Ledger::begin_release(Handle handle, size_t chunk_bytes) {
+  require_chunk_shape(chunk_bytes);
+  if (const uint32_t count = num_maps(handle); count > 0) {
+    refuse("chunk " + hex_text(number(handle)) + " is still mapped " + std::to_string(count) +
+           " times");
   }
-  chunks_.erase(number(handle));
+  num_maps_[number(handle) / chunk_bytes_] = kGone;
 }
+
+void Ledger::finish_release(Handle handle) {
+  free_.insert(static_cast<uint32_t>(number(handle) / chunk_bytes_));
+}
+
+void Ledger::undo_release(Handle handle) noexcept { num_maps_[number(handle) / chunk_bytes_] = 0; }
 
 void Ledger::require_bytes(Handle handle, size_t offset_bytes, size_t size_bytes) const {
-  const auto chunk = chunks_.find(number(handle));
-  if (chunk == chunks_.end()) refuse("unknown or released chunk " + hex_text(number(handle)));
-  const size_t chunk_bytes = chunk->second.size_bytes;
-  if (offset_bytes > chunk_bytes || size_bytes > chunk_bytes - offset_bytes) {
+  num_maps(handle);  // throws when there is no such chunk
+  if (offset_bytes > chunk_bytes_ || size_bytes > chunk_bytes_ - offset_bytes) {
     refuse("bytes " + std::to_string(offset_bytes) + " + " + std::to_string(size_bytes) +
-           " leave a chunk of " + std::to_string(chunk_bytes) + " bytes");
+           " leave a chunk of " + std::to_string(chunk_bytes_) + " bytes");
   }
-}
-
-size_t Ledger::chunk_bytes(Handle handle) const noexcept {
-  const auto chunk = chunks_.find(number(handle));
-  return chunk == chunks_.end() ? 0 : chunk->second.size_bytes;
 }
 
 void Ledger::map(uintptr_t addr, std::span<const Handle> handles, size_t chunk_bytes) {
@@ -93,7 +100,7 @@ void Ledger::map(uintptr_t addr, std::span<const Handle> handles, size_t chunk_b
   const size_t size_bytes = checked_mul(handles.size(), chunk_bytes, "map size");
   const Span range = range_around(addr, size_bytes);
   const uintptr_t end = addr + size_bytes;
-  for (const Handle handle : handles) chunk_at(handle, chunk_bytes);
+  for (const Handle handle : handles) num_maps(handle);  // throws when there is no such chunk
   const auto above = segments_.lower_bound(addr);
   if (above != segments_.end() && above->first < end) {
     refuse("chunks are already mapped at " + hex_text(above->first));
@@ -103,7 +110,7 @@ void Ledger::map(uintptr_t addr, std::span<const Handle> handles, size_t chunk_b
   }
   recount(range, addr, end, [&] {
     for (size_t i = 0; i < handles.size();) {
-      Run run{addr + i * chunk_bytes, number(handles[i]), 0, chunk_bytes, Access::kNone};
+      Run run{addr + i * chunk_bytes, number(handles[i]), 0, Access::kNone};
       do {
         run.size_bytes += chunk_bytes;
         ++i;
@@ -117,7 +124,7 @@ void Ledger::map(uintptr_t addr, std::span<const Handle> handles, size_t chunk_b
 std::vector<Ledger::Run> Ledger::set_access(uintptr_t addr, size_t size_bytes, Access access) {
   if (size_bytes == 0) return {};
   const Span range = range_around(addr, size_bytes);
-  require_covered(addr, size_bytes, 0);
+  require_covered(addr, size_bytes);
   std::vector<Run> before;
   recount(range, addr, addr + size_bytes, [&] {
     before = carve(addr, addr + size_bytes);
@@ -133,7 +140,7 @@ std::vector<Ledger::Run> Ledger::unmap(uintptr_t addr, size_t size_bytes, size_t
   require_chunk_shape(chunk_bytes);
   if (size_bytes == 0) return {};
   const Span range = range_around(addr, size_bytes);
-  require_covered(addr, size_bytes, chunk_bytes);
+  require_covered(addr, size_bytes);
   std::vector<Run> before;
   recount(range, addr, addr + size_bytes, [&] { before = carve(addr, addr + size_bytes); });
   for (const Run& run : before) count_maps(run, false);
@@ -167,19 +174,23 @@ Ledger::Span Ledger::range_around(uintptr_t addr, size_t size_bytes) const {
   refuse("not inside one reserved range: " + span_text(addr, size_bytes));
 }
 
-const Ledger::Chunk& Ledger::chunk_at(Handle handle, size_t chunk_bytes) const {
-  const auto chunk = chunks_.find(number(handle));
-  if (chunk == chunks_.end()) refuse("unknown or released chunk " + hex_text(number(handle)));
-  if (chunk->second.size_bytes != chunk_bytes) {
-    refuse("chunk " + hex_text(number(handle)) + " has " +
-           std::to_string(chunk->second.size_bytes) + " bytes, not " + std::to_string(chunk_bytes));
-  }
-  return chunk->second;
+bool Ledger::continues(const Run& first, const Run& second) const {
+  return first.end() == second.addr && first.offset + first.size_bytes == second.offset &&
+         first.access == second.access;
+}
+
+// How often the chunk is mapped. Throws when there is no such chunk.
+uint32_t Ledger::num_maps(Handle handle) const {
+  const uint64_t offset = number(handle);
+  const bool known = chunk_bytes_ != 0 && offset % chunk_bytes_ == 0 &&
+                     offset / chunk_bytes_ < num_maps_.size() &&
+                     num_maps_[offset / chunk_bytes_] != kGone;
+  if (!known) refuse("unknown or released chunk " + hex_text(offset));
+  return num_maps_[offset / chunk_bytes_];
 }
 
 // [addr, addr + size) is mapped without holes and begins and ends between chunks.
-// chunk_bytes 0: chunks of any size.
-void Ledger::require_covered(uintptr_t addr, size_t size_bytes, size_t chunk_bytes) const {
+void Ledger::require_covered(uintptr_t addr, size_t size_bytes) const {
   const uintptr_t end = addr + size_bytes;
   auto it = segments_.upper_bound(addr);
   if (it != segments_.begin()) --it;
@@ -188,12 +199,8 @@ void Ledger::require_covered(uintptr_t addr, size_t size_bytes, size_t chunk_byt
       refuse("no chunk is mapped at " + hex_text(cursor));
     }
     const Run& run = it->second;
-    if (chunk_bytes != 0 && run.chunk_bytes != chunk_bytes) {
-      refuse("chunks of " + std::to_string(run.chunk_bytes) + " bytes are mapped at " +
-             hex_text(cursor) + ", not of " + std::to_string(chunk_bytes));
-    }
     const uintptr_t stop = std::min(end, run.end());
-    if ((cursor - run.addr) % run.chunk_bytes != 0 || (stop - run.addr) % run.chunk_bytes != 0) {
+    if ((cursor - run.addr) % chunk_bytes_ != 0 || (stop - run.addr) % chunk_bytes_ != 0) {
       refuse("not whole chunks: " + span_text(addr, size_bytes));
     }
     cursor = stop;
@@ -241,9 +248,9 @@ void Ledger::insert(Span range, const Run& run) {
 }
 
 void Ledger::count_maps(const Run& run, bool add) {
-  for (size_t done = 0; done < run.size_bytes; done += run.chunk_bytes) {
-    Chunk& chunk = chunks_.at(run.offset + done);
-    chunk.num_maps = add ? chunk.num_maps + 1 : chunk.num_maps - 1;
+  const size_t first = run.offset / chunk_bytes_;
+  for (size_t place = first; place < first + run.size_bytes / chunk_bytes_; ++place) {
+    num_maps_[place] += add ? 1U : -1U;
   }
 }
 

@@ -7,7 +7,8 @@
 // so num_mappings() is its count:
 //
 //   range    |=================================================|
-//   segments |[A RW, offsets 0..6M)[B RW, 40..42M)             |   2 segments + 1 tail = 3 mappings
+//   segments |[A RW, offsets 0..6M)[B RW, 40..42M)             |   2 segments + the rest = 3
+//   mappings
 //
 // Not thread-safe; the owner locks. Every throwing function throws std::invalid_argument with the
 // offending value and changes nothing.
@@ -15,18 +16,19 @@
 // Invariants:
 //  1. Ranges are disjoint. A segment lies in one range; segments are disjoint.
 //  2. No two neighbouring segments of one range could be one segment.
-//  3. num_maps of a chunk = the number of times segments contain it.
+//  3. num_maps_ of a chunk = the number of times segments contain it.
 //  4. num_mappings() = for each range, its segments plus the gaps around them.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <span>
-#include <unordered_map>
 #include <vector>
 
 #include "vtensor/driver/driver.h"
+#include "vtensor/util/id_set.h"
 
 namespace vtensor {
 
@@ -34,9 +36,8 @@ class Ledger {
  public:
   struct Run {
     uintptr_t addr;
-    uint64_t offset;  // number of the first handle; the next one's is chunk_bytes higher
+    uint64_t offset;  // of the first chunk; the next one's is chunk_bytes() higher
     size_t size_bytes;
-    size_t chunk_bytes;
     Access access;
 
     uintptr_t end() const { return addr + size_bytes; }
@@ -45,15 +46,22 @@ class Ledger {
   // `granularity_bytes`: every address and size must be a multiple of it.
   explicit Ledger(size_t granularity_bytes) : granularity_bytes_(granularity_bytes) {}
 
-  // Checks the arguments of Driver::reserve and Driver::create.
+  // Checks the arguments of Driver::reserve and Driver::create. The first chunk says how large all
+  // others are.
   void require_range_shape(size_t size_bytes, size_t alignment_bytes) const;
   void require_chunk_shape(size_t chunk_bytes) const;
 
   void add_range(uintptr_t addr, size_t size_bytes);
   void remove_range(uintptr_t addr, size_t size_bytes);  // exactly as added, nothing mapped in it
 
-  void add_chunk(Handle handle, size_t chunk_bytes);
-  void remove_chunk(Handle handle, size_t chunk_bytes);  // mapped nowhere
+  // The chunk at the lowest free multiple of chunk_bytes, so that chunks created one after the
+  // other are consecutive: such chunks map in one call and merge into one mapping.
+  Handle add_chunk(size_t chunk_bytes);
+  // The chunk, mapped nowhere, is gone for all callers; then finish_release() gives its place to
+  // others, or undo_release() brings it back.
+  void begin_release(Handle handle, size_t chunk_bytes);
+  void finish_release(Handle handle);
+  void undo_release(Handle handle) noexcept;
 
   // The bytes [offset, offset + size) lie in a chunk that exists.
   void require_bytes(Handle handle, size_t offset_bytes, size_t size_bytes) const;
@@ -69,17 +77,12 @@ class Ledger {
   void undo_set_access(std::span<const Run> before);
   void undo_unmap(std::span<const Run> before);
 
-  size_t chunk_bytes(Handle handle) const noexcept;  // 0: there is no such chunk
-
+  size_t chunk_bytes() const noexcept { return chunk_bytes_; }  // 0: there has been none
   size_t num_mappings() const noexcept { return num_mappings_; }
-  size_t num_chunks() const noexcept { return chunks_.size(); }
   const std::map<uintptr_t, size_t>& ranges() const noexcept { return ranges_; }  // addr -> bytes
 
  private:
-  struct Chunk {
-    size_t size_bytes;
-    size_t num_maps;
-  };
+  static constexpr uint32_t kGone = std::numeric_limits<uint32_t>::max();
   struct Span {
     uintptr_t begin;
     uintptr_t end;
@@ -87,8 +90,9 @@ class Ledger {
   using Segments = std::map<uintptr_t, Run>;
 
   Span range_around(uintptr_t addr, size_t size_bytes) const;
-  const Chunk& chunk_at(Handle handle, size_t chunk_bytes) const;
-  void require_covered(uintptr_t addr, size_t size_bytes, size_t chunk_bytes) const;
+  bool continues(const Run& first, const Run& second) const;
+  uint32_t num_maps(Handle handle) const;
+  void require_covered(uintptr_t addr, size_t size_bytes) const;
   std::vector<Run> carve(uintptr_t addr, uintptr_t end);
   void split(uintptr_t addr);
   void insert(Span range, const Run& run);
@@ -100,7 +104,9 @@ class Ledger {
 
   size_t granularity_bytes_;
   std::map<uintptr_t, size_t> ranges_;
-  std::unordered_map<uint64_t, Chunk> chunks_;
+  size_t chunk_bytes_ = 0;
+  std::vector<uint32_t> num_maps_;  // by place of the chunk; kGone: there is none
+  IdSet free_;                      // places below num_maps_.size() that a new chunk may have
   Segments segments_;
   size_t num_mappings_ = 0;
 };

@@ -18,9 +18,9 @@ namespace vtensor {
 struct Claim {
   ChunkId id = 0;
   Handle handle{};
-  bool created = false;    // memory is behind it
-  bool scrub = false;      // zero the dirty bytes before use
-  size_t dirty_bytes = 0;  // leading bytes that may be non-zero
+  bool created = false;      // memory is behind it
+  bool scrub = false;        // zero the dirty bytes before use
+  uint32_t dirty_bytes = 0;  // leading bytes that may be non-zero
 };
 
 // When a chunk that changes hands is zero-filled first.

@@ -33,11 +33,11 @@ struct Geometry {
   // Tokens that lie wholly inside the first `num_rows` rows.
   size_t tokens_in(size_t num_rows) const { return num_rows * chunk_bytes / token_bytes; }
   // Bytes of row `row` that the first `num_tokens` tokens use.
-  size_t bytes_used(size_t row, size_t num_tokens) const {
+  uint32_t bytes_used(size_t row, size_t num_tokens) const {
     const size_t end = num_tokens * token_bytes;
     const size_t begin = row * chunk_bytes;
     if (end <= begin) return 0;
-    return end - begin < chunk_bytes ? end - begin : chunk_bytes;
+    return static_cast<uint32_t>(end - begin < chunk_bytes ? end - begin : chunk_bytes);
   }
   size_t max_rows() const { return rows_for(max_tokens); }
   // Distance between two slots of one plane.

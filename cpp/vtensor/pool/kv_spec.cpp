@@ -1,5 +1,6 @@
 #include "vtensor/pool/kv_spec.h"
 
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -65,6 +66,10 @@ Geometry make_geometry(const KVSpec& spec, size_t chunk_bytes, size_t granularit
     throw std::invalid_argument("chunk_bytes " + std::to_string(chunk_bytes) +
                                 " is not a positive multiple of the driver's granularity " +
                                 std::to_string(granularity));
+  }
+  if (chunk_bytes > std::numeric_limits<uint32_t>::max()) {
+    throw std::invalid_argument("chunk_bytes " + std::to_string(chunk_bytes) +
+                                " is more than 4 GiB less one byte");
   }
   Geometry geometry;
   geometry.num_planes = spec.num_planes();

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "vtensor/driver/driver.h"
-#include "vtensor/pool/id_set.h"
+#include "vtensor/util/id_set.h"
 
 namespace vtensor {
 
@@ -27,16 +27,17 @@ using ChunkId = uint32_t;
 using VTensorId = uint64_t;
 inline constexpr VTensorId kNoVTensor = 0;
 
+// One of millions: as small as it can be.
 struct Chunk {
   Handle handle{};
   uint32_t table_refs = 0;          // page-table entries that name this chunk
   uint32_t parked_refs = 0;         // of them, those of parked slots
   uint32_t tree_refs = 0;           // rTree entries that name this chunk
-  uint32_t pins = 0;                // pinned rTree entries that name this chunk
-  bool created = false;             // memory is behind it
+  uint32_t pins : 31 = 0;           // pinned rTree entries that name this chunk
+  bool created : 1 = false;         // memory is behind it
+  uint32_t written_bytes = 0;       // watermark; exact while there is no appender
+  uint32_t dirty_bytes = 0;         // leading bytes that may be non-zero
   VTensorId appender = kNoVTensor;  // may write beyond what is recorded
-  size_t written_bytes = 0;         // watermark; exact while there is no appender
-  size_t dirty_bytes = 0;           // leading bytes that may be non-zero
   uint64_t tenant = 0;              // whose bytes it holds
   uint32_t generation = 0;          // raised whenever it begins to hold something else
 
@@ -50,6 +51,8 @@ struct Chunk {
   // Chunks that the sharing of this one saves.
   uint32_t saved() const { return shared() ? uses() - 1 : 0; }
 };
+
+static_assert(sizeof(Chunk) == 48);
 
 class PSet {
  public:

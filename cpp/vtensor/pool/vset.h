@@ -23,8 +23,8 @@
 
 #include "vtensor/driver/driver.h"
 #include "vtensor/pool/geometry.h"
-#include "vtensor/pool/id_set.h"
 #include "vtensor/pool/pset.h"
+#include "vtensor/util/id_set.h"
 
 namespace vtensor {
 

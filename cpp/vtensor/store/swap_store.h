@@ -13,7 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "vtensor/pool/id_set.h"
+#include "vtensor/util/id_set.h"
 
 namespace vtensor {
 

@@ -281,7 +281,6 @@ TEST_F(CudaDriverTest, CallerKeepsItsOwnCurrentContext) {
   size_t total_bytes = 0;
   EXPECT_EQ(api.cuMemGetInfo(&free_bytes, &total_bytes), cuda::CUDA_SUCCESS);
   EXPECT_EQ(free_bytes, total_bytes) << "device 1 is current again, and holds nothing";
-  EXPECT_EQ(driver().memory_info().free_bytes, driver().memory_info().total_bytes - 2 * kCudaChunk);
 }
 
 TEST_F(CudaDriverTest, AnyThreadMayCallAndNeedsNoContext) {
@@ -308,7 +307,6 @@ TEST_F(CudaDriverTest, TwoDevicesHaveTheirOwnMemory) {
   (void)create(2);
   EXPECT_THROW((void)driver().create(kCudaChunk), OutOfMemoryError);
   EXPECT_NO_THROW((void)second.create(kCudaChunk));
-  EXPECT_EQ(second.memory_info().free_bytes, kCudaChunk);
 }
 
 TEST_F(CudaDriverTest, TwoDriversOfOneDeviceDoNotMeet) {

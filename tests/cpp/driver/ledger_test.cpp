@@ -16,7 +16,7 @@ constexpr uintptr_t kBase = 1000;
 Ledger make_ledger() {
   Ledger ledger(1);
   ledger.add_range(kBase, 100);
-  for (uint64_t i = 0; i < 10; ++i) ledger.add_chunk(Handle{10 * i}, 10);
+  for (int i = 0; i < 10; ++i) ledger.add_chunk(10);
   return ledger;
 }
 
@@ -24,6 +24,34 @@ std::vector<Handle> handles(std::initializer_list<uint64_t> numbers) {
   std::vector<Handle> result;
   for (const uint64_t number : numbers) result.push_back(Handle{number});
   return result;
+}
+
+void release(Ledger& ledger, Handle handle) {
+  ledger.begin_release(handle, 10);
+  ledger.finish_release(handle);
+}
+
+TEST(Ledger, chunks_come_lowest_first) {
+  Ledger ledger = make_ledger();
+  for (const uint64_t offset : {70, 30}) release(ledger, Handle{offset});
+  EXPECT_EQ(ledger.add_chunk(10), Handle{30});
+  EXPECT_EQ(ledger.add_chunk(10), Handle{70});
+  EXPECT_EQ(ledger.add_chunk(10), Handle{100});
+}
+
+TEST(Ledger, a_chunk_whose_release_has_begun_is_gone_and_its_place_is_not_free_yet) {
+  Ledger ledger = make_ledger();
+  ledger.begin_release(Handle{30}, 10);
+  EXPECT_THROW(ledger.map(kBase, handles({30}), 10), std::invalid_argument);
+  EXPECT_EQ(ledger.add_chunk(10), Handle{100});
+  ledger.undo_release(Handle{30});
+  EXPECT_NO_THROW(ledger.map(kBase, handles({30}), 10));
+}
+
+TEST(Ledger, all_chunks_have_the_size_of_the_first) {
+  Ledger ledger = make_ledger();
+  EXPECT_THROW(ledger.add_chunk(20), std::invalid_argument);
+  EXPECT_THROW(ledger.begin_release(Handle{0}, 20), std::invalid_argument);
 }
 
 TEST(Ledger, an_empty_range_is_one_mapping) { EXPECT_EQ(make_ledger().num_mappings(), 1u); }
@@ -75,7 +103,7 @@ TEST(Ledger, undoing_an_unmap_brings_everything_back) {
   ledger.map(kBase, handles({0, 10, 50}), 10);
   ledger.undo_unmap(ledger.unmap(kBase + 10, 20, 10));
   EXPECT_EQ(ledger.num_mappings(), 3u);
-  EXPECT_THROW(ledger.remove_chunk(Handle{50}, 10), std::invalid_argument);
+  EXPECT_THROW(ledger.begin_release(Handle{50}, 10), std::invalid_argument);
 }
 
 TEST(Ledger, undoing_a_change_of_access_joins_what_it_split) {
@@ -170,8 +198,8 @@ TEST(Ledger, random_use_agrees_with_a_model) {
     ASSERT_EQ(ledger.num_mappings(), model_mappings()) << "step " << step;
   }
   for (const auto& [i, entry] : model) ledger.unmap(kBase + 10 * i, 10, 10);
-  for (uint64_t i = 0; i < 10; ++i) ledger.remove_chunk(Handle{10 * i}, 10);
-  EXPECT_EQ(ledger.num_chunks(), 0u);
+  for (uint64_t i = 0; i < 10; ++i) release(ledger, Handle{10 * i});
+  EXPECT_EQ(ledger.add_chunk(10), Handle{0}) << "all places are free again";
 }
 
 }  // namespace

@@ -78,7 +78,7 @@ TEST_P(Alloc, a_dirty_chunk_is_scrubbed_for_its_next_owner) {
   p_commit(faulty.pool, claims, kTenant);
   const std::vector<std::byte> secret(100, std::byte{7});
   faulty.faults.write(claims[0].handle, 0, secret);
-  faulty.pool.pset[claims[0].id].dirty_bytes = secret.size();
+  faulty.pool.pset[claims[0].id].dirty_bytes = static_cast<uint32_t>(secret.size());
   p_free(faulty.pool, std::vector{claims[0].id});
 
   claims = claim(faulty, 1);

@@ -8,7 +8,7 @@
 #include <set>
 #include <vector>
 
-#include "vtensor/pool/id_set.h"
+#include "vtensor/util/id_set.h"
 
 namespace vtensor {
 namespace {

@@ -61,10 +61,10 @@ struct Event {
 
 // One entry of a stream's queue. kWork runs when it reaches the front.
 struct Op {
-  enum class Kind { kKernel, kRecord, kWait, kWork } kind;
+  enum class Kind { kKernel, kRecord, kWork } kind;
   uint64_t kernel = 0;  // kKernel: 0 once ended
   std::shared_ptr<Event> event{};
-  uint64_t event_number = 0;  // kRecord: this record; kWait: the record waited for
+  uint64_t event_number = 0;  // kRecord: this record
   std::function<void()> work{};
   std::vector<Range> touched{};   // virtual
   std::vector<Range> physical{};  // offsets in the memfd

@@ -28,14 +28,11 @@ bool any_overlap(const std::vector<Range>& a, const std::vector<Range>& b) {
   return false;
 }
 
-bool wait_is_over(const Op& op) { return op.event->num_completed >= op.event_number; }
-
 // A kernel on another stream that nothing orders after this work, and that touches what it writes.
 bool races_with_kernel(const Stream& own, const Op& op) {
   for (const auto& [handle, stream] : state().streams) {
     if (&stream == &own) continue;
     for (const Op& other : stream.queue) {
-      if (other.kind == Op::Kind::kWait && !wait_is_over(other)) break;
       if (other.kind == Op::Kind::kKernel && other.kernel != 0 &&
           any_overlap(op.written, other.physical)) {
         return true;
@@ -51,8 +48,6 @@ bool finish_front(Stream& stream) {
   switch (op.kind) {
     case Op::Kind::kKernel:
       return op.kernel == 0;
-    case Op::Kind::kWait:
-      return wait_is_over(op);
     case Op::Kind::kRecord:
       op.event->num_completed = std::max(op.event->num_completed, op.event_number);
       return true;
@@ -234,16 +229,6 @@ STANDIN_EXPORT CUresult cuCtxSynchronize() {
     return std::ranges::all_of(markers,
                                [](const auto& event) { return event->num_completed == 1; });
   });
-}
-
-STANDIN_EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags) {
-  STANDIN_ENTER("cuStreamWaitEvent", Needs::kContext);
-  if (flags != 0) return violation(CUDA_ERROR_INVALID_VALUE, "cuStreamWaitEvent", "bad flags");
-  Stream* queue = stream_or_violation("cuStreamWaitEvent", stream);
-  const auto found = event_or_violation("cuStreamWaitEvent", event);
-  if (queue == nullptr || found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-  return push(*queue,
-              {.kind = Op::Kind::kWait, .event = found, .event_number = found->num_recorded});
 }
 
 STANDIN_EXPORT CUresult cuEventCreate(CUevent* event, unsigned int flags) {

@@ -148,7 +148,6 @@ struct CUmemAccessDesc {
   X(cuStreamCreate, "cuStreamCreate", (CUstream * stream, unsigned int flags))                    \
   X(cuStreamDestroy, "cuStreamDestroy_v2", (CUstream stream))                                     \
   X(cuStreamSynchronize, "cuStreamSynchronize", (CUstream stream))                                \
-  X(cuStreamWaitEvent, "cuStreamWaitEvent", (CUstream stream, CUevent event, unsigned int flags)) \
   X(cuEventCreate, "cuEventCreate", (CUevent * event, unsigned int flags))                        \
   X(cuEventDestroy, "cuEventDestroy_v2", (CUevent event))                                         \
   X(cuEventRecord, "cuEventRecord", (CUevent event, CUstream stream))                             \

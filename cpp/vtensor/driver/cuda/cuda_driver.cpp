@@ -361,20 +361,6 @@ void CudaDriver::finish(cuda::CUstream stream) const {
               [] { return "a stream of the driver's own"; });
 }
 
-void CudaDriver::wait_event(const CudaEvent& event) {
-  const CudaContext::Scope scope(*context_);
-  api().check(api().cuStreamWaitEvent(stream_, event.handle(), 0), "cuStreamWaitEvent",
-              [] { return "the driver's own stream"; });
-}
-
-CudaDriver::MemoryInfo CudaDriver::memory_info() const {
-  const CudaContext::Scope scope(*context_);
-  MemoryInfo info{};
-  api().check(api().cuMemGetInfo(&info.free_bytes, &info.total_bytes), "cuMemGetInfo",
-              [&] { return cuda_args("device", context_->device_index()); });
-  return info;
-}
-
 std::unique_ptr<Fence> CudaDriver::fence(uintptr_t stream) {
   CudaEvent event(context_);
   event.record(stream);

@@ -9,18 +9,16 @@
 //  2. Each chunk is mapped read-write in the window (cuda_window.h) from create() to release().
 //  3. create() zero-fills: CUDA does not document that new memory is zero.
 //  4. Copies and fills run on a non-blocking stream of the driver's own and have finished when the
-//     call returns. They are not ordered after other streams' kernels unless wait_event() was
-//     called; create()'s zero-fill never is.
+//     call returns. They are not ordered after other streams' kernels.
 //  5. No call here waits for running kernels. unmap(), map() and set_access() on addresses that a
 //     kernel may read are the caller's mistake: gate them by a CudaEvent.
 //  6. A failed rollback is said in the error's text, and the books then show what really is mapped.
 //
 // Weaker than on the host:
 //  - kGuard: a kernel that reads an unmapped address ends the whole context (illegal address).
-//  - kZero is refused. CUDA has no lazy zero page, and a real zero chunk behind every tail slot
-//  would
-//    have to be unmapped before each map(), next to addresses that kernels read. Padded kernels
-//    need a mapped, scrubbed tail instead.
+//  - kZero is refused. CUDA has no lazy zero page, and a real zero chunk behind all that is
+//    unmapped would have to go before each map(), next to addresses that kernels read. Padded
+//    kernels need mapped, scrubbed rows instead.
 #pragma once
 
 #include <atomic>
@@ -76,20 +74,9 @@ class CudaDriver final : public Driver {
   void read(Handle src, size_t src_offset, std::span<std::byte> out) override;
   void write(Handle dst, size_t dst_offset, std::span<const std::byte> in) override;
 
-  // Copies, fills, reads and writes from now on run after the work that `event` closes, without
-  // making the calling thread wait here.
-  void wait_event(const CudaEvent& event);
-
   // `stream` is a CUstream of this device, not being captured into a graph.
   std::unique_ptr<Fence> fence(uintptr_t stream) override;
   void synchronize() override;
-
-  // What the device has now, all processes counted; the other users of it are torch and its cache.
-  struct MemoryInfo {
-    size_t free_bytes;
-    size_t total_bytes;
-  };
-  MemoryInfo memory_info() const;
 
   // To make CudaEvents with; may outlive the driver.
   std::shared_ptr<const CudaContext> context() const noexcept { return context_; }
@@ -109,8 +96,7 @@ class CudaDriver final : public Driver {
   CudaBook book_;
   CudaWindow window_;
   cuda::CUstream stream_ = nullptr;
-  // create()'s zero-fills: nobody uses a new chunk yet, so they need not stand behind wait_event(),
-  // and a chunk for the next step comes while this step's kernels run.
+  // create()'s zero-fills: the worker's, which a copy of the step must not stand behind.
   cuda::CUstream zero_stream_ = nullptr;
   // Cleared when this driver refuses to unmap several mappings by one call; see unmap_run().
   std::atomic<bool> can_unmap_runs_{true};

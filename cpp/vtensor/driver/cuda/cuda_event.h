@@ -43,8 +43,6 @@ class CudaEvent {
   // Sleeps until done().
   void synchronize() const;
 
-  cuda::CUevent handle() const noexcept { return event_; }
-
  private:
   void destroy() noexcept;
 

@@ -44,8 +44,7 @@ HostDriver::HostDriver(const HostOptions& options)
                                                 : derived_mapping_limit(options.system_root)),
       memfd_(capacity_bytes_, page_bytes_),
       huge_pages_(options.huge_pages && probe_huge_pages()),
-      ledger_(page_bytes_),
-      offsets_(memfd_.space_bytes()) {}
+      ledger_(page_bytes_) {}
 
 HostDriver::~HostDriver() {
   for (const auto& [addr, size_bytes] : ledger_.ranges()) munmap(pointer(addr), size_bytes);
@@ -83,20 +82,20 @@ void HostDriver::free(uintptr_t addr, size_t size_bytes) {
 // --- chunks ---
 
 Handle HostDriver::create(size_t chunk_bytes) {
-  const uint64_t offset = claim(chunk_bytes);
+  const Handle handle = claim(chunk_bytes);
   try {
-    commit(offset, chunk_bytes);
+    commit(number(handle), chunk_bytes);
   } catch (...) {
-    unclaim(offset, chunk_bytes);
+    unclaim(handle, chunk_bytes);
     throw;
   }
-  return Handle{offset};
+  return handle;
 }
 
 void HostDriver::release(Handle handle, size_t chunk_bytes) {
   {
     const std::lock_guard lock(mutex_);
-    ledger_.remove_chunk(handle, chunk_bytes);
+    ledger_.begin_release(handle, chunk_bytes);
   }
   // A forked child shares the file: its copy of the bookkeeping must not punch its parent's memory.
   if (getpid() != owner_pid_) return;
@@ -104,18 +103,18 @@ void HostDriver::release(Handle handle, size_t chunk_bytes) {
     memfd_.punch(number(handle), chunk_bytes);
   } catch (...) {
     const std::lock_guard lock(mutex_);
-    ledger_.add_chunk(handle, chunk_bytes);
+    ledger_.undo_release(handle);
     throw;
   }
   const std::lock_guard lock(mutex_);
-  offsets_.give_back(number(handle), chunk_bytes);
+  ledger_.finish_release(handle);
   created_bytes_ -= chunk_bytes;
 }
 
-// Takes an extent and its bytes out of the cap, or throws OutOfMemoryError.
-uint64_t HostDriver::claim(size_t chunk_bytes) {
-  ledger_.require_chunk_shape(chunk_bytes);
+// Takes a place in the file and its bytes out of the cap, or throws OutOfMemoryError.
+Handle HostDriver::claim(size_t chunk_bytes) {
   const std::lock_guard lock(mutex_);
+  ledger_.require_chunk_shape(chunk_bytes);
   const size_t free_bytes = capacity_bytes_ - created_bytes_;
   if (chunk_bytes > free_bytes) {
     throw OutOfMemoryError(chunk_bytes, free_bytes, capacity_bytes_,
@@ -125,22 +124,16 @@ uint64_t HostDriver::claim(size_t chunk_bytes) {
     require_memory(chunk_bytes);
     memory_credit_bytes_ = std::max(chunk_bytes, kMemoryCreditBytes);
   }
-  const bool whole_huge_pages = chunk_bytes % kHugePageBytes == 0;
-  const auto offset = offsets_.take(chunk_bytes, whole_huge_pages ? kHugePageBytes : page_bytes_);
-  if (!offset) {
-    throw OutOfMemoryError(chunk_bytes, free_bytes, capacity_bytes_,
-                           "the file is fragmented by chunks of different sizes");
-  }
-  ledger_.add_chunk(Handle{*offset}, chunk_bytes);
+  const Handle handle = ledger_.add_chunk(chunk_bytes);
   created_bytes_ += chunk_bytes;
   memory_credit_bytes_ -= chunk_bytes;
-  return *offset;
+  return handle;
 }
 
-void HostDriver::unclaim(uint64_t offset, size_t chunk_bytes) {
+void HostDriver::unclaim(Handle handle, size_t chunk_bytes) {
   const std::lock_guard lock(mutex_);
-  ledger_.remove_chunk(Handle{offset}, chunk_bytes);
-  offsets_.give_back(offset, chunk_bytes);
+  ledger_.begin_release(handle, chunk_bytes);
+  ledger_.finish_release(handle);
   created_bytes_ -= chunk_bytes;
 }
 
@@ -186,7 +179,7 @@ bool HostDriver::probe_huge_pages() {
 
 // Only recorded here; set_access() makes the system call, with the final protection. Measured, a
 // mmap without access followed by mprotect costs 3.9-4.6 us a run, one call with the right
-// protection 3.0. Until set_access() the range goes on showing its tail: no byte of a chunk can be
+// protection 3.0. Until set_access() the range goes on showing no chunk: no byte of a chunk can be
 // reached, which is rule 5.
 void HostDriver::map(uintptr_t addr, std::span<const Handle> handles, size_t chunk_bytes) {
   const std::lock_guard lock(mutex_);
@@ -300,7 +293,7 @@ void HostDriver::forget(Handle handle) const noexcept {
   size_t size_bytes = 0;
   {
     const std::lock_guard lock(mutex_);
-    size_bytes = ledger_.chunk_bytes(handle);
+    size_bytes = ledger_.chunk_bytes();
   }
   if (size_bytes % kHugePageBytes == 0) memfd_.leave_window(number(handle), size_bytes);
 }

@@ -1,14 +1,14 @@
 // HostDriver: real memory on any Linux machine, without a GPU and without root.
 //
-// All chunks are extents of one sparse memfd; a Handle is an offset in it. Mapping is mmap, sharing
-// is mapping the same offset twice, and giving memory back is punching a hole: unmapping a memfd
-// frees nothing.
+// All chunks are places in one sparse memfd, all of one size; a Handle is an offset in it. Mapping
+// is mmap, sharing is mapping the same offset twice, and giving memory back is punching a hole:
+// unmapping a memfd frees nothing.
 //
-//   memfd    [chunk 0][chunk 1][ hole ][chunk 3] ...    sparse, twice the capacity
+//   memfd    [chunk 0][chunk 1][ hole ][chunk 3] ...    sparse, as large as the capacity
 //   window   [ all of it, read-write, for good       ]  copy, fill, read, write, collapse;
 //                                                       resident only while one of them runs
-//   range A  [chunk 3][chunk 0][chunk 1][ tail       ]  reserve, map, set_access
-//   range B  [chunk 3][ tail                         ]  the same chunk, shared
+//   range A  [chunk 3][chunk 0][chunk 1][ rest       ]  reserve, map, set_access
+//   range B  [chunk 3][ rest                         ]  the same chunk, shared
 //
 // Thread-safety: as driver.h says. One mutex guards the bookkeeping; it is not held during system
 // calls, except a reading of /proc once every 64 MiB created.
@@ -24,7 +24,8 @@
 //     be huge pages. It is *mapped* by huge pages where its address is such a multiple too.
 //  3. No more than mapping_limit() mappings are held, well below vm.max_map_count: at the system's
 //     limit malloc fails, and unmapping too.
-//  4. An address of a reserved range is always mapped by this driver, to a chunk or to the tail.
+//  4. An address of a reserved range is always mapped by this driver, to a chunk or to the
+//     unmapped rest.
 #pragma once
 
 #include <sys/types.h>
@@ -39,7 +40,6 @@
 #include "vtensor/driver/driver.h"
 #include "vtensor/driver/host/host_memfd.h"
 #include "vtensor/driver/ledger.h"
-#include "vtensor/driver/offset_allocator.h"
 
 namespace vtensor {
 
@@ -102,8 +102,8 @@ class HostDriver final : public Driver {
   std::byte* bytes_at(Handle handle, size_t offset, size_t size_bytes) const;
   void forget(Handle handle) const noexcept;
 
-  uint64_t claim(size_t chunk_bytes);
-  void unclaim(uint64_t offset, size_t chunk_bytes);
+  Handle claim(size_t chunk_bytes);
+  void unclaim(Handle handle, size_t chunk_bytes);
   void require_memory(size_t size_bytes);
   void commit(uint64_t offset, size_t size_bytes);
   bool probe_huge_pages();
@@ -123,7 +123,6 @@ class HostDriver final : public Driver {
 
   mutable std::mutex mutex_;  // guards all below
   Ledger ledger_;
-  OffsetAllocator offsets_;
   size_t created_bytes_ = 0;
   size_t memory_credit_bytes_ = 0;  // may be created before /proc is read again
 };

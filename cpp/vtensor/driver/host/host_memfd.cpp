@@ -21,11 +21,10 @@
 namespace vtensor {
 namespace {
 
-// Twice the capacity, so that free extents too small for a chunk (sizes may be mixed) do not count
-// as shortage. The file is sparse and the window only addresses: neither costs memory.
+// The file is sparse and the window only addresses: neither costs memory.
 size_t space_for(size_t capacity_bytes) {
-  return round_up(checked_mul(std::max(capacity_bytes, kHugePageBytes), 2, "capacity"),
-                  kHugePageBytes);
+  return checked_mul(ceil_div(std::max(capacity_bytes, size_t{1}), kHugePageBytes), kHugePageBytes,
+                     "capacity");
 }
 
 }  // namespace

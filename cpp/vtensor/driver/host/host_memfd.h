@@ -3,7 +3,7 @@
 //   memfd    [ memory ][ hole ][ memory ] ...        sparse: its size costs nothing
 //   window   [ all of it, read-write, for good ]     addresses only; where contents are changed
 //
-// Which extents are in use is the caller's affair (offset_allocator.h), and so is a bound on them.
+// Which extents are in use is the caller's affair (ledger.h), and so is a bound on them.
 //
 // Thread-safety: all members may be called from any thread, for extents that do not overlap.
 #pragma once

@@ -78,18 +78,16 @@ void SimDriver::free(uintptr_t addr, size_t size_bytes) {
 }
 
 Handle SimDriver::create(size_t chunk_bytes) {
-  ledger_.require_chunk_shape(chunk_bytes);
   Handle handle{};
   {
     const std::lock_guard lock(mutex_);
+    ledger_.require_chunk_shape(chunk_bytes);
     const size_t free_bytes = options_.capacity_bytes - created_bytes_;
     if (chunk_bytes > free_bytes) {
       throw OutOfMemoryError(chunk_bytes, free_bytes, options_.capacity_bytes,
                              "the simulated device is full");
     }
-    handle = Handle{next_handle_};
-    ledger_.add_chunk(handle, chunk_bytes);
-    next_handle_ += chunk_bytes;
+    handle = ledger_.add_chunk(chunk_bytes);
     created_bytes_ += chunk_bytes;
   }
   spend(CallKind::kCreate, 1, chunk_bytes);
@@ -99,7 +97,8 @@ Handle SimDriver::create(size_t chunk_bytes) {
 void SimDriver::release(Handle handle, size_t chunk_bytes) {
   {
     const std::lock_guard lock(mutex_);
-    ledger_.remove_chunk(handle, chunk_bytes);
+    ledger_.begin_release(handle, chunk_bytes);
+    ledger_.finish_release(handle);
     created_bytes_ -= chunk_bytes;
   }
   spend(CallKind::kRelease, 1, chunk_bytes);
@@ -117,9 +116,8 @@ void SimDriver::set_access(uintptr_t addr, size_t size_bytes, Access access) {
   size_t num_chunks = 0;
   {
     const std::lock_guard lock(mutex_);
-    for (const Ledger::Run& run : ledger_.set_access(addr, size_bytes, access)) {
-      num_chunks += run.size_bytes / run.chunk_bytes;
-    }
+    ledger_.set_access(addr, size_bytes, access);
+    if (size_bytes > 0) num_chunks = size_bytes / ledger_.chunk_bytes();
   }
   spend(CallKind::kSetAccess, num_chunks, size_bytes);
 }

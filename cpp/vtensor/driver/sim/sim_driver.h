@@ -8,7 +8,7 @@
 //
 // Invariants:
 //  1. Rules 1, 4, 6 (by refusing) and 7 of driver.h hold, with the same errors as on the host.
-//  2. Addresses and handles are never used twice, so a stale one is always found.
+//  2. Addresses are never used twice, so a stale one is always found.
 //  3. elapsed_us() = the sum of the costs of all calls that succeeded, whichever thread made them.
 #pragma once
 
@@ -86,7 +86,6 @@ class SimDriver final : public Driver {
   Ledger ledger_;
   size_t created_bytes_ = 0;
   uintptr_t next_addr_ = uintptr_t{1} << 44;
-  uint64_t next_handle_ = 0;
 };
 
 }  // namespace vtensor

@@ -48,8 +48,8 @@ class IdSet {
 
   // Removes and returns the largest member. Requires: not empty.
   uint32_t pop_highest() {
-    size_t word = words_.size() - 1;
-    while (words_[word] == 0) --word;
+    while (words_.back() == 0) words_.pop_back();
+    const size_t word = words_.size() - 1;
     const auto bit = static_cast<uint32_t>(63 - std::countl_zero(words_[word]));
     const auto id = static_cast<uint32_t>(word * 64) + bit;
     erase(id);
