@@ -235,9 +235,9 @@ nb::list range_tuples(const std::vector<SharedRange>& ranges) {
   return out;
 }
 
-void bind_manager(nb::module_& m) {
-  nb::enum_<KV>(m, "KV").value("KEY", KV::kKey).value("VALUE", KV::kValue);
-  nb::class_<Manager>(m, "Manager")
+// vTensors: their life, their lengths, the steps that use them.
+void bind_vtensors(nb::class_<Manager>& manager) {
+  manager
       .def_static(
           "open",
           [](const DriverConfig& driver, const KVSpec& spec, const ManagerOptions& options) {
@@ -268,7 +268,12 @@ void bind_manager(nb::module_& m) {
       .def("drain", &Manager::drain, GilRelease())
       .def("truncate", &Manager::truncate, "id"_a, "num_tokens"_a, GilRelease())
       .def("begin_step", &Manager::begin_step, GilRelease())
-      .def("end_step", &Manager::end_step, "stream"_a, GilRelease())
+      .def("end_step", &Manager::end_step, "stream"_a, GilRelease());
+}
+
+// What is recorded.
+void bind_prefixes(nb::class_<Manager>& manager) {
+  manager
       .def(
           "record_prefix",
           [](Manager& self, VTensorId id, const TokenArray& tokens) {
@@ -292,8 +297,12 @@ void bind_manager(nb::module_& m) {
           },
           "tokens"_a, "owner"_a, "ttl_seconds"_a, "cache_salt"_a)
       .def("unpin_prefix", &Manager::unpin_prefix, "owner"_a, GilRelease())
-      .def("reset_prefix_cache", &Manager::reset_prefix_cache, GilRelease())
-      .def("try_swap_out", &Manager::try_swap_out, "id"_a, GilRelease())
+      .def("reset_prefix_cache", &Manager::reset_prefix_cache, GilRelease());
+}
+
+// Memory that moves, comes and goes.
+void bind_memory(nb::class_<Manager>& manager) {
+  manager.def("try_swap_out", &Manager::try_swap_out, "id"_a, GilRelease())
       .def(
           "try_swap_in",
           [](Manager& self, VTensorId id, const TokenArray& tokens) {
@@ -308,8 +317,12 @@ void bind_manager(nb::module_& m) {
       .def("trim", &Manager::trim, GilRelease())
       .def("memory_budget", &Manager::memory_budget, GilRelease())
       .def("set_memory_budget", &Manager::set_memory_budget, "num_bytes"_a, GilRelease())
-      .def("bytes_for", &Manager::bytes_for, "num_tokens"_a)
-      .def("mapping_times", &Manager::mapping_times, GilRelease())
+      .def("bytes_for", &Manager::bytes_for, "num_tokens"_a);
+}
+
+// Numbers, traces, checks; and the end.
+void bind_insight(nb::class_<Manager>& manager) {
+  manager.def("mapping_times", &Manager::mapping_times, GilRelease())
       .def("available_bytes", &Manager::available_bytes, GilRelease())
       .def("start_trace", &Manager::start_trace, "path"_a, GilRelease())
       .def("stop_trace", &Manager::stop_trace, GilRelease())
@@ -320,7 +333,12 @@ void bind_manager(nb::module_& m) {
       .def("snapshot", &Manager::snapshot, GilRelease())
       .def("stats", &Manager::stats, GilRelease())
       .def("check_integrity", &Manager::check_integrity, GilRelease())
-      .def("close", &Manager::close, GilRelease())
+      .def("close", &Manager::close, GilRelease());
+}
+
+// What attention reads.
+void bind_views(nb::class_<Manager>& manager) {
+  manager
       .def(
           "shared_ranges",
           [](Manager& self, const std::vector<VTensorId>& ids,
@@ -346,6 +364,16 @@ void bind_manager(nb::module_& m) {
             return export_view(self, dtype, [&] { return self.arena(layer, which); });
           },
           "layer"_a, "which"_a, "dtype"_a);
+}
+
+void bind_manager(nb::module_& m) {
+  nb::enum_<KV>(m, "KV").value("KEY", KV::kKey).value("VALUE", KV::kValue);
+  nb::class_<Manager> manager(m, "Manager");
+  bind_vtensors(manager);
+  bind_prefixes(manager);
+  bind_memory(manager);
+  bind_insight(manager);
+  bind_views(manager);
 }
 
 }  // namespace
