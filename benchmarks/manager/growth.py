@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import subprocess
 import sys
 from array import array
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+
 from growth_scenario import LAYOUTS, Scenario, metadata_bytes_per_token
+from provenance import write_report
 
 CACHED_TOKENS = (1_000, 10_000, 100_000, 1_000_000, 10_000_000)
 PARKED_CHUNKS = (0, 1_024, 8_192, 65_536)
@@ -43,10 +44,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     load_before = os.getloadavg()
     gc.disable()
     tables = {
-        "cached_tokens": _series([(f"{n:,}", Scenario(rounds, cached_tokens=n)) for n in cached]),
-        "parked_chunks": _series([(f"{n:,}", Scenario(rounds, parked_chunks=n)) for n in parked]),
+        "cached_tokens": _series(
+            rounds, [(f"{n:,}", Scenario(2 * rounds, cached_tokens=n)) for n in cached]
+        ),
+        "parked_chunks": _series(
+            rounds, [(f"{n:,}", Scenario(2 * rounds, parked_chunks=n)) for n in parked]
+        ),
         "nodes_on_the_path": _series(
-            [(f"{n:,}", Scenario(rounds, path_nodes=n)) for n in PATH_NODES], only="match_hit"
+            rounds,
+            [(f"{n:,}", Scenario(2 * rounds, path_nodes=n)) for n in PATH_NODES],
+            only="match_hit",
         ),
     }
     gc.enable()
@@ -56,12 +63,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "ratio_last_to_first": {name: _ratios(table) for name, table in tables.items()},
         "metadata_bytes_per_token": layouts,
         "bounds": {"ratio": MAX_RATIO, "metadata_bytes_per_token": MAX_METADATA_BYTES},
-        **provenance("benchmarks/manager/growth.py", argv),
-        "load_average": list(load_before),
     }
     _print(report)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(arguments.json, "manager_growth", report, load_before=load_before)
     if arguments.plot:
         _plot(report, arguments.plot)
 
@@ -75,14 +79,23 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _series(columns: list[tuple[str, Scenario]], only: str | None = None) -> Table:
-    """One column after the other: each has a manager of its own."""
-    table: Table = {}
-    for column, scenario in columns:
-        for operation, values in scenario.run(only).items():
-            table.setdefault(operation, {})[column] = round(statistics.median(values), 2)
-        print(f"  {column} done", file=sys.stderr)
-    return table
+def _series(rounds: int, columns: list[tuple[str, Scenario]], only: str | None = None) -> Table:
+    """Each column has a manager of its own; they take turns, so that a machine that slows down for
+    a while does so for all of them."""
+    opened = [(column, scenario.open()) for column, scenario in columns]
+    names = [name for name in opened[0][1] if only in (None, name)]
+    values: dict[tuple[str, str], list[float]] = {}
+    for name in names:
+        for _ in range(rounds):
+            for column, operations in opened:
+                operations[name]()  # brings what it needs into the caches, as in a busy step
+                values.setdefault((name, column), []).append(operations[name]())
+    for _, scenario in columns:
+        scenario.close()
+    return {
+        name: {column: round(statistics.median(values[name, column]), 2) for column, _ in columns}
+        for name in names
+    }
 
 
 def _ratios(table: Table) -> dict[str, float]:
@@ -97,27 +110,6 @@ def _metadata(layout: str, quick: bool) -> float:
     command = [sys.executable, __file__, "--layout", layout, *(["--quick"] if quick else [])]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return round(float(done.stdout), 1)
-
-
-def provenance(program: str, argv: Sequence[str] | None) -> dict[str, Any]:
-    """Command, commit, hardware, versions, load and date of a result."""
-    import platform
-    from importlib.metadata import version
-
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    models = [line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")]
-    return {
-        "command": [program, *(sys.argv[1:] if argv is None else argv)],
-        "commit": commit,
-        "processor": models[0] if models else platform.processor(),
-        "num_cpus": os.cpu_count(),
-        "load_average": list(os.getloadavg()),
-        "versions": {"python": platform.python_version(), "flexinfer": version("flexinfer")},
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
 
 
 def _print(report: dict[str, Any]) -> None:

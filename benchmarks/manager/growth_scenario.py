@@ -57,11 +57,11 @@ class Scenario:
         self._path_nodes = path_nodes
         self._numbers = iter(range(1_000_000, 2_000_000_000))
 
-    def run(self, only: str | None = None) -> dict[str, list[float]]:
-        """Microseconds of every round of each operation (or of one)."""
+    def open(self) -> dict[str, Callable[[], float]]:
+        """Each operation, to be called once per round; returns its microseconds."""
         spare = 2 * NUM_LIVE * (self._rounds + 40) + self._rounds * 1_000
         chunks = self._cached_tokens // CHUNK_TOKENS + self._parked_chunks + spare
-        with VTensorManager(
+        self._manager = VTensorManager(
             SPEC,
             "sim",
             max_requests=2 * NUM_LIVE + NUM_PARKED,
@@ -69,14 +69,12 @@ class Scenario:
             chunk_bytes=CHUNK_BYTES,
             park=self._parked_chunks > 0,
             sim=SimConfig(granularity=CHUNK_BYTES),
-        ) as manager:
-            self._fill(manager)
-            operations = self._operations(manager)
-            return {
-                name: [operation() for _ in range(self._rounds)]
-                for name, operation in operations.items()
-                if only in (None, name)
-            }
+        )
+        self._fill(self._manager)
+        return self._operations(self._manager)
+
+    def close(self) -> None:
+        self._manager.close()
 
     def _fill(self, manager: VTensorManager) -> None:
         for _ in range(self._cached_tokens // PROMPT_TOKENS):

@@ -8,8 +8,9 @@ The traces are public (Azure's, Mooncake's) and not part of this repository.
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import random
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from growth import provenance
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+
+from provenance import write_report
 
 from flexinfer.loadgen.trace import TraceEntry, read_trace
 from flexinfer.vtensor import KVSpec, SimConfig, VTensorManager
@@ -80,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=1500, help="requests of each trace")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     arguments = parser.parse_args(argv)
+    load_before = os.getloadavg()
     programs = [*_bursts(), *_conversations()]
     for file in arguments.trace:
         programs += _trace_programs(file, arguments.limit)
@@ -97,9 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             }
         )
         print(f"| {program.name} | {program.budget_chunks:,} | {parked:.4f} | {plain:.4f} |")
-    if arguments.json:
-        report = {"rows": rows, **provenance("benchmarks/manager/hit_rate.py", argv)}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(arguments.json, "manager_hit_rate", {"rows": rows}, load_before=load_before)
 
 
 def _text(first: int, num_tokens: int) -> Prompt:
@@ -146,11 +149,13 @@ def _conversations() -> Iterator[Program]:
 def _trace_programs(file: Path, limit: int) -> Iterator[Program]:
     entries = read_trace(file, limit)
     prompts = _block_prompts(entries) if entries[0].block_ids else _user_prompts(entries)
+    longest = max(len(prompt) for prompt in prompts)
+    distinct = len({int(t) // CHUNK_TOKENS for prompt in prompts for t in prompt[::CHUNK_TOKENS]})
     for in_flight in (1, 16):
-        for budget in (1_000, 2_000, 4_000, 8_000):
-            yield Program(
-                f"{file.name.partition('.')[0]}, {in_flight} in flight", prompts, budget, in_flight
-            )
+        for part in (16, 8, 4, 2):  # of what would hold everything
+            budget = max(distinct // part, 2 * longest // CHUNK_TOKENS)
+            name = f"{file.name.partition('.')[0]}, {in_flight} in flight, budget for 1/{part}"
+            yield Program(name, prompts, budget, in_flight)
 
 
 def _block_prompts(entries: list[TraceEntry]) -> list[Prompt]:
