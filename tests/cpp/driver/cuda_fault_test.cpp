@@ -92,7 +92,7 @@ INSTANTIATE_TEST_SUITE_P(
                       Fault{"cuDeviceGet"}, Fault{"cuDeviceGetAttribute"},
                       Fault{"cuDevicePrimaryCtxRetain"}, Fault{"cuCtxPushCurrent"},
                       Fault{"cuCtxPopCurrent", true},
-                      Fault{"cuThreadExchangeStreamCaptureMode", true}, Fault{"cuMemGetInfo"},
+                      Fault{"cuThreadExchangeStreamCaptureMode", true},
                       Fault{"cuMemGetAllocationGranularity"}, Fault{"cuMemAddressReserve"},
                       Fault{"cuMemAddressFree"}, Fault{"cuMemCreate"}, Fault{"cuMemRelease"},
                       Fault{"cuMemMap"}, Fault{"cuMemUnmap", true}, Fault{"cuMemSetAccess"},
