@@ -11,8 +11,10 @@ void Manager::check_integrity() const {
 }
 
 TensorView Manager::view(VTensorId id, size_t layer, KV which) {
-  const Lock held = lock();
-  const VTensor& vtensor = core_.vtensors.resident(id);
+  Lock held = lock();
+  wait_until_idle(held, {&id, 1});  // what views may show can change its page table
+  VTensor& vtensor = core_.vtensors.resident(id);
+  core_.shield.before_view(vtensor);
   TensorView view = slot_view(pool_.vset, spec_, layer, which, vtensor.slot, vtensor.num_tokens);
   // Keeps the slot's address range and chunks while the view lives.
   view.lease = {this, [self = shared_from_this(), slot = vtensor.slot](void*) noexcept {

@@ -12,6 +12,7 @@
 #include "vtensor/core/reclaimer.h"
 #include "vtensor/core/recorder.h"
 #include "vtensor/core/retirement.h"
+#include "vtensor/core/shield.h"
 #include "vtensor/core/sleeper.h"
 #include "vtensor/core/swapper.h"
 #include "vtensor/core/upkeep.h"
@@ -31,8 +32,9 @@ struct Core {
   Retirement retirement{state, vtensors};
   Reclaimer reclaimer{state, vtensors, retirement};
   Extender extender{state, vtensors, retirement, reclaimer};
-  Placement placement{state, vtensors, retirement, extender};
-  Recorder recorder{state, vtensors};
+  Shield shield{state, vtensors, extender};
+  Placement placement{state, vtensors, retirement, extender, shield};
+  Recorder recorder{state, vtensors, shield};
   Swapper swapper{state, vtensors, reclaimer, extender};
   Sleeper sleeper{state, vtensors, retirement, reclaimer};
   Upkeep upkeep{state, reclaimer};

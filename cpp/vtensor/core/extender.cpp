@@ -74,7 +74,7 @@ size_t Extender::num_missing(std::span<const VTensorId> ids,
 // The last row may be written only by its appender. Continuing exactly where the last one stopped
 // makes this vTensor the appender, without a copy: the path of a multi-turn chat. Returns false
 // when somebody else may write there, or wrote on: then that row must be copied.
-bool Extender::take_over_last_row(VTensor& vtensor) {
+bool Extender::take_back_row(VTensor& vtensor) {
   const size_t planes = pool_.geometry.num_planes;
   const std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
   const auto last_row = std::span(table).subspan(vtensor.first_owned_row * planes, planes);
@@ -84,6 +84,11 @@ bool Extender::take_over_last_row(VTensor& vtensor) {
     return chunk.appender == kNoVTensor && chunk.written_bytes == written;
   });
   if (!vacant) return false;
+  // A view may write to what others see in this row; what is guarded, this vTensor cannot write.
+  if (pool_.vset[vtensor.slot].num_views > 0) return false;
+  if (vtensor.first_owned_row < pool_.vset[vtensor.slot].guarded_rows) {
+    vtensors_.unguard(vtensor.slot);
+  }
   for (const ChunkId id : last_row) pool_.pset[id].appender = vtensor.id;
   vtensor.last_row_shared = false;
   return true;
@@ -105,13 +110,17 @@ ExtensionPart Extender::outline(const VTensor& vtensor, size_t num_tokens) const
   part.first_row = pool_.vset.mapped_rows(vtensor.slot);
   const size_t rows = geometry.rows_for(num_tokens);
   if (rows > part.first_row) part.rows.resize((rows - part.first_row) * geometry.num_planes);
-  if (vtensor.last_row_shared && num_tokens > vtensor.num_tokens) {
-    part.copied_row = vtensor.first_owned_row;
-    part.copied_bytes = geometry.bytes_used(part.copied_row, vtensor.num_tokens);
-    part.copies.resize(geometry.num_planes);
-    part.originals = vtensors_.handles(vtensor.slot, part.copied_row, part.copied_row + 1);
-  }
+  if (vtensor.last_row_shared && num_tokens > vtensor.num_tokens) add_copies(part, vtensor);
   return part;
+}
+
+void Extender::add_copies(ExtensionPart& part, const VTensor& vtensor) const {
+  part.copied_row = vtensor.first_owned_row;
+  part.copied_bytes = pool_.geometry.bytes_used(part.copied_row, vtensor.num_tokens);
+  part.copies.resize(pool_.geometry.num_planes);
+  part.originals = vtensors_.handles(vtensor.slot, part.copied_row, part.copied_row + 1);
+  const bool guarded = part.copied_row < pool_.vset[vtensor.slot].guarded_rows;
+  part.originals_access = guarded ? Access::kCopyOnWrite : Access::kReadWrite;
 }
 
 // Fills the blank claims. Requires: as many chunks are claimable.
@@ -138,7 +147,7 @@ std::vector<ExtensionPart> Extender::outline_all(std::span<const VTensorId> ids,
     }
     vtensor.plan = state_.plan;
     if (num_tokens[i] <= std::max(vtensor.num_tokens, vtensor.write_limit)) continue;
-    if (vtensor.last_row_shared && take_over_last_row(vtensor)) {
+    if (vtensor.last_row_shared && take_back_row(vtensor)) {
       vtensors_.update_write_limit(vtensor);
     }
     parts.push_back(outline(vtensor, num_tokens[i]));
@@ -185,6 +194,29 @@ Extension Extender::plan_pre_extend(VTensorId id, size_t num_tokens) {
   return extension;
 }
 
+bool Extender::copy_shared_row(VTensor& vtensor) {
+  ++state_.plan;
+  vtensor.plan = state_.plan;  // its own rows are not to be taken for this
+  Extension extension;
+  extension.parts.push_back(outline(vtensor, vtensor.num_tokens));
+  add_copies(extension.parts.back(), vtensor);
+  if (!reclaimer_.make_claimable(extension.num_claims())) return false;
+  state_.epochs.wait();  // a running step may still write what is copied
+  claim_for(extension.parts.back());
+  ++state_.plan;
+  try {
+    extension.run(*pool_.driver, pool_.vset, pool_.geometry);
+  } catch (const OutOfMemoryError&) {
+    abandon(extension);
+    return false;
+  } catch (...) {
+    abandon(extension);
+    throw;
+  }
+  commit(extension);
+  return true;
+}
+
 void Extender::commit_copy(VTensor& vtensor, const ExtensionPart& part) {
   const size_t planes = pool_.geometry.num_planes;
   std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
@@ -193,6 +225,7 @@ void Extender::commit_copy(VTensor& vtensor, const ExtensionPart& part) {
     pool_.pset.drop_table_ref(entry);
     entry = part.copies[plane].id;
   }
+  vtensors_.forget_guard(vtensor.slot, part.copied_row);
   vtensors_.own_rows(vtensor, part.copied_row, part.copied_row + 1);
   vtensor.last_row_shared = false;
   vtensor.chunks_copied += planes;

@@ -46,6 +46,11 @@ class Extender {
   Extension plan_pre_extend(VTensorId id, size_t num_tokens);
   void commit(Extension& extension);
   void abandon(Extension& extension);
+  // Copies the row whose `last_row_shared` says that it is not this vTensor's own, so that it is.
+  // False: memory is short, nothing changed. Requires: not busy.
+  bool copy_shared_row(VTensor& vtensor);
+  // Makes the vTensor the appender of that row again if nobody wrote on there. False: it is not.
+  bool take_back_row(VTensor& vtensor);
   // Undoes claims of `tenant`.
   void unclaim(std::vector<Claim>& claims, uint64_t tenant);
 
@@ -54,7 +59,7 @@ class Extender {
   void truncate(VTensorId id, size_t num_tokens);
 
  private:
-  bool take_over_last_row(VTensor& vtensor);
+  void add_copies(ExtensionPart& part, const VTensor& vtensor) const;
   ExtensionPart outline(const VTensor& vtensor, size_t num_tokens) const;
   std::vector<ExtensionPart> outline_all(std::span<const VTensorId> ids,
                                          std::span<const size_t> num_tokens);

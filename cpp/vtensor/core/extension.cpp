@@ -40,10 +40,12 @@ struct PartMapper {
 
   RowRange at(size_t row) const { return {vset, geometry, part.slot, row}; }
 
+  Mapped originals() const { return {part.originals, part.originals_access}; }
+
   void map_part() {
     const CallScope scope(part.vtensor);
     if (!part.copies.empty())
-      remap(driver, at(part.copied_row), part.originals, handles_of(part.copies));
+      remap(driver, at(part.copied_row), originals(), {handles_of(part.copies)});
     try {
       map(driver, at(part.first_row), handles_of(part.rows));
     } catch (const BrokenMapping&) {
@@ -62,7 +64,7 @@ struct PartMapper {
 
   void unmap_tail() {
     try {
-      remap(driver, at(part.copied_row), handles_of(part.copies), part.originals);
+      remap(driver, at(part.copied_row), {handles_of(part.copies)}, originals());
     } catch (const std::exception& failure) {
       throw BrokenMapping(failure.what());
     }

@@ -29,6 +29,7 @@ struct ExtensionPart {
   uint32_t copied_bytes = 0;      // bytes to copy of each chunk in it
   std::vector<Claim> copies;      // empty: no row is copied
   std::vector<Handle> originals;  // what they replace
+  Access originals_access = Access::kReadWrite;
 
   bool broken = false;  // run() failed and could not undo this part
 };

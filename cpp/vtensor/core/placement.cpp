@@ -17,6 +17,7 @@ Placement::Fit Placement::fit(SlotId slot, std::span<const ChunkId> table, size_
   const size_t planes = pool_.geometry.num_planes;
   const std::vector<ChunkId>& mapped = pool_.vset[slot].table;
   const size_t mapped_rows = mapped.size() / planes;
+  if (pool_.vset[slot].guarded_rows > 0) return {slot, 0, 0, 0, mapped_rows};
   const size_t table_rows = table.size() / planes;
   const auto [end, unused] = std::ranges::mismatch(mapped, table);
   const size_t common_rows = static_cast<size_t>(end - mapped.begin()) / planes;
@@ -147,7 +148,9 @@ std::optional<VTensorId> Placement::create(std::span<const Token> tokens, const 
 }
 
 std::optional<VTensorId> Placement::fork(VTensorId parent_id) {
-  const VTensor parent = vtensors_.resident(parent_id);
+  VTensor& original = vtensors_.resident(parent_id);
+  if (state_.options.alias) shield_.before_sharing(original, original.num_tokens);
+  const VTensor parent = original;
   const size_t rows = pool_.geometry.rows_for(parent.num_tokens);
   RTree::Match shared;
   shared.num_tokens = parent.num_tokens;
@@ -157,10 +160,7 @@ std::optional<VTensorId> Placement::fork(VTensorId parent_id) {
   for (const ChunkId id : shared.table) pool_.pset.add_table_ref(id);
   if (!state_.options.alias) return create_copy(shared, parent.salt);
   const std::optional<VTensorId> child = create_alias(shared, parent.salt, rows);
-  if (child) {
-    VTensor& original = vtensors_.live(parent_id);
-    original.frozen_tokens = std::max(original.frozen_tokens, original.num_tokens);
-  }
+  if (child) original.frozen_tokens = std::max(original.frozen_tokens, original.num_tokens);
   return child;
 }
 

@@ -9,18 +9,20 @@
 #include <span>
 #include <string>
 
-#include "vtensor/core/extender.h"
+#include "vtensor/core/shield.h"
 
 namespace vtensor {
 
 class Placement {
  public:
-  Placement(CoreState& state, VTensorTable& vtensors, Retirement& retirement, Extender& extender)
+  Placement(CoreState& state, VTensorTable& vtensors, Retirement& retirement, Extender& extender,
+            Shield& shield)
       : state_(state),
         pool_(state.pool),
         vtensors_(vtensors),
         retirement_(retirement),
-        extender_(extender) {}
+        extender_(extender),
+        shield_(shield) {}
 
   // A vTensor that aliases the longest recorded prefix of `tokens`, or nothing when no slot is
   // left. Its num_tokens is the length of that prefix. `expected_tokens`: how long it will become,
@@ -55,6 +57,7 @@ class Placement {
   VTensorTable& vtensors_;
   Retirement& retirement_;
   Extender& extender_;
+  Shield& shield_;
 };
 
 }  // namespace vtensor

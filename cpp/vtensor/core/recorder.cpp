@@ -8,16 +8,6 @@
 #include "vtensor/util/error.h"
 
 namespace vtensor {
-namespace {
-
-// A full chunk below first_owned_row has no appender: it is never written again.
-void end_full(Chunk& chunk, const VTensor& vtensor, size_t chunk_bytes) {
-  if (chunk.appender != vtensor.id) return;
-  chunk.appender = kNoVTensor;
-  chunk.written_bytes = chunk.dirty_bytes = static_cast<uint32_t>(chunk_bytes);
-}
-
-}  // namespace
 
 size_t Recorder::record_prefix(VTensorId id, std::span<const Token> tokens) {
   VTensor& vtensor = vtensors_.resident(id);
@@ -26,8 +16,9 @@ size_t Recorder::record_prefix(VTensorId id, std::span<const Token> tokens) {
                                 " tokens, but the vTensor has only " +
                                 std::to_string(vtensor.num_tokens));
   }
+  const size_t num_shared = shield_.before_sharing(vtensor, tokens.size());
   vtensor.frozen_tokens = std::max(vtensor.frozen_tokens, tokens.size());
-  return r_push(pool_, vtensor.salt, tokens, vtensor.slot);
+  return r_push(pool_, vtensor.salt, tokens.first(num_shared), vtensor.slot);
 }
 
 // Rows [begin, end) of the vTensor become the chunks of `table` (a match's, row-major from row 0).
@@ -38,9 +29,10 @@ void Recorder::replace_rows(VTensor& vtensor, size_t begin, size_t end,
   const std::span<const ChunkId> wanted = table.subspan(begin * planes, (end - begin) * planes);
   std::vector<Handle> after;
   for (const ChunkId id : wanted) after.push_back(pool_.pset[id].handle);
+  vtensors_.freeze_rows(vtensor, end);
   try {
     remap(*pool_.driver, {pool_.vset, pool_.geometry, vtensor.slot, begin},
-          vtensors_.handles(vtensor.slot, begin, end), after);
+          {vtensors_.handles(vtensor.slot, begin, end)}, {after});
   } catch (const BrokenMapping&) {
     vtensors_.break_slot(vtensor.slot, wanted);
     throw;
@@ -48,18 +40,20 @@ void Recorder::replace_rows(VTensor& vtensor, size_t begin, size_t end,
   for (size_t i = 0; i < wanted.size(); ++i) {
     ChunkId& entry = mapped[begin * planes + i];
     pool_.pset.add_table_ref(wanted[i]);
-    end_full(pool_.pset[entry], vtensor, pool_.geometry.chunk_bytes);
     pool_.pset.drop_table_ref(entry);
     entry = wanted[i];
   }
+  vtensors_.forget_guard(vtensor.slot, begin);
 }
 
 // Two requests that computed the same prefix side by side hold the same KV twice; when the second
 // records it, its full rows are remapped onto the first one's chunks. It only saves memory, so
-// whatever speaks against it now leaves the vTensor as it is.
+// whatever speaks against it now leaves the vTensor as it is: a step that is open, and tensor
+// views, which go on showing what the vTensor itself computed.
 size_t Recorder::dedup(VTensorId id, std::span<const Token> tokens) {
   VTensor& vtensor = vtensors_.resident(id);
   if (!state_.options.alias || state_.epochs.is_open()) return 0;
+  if (pool_.vset[vtensor.slot].num_views > 0) return 0;
   const size_t planes = pool_.geometry.num_planes;
   const size_t known = std::min(tokens.size(), vtensor.num_tokens);
   const RTree::Match match = pool_.rtree.match(vtensor.salt, tokens.first(known));
@@ -81,11 +75,6 @@ size_t Recorder::dedup(VTensorId id, std::span<const Token> tokens) {
     ++state_.counters.dedup_failures;
     return 0;
   }
-  for (size_t i = vtensor.first_owned_row * planes; i < begin * planes;
-       ++i) {  // recorded by itself
-    end_full(pool_.pset[mapped[i]], vtensor, pool_.geometry.chunk_bytes);
-  }
-  vtensor.first_owned_row = std::max(vtensor.first_owned_row, end);
   const size_t num_chunks = (end - begin) * planes;
   state_.counters.chunks_deduplicated += num_chunks;
   vtensor.chunks_aliased += num_chunks;

@@ -7,22 +7,23 @@
 #include <cstddef>
 #include <span>
 
-#include "vtensor/core/vtensor_table.h"
+#include "vtensor/core/shield.h"
 
 namespace vtensor {
 
 class Recorder {
  public:
-  Recorder(CoreState& state, VTensorTable& vtensors)
-      : state_(state), pool_(state.pool), vtensors_(vtensors) {}
+  Recorder(CoreState& state, VTensorTable& vtensors, Shield& shield)
+      : state_(state), pool_(state.pool), vtensors_(vtensors), shield_(shield) {}
 
-  // Records tokens [0, tokens.size()) of the vTensor. Returns how many were new.
+  // Records tokens [0, tokens.size()) of the vTensor, or what shield.h lets be shared while views
+  // of it are alive. Returns how many were new.
   size_t record_prefix(VTensorId id, std::span<const Token> tokens);
 
   // Remaps full rows of `tokens` that the rTree holds in other chunks onto those. Returns the
-  // number of chunks given up: 0, with nothing changed, between begin() and end() of a step and
-  // when the driver fails. Waits for steps in flight. Throws BrokenMapping when the driver fails
-  // and fails again; the vTensor is lost then.
+  // number of chunks given up: 0, with nothing remapped, between begin() and end() of a step, while
+  // views of the vTensor are alive and when the driver fails. Waits for steps in flight. Throws
+  // BrokenMapping when the driver fails and fails again; the vTensor is lost then.
   size_t dedup(VTensorId id, std::span<const Token> tokens);
 
  private:
@@ -31,6 +32,7 @@ class Recorder {
   CoreState& state_;
   Pool& pool_;
   VTensorTable& vtensors_;
+  Shield& shield_;
 };
 
 }  // namespace vtensor

@@ -49,12 +49,14 @@ void Retirement::finish_steps() {
   reap();
 }
 
-// Where the slot of a released vTensor goes. A driver that fails to unmap leaves it parked, which
-// loses nothing: the rows are unmapped when they are needed.
+// Where the slot of a released vTensor goes. A driver that fails leaves it parked, which loses
+// nothing: the rows are unmapped when they are needed.
 void Retirement::park_or_free(SlotId slot) {
   vtensors_.park(slot);
-  if (state_.options.park && state_.pool.vset.mapped_rows(slot) > 0) return;
   try {
+    if (state_.options.park && state_.pool.vset.mapped_rows(slot) > 0) {
+      return vtensors_.unguard(slot);  // else nobody could adopt its rows
+    }
     vtensors_.shrink(slot, 0);
     v_free(state_.pool, slot);
   } catch (const std::exception&) {

@@ -114,6 +114,7 @@ void Sleeper::unmap_slot(SlotId slot) {
     vtensors_.break_slot(slot, {});
     throw;
   }
+  vtensors_.forget_guard(slot, 0);
 }
 
 void Sleeper::map_slot(SlotId slot) {

@@ -66,17 +66,23 @@ void VTensorTable::own_rows(VTensor& vtensor, size_t first_row, size_t end_row) 
 }
 
 void VTensorTable::record_watermark(const VTensor& vtensor, size_t first_row) {
+  const size_t rows = pool_.vset.mapped_rows(vtensor.slot);
+  for (size_t row = std::max(vtensor.first_owned_row, first_row); row < rows; ++row) {
+    leave_row(vtensor, row);
+  }
+}
+
+void VTensorTable::leave_row(const VTensor& vtensor, size_t row) {
   const size_t planes = pool_.geometry.num_planes;
   const Slot& slot = pool_.vset[vtensor.slot];
-  const std::vector<ChunkId>& table = slot.table;
   const size_t written_tokens = slot.num_views > 0 ? vtensor.peak_tokens : vtensor.num_tokens;
-  for (size_t i = std::max(vtensor.first_owned_row, first_row) * planes; i < table.size(); ++i) {
-    Chunk& chunk = pool_.pset[table[i]];
+  for (const ChunkId id : std::span(slot.table).subspan(row * planes, planes)) {
+    Chunk& chunk = pool_.pset[id];
     if (chunk.appender != vtensor.id) continue;
     chunk.appender = kNoVTensor;
-    chunk.written_bytes = pool_.geometry.bytes_used(i / planes, written_tokens);
+    chunk.written_bytes = pool_.geometry.bytes_used(row, written_tokens);
     chunk.dirty_bytes =
-        std::max(chunk.dirty_bytes, pool_.geometry.bytes_used(i / planes, vtensor.peak_tokens));
+        std::max(chunk.dirty_bytes, pool_.geometry.bytes_used(row, vtensor.peak_tokens));
   }
 }
 
@@ -99,6 +105,50 @@ std::vector<Handle> VTensorTable::handles(SlotId slot, size_t first_row, size_t 
     found.push_back(pool_.pset[table[i]].handle);
   }
   return found;
+}
+
+void VTensorTable::freeze_rows(VTensor& vtensor, size_t end_row) {
+  const size_t planes = pool_.geometry.num_planes;
+  const std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
+  for (size_t i = vtensor.first_owned_row * planes; i < end_row * planes; ++i) {
+    Chunk& chunk = pool_.pset[table[i]];
+    if (chunk.appender != vtensor.id) continue;
+    chunk.appender = kNoVTensor;
+    chunk.written_bytes = chunk.dirty_bytes = pool_.geometry.chunk_bytes;
+  }
+  vtensor.first_owned_row = std::max(vtensor.first_owned_row, end_row);
+}
+
+void VTensorTable::guard(SlotId slot, size_t end_row) {
+  Slot& entry = pool_.vset[slot];
+  const size_t end = std::min(end_row, pool_.vset.mapped_rows(slot));
+  if (end <= entry.guarded_rows || !pool_.driver->remaps_in_place()) return;
+  try {
+    set_access(*pool_.driver, {pool_.vset, pool_.geometry, slot, entry.guarded_rows},
+               end - entry.guarded_rows, Access::kReadWrite, Access::kCopyOnWrite);
+  } catch (const BrokenMapping&) {
+    break_slot(slot, {});
+    throw;
+  }
+  entry.guarded_rows = end;
+}
+
+void VTensorTable::unguard(SlotId slot) {
+  Slot& entry = pool_.vset[slot];
+  if (entry.guarded_rows == 0) return;
+  try {
+    set_access(*pool_.driver, {pool_.vset, pool_.geometry, slot, 0}, entry.guarded_rows,
+               Access::kCopyOnWrite, Access::kReadWrite);
+  } catch (const BrokenMapping&) {
+    break_slot(slot, {});
+    throw;
+  }
+  entry.guarded_rows = 0;
+}
+
+void VTensorTable::forget_guard(SlotId slot, size_t first_row) {
+  Slot& entry = pool_.vset[slot];
+  entry.guarded_rows = std::min(entry.guarded_rows, first_row);
 }
 
 void VTensorTable::park(SlotId slot) {
@@ -134,6 +184,7 @@ void VTensorTable::shrink(SlotId slot, size_t keep_rows) {
   }
   if (pool_.vset[slot].state == SlotState::kLive) record_watermark(vtensors_[slot], keep_rows);
   std::vector<ChunkId>& table = pool_.vset[slot].table;
+  forget_guard(slot, keep_rows);
   const auto dropped =
       std::span<const ChunkId>(table).subspan(keep_rows * pool_.geometry.num_planes);
   if (pool_.vset[slot].state == SlotState::kParked) {

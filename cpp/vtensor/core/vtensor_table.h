@@ -46,6 +46,18 @@ class VTensorTable {
   // Unmaps all rows from keep_rows on and drops their references. What a live vTensor wrote there
   // is noted first: a chunk that becomes free must be known to be dirty.
   void shrink(SlotId slot, size_t keep_rows);
+  // Rows below `end_row` are full and never written again: ends the vTensor's roles there.
+  void freeze_rows(VTensor& vtensor, size_t end_row);
+  // Ends its role in `row` alone, and leaves its watermark there, as record_watermark() does.
+  void leave_row(const VTensor& vtensor, size_t row);
+
+  // Maps the rows below `end_row` copy-on-write, where the driver can: see shield.h.
+  void guard(SlotId slot, size_t end_row);
+  // Maps them as all others again; what was written to them meanwhile is gone.
+  void unguard(SlotId slot);
+  // Rows from `first_row` on have been unmapped or remapped.
+  void forget_guard(SlotId slot, size_t first_row);
+
   // Parks a slot. Its chunks count as idle unless something else uses them.
   void park(SlotId slot);
   // Before a slot that may be parked changes its state: its chunks are in use again.

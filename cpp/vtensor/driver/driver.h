@@ -3,7 +3,8 @@
 //   reserve   a virtual range, nothing behind it          free      give the range back
 //   create    a physical chunk, committed and zero        release   give it back to the system
 //   map       chunks behind a range (no access yet)       unmap     take them away
-//   set_access  after map, once over a whole run         copy / fill / read / write  contents
+//   set_access  after map, once over a whole run          remap     other chunks, in one step
+//   copy / fill / read / write  contents
 //
 // Thread-safety: every call may be made from any thread. Calls on overlapping addresses or on the
 // same chunk must be ordered by the caller.
@@ -21,6 +22,9 @@
 //     never does this; the rule is CUDA's, and the host driver refuses it.)
 //  7. free() needs a range with nothing mapped in it.
 //  8. After unmap() a range shows the unmapped policy again: kGuard faults, kZero reads as zeros.
+//  9. Where remaps_in_place(): whoever reads a range during remap() or set_access() sees the old
+//     bytes or the new ones, never a hole; and what is written to a range with kCopyOnWrite stays
+//     in that range, a page at a time, until it is unmapped or has another access.
 //
 // Errors: std::invalid_argument for a caller mistake, OutOfMemoryError where create() finds no
 // memory, DriverError (call, code, arguments) for everything else.
@@ -30,6 +34,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <stdexcept>
 #include <string_view>
 
 #include "vtensor/driver/fence.h"
@@ -39,7 +44,7 @@ namespace vtensor {
 // One physical allocation, opaque: an offset for the host driver, a handle for CUDA.
 enum class Handle : uint64_t {};
 
-enum class Access { kNone, kRead, kReadWrite };
+enum class Access { kNone, kRead, kReadWrite, kCopyOnWrite };
 
 // What the unmapped part of a reserved range does when read.
 enum class UnmappedPolicy { kGuard, kZero };
@@ -78,6 +83,13 @@ class Driver {
   virtual void set_access(uintptr_t addr, size_t size_bytes, Access access) = 0;
   virtual void unmap(uintptr_t addr, size_t size_bytes, size_t chunk_bytes) = 0;
 
+  // Whether remap() and Access::kCopyOnWrite are to be had; else set_access() refuses the latter.
+  virtual bool remaps_in_place() const noexcept { return false; }
+  // Puts handles[i] in the place of the whole chunks mapped at addr + i * chunk_bytes. Throws
+  // std::logic_error unless remaps_in_place().
+  virtual void remap(uintptr_t addr, std::span<const Handle> handles, size_t chunk_bytes,
+                     Access access);
+
   // Contents, by chunk and offset, whether or not the chunk is mapped anywhere. Synchronous with
   // respect to the calling thread: when they return, the bytes are there.
   virtual void copy(Handle dst, size_t dst_offset, Handle src, size_t src_offset,
@@ -94,5 +106,9 @@ class Driver {
   // Sleeps until all kernels of the device are over, whoever issued them.
   virtual void synchronize() {}
 };
+
+inline void Driver::remap(uintptr_t, std::span<const Handle>, size_t, Access) {
+  throw std::logic_error("this driver cannot remap in place");
+}
 
 }  // namespace vtensor

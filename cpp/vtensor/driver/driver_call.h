@@ -25,13 +25,14 @@ enum class CallKind {
   kFill,
   kRead,
   kWrite,
+  kRemap,
 };
 
-inline constexpr size_t kNumCallKinds = 11;
+inline constexpr size_t kNumCallKinds = 12;
 
 inline constexpr std::array<std::string_view, kNumCallKinds> kCallNames = {
-    "reserve", "free", "create", "release", "map",  "set_access",
-    "unmap",   "copy", "fill",   "read",    "write"};
+    "reserve", "free", "create", "release", "map",   "set_access",
+    "unmap",   "copy", "fill",   "read",    "write", "remap"};
 
 constexpr size_t call_idx(CallKind kind) { return static_cast<size_t>(kind); }
 constexpr std::string_view call_name(CallKind kind) { return kCallNames[call_idx(kind)]; }
@@ -42,11 +43,11 @@ struct DriverCall {
   uintptr_t addr = 0;                 // reserve: the result, once it has succeeded
   Handle handle{};                    // create: the result; copy: the destination
   Handle source{};                    // copy
-  std::span<const Handle> handles{};  // map; valid only while the call lasts
+  std::span<const Handle> handles{};  // map, remap; valid only while the call lasts
   size_t offset_bytes = 0;            // in `handle`
   size_t source_offset_bytes = 0;     // in `source`
   size_t size_bytes = 0;
-  size_t chunk_bytes = 0;  // create, release, map, unmap
+  size_t chunk_bytes = 0;  // create, release, map, unmap, remap
   size_t alignment_bytes = 0;
   Access access = Access::kNone;
   int64_t start_ns = 0;     // steady clock; set by wrappers that measure

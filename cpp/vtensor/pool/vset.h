@@ -37,6 +37,7 @@ struct Slot {
   SlotState state = SlotState::kFree;
   std::vector<ChunkId> table;  // [row * num_planes + plane]
   size_t num_views = 0;        // exported tensor views that are alive
+  size_t guarded_rows = 0;     // leading rows that are mapped copy-on-write; see core/shield.h
   uint64_t generation = 0;     // counts the vTensors that lived here
 };
 

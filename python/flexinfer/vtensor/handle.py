@@ -79,7 +79,8 @@ class VTensor:
     def record_prefix(self, tokens: Any) -> int:
         """Let later requests share the KV of ``tokens``, this vTensor's first tokens.
 
-        Call it when their KV has been written. Returns how many of them are newly recorded.
+        Call it when their KV has been written. Returns how many of them are newly recorded. Of fewer
+        tokens than it has, whole chunks only are recorded while tensor views of it are alive.
         """
         return self._manager._core.record_prefix(self.id, token_array(tokens))
 
@@ -117,11 +118,16 @@ class VTensor:
         self._released = True
 
     def k(self, layer: int) -> Any:
-        """Keys of ``layer``, zero-copy ``[num_tokens, num_kv_heads, head_dim]``."""
+        """Keys of ``layer``, zero-copy ``[num_tokens, num_kv_heads, head_dim]``.
+
+        Write to tokens that nobody shares, those from ``num_cached_tokens`` on that are not recorded.
+        What is written to others stays this vTensor's on a CPU, and reaches the others on CUDA.
+        Raises OutOfMemoryError when a row of recorded and later tokens cannot be copied for that.
+        """
         return self._view(layer, _vtensor.KV.KEY)
 
     def v(self, layer: int) -> Any:
-        """Values of ``layer``, zero-copy ``[num_tokens, num_kv_heads, head_dim]``."""
+        """Values of ``layer``, as :meth:`k`."""
         return self._view(layer, _vtensor.KV.VALUE)
 
     def _view(self, layer: int, which: _vtensor.KV) -> Any:

@@ -20,6 +20,7 @@ cuda::CUmemAccess_flags access_flags(Access access) {
       return cuda::CU_MEM_ACCESS_FLAGS_PROT_NONE;
     case Access::kRead:
       return cuda::CU_MEM_ACCESS_FLAGS_PROT_READ;
+    case Access::kCopyOnWrite:  // refused by set_access()
     case Access::kReadWrite:
       break;
   }
@@ -245,6 +246,9 @@ cuda::CUresult CudaDriver::grant(uintptr_t addr, size_t size_bytes, Access acces
 
 void CudaDriver::set_access(uintptr_t addr, size_t size_bytes, Access access) {
   if (size_bytes == 0) return;
+  if (access == Access::kCopyOnWrite) {
+    throw std::invalid_argument("cuda: memory cannot be mapped copy-on-write");
+  }
   (void)book_.check_run(addr, size_bytes, 0);
   const CudaContext::Scope scope(*context_);
   api().check(grant(addr, size_bytes, access), "cuMemSetAccess", [&] {

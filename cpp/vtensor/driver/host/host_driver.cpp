@@ -209,7 +209,7 @@ void HostDriver::set_access(uintptr_t addr, size_t size_bytes, Access access) {
   try {
     for (; num_done < before.size(); ++num_done) apply(before[num_done], access);
   } catch (...) {
-    for (size_t i = 0; i <= num_done; ++i) take_back(before[i], access);
+    for (size_t i = 0; i <= num_done; ++i) show(before[i]);
     const std::lock_guard lock(mutex_);
     ledger_.undo_set_access(before);
     throw;
@@ -232,6 +232,44 @@ void HostDriver::unmap(uintptr_t addr, size_t size_bytes, size_t chunk_bytes) {
   }
 }
 
+// In the books only. Returns what was there, and in `after` what to map now.
+std::vector<Ledger::Run> HostDriver::record_remap(uintptr_t addr, std::span<const Handle> handles,
+                                                  size_t chunk_bytes, Access access,
+                                                  std::vector<Ledger::Run>& after) {
+  const std::lock_guard lock(mutex_);
+  const size_t size_bytes = checked_mul(handles.size(), chunk_bytes, "remap size");
+  const size_t num_mappings = ledger_.num_mappings();
+  const std::vector<Ledger::Run> before = ledger_.unmap(addr, size_bytes, chunk_bytes);
+  bool mapped = false;
+  try {
+    ledger_.map(addr, handles, chunk_bytes);
+    mapped = true;
+    after = ledger_.set_access(addr, size_bytes, access);
+    if (ledger_.num_mappings() > num_mappings) require_mappings_left(ledger_.num_mappings());
+  } catch (...) {
+    if (mapped) ledger_.unmap(addr, size_bytes, chunk_bytes);
+    ledger_.undo_unmap(before);
+    throw;
+  }
+  return before;
+}
+
+void HostDriver::remap(uintptr_t addr, std::span<const Handle> handles, size_t chunk_bytes,
+                       Access access) {
+  if (handles.empty()) return;
+  std::vector<Ledger::Run> after;
+  const std::vector<Ledger::Run> before = record_remap(addr, handles, chunk_bytes, access, after);
+  try {
+    for (const Ledger::Run& run : after) apply(run, access);
+  } catch (...) {
+    for (const Ledger::Run& run : before) show(run);
+    const std::lock_guard lock(mutex_);
+    ledger_.unmap(addr, handles.size() * chunk_bytes, chunk_bytes);
+    ledger_.undo_unmap(before);
+    throw;
+  }
+}
+
 // The count includes the window.
 void HostDriver::require_mappings_left(size_t num_mappings) const {
   if (num_mappings + 1 <= mapping_limit_) return;
@@ -246,7 +284,11 @@ void HostDriver::require_mappings_left(size_t num_mappings) const {
 // Changes the access of one run; run.access is what it has now.
 void HostDriver::apply(const Ledger::Run& run, Access access) const {
   if (run.access == access) return;
-  if (run.access == Access::kNone) {
+  if (access == Access::kCopyOnWrite) {
+    memfd_.map_private_at(run.addr, run.offset, run.size_bytes);
+    return;
+  }
+  if (run.access == Access::kNone || run.access == Access::kCopyOnWrite) {
     memfd_.map_at(run.addr, run.offset, run.size_bytes);
     if (access == Access::kReadWrite) return;  // as the window
   }
@@ -255,14 +297,14 @@ void HostDriver::apply(const Ledger::Run& run, Access access) const {
   }
 }
 
-// Undoes apply(run, access), wholly or partly done.
-void HostDriver::take_back(Ledger::Run run, Access access) const noexcept {
+// Brings back what a run showed, whatever is mapped there now.
+void HostDriver::show(Ledger::Run run) const noexcept {
+  const Access access = std::exchange(run.access, Access::kNone);
   try {
-    const Access before = std::exchange(run.access, access);
-    if (before == Access::kNone) {
+    if (access == Access::kNone) {
       show_tail(run.addr, run.size_bytes);
     } else {
-      apply(run, before);
+      apply(run, access);
     }
   } catch (const Error&) {  // the error that made us undo is the one to report
   }

@@ -36,6 +36,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "vtensor/driver/driver.h"
 #include "vtensor/driver/host/host_memfd.h"
@@ -83,6 +84,10 @@ class HostDriver final : public Driver {
   // At the system's own mapping limit unmap() leaves a range that faults under kZero too, until it
   // is mapped again.
   void unmap(uintptr_t addr, size_t size_bytes, size_t chunk_bytes) override;
+  // One system call replaces a mapping, and page faults wait for it: rule 9.
+  bool remaps_in_place() const noexcept override { return true; }
+  void remap(uintptr_t addr, std::span<const Handle> handles, size_t chunk_bytes,
+             Access access) override;
 
   void copy(Handle dst, size_t dst_offset, Handle src, size_t src_offset,
             size_t size_bytes) override;
@@ -109,8 +114,11 @@ class HostDriver final : public Driver {
   bool probe_huge_pages();
 
   void require_mappings_left(size_t num_mappings) const;
+  std::vector<Ledger::Run> record_remap(uintptr_t addr, std::span<const Handle> handles,
+                                        size_t chunk_bytes, Access access,
+                                        std::vector<Ledger::Run>& after);
   void apply(const Ledger::Run& run, Access access) const;
-  void take_back(Ledger::Run run, Access access) const noexcept;
+  void show(Ledger::Run run) const noexcept;
   void show_tail(uintptr_t addr, size_t size_bytes) const;
 
   const HostOptions options_;

@@ -113,6 +113,16 @@ void HostMemfd::map_at(uintptr_t addr, uint64_t offset, size_t size_bytes) const
   }
 }
 
+void HostMemfd::map_private_at(uintptr_t addr, uint64_t offset, size_t size_bytes) const {
+  if (mmap(pointer(addr), size_bytes, PROT_READ | PROT_WRITE,
+           MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd_,
+           static_cast<off_t>(offset)) == MAP_FAILED) {
+    fail_mapping("mmap", span_text(addr, size_bytes));
+  }
+  madvise(pointer(addr), size_bytes, MADV_DONTDUMP);
+  madvise(pointer(addr), size_bytes, MADV_DONTFORK);
+}
+
 // A failure only leaves the bytes counted.
 void HostMemfd::leave_window(uint64_t offset, size_t size_bytes) const noexcept {
   if (size_bytes > 0) madvise(window_ + offset, size_bytes, MADV_DONTNEED);

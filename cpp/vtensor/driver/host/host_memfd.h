@@ -41,6 +41,8 @@ class HostMemfd {
   // Shows an extent at `addr` too, read-write, in the place of what is mapped there. Throws
   // MappingLimitError or DriverError.
   void map_at(uintptr_t addr, uint64_t offset, size_t size_bytes) const;
+  // The same, but a page that is written there becomes a copy that only these addresses show.
+  void map_private_at(uintptr_t addr, uint64_t offset, size_t size_bytes) const;
 
   // Takes an extent out of the window's page tables once it has been touched there; the memory
   // stays. Else it counts twice in the process's resident set, here and where it is mapped.

@@ -113,6 +113,9 @@ void SimDriver::map(uintptr_t addr, std::span<const Handle> handles, size_t chun
 }
 
 void SimDriver::set_access(uintptr_t addr, size_t size_bytes, Access access) {
+  if (access == Access::kCopyOnWrite) {
+    throw std::invalid_argument("sim: memory cannot be mapped copy-on-write");
+  }
   size_t num_chunks = 0;
   {
     const std::lock_guard lock(mutex_);

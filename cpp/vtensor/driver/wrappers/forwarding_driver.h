@@ -36,6 +36,7 @@ class ForwardingDriver : public Driver {
   std::string_view name() const noexcept override { return inner_->name(); }
   Device device() const noexcept override { return inner_->device(); }
   bool has_memory() const noexcept override { return inner_->has_memory(); }
+  bool remaps_in_place() const noexcept override { return inner_->remaps_in_place(); }
   size_t granularity() const noexcept override { return inner_->granularity(); }
 
   std::unique_ptr<Fence> fence(uintptr_t stream) override { return inner_->fence(stream); }
@@ -88,6 +89,17 @@ class ForwardingDriver : public Driver {
             .size_bytes = size_bytes,
             .chunk_bytes = chunk_bytes},
            [&] { inner_->unmap(addr, size_bytes, chunk_bytes); });
+  }
+
+  void remap(uintptr_t addr, std::span<const Handle> handles, size_t chunk_bytes,
+             Access access) override {
+    around({.kind = CallKind::kRemap,
+            .addr = addr,
+            .handles = handles,
+            .size_bytes = handles.size() * chunk_bytes,
+            .chunk_bytes = chunk_bytes,
+            .access = access},
+           [&] { inner_->remap(addr, handles, chunk_bytes, access); });
   }
 
   void copy(Handle dst, size_t dst_offset, Handle src, size_t src_offset,
