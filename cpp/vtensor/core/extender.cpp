@@ -84,8 +84,9 @@ bool Extender::take_back_row(VTensor& vtensor) {
     return chunk.appender == kNoVTensor && chunk.written_bytes == written;
   });
   if (!vacant) return false;
-  // A view may write to what others see in this row; what is guarded, this vTensor cannot write.
-  if (pool_.vset[vtensor.slot].num_views > 0) return false;
+  // A view may write to what others see in this row, and what is guarded cannot be written:
+  // shield.h.
+  if (pool_.driver->remaps_in_place() && pool_.vset[vtensor.slot].num_views > 0) return false;
   if (vtensor.first_owned_row < pool_.vset[vtensor.slot].guarded_rows) {
     vtensors_.unguard(vtensor.slot);
   }

@@ -7,7 +7,7 @@
 namespace vtensor {
 
 void Shield::before_view(VTensor& vtensor) {
-  if (vtensor.frozen_tokens == 0) return;
+  if (vtensor.frozen_tokens == 0 || !pool_.driver->remaps_in_place()) return;
   const Geometry& geometry = pool_.geometry;
   const size_t row = geometry.full_rows(vtensor.frozen_tokens);
   if (appends_to_shared(vtensor, row)) {
@@ -26,6 +26,7 @@ void Shield::before_view(VTensor& vtensor) {
 size_t Shield::before_sharing(VTensor& vtensor, size_t num_tokens) {
   const Geometry& geometry = pool_.geometry;
   if (pool_.vset[vtensor.slot].num_views == 0 || num_tokens == 0) return num_tokens;
+  if (!pool_.driver->remaps_in_place()) return num_tokens;
   const size_t full = geometry.full_rows(num_tokens);
   const bool ends_in_row = full < geometry.rows_for(num_tokens);
   const size_t shared =

@@ -6,10 +6,12 @@
 //
 // Invariants, while views of a vTensor are alive:
 //  1. its rows below what is shared are guarded: mapped copy-on-write, so that a write becomes a
-//     page that this vTensor alone sees until it is released. Only where the driver remaps in
-//     place; on CUDA writing there is the caller's mistake.
+//     page that this vTensor alone sees until it is released;
 //  2. the last shared row, where it holds tokens of the vTensor's own, is a private copy; where it
 //     does not, it is guarded, and copied when the vTensor grows.
+//
+// Only where the driver remaps in place, which copy-on-write needs. Elsewhere, on CUDA, writing to
+// shared tokens is the caller's mistake, and nothing here does anything.
 //
 // Thread-safety: none; the manager's mutex guards it.
 #pragma once

@@ -122,7 +122,7 @@ void VTensorTable::freeze_rows(VTensor& vtensor, size_t end_row) {
 void VTensorTable::guard(SlotId slot, size_t end_row) {
   Slot& entry = pool_.vset[slot];
   const size_t end = std::min(end_row, pool_.vset.mapped_rows(slot));
-  if (end <= entry.guarded_rows || !pool_.driver->remaps_in_place()) return;
+  if (end <= entry.guarded_rows) return;
   try {
     set_access(*pool_.driver, {pool_.vset, pool_.geometry, slot, entry.guarded_rows},
                end - entry.guarded_rows, Access::kReadWrite, Access::kCopyOnWrite);

@@ -51,7 +51,7 @@ class VTensorTable {
   // Ends its role in `row` alone, and leaves its watermark there, as record_watermark() does.
   void leave_row(const VTensor& vtensor, size_t row);
 
-  // Maps the rows below `end_row` copy-on-write, where the driver can: see shield.h.
+  // Maps the rows below `end_row` copy-on-write: see shield.h. Requires: the driver can.
   void guard(SlotId slot, size_t end_row);
   // Maps them as all others again; what was written to them meanwhile is gone.
   void unguard(SlotId slot);

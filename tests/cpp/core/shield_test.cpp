@@ -170,8 +170,8 @@ TEST_P(HostShieldTest, a_view_of_a_recorded_prefix_does_not_write_to_it) {
   expect_recorded(7);
 }
 
-// On every device: the row that holds recorded tokens and later ones is the vTensor's alone.
-TEST_P(ShieldTest, a_view_does_not_write_to_recorded_tokens_in_a_row_that_went_on) {
+// The row that holds recorded tokens and later ones is the vTensor's alone.
+TEST_P(HostShieldTest, a_view_does_not_write_to_recorded_tokens_in_a_row_that_went_on) {
   open();
   const VTensorId id = make(kPrompt, 7);
   manager_->record_prefix(id, kPrompt);
@@ -186,7 +186,8 @@ TEST_P(ShieldTest, a_view_does_not_write_to_recorded_tokens_in_a_row_that_went_o
   EXPECT_EQ(manager_->info(id).chunks_copied, 1U) << "it is its own from then on";
 }
 
-TEST_P(ShieldTest, a_view_that_lives_while_its_vtensor_grows_does_not_write_to_what_is_recorded) {
+TEST_P(HostShieldTest,
+       a_view_that_lives_while_its_vtensor_grows_does_not_write_to_what_is_recorded) {
   open();
   const VTensorId id = make(kPrompt, 7);
   const TensorView shown = view(id);
@@ -197,7 +198,7 @@ TEST_P(ShieldTest, a_view_that_lives_while_its_vtensor_grows_does_not_write_to_w
   EXPECT_EQ(at(view(id), 9), 9);
 }
 
-TEST_P(ShieldTest, whole_rows_are_recorded_where_a_view_lives_and_the_vtensor_is_longer) {
+TEST_P(HostShieldTest, whole_rows_are_recorded_where_a_view_lives_and_the_vtensor_is_longer) {
   open();
   const VTensorId id = make(tokens_from(0, 11), 7);
   const TensorView shown = view(id);
@@ -208,7 +209,7 @@ TEST_P(ShieldTest, whole_rows_are_recorded_where_a_view_lives_and_the_vtensor_is
   expect_recorded(7, 8);
 }
 
-TEST_P(ShieldTest, a_view_that_came_and_went_costs_no_copy) {
+TEST_P(HostShieldTest, a_view_that_came_and_went_costs_no_copy) {
   open();
   const VTensorId id = make(kPrompt, 7);
   manager_->record_prefix(id, kPrompt);
@@ -225,7 +226,7 @@ TEST_P(ShieldTest, a_view_that_came_and_went_costs_no_copy) {
   EXPECT_EQ(manager_->record_prefix(other, tokens_from(50, seven)), 1U);
 }
 
-TEST_P(ShieldTest, a_view_that_needs_a_row_which_is_not_to_be_had_is_refused) {
+TEST_P(HostShieldTest, a_view_that_needs_a_row_which_is_not_to_be_had_is_refused) {
   open(/*budget_chunks=*/3);
   const VTensorId id = make(kPrompt, 7);
   manager_->record_prefix(id, kPrompt);
