@@ -1,7 +1,6 @@
 #include "vtensor/manager.h"
 
 #include <cmath>
-#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -159,6 +158,9 @@ bool Manager::try_extend(std::span<const VTensorId> ids, std::span<const size_t>
       wait_until_quiet(held);  // the worker held what was missing, for a moment
       extended = core_.extender.extend(ids, num_tokens);
     }
+    if (!extended && spill(core_.extender.num_missing(ids, num_tokens))) {
+      extended = core_.extender.extend(ids, num_tokens);
+    }
   }
   op.put("result", extended);
   return extended;
@@ -287,7 +289,10 @@ void Manager::set_memory_budget(size_t num_bytes) {
   const size_t chunks = budget_chunks(num_bytes, pool_.geometry);
   expire_pins();
   TraceOp op(*trace_, core_.state, "set_budget");
-  const bool is_set = core_.reclaimer.set_budget_chunks(chunks);
+  bool is_set = core_.reclaimer.set_budget_chunks(chunks);
+  if (!is_set && spill(pool_.pset.num_created() - chunks)) {
+    is_set = core_.reclaimer.set_budget_chunks(chunks);
+  }
   op.put("n", num_bytes).put("result", is_set);
   if (is_set) return;
   const size_t used = pool_.pset.num_created() - pool_.pset.num_free();
@@ -330,64 +335,6 @@ void Manager::close() {
   const Lock held = lock_in_any_state();
   closed_ = true;  // a second call tries again to give back what the driver refused in the first
   core_.discard(swap_store_, sleep_store_.get());
-}
-
-bool Manager::try_swap_out(VTensorId id) {
-  Lock held = lock();
-  wait_until_idle(held, {&id, 1});
-  TraceOp op(*trace_, core_.state, "swap_out", id);
-  const bool swapped = core_.swapper.swap_out(id, swap_store_);
-  op.put("result", swapped);
-  return swapped;
-}
-
-bool Manager::try_swap_in(VTensorId id, std::span<const Token> tokens) {
-  Lock held = lock();
-  const Stopwatch watch(exposed_ns_);
-  wait_until_idle(held, {&id, 1});
-  expire_pins();
-  TraceOp op(*trace_, core_.state, "swap_in", id);
-  op.tokens(tokens);
-  bool swapped = core_.swapper.swap_in(id, tokens, swap_store_);
-  if (!swapped && !core_.state.claimed.empty()) {
-    wait_until_quiet(held);  // the worker held what was missing, for a moment
-    swapped = core_.swapper.swap_in(id, tokens, swap_store_);
-  }
-  op.put("result", swapped);
-  return swapped;
-}
-
-size_t Manager::sleep(const std::string& directory) {
-  Lock held = lock();
-  wait_until_quiet(held);
-  sleep_store_ = std::make_unique<SwapStore>(std::numeric_limits<size_t>::max(),
-                                             pool_.geometry.chunk_bytes, directory);
-  try {
-    TraceOp op(*trace_, core_.state, "sleep");
-    const size_t num_bytes = core_.sleeper.sleep(*sleep_store_);
-    op.put("result", num_bytes);
-    return num_bytes;
-  } catch (...) {
-    sleep_store_.reset();
-    throw;
-  }
-}
-
-void Manager::wake() {
-  const Lock held = lock_awake_or_not();
-  if (!core_.sleeper.is_asleep()) return;
-  std::vector<VTensorId> released;
-  {
-    const TraceOp op(*trace_, core_.state, "wake");
-    released = core_.sleeper.wake(*sleep_store_);
-  }
-  sleep_store_.reset();
-  for (const VTensorId id : released) release_now(id);
-}
-
-bool Manager::is_asleep() const {
-  const Lock held = lock_in_any_state();
-  return core_.sleeper.is_asleep();
 }
 
 }  // namespace vtensor

@@ -138,6 +138,9 @@ class Manager : public std::enable_shared_from_this<Manager> {
   void wait_until_quiet(Lock& lock);
   size_t bytes_of(size_t num_chunks) const { return num_chunks * pool_.geometry.chunk_bytes; }
   void release_now(VTensorId id);
+  // Writes what swapped-out vTensors but `spared` still hold to the store. False: that freed
+  // nothing.
+  bool spill(size_t num_chunks, VTensorId spared = kNoVTensor);
   void end_view(SlotId slot) noexcept;
   void expire_pins();
 

@@ -30,6 +30,9 @@ std::vector<Counted> count_references(const Core& core) {
     }
   }
   for (const ChunkId id : core.state.claimed) ++counted.at(id).table_refs;
+  for (const VTensorId vtensor : core.vtensors.live_ids()) {
+    for (const ChunkId id : core.vtensors.live(vtensor).kept) ++counted.at(id).table_refs;
+  }
   pool.rtree.for_each([&](const RNode& node, const std::string&) {
     for (const ChunkId id : node.rows) {
       ++counted.at(id).tree_refs;

@@ -1,6 +1,7 @@
 #include "vtensor/core/sleeper.h"
 
 #include <algorithm>
+#include <exception>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -12,9 +13,32 @@
 
 namespace vtensor {
 
-size_t Sleeper::bytes_to_save(ChunkId id) const {
-  const Chunk& chunk = pool_.pset[id];
-  return chunk.appender != kNoVTensor ? pool_.geometry.chunk_bytes : chunk.dirty_bytes;
+// By chunk: its leading bytes that a vTensor or the tree may read.
+std::vector<size_t> Sleeper::used_bytes() const {
+  std::vector<size_t> used(pool_.pset.num_ids());
+  for (ChunkId id = 0; id < used.size(); ++id) {
+    const Chunk& chunk = pool_.pset[id];
+    if (chunk.appender == kNoVTensor) used[id] = chunk.written_bytes;
+  }
+  for (const VTensorId id : vtensors_.live_ids()) {
+    const VTensor& vtensor = vtensors_.live(id);
+    const std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
+    for (size_t i = vtensor.first_owned_row * pool_.geometry.num_planes; i < table.size(); ++i) {
+      if (pool_.pset[table[i]].appender != id) continue;
+      used[table[i]] =
+          pool_.geometry.bytes_used(i / pool_.geometry.num_planes, vtensor.peak_tokens);
+    }
+  }
+  return used;
+}
+
+std::vector<ChunkId> Sleeper::resident_chunks() const {
+  const std::unordered_set<ChunkId> broken = broken_chunks();
+  std::vector<ChunkId> chunks;
+  for (ChunkId id = 0; id < pool_.pset.num_ids(); ++id) {
+    if (pool_.pset[id].refs() > 0 && !broken.contains(id)) chunks.push_back(id);
+  }
+  return chunks;
 }
 
 // What broken slots may still map stays where it is.
@@ -39,50 +63,60 @@ size_t Sleeper::sleep(SwapStore& store) {
   state_.epochs.wait();  // what is saved must have been written
   retirement_.reap();
   const size_t trimmed_bytes = reclaimer_.trim();
-  const std::unordered_set<ChunkId> broken = broken_chunks();
-  std::vector<ChunkId> chunks;
+  const std::vector<ChunkId> chunks = resident_chunks();
+  const std::vector<size_t> used = used_bytes();
   size_t num_bytes = 0;
-  for (ChunkId id = 0; id < pool_.pset.num_ids(); ++id) {
-    if (pool_.pset[id].refs() == 0 || broken.contains(id)) continue;
-    chunks.push_back(id);
-    num_bytes += bytes_to_save(id);
-  }
+  for (const ChunkId id : chunks) num_bytes += used[id];
   if (!store.has_room(num_bytes)) {
     throw OutOfMemoryError(num_bytes, store.capacity_bytes() - store.used_bytes(),
                            store.capacity_bytes(), "the store for sleeping KV is too small");
   }
-  std::unordered_map<ChunkId, SwapStore::Ticket> saved;
-  try {
-    for (const ChunkId id : chunks) {
-      saved[id] = save(*pool_.driver, store, pool_.pset[id].handle, bytes_to_save(id));
-    }
-    unmap_all_slots();
-  } catch (...) {
-    for (const auto& [id, ticket] : saved) store.drop(ticket);
-    throw;
-  }
-  saved_ = std::move(saved);
+  unmap_all_slots();
   is_asleep_ = true;
-  return trimmed_bytes + release_memory() * pool_.geometry.chunk_bytes;
+  num_awake_slots_ = 0;
+  try {
+    save_and_release(chunks, used, store);
+  } catch (...) {
+    const std::exception_ptr first = std::current_exception();
+    try {
+      wake(store);
+    } catch (const std::exception&) {  // asleep, with what was not saved still resident
+    }
+    std::rethrow_exception(first);
+  }
+  const size_t away_bytes =
+      (pool_.pset.num_created() - num_resident_chunks()) * pool_.geometry.chunk_bytes;
+  const bool same_memory = store.is_in_memory() && pool_.driver->has_memory() &&
+                           pool_.driver->device().type == Device::Type::kCpu;
+  const size_t stored_bytes = same_memory ? store.used_bytes() : 0;
+  return trimmed_bytes + away_bytes - std::min(stored_bytes, away_bytes);
 }
 
-// Gives the memory of sleeping chunks back. What the driver refuses to release stays resident,
-// until wake() uses it again. Returns chunks.
-size_t Sleeper::release_memory() {
-  const std::unordered_set<ChunkId> broken = broken_chunks();
-  size_t num_released = 0;
-  for (const auto& [id, ticket] : saved_) {
-    Chunk& chunk = pool_.pset[id];
-    if (!chunk.created || broken.contains(id)) continue;
-    try {
-      pool_.driver->release(chunk.handle, pool_.geometry.chunk_bytes);
-    } catch (const std::exception&) {
-      continue;
-    }
-    chunk.created = false;
-    ++num_released;
+// One by one, so that no more than a chunk is held twice.
+void Sleeper::save_and_release(std::span<const ChunkId> chunks, std::span<const size_t> used,
+                               SwapStore& store) {
+  for (const ChunkId id : chunks) {
+    saved_[id] = save(*pool_.driver, store, pool_.pset[id].handle, used[id]);
+    release_chunk(id);
   }
-  return num_released;
+}
+
+// What the driver refuses to release stays resident, until wake() uses it again.
+void Sleeper::release_chunk(ChunkId id) {
+  Chunk& chunk = pool_.pset[id];
+  try {
+    pool_.driver->release(chunk.handle, pool_.geometry.chunk_bytes);
+    chunk.created = false;
+  } catch (const std::exception&) {
+    return;
+  }
+}
+
+void Sleeper::release_memory() {
+  const std::unordered_set<ChunkId> broken = broken_chunks();
+  for (const auto& [id, ticket] : saved_) {
+    if (pool_.pset[id].created && !broken.contains(id)) release_chunk(id);
+  }
 }
 
 // All or none: what was unmapped is mapped again when a later slot fails. A slot for which that

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -23,10 +24,11 @@ class Sleeper {
         retirement_(retirement),
         reclaimer_(reclaimer) {}
 
-  // Saves every chunk and gives all memory back, but for that of broken slots and what the driver
-  // refuses to release. Returns bytes. Throws, awake, when saving or unmapping fails, and
-  // std::invalid_argument while views are alive. Requires: no vTensor is busy. Until wake() no
-  // other class of core/ may change anything.
+  // Saves what is used of every chunk and gives all memory back, chunk by chunk, but for that of
+  // broken slots and what the driver refuses to release. Returns bytes, less those that the store
+  // itself takes from the same memory. Throws, awake, when saving or unmapping fails (asleep when
+  // waking up again fails too: wake() may be repeated), and std::invalid_argument while views are
+  // alive. Requires: no vTensor is busy. Until wake() no other class of core/ may change anything.
   size_t sleep(SwapStore& store);
   // Notes what is to be released when awake. Throws ReleasedError for the second time.
   void release_later(VTensorId id);
@@ -41,9 +43,13 @@ class Sleeper {
   void discard(SwapStore& store);
 
  private:
-  size_t bytes_to_save(ChunkId id) const;
+  std::vector<size_t> used_bytes() const;
+  std::vector<ChunkId> resident_chunks() const;
+  void save_and_release(std::span<const ChunkId> chunks, std::span<const size_t> used,
+                        SwapStore& store);
+  void release_chunk(ChunkId id);
   std::unordered_set<ChunkId> broken_chunks() const;
-  size_t release_memory();
+  void release_memory();
   void unmap_all_slots();
   void unmap_slot(SlotId slot);
   void map_slot(SlotId slot);

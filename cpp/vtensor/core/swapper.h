@@ -21,10 +21,15 @@ class Swapper {
         reclaimer_(reclaimer),
         extender_(extender) {}
 
-  // Moves the contents of a vTensor to the store and gives its chunks up; it keeps its slot.
+  // Moves the contents of a vTensor to the store and gives its chunks up; it keeps its slot, and
+  // its first rows as far as others hold them: writing these would free nothing.
   // False: the store is too full, nothing changed. Throws std::invalid_argument while views of it
   // are alive. Requires: not busy.
   bool swap_out(VTensorId id, SwapStore& store);
+  // When memory is short: saves rows that swapped-out vTensors other than `spared` kept and no
+  // other vTensor has any more, each chunk once, the last rows first, and gives them up. Returns
+  // the number of chunks, `num_chunks` rounded up to rows or less.
+  size_t spill(size_t num_chunks, SwapStore& store, VTensorId spared = kNoVTensor);
   // Brings them back to the same addresses; whole rows of `tokens` (may be empty) that are
   // recorded are aliased. False: memory is short, nothing changed. IntegrityError: the contents are
   // damaged; it stays swapped out.
@@ -33,8 +38,12 @@ class Swapper {
   void forget(VTensor& vtensor, SwapStore& store);
 
  private:
+  size_t num_shared_rows(const VTensor& vtensor) const;
+  size_t bytes_from(const VTensor& vtensor, size_t first_row) const;
+  bool spill_row(size_t row, std::span<VTensor* const> holders, SwapStore& store);
+  std::vector<ChunkId> match_beyond_kept(const VTensor& vtensor, std::span<const Token> tokens);
   bool bring_back(VTensor& vtensor, std::span<const Token> tokens, SwapStore& store, bool created);
-  void fill(VTensor& vtensor, std::span<const ChunkId> aliased, std::vector<Claim>& claims,
+  void fill(VTensor& vtensor, std::span<const ChunkId> shared, std::vector<Claim>& claims,
             const SwapStore& store);
 
   CoreState& state_;

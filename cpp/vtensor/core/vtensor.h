@@ -30,13 +30,14 @@ struct alignas(64) VTensor {
   size_t write_limit = 0;
   uint64_t plan = 0;  // the last plan_extend() that named it
   SlotId slot = 0;
-  bool is_swapped = false;       // its contents are in the swap store, nothing is mapped
+  bool is_swapped = false;       // nothing is mapped; its contents are in `kept` and the swap store
   bool busy = false;             // a growth of it is under way without the manager's mutex
   bool last_row_shared = false;  // the tail row is an alias; own it before writing
   size_t first_owned_row = 0;
   size_t frozen_tokens = 0;
-  size_t num_cached_tokens = 0;            // found recorded at creation
-  std::vector<SwapStore::Ticket> swapped;  // one per chunk, row-major
+  size_t num_cached_tokens = 0;  // found recorded at creation
+  std::vector<ChunkId> kept;     // swapped: its first rows, which others hold too; row-major
+  std::vector<SwapStore::Ticket> swapped;  // the rows that follow: one per chunk
   uint64_t tenant = 0;
   std::string salt;
   size_t chunks_aliased = 0;

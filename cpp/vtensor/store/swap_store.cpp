@@ -65,7 +65,7 @@ SwapStore::~SwapStore() {
 }
 
 SwapStore::Ticket SwapStore::put(std::span<const std::byte> bytes) {
-  Entry entry{bytes.size(), checksum_of(bytes), {}};
+  Entry entry{bytes.size(), checksum_of(bytes), 1, {}};
   const bool recycled = !free_tickets_.empty();
   const Ticket ticket = recycled ? free_tickets_.pop_lowest() : next_ticket_;
   if (file_ < 0) {
@@ -99,7 +99,7 @@ std::vector<std::byte> SwapStore::get(Ticket ticket) const {
 
 void SwapStore::drop(Ticket ticket) {
   const auto entry = entries_.find(ticket);
-  if (entry == entries_.end()) return;
+  if (entry == entries_.end() || --entry->second.num_holders > 0) return;
   used_bytes_ -= entry->second.num_bytes;
   entries_.erase(entry);
   free_tickets_.insert(ticket);

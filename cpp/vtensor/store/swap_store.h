@@ -3,7 +3,9 @@
 // The file is unlinked as soon as it is open: nothing stays behind, whatever happens to the
 // process. Thread-safety: none; the manager's mutex guards it.
 //
-// Invariant: used_bytes() is the sum of what has been put and not dropped, and <= capacity_bytes().
+// Invariant: used_bytes() is the sum of what has been put and not dropped by each of its holders,
+// and
+// <= capacity_bytes().
 #pragma once
 
 #include <cstddef>
@@ -30,10 +32,13 @@ class SwapStore {
 
   size_t used_bytes() const { return used_bytes_; }
   size_t capacity_bytes() const { return capacity_bytes_; }
+  bool is_in_memory() const { return file_ < 0; }
   bool has_room(size_t num_bytes) const { return num_bytes <= capacity_bytes_ - used_bytes_; }
 
   // Requires: has_room(bytes.size()).
   Ticket put(std::span<const std::byte> bytes);
+  // The same ticket for one more holder: it lasts until each has dropped it.
+  void share(Ticket ticket) { ++entries_.at(ticket).num_holders; }
   // The bytes of a ticket. Throws IntegrityError when they are not what was put.
   std::vector<std::byte> get(Ticket ticket) const;
   void drop(Ticket ticket);
@@ -42,6 +47,7 @@ class SwapStore {
   struct Entry {
     size_t num_bytes = 0;
     uint64_t checksum = 0;
+    size_t num_holders = 1;
     std::vector<std::byte> bytes;  // empty when in the file
   };
 

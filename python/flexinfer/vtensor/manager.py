@@ -292,8 +292,9 @@ class VTensorManager(OpenCore):
         """Give all physical memory back, contents saved; returns bytes.
 
         Recorded prefixes and live vTensors come back by :meth:`wake`, behind the same addresses.
-        ``directory``: where the contents go, as an unlinked file; None: host memory. Raises
-        ValueError while tensor views of vTensors are alive.
+        ``directory``: where the contents go, as an unlinked file; None: host memory. On a CPU that
+        is the same memory, and only what is returned goes back to the system: what held no KV.
+        Raises ValueError while tensor views of vTensors are alive.
         """
         return self._core.sleep(directory or "")
 

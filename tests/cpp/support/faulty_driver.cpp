@@ -35,6 +35,11 @@ int64_t FaultyDriver::num_failed() const {
 }
 
 void FaultyDriver::before(DriverCall& call) {
+  fail_if_due(call);
+  if (watcher_) watcher_(call);
+}
+
+void FaultyDriver::fail_if_due(const DriverCall& call) {
   const std::lock_guard lock(mutex_);
   ++num_calls_[call_idx(call.kind)];
   if (plan_.only.has_value() && *plan_.only != call.kind) return;

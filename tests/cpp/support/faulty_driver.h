@@ -5,9 +5,11 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <utility>
 
 #include "vtensor/driver/wrappers/forwarding_driver.h"
 
@@ -29,6 +31,9 @@ class FaultyDriver final : public ForwardingDriver {
   // Starts counting matching calls from 0 again. May be called while others use the driver.
   void set_plan(const FaultPlan& plan);
 
+  // Runs before every call that does not fail. Not while others use the driver.
+  void watch(std::function<void(const DriverCall&)> watcher) { watcher_ = std::move(watcher); }
+
   // Calls made since construction, failed ones too: of one kind, or all.
   int64_t num_calls(CallKind kind) const;
   int64_t num_calls() const;
@@ -39,6 +44,9 @@ class FaultyDriver final : public ForwardingDriver {
   void after(DriverCall&) noexcept override {}
 
  private:
+  void fail_if_due(const DriverCall& call);
+
+  std::function<void(const DriverCall&)> watcher_;
   mutable std::mutex mutex_;  // guards all below
   FaultPlan plan_;
   int64_t num_matching_ = 0;  // since set_plan
