@@ -466,6 +466,14 @@ class Stats:
         """Slots free or parked."""
 
     @property
+    def num_broken_slots(self) -> int:
+        """Slots that a failing driver broke, until repaired."""
+
+    @property
+    def broken_bytes(self) -> int:
+        """Virtual: what these may map."""
+
+    @property
     def recorded_tokens(self) -> int:
         """Tokens of recorded prefixes."""
 

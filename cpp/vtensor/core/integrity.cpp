@@ -1,6 +1,8 @@
 #include "vtensor/core/integrity.h"
 
+#include <algorithm>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "vtensor/util/error.h"
@@ -64,6 +66,9 @@ void check_chunks(const Core& core) {
     expect(chunk.refs() == 0 || chunk.created || core.sleeper.is_asleep() ||
                core.state.claimed.contains(id),
            "referenced " + name + " has no memory");
+    expect(chunk.dirty_bytes <= core.state.pool.geometry.chunk_bytes &&
+               chunk.written_bytes <= core.state.pool.geometry.chunk_bytes,
+           "dirty and written bytes of " + name);
     expect(chunk.refs() > 0 || chunk.appender == kNoVTensor,
            "2, free " + name + " has an appender");
     free += static_cast<size_t>(chunk.created && chunk.refs() == 0);
@@ -105,10 +110,15 @@ void check_appenders(const Core& core) {
 void check_slots(const Core& core) {
   const Pool& pool = core.state.pool;
   size_t parked = 0;
+  size_t broken = 0;
+  size_t retiring = 0;
   for (SlotId slot = 0; slot < pool.vset.num_slots(); ++slot) {
     const Slot& entry = pool.vset[slot];
     const std::string name = "slot " + std::to_string(slot);
     parked += static_cast<size_t>(entry.state == SlotState::kParked);
+    retiring += static_cast<size_t>(entry.state == SlotState::kRetiring);
+    expect(entry.guarded_rows <= pool.vset.mapped_rows(slot), name + " guards mapped rows only");
+    broken += static_cast<size_t>(entry.state == SlotState::kBroken);
     if (entry.state == SlotState::kBroken) continue;
     expect(entry.table.size() % pool.geometry.num_planes == 0, "3, " + name + " has whole rows");
     expect(entry.table.size() <= pool.geometry.max_rows() * pool.geometry.num_planes,
@@ -116,6 +126,29 @@ void check_slots(const Core& core) {
     expect(entry.state != SlotState::kFree || entry.table.empty(), "free " + name + " is unmapped");
   }
   expect(parked == pool.vset.parked().size(), "the parked list holds the parked slots");
+  expect(retiring == core.retirement.num_retiring(), "the retiring list holds the retiring slots");
+  expect(broken == core.vtensors.num_broken(), "count of broken slots");
+}
+
+// What the driver says is mapped is what the page tables say. A vTensor in the worker's hands and a
+// broken slot are in between; asleep, nothing is mapped but what a failed wake() left.
+void check_mappings(const Core& core) {
+  const Pool& pool = core.state.pool;
+  const size_t planes = pool.geometry.num_planes;
+  if (core.sleeper.is_asleep()) return;
+  for (SlotId slot = 0; slot < pool.vset.num_slots(); ++slot) {
+    const Slot& entry = pool.vset[slot];
+    const bool busy = entry.state == SlotState::kLive && core.vtensors.live_in(slot).busy;
+    if (entry.state == SlotState::kBroken || busy) continue;
+    const size_t rows = pool.vset.mapped_rows(slot);
+    for (size_t i = 0; i < std::min(rows + 1, pool.geometry.max_rows()) * planes; ++i) {
+      const size_t row = i / planes;
+      const auto mapped = pool.driver->mapped_at(pool.vset.address(i % planes, slot, row));
+      const bool right = row < rows ? mapped == pool.pset[entry.table[i]].handle : !mapped;
+      expect(right, "the driver maps slot " + std::to_string(slot) + " row " + std::to_string(row) +
+                        " as its page table says");
+    }
+  }
 }
 
 void check_vtensor(const Core& core, const VTensor& vtensor) {
@@ -128,6 +161,8 @@ void check_vtensor(const Core& core, const VTensor& vtensor) {
     return;
   }
   expect(pool.geometry.rows_for(vtensor.num_tokens) <= rows, name + " is mapped up to its length");
+  expect(vtensor.frozen_tokens <= vtensor.num_tokens, name + " froze tokens that it has");
+  expect(vtensor.num_tokens <= vtensor.peak_tokens, "the peak length of " + name);
   expect(vtensor.write_limit <= pool.geometry.tokens_in(rows),
          name + " may write mapped rows only");
   const size_t first_owned = vtensor.first_owned_row + (vtensor.last_row_shared ? 1 : 0);
@@ -150,6 +185,13 @@ void check_tree(const Core& core) {
     num_tokens += node.tokens.size();
   });
   expect(num_tokens == pool.rtree.num_tokens(), "count of recorded tokens");
+  std::unordered_map<const RNode*, size_t> pins;
+  for (const auto& [owner, pin] : pool.rtree.pins()) {
+    for (const RNode* node = pin.node; node != nullptr; node = node->parent) ++pins[node];
+  }
+  pool.rtree.for_each([&](const RNode& node, const std::string&) {
+    expect(node.num_pins == pins[&node], "count of pins at or below a node of the rTree");
+  });
 }
 
 }  // namespace
@@ -158,6 +200,7 @@ void check_integrity(const Core& core) {
   check_chunks(core);
   check_appenders(core);
   check_slots(core);
+  check_mappings(core);
   for (const VTensorId id : core.vtensors.live_ids()) check_vtensor(core, core.vtensors.live(id));
   check_tree(core);
 }

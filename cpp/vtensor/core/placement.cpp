@@ -93,7 +93,8 @@ std::optional<SlotId> Placement::place(std::span<const ChunkId> table, size_t wa
     adopt(fit(parked->slot, table, wanted_rows, /*count_all=*/true), table, tenant);
     return parked->slot;
   }
-  const std::optional<SlotId> slot = v_alloc(pool_);
+  std::optional<SlotId> slot = v_alloc(pool_);
+  if (!slot && vtensors_.repair_broken() > 0) slot = v_alloc(pool_);
   if (!slot) return std::nullopt;
   std::vector<Handle> table_handles;
   for (const ChunkId id : table) table_handles.push_back(pool_.pset[id].handle);

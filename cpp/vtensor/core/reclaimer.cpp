@@ -108,6 +108,7 @@ bool Reclaimer::make_claimable(size_t num_chunks, bool created) {
     return true;
   }
   retirement_.reap_all();
+  vtensors_.repair_broken();
   // With nothing created, the part of the budget that is not used yet does not count.
   const size_t uncreated = pool_.pset.budget_chunks() - pool_.pset.num_created();
   if (num_available() - (created ? uncreated : 0) < num_chunks) return false;
@@ -166,6 +167,7 @@ void Reclaimer::release_free_chunk() {
 
 size_t Reclaimer::trim() {
   retirement_.reap();
+  vtensors_.repair_broken();
   const std::vector<SlotId> parked(pool_.vset.parked().begin(), pool_.vset.parked().end());
   for (const SlotId slot : parked) shrink_parked(slot, 0);
   size_t released_bytes = 0;

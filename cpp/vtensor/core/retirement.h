@@ -26,6 +26,7 @@ class Retirement {
   void reap();
   // The same for all slots: waits for their steps. Nothing while a step is open.
   void reap_all();
+  size_t num_retiring() const { return retiring_.size(); }
   // Waits for every step, one without end() as well, and reaps.
   void finish_steps();
 

@@ -23,6 +23,7 @@ struct MappedTotals {
   size_t live_chunks = 0;
   size_t parked_chunks = 0;
   size_t held_chunks = 0;
+  size_t broken_chunks = 0;
   size_t num_live = 0;
 
   explicit MappedTotals(const VSet& vset) {
@@ -30,6 +31,7 @@ struct MappedTotals {
       const Slot& entry = vset[slot];
       if (entry.state == SlotState::kParked) parked_chunks += entry.table.size();
       if (entry.state == SlotState::kHeld) held_chunks += entry.table.size();
+      if (entry.state == SlotState::kBroken) broken_chunks += entry.table.size();
       if (entry.state != SlotState::kLive) continue;
       ++num_live;
       live_chunks += entry.table.size();
@@ -117,6 +119,8 @@ Stats gather_stats(const Core& core) {
   stats.available_bytes = core.reclaimer.num_available() * chunk_bytes;
   stats.num_vtensors = mapped.num_live;
   stats.num_free_slots = pool.vset.num_free() + pool.vset.parked().size();
+  stats.num_broken_slots = core.vtensors.num_broken();
+  stats.broken_bytes = mapped.broken_chunks * chunk_bytes;
   stats.recorded_tokens = pool.rtree.num_tokens();
   return stats;
 }

@@ -26,6 +26,8 @@ namespace vtensor {
   X(size_t, available_bytes, "What extend() could still have.")                        \
   X(size_t, num_vtensors, "vTensors alive.")                                           \
   X(size_t, num_free_slots, "Slots free or parked.")                                   \
+  X(size_t, num_broken_slots, "Slots that a failing driver broke, until repaired.")    \
+  X(size_t, broken_bytes, "Virtual: what these may map.")                              \
   X(size_t, recorded_tokens, "Tokens of recorded prefixes.")                           \
   X(size_t, pre_extend_failures, "Mapping ahead of need that failed.")                 \
   X(double, map_us_exposed, "Microseconds that callers waited for driver work.")       \

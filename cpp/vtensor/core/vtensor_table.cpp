@@ -168,7 +168,44 @@ void VTensorTable::break_slot(SlotId slot, std::span<const ChunkId> chunks) {
     pool_.pset.add_table_ref(id);
     pool_.vset[slot].table.push_back(id);
   }
+  num_broken_ += pool_.vset[slot].state == SlotState::kBroken ? 0 : 1;
   pool_.vset.make_broken(slot);
+}
+
+size_t VTensorTable::repair_broken() {
+  if (num_broken_ == 0 || state_.epochs.is_open()) return 0;
+  state_.epochs.wait();
+  const size_t before = num_broken_;
+  for (SlotId slot = 0; slot < pool_.vset.num_slots(); ++slot) {
+    const Slot& entry = pool_.vset[slot];
+    if (entry.state != SlotState::kBroken || entry.num_views > 0) continue;
+    if (!repair(slot)) break;  // the driver fails still
+  }
+  return before - num_broken_;
+}
+
+// Chunk by chunk, since nobody knows which are mapped. The table names each of them at least once.
+bool VTensorTable::repair(SlotId slot) {
+  const Geometry& geometry = pool_.geometry;
+  std::vector<ChunkId>& table = pool_.vset[slot].table;
+  const size_t rows = std::min(ceil_div(table.size(), geometry.num_planes), geometry.max_rows());
+  for (size_t i = 0; i < rows * geometry.num_planes; ++i) {
+    const size_t row = i / geometry.num_planes;
+    try {
+      pool_.driver->unmap(pool_.vset.address(i % geometry.num_planes, slot, row),
+                          geometry.chunk_bytes, geometry.chunk_bytes);
+    } catch (const std::invalid_argument&) {
+      continue;  // nothing is mapped there
+    } catch (const std::exception&) {
+      return false;
+    }
+  }
+  p_free(pool_, table);
+  table.clear();
+  forget_guard(slot, 0);
+  pool_.vset.make_free(slot);
+  --num_broken_;
+  return true;
 }
 
 void VTensorTable::shrink(SlotId slot, size_t keep_rows) {

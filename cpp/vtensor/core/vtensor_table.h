@@ -62,15 +62,21 @@ class VTensorTable {
   void park(SlotId slot);
   // Before a slot that may be parked changes its state: its chunks are in use again.
   void unpark(SlotId slot);
-  // Nobody knows what is mapped in the slot: it is never used again, and what may be mapped there
-  // (its table and `chunks`) stays referenced, so that nobody else writes to it.
+  // Nobody knows what is mapped in the slot: it is not used until it is repaired, and what may be
+  // mapped there (its table and `chunks`) stays referenced, so that nobody else writes to it.
   void break_slot(SlotId slot, std::span<const ChunkId> chunks);
+  // Unmaps whatever broken slots may map, so that they are free again. What the driver still
+  // refuses, what views show and what an open step may read stays broken. Returns repaired slots.
+  size_t repair_broken();
+  size_t num_broken() const { return num_broken_; }
 
  private:
+  bool repair(SlotId slot);
   VTensorId id_of(SlotId slot) const;
 
   CoreState& state_;
   Pool& pool_;
+  size_t num_broken_ = 0;
   std::vector<VTensor> vtensors_;  // by slot; of the past where the slot is not live
 };
 

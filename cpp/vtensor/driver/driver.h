@@ -33,6 +33,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string_view>
@@ -89,6 +90,10 @@ class Driver {
   // std::logic_error unless remaps_in_place().
   virtual void remap(uintptr_t addr, std::span<const Handle> handles, size_t chunk_bytes,
                      Access access);
+
+  // What is mapped at `addr` as far as the driver knows: nothing, or a chunk. For
+  // check_integrity().
+  virtual std::optional<Handle> mapped_at(uintptr_t addr) const = 0;
 
   // Contents, by chunk and offset, whether or not the chunk is mapped anywhere. Synchronous with
   // respect to the calling thread: when they return, the bytes are there.

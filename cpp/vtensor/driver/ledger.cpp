@@ -94,6 +94,13 @@ void Ledger::require_bytes(Handle handle, size_t offset_bytes, size_t size_bytes
   }
 }
 
+std::optional<Handle> Ledger::mapped_at(uintptr_t addr) const {
+  const auto above = segments_.upper_bound(addr);
+  if (above == segments_.begin() || std::prev(above)->second.end() <= addr) return std::nullopt;
+  const Run& run = std::prev(above)->second;
+  return Handle{run.offset + (addr - run.addr) / chunk_bytes_ * chunk_bytes_};
+}
+
 void Ledger::map(uintptr_t addr, std::span<const Handle> handles, size_t chunk_bytes) {
   require_chunk_shape(chunk_bytes);
   if (handles.empty()) return;

@@ -24,6 +24,7 @@
 #include <cstdint>
 #include <limits>
 #include <map>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -77,6 +78,7 @@ class Ledger {
   void undo_set_access(std::span<const Run> before);
   void undo_unmap(std::span<const Run> before);
 
+  std::optional<Handle> mapped_at(uintptr_t addr) const;
   size_t chunk_bytes() const noexcept { return chunk_bytes_; }  // 0: there has been none
   size_t num_mappings() const noexcept { return num_mappings_; }
   const std::map<uintptr_t, size_t>& ranges() const noexcept { return ranges_; }  // addr -> bytes

@@ -53,10 +53,13 @@ class OpenCore:
         self._core.close()
 
     def _no_slot(self) -> OutOfMemoryError:
-        error = OutOfMemoryError(
-            f"all {self.max_requests} slots hold live requests; release one or raise max_requests"
-        )
         stats = self.stats()
+        broken = stats.num_broken_slots
+        because = f", and the driver cannot unmap {broken} that failed before" if broken else ""
+        error = OutOfMemoryError(
+            f"all {self.max_requests - broken} slots hold live requests{because}; "
+            "release one or raise max_requests"
+        )
         sizes = {"asked_bytes": 0, "free_bytes": stats.available_bytes}
         vars(error).update(sizes, budget_bytes=stats.budget_bytes)
         return error

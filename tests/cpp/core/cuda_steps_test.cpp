@@ -242,6 +242,23 @@ TEST_F(StepsTest, close_waits_for_all_kernels_of_the_device_where_a_step_was_nev
   EXPECT_EQ(manager_->stats().resident_bytes, 0U);
 }
 
+// A kernel faulted, and the fence says so when the last view of a released vTensor goes.
+TEST_F(StepsTest, a_fence_that_fails_when_a_view_goes_does_not_end_the_process) {
+  open();
+  const VTensorId id = make(kPrompt);
+  const size_t free_slots = manager_->stats().num_free_slots;
+  std::optional<TensorView> view = manager_->view(id, 0, KV::kKey);
+  manager_->begin_step();
+  for (const uint64_t kernel : launch({id})) standin().end_kernel(kernel);
+  manager_->end_step(kStream);
+  manager_->release(id);
+  standin().fail("cuEventQuery", 1, cuda::CUDA_ERROR_UNKNOWN);
+  view.reset();
+  EXPECT_EQ(manager_->snapshot().vtensors.front().state, SlotState::kRetiring);
+  manager_->trim();  // asks once more
+  EXPECT_EQ(manager_->stats().num_free_slots, free_slots + 1);
+}
+
 TEST_F(StepsTest, a_manager_that_goes_away_waits_too) {
   open();
   const VTensorId id = make(kPrompt);

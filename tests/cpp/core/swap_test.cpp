@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "tests/cpp/support/swap_world.h"
+#include "vtensor/core/snapshot.h"
 
 namespace vtensor {
 namespace {
@@ -370,16 +371,20 @@ TEST_P(SleepTest, what_sleeps_may_be_discarded) {
   world.expect_nothing_leaks();
 }
 
-TEST_P(SleepTest, a_broken_slot_keeps_its_memory_and_lets_the_others_sleep) {
+TEST_P(SleepTest, a_broken_slot_is_repaired_before_the_others_sleep) {
   World world;
   const VTensorId parent = world.make(kPrompt, 'a');
   const VTensorId child = world.fork(parent);
   const VTensorId other = world.make(tokens_from(100, 6), 'b');
   world.faulty.fail_at(2, /*persistent=*/true);  // one plane unmapped, and no more
   EXPECT_THROW(world.core.swapper.swap_out(child, world.store), BrokenMapping);
+  EXPECT_EQ(gather_stats(world.core).num_broken_slots, 1U);
+  EXPECT_EQ(world.core.vtensors.repair_broken(), 0U) << "the driver fails still";
+  check_integrity(world.core);
   world.faulty.fail_never();
   world.core.sleeper.sleep(world.sleep_store);
-  EXPECT_EQ(world.core.sleeper.num_resident_chunks(), 6U);
+  EXPECT_EQ(gather_stats(world.core).num_broken_slots, 0U);
+  EXPECT_EQ(world.core.sleeper.num_resident_chunks(), 0U);
   check_integrity(world.core);
   world.core.sleeper.wake(world.sleep_store);
   check_integrity(world.core);

@@ -77,6 +77,29 @@ def test_a_driver_without_memory_is_shortage() -> None:
         manager.check_integrity()
 
 
+def test_broken_slots_are_counted_and_named_and_repaired_when_the_driver_recovers() -> None:
+    with open_manager(park=False) as manager:
+        for _ in range(4):
+            vtensor = manager.create()
+            vtensor.extend(16)
+            manager.faults.fail(2, persistent=True)  # one plane is unmapped, and no more
+            vtensor.release()
+        stats = manager.stats()
+        assert (stats.num_broken_slots, stats.num_free_slots) == (4, 0)
+        assert stats.broken_bytes == stats.resident_bytes > 0
+        assert [info.state for info in manager.snapshot().vtensors] == ["broken"] * 4
+        with pytest.raises(OutOfMemoryError, match="cannot unmap 4 that failed before"):
+            manager.create()
+        manager.faults.fail(0)
+        vtensor = manager.create()
+        vtensor.extend(16)
+        assert not vtensor.k(0).any()
+        manager.trim()
+        stats = manager.stats()
+        assert (stats.num_broken_slots, stats.num_vtensors, stats.num_free_slots) == (0, 1, 3)
+        manager.check_integrity()
+
+
 def test_a_driver_without_memory_makes_the_cache_give_way() -> None:
     with open_manager() as manager:
         first = manager.create(PROMPT)

@@ -139,6 +139,13 @@ std::vector<CudaBook::PlacedMapping> CudaBook::check_run(uintptr_t addr, size_t 
   return run;
 }
 
+std::optional<Handle> CudaBook::mapped_at(uintptr_t addr) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = mappings_.find(addr);
+  if (found == mappings_.end()) return std::nullopt;
+  return found->second.handle;
+}
+
 void CudaBook::set_run_access(uintptr_t addr, size_t size_bytes, Access access) noexcept {
   const std::lock_guard lock(mutex_);
   for (auto it = mappings_.find(addr); it != mappings_.end() && it->first < addr + size_bytes;

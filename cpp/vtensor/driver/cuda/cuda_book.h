@@ -23,6 +23,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <unordered_map>
 #include <vector>
@@ -74,6 +75,8 @@ class CudaBook {
 
   // The mappings that fill [addr, addr + size_bytes) exactly. `chunk_bytes` 0: of any size.
   std::vector<PlacedMapping> check_run(uintptr_t addr, size_t size_bytes, size_t chunk_bytes) const;
+  // The chunk mapped from `addr` on.
+  std::optional<Handle> mapped_at(uintptr_t addr) const;
   void set_run_access(uintptr_t addr, size_t size_bytes, Access access) noexcept;
 
   // For the destructor: everything that is still there.

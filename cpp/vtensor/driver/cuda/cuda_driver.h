@@ -67,6 +67,8 @@ class CudaDriver final : public Driver {
   void set_access(uintptr_t addr, size_t size_bytes, Access access) override;
   void unmap(uintptr_t addr, size_t size_bytes, size_t chunk_bytes) override;
 
+  std::optional<Handle> mapped_at(uintptr_t addr) const override { return book_.mapped_at(addr); }
+
   // Source and destination may lie in one chunk, but may not overlap.
   void copy(Handle dst, size_t dst_offset, Handle src, size_t src_offset,
             size_t size_bytes) override;

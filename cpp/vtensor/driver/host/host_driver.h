@@ -33,6 +33,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -89,6 +90,10 @@ class HostDriver final : public Driver {
   void remap(uintptr_t addr, std::span<const Handle> handles, size_t chunk_bytes,
              Access access) override;
 
+  std::optional<Handle> mapped_at(uintptr_t addr) const override {
+    const std::lock_guard lock(mutex_);
+    return ledger_.mapped_at(addr);
+  }
   void copy(Handle dst, size_t dst_offset, Handle src, size_t src_offset,
             size_t size_bytes) override;
   void fill(Handle dst, size_t dst_offset, size_t size_bytes, std::byte value) override;

@@ -133,6 +133,11 @@ void SimDriver::unmap(uintptr_t addr, size_t size_bytes, size_t chunk_bytes) {
   spend(CallKind::kUnmap, size_bytes / chunk_bytes, size_bytes);
 }
 
+std::optional<Handle> SimDriver::mapped_at(uintptr_t addr) const {
+  const std::lock_guard lock(mutex_);
+  return ledger_.mapped_at(addr);
+}
+
 void SimDriver::copy(Handle dst, size_t dst_offset, Handle src, size_t src_offset,
                      size_t size_bytes) {
   require_bytes(dst, dst_offset, size_bytes);

@@ -17,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string_view>
 
@@ -66,6 +67,7 @@ class SimDriver final : public Driver {
   void map(uintptr_t addr, std::span<const Handle> handles, size_t chunk_bytes) override;
   void set_access(uintptr_t addr, size_t size_bytes, Access access) override;
   void unmap(uintptr_t addr, size_t size_bytes, size_t chunk_bytes) override;
+  std::optional<Handle> mapped_at(uintptr_t addr) const override;
   void copy(Handle dst, size_t dst_offset, Handle src, size_t src_offset,
             size_t size_bytes) override;
   void fill(Handle dst, size_t dst_offset, size_t size_bytes, std::byte value) override;

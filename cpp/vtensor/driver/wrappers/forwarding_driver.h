@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string_view>
@@ -37,6 +38,7 @@ class ForwardingDriver : public Driver {
   Device device() const noexcept override { return inner_->device(); }
   bool has_memory() const noexcept override { return inner_->has_memory(); }
   bool remaps_in_place() const noexcept override { return inner_->remaps_in_place(); }
+  std::optional<Handle> mapped_at(uintptr_t addr) const override { return inner_->mapped_at(addr); }
   size_t granularity() const noexcept override { return inner_->granularity(); }
 
   std::unique_ptr<Fence> fence(uintptr_t stream) override { return inner_->fence(stream); }

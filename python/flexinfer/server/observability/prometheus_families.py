@@ -229,6 +229,11 @@ def _memory(memory: Stats, make: Maker) -> Iterator[Metric]:
     )
     yield make.gauge("num_vtensors", "Live vTensors.", memory.num_vtensors)
     yield make.gauge("num_free_slots", "Slots free or parked.", memory.num_free_slots)
+    yield make.gauge(
+        "num_broken_slots",
+        "Slots that a failing driver left unusable until they are repaired.",
+        memory.num_broken_slots,
+    )
     yield make.gauge("recorded_tokens", "Tokens of recorded prefixes.", memory.recorded_tokens)
     for kind, text in CHUNK_TOTALS.items():
         yield make.counter(f"chunks_{kind}", text, getattr(memory, f"chunks_{kind}"))

@@ -1,0 +1,99 @@
+// check_integrity() finds what has been corrupted: one field at a time, named in the error.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "tests/cpp/support/swap_world.h"
+
+namespace vtensor {
+namespace {
+
+struct Corruption {
+  std::string name;
+  std::string message;
+  std::function<void(World&, VTensorId)> corrupt;
+};
+
+void PrintTo(const Corruption& corruption, std::ostream* out) { *out << corruption.name; }
+
+uintptr_t address_of(World& world, VTensorId id, size_t row) {
+  return world.faulty.pool.vset.address(0, world.core.vtensors.live(id).slot, row);
+}
+
+Chunk& chunk_of(World& world, VTensorId id) {
+  Pool& pool = world.faulty.pool;
+  return pool.pset[pool.vset[world.core.vtensors.live(id).slot].table.front()];
+}
+
+const std::vector<Corruption> kCorruptions = {
+    {"UnmappedByOthers", "the driver maps slot 0 row 2",
+     [](World& world, VTensorId id) {
+       world.faulty.pool.driver->unmap(address_of(world, id, 2), kChunk, kChunk);
+     }},
+    {"RemappedByOthers", "the driver maps slot 0 row 1",
+     [](World& world, VTensorId id) {
+       Driver& driver = *world.faulty.pool.driver;
+       const Handle other = chunk_of(world, id).handle;
+       driver.unmap(address_of(world, id, 1), kChunk, kChunk);
+       driver.map(address_of(world, id, 1), {&other, 1}, kChunk);
+     }},
+    {"MappedBeyondTheTable", "the driver maps slot 0 row 3",
+     [](World& world, VTensorId id) {
+       const Handle other = chunk_of(world, id).handle;
+       world.faulty.pool.driver->map(address_of(world, id, 3), {&other, 1}, kChunk);
+     }},
+    {"FrozenTokens", "froze tokens",
+     [](World& world, VTensorId id) { world.core.vtensors.live(id).frozen_tokens = 11; }},
+    {"PeakTokens", "peak length",
+     [](World& world, VTensorId id) { world.core.vtensors.live(id).peak_tokens = 9; }},
+    {"DirtyBytes", "dirty and written bytes",
+     [](World& world, VTensorId id) { chunk_of(world, id).dirty_bytes = kChunk + 1; }},
+    {"WrittenBytes", "dirty and written bytes",
+     [](World& world, VTensorId id) { chunk_of(world, id).written_bytes = kChunk + 1; }},
+    {"GuardedRows", "guards mapped rows only",
+     [](World& world, VTensorId id) {
+       world.faulty.pool.vset[world.core.vtensors.live(id).slot].guarded_rows = 4;
+     }},
+    {"Retiring", "retiring list",
+     [](World& world, VTensorId) {
+       Pool& pool = world.faulty.pool;
+       pool.vset.retire(pool.vset.take_free());
+     }},
+    {"Broken", "count of broken slots",
+     [](World& world, VTensorId) {
+       Pool& pool = world.faulty.pool;
+       pool.vset.make_broken(pool.vset.take_free());
+     }},
+    {"Pins", "pin",
+     [](World& world, VTensorId) {
+       world.faulty.pool.rtree.for_each(
+           [](const RNode& node, const std::string&) { ++const_cast<RNode&>(node).num_pins; });
+     }},
+};
+
+class IntegrityTest : public testing::TestWithParam<Corruption> {};
+
+TEST_P(IntegrityTest, what_was_corrupted_is_found_and_named) {
+  World world(64, {}, "", On::kHost);
+  const VTensorId id = world.make(kPrompt, 'a');
+  world.core.recorder.record_prefix(id, kPrompt);
+  world.faulty.pool.rtree.pin("", kPrompt, "pin", 0);
+  ASSERT_NO_THROW(check_integrity(world.core));
+  GetParam().corrupt(world, id);
+  try {
+    check_integrity(world.core);
+    FAIL() << "nothing was found";
+  } catch (const IntegrityError& error) {
+    EXPECT_NE(std::string(error.what()).find(GetParam().message), std::string::npos)
+        << error.what();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Each, IntegrityTest, testing::ValuesIn(kCorruptions),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace vtensor
