@@ -141,6 +141,9 @@ class Manager : public std::enable_shared_from_this<Manager> {
   // Writes what swapped-out vTensors but `spared` still hold to the store. False: that freed
   // nothing.
   bool spill(size_t num_chunks, VTensorId spared = kNoVTensor);
+  size_t num_available() const {
+    return core_.reclaimer.num_available() + core_.swapper.num_spillable(swap_store_);
+  }
   void end_view(SlotId slot) noexcept;
   void expire_pins();
 

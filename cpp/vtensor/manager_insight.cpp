@@ -51,7 +51,7 @@ MappingTimes Manager::mapping_times() const {
 
 size_t Manager::available_bytes() const {
   const Lock held = lock();
-  return bytes_of(core_.reclaimer.num_available());
+  return bytes_of(num_available());
 }
 
 size_t Manager::resident_bytes() const {
@@ -72,6 +72,7 @@ Snapshot Manager::snapshot() const {
 Stats Manager::stats() const {
   const Lock held = lock_in_any_state();  // a closed manager still tells its numbers
   Stats stats = gather_stats(core_);
+  stats.available_bytes = bytes_of(num_available());
   stats.swapped_bytes = swap_store_.used_bytes();
   stats.asleep_bytes = sleep_store_ ? sleep_store_->used_bytes() : 0;
   stats.pre_extend_failures = background_.num_failures();

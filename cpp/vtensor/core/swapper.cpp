@@ -21,7 +21,7 @@ size_t Swapper::num_shared_rows(const VTensor& vtensor) const {
   const std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
   const auto is_shared = [&](ChunkId id) {
     const Chunk& chunk = pool_.pset[id];
-    return chunk.tree_refs > 0 || chunk.table_refs - chunk.parked_refs > 1;
+    return chunk.tree_refs > 0 || chunk.uses() > 1;
   };
   const size_t rows = pool_.geometry.rows_for(vtensor.num_tokens);
   size_t row = 0;
@@ -91,9 +91,8 @@ bool Swapper::spill_row(size_t row, std::span<VTensor* const> holders, SwapStore
     for (const VTensor* const sharer : sharers)
       num_tokens = std::max(num_tokens, sharer->num_tokens);
     const size_t used = pool_.geometry.bytes_used(row, num_tokens);
-    const bool theirs = std::ranges::all_of(chunks, [&](ChunkId id) {
-      return pool_.pset[id].table_refs - pool_.pset[id].parked_refs == sharers.size();
-    });
+    const bool theirs = std::ranges::all_of(
+        chunks, [&](ChunkId id) { return pool_.pset[id].uses() == sharers.size(); });
     if (!theirs || !store.has_room(used * planes)) continue;
     std::vector<SwapStore::Ticket> tickets;
     ScopeFail drop([&] {
@@ -138,6 +137,19 @@ size_t Swapper::spill(size_t num_chunks, SwapStore& store, VTensorId spared) {
     }
   }
   return num_spilled;
+}
+
+size_t Swapper::num_spillable(const SwapStore& store) const {
+  std::unordered_map<ChunkId, uint32_t> num_keepers;
+  for (const VTensorId id : vtensors_.live_ids()) {
+    for (const ChunkId chunk : vtensors_.live(id).kept) ++num_keepers[chunk];
+  }
+  size_t num_chunks = 0;
+  for (const auto& [id, count] : num_keepers) {
+    num_chunks += pool_.pset[id].uses() == count ? 1U : 0U;
+  }
+  const size_t room_bytes = store.capacity_bytes() - store.used_bytes();
+  return std::min(num_chunks, room_bytes / pool_.geometry.chunk_bytes);
 }
 
 bool Swapper::swap_in(VTensorId id, std::span<const Token> tokens, SwapStore& store) {

@@ -30,6 +30,8 @@ class Swapper {
   // other vTensor has any more, each chunk once, the last rows first, and gives them up. Returns
   // the number of chunks, `num_chunks` rounded up to rows or less.
   size_t spill(size_t num_chunks, SwapStore& store, VTensorId spared = kNoVTensor);
+  // Chunks that spill() could give up. O(kept).
+  size_t num_spillable(const SwapStore& store) const;
   // Brings them back to the same addresses; whole rows of `tokens` (may be empty) that are
   // recorded are aliased. False: memory is short, nothing changed. IntegrityError: the contents are
   // damaged; it stays swapped out.

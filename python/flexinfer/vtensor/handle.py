@@ -79,8 +79,8 @@ class VTensor:
     def record_prefix(self, tokens: Any) -> int:
         """Let later requests share the KV of ``tokens``, this vTensor's first tokens.
 
-        Call it when their KV has been written. Returns how many of them are newly recorded. Of fewer
-        tokens than it has, whole chunks only are recorded while tensor views of it are alive.
+        Call it when their KV has been written. Returns how many of them are newly recorded. On a
+        CPU, of fewer tokens than it has, whole chunks only while tensor views of it are alive.
         """
         return self._manager._core.record_prefix(self.id, token_array(tokens))
 
@@ -120,9 +120,9 @@ class VTensor:
     def k(self, layer: int) -> Any:
         """Keys of ``layer``, zero-copy ``[num_tokens, num_kv_heads, head_dim]``.
 
-        Write to tokens that nobody shares, those from ``num_cached_tokens`` on that are not recorded.
-        What is written to others stays this vTensor's on a CPU, and reaches the others on CUDA.
-        Raises OutOfMemoryError when a row of recorded and later tokens cannot be copied for that.
+        Write to tokens that nobody shares: not recorded, not forked, from ``num_cached_tokens`` on.
+        What is written to others stays this vTensor's on a CPU, and reaches all of them on CUDA.
+        Raises OutOfMemoryError when a chunk of recorded and later tokens cannot be copied for that.
         """
         return self._view(layer, _vtensor.KV.KEY)
 

@@ -57,6 +57,7 @@ class Scenario {
     options.max_requests = 5;
     options.memory_budget = 56 * kChunk;
     options.chunk_bytes = kChunk;
+    options.swap_space_bytes = 64 * kChunk;
     options.scrub = fault.core.scrub;
     options.park = fault.core.park;
     options.alias = fault.core.alias;
@@ -76,6 +77,8 @@ class Scenario {
     record(first, prompt);
     const auto second = create(joined(prompt, tokens_from(90, 4)), "");  // match
     extend(second, 22);                                                  // copy-on-write
+    std::optional<TensorView> shown;  // rows that others share are guarded from here on
+    if (is_live(second)) step([&] { shown = manager_->view(*second, 0, KV::kKey); });
     const auto child = fork(second);
     extend(child, 23);
     step([&] {
@@ -88,6 +91,7 @@ class Scenario {
     extend(first, 12);
     record(second, joined(prompt, tokens_from(90, 4)));
     release(second);
+    step([&] { shown.reset(); });
     const auto adopted = create(joined(prompt, tokens_from(90, 8)), "");
     extend(adopted, 26);
     step([&] { manager_->pin_prefix(prompt, "pin", 0, ""); });
@@ -99,7 +103,11 @@ class Scenario {
     step([&] { manager_->evict(4 * kChunk); });
     step([&] { manager_->set_memory_budget(44 * kChunk); });
     const auto big = create(tokens_from(700, 40), "");
+    if (is_live(child)) step([&] { manager_->try_swap_out(*child); });
     extend(big, 40);
+    if (is_live(child) && manager_->stats().swapped_bytes > 0) {
+      step([&] { manager_->try_swap_in(*child, prompt); });
+    }
     step([&] { manager_->unpin_prefix("pin"); });
     step([&] { manager_->trim(); });
     release(child);

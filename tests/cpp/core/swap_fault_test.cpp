@@ -87,7 +87,11 @@ std::vector<Sweep> sweeps() {
   };
   const Setup swapped = [=](World& world) {
     two(world);
-    ASSERT_TRUE(world.core.swapper.swap_out(nth(world, 0), world.store));
+    ASSERT_TRUE(world.core.swapper.swap_out(nth(world, 1), world.store));
+  };
+  const Setup swapped_alone = [=](World& world) {  // the tree and a parked slot hold its first rows
+    swapped(world);
+    world.release(nth(world, 0));
   };
   const Setup swapped_and_full = [=](World& world) {
     swapped(world);
@@ -110,17 +114,19 @@ std::vector<Sweep> sweeps() {
   };
   const auto swap_in = [](bool with_tokens) {
     return [=](World& world) {
-      const VTensorId id = nth(world, 0);
-      if (!world.core.vtensors.live(id).is_swapped) return true;
-      return world.core.swapper.swap_in(id, with_tokens ? kPrompt : Tokens{}, world.store);
+      for (const VTensorId id : world.core.vtensors.live_ids()) {
+        if (!world.core.vtensors.live(id).is_swapped) continue;
+        return world.core.swapper.swap_in(id, with_tokens ? kPrompt : Tokens{}, world.store);
+      }
+      return true;
     };
   };
   const Operation wake = [](World& world) {
     world.core.sleeper.wake(world.sleep_store);
     return true;
   };
-  const Operation sleep = [](World& world) {
-    world.core.sleeper.sleep(world.sleep_store);
+  const Operation sleep = [](World& world) {  // asleep already: it could not wake up again
+    if (!world.core.sleeper.is_asleep()) world.core.sleeper.sleep(world.sleep_store);
     return true;
   };
   return {
@@ -128,7 +134,12 @@ std::vector<Sweep> sweeps() {
        [](World& world) { return world.core.swapper.swap_out(nth(world, 1), world.store); }},
       {"SwapIn", swapped, swap_in(false)},
       {"SwapInAliased", swapped, swap_in(true)},
-      {"SwapInWithReclaim", swapped_and_full, swap_in(true), 16},
+      {"SwapInWithReclaim", swapped_and_full, swap_in(true), 12},
+      {"SpillAndSwapIn", swapped_alone,
+       [=](World& world) {
+         world.core.swapper.spill(64, world.store);
+         return swap_in(true)(world);
+       }},
       {"Sleep", fill, sleep},
       {"Wake", asleep, wake},
       {"SleepAndWake", fill,

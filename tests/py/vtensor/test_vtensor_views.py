@@ -113,6 +113,21 @@ def test_memory_under_a_living_view_is_not_reclaimed() -> None:
         assert (view == 5).all()
 
 
+@kv_device.cpu_only
+def test_what_is_written_through_a_view_reaches_no_recorded_chunk(manager: VTensorManager) -> None:
+    first = filled(manager, PROMPT, 1)
+    first.record_prefix(PROMPT)
+    second = manager.create()
+    second.extend(10)
+    view = second.k(0)
+    view[:] = 2
+    second.record_prefix(PROMPT)  # the same tokens: while a view lives, they are not deduplicated
+    assert (view == 2).all()
+    for writer in (view, first.k(0), manager.create(PROMPT).k(0)):
+        writer[:] = 9
+    assert (manager.create(PROMPT).k(0) == 1).all()
+
+
 # Scrubbing.
 
 
