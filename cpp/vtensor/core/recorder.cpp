@@ -29,6 +29,7 @@ void Recorder::replace_rows(VTensor& vtensor, size_t begin, size_t end,
   const std::span<const ChunkId> wanted = table.subspan(begin * planes, (end - begin) * planes);
   std::vector<Handle> after;
   for (const ChunkId id : wanted) after.push_back(pool_.pset[id].handle);
+  vtensors_.unguard(vtensor.slot);
   vtensors_.freeze_rows(vtensor, end);
   try {
     remap(*pool_.driver, {pool_.vset, pool_.geometry, vtensor.slot, begin},
@@ -43,7 +44,6 @@ void Recorder::replace_rows(VTensor& vtensor, size_t begin, size_t end,
     pool_.pset.drop_table_ref(entry);
     entry = wanted[i];
   }
-  vtensors_.forget_guard(vtensor.slot, begin);
 }
 
 // Two requests that computed the same prefix side by side hold the same KV twice; when the second

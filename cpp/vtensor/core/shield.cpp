@@ -14,6 +14,7 @@ void Shield::before_view(VTensor& vtensor) {
     give_up_row(vtensor, row);
     if (vtensor.num_tokens > vtensor.frozen_tokens && !extender_.copy_shared_row(vtensor)) {
       extender_.take_back_row(vtensor);
+      vtensors_.update_write_limit(vtensor);
       throw OutOfMemoryError(geometry.row_bytes(),
                              pool_.pset.num_claimable() * geometry.chunk_bytes,
                              pool_.pset.budget_chunks() * geometry.chunk_bytes,

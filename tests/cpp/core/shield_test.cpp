@@ -138,6 +138,11 @@ TEST_P(ShieldTest, rows_under_a_living_view_are_not_deduplicated) {
   manager_->record_prefix(second, kPrompt);
   EXPECT_EQ(manager_->stats().chunks_deduplicated, 2U);
   expect_shows(view(second), 7, 8);
+  extend(second, kTokens + 1);  // into the row that was guarded
+  write(view(second), 6, kTokens);
+  manager_->record_prefix(second, tokens_from(0, kTokens + 1));
+  const VTensorId reader = manager_->try_create(tokens_from(0, kTokens + 1), "").value();
+  EXPECT_EQ(at(view(reader), kTokens), 6);
 }
 
 TEST_P(HostShieldTest, a_view_taken_before_recording_does_not_write_to_what_is_recorded) {
