@@ -84,10 +84,12 @@ def test_broken_slots_are_counted_and_named_and_repaired_when_the_driver_recover
             vtensor.extend(16)
             manager.faults.fail(2, persistent=True)  # one plane is unmapped, and no more
             vtensor.release()
+            manager.faults.fail(0)
         stats = manager.stats()
         assert (stats.num_broken_slots, stats.num_free_slots) == (4, 0)
         assert stats.broken_bytes == stats.resident_bytes > 0
         assert [info.state for info in manager.snapshot().vtensors] == ["broken"] * 4
+        manager.faults.fail(1, persistent=True)
         with pytest.raises(OutOfMemoryError, match="cannot unmap 4 that failed before"):
             manager.create()
         manager.faults.fail(0)
