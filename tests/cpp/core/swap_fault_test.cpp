@@ -40,7 +40,7 @@ TEST_P(SwapFaultTest, nothing_is_lost_whichever_call_fails) {
   const int64_t before = good.faulty.faults.num_calls();
   ASSERT_TRUE(sweep.operation(good));
   const int64_t num_calls = good.faulty.faults.num_calls() - before;
-  ASSERT_GT(num_calls, 5);
+  ASSERT_GT(num_calls, 1);
 
   for (const auto kind : {FaultPlan::Kind::kDriverError, FaultPlan::Kind::kOutOfMemory}) {
     for (const bool persistent : {false, true}) {
