@@ -235,7 +235,7 @@ void Swapper::fill(VTensor& vtensor, std::span<const ChunkId> shared, std::vecto
   for (const ChunkId id : shared) rows.push_back(pool_.pset[id].handle);
   for (size_t i = 0; i < claims.size(); ++i) {
     const size_t row = (shared.size() + i) / geometry.num_planes;
-    const size_t used = geometry.bytes_used(row, vtensor.num_tokens);
+    const uint32_t used = geometry.bytes_used(row, vtensor.num_tokens);
     claims[i].dirty_bytes = std::max(claims[i].dirty_bytes, used);
     restore(*pool_.driver, store, claims[i].handle,
             vtensor.swapped[shared.size() - vtensor.kept.size() + i], used);

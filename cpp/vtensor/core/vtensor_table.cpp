@@ -114,7 +114,7 @@ void VTensorTable::freeze_rows(VTensor& vtensor, size_t end_row) {
     Chunk& chunk = pool_.pset[table[i]];
     if (chunk.appender != vtensor.id) continue;
     chunk.appender = kNoVTensor;
-    chunk.written_bytes = chunk.dirty_bytes = pool_.geometry.chunk_bytes;
+    chunk.written_bytes = chunk.dirty_bytes = static_cast<uint32_t>(pool_.geometry.chunk_bytes);
   }
   vtensor.first_owned_row = std::max(vtensor.first_owned_row, end_row);
 }

@@ -52,7 +52,7 @@ struct Chunk {
   uint32_t saved() const { return shared() ? uses() - 1 : 0; }
 };
 
-static_assert(sizeof(Chunk) == 48);
+static_assert(sizeof(Chunk) == 56);
 
 class PSet {
  public:

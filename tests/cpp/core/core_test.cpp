@@ -93,7 +93,9 @@ TEST_P(CoreTest, what_an_abandoned_copy_wrote_is_scrubbed_for_the_next_owner) {
   const VTensorId second = *core_.placement.create(tokens_from(0, 6), "");
   const size_t length = 7;
   auto extension = core_.extender.plan_extend({&second, 1}, {&length, 1});
-  faulty_.faults.set_plan({.fail_at = 1, .only = CallKind::kSetAccess});
+  const bool in_place = faulty_.faults.remaps_in_place();
+  faulty_.faults.set_plan(
+      {.fail_at = 1, .only = in_place ? CallKind::kRemap : CallKind::kSetAccess});
   EXPECT_THROW(extension->run(faulty_.faults, faulty_.pool.vset, faulty_.pool.geometry),
                DriverError);
   faulty_.fail_never();
