@@ -24,6 +24,25 @@ TEST_F(CudaDriverTest, FreshChunkIsZeroAlthoughCudaPromisesNothing) {
   EXPECT_EQ(contents, std::vector<std::byte>(kCudaChunk));
 }
 
+TEST_F(CudaDriverTest, ARunOfNewChunksIsWaitedForOnce) {
+  const uintptr_t range = driver().reserve(8 * kCudaChunk, kCudaChunk);
+  const auto before = standin_.calls("cuStreamSynchronize");
+  const auto handles = create(8);
+  EXPECT_EQ(standin_.calls("cuStreamSynchronize"), before);
+  driver().map(range, handles, kCudaChunk);
+  EXPECT_EQ(standin_.calls("cuStreamSynchronize"), before + 1) << "kernels may write them now";
+  driver().unmap(range, 8 * kCudaChunk, kCudaChunk);
+  driver().map(range, handles, kCudaChunk);
+  EXPECT_EQ(standin_.calls("cuStreamSynchronize"), before + 1);
+}
+
+TEST_F(CudaDriverTest, AChunkIsReleasedOnlyAfterItsZeroFill) {
+  const Handle chunk = driver().create(kCudaChunk);
+  const auto before = standin_.calls("cuStreamSynchronize");
+  driver().release(chunk, kCudaChunk);
+  EXPECT_EQ(standin_.calls("cuStreamSynchronize"), before + 1);
+}
+
 TEST_F(CudaDriverTest, OutOfMemoryCarriesBytesAndChangesNothing) {
   standin_.set_capacity(4 * kCudaChunk);
   const auto handles = create(3);

@@ -101,10 +101,6 @@ CudaDriver::~CudaDriver() {
   }
 }
 
-Device CudaDriver::device() const noexcept {
-  return {Device::Type::kCuda, context_->device_index()};
-}
-
 uintptr_t CudaDriver::reserve(size_t size_bytes, size_t alignment_bytes) {
   book_.check_size(size_bytes, "range size");
   if (!std::has_single_bit(alignment_bytes) || alignment_bytes < granularity_) {
@@ -145,7 +141,6 @@ Handle CudaDriver::create(size_t chunk_bytes) {
   ScopeFail give_back([&] {
     if (slot_is_clean) window_.give_back(slot, chunk_bytes);
   });
-
   const auto prop = prop_on(context_->device_index());
   cuda::CUmemGenericAllocationHandle handle = 0;
   check_create(api().cuMemCreate(&handle, chunk_bytes, &prop, 0), "cuMemCreate", chunk_bytes);
@@ -157,7 +152,7 @@ Handle CudaDriver::create(size_t chunk_bytes) {
 
   check_create(api().cuMemsetD8Async(slot, 0, chunk_bytes, zero_stream_), "cuMemsetD8Async",
                chunk_bytes);
-  finish(zero_stream_);
+  num_zero_fills_.fetch_add(1);
   book_.add_chunk(Handle{handle}, {.size_bytes = chunk_bytes, .window_addr = slot});
   unmap.dismiss();
   release.dismiss();
@@ -184,6 +179,7 @@ void CudaDriver::check_create(cuda::CUresult code, const char* call, size_t chun
 // is refused, the window mapping is made again.
 void CudaDriver::release(Handle handle, size_t chunk_bytes) {
   const CudaContext::Scope scope(*context_);
+  finish_zero_fills();
   const CudaBook::Chunk chunk = book_.begin_release(handle, chunk_bytes);
   uintptr_t window_addr = chunk.window_addr;
   ScopeFail undo([&] { book_.undo_release(handle, window_addr); });
@@ -209,6 +205,7 @@ void CudaDriver::release(Handle handle, size_t chunk_bytes) {
 void CudaDriver::map(uintptr_t addr, std::span<const Handle> handles, size_t chunk_bytes) {
   if (handles.empty()) return;
   const CudaContext::Scope scope(*context_);
+  finish_zero_fills();
   book_.claim_map(addr, handles, chunk_bytes);
   size_t num_mapped = 0;
   auto code = CUDA_SUCCESS;
@@ -325,6 +322,7 @@ void CudaDriver::copy(Handle dst, size_t dst_offset, Handle src, size_t src_offs
         cuda_args("dst_offset", dst_offset, "src_offset", src_offset, "size", size_bytes));
   }
   const CudaContext::Scope scope(*context_);
+  finish_zero_fills();
   api().check(
       api().cuMemcpyDtoDAsync(dst_addr, src_addr, size_bytes, stream_), "cuMemcpyDtoDAsync",
       [&] { return cuda_args("dst_addr", dst_addr, "src_addr", src_addr, "size", size_bytes); });
@@ -335,6 +333,7 @@ void CudaDriver::fill(Handle dst, size_t dst_offset, size_t size_bytes, std::byt
   const uintptr_t dst_addr = book_.content_addr(dst, dst_offset, size_bytes);
   if (size_bytes == 0) return;
   const CudaContext::Scope scope(*context_);
+  finish_zero_fills();
   api().check(
       api().cuMemsetD8Async(dst_addr, static_cast<unsigned char>(value), size_bytes, stream_),
       "cuMemsetD8Async", [&] { return cuda_args("addr", dst_addr, "size", size_bytes); });
@@ -345,6 +344,7 @@ void CudaDriver::read(Handle src, size_t src_offset, std::span<std::byte> out) {
   const uintptr_t src_addr = book_.content_addr(src, src_offset, out.size());
   if (out.empty()) return;
   const CudaContext::Scope scope(*context_);
+  finish_zero_fills();
   api().check(api().cuMemcpyDtoHAsync(out.data(), src_addr, out.size(), stream_),
               "cuMemcpyDtoHAsync",
               [&] { return cuda_args("src_addr", src_addr, "size", out.size()); });
@@ -355,9 +355,19 @@ void CudaDriver::write(Handle dst, size_t dst_offset, std::span<const std::byte>
   const uintptr_t dst_addr = book_.content_addr(dst, dst_offset, in.size());
   if (in.empty()) return;
   const CudaContext::Scope scope(*context_);
+  finish_zero_fills();
   api().check(api().cuMemcpyHtoDAsync(dst_addr, in.data(), in.size(), stream_), "cuMemcpyHtoDAsync",
               [&] { return cuda_args("dst_addr", dst_addr, "size", in.size()); });
   finish(stream_);
+}
+
+void CudaDriver::finish_zero_fills() {
+  const uint64_t goal = num_zero_fills_.load();
+  uint64_t over = num_zero_fills_over_.load();
+  if (over >= goal) return;
+  finish(zero_stream_);
+  while (over < goal && !num_zero_fills_over_.compare_exchange_weak(over, goal)) {
+  }
 }
 
 void CudaDriver::finish(cuda::CUstream stream) const {

@@ -7,7 +7,9 @@
 // Invariants (beside Driver's rules):
 //  1. One cuMemCreate handle a chunk, because cuMemMap's offset must be 0.
 //  2. Each chunk is mapped read-write in the window (cuda_window.h) from create() to release().
-//  3. create() zero-fills: CUDA does not document that new memory is zero.
+//  3. create() zero-fills: CUDA does not document that new memory is zero. It issues the fill and
+//     does not wait: map(), release() and whatever touches contents wait for all fills issued
+//     before them, once for a run of new chunks.
 //  4. Copies and fills run on a non-blocking stream of the driver's own and have finished when the
 //     call returns. They are not ordered after other streams' kernels.
 //  5. No call here waits for running kernels. unmap(), map() and set_access() on addresses that a
@@ -22,6 +24,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -52,7 +55,9 @@ class CudaDriver final : public Driver {
   CudaDriver& operator=(const CudaDriver&) = delete;
 
   std::string_view name() const noexcept override { return "cuda"; }
-  Device device() const noexcept override;
+  Device device() const noexcept override {
+    return {Device::Type::kCuda, context_->device_index()};
+  }
   bool has_memory() const noexcept override { return true; }
   size_t granularity() const noexcept override { return granularity_; }
 
@@ -92,6 +97,8 @@ class CudaDriver final : public Driver {
   void unmap_one_by_one(std::span<const CudaBook::PlacedMapping> run);
   cuda::CUstream create_stream() const;
   void finish(cuda::CUstream stream) const;
+  // Waits for the zero-fills that were issued so far. REQUIRES: the context is current.
+  void finish_zero_fills();
 
   std::shared_ptr<const CudaContext> context_;
   size_t granularity_;
@@ -100,6 +107,8 @@ class CudaDriver final : public Driver {
   cuda::CUstream stream_ = nullptr;
   // create()'s zero-fills: the worker's, which a copy of the step must not stand behind.
   cuda::CUstream zero_stream_ = nullptr;
+  std::atomic<uint64_t> num_zero_fills_{0};
+  std::atomic<uint64_t> num_zero_fills_over_{0};  // at most the truth
   // Cleared when this driver refuses to unmap several mappings by one call; see unmap_run().
   std::atomic<bool> can_unmap_runs_{true};
 };
