@@ -93,7 +93,10 @@ def serve(app: FastAPI, sock: socket.socket) -> int:
         finally:
             watch.cancel()
 
-    _run(main())
+    try:
+        _run(main())
+    finally:
+        gc.unfreeze()
     return server.exit_code
 
 

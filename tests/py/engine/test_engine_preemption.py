@@ -108,7 +108,7 @@ def test_swapped_requests_come_back_before_new_ones_are_admitted() -> None:
 
 
 def test_a_full_swap_space_recomputes_instead() -> None:
-    engine = make_engine(preemption_mode="swap", swap_space="4KiB")
+    engine = make_engine(preemption_mode="swap", swap_space="4KiB", enable_prefix_caching=False)
     prompts = random_prompts((30, 30))
     submit(engine, prompts)
     engine.step()

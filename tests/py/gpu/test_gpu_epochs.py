@@ -121,7 +121,8 @@ def test_sleep_and_wake_keep_contents_behind_the_same_addresses(kit: Kit) -> Non
     with kit.step(manager):
         kit.busy(BUSY_MS)
         values = arena.write(vtensor, 0, length, kit)
-    assert manager.sleep() > 0
+    returned = manager.sleep()
+    assert returned > 0 or kit.device == "cpu"  # there it is kept in the same memory
     assert manager.resident_bytes == 0
     manager.wake()
     assert torch.equal(arena.read(vtensor, 0, length), values)

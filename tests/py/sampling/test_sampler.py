@@ -289,5 +289,5 @@ def test_min_p_holds_for_the_probabilities_at_the_temperature(by: Callable[..., 
     """Second token: 0.37 as probable as the first, and 0.82 as probable at a temperature of 5."""
     logits = torch.tensor([[1.0, 0.0, -50.0]])
     params = SamplingParams(temperature=5.0, min_p=0.6)
-    drawn = {by(logits, [make_state(params, seed=seed)])[0] for seed in range(40)}
+    drawn = {int(by(logits, [make_state(params, seed=seed)])[0]) for seed in range(40)}
     assert drawn == {0, 1}

@@ -44,7 +44,7 @@ def test_a_chat_reuses_what_the_server_recorded(server: ServerProcess, admin: ht
     reused = [line for line in out.splitlines() if "reused" in line]
     assert len(reused) == 3
     assert all(", 0 reused" not in line for line in reused[1:])
-    assert "Recorded prefixes" in out
+    assert "each letter is a chunk" in out
     assert "chunks_aliased" in out
 
 
@@ -123,6 +123,6 @@ def test_inspect_says_why_a_conversation_stays(
     reasons = [reason for prefix in report["prefixes"] for reason in prefix["kept_because"]]
     assert any(reason.startswith("pinned by") for reason in reasons)
     assert picture.stat().st_size > 0
-    assert "Recorded prefixes" in invoke("inspect", *options, "--tables")
-    assert "Please remember this" in invoke("inspect", *options)
+    assert "Please remember" in invoke("inspect", *options, "--tables")
+    assert "More: --map" in invoke("inspect", *options)
     http.delete(f"/v1/conversations/{made['id']}").raise_for_status()

@@ -20,6 +20,7 @@ from flexinfer.server.api.chat_stream import ChatStream
 from flexinfer.server.api.completion_call import CompletionCall
 from flexinfer.server.api.completion_stream import CompletionStream
 from flexinfer.server.api.generate import Job
+from flexinfer.server.api.saying import Reading
 from flexinfer.server.api.tools import tool_use
 from flexinfer.server.http.streaming import EventStream, TextEvents, event
 from flexinfer.server.protocol.chat import ChatRequest
@@ -65,7 +66,8 @@ def completion_call(options: dict[str, Any]) -> CompletionCall:
 def chat_call(options: dict[str, Any]) -> ChatCall:
     body = ChatRequest(messages=[{"role": "user", "content": "hi"}], stream=True, **options)
     job = Job("chatcmpl-1", "", [PROMPT], SamplingParams(n=options["n"]))
-    return ChatCall(STATE, body, job, tool_use(None, None, None), body.messages, created=5)
+    reading = Reading(STATE, tool_use(STATE, None, None, None), None, None)
+    return ChatCall(STATE, body, job, reading, body.messages, created=5)
 
 
 @given(TEXTS, st.integers(0, 3), st.text(max_size=5))
