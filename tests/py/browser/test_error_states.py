@@ -224,6 +224,7 @@ window.fetch = async (path, options = {}) => {
 def test_two_hundred_requests_with_thousands_of_chunks(page: ChatPage) -> None:
     page.driver.execute_script(LARGE_MAP, 200, 60)
     page.until(lambda: page.text('.kind[data-kind="live"] .count') == "200")
+    page.until(lambda: not page.all(".leaving, .grid .evicted"))  # rows of the tests before
     squares = page.driver.execute_script("return document.querySelectorAll('.chunk').length")
     assert squares < 6500, "a long row shows its first squares, and how many more there are"
     assert page.text(".row .more") == "+ 30"
