@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from flexinfer.server.parsing.json_scanner import JsonScanner
 from flexinfer.server.parsing.pieces import CallArguments, CallStart, Content, Piece, overlap
+from flexinfer.server.parsing.stepwise import Stepwise
 
 NAMED = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 FRAMING = re.compile(r"[\s\[\],;`]|<[|｜/][^<>]*>")
@@ -35,30 +36,16 @@ class JsonForm:
     """A text may also begin with a call, without `begin`."""
 
 
-class JsonCalls:
+class JsonCalls(Stepwise):
     def __init__(self, form: JsonForm, names: Collection[str]) -> None:
+        super().__init__(self._text)
         self._form = form
         self._names = names
-        self._held = ""
-        """What no piece has been made of."""
-        self._framing = ""
-        """What has been read of the marks before a call."""
-        self._has_content = False
-        """In this stretch of text."""
-        self._is_after_call = False
         self._num_calls = 0
         """In this section."""
         self._may_be_bare = form.is_bare
         self._scanner = JsonScanner()
         self._num_scanned = 0
-        self._step: Callable[[list[Piece]], bool] = self._text
-
-    def feed(self, text: str) -> list[Piece]:
-        self._held += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return pieces
 
     def finish(self) -> list[Piece]:
         pieces: list[Piece] = []
@@ -71,8 +58,6 @@ class JsonCalls:
         self._held = ""
         return pieces
 
-    # Each step reads what it can of what is held, and says whether there is more to read.
-
     def _text(self, pieces: list[Piece]) -> bool:
         if not self._has_content:  # blanks around calls say nothing
             if self._is_after_call:
@@ -81,26 +66,22 @@ class JsonCalls:
             if blank == len(self._held):
                 return False
             if self._may_be_bare and self._held[blank] in "[{":
-                self._enter(blank)
-                return True
+                return self._begin_section(blank, 0, pieces)
         begin = self._form.begin
         found = self._held.find(begin) if begin else -1
         if found >= 0:
-            before, self._held = self._held[:found], self._held[found:]
-            if self._has_content or before.strip():
-                self._say(before, pieces)
-            self._enter(len(begin))
-            return True
+            return self._begin_section(found, len(begin), pieces)
         num_free = len(self._held) - overlap(self._held, begin)
         if self._has_content or self._held[:num_free].strip():
             self._say(self._held[:num_free], pieces)
             self._held = self._held[num_free:]
         return False
 
-    def _enter(self, num_chars: int) -> None:
-        self._framing, self._held = self._held[:num_chars], self._held[num_chars:]
+    def _begin_section(self, begin: int, num_chars: int, pieces: list[Piece]) -> bool:
+        self._enter(begin, num_chars, pieces)
         self._num_calls = 0
         self._step = self._section
+        return True
 
     def _section(self, pieces: list[Piece]) -> bool:
         """Between calls: another one begins, or the section ends."""
@@ -188,11 +169,6 @@ class JsonCalls:
         self._is_after_call = not text
         self._say(text, pieces)
         self._step = self._text
-
-    def _say(self, text: str, pieces: list[Piece]) -> None:
-        if text:
-            self._has_content = True
-            pieces.append(Content(text))
 
 
 class ForcedCall:

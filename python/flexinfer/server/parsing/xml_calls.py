@@ -8,11 +8,12 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flexinfer.server.parsing.pieces import CallArguments, CallStart, Content, Piece, overlap
+from flexinfer.server.parsing.pieces import CallArguments, CallStart, Piece, overlap
+from flexinfer.server.parsing.stepwise import Stepwise
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """Name of a function -> the JSON schema of its parameters."""
@@ -33,24 +34,13 @@ class XmlForm:
     """What may follow it."""
 
 
-class XmlCalls:
+class XmlCalls(Stepwise):
     def __init__(self, form: XmlForm, schemas: Schemas) -> None:
+        super().__init__(self._text)
         self._form = form
         self._schemas = schemas
-        self._held = ""
         self._name = ""
         self._num_parameters = 0
-        self._has_content = False
-        """In this stretch of text."""
-        self._is_after_call = False
-        self._step: Callable[[list[Piece]], bool] = self._text
-
-    def feed(self, text: str) -> list[Piece]:
-        self._held += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return pieces
 
     def finish(self) -> list[Piece]:
         """A call that is cut off within a parameter stays so: its arguments are no JSON."""
@@ -58,20 +48,16 @@ class XmlCalls:
         if self._step == self._parameters and self._form.parameter_begin not in self._held:
             pieces.append(CallArguments("}"))
         elif self._step in (self._text, self._open):
-            self._say(self._held, pieces)
+            self._say(self._framing + self._held, pieces)
         self._held = ""
         return pieces
-
-    # Each step reads what it can of what is held, and says whether there is more to read.
 
     def _text(self, pieces: list[Piece]) -> bool:
         if self._is_after_call and not self._has_content:
             self._held = self._held.lstrip()
         places = [place for one in self._form.begins if (place := self._held.find(one)) >= 0]
         if places:
-            before, self._held = self._held[: min(places)], self._held[min(places) :]
-            if self._has_content or before.strip():
-                self._say(before, pieces)
+            self._enter(min(places), 0, pieces)
             self._step = self._open
             return True
         num_free = len(self._held) - max(overlap(self._held, one) for one in self._form.begins)
@@ -83,7 +69,7 @@ class XmlCalls:
     def _open(self, pieces: list[Piece]) -> bool:
         found = self._form.opening.match(self._held)
         if found and found[1] in self._schemas:
-            self._held = self._held[found.end() :]
+            self._held, self._framing = self._held[found.end() :], ""
             self._name = found[1]
             self._num_parameters = 0
             pieces += [CallStart(self._name), CallArguments("{")]
@@ -92,8 +78,8 @@ class XmlCalls:
         last = self._held.find(self._form.close)
         if found or last >= 0:  # no call of a known function
             end = found.end() if found else last + len(self._form.close)
-            self._say(self._held[:end], pieces)
-            self._held = self._held[end:]
+            self._say(self._framing + self._held[:end], pieces)
+            self._held, self._framing = self._held[end:], ""
             self._is_after_call = False
             self._step = self._text
             return True
@@ -130,11 +116,6 @@ class XmlCalls:
         self._held = self._held.removeprefix(end)
         self._step = self._text
         return True
-
-    def _say(self, text: str, pieces: list[Piece]) -> None:
-        if text:
-            self._has_content = True
-            pieces.append(Content(text))
 
     def _types(self, parameter: str) -> set[str]:
         """Of JSON; none if the schema does not say."""
