@@ -147,6 +147,12 @@ def test_a_budget_beyond_the_machine_is_refused(admin: httpx.Client) -> None:
     assert "this machine has" in answer.json()["error"]["message"]
 
 
+def test_a_field_may_have_no_name(http: httpx.Client) -> None:
+    answer = http.post("/v1/conversations", json={"metadata": {"": 5}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith("metadata")
+
+
 @pytest.mark.parametrize(
     "metadata", [{"a": "x" * 513}, {"a" * 65: "x"}, {str(i): "x" for i in range(17)}]
 )

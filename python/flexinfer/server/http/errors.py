@@ -148,7 +148,7 @@ def _field_path(location: Sequence[int | str]) -> list[str]:
     """The names of fields and numbers of entries, without the types that a union consists of."""
     path: list[str] = []
     for part in location[1:]:  # the first says body, query, path or header
-        if isinstance(part, str) and (part in PLAIN_TYPES or part[0].isupper()):
+        if isinstance(part, str) and (part in PLAIN_TYPES or part[:1].isupper()):
             break
         if isinstance(part, int) or part.isidentifier():
             path.append(str(part))
