@@ -27,6 +27,12 @@ from schemathesis.specs.openapi.checks import (
 from helpers.serving import make_llm, serving
 from helpers.serving import settings as server_settings
 
+# schemathesis imports most of itself at the first document, and pytest rewrites what it imports.
+# Before any server runs: Python 3.11 cannot parse in two threads at once (python/cpython#106905).
+OPERATION = {"get": {"responses": {"200": {"description": "Any."}}}}
+DOCUMENT = {"openapi": "3.1.0", "info": {"title": "", "version": ""}, "paths": {"/": OPERATION}}
+schemathesis.openapi.from_dict(DOCUMENT)["/"]["GET"].as_strategy()
+
 ADMIN = {"Authorization": "Bearer admin"}
 CHECKS = [
     not_a_server_error,
