@@ -9,7 +9,6 @@ from typing import Any
 from flexinfer.server.http.errors import bad_request
 from flexinfer.server.protocol.chat import (
     ChatRequest,
-    Function,
     FunctionCall,
     Message,
     NamedFunction,
@@ -50,18 +49,7 @@ def chat_request(state: ServerState, body: PromptFields) -> ChatRequest:
             "stream": body.stream,
             "user": body.metadata.user_id if body.metadata else None,
         }
-    tools = [
-        Tool(
-            type="function",
-            function=Function(
-                name=tool.name,
-                description=tool.description,
-                parameters=tool.input_schema,
-                strict=tool.strict,
-            ),
-        )
-        for tool in body.tools or ()
-    ]
+    tools = [Tool.of(tool, tool.input_schema) for tool in body.tools or ()]
     config = body.output_config
     form = config.format if config else None
     if form is not None:

@@ -30,7 +30,6 @@ from flexinfer.server.observability.logs import new_id
 from flexinfer.server.protocol.base import Usage
 from flexinfer.server.protocol.chat import (
     ChatRequest,
-    Function,
     Message,
     NamedFunction,
     NamedToolChoice,
@@ -148,18 +147,7 @@ async def _prepare(state: ServerState, tenant: str, body: ResponsesRequest) -> C
         before = stored.messages
     messages = (*before, *messages_of(body.input))
     instructions = [Message(role="system", content=body.instructions)] if body.instructions else []
-    tools = [
-        Tool(
-            type="function",
-            function=Function(
-                name=tool.name,
-                description=tool.description,
-                parameters=tool.parameters,
-                strict=tool.strict,
-            ),
-        )
-        for tool in body.tools or ()
-    ]
+    tools = [Tool.of(tool, tool.parameters) for tool in body.tools or ()]
     choice = body.tool_choice
     sampling = {name: getattr(body, name) for name in SamplingFields.model_fields}
     request = ChatRequest(

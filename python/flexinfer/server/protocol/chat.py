@@ -80,6 +80,17 @@ class Tool(Model):
     type: Literal["function"]
     function: Function
 
+    @classmethod
+    def of(cls, tool: Any, parameters: dict[str, Any] | None) -> Tool:
+        """From another endpoint's tool, whose fields stand in no `function`."""
+        function = Function(
+            name=tool.name,
+            description=tool.description,
+            parameters=parameters,
+            strict=tool.strict,
+        )
+        return cls(type="function", function=function)
+
 
 class NamedFunction(Model):
     name: str
