@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 import httpx
 import pytest
+
+from helpers.endpoint import Endpoint
 
 PATH = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
@@ -17,25 +18,12 @@ BASE: dict[str, Any] = {
     "temperature": 0,
 }
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-def ask(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    answer = http.post(PATH, json=BASE | fields)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+ENDPOINT = Endpoint(PATH, BASE)
+ask, stream = ENDPOINT.ask, ENDPOINT.stream
 
 
 def content(http: httpx.Client, **fields: Any) -> str:
     return str(ask(http, **fields)["choices"][0]["message"]["content"])
-
-
-def stream(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    with http.stream("POST", PATH, json=BASE | {"stream": True} | fields) as answer:
-        assert answer.status_code == 200, answer.read()
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
 
 
 def test_an_answer_has_all_its_parts(http: httpx.Client) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from itertools import product
 from typing import Any
@@ -10,23 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
+from helpers.endpoint import Endpoint
+
 PATH = "/v1/completions"
 BASE: dict[str, Any] = {"prompt": "the the the", "max_tokens": 5, "temperature": 0}
-
-
-def ask(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    answer = http.post(PATH, json=BASE | fields)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
-
-
-def stream(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    with http.stream("POST", PATH, json=BASE | {"stream": True} | fields) as answer:
-        assert answer.status_code == 200, answer.read()
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
+ENDPOINT = Endpoint(PATH, BASE)
+ask, stream = ENDPOINT.ask, ENDPOINT.stream
 
 
 def test_an_answer_has_all_its_parts(http: httpx.Client) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from helpers.endpoint import Endpoint
+
 PATH = "/v1/responses"
 BASE: dict[str, Any] = {"input": "Tell me a story.", "max_output_tokens": 8, "temperature": 0}
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
@@ -22,13 +24,8 @@ RESOURCE = {
     *("safety_identifier", "prompt_cache_key"),
 }
 """Of Open Responses' schema of a response, what must be there."""
-
-
-def ask(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    answer = http.post(PATH, json=BASE | fields)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+ENDPOINT = Endpoint(PATH, BASE)
+ask = ENDPOINT.ask
 
 
 def text_of(answer: dict[str, Any]) -> str:
@@ -36,9 +33,7 @@ def text_of(answer: dict[str, Any]) -> str:
 
 
 def stream(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    with http.stream("POST", PATH, json=BASE | {"stream": True} | fields) as answer:
-        assert answer.status_code == 200, answer.read()
-        lines = [line for line in answer.iter_lines() if line]
+    lines = ENDPOINT.lines(http, **fields)
     names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line[:5] == "data:"]
     assert names == [event["type"] for event in events]
