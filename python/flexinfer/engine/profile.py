@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from flexinfer.engine.detokenizer import IncrementalDetokenizer
 from flexinfer.engine.llm_engine import LLMEngine
+from flexinfer.engine.work import Work, attention_work, linear_work
 
 PARTS = (
     "schedule",
@@ -45,6 +47,12 @@ MODEL_PARTS = ("linear", "attention", "norm", "rotary", "embedding", "other laye
 class PartTime:
     seconds: float = 0.0
     num_calls: int = 0
+    work: Work = field(default_factory=Work)
+
+    def add(self, other: PartTime) -> None:
+        self.seconds += other.seconds
+        self.num_calls += other.num_calls
+        self.work.add(other.work)
 
 
 @dataclass(slots=True)
@@ -57,7 +65,8 @@ class StepProfile:
     parts: dict[str, PartTime] = field(default_factory=lambda: {p: PartTime() for p in PARTS})
 
     def as_dict(self) -> dict[str, Any]:
-        """Milliseconds per step; shares of the whole."""
+        """Per step: milliseconds, 10^9 operations and 10^6 bytes; shares of the whole. Linear
+        layers and attention alone have operations and bytes."""
         steps = max(1, self.num_steps)
         return {
             "num_steps": self.num_steps,
@@ -68,6 +77,8 @@ class StepProfile:
                     "ms": 1e3 * part.seconds / steps,
                     "share": part.seconds / self.seconds if self.seconds else 0.0,
                     "calls": part.num_calls / steps,
+                    "gflop": part.work.flops / 1e9 / steps,
+                    "mbytes": part.work.num_bytes / 1e6 / steps,
                 }
                 for name, part in self.parts.items()
             },
@@ -100,7 +111,7 @@ class StepProfiler:
         self._wrap(scheduler, "pre_extend", "pre-extend")
         self._wrap(runner.inputs, "build", "inputs")
         self._wrap(runner, "forward", "other layers")
-        self._wrap(runner.backend, "forward", "attention")
+        self._wrap(runner.backend, "forward", "attention", self._attention_work)
         self._wrap(runner, "sample", "sampling")
         self._wrap(IncrementalDetokenizer, "append", "detokenise")
         self._wrap(engine, "_outputs", "outputs")
@@ -133,14 +144,17 @@ class StepProfiler:
         profile.num_tokens += num_tokens
         for name, part in self._now.items():
             profile.seconds += part.seconds
-            profile.parts[name].seconds += part.seconds
-            profile.parts[name].num_calls += part.num_calls
+            profile.parts[name].add(part)
 
-    def _wrap(self, owner: Any, name: str, part: str) -> None:
-        """Time `owner.name` as `part`."""
+    def _wrap(
+        self, owner: Any, name: str, part: str, work: Callable[..., Work] | None = None
+    ) -> None:
+        """Time `owner.name` as `part`; `work` is told its arguments."""
         call = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
+            if work is not None:
+                self._count(part, work(*args))
             with self._part(part):
                 return call(*args, **kwargs)
 
@@ -160,10 +174,24 @@ class StepProfiler:
             part = part_of(module)
             if part is None:
                 continue
-            before = module.register_forward_pre_hook(lambda *_, part=part: self._push(part))
+            before = module.register_forward_pre_hook(partial(self._enter, part))
             after = module.register_forward_hook(lambda *_: self._pop())
             self._hooks.callback(before.remove)
             self._hooks.callback(after.remove)
+
+    def _enter(self, part: str, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if part == "linear":
+            self._count(part, linear_work(module, args[0]))
+        self._push(part)
+
+    def _attention_work(
+        self, layer_idx: int, query: torch.Tensor, _key: Any, _value: Any, *rest: Any
+    ) -> Work:
+        return attention_work(self._engine.runner.backend.layers[layer_idx], query, *rest)
+
+    def _count(self, part: str, work: Work) -> None:
+        if self._now:
+            self._now[part].work.add(work)
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:

@@ -43,6 +43,24 @@ def test_parts_of_a_step_add_up_to_it(folder: str, tmp_path: Path, more: tuple[s
         }
 
 
+def test_each_part_is_held_against_what_the_machine_can_do(folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    code, out = bench("--model", folder, *SMALL, "--roofline", "--json", str(file))
+    report = json.loads(file.read_text())
+    assert code == 0
+    assert "this machine reads" in out
+    limits = report["limits"]
+    for kind in ("prefill", "decode"):
+        parts = report[kind]["parts"]
+        reaching = {name for name, part in parts.items() if part["of_limit"] > 0}
+        assert reaching == {"linear", "attention"}
+        linear = parts["linear"]
+        least_s = max(
+            linear["gflop"] / limits["gflop_per_s"], linear["mbytes"] / 1e3 / limits["gbytes_per_s"]
+        )
+        assert linear["of_limit"] == pytest.approx(1e3 * least_s / linear["ms"])
+
+
 def test_without_profile_there_are_no_parts(folder: str) -> None:
     code, out = bench("--model", folder, *SMALL)
     assert code == 0
@@ -71,6 +89,7 @@ def test_the_engine_is_as_before_when_the_profiler_closes(folder: str) -> None:
         (("--threads", "4096"), "this process may use"),
         (("--shared-tokens", "9"), "each needs one of its own"),
         (("--attention-backend", "magic"), "must be one of"),
+        (("--roofline", "--device", "cuda"), "--roofline measures CPUs alone"),
     ],
 )
 def test_bad_input_is_one_line(folder: str, arguments: tuple[str, ...], says: str) -> None:

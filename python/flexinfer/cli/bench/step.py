@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flexinfer.cli.bench.step_table import profile_table
 from flexinfer.cli.errors import usage_errors
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    import torch
 
     from flexinfer.llm import LLM
 
@@ -66,11 +67,16 @@ def step(
     profile: Annotated[
         bool, typer.Option("--profile", help="Also report the time of each part of a step.")
     ] = False,
+    roofline: Annotated[
+        bool, typer.Option("--roofline", help="--profile, and the share of what this CPU can do.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of prompts and random weights.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write every number into this file.")] = None,
 ) -> None:
     """Milliseconds of prefill and decode steps of one batch; with --profile, of each part."""
     with usage_errors():
+        if roofline and device not in (None, "cpu"):
+            raise ValueError("--roofline measures CPUs alone; --profile has the times")
         if shared_tokens >= prompt_tokens:
             raise ValueError(
                 f"shared_tokens is {shared_tokens}, but prompts have {prompt_tokens} tokens: "
@@ -89,7 +95,9 @@ def step(
     with llm:
         opened_s = time.perf_counter() - start_s
         plan = StepBench(requests, prompt_tokens, new_tokens, shared_tokens, seed)
-        report = measure(llm, plan, profile)
+        report = measure(llm, plan, profile or roofline)
+        if roofline:
+            add_limits(report, llm.engine.loaded.dtype)
     report |= {"threads": num_threads, "load_average": os.getloadavg()[0], "open_s": opened_s}
     print_report(report)
     if json is not None:
@@ -168,6 +176,25 @@ def measure(llm: LLM, plan: StepBench, with_parts: bool) -> dict[str, Any]:
     return report
 
 
+def add_limits(report: dict[str, Any], dtype: torch.dtype) -> None:
+    """What the machine can do, and how much of that each part reaches: the least time that its
+    work takes as a share of the time it takes. Above 1: its bytes come from a cache."""
+    from flexinfer.runtime.limits import measure_limits
+
+    limits = measure_limits(dtype)
+    report["limits"] = {
+        "gbytes_per_s": limits.bytes_per_s / 1e9,
+        "gflop_per_s": limits.flops_per_s / 1e9,
+    }
+    for kind in (report["prefill"], report["decode"]):
+        for part in kind["parts"].values():
+            least_ms = 1e3 * limits.seconds(1e9 * part["gflop"], 1e6 * part["mbytes"])
+            part["of_limit"] = least_ms / part["ms"] if part["ms"] else 0.0
+        kind["of_limit"] = (
+            sum(part["of_limit"] * part["ms"] for part in kind["parts"].values()) / kind["step_ms"]
+        )
+
+
 def run_batch(llm: LLM, plan: StepBench) -> tuple[float, list[Any], float]:
     """(seconds to the first token, StepStats of each step, seconds in all)."""
     from flexinfer.sampling.params import SamplingParams
@@ -202,30 +229,12 @@ def print_report(report: dict[str, Any]) -> None:
         f"(median); prefill {report['prefill_tokens_per_s']:.0f} tokens/s",
         highlight=False,
     )
+    if "limits" in report:
+        limits = report["limits"]
+        console.print(
+            f"this machine reads {limits['gbytes_per_s']:.1f} GB/s and computes "
+            f"{limits['gflop_per_s']:.0f} GFLOP/s in {report['dtype']}",
+            highlight=False,
+        )
     if "decode" in report:
         console.print(profile_table(report["prefill"], report["decode"]))
-
-
-def profile_table(prefill: dict[str, Any], decode: dict[str, Any]) -> Table:
-    """Parts as rows, the two kinds of steps as columns."""
-    from rich.table import Table
-
-    table = Table("part", title="milliseconds per step")
-    for name, kind in (("prefill", prefill), ("decode", decode)):
-        table.add_column(f"{name}, {kind['tokens_per_step']:.0f} tokens", justify="right")
-        table.add_column("share", justify="right")
-        table.add_column("calls", justify="right")
-    for part in decode["parts"]:
-        row = [part]
-        for kind in (prefill, decode):
-            numbers = kind["parts"][part]
-            row += [
-                f"{numbers['ms']:.3f}",
-                f"{numbers['share']:.1%}",
-                f"{numbers['calls']:.0f}",
-            ]
-        table.add_row(*row)
-    table.add_section()
-    total = [f"{prefill['step_ms']:.3f}", "", "", f"{decode['step_ms']:.3f}", "", ""]
-    table.add_row("step", *total)
-    return table
