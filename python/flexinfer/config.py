@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 DEFAULT_MAX_NUM_SEQS = 64
@@ -10,6 +12,8 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 SCHEDULING_POLICIES = ("fcfs", "priority", "prefix")
 PREEMPTION_MODES = ("recompute", "swap", "auto", "off")
+SPECULATIVE_METHODS = ("ngram",)
+DEFAULT_LOOKUP = 5
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,64 @@ class SchedulerConfig:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Tokens proposed ahead and verified in one step; names are those of vLLM's
+    `speculative_config`."""
+
+    method: str
+    """"ngram": what followed the last tokens where they stood before, in prompt or output."""
+    num_speculative_tokens: int
+    """The longest proposal; how much of it is verified adapts to what it brings."""
+    prompt_lookup_max: int | None = None
+    """The longest tail that is looked up; None: `prompt_lookup_min`, or 5."""
+    prompt_lookup_min: int | None = None
+    """The shortest; None: `prompt_lookup_max`."""
+
+    def __post_init__(self) -> None:
+        _require_choice("speculative_config: method", self.method, SPECULATIVE_METHODS)
+        _require_positive("speculative_config: num_speculative_tokens", self.num_speculative_tokens)
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+            if getattr(self, name) is not None:
+                _require_positive(f"speculative_config: {name}", getattr(self, name))
+        shortest, longest = self.lookup_lengths
+        if shortest > longest:
+            raise ValueError(
+                f"speculative_config: prompt_lookup_min ({self.prompt_lookup_min}) must be at most "
+                f"prompt_lookup_max ({self.prompt_lookup_max})"
+            )
+
+    @property
+    def lookup_lengths(self) -> tuple[int, int]:
+        """The shortest and the longest tail that is looked up."""
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        return shortest or longest or DEFAULT_LOOKUP, longest or shortest or DEFAULT_LOOKUP
+
+    @classmethod
+    def parse(cls, given: Any) -> SpeculativeConfig:
+        """From a mapping or its JSON. Raises ValueError, naming what is wrong with it."""
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except ValueError as error:
+                raise ValueError(f"speculative_config is no JSON: {error}") from None
+        names = [item.name for item in fields(cls)]
+        if not isinstance(given, Mapping):
+            raise ValueError(f"speculative_config must be a mapping, got {given!r}")
+        unknown = sorted(map(str, given.keys() - set(names)))
+        if unknown:
+            raise ValueError(
+                f"speculative_config has {', '.join(unknown)}, which is not supported; "
+                f"it may have {', '.join(names)}"
+            )
+        missing = [name for name in ("method", "num_speculative_tokens") if name not in given]
+        if missing:
+            raise ValueError(f"speculative_config needs {' and '.join(missing)}")
+        return cls(**given)
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """What a user may set; None means: derived from the model or the machine."""
@@ -116,6 +178,8 @@ class EngineConfig:
     async_scheduling: bool | None = None
     """Schedule a step while the one before it is computed. None: where the device works beside the
     CPU, that is on CUDA."""
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None
+    """Propose tokens ahead: a mapping with vLLM's names, or its JSON; see `SpeculativeConfig`."""
     enable_pre_extend: bool = True
     """Map the memory of the next steps in the background (paper, Algorithm 1)."""
     enable_deferred_reclamation: bool = True
@@ -152,6 +216,7 @@ class EngineConfig:
                 _require_positive(name, getattr(self, name))
         self._check_memory_settings()
         self._check_gpu_settings()
+        self._check_speculation()
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
         if self.dtype != "auto" and dtype_name(self.dtype) not in SUPPORTED_DTYPES:
@@ -183,6 +248,23 @@ class EngineConfig:
                     f"cuda_graph_sizes {sizes} has no batch size up to max_num_seqs "
                     f"({self.max_num_seqs}); enforce_eager=True turns CUDA graphs off"
                 )
+
+    def _check_speculation(self) -> None:
+        if self.speculative_config is None:
+            return
+        parsed = SpeculativeConfig.parse(self.speculative_config)
+        object.__setattr__(self, "speculative_config", parsed)
+        if self.async_scheduling:
+            raise ValueError(
+                "speculative_config and async_scheduling exclude each other: what is proposed "
+                "hangs on the tokens of the step before"
+            )
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """`speculative_config`, parsed."""
+        given = self.speculative_config
+        return None if given is None else SpeculativeConfig.parse(given)
 
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
         """The scheduler's part, for the `max_model_len` that was chosen."""

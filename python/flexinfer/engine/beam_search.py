@@ -97,6 +97,7 @@ class BeamSearch(RequestGroup):
             temperature=0, logprobs=self._num_candidates, ignore_eos=True, max_tokens=None
         )
         leader.num_forks = width - 1
+        leader.may_speculate = False
         self._beams = [Beam(leader)]
         self._free_ids = list(self.sequence_ids[1:])
         self._rows: dict[Request, RowLogprobs] = {}
@@ -111,7 +112,7 @@ class BeamSearch(RequestGroup):
     def is_finished(self) -> bool:
         return self._is_done or all(beam.request.is_finished for beam in self._beams)
 
-    def update(self, sampled: Sequence[NewToken], scheduler: Scheduler) -> None:
+    def update(self, sampled: Sequence[NewToken], scheduler: Scheduler) -> int:
         """Once all beams have their next tokens: choose the next beams."""
         for request, token in sampled:
             assert token.logprobs is not None
@@ -119,7 +120,7 @@ class BeamSearch(RequestGroup):
         if len(self._rows) < len(self._beams):
             for request, _ in sampled:
                 scheduler.suspend(request)
-            return
+            return len(sampled)
         candidates = self._best_candidates()
         self._rows.clear()
         self._num_new_tokens += 1
@@ -129,6 +130,7 @@ class BeamSearch(RequestGroup):
             self._is_done = True
         else:
             self._continue(going_on, scheduler)
+        return len(sampled)
 
     def end_with(self, failed: Request, scheduler: Scheduler) -> None:
         """Without one of its beams the search has no result."""

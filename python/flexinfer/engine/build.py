@@ -68,7 +68,8 @@ def build_parts(config: EngineConfig) -> EngineParts:
         tokenizer = load_tokenizer(config.tokenizer, config.model)
     loaded = load_model(config.model, config.dtype, config.device)
     if config.async_scheduling is None:
-        config = replace(config, async_scheduling=loaded.device.type == "cuda")
+        is_asynchronous = loaded.device.type == "cuda" and config.speculation is None
+        config = replace(config, async_scheduling=is_asynchronous)
     kv_memory = derive_kv_memory(config, loaded, wanted_len)
     manager = make_manager(config, loaded, wanted_len, kv_memory)
     try:

@@ -49,8 +49,10 @@ class RequestGroup(ABC):
     def is_finished(self) -> bool: ...
 
     @abstractmethod
-    def update(self, sampled: Sequence[NewToken], scheduler: Scheduler) -> None:
-        """Some of the sequences got a token in this step: append, end, fork, free."""
+    def update(self, sampled: Sequence[NewToken], scheduler: Scheduler) -> int:
+        """Some of the sequences got tokens in this step, one each, or several in order where they
+        were speculated: append, end, fork, free. Returns how many were wanted: none is after the
+        one that ends its sequence."""
 
     @abstractmethod
     def end_with(self, failed: Request, scheduler: Scheduler) -> None:

@@ -28,6 +28,7 @@ from flexinfer.outputs import RequestOutput
 from flexinfer.sampling.params import BeamSearchParams, SamplingParams
 from flexinfer.scheduler.request import Request
 from flexinfer.scheduler.scheduler import Batch
+from flexinfer.speculation.speculation import Speculation
 from flexinfer.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,10 @@ class LLMEngine:
         self._elastic = parts.elastic
         self._plans = PlanBuilder(self.runner, self.manager.shared_ranges)
         self._steps = StepPipeline(StepExecution(parts, self._plans), parts.config)
+        self._speculation: Speculation | None = None
+        if parts.config.speculation is not None:
+            max_step_tokens = self.scheduler.config.max_num_batched_tokens
+            self._speculation = Speculation(parts.config.speculation, self.manager, max_step_tokens)
         self._settled: list[RequestOutput] = []  # outputs of a step that had to be waited for
         self._meter = StepMeter(self.manager)
         self._requests = RequestStats()
@@ -117,6 +122,8 @@ class LLMEngine:
     def _step(self, *, may_run_ahead: bool) -> list[RequestOutput]:
         self._meter.start()
         batch = self._steps.next_batch()
+        if self._speculation is not None:
+            self._speculation.draft(batch)
         requests = [item.request for item in batch.items]
         num_prefill_tokens = sum(i.num_tokens for i in batch.items if i.request.is_prefilling)
         _note_scheduled(batch)
@@ -141,6 +148,8 @@ class LLMEngine:
                 num_preempted=len(batch.preempted),
             )
             self.scheduler.observe(step)
+            if self._speculation is not None:
+                self._speculation.observe(step.step_us)
         return outputs
 
     def warm_up(self) -> None:
@@ -225,6 +234,7 @@ class LLMEngine:
             step_tokens=self._meter.tokens.copy(),
             num_deferred=scheduler.num_deferred,
             capacity_tokens=memory.budget_bytes // self.manager.spec.bytes_per_token,
+            speculation=None if self._speculation is None else self._speculation.stats.copy(),
         )
 
     def _settle(self) -> None:
@@ -239,33 +249,39 @@ class LLMEngine:
         failures = [failure for failure in failures if not failure[0].is_finished]
         for request, message in failures:
             request.finish("error", message)  # so that it is neither recorded nor forked
+        new_tokens = self._plans.match(result)
+        if self._speculation is not None:
+            self._speculation.settle(batch, ((r, token.token_id) for r, token in new_tokens))
         self.scheduler.advance(batch)
         now = time.monotonic()
         tokens_of: dict[RequestGroup, list[NewToken]] = {}
-        for new_token in self._plans.match(result):
+        for new_token in new_tokens:
             if not new_token[0].is_finished:  # it may have ended while this step was in flight
                 group = self._group_of[new_token[0].request_id]
                 tokens_of.setdefault(group, []).append(new_token)
         self._pace.end_step(sum(group.is_streamed for group in tokens_of), now)
         for group, tokens in tokens_of.items():
-            self._update(group, tokens)
+            num_taken = self._update(group, tokens)
             leader = group.leader
             num_prompt_tokens = len(leader.prompt_token_ids)
             num_cached = leader.num_cached_tokens or 0
+            num_each = max(1, num_taken // len({request for request, _ in tokens}))
             self._requests.note_tokens(
-                leader.metrics, num_prompt_tokens, len(tokens), now, num_cached
+                leader.metrics, num_prompt_tokens, num_taken, now, num_cached, num_each
             )
         for request, message in failures:
             self.scheduler.abort([request], "error", message)
             self._group_of[request.request_id].end_with(request, self.scheduler)
         return [*tokens_of, *self._groups_of(request for request, _ in failures)]
 
-    def _update(self, group: RequestGroup, tokens: list[NewToken]) -> None:
-        """A failure, as of a tokenizer, ends this group and no other."""
+    def _update(self, group: RequestGroup, tokens: list[NewToken]) -> int:
+        """How many of the tokens were wanted. A failure, as of a tokenizer, ends this group and no
+        other."""
         try:
-            group.update(tokens, self.scheduler)
+            return group.update(tokens, self.scheduler)
         except Exception as error:
             self._fail(group, error)
+            return len(tokens)
 
     def _fail(self, group: RequestGroup, error: Exception) -> str:
         """End all of a group that runs; returns the message."""
@@ -288,7 +304,10 @@ class LLMEngine:
                 if output.finished:
                     longest = max((one.num_output_tokens for one in group.sequences), default=0)
                     self._requests.note_end(output, time.monotonic(), longest)
-        self._plans.forget(self.scheduler.take_ended())
+        ended = self.scheduler.take_ended()
+        self._plans.forget(ended)
+        if self._speculation is not None:
+            self._speculation.forget(ended)
         return outputs
 
     def _build(self, group: RequestGroup) -> RequestOutput | None:

@@ -36,6 +36,7 @@ class ParallelSampling(RequestGroup):
         super().__init__(leader, prompt, ids)
         self.params = params
         leader.params = params.of_sample(0)
+        leader.may_speculate = params.num_samples == 1
         leader.siblings = [
             leader.clone(ids[index], index, params.of_sample(index))
             for index in range(1, params.num_samples)
@@ -56,14 +57,19 @@ class ParallelSampling(RequestGroup):
     def is_finished(self) -> bool:
         return all(sample.is_finished for sample in self._samples)
 
-    def update(self, sampled: Sequence[NewToken], scheduler: Scheduler) -> None:
+    def update(self, sampled: Sequence[NewToken], scheduler: Scheduler) -> int:
+        num_taken = 0
         for request, token in sampled:
+            if request.is_finished:  # by a token before this one, of the same step
+                continue
             request.append(token.token_id)
             self._builders[request.index].update(token)
+            num_taken += 1
         self._fork_siblings(scheduler)
-        for request, _ in sampled:
+        for request in dict.fromkeys(request for request, _ in sampled):
             if request.is_finished:
                 scheduler.finish(request)
+        return num_taken
 
     def build(self) -> RequestOutput | None:
         kind = self.params.output_kind

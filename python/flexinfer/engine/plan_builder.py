@@ -44,6 +44,7 @@ class PlanBuilder:
         token_ids = array("i", [known_token(item) for item in decodes])
         for item in prefills:
             token_ids += item.request.token_array[item.start : item.end]
+            token_ids.extend(item.draft)
         rows: list[int] = []
         sampling: list[Request] = []
         lengths: list[int] = []
@@ -58,9 +59,10 @@ class PlanBuilder:
                 scoring.append(request)
             if item.samples:
                 for sequence in (request, *request.siblings) if request.siblings else (request,):
-                    sampling.append(sequence)
-                    rows.append(end_row - 1)
-                    lengths.append(end)
+                    for back in range(len(item.draft), -1, -1):
+                        sampling.append(sequence)
+                        rows.append(end_row - 1 - back)
+                        lengths.append(end - back)
         starts = [item.start for item in items]
         self._last = StepPlan(
             token_ids=token_ids.tobytes(),

@@ -115,17 +115,19 @@ class RequestStats:
         num_tokens: int,
         now_s: float,
         num_cached_tokens: int = 0,
+        num_each: int = 1,
     ) -> None:
-        """A request's sequences got `num_tokens` in one step, one each. Sets the metrics' times."""
+        """A request's sequences got `num_tokens` in one step, `num_each` of them each. Sets the
+        metrics' times."""
         if metrics.first_token_time is None:
             metrics.first_token_time = now_s
             self.prompt_tokens += num_prompt_tokens
             self.cached_prompt_tokens += num_cached_tokens
             self.first_token_s.observe(now_s - metrics.arrival_time)
         elif metrics.last_token_time is not None:
-            self.inter_token_s.observe(now_s - metrics.last_token_time, num_tokens)
+            self.inter_token_s.observe((now_s - metrics.last_token_time) / num_each, num_tokens)
         metrics.last_token_time = now_s
-        metrics.num_token_steps += 1
+        metrics.num_token_steps += num_each
         metrics.num_generated_tokens += num_tokens
         self.generation_tokens += num_tokens
 

@@ -10,6 +10,7 @@ from flexinfer.metrics.requests import STEP_TOKEN_BUCKETS, Histogram
 
 if TYPE_CHECKING:
     from flexinfer.metrics.requests import RequestStats
+    from flexinfer.metrics.speculation import SpeculationStats
     from flexinfer.vtensor import Stats, VTensorManager
 
 
@@ -77,6 +78,8 @@ class EngineStats:
     """Waiting requests whose prefix was being computed by another when last looked at."""
     capacity_tokens: int = 0
     """Tokens whose KV the budget holds."""
+    speculation: SpeculationStats | None = None
+    """What was proposed ahead and what of it accepted; a copy. None without speculation."""
 
     def as_dict(self) -> dict[str, Any]:
         """All numbers as plain values, for JSON."""
@@ -88,6 +91,8 @@ class EngineStats:
             out["memory"] = self.memory.as_dict()
         if self.requests is not None:
             out["requests"] = self.requests.as_dict()
+        if self.speculation is not None:
+            out["speculation"] = self.speculation.as_dict()
         if self.step_tokens is not None:
             out["step_tokens"] = self.step_tokens.as_dict()
         return out

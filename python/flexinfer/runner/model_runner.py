@@ -49,6 +49,8 @@ class PendingTokens:
     """None: no row is sampled."""
     failures: dict[int, str]
     """Sampling id -> why it has failed already."""
+    proposed: dict[int, int]
+    """Row -> the token behind which the next row stands, which is of the same sequence."""
 
     def result(self) -> StepResult:
         """See `PendingResult.result`."""
@@ -57,16 +59,21 @@ class PendingTokens:
         if self.drawn is not None:
             sampled = self.sampler.finish(self.drawn)
             rows = zip(self.sampling_ids, self.drawn.states, strict=True)
+            rejecting = None  # the sequence of which a proposed token was not drawn
             for row, (sampling_id, state) in enumerate(rows):
-                if sampling_id in failures:
+                if sampling_id in failures or sampling_id == rejecting:
                     continue
                 if row in sampled.errors:
                     failures[sampling_id] = sampled.errors[row]
                     continue
-                scores = state.take_scores()
-                tokens.append(
-                    SampledToken(sampling_id, sampled.token_ids[row], sampled.logprobs[row], scores)
-                )
+                token_id, scores = sampled.token_ids[row], state.take_scores()
+                tokens.append(SampledToken(sampling_id, token_id, sampled.logprobs[row], scores))
+                if row not in self.proposed:
+                    continue
+                if token_id == self.proposed[row]:
+                    self.sampler.sequences[sampling_id].accept(token_id)
+                else:
+                    rejecting = sampling_id
         return StepResult(tokens, [SequenceFailure(*failure) for failure in failures.items()])
 
 
@@ -190,17 +197,26 @@ class ModelRunner:
         self._drawn = None
         if num_sampled:
             self._drawn = self.sampler.begin(logits[:num_sampled], self._states(plan))
-        return PendingTokens(self.sampler, plan.sampling_ids, self._drawn, failures)
+        return PendingTokens(
+            self.sampler, plan.sampling_ids, self._drawn, failures, proposed_tokens(plan)
+        )
 
     def _states(self, plan: StepPlan) -> list[SequenceState]:
         """Of the sequences that sample, up to the tokens of this plan."""
         token_ids = np.frombuffer(plan.token_ids, np.int32)
         columns = (plan.sampling_ids, plan.sampled_rows, plan.sampled_lengths)
-        states = []
+        states: list[SequenceState] = []
+        drafted: list[int] = []
+        last_id = None
         for sampling_id, row, length in zip(*columns, strict=True):
-            state = self.sampler.sequences[sampling_id]
-            state.read(length, int(token_ids[row]))
+            state, token_id = self.sampler.sequences[sampling_id], int(token_ids[row])
+            if sampling_id == last_id:
+                drafted.append(token_id)
+                states.append(state.ahead(drafted))
+                continue
+            state.read(length, token_id)
             states.append(state)
+            last_id, drafted = sampling_id, []
         return states
 
     def _score(self, logits: torch.Tensor, scored: Sequence[ScoredRows]) -> dict[int, str]:
@@ -224,3 +240,13 @@ class ModelRunner:
                 failures[part.sampling_id] = describe(error)
             row += num_rows
         return failures
+
+
+def proposed_tokens(plan: StepPlan) -> dict[int, int]:
+    """Sampled row -> the token behind which the next one stands, if that is of the same sequence
+    (`StepPlan.sampling_ids`)."""
+    ids, rows = plan.sampling_ids, plan.sampled_rows
+    if len(set(ids)) == len(ids):
+        return {}
+    token_ids = np.frombuffer(plan.token_ids, np.int32)
+    return {i: int(token_ids[rows[i + 1]]) for i in range(len(ids) - 1) if ids[i] == ids[i + 1]}

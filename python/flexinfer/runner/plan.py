@@ -49,7 +49,9 @@ class StepPlan:
     sampled_rows: tuple[int, ...] = ()
     """Rows whose logits give a new token; forks of one prompt sample from the same row."""
     sampling_ids: tuple[int, ...] = ()
-    """The sequence that each of these tokens is for."""
+    """The sequence that each of these tokens is for. One that stands here several times in a row
+    has tokens in this plan that are only proposed: each row but its first stands behind one, and
+    gives a token only if the row before it gives that one."""
     sampled_lengths: tuple[int, ...] = ()
     """Tokens of that sequence before the new one."""
     scored: tuple[ScoredRows, ...] = ()
@@ -83,7 +85,8 @@ class SequenceFailure:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The tokens of a step, in the order of its `sampling_ids`, and what failed instead."""
+    """The tokens of a step, in the order of its `sampling_ids`, and what failed instead. Without
+    those drawn behind a proposed token that was not."""
 
     tokens: list[SampledToken]
     failures: list[SequenceFailure] = field(default_factory=list)

@@ -251,20 +251,34 @@ class TokenMatcher:
         self._vocab_size = vocab_size
         self._num_read = 0
 
-    def allowed(self, output_token_ids: Sequence[int]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """[vocab_size] bool: which tokens may follow `output_token_ids`, all that was generated.
+    def allowed(
+        self, output_token_ids: Sequence[int], num_drafted: int = 0
+    ) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """[vocab_size] bool: which tokens may follow `output_token_ids`, all that was generated,
+        the last `num_drafted` of them only proposed.
 
-        When the text is complete only end-of-sequence tokens are. Raises EngineError.
+        When the text is complete only end-of-sequence tokens are; after a proposed token that may
+        not stand there, all: it will not be drawn, nor what follows it. Raises EngineError.
         """
         import numpy as np
 
-        new = list(output_token_ids[self._num_read :])
+        num_drawn = len(output_token_ids) - num_drafted
+        new = list(output_token_ids[self._num_read : num_drawn])
         if new and not self._matcher.is_stopped() and not self._matcher.consume_tokens(new):
             raise EngineError(f"structured output went wrong: {_first_line(self._matcher)}")
         self._num_read += len(new)
+        drafted = list(output_token_ids[num_drawn:])
+        if drafted and (
+            self._matcher.is_stopped() or self._matcher.validate_tokens(drafted) < num_drafted
+        ):
+            return np.ones(self._vocab_size, dtype=np.bool_)
+        if drafted:
+            self._matcher.consume_tokens(drafted)
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             raise EngineError(f"{TOO_COMPLEX}: {_first_line(self._matcher)}")
+        if drafted and not self._matcher.rollback(num_drafted):
+            raise EngineError(f"structured output went wrong: {_first_line(self._matcher)}")
         return np.unpackbits(mask, bitorder="little")[: self._vocab_size].view(np.bool_)
 
 

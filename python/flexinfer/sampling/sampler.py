@@ -131,7 +131,7 @@ class Sampler:
                 structure = state.params.structured_outputs
                 assert structure is not None
                 state.matcher = self._grammars.matcher(structure)
-            forbidden[row] = ~state.matcher.allowed(state.output_token_ids)
+            forbidden[row] = ~state.matcher.allowed(state.output_token_ids, state.num_drafted)
         return logits.masked_fill(torch.from_numpy(forbidden).to(logits.device), -torch.inf)
 
 

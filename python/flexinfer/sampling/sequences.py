@@ -8,7 +8,7 @@ token than the most probable one. No torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from flexinfer.sampling.params import SamplingParams
@@ -47,6 +47,8 @@ class SequenceState:
     """Whether `output_token_ids` is kept: `reads_output(params)`."""
     num_output_tokens: int = 0
     output_token_ids: list[int] = field(default_factory=list)
+    num_drafted: int = 0
+    """The last so many of the output are only proposed: see `ahead`."""
     matcher: TokenMatcher | None = None
     """Of a sequence with structured outputs, from its first token on."""
     scores: list[RowLogprobs] | None = None
@@ -66,6 +68,23 @@ class SequenceState:
         num_output_tokens = self.num_output_tokens = length - self.setup.num_prompt_tokens
         if self.keeps_output and num_output_tokens > 0:
             self.output_token_ids[num_output_tokens - 1 :] = [last_token_id]
+
+    def ahead(self, drafted: Sequence[int]) -> SequenceState:
+        """This sequence as if it had these proposed tokens too, for one row of sampling."""
+        output = self.output_token_ids
+        return replace(
+            self,
+            num_output_tokens=self.num_output_tokens + len(drafted),
+            output_token_ids=[*output, *drafted] if self.keeps_output else output,
+            num_drafted=len(drafted),
+            scores=None,
+        )
+
+    def accept(self, token_id: int) -> None:
+        """A proposed token was drawn: it is the sequence's next one."""
+        self.num_output_tokens += 1
+        if self.keeps_output:
+            self.output_token_ids.append(token_id)
 
     def add_scores(self, start: int, scores: Sequence[RowLogprobs]) -> None:
         """Scores of the prompt's tokens after position `start`; again what failed half-way."""

@@ -22,6 +22,9 @@ class ScheduledRequest:
     end: int
     samples: bool
     """Whether the last of them gives a new token."""
+    draft: tuple[int, ...] = ()
+    """The last tokens are these, which nobody has drawn yet: each, and the one before them, gives a
+    new token as long as the drawn ones are the same (speculation/speculation.py)."""
 
     @property
     def num_tokens(self) -> int:

@@ -66,11 +66,12 @@ PYTHON_ALLOWED = {
     "sampling_params": "sampling",
     "metrics": "outputs vtensor",
     "scheduler": "config errors metrics outputs sampling types vtensor",
+    "speculation": "config metrics scheduler vtensor",
     "memory": "config errors models runtime scheduler vtensor",
     "runner": "attention models runtime sampling vtensor",
     "replay": "errors vtensor",
     "engine": "attention config errors memory metrics models outputs runner runtime sampling "
-    "scheduler types vtensor",
+    "scheduler speculation types vtensor",
     "conversation": "engine errors outputs sampling types",
     "llm": "config conversation engine errors outputs sampling types",
     "async_llm": "config engine errors llm outputs sampling types",

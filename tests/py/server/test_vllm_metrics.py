@@ -38,6 +38,10 @@ COUNTERS = {
     "prompt_tokens_cached": (),
     "generation_tokens": (),
     "request_success": ("finished_reason",),
+    "spec_decode_num_drafts": (),
+    "spec_decode_num_draft_tokens": (),
+    "spec_decode_num_accepted_tokens": (),
+    "spec_decode_num_accepted_tokens_per_pos": ("position",),
 }
 HISTOGRAMS = {
     "request_prompt_tokens": LENGTHS,
@@ -61,8 +65,7 @@ ABSENT = {
     *("external_prefix_cache_queries", "external_prefix_cache_hits"),
     *("mm_cache_queries", "mm_cache_hits"),
     *("kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds"),
-    *("kv_block_reuse_gap_seconds", "spec_decode_num_drafts", "spec_decode_num_draft_tokens"),
-    *("spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos"),
+    "kv_block_reuse_gap_seconds",
 }
 """Of vLLM's, those of what is not here. Its names are those of its V1 engine in November 2026."""
 
@@ -77,6 +80,7 @@ def families() -> dict[str, Metric]:
         kv_cache_memory_bytes="16MiB",
         chunk_bytes=4096,
         enable_pre_extend=False,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 2},
     ) as llm:
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         for _ in range(2):

@@ -99,6 +99,13 @@ class SchedulingOptions:
         bool | None,
         option("Schedule a step while the one before it is computed; by default on a GPU."),
     ] = None
+    speculative_config: Annotated[
+        str | None,
+        option(
+            "Propose tokens ahead and verify them together, as JSON: "
+            '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}.'
+        ),
+    ] = None
     scheduling_policy: Annotated[str, option("fcfs, priority or prefix.")] = "priority"
     preemption_mode: Annotated[str, option("recompute, swap, auto or off.")] = "auto"
 

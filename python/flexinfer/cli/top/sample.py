@@ -87,6 +87,9 @@ class Sample:
             "generation_tokens_per_s": since.rate("generation_tokens_total"),
             "prefix_hit_rate": since.share("prefix_cache_hits_total", "prefix_cache_queries_total"),
             "kv_cache_usage": self.values.get("kv_cache_usage_perc", 0.0),
+            "acceptance_rate": since.share(
+                "spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total"
+            ),
             "memory_bytes": {
                 kind: int(self.values.get(f"kv_cache_{kind}_bytes", 0)) for kind in MEMORY
             },

@@ -34,6 +34,7 @@ def view(sample: Sample, before: Sample | None) -> RenderableType:
 
 def _requests(numbers: dict[str, Any]) -> RenderableType:
     requests, hit_rate = numbers["requests"], numbers["prefix_hit_rate"]
+    accepted = numbers["acceptance_rate"]
     rows = {
         "requests": f"{requests['running']} running, {requests['waiting']} waiting, "
         f"{requests['swapped']} swapped; {numbers['requests_ended']} ended, "
@@ -44,6 +45,8 @@ def _requests(numbers: dict[str, Any]) -> RenderableType:
         "mapping": f"{numbers['exposed_us_per_step']:.1f} us per step exposed, "
         f"{numbers['hidden_us_per_step']:.1f} hidden; {numbers['driver_calls']} driver calls",
     }
+    if accepted is not None:
+        rows["speculation"] = f"{accepted:.0%} of proposed tokens accepted"
     return _grid([[name, text] for name, text in rows.items()])
 
 

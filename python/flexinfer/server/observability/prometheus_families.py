@@ -17,6 +17,7 @@ from flexinfer.scheduler.preemption import all_counts
 
 if TYPE_CHECKING:
     from flexinfer.metrics.requests import Histogram, RequestStats
+    from flexinfer.metrics.speculation import SpeculationStats
     from flexinfer.metrics.steps import EngineStats
     from flexinfer.vtensor import Stats
 
@@ -84,6 +85,8 @@ def engine_families(stats: EngineStats, model_name: str) -> Iterator[Metric]:
     yield from _engine(stats, make)
     if stats.requests is not None:
         yield from _requests(stats.requests, make)
+    if stats.speculation is not None:
+        yield from _speculation(stats.speculation, make)
     if stats.memory is not None:
         yield from _memory(stats.memory, make)
         yield from _mapping(stats.memory, make)
@@ -208,6 +211,23 @@ def _requests(requests: RequestStats, make: Maker) -> Iterator[Metric]:
     )
     for field, (name, text) in LATENCIES.items():
         yield make.histogram(name, text, getattr(requests, field))
+
+
+def _speculation(stats: SpeculationStats, make: Maker) -> Iterator[Metric]:
+    """As in vLLM, only where there is speculation."""
+    yield make.counter("spec_decode_num_drafts", "Proposals verified.", stats.num_drafts)
+    yield make.counter(
+        "spec_decode_num_draft_tokens", "Tokens of these proposals.", stats.num_draft_tokens
+    )
+    yield make.counter(
+        "spec_decode_num_accepted_tokens", "Of these accepted.", stats.num_accepted_tokens
+    )
+    yield make.counters(
+        "spec_decode_num_accepted_tokens_per_pos",
+        "Of these accepted, by their position in the proposal.",
+        ("position",),
+        {(str(i),): count for i, count in enumerate(stats.accepted_per_position)},
+    )
 
 
 def _bound_text(bound: float) -> str:

@@ -1,0 +1,1 @@
+"""Speculation: tokens proposed ahead and verified in one step; see speculation.py."""

@@ -1,0 +1,180 @@
+"""Speculation: which requests get proposals, how long ones, and what becomes of them. No torch.
+
+    tokens known   | p0 p1 ... pn |                        KV of all but the last
+    step           |           pn | d1 d2 d3 |             computed together, into the same range
+    drawn          |           d1   d2   x    .            d3 was not drawn: it is rejected, and so
+    tokens known   | p0 p1 ... pn d1 d2 x |                is all after it; truncate() to before x
+
+A proposal is written ahead into the request's own range, and the model's own token is drawn after
+each of its tokens, with the same random number as without speculation. Proposed tokens that are
+drawn are kept, the first that is not is replaced by what was drawn. That is rejection sampling
+(Leviathan et al., 2023; Chen et al., 2023) for a proposal that names one token: it is accepted with
+the probability p that the model gives it, else the token comes from p without it. Nothing is
+copied: rejection lowers a length.
+
+How long proposals are is chosen for all requests of a step together: most probable tokens first,
+as long as expected tokens per second grow, by the learned `Acceptance` and `StepCosts`. Where that
+is never, steps go without. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from flexinfer.metrics.speculation import SpeculationStats
+from flexinfer.scheduler.batch import Batch, ScheduledRequest
+from flexinfer.scheduler.request import Request
+from flexinfer.speculation.acceptance import Acceptance
+from flexinfer.speculation.ngram import NgramIndex
+from flexinfer.speculation.step_costs import StepCosts
+
+if TYPE_CHECKING:
+    from flexinfer.config import SpeculativeConfig
+    from flexinfer.vtensor import VTensorManager
+
+
+class _Drafts:
+    """What is known of one request."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self.index = NgramIndex(*config.lookup_lengths)
+        self.acceptance = Acceptance()
+
+
+class Speculation:
+    """
+    Invariant: `_drafts` has no request that has been forgotten.
+    """
+
+    def __init__(
+        self, config: SpeculativeConfig, manager: VTensorManager, max_num_batched_tokens: int
+    ) -> None:
+        self._config = config
+        self._manager = manager
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._costs = StepCosts()
+        self._drafts: dict[Request, _Drafts] = {}
+        self._num_requests = 0  # of the step under way
+        self._num_further: int | None = None
+        self.stats = SpeculationStats(config.num_speculative_tokens)
+
+    def draft(self, batch: Batch) -> None:
+        """Add proposals to a scheduled step, where they pay and memory is there for them."""
+        decodes = {i: item for i, item in enumerate(batch.items) if _decodes(item)}
+        self._num_requests = len(decodes)
+        num_others = batch.num_tokens - len(decodes)
+        self._num_further = None if num_others else 0
+        if not decodes or batch.preempted or batch.failed:
+            return
+        proposals = [self._propose(item) for item in decodes.values()]
+        lengths = self._choose_lengths(list(decodes.values()), proposals, num_others)
+        drafted = {
+            i: replace(item, end=item.end + length, draft=tuple(proposal[:length]))
+            for (i, item), proposal, length in zip(decodes.items(), proposals, lengths, strict=True)
+            if length
+        }
+        if drafted and self._extend(drafted.values()):
+            for i, item in drafted.items():
+                batch.items[i] = item
+            if self._num_further is not None:
+                self._num_further = sum(lengths)
+
+    def settle(self, batch: Batch, tokens: Iterable[tuple[Request, int]]) -> None:
+        """The step has given these tokens: take back what was rejected, as if it had not been
+        scheduled."""
+        got: dict[Request, list[int]] = {}
+        for request, token_id in tokens:
+            got.setdefault(request, []).append(token_id)
+        for i, item in enumerate(batch.items):
+            drawn = got.get(item.request, [])
+            drafts = self._drafts.get(item.request)
+            if item.draft:
+                num_accepted = max(0, len(drawn) - 1)
+                batch.items[i] = self._take_back(item, num_accepted)
+                self.stats.note(len(item.draft), num_accepted)
+                if drafts is not None:
+                    drafts.acceptance.observe(len(item.draft), num_accepted)
+            elif drafts is not None and drawn:
+                drafts.acceptance.observe_token(drawn[0])
+
+    def observe(self, step_us: float) -> None:
+        """The step took so long, all of it."""
+        if self._num_further is not None and self._num_requests:
+            self._costs.observe(self._num_requests, self._num_further, step_us)
+
+    def forget(self, ended: Iterable[Request]) -> None:
+        for request in ended:
+            self._drafts.pop(request, None)
+
+    def _propose(self, item: ScheduledRequest) -> Sequence[int]:
+        """What could follow; empty where nothing is known, or no more is wanted."""
+        request = item.request
+        drafts = self._drafts.get(request)
+        if drafts is None:
+            drafts = self._drafts[request] = _Drafts(self._config)
+        most = request.max_num_tokens - request.num_tokens - 1  # the last one is drawn
+        most = min(most, self._config.num_speculative_tokens)
+        if most <= 0 or not request.may_speculate:
+            return ()
+        proposal = drafts.index.propose(request.token_ids, most)
+        stops = request.stop_token_ids
+        for i, token_id in enumerate(proposal):
+            if token_id in stops:  # drawn, it ends the request: nothing after it is needed
+                proposal = proposal[:i]
+                break
+        drafts.acceptance.guess(proposal)
+        return proposal
+
+    def _choose_lengths(
+        self,
+        items: Sequence[ScheduledRequest],
+        proposals: Sequence[Sequence[int]],
+        num_others: int,
+    ) -> list[int]:
+        """How much of each proposal to verify, for the most tokens per second.
+
+        num_others: tokens of the step that are not of these items.
+        """
+        gains = [
+            (probability, i)
+            for i, (item, proposal) in enumerate(zip(items, proposals, strict=True))
+            if proposal
+            for probability in self._drafts[item.request].acceptance.probabilities(len(proposal))
+        ]
+        num_left = self._max_num_batched_tokens - len(items) - num_others
+        costs = self._costs.estimate(len(items), num_others + len(gains)) if gains else None
+        if costs is None:
+            return [0] * len(items)
+        gains.sort(key=lambda gain: -gain[0])  # stable: a request's own stay in order
+        expected = accumulate((gain for gain, _ in gains[: max(0, num_left)]), initial=len(items))
+        rates = [tokens / cost for tokens, cost in zip(expected, costs[num_others:], strict=False)]
+        best = max(range(len(rates)), key=rates.__getitem__)
+        counts = Counter(i for _, i in gains[:best])
+        return [counts[i] for i in range(len(items))]
+
+    def _extend(self, items: Iterable[ScheduledRequest]) -> bool:
+        """Memory for the proposals, all or none; nobody is preempted for them."""
+        growing = [item for item in items if item.end > item.request.num_extended_tokens]
+        ends = [item.end for item in growing]
+        if growing and not self._manager.try_extend([item.vtensor for item in growing], ends):
+            return False
+        for item in growing:
+            item.request.num_extended_tokens = item.end
+        return True
+
+    def _take_back(self, item: ScheduledRequest, num_accepted: int) -> ScheduledRequest:
+        """The item without its rejected tokens, whose memory stays mapped for the next ones."""
+        end = item.end - len(item.draft) + num_accepted
+        if end < item.end:
+            item.vtensor.truncate(end)
+            item.request.num_extended_tokens = end
+        return replace(item, end=end, draft=())
+
+
+def _decodes(item: ScheduledRequest) -> bool:
+    """Whether it computes one token, whose successor is not known: the plain case of a decode."""
+    return item.samples and not item.request.is_prefilling and item.num_tokens == 1

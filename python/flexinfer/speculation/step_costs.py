@@ -1,0 +1,78 @@
+"""StepCosts: how much longer a step takes for each further row that it computes. No torch.
+
+    us |            .--- beyond what was measured: as steep, until such a step is measured
+       |       .---'
+       |  .---'          between two measurements: a line
+       | '
+       +--+----+------- rows beyond one per request
+
+Learned for each number of requests, from steps of decodes alone. A measurement is believed for
+MAX_AGE steps: requests grow longer, and a step that something else delayed must not decide for
+ever. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+MAX_AGE = 256
+"""Steps; one of so many is spent on measuring what is not known, or no more."""
+SMOOTHING = 0.3
+
+
+@dataclass(slots=True)
+class _Measured:
+    us: float
+    step: int
+
+
+class StepCosts:
+    """Of one engine."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, dict[int, _Measured]] = {}
+        """By requests and further rows, both rounded."""
+        self._num_steps = 0
+
+    def observe(self, num_requests: int, num_further: int, step_us: float) -> None:
+        """A step of decodes had so many requests, and rows beyond one for each."""
+        self._num_steps += 1
+        known = self._known.setdefault(rounded(num_requests), {})
+        key = rounded(num_further)
+        if key in known and self._num_steps - known[key].step <= MAX_AGE:
+            us = known[key].us
+            known[key] = _Measured(us + SMOOTHING * (step_us - us), self._num_steps)
+        else:
+            known[key] = _Measured(step_us, self._num_steps)
+
+    def estimate(self, num_requests: int, num_further: int) -> list[float] | None:
+        """Microseconds of steps with 0, 1, ... `num_further` further rows; None: measure one
+        without any first."""
+        known = self._known.get(rounded(num_requests), {})
+        oldest = self._num_steps - MAX_AGE
+        points = sorted((rows, one.us) for rows, one in known.items() if one.step >= oldest)
+        if not points or points[0][0] != 0:
+            return None
+        rows, costs = zip(*points, strict=True)
+        wanted = np.arange(num_further + 1)
+        within = np.interp(wanted, rows, np.maximum.accumulate(costs))
+        row_us = costs[0] * guessed_share(num_requests)
+        if rows[-1] > 0:
+            row_us = max(0.0, costs[-1] - costs[0]) / rows[-1]
+        beyond = np.maximum(wanted - rows[-1], 0) * row_us
+        found: list[float] = (within + beyond).tolist()
+        return found
+
+
+def rounded(number: int) -> int:
+    """Down to three significant bits: 0 to 8, 10, 12, 14, 16, 20, ..."""
+    shift = max(0, number.bit_length() - 3)
+    return number >> shift << shift
+
+
+def guessed_share(num_requests: int) -> float:
+    """Of a step without further rows, what one of them is guessed to cost: half of what a request
+    costs there, and less where a step reads weights for few rows."""
+    return min(0.05, 0.5 / num_requests)
