@@ -176,7 +176,11 @@ def test_rejection_moves_no_chunk_and_copies_none(
     monkeypatch.setattr(NgramIndex, "propose", lambda *_: [1, 2, 3, 4])  # nothing of it comes
     engine = make_engine(speculative_config=NGRAM, chunk_bytes=4096, enable_pre_extend=False)
     submit(engine, PROMPTS, SamplingParams(temperature=0, max_tokens=NUM_NEW))
-    drain(engine)
+    while engine.has_unfinished_requests():
+        engine.step()
+        for request in engine.scheduler.running.values():
+            assert request.vtensor is not None
+            assert request.vtensor.num_tokens == request.num_computed_tokens
     stats = engine.manager.stats()
     assert engine._speculation is not None
     assert engine._speculation.stats.num_draft_tokens > 4 * NUM_NEW
