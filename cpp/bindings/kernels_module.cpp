@@ -66,6 +66,12 @@ Plan make_plan(const SegmentArray& segments, const std::vector<SharedTuple>& sha
   return {std::move(rows), ranges, options};
 }
 
+using StrideTuple = std::tuple<int64_t, int64_t, int64_t>;
+
+Strides strides_of(const StrideTuple& strides) {
+  return {std::get<0>(strides), std::get<1>(strides), std::get<2>(strides)};
+}
+
 std::vector<std::string> isa_names() {
   std::vector<std::string> names;
   for (const Isa* isa : available_isas()) names.emplace_back(isa->name);
@@ -77,12 +83,12 @@ void bind_plan(nb::module_& m) {
       .def(
           "__init__",
           [](Plan* self, const SegmentArray& segments, const std::vector<SharedTuple>& shared,
-             int num_kv_heads, int group, int64_t window, int num_threads) {
-            new (self)
-                Plan(make_plan(segments, shared, {window, group, num_kv_heads, num_threads}));
+             int num_kv_heads, int group, int64_t window, int num_threads, int64_t chunk) {
+            new (self) Plan(
+                make_plan(segments, shared, {window, group, num_kv_heads, num_threads, chunk}));
           },
           "segments"_a, "shared"_a, "num_kv_heads"_a, "group"_a, "window"_a = kNoWindow,
-          "num_threads"_a = 1,
+          "num_threads"_a = 1, "chunk"_a = kNoWindow,
           "segments: int64 [n, 4] of slot, row, start, end. shared: (slot, start, end, members) of "
           "each shared range. Raises ValueError where they contradict each other.")
       .def_prop_ro("num_tokens", &Plan::num_tokens)
@@ -96,13 +102,13 @@ void bind_attention(nb::module_& m) {
       .def(
           "__init__",
           [](ArenaShape* self, size_t dtype, int64_t num_slots, int64_t max_seq_len,
-             int num_kv_heads, int head_dim, int64_t slot_stride, int64_t token_stride,
-             int64_t head_stride) {
-            new (self) ArenaShape{dtype_of(dtype), num_slots,   max_seq_len,  num_kv_heads,
-                                  head_dim,        slot_stride, token_stride, head_stride};
+             int num_kv_heads, int key_dim, int value_dim, const StrideTuple& k,
+             const StrideTuple& v) {
+            new (self) ArenaShape{dtype_of(dtype), num_slots, max_seq_len,   num_kv_heads,
+                                  key_dim,         value_dim, strides_of(k), strides_of(v)};
           },
-          "dtype"_a, "num_slots"_a, "max_seq_len"_a, "num_kv_heads"_a, "head_dim"_a,
-          "slot_stride"_a, "token_stride"_a, "head_stride"_a);
+          "dtype"_a, "num_slots"_a, "max_seq_len"_a, "num_kv_heads"_a, "key_dim"_a, "value_dim"_a,
+          "k_strides"_a, "v_strides"_a, "Strides: between slots, tokens and heads.");
   nb::class_<HostAttention>(m, "HostAttention",
                             "A step's attention over the KV arena, one call per layer.")
       .def(
@@ -142,7 +148,9 @@ void bind_attention(nb::module_& m) {
           "query_head_stride"_a, "query_token_stride"_a, "key"_a, "key_head_stride"_a,
           "key_token_stride"_a, "value"_a, "value_head_stride"_a, "value_token_stride"_a,
           "output"_a, "scaling"_a, "softcap"_a, "sinks"_a,
-          "Store key and value, write the output. Addresses, and strides in elements.");
+          "Store key and value, write the output. Addresses, and strides in elements; key or value "
+          "0: "
+          "what it would store is there.");
 }
 
 void bind_row_ops(nb::module_& m) {

@@ -19,7 +19,7 @@ PANEL_COLUMNS: dict = {'float32' : 64, 'bfloat16' : 32}
 class Plan:
     """What one step's attention consists of, the same for all layers."""
 
-    def __init__(self, segments: Annotated[NDArray[numpy.int64], dict(shape=(None, 4), order='C', device='cpu', writable=False)], shared: Sequence[tuple[int, int, int, Sequence[int]]], num_kv_heads: int, group: int, window: int = 9223372036854775807, num_threads: int = 1) -> None:
+    def __init__(self, segments: Annotated[NDArray[numpy.int64], dict(shape=(None, 4), order='C', device='cpu', writable=False)], shared: Sequence[tuple[int, int, int, Sequence[int]]], num_kv_heads: int, group: int, window: int = 9223372036854775807, num_threads: int = 1, chunk: int = 9223372036854775807) -> None:
         """
         segments: int64 [n, 4] of slot, row, start, end. shared: (slot, start, end, members) of each shared range. Raises ValueError where they contradict each other.
         """
@@ -36,7 +36,8 @@ class Plan:
 class ArenaShape:
     """Shape and strides, in elements, of each layer's K and V."""
 
-    def __init__(self, dtype: int, num_slots: int, max_seq_len: int, num_kv_heads: int, head_dim: int, slot_stride: int, token_stride: int, head_stride: int) -> None: ...
+    def __init__(self, dtype: int, num_slots: int, max_seq_len: int, num_kv_heads: int, key_dim: int, value_dim: int, k_strides: tuple[int, int, int], v_strides: tuple[int, int, int]) -> None:
+        """Strides: between slots, tokens and heads."""
 
 class HostAttention:
     """A step's attention over the KV arena, one call per layer."""
@@ -51,7 +52,7 @@ class HostAttention:
 
     def forward(self, plan: Plan, layer: int, query: int, query_head_stride: int, query_token_stride: int, key: int, key_head_stride: int, key_token_stride: int, value: int, value_head_stride: int, value_token_stride: int, output: int, scaling: float, softcap: float, sinks: int) -> None:
         """
-        Store key and value, write the output. Addresses, and strides in elements.
+        Store key and value, write the output. Addresses, and strides in elements; key or value 0: what it would store is there.
         """
 
 class RowOps:

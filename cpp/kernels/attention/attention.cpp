@@ -46,20 +46,21 @@ class HostAttention::LayerRun {
         inputs_(inputs),
         bytes_(element_bytes(owner.shape_.dtype)),
         num_units_(plan.tasks().size() * plan.head_blocks().size()),
-        scratch_floats_(scratch_floats(owner.shape_.head_dim)) {
+        scratch_floats_(scratch_floats(owner.shape_.key_dim, owner.shape_.value_dim)) {
     call_.query = inputs.query.data;
     call_.query_head_stride = inputs.query.head_stride;
     call_.query_token_stride = inputs.query.token_stride;
     call_.output = inputs.output;
     call_.num_heads = plan.options().group * plan.options().num_kv_heads;
-    call_.head_dim = shape_.head_dim;
+    call_.key_dim = shape_.key_dim;
+    call_.value_dim = shape_.value_dim;
     call_.scaling = inputs.scaling;
     call_.softcap = inputs.softcap;
     call_.sinks = inputs.sinks;
-    call_.window = plan.options().window;
     call_.positions = plan.positions().data();
+    call_.firsts = plan.firsts().data();
     scratch_ = owner.scratch_.reserve(scratch_floats_ * static_cast<size_t>(num_threads));
-    partial_stride_ = static_cast<int64_t>(call_.num_heads) * (shape_.head_dim + kPartialTail);
+    partial_stride_ = static_cast<int64_t>(call_.num_heads) * (shape_.value_dim + kPartialTail);
     partials_ = owner.partials_.reserve(static_cast<size_t>(plan.num_partials() * partial_stride_));
     count_pending();
   }
@@ -101,16 +102,19 @@ class HostAttention::LayerRun {
 
   // The new keys and values of a segment, one KV head.
   void store(const Segment& segment, int kv_head) {
-    const size_t row_bytes = static_cast<size_t>(shape_.head_dim) * bytes_;
+    store_rows(segment, kv_head, inputs_.key, arena_.k, shape_.k, shape_.key_dim);
+    store_rows(segment, kv_head, inputs_.value, arena_.v, shape_.v, shape_.value_dim);
+  }
+
+  void store_rows(const Segment& segment, int kv_head, const TokenRows& rows, void* arena,
+                  const Strides& strides, int width) {
+    if (rows.data == nullptr) return;
     for (int64_t i = 0; i < segment.num_tokens(); ++i) {
-      const int64_t to = segment.slot * shape_.slot_stride +
-                         (segment.start + i) * shape_.token_stride + kv_head * shape_.head_stride;
-      const auto from = [&](const TokenRows& rows) {
-        return at(rows.data, kv_head * rows.head_stride + (segment.row + i) * rows.token_stride,
-                  bytes_);
-      };
-      std::memcpy(at(arena_.k, to, bytes_), from(inputs_.key), row_bytes);
-      std::memcpy(at(arena_.v, to, bytes_), from(inputs_.value), row_bytes);
+      const int64_t to = segment.slot * strides.slot + (segment.start + i) * strides.token +
+                         kv_head * strides.head;
+      const int64_t from = kv_head * rows.head_stride + (segment.row + i) * rows.token_stride;
+      std::memcpy(at(arena, to, bytes_), at(rows.data, from, bytes_),
+                  static_cast<size_t>(width) * bytes_);
     }
   }
 
@@ -119,15 +123,18 @@ class HostAttention::LayerRun {
     if (planned.stores_segment >= 0) {
       store(plan_.segments()[static_cast<size_t>(planned.stores_segment)], heads.kv_head);
     }
-    const int64_t base = planned.slot * shape_.slot_stride + heads.kv_head * shape_.head_stride;
+    const auto base = [&](const Strides& strides) {
+      return planned.slot * strides.slot + heads.kv_head * strides.head;
+    };
     AttendTask task;
     task.tokens = plan_.task_tokens().data() + planned.first_token;
     task.num_tokens = planned.num_tokens;
     task.first_head = heads.first_head;
     task.num_heads = heads.num_heads;
-    task.k = at(arena_.k, base, bytes_);
-    task.v = at(arena_.v, base, bytes_);
-    task.token_stride = shape_.token_stride;
+    task.k = at(arena_.k, base(shape_.k), bytes_);
+    task.v = at(arena_.v, base(shape_.v), bytes_);
+    task.k_stride = shape_.k.token;
+    task.v_stride = shape_.v.token;
     task.begin = planned.begin;
     task.end = planned.end;
     if (planned.partial >= 0) task.partial = partials_ + planned.partial * partial_stride_;
@@ -168,10 +175,11 @@ class HostAttention::LayerRun {
 HostAttention::HostAttention(const ArenaShape& shape, std::vector<LayerArena> layers,
                              Parallel parallel, const Isa& isa)
     : shape_(shape), layers_(std::move(layers)), parallel_(parallel), isa_(&isa) {
-  if (shape.head_dim < 1 || shape.head_dim > kMaxHeadDim || shape.head_dim % kHeadDimStep != 0) {
-    throw std::invalid_argument(
-        "the host kernel takes head sizes that are multiples of " + std::to_string(kHeadDimStep) +
-        " up to " + std::to_string(kMaxHeadDim) + ", got " + std::to_string(shape.head_dim));
+  for (const int width : {shape.key_dim, shape.value_dim}) {
+    if (width >= 1 && width <= kMaxHeadDim && width % kHeadDimStep == 0) continue;
+    throw std::invalid_argument("the host kernel takes head sizes that are multiples of " +
+                                std::to_string(kHeadDimStep) + " up to " +
+                                std::to_string(kMaxHeadDim) + ", got " + std::to_string(width));
   }
 }
 
@@ -182,7 +190,8 @@ void HostAttention::forward(const Plan& plan, size_t layer, const LayerInputs& i
   }
   const int num_threads = threads_for(plan);
   LayerRun run(*this, plan, layers_[layer], inputs, num_threads);
-  if (!plan.stored_first().empty()) run.store_first(num_threads);
+  const bool stores = inputs.key.data != nullptr || inputs.value.data != nullptr;
+  if (stores && !plan.stored_first().empty()) run.store_first(num_threads);
   run.attend(num_threads);
 }
 

@@ -17,17 +17,23 @@
 
 namespace vtensor::kernels {
 
-// Of each layer: K and V [num_slots, max_seq_len, num_kv_heads, head_dim], the last dimension
-// dense.
+// Elements between neighbours; the last dimension is dense.
+struct Strides {
+  int64_t slot = 0;
+  int64_t token = 0;
+  int64_t head = 0;
+};
+
+// Of each layer: K [num_slots, max_seq_len, num_kv_heads, key_dim] and V [..., value_dim].
 struct ArenaShape {
   DType dtype = DType::kFloat32;
   int64_t num_slots = 0;
   int64_t max_seq_len = 0;
   int num_kv_heads = 0;
-  int head_dim = 0;
-  int64_t slot_stride = 0;
-  int64_t token_stride = 0;
-  int64_t head_stride = 0;
+  int key_dim = 0;
+  int value_dim = 0;
+  Strides k;
+  Strides v;
 };
 
 struct LayerArena {
@@ -35,7 +41,7 @@ struct LayerArena {
   void* v = nullptr;
 };
 
-// [heads, num_tokens, head_dim], the last dimension dense.
+// [heads, num_tokens, key_dim or value_dim], the last dimension dense.
 struct TokenRows {
   const void* data = nullptr;
   int64_t head_stride = 0;
@@ -43,10 +49,10 @@ struct TokenRows {
 };
 
 struct LayerInputs {
-  TokenRows query;  // of num_kv_heads * group heads
-  TokenRows key;    // of num_kv_heads heads
-  TokenRows value;
-  void* output = nullptr;  // [num_tokens, num_heads, head_dim], contiguous
+  TokenRows query;         // of num_kv_heads * group heads
+  TokenRows key;           // of num_kv_heads heads; no data: they stand in the arena already
+  TokenRows value;         // the same
+  void* output = nullptr;  // [num_tokens, num_heads, value_dim], contiguous
   float scaling = 1;
   float softcap = 0;             // 0: none
   const float* sinks = nullptr;  // [num_heads] or none
@@ -54,7 +60,7 @@ struct LayerInputs {
 
 class HostAttention {
  public:
-  // Throws std::invalid_argument for a head_dim that is no multiple of 16 or above 256.
+  // Throws std::invalid_argument for a width that is no multiple of 16 or above kMaxHeadDim.
   HostAttention(const ArenaShape& shape, std::vector<LayerArena> layers, Parallel parallel,
                 const Isa& isa);
 

@@ -47,6 +47,7 @@ Plan::Plan(std::vector<Segment> segments, const std::vector<SharedRange>& shared
     : segments_(std::move(segments)), options_(options) {
   require(options.group > 0 && options.num_kv_heads > 0, "no heads");
   require(options.window > 0, "the sliding window must be at least 1");
+  require(options.chunk > 0, "a chunk must be at least 1 token");
   head_blocks_ = make_head_blocks(options_);
   block_tokens_ = kMaxRows / std::min(options_.group, kPartRows);
   add_positions();
@@ -67,7 +68,8 @@ std::span<const int32_t> Plan::partials_of(int32_t token) const {
 }
 
 int64_t Plan::first_visible(int64_t position) const {
-  return position < options_.window ? 0 : position + 1 - options_.window;
+  const int64_t in_window = position < options_.window ? 0 : position + 1 - options_.window;
+  return std::max(in_window, position / options_.chunk * options_.chunk);
 }
 
 double Plan::cost_of(const PlannedTask& task) const {
@@ -85,6 +87,7 @@ void Plan::add_positions() {
     require(segment.row == num_tokens(), "the segments are not in the order of the flat batch");
     for (int64_t position = segment.start; position < segment.end; ++position) {
       positions_.push_back(position);
+      firsts_.push_back(first_visible(position));
     }
     num_slots_ = std::max(num_slots_, segment.slot + 1);
     max_seq_len_ = std::max(max_seq_len_, segment.end);

@@ -35,10 +35,11 @@ struct Segment {
 };
 
 struct PlanOptions {
-  int64_t window = INT64_MAX;
-  int group = 1;  // query heads of a KV head
+  int64_t window = INT64_MAX;  // a token sees itself and the window - 1 tokens before it,
+  int group = 1;               // query heads of a KV head
   int num_kv_heads = 1;
   int num_threads = 1;
+  int64_t chunk = INT64_MAX;  // and of these the ones of its own chunk of so many tokens
 };
 
 struct PlannedTask {
@@ -69,6 +70,8 @@ class Plan {
   int64_t num_tokens() const { return static_cast<int64_t>(positions_.size()); }
   // Of each token of the flat batch, in its request.
   const std::vector<int64_t>& positions() const { return positions_; }
+  // The first token of its request that it sees.
+  const std::vector<int64_t>& firsts() const { return firsts_; }
   // The most expensive ones first. Each is computed once for each head block.
   const std::vector<PlannedTask>& tasks() const { return tasks_; }
   const std::vector<int32_t>& task_tokens() const { return task_tokens_; }
@@ -100,6 +103,7 @@ class Plan {
   PlanOptions options_;
   int64_t block_tokens_ = 1;  // most tokens of a task
   std::vector<int64_t> positions_;
+  std::vector<int64_t> firsts_;
   std::vector<PlannedTask> tasks_;
   std::vector<int32_t> task_tokens_;
   std::vector<HeadBlock> head_blocks_;

@@ -16,27 +16,31 @@ inline constexpr int kMaxRows = 512;
 inline constexpr int kPartRows = 96;
 // Keys that are computed at once.
 inline constexpr int kTileTokens = 128;
-inline constexpr int kMaxHeadDim = 256;
+// The widest keys: DeepSeek's latent of 512 with its rotary key of 64.
+inline constexpr int kMaxHeadDim = 576;
 // Head sizes must be multiples of this, the floats of the widest vector.
 inline constexpr int kHeadDimStep = 16;
 // Floats behind the output of a partial row: running maximum, running sum, and room to stay
 // aligned.
 inline constexpr int kPartialTail = 16;
-inline constexpr int64_t kNoWindow = INT64_MAX;
+inline constexpr int64_t kNoWindow = INT64_MAX;  // nor any chunk
 
 // One layer's call, the same for all tasks. Strides count elements.
 struct LayerCall {
-  const void* query = nullptr;  // [num_heads, num_tokens, head_dim], last dimension dense
+  const void* query = nullptr;  // [num_heads, num_tokens, key_dim], last dimension dense
   int64_t query_head_stride = 0;
   int64_t query_token_stride = 0;
-  void* output = nullptr;  // [num_tokens, num_heads, head_dim], contiguous
+  void* output = nullptr;  // [num_tokens, num_heads, value_dim], contiguous
   int num_heads = 0;
-  int head_dim = 0;
+  int key_dim = 0;
+  int value_dim = 0;
   float scaling = 1;             // of the scores
   float softcap = 0;             // scores become softcap * tanh(score / softcap); 0: they do not
   const float* sinks = nullptr;  // [num_heads]: a score that has no value; or none
-  int64_t window = kNoWindow;    // a token sees itself and the window - 1 tokens before it
-  const int64_t* positions = nullptr;  // [num_tokens] of each token in its request
+  // [num_tokens] each: the token's place in its request, and the first one that it sees; neither
+  // falls from one token of a request to the next.
+  const int64_t* positions = nullptr;
+  const int64_t* firsts = nullptr;
 };
 
 // Query rows against the keys [begin, end) of one slot and one KV head.
@@ -47,17 +51,18 @@ struct AttendTask {
   int num_heads = 0;        // REQUIRES: <= kPartRows, num_tokens * num_heads <= kMaxRows
   const void* k = nullptr;  // of the slot's token 0 and this KV head; each row is dense
   const void* v = nullptr;
-  int64_t token_stride = 0;  // elements between two tokens
+  int64_t k_stride = 0;  // elements between two tokens
+  int64_t v_stride = 0;
   int64_t begin = 0;
   int64_t end = 0;
   // None: the rows see no other keys, write the output. Else: row (i, head) goes, not yet
-  // normalised, to partial + (i * call.num_heads + head) * (head_dim + kPartialTail).
+  // normalised, to partial + (i * call.num_heads + head) * (value_dim + kPartialTail).
   float* partial = nullptr;
 };
 
 // The partial results of one token, to be merged by online softmax into its output.
 struct MergeTask {
-  // Partial row r, all its heads, begins at partials + r * num_heads * (head_dim + kPartialTail).
+  // Partial row r, all its heads, begins at partials + r * num_heads * (value_dim + kPartialTail).
   const float* partials = nullptr;
   const int32_t* rows = nullptr;  // those of the token
   int num_rows = 0;

@@ -15,7 +15,7 @@
 namespace vtensor::kernels {
 
 // Of one thread.
-size_t scratch_floats(int head_dim);
+size_t scratch_floats(int key_dim, int value_dim);
 
 // What this build and this CPU both have, best last; "portable" is always there.
 const std::vector<const Isa*>& available_isas();

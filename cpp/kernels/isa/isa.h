@@ -18,7 +18,8 @@ namespace vtensor::kernels {
 struct Isa {
   const char* name;
   int lanes;  // floats in a vector
-  // By DType. `scratch` holds scratch_floats(head_dim) floats, aligned to 64 bytes, any contents.
+  // By DType. `scratch` holds scratch_floats(key_dim, value_dim) floats, aligned to 64 bytes, any
+  // contents.
   void (*attend[kNumDTypes])(const LayerCall&, const AttendTask&, float* scratch);
   void (*merge[kNumDTypes])(const LayerCall&, const MergeTask&);
   // Rows or tokens [begin, end).

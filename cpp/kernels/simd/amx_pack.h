@@ -5,9 +5,9 @@
 // as they stand and the transposed values, B the queries and weights, pairs of numbers side by
 // side.
 //
-//   queries  [rows / 16, head_dim / 32, part]   tiles of 16 pairs of dimensions x 16 rows
-//   keys     [keys / 16, head_dim / 32, part]   tiles of 16 keys x 32 dimensions
-//   values   [head_dim / 16, keys / 32, part]   tiles of 16 dimensions x 32 keys
+//   queries  [rows / 16, key_dim / 32, part]   tiles of 16 pairs of dimensions x 16 rows
+//   keys     [keys / 16, key_dim / 32, part]   tiles of 16 keys x 32 dimensions
+//   values   [value_dim / 16, keys / 32, part]   tiles of 16 dimensions x 32 keys
 #pragma once
 
 #include <immintrin.h>

@@ -5,7 +5,7 @@
 // while the tiles multiply queries and keys of the next block, and weights and values of the one
 // before, vectors turn the scores of this one into weights.
 //
-// REQUIRES: head_dim a multiple of 32; see amx_tiles.h.
+// REQUIRES: key_dim and value_dim multiples of 32; see amx_tiles.h.
 #pragma once
 
 #include <immintrin.h>
@@ -76,9 +76,9 @@ VTENSOR_INLINE void multiply_depth(const float* a, int64_t a_next, const float* 
 // scores = keys times queries, of the block.
 template <class T, bool kBoth, class Overlap>
 VTENSOR_INLINE void multiply_keys(const RowBlock& block, const float* queries, const float* keys,
-                                  int head_dim, float* scores, Overlap& overlap) {
+                                  int key_dim, float* scores, Overlap& overlap) {
   constexpr int64_t kStep = kPartsOf<T> * kTileFloats;
-  const int64_t next = head_dim / kAmxDepth * kStep;
+  const int64_t next = key_dim / kAmxDepth * kStep;
   for (int key = block.begin; key < block.end; key += 32) {
     amx_zero();
     const float* a = keys + key / kTileRows * next;
@@ -98,10 +98,10 @@ VTENSOR_INLINE void multiply_keys(const RowBlock& block, const float* queries, c
 // output += values times weights, of the block.
 template <class T, bool kBoth, class Overlap>
 VTENSOR_INLINE void multiply_values(const RowBlock& block, const float* weights,
-                                    const float* values, int head_dim, float* output,
+                                    const float* values, int value_dim, float* output,
                                     Overlap& overlap) {
   constexpr int64_t kStep = kPartsOf<T> * kTileFloats, kNext = kKeySteps * kStep;
-  for (int dim = 0; dim < head_dim; dim += 32) {
+  for (int dim = 0; dim < value_dim; dim += 32) {
     float* c = output + dim * kBlockRows;
     _tile_loadd(0, c, kBlockRows * 4);
     _tile_loadd(2, c + kTileRows * kBlockRows, kBlockRows * 4);
@@ -128,11 +128,13 @@ VTENSOR_INLINE void multiply_values(const RowBlock& block, const float* weights,
 template <class T>
 class NextRows {
  public:
-  NextRows(const AttendTask& task, int64_t tile, int head_dim)
-      : k_(static_cast<const T*>(task.k) + tile * task.token_stride),
-        v_(static_cast<const T*>(task.v) + tile * task.token_stride),
-        stride_(task.token_stride),
-        head_dim_(head_dim),
+  NextRows(const LayerCall& call, const AttendTask& task, int64_t tile)
+      : k_(static_cast<const T*>(task.k) + tile * task.k_stride),
+        v_(static_cast<const T*>(task.v) + tile * task.v_stride),
+        k_stride_(task.k_stride),
+        v_stride_(task.v_stride),
+        key_dim_(call.key_dim),
+        value_dim_(call.value_dim),
         left_(static_cast<int>(clip(task.end - tile, 0, kTileTokens))) {}
 
   // About num_steps calls of step() will follow.
@@ -140,19 +142,17 @@ class NextRows {
 
   VTENSOR_INLINE void step() {
     constexpr int kLine = 64 / static_cast<int>(sizeof(T));
-    for (int i = 0; i < rows_ && left_ > 0; ++i, --left_, k_ += stride_, v_ += stride_) {
-      for (int d = 0; d < head_dim_; d += kLine) {
-        __builtin_prefetch(k_ + d, 0, 2);
-        __builtin_prefetch(v_ + d, 0, 2);
-      }
+    for (int i = 0; i < rows_ && left_ > 0; ++i, --left_, k_ += k_stride_, v_ += v_stride_) {
+      for (int d = 0; d < key_dim_; d += kLine) __builtin_prefetch(k_ + d, 0, 2);
+      for (int d = 0; d < value_dim_; d += kLine) __builtin_prefetch(v_ + d, 0, 2);
     }
   }
 
  private:
   const T* k_;
   const T* v_;
-  const int64_t stride_;
-  const int head_dim_;
+  const int64_t k_stride_, v_stride_;
+  const int key_dim_, value_dim_;
   int left_;
   int rows_ = 0;  // a step
 };
@@ -162,7 +162,7 @@ template <class T>
 class AmxTask {
  public:
   AmxTask(const LayerCall& call, const AttendTask& task, const AmxScratch& s)
-      : call_(call), task_(task), s_(s), dim_(call.head_dim) {
+      : call_(call), task_(task), s_(s), key_dim_(call.key_dim), value_dim_(call.value_dim) {
     const int rows = task.num_tokens * task.num_heads;
     for (int row = 0; row < rows; row += kBlockRows, ++num_all_) {
       const int last = row + kBlockRows < rows ? row + kBlockRows : rows;
@@ -181,6 +181,13 @@ class AmxTask {
   }
 
  private:
+  struct Span {
+    int64_t least = INT64_MAX, most = 0;
+    void add(int64_t value) {
+      least = value < least ? value : least;
+      most = value > most ? value : most;
+    }
+  };
   struct Nothing {
     void step() {}
   };
@@ -195,12 +202,14 @@ class AmxTask {
   };
 
   void attend_tile() {
-    const int64_t stride = task_.token_stride, offset = tile_ * stride;
-    amx_pack_keys(static_cast<const T*>(task_.k) + offset, stride, num_keys_, dim_, s_.keys);
-    amx_pack_values(static_cast<const T*>(task_.v) + offset, stride, num_keys_, dim_, s_.values);
+    const int64_t k_stride = task_.k_stride, v_stride = task_.v_stride;
+    amx_pack_keys(static_cast<const T*>(task_.k) + tile_ * k_stride, k_stride, num_keys_, key_dim_,
+                  s_.keys);
+    amx_pack_values(static_cast<const T*>(task_.v) + tile_ * v_stride, v_stride, num_keys_,
+                    value_dim_, s_.values);
     Nothing nothing;
     compute_scores(0, nothing);
-    NextRows<T> next(task_, tile_ + kTileTokens, dim_);
+    NextRows<T> next(call_, task_, tile_ + kTileTokens);
     for (int i = 0; i < num_blocks_; ++i) {
       Overlap overlap{Weights<T>(), next};
       start(i, overlap.weights);
@@ -214,46 +223,41 @@ class AmxTask {
 
   // Of the tokens [first, last], whose rows are a block.
   void find_positions(const int32_t* first, const int32_t* last) {
-    int64_t earliest = INT64_MAX, latest = 0;
+    Span position, visible;
     for (; first <= last; ++first) {
-      const int64_t position = call_.positions[*first];
-      earliest = position < earliest ? position : earliest;
-      latest = position > latest ? position : latest;
+      position.add(call_.positions[*first]);
+      visible.add(call_.firsts[*first]);
     }
-    earliest_[num_all_] = earliest;
-    latest_[num_all_] = latest;
+    positions_[num_all_] = position;
+    firsts_[num_all_] = visible;
   }
 
   // Leaves out what no row of a block sees.
   void find_blocks() {
     num_blocks_ = 0;
     for (int i = 0; i < num_all_; ++i) {
-      const int64_t begin = first_visible(earliest_[i]);
-      const int64_t end = clip(latest_[i] + 1 - tile_, 0, num_keys_);
+      const int64_t begin = clip(firsts_[i].least - tile_, 0, num_keys_);
+      const int64_t end = clip(positions_[i].most + 1 - tile_, 0, num_keys_);
       if (begin >= end) continue;
       RowBlock& block = blocks_[num_blocks_++];
       block.row = i * kBlockRows;
       block.num_rows = num_rows_[i];
       block.begin = static_cast<int>(begin) / kAmxDepth * kAmxDepth;
       block.end = (static_cast<int>(end) + kAmxDepth - 1) / kAmxDepth * kAmxDepth;
-      block.masked = clip(earliest_[i] + 1 - tile_, 0, num_keys_) < block.end ||
-                     first_visible(latest_[i]) > block.begin;
+      block.masked = clip(positions_[i].least + 1 - tile_, 0, num_keys_) < block.end ||
+                     clip(firsts_[i].most - tile_, 0, num_keys_) > block.begin;
     }
-  }
-
-  int64_t first_visible(int64_t position) const {
-    return position < call_.window ? 0 : clip(position + 1 - call_.window - tile_, 0, num_keys_);
   }
 
   template <class Overlap>
   void compute_scores(int i, Overlap& overlap) {
     const RowBlock& block = blocks_[i];
-    const float* queries = s_.queries + block.row / 2 * dim_ * kPartsOf<T>;
+    const float* queries = s_.queries + block.row / 2 * key_dim_ * kPartsOf<T>;
     float* scores = s_.scores + i % 2 * kScoreFloats;
     if (block.halves() == 2) {
-      multiply_keys<T, true>(block, queries, s_.keys, dim_, scores, overlap);
+      multiply_keys<T, true>(block, queries, s_.keys, key_dim_, scores, overlap);
     } else {
-      multiply_keys<T, false>(block, queries, s_.keys, dim_, scores, overlap);
+      multiply_keys<T, false>(block, queries, s_.keys, key_dim_, scores, overlap);
     }
   }
 
@@ -261,11 +265,11 @@ class AmxTask {
   void add_values(int i, Overlap& overlap) {
     const RowBlock& block = blocks_[i];
     const float* weights = s_.weights + i % 2 * kWeightFloats<T>;
-    float* output = s_.output + block.row * dim_;
+    float* output = s_.output + block.row * value_dim_;
     if (block.halves() == 2) {
-      multiply_values<T, true>(block, weights, s_.values, dim_, output, overlap);
+      multiply_values<T, true>(block, weights, s_.values, value_dim_, output, overlap);
     } else {
-      multiply_values<T, false>(block, weights, s_.values, dim_, output, overlap);
+      multiply_values<T, false>(block, weights, s_.values, value_dim_, output, overlap);
     }
   }
 
@@ -278,67 +282,72 @@ class AmxTask {
       factor = 1;
     }
     if (block.masked) mask_block(call_, task_, block, tile_, num_keys_, scores);
-    weights.start(block, s_, i % 2, dim_, factor, steps_of_overlap(i));
+    weights.start(block, s_, i % 2, value_dim_, factor, steps_of_overlap(i));
   }
 
   // Of the products of the blocks before and behind; at least 1.
   int steps_of_overlap(int i) const {
-    int keys = 0;
-    if (i > 0) keys += blocks_[i - 1].end - blocks_[i - 1].begin;
-    if (i + 1 < num_blocks_) keys += blocks_[i + 1].end - blocks_[i + 1].begin;
-    const int steps = keys / kAmxDepth * (dim_ / kAmxDepth) * kOverlapSteps<T>;
+    int products = 0;
+    if (i > 0) products += products_of(blocks_[i - 1], value_dim_);
+    if (i + 1 < num_blocks_) products += products_of(blocks_[i + 1], key_dim_);
+    const int steps = products * kOverlapSteps<T>;
     return steps > 0 ? steps : 1;
+  }
+
+  static int products_of(const RowBlock& block, int width) {
+    return (block.end - block.begin) / kAmxDepth * (width / kAmxDepth);
   }
 
   const LayerCall& call_;
   const AttendTask& task_;
   const AmxScratch& s_;
-  const int dim_;
+  const int key_dim_, value_dim_;
   int64_t tile_ = 0;
   int num_keys_ = 0;  // of the tile
   int num_all_ = 0;
-  int num_rows_[kMaxBlocks];      // of each block
-  int64_t earliest_[kMaxBlocks];  // position of its rows
-  int64_t latest_[kMaxBlocks];
-  int num_blocks_ = 0;  // that see keys of the tile
+  int num_rows_[kMaxBlocks];    // of each block
+  Span positions_[kMaxBlocks];  // of its rows
+  Span firsts_[kMaxBlocks];     // that its rows see
+  int num_blocks_ = 0;          // that see keys of the tile
   RowBlock blocks_[kMaxBlocks];
 };
 
 template <class T>
 inline void amx_start_rows(const LayerCall& call, const AttendTask& task, const AmxScratch& s) {
-  const int rows = task.num_tokens * task.num_heads, dim = call.head_dim;
+  const int rows = task.num_tokens * task.num_heads;
   const T* query = static_cast<const T*>(call.query);
   for (int row = 0; row < rows; row += static_cast<int>(kTileRows)) {
     const auto address = [&](int i) {
       return query + (task.first_head + (row + i) % task.num_heads) * call.query_head_stride +
              task.tokens[(row + i) / task.num_heads] * call.query_token_stride;
     };
-    pack_queries<T>(address, rows - row, dim, s.queries + row / 2 * dim * kPartsOf<T>);
+    pack_queries<T>(address, rows - row, call.key_dim,
+                    s.queries + row / 2 * call.key_dim * kPartsOf<T>);
     store(s.maximum + row, splat(kMinusInfinity));
     store(s.sum + row, Vec{});
   }
   const int blocks = (rows + kBlockRows - 1) / kBlockRows;
-  for (int i = 0; i < blocks * kBlockRows * dim; i += kLanes) store(s.output + i, Vec{});
+  for (int i = 0; i < blocks * kBlockRows * call.value_dim; i += kLanes) store(s.output + i, Vec{});
 }
 
 // Calls write(row, output, maximum, sum) for all rows of the task.
 template <class Write>
-inline void amx_end_rows(int rows, int head_dim, const AmxScratch& s, const Write& write) {
-  float* dense = s.scores;  // [32, head_dim]
+inline void amx_end_rows(int rows, int value_dim, const AmxScratch& s, const Write& write) {
+  float* dense = s.scores;  // [32, value_dim]
   for (int first = 0; first < rows; first += kBlockRows) {
-    const float* output = s.output + first * head_dim;
+    const float* output = s.output + first * value_dim;
     for (int half = 0; half < kBlockRows; half += kLanes) {
-      for (int i = 0; i < head_dim; i += kLanes) {
+      for (int i = 0; i < value_dim; i += kLanes) {
         Vec square[kLanes];
 #pragma GCC unroll 16
         for (int j = 0; j < kLanes; ++j) square[j] = load(output + (i + j) * kBlockRows + half);
         transpose(square);
 #pragma GCC unroll 16
-        for (int j = 0; j < kLanes; ++j) store(dense + (half + j) * head_dim + i, square[j]);
+        for (int j = 0; j < kLanes; ++j) store(dense + (half + j) * value_dim + i, square[j]);
       }
     }
     for (int row = first; row < first + kBlockRows && row < rows; ++row) {
-      write(row, dense + (row - first) * head_dim, s.maximum[row], s.sum[row]);
+      write(row, dense + (row - first) * value_dim, s.maximum[row], s.sum[row]);
     }
   }
 }

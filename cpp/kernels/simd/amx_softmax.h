@@ -16,7 +16,7 @@ constexpr float kSlack = 8;
 // A thread's memory for one task on AMX.
 struct AmxScratch {
   float* queries;  // tiles, see amx_pack.h
-  float* output;   // [rows / 32, head_dim, 32]
+  float* output;   // [rows / 32, value_dim, 32]
   float* maximum;  // [rows]
   float* sum;      // [rows]
   float* keys;     // tiles
@@ -30,16 +30,16 @@ constexpr int64_t kWeightFloats = kBlockRows / kTileRows * kKeySteps * kPartsOf<
 constexpr int64_t kScoreFloats = int64_t{kTileTokens} * kBlockRows;
 
 template <class T>
-inline AmxScratch lay_out_amx(float* base, int head_dim) {
+inline AmxScratch lay_out_amx(float* base, int key_dim, int value_dim) {
   constexpr int64_t kHalfParts = kPartsOf<T>;
   AmxScratch s;
   s.queries = base;
-  s.output = s.queries + kMaxRows * head_dim / 2 * kHalfParts;
-  s.maximum = s.output + kMaxRows * head_dim;
+  s.output = s.queries + kMaxRows * key_dim / 2 * kHalfParts;
+  s.maximum = s.output + kMaxRows * value_dim;
   s.sum = s.maximum + kMaxRows;
   s.keys = s.sum + kMaxRows;
-  s.values = s.keys + kTileTokens * head_dim / 2 * kHalfParts;
-  s.scores = s.values + kTileTokens * head_dim / 2 * kHalfParts;
+  s.values = s.keys + kTileTokens * key_dim / 2 * kHalfParts;
+  s.scores = s.values + kTileTokens * value_dim / 2 * kHalfParts;
   s.weights = s.scores + 2 * kScoreFloats;
   return s;
 }
@@ -83,11 +83,9 @@ inline void mask_block(const LayerCall& call, const AttendTask& task, const RowB
                        int64_t tile, int num_keys, float* scores) {
   alignas(64) int32_t first[kBlockRows] = {}, last[kBlockRows] = {};
   for (int i = 0; i < block.num_rows; ++i) {
-    const int64_t position = call.positions[task.tokens[(block.row + i) / task.num_heads]];
-    last[i] = static_cast<int32_t>(clip(position + 1 - tile, 0, num_keys));
-    if (position >= call.window) {
-      first[i] = static_cast<int32_t>(clip(position + 1 - call.window - tile, 0, num_keys));
-    }
+    const int32_t token = task.tokens[(block.row + i) / task.num_heads];
+    last[i] = static_cast<int32_t>(clip(call.positions[token] + 1 - tile, 0, num_keys));
+    first[i] = static_cast<int32_t>(clip(call.firsts[token] - tile, 0, num_keys));
   }
   for (int half = 0; half < block.halves(); ++half) {
     IVec from, to;
@@ -120,7 +118,7 @@ VTENSOR_INLINE Vec largest(const float* scores, int begin, int end) {
 
 // Raises the maximum of those of 16 rows for whose scores it is too low, and shrinks what has been
 // summed up for them: a row's result hangs on no other's. sum, output: of these rows.
-inline void raise_maximum(Vec candidate, int head_dim, float* maximum, float* sum, float* output) {
+inline void raise_maximum(Vec candidate, int value_dim, float* maximum, float* sum, float* output) {
   const Vec before = load(maximum);
   const Vec bound = before + kSlack;
   if (_mm512_cmp_ps_mask(reinterpret_cast<__m512>(candidate), reinterpret_cast<__m512>(bound),
@@ -132,7 +130,7 @@ inline void raise_maximum(Vec candidate, int head_dim, float* maximum, float* su
   const Vec shrink = exp2(before - reference);
   store(maximum, raised);
   store(sum, load(sum) * shrink);
-  for (int i = 0; i < head_dim; ++i) {
+  for (int i = 0; i < value_dim; ++i) {
     store(output + i * kBlockRows, load(output + i * kBlockRows) * shrink);
   }
 }
@@ -143,7 +141,7 @@ class Weights {
  public:
   // Takes over the block's scores, which are complete, and readies maxima; `factor` is to be
   // applied to the scores. About `num_steps` calls of step() will follow.
-  void start(const RowBlock& block, const AmxScratch& s, int which, int head_dim, float factor,
+  void start(const RowBlock& block, const AmxScratch& s, int which, int value_dim, float factor,
              int num_steps) {
     scores_ = s.scores + which * kScoreFloats;
     weights_ = s.weights + which * kWeightFloats<T>;
@@ -156,8 +154,8 @@ class Weights {
     for (int half = 0; half < halves_; ++half) {
       const int row = half * kLanes;
       float* maximum = s.maximum + block.row + row;
-      raise_maximum(largest(scores_ + row, key_, end_) * factor, head_dim, maximum, sum_ + row,
-                    s.output + block.row * head_dim + row);
+      raise_maximum(largest(scores_ + row, key_, end_) * factor, value_dim, maximum, sum_ + row,
+                    s.output + block.row * value_dim + row);
       const Vec reference = load(maximum);
       reference_[half] = reference == splat(kMinusInfinity) ? Vec{} : reference;
     }

@@ -30,8 +30,8 @@ inline void load_queries(const LayerCall& call, const AttendTask& task, const Sc
     for (int h = 0; h < task.num_heads; ++h) {
       const T* row = query + (task.first_head + h) * call.query_head_stride +
                      task.tokens[i] * call.query_token_stride;
-      for (int j = 0; j < call.head_dim; j += kLanes) store(out + j, load(row + j) * factor);
-      out += call.head_dim;
+      for (int j = 0; j < call.key_dim; j += kLanes) store(out + j, load(row + j) * factor);
+      out += call.key_dim;
     }
   }
 }
@@ -40,8 +40,8 @@ template <class T>
 VTENSOR_INLINE void write_scaled(const LayerCall& call, int token, int head,
                                  const float* accumulated, float factor) {
   T* out = static_cast<T*>(call.output) +
-           (static_cast<int64_t>(token) * call.num_heads + head) * call.head_dim;
-  for (int i = 0; i < call.head_dim; i += kLanes) store(out + i, load(accumulated + i) * factor);
+           (static_cast<int64_t>(token) * call.num_heads + head) * call.value_dim;
+  for (int i = 0; i < call.value_dim; i += kLanes) store(out + i, load(accumulated + i) * factor);
 }
 
 // output = accumulated / sum, with the head's sink in the sum.
@@ -71,10 +71,10 @@ VTENSOR_INLINE void write_row(const LayerCall& call, const AttendTask& task, int
     return;
   }
   float* out = task.partial +
-               (static_cast<int64_t>(i) * call.num_heads + head) * (call.head_dim + kPartialTail);
-  __builtin_memcpy(out, accumulated, static_cast<size_t>(call.head_dim) * sizeof(float));
-  out[call.head_dim] = maximum;
-  out[call.head_dim + 1] = sum;
+               (static_cast<int64_t>(i) * call.num_heads + head) * (call.value_dim + kPartialTail);
+  __builtin_memcpy(out, accumulated, static_cast<size_t>(call.value_dim) * sizeof(float));
+  out[call.value_dim] = maximum;
+  out[call.value_dim + 1] = sum;
 }
 
 template <class T>
@@ -82,7 +82,7 @@ inline void write_results(const LayerCall& call, const AttendTask& task, const S
   for (int i = 0; i < task.num_tokens; ++i) {
     for (int h = 0; h < task.num_heads; ++h) {
       const int row = i * task.num_heads + h;
-      write_row<T>(call, task, i, h, s.output + row * call.head_dim, s.maximum[row],
+      write_row<T>(call, task, i, h, s.output + row * call.value_dim, s.maximum[row],
                    sum_lanes(load(s.sum + row * kLanes)));
     }
   }
@@ -91,7 +91,7 @@ inline void write_results(const LayerCall& call, const AttendTask& task, const S
 template <class T, int kTokens, class Tile>
 VTENSOR_INLINE void attend_tiles(const LayerCall& call, const AttendTask& task, const Scratch& s,
                                  const Tile& compute_tile) {
-  start_rows(s, task.num_tokens * task.num_heads, call.head_dim);
+  start_rows(s, task.num_tokens * task.num_heads, call.value_dim);
   for (int64_t tile = task.begin; tile < task.end; tile += kTokens) {
     const int64_t left = task.end - tile;
     compute_tile(call, task, s, tile, left < kTokens ? static_cast<int>(left) : kTokens);
@@ -106,12 +106,12 @@ inline AttendTask part_of(const LayerCall& call, const AttendTask& task, int fir
   part.tokens += first;
   part.num_tokens = task.num_tokens - first < num_tokens ? task.num_tokens - first : num_tokens;
   if (part.partial != nullptr) {
-    part.partial += static_cast<int64_t>(first) * call.num_heads * (call.head_dim + kPartialTail);
+    part.partial += static_cast<int64_t>(first) * call.num_heads * (call.value_dim + kPartialTail);
   }
   int64_t begin = task.end, end = task.begin;
   for (int i = 0; i < part.num_tokens; ++i) {
     const int64_t position = call.positions[part.tokens[i]];
-    const int64_t visible = position < call.window ? 0 : position + 1 - call.window;
+    const int64_t visible = call.firsts[part.tokens[i]];
     begin = visible < begin ? visible : begin;
     end = position + 1 > end ? position + 1 : end;
   }
@@ -123,7 +123,7 @@ inline AttendTask part_of(const LayerCall& call, const AttendTask& task, int fir
 // Tasks with more rows than fit the first-level cache go part by part.
 template <class T>
 inline void attend_widened(const LayerCall& call, const AttendTask& task, float* scratch) {
-  const Scratch s = lay_out(scratch, call.head_dim);
+  const Scratch s = lay_out(scratch, call.key_dim, call.value_dim);
   const int part_tokens = kPartRows > task.num_heads ? kPartRows / task.num_heads : 1;
   for (int first = 0; first < task.num_tokens; first += part_tokens) {
     const AttendTask part = part_of(call, task, first, part_tokens);
@@ -139,11 +139,11 @@ inline void attend_widened(const LayerCall& call, const AttendTask& task, float*
 #if defined(__AMX_BF16__)
 template <class T>
 inline void attend_amx(const LayerCall& call, const AttendTask& task, float* scratch) {
-  const AmxScratch s = lay_out_amx<T>(scratch, call.head_dim);
+  const AmxScratch s = lay_out_amx<T>(scratch, call.key_dim, call.value_dim);
   const AmxTiles tiles;
   amx_start_rows<T>(call, task, s);
   AmxTask<T>(call, task, s).attend();
-  amx_end_rows(task.num_tokens * task.num_heads, call.head_dim, s,
+  amx_end_rows(task.num_tokens * task.num_heads, call.value_dim, s,
                [&](int row, const float* accumulated, float maximum, float sum) {
                  write_row<T>(call, task, row / task.num_heads, row % task.num_heads, accumulated,
                               maximum, sum);
@@ -154,7 +154,8 @@ inline void attend_amx(const LayerCall& call, const AttendTask& task, float* scr
 template <class T>
 void attend(const LayerCall& call, const AttendTask& task, float* scratch) {
 #if defined(__AMX_BF16__)
-  if (task.num_tokens * task.num_heads >= kAmxRowsFrom<T> && call.head_dim % kAmxDepth == 0) {
+  if (task.num_tokens * task.num_heads >= kAmxRowsFrom<T> && call.key_dim % kAmxDepth == 0 &&
+      call.value_dim % kAmxDepth == 0) {
     attend_amx<T>(call, task, scratch);
     return;
   }
@@ -166,7 +167,7 @@ void attend(const LayerCall& call, const AttendTask& task, float* scratch) {
 // sum 2^(m_i - m) o_i and sum 2^(m_i - m) l_i (ChunkAttention, equation 2).
 template <class T>
 void merge(const LayerCall& call, const MergeTask& task) {
-  const int64_t stride = call.head_dim + kPartialTail;
+  const int64_t stride = call.value_dim + kPartialTail;
   alignas(64) float accumulated[kMaxHeadDim];
   for (int head = task.first_head; head < task.first_head + task.num_heads; ++head) {
     const auto partial_of = [&](int i) {
@@ -174,16 +175,16 @@ void merge(const LayerCall& call, const MergeTask& task) {
     };
     float maximum = kMinusInfinity;
     for (int i = 0; i < task.num_rows; ++i) {
-      const float candidate = partial_of(i)[call.head_dim];
+      const float candidate = partial_of(i)[call.value_dim];
       if (candidate > maximum) maximum = candidate;
     }
     float sum = 0;
-    for (int j = 0; j < call.head_dim; ++j) accumulated[j] = 0;
+    for (int j = 0; j < call.value_dim; ++j) accumulated[j] = 0;
     for (int i = 0; i < task.num_rows; ++i) {
       const float* partial = partial_of(i);
-      const float factor = exp2(partial[call.head_dim] - maximum);
-      sum += factor * partial[call.head_dim + 1];
-      for (int j = 0; j < call.head_dim; j += kLanes) {
+      const float factor = exp2(partial[call.value_dim] - maximum);
+      sum += factor * partial[call.value_dim + 1];
+      for (int j = 0; j < call.value_dim; j += kLanes) {
         store(accumulated + j, load(accumulated + j) + load(partial + j) * factor);
       }
     }

@@ -21,36 +21,36 @@ constexpr int kPrefetchBytes = 2048;
 VTENSOR_INLINE int max_int(int a, int b) { return a > b ? a : b; }
 
 template <class T>
-VTENSOR_INLINE void prefetch_row(const T* p, int head_dim) {
+VTENSOR_INLINE void prefetch_row(const T* p, int width) {
   constexpr int kLine = 64 / static_cast<int>(sizeof(T));
-  for (int i = 0; i < head_dim; i += kLine) __builtin_prefetch(p + i);
+  for (int i = 0; i < width; i += kLine) __builtin_prefetch(p + i);
 }
 
 // score[r][j] for R rows and `num_keys` keys; keys beyond the last are the last one again.
 template <class T, int R>
-inline void dot_rows(const AttendTask& task, const float* query, int head_dim, float* score,
-                     int64_t tile, int num_keys) {
+inline void dot_rows(const AttendTask& task, const float* query, int key_dim, int value_dim,
+                     float* score, int64_t tile, int num_keys) {
   constexpr int kKeys = kLanes / R;
-  const T* k = static_cast<const T*>(task.k) + tile * task.token_stride;
-  const T* v = static_cast<const T*>(task.v) + tile * task.token_stride;
+  const T* k = static_cast<const T*>(task.k) + tile * task.k_stride;
+  const T* v = static_cast<const T*>(task.v) + tile * task.v_stride;
   const int64_t ahead =
-      max_int(4, kPrefetchBytes / (head_dim * static_cast<int>(sizeof(T)))) * task.token_stride;
+      max_int(4, kPrefetchBytes / (key_dim * static_cast<int>(sizeof(T)))) * task.k_stride;
   for (int j = 0; j < num_keys; j += kKeys) {
     const T* key[kKeys];
 #pragma GCC unroll 16
     for (int n = 0; n < kKeys; ++n) {
       const int64_t token = j + n < num_keys ? j + n : num_keys - 1;
-      key[n] = k + token * task.token_stride;
-      prefetch_row(key[n] + ahead, head_dim);
-      prefetch_row(v + token * task.token_stride, head_dim);
+      key[n] = k + token * task.k_stride;
+      prefetch_row(key[n] + ahead, key_dim);
+      prefetch_row(v + token * task.v_stride, value_dim);
     }
     Vec acc[kLanes] = {};
-    for (int i = 0; i < head_dim; i += kLanes) {
+    for (int i = 0; i < key_dim; i += kLanes) {
 #pragma GCC unroll 16
       for (int n = 0; n < kKeys; ++n) {
         const Vec x = load(key[n] + i);
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) acc[r * kKeys + n] += x * load(query + r * head_dim + i);
+        for (int r = 0; r < R; ++r) acc[r * kKeys + n] += x * load(query + r * key_dim + i);
       }
     }
     const Vec sums = sums_of(acc);
@@ -65,12 +65,12 @@ inline void dot_rows(const AttendTask& task, const float* query, int head_dim, f
 // output[r] += sum over keys of weight[r][j] * value[j], for R rows and N vectors of columns.
 template <class T, int R, int N>
 VTENSOR_INLINE void add_columns(const T* v, int64_t token_stride, const float* weight,
-                                float* output, int head_dim, int num_keys) {
+                                float* output, int value_dim, int num_keys) {
   Vec acc[R][N];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) acc[r][n] = load(output + r * head_dim + n * kLanes);
+    for (int n = 0; n < N; ++n) acc[r][n] = load(output + r * value_dim + n * kLanes);
   }
   for (int j = 0; j < num_keys; ++j) {
     Vec value[N];
@@ -86,21 +86,21 @@ VTENSOR_INLINE void add_columns(const T* v, int64_t token_stride, const float* w
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) store(output + r * head_dim + n * kLanes, acc[r][n]);
+    for (int n = 0; n < N; ++n) store(output + r * value_dim + n * kLanes, acc[r][n]);
   }
 }
 
 template <class T, int R>
-inline void add_values(const AttendTask& task, const float* weight, float* output, int head_dim,
+inline void add_values(const AttendTask& task, const float* weight, float* output, int value_dim,
                        int64_t tile, int num_keys) {
   constexpr int kVecs = kLanes == 16 ? 4 : 2;
-  const T* v = static_cast<const T*>(task.v) + tile * task.token_stride;
+  const T* v = static_cast<const T*>(task.v) + tile * task.v_stride;
   int i = 0;
-  for (; i + kVecs * kLanes <= head_dim; i += kVecs * kLanes) {
-    add_columns<T, R, kVecs>(v + i, task.token_stride, weight, output + i, head_dim, num_keys);
+  for (; i + kVecs * kLanes <= value_dim; i += kVecs * kLanes) {
+    add_columns<T, R, kVecs>(v + i, task.v_stride, weight, output + i, value_dim, num_keys);
   }
-  for (; i < head_dim; i += kLanes) {
-    add_columns<T, R, 1>(v + i, task.token_stride, weight, output + i, head_dim, num_keys);
+  for (; i < value_dim; i += kLanes) {
+    add_columns<T, R, 1>(v + i, task.v_stride, weight, output + i, value_dim, num_keys);
   }
 }
 
@@ -116,14 +116,17 @@ VTENSOR_INLINE void in_row_groups(int rows, const Fn& fn) {
 template <class T>
 void few_rows_tile(const LayerCall& call, const AttendTask& task, const Scratch& s, int64_t tile,
                    int num_keys) {
-  const int rows = task.num_tokens * task.num_heads, dim = call.head_dim;
+  const int rows = task.num_tokens * task.num_heads;
+  const int key_dim = call.key_dim, value_dim = call.value_dim;
   in_row_groups(rows, [&]<int R>(int row) {
-    dot_rows<T, R>(task, s.query + row * dim, dim, s.score + row * kTileTokens, tile, num_keys);
+    dot_rows<T, R>(task, s.query + row * key_dim, key_dim, value_dim, s.score + row * kTileTokens,
+                   tile, num_keys);
   });
   const int width = (num_keys + kLanes - 1) / kLanes * kLanes;
   softmax_tile<float>(call, task, s, tile, num_keys, width, 1);
   in_row_groups(rows, [&]<int R>(int row) {
-    add_values<T, R>(task, s.score + row * kTileTokens, s.output + row * dim, dim, tile, num_keys);
+    add_values<T, R>(task, s.score + row * kTileTokens, s.output + row * value_dim, value_dim, tile,
+                     num_keys);
   });
 }
 

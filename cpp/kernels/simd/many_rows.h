@@ -49,17 +49,20 @@ inline void pack_values(const T* v, int64_t token_stride, int num_keys, int head
 template <class T>
 void many_rows_tile(const LayerCall& call, const AttendTask& task, const Scratch& s, int64_t tile,
                     int num_keys) {
-  const int rows = task.num_tokens * task.num_heads, dim = call.head_dim;
-  const int64_t offset = tile * task.token_stride;
-  pack_keys(static_cast<const T*>(task.k) + offset, task.token_stride, num_keys, dim, s.keys);
+  const int rows = task.num_tokens * task.num_heads;
+  const int key_dim = call.key_dim, value_dim = call.value_dim;
+  pack_keys(static_cast<const T*>(task.k) + tile * task.k_stride, task.k_stride, num_keys, key_dim,
+            s.keys);
   int width = 0;
   for (; width < num_keys; width += kPanel) {
-    gemm_panel<kGemmVecs, false>(s.query, dim, s.keys + width * dim, kPanel, s.score + width,
-                                 kTileTokens, rows, dim);
+    gemm_panel<kGemmVecs, false>(s.query, key_dim, s.keys + width * key_dim, kPanel,
+                                 s.score + width, kTileTokens, rows, key_dim);
   }
   softmax_tile<float>(call, task, s, tile, num_keys, width, 1);
-  pack_values(static_cast<const T*>(task.v) + offset, task.token_stride, num_keys, dim, s.values);
-  gemm_add(s.score, kTileTokens, s.values, dim, s.output, dim, rows, dim, num_keys);
+  pack_values(static_cast<const T*>(task.v) + tile * task.v_stride, task.v_stride, num_keys,
+              value_dim, s.values);
+  gemm_add(s.score, kTileTokens, s.values, value_dim, s.output, value_dim, rows, value_dim,
+           num_keys);
 }
 
 }  // namespace

@@ -18,24 +18,24 @@ constexpr float kLog2e = 1.4426950408889634F;
 
 // A thread's memory for one task; kLanes floats a row for maximum (first one used) and sum.
 struct Scratch {
-  float* query;    // [rows, head_dim], scaled
-  float* output;   // [rows, head_dim]
+  float* query;    // [rows, key_dim], scaled
+  float* output;   // [rows, value_dim]
   float* score;    // [rows, kTileTokens]; weights after the softmax
   float* maximum;  // [rows]
   float* sum;      // [rows, kLanes]
-  float* keys;     // packed: [panels, head_dim, kPanel]
-  float* values;   // packed: [tile, head_dim]
+  float* keys;     // packed: [panels, key_dim, kPanel]
+  float* values;   // packed: [tile, value_dim]
 };
 
-inline Scratch lay_out(float* base, int head_dim) {
+inline Scratch lay_out(float* base, int key_dim, int value_dim) {
   Scratch s;
   s.query = base;
-  s.output = s.query + kPartRows * head_dim;
-  s.score = s.output + kPartRows * head_dim;
+  s.output = s.query + kPartRows * key_dim;
+  s.score = s.output + kPartRows * value_dim;
   s.maximum = s.score + kPartRows * kTileTokens;
   s.sum = s.maximum + kPartRows * kHeadDimStep;
   s.keys = s.sum + kPartRows * kHeadDimStep;
-  s.values = s.keys + kTileTokens * head_dim;
+  s.values = s.keys + kTileTokens * key_dim;
   return s;
 }
 
@@ -45,10 +45,10 @@ inline float query_factor(const LayerCall& call) {
   return call.softcap != 0 ? call.scaling / call.softcap : call.scaling * kLog2e;
 }
 
-inline void start_rows(const Scratch& s, int rows, int head_dim) {
+inline void start_rows(const Scratch& s, int rows, int value_dim) {
   for (int row = 0; row < rows; ++row) s.maximum[row] = kMinusInfinity;
   for (int i = 0; i < rows * kLanes; ++i) s.sum[i] = 0;
-  for (int i = 0; i < rows * head_dim; ++i) s.output[i] = 0;
+  for (int i = 0; i < rows * value_dim; ++i) s.output[i] = 0;
 }
 
 inline void scale(float* p, int count, float factor) {
@@ -65,7 +65,7 @@ inline void mask_row(float* score, int64_t first, int64_t last, int width) {
 // `factor`, positive, is still to be applied to the scores. Weights of type W go where the scores
 // stood, from the row's beginning.
 template <class W>
-VTENSOR_INLINE void softmax_row(const Scratch& s, int row, int width, int head_dim, float softcap,
+VTENSOR_INLINE void softmax_row(const Scratch& s, int row, int width, int value_dim, float softcap,
                                 float factor) {
   float* score = s.score + row * kTileTokens;
   if (softcap != 0) {
@@ -88,7 +88,7 @@ VTENSOR_INLINE void softmax_row(const Scratch& s, int row, int width, int head_d
     const float shrink = exp2(before - reference);
     s.maximum[row] = maximum;
     sum *= shrink;
-    scale(s.output + row * head_dim, head_dim, shrink);
+    scale(s.output + row * value_dim, value_dim, shrink);
   }
   for (int i = 0; i < width; i += kLanes) {
     const Vec weight = exp2(load(score + i) * factor - reference);
@@ -108,14 +108,13 @@ template <class W>
 inline void softmax_tile(const LayerCall& call, const AttendTask& task, const Scratch& s,
                          int64_t tile, int num_keys, int width, float factor) {
   for (int i = 0; i < task.num_tokens; ++i) {
-    const int64_t position = call.positions[task.tokens[i]];
-    const int64_t last = clip(position + 1 - tile, 0, num_keys);
-    const int64_t first =
-        position < call.window ? 0 : clip(position + 1 - call.window - tile, 0, num_keys);
+    const int32_t token = task.tokens[i];
+    const int64_t last = clip(call.positions[token] + 1 - tile, 0, num_keys);
+    const int64_t first = clip(call.firsts[token] - tile, 0, num_keys);
     for (int h = 0; h < task.num_heads; ++h) {
       const int row = i * task.num_heads + h;
       mask_row(s.score + row * kTileTokens, first, last, width);
-      softmax_row<W>(s, row, width, call.head_dim, call.softcap, factor);
+      softmax_row<W>(s, row, width, call.value_dim, call.softcap, factor);
     }
   }
 }

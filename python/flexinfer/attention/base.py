@@ -26,9 +26,19 @@ class LayerKV:
     """The arena of one layer. Strided: only the last dimension is sure to be dense."""
 
     k: torch.Tensor
-    """[max_requests, max_seq_len, num_kv_heads, head_dim]"""
+    """[max_requests, max_seq_len, num_kv_heads, key_dim]"""
     v: torch.Tensor
-    """Same shape, dtype and device as `k`."""
+    """[max_requests, max_seq_len, num_kv_heads, value_dim], dtype and device as `k`. Of a latent
+    (MLA) it is a part of `k`."""
+    stores: bool = True
+    """False: a layer before this one has the same K and V, and stores them."""
+    chunk: int | None = None
+    """A token sees only those of its own chunk of so many tokens (Llama 4)."""
+
+    @property
+    def stores_values(self) -> bool:
+        """Whether V is to be stored beside K."""
+        return self.stores and self.k.data_ptr() != self.v.data_ptr()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +55,8 @@ class AttentionMetadata:
     shared: Sequence[SharedRange] = ()
     """What to compute once for several segments: of what `VTensorManager.shared_ranges` finds, what
     `choose_ranges` in sharing_cost.py takes. A forest, parents first: the ranges of one segment
-    start at token 0, touch each other and stand in order."""
+    start at token 0, touch each other and stand in order. For layers that see all tokens: what
+    others have behind their windows is not known to be the same."""
     num_padding: int = 0
     """Rows after those of the segments that belong to no request: they have no KV, and attend to
     nothing."""
@@ -75,13 +86,28 @@ class AttentionOptions:
     """What a layer asks for besides plain causal attention."""
 
     scaling: float | None = None
-    """Factor of the scores; None: head_dim ** -0.5."""
+    """Factor of the scores; None: key_dim ** -0.5."""
     sliding_window: int | None = None
     """A token sees itself and the `sliding_window - 1` tokens before it."""
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap)."""
     sinks: torch.Tensor | None = None
     """[num_heads]: a score for each head that takes part in the softmax and has no value."""
+    chunk: int | None = None
+    """See `LayerKV.chunk`."""
+
+    def hides_any(self, num_tokens: int) -> bool:
+        """Whether, of so many tokens, the last one does not see the first."""
+        return self.first_visible(num_tokens - 1) > 0
+
+    def first_visible(self, position: int) -> int:
+        """The first token that the one at `position` sees."""
+        window, chunk = self.sliding_window, self.chunk
+        return max(
+            0 if window is None else position + 1 - window,
+            0 if chunk is None else position // chunk * chunk,
+            0,
+        )
 
 
 class AttentionBackend(ABC):
@@ -113,8 +139,9 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Store key and value, return the attention output.
 
-        query: [num_heads, num_tokens, head_dim]; key, value: [num_kv_heads, num_tokens, head_dim],
-        any strides, the arena's dtype. Returns [num_tokens, num_heads, head_dim], contiguous.
+        query: [num_heads, num_tokens, key_dim]; key, value: [num_kv_heads, num_tokens, key_dim or
+        value_dim], any strides, the arena's dtype. Returns [num_tokens, num_heads, value_dim],
+        contiguous.
         REQUIRES: the arena is backed for each segment up to its end.
         """
 
@@ -135,8 +162,10 @@ def store_kv(
 ) -> None:
     """Write the step's KV: one scatter for all decodes, one copy for each prefill chunk.
 
-    key, value: [num_kv_heads, num_tokens, head_dim].
+    key, value: [num_kv_heads, num_tokens, key_dim or value_dim].
     """
+    if not layer.stores:
+        return
     key, value = key.transpose(0, 1), value.transpose(0, 1)
     store_decodes(layer, key, value, metadata)
     store_prefills(layer, key, value, metadata)
@@ -145,19 +174,21 @@ def store_kv(
 def store_decodes(
     layer: LayerKV, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
 ) -> None:
-    """The decodes' part of `store_kv`. key, value: [num_tokens, num_kv_heads, head_dim]."""
+    """The decodes' part of `store_kv`. key, value: [num_tokens, num_kv_heads, ...]."""
     num_decodes = metadata.num_decodes
     if num_decodes:
         where = (metadata.decode_slots, metadata.decode_positions)
         layer.k.index_put_(where, key[:num_decodes])
-        layer.v.index_put_(where, value[:num_decodes])
+        if layer.stores_values:
+            layer.v.index_put_(where, value[:num_decodes])
 
 
 def store_prefills(
     layer: LayerKV, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
 ) -> None:
-    """The prefills' part of `store_kv`. key, value: [num_tokens, num_kv_heads, head_dim]."""
+    """The prefills' part of `store_kv`. key, value: [num_tokens, num_kv_heads, ...]."""
     for s in metadata.segments[metadata.num_decodes :]:
         rows = slice(s.row, s.row + s.num_tokens)
         layer.k[s.slot, s.start : s.end] = key[rows]
-        layer.v[s.slot, s.start : s.end] = value[rows]
+        if layer.stores_values:
+            layer.v[s.slot, s.start : s.end] = value[rows]

@@ -171,6 +171,8 @@ class FlashAttention(AttentionBackend):
         )
         if options.sinks is not None:
             return "attention sinks"
+        if options.chunk is not None:
+            return "attention within chunks"
         if options.softcap is not None and not all(kernel.has_softcap for kernel in kernels):
             return "soft-capped scores"
         return None

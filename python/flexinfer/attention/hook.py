@@ -149,7 +149,8 @@ def attention_operator(
     if step is None:
         raise RuntimeError("this model is set to attend through FlexInfer, outside of its engine")
     backend, metadata = step
-    options = AttentionOptions(scaling, sliding_window, softcap, sinks)
+    chunk = backend.layers[layer_idx].chunk
+    options = AttentionOptions(scaling, sliding_window, softcap, sinks, chunk)
     return backend.forward(layer_idx, query, key, value, options, metadata)
 
 

@@ -16,14 +16,15 @@ import torch
 
 from flexinfer import _kernels
 from flexinfer.attention.base import AttentionBackend, AttentionMetadata, AttentionOptions, LayerKV
+from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.attention.sharing_cost import SharingCost
 from flexinfer.runtime.kernels import DTYPES
 from flexinfer.runtime.openmp import start_threads_address
 
 logger = logging.getLogger(__name__)
 
-HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 256
-NO_WINDOW = 2**63 - 1
+HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 576
+UNLIMITED = 2**63 - 1
 
 # What computing a shared range once saves and costs, in the terms of `SharingCost`: measured with
 # one thread of a Xeon (Sapphire Rapids) on 2026-11-21, docs/two_phase.md.
@@ -36,19 +37,22 @@ MAX_SHARING_TOKENS = 16
 
 def unsupported_reason(layers: Sequence[LayerKV]) -> str | None:
     """Why the host kernel cannot work on these layers, or None if it can."""
-    k = layers[0].k
-    head_dim = k.shape[3]
-    if k.device.type != "cpu":
-        return f"the KV arena is on {k.device}, not on the CPU"
-    if k.dtype not in DTYPES:
-        return f"dtype {str(k.dtype).removeprefix('torch.')} is not supported"
-    if head_dim % HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
-        return f"head size {head_dim} is not a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
-    layouts = {
-        (t.shape, t.stride(), t.dtype, t.device) for layer in layers for t in (layer.k, layer.v)
-    }
-    if len(layouts) > 1 or k.stride(3) != 1:
-        return "the layers' K and V differ in shape or strides"
+    for layer in layers:
+        k, v = layer.k, layer.v
+        if k.device.type != "cpu":
+            return f"the KV arena is on {k.device}, not on the CPU"
+        if k.dtype not in DTYPES:
+            return f"dtype {str(k.dtype).removeprefix('torch.')} is not supported"
+        for head_dim in (k.shape[3], v.shape[3]):
+            if head_dim % HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
+                return (
+                    f"head size {head_dim} is not a multiple of {HEAD_DIM_STEP} up to "
+                    f"{MAX_HEAD_DIM}"
+                )
+        if k.shape[:3] != v.shape[:3] or (k.dtype, k.device) != (v.dtype, v.device):
+            return "a layer's K and V differ in dtype, slots, tokens or heads"
+        if k.stride(3) != 1 or v.stride(3) != 1:
+            return "the rows of K or V are not dense"
     return None
 
 
@@ -64,28 +68,14 @@ class HostAttention(AttentionBackend):
         reason = unsupported_reason(layers)
         if reason is not None:
             raise ValueError(f"the host attention kernel cannot be used: {reason}")
-        k = layers[0].k
-        num_slots, max_seq_len, self._num_kv_heads, self._head_dim = k.shape
-        shape = _kernels.ArenaShape(
-            DTYPES[k.dtype],
-            num_slots,
-            max_seq_len,
-            self._num_kv_heads,
-            self._head_dim,
-            k.stride(0),
-            k.stride(1),
-            k.stride(2),
-        )
-        addresses = [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in layers]
-        self._kernel = _kernels.HostAttention(shape, addresses, start_threads_address(), isa)
-        self._dtype = k.dtype
+        self._kernels = make_kernels(layers, isa)
         self._planned_for: AttentionMetadata | None = None
-        self._plans: dict[tuple[int, int, int], _kernels.Plan] = {}
+        self._plans: dict[tuple[int | None, ...], _kernels.Plan] = {}
 
     @property
     def isa(self) -> str:
         """The instruction set that is used."""
-        return self._kernel.isa
+        return self._kernels[0][0].isa
 
     @property
     def takes_padding(self) -> bool:
@@ -93,9 +83,10 @@ class HostAttention(AttentionBackend):
 
     @property
     def sharing_cost(self) -> SharingCost:
-        element_bytes = self.layers[0].k.element_size()
+        k, v = self.layers[0].k, self.layers[0].v
+        element_bytes = k.element_size()
         return SharingCost(
-            token_bytes=2 * self._num_kv_heads * self._head_dim * element_bytes,
+            token_bytes=k.shape[2] * (k.shape[3] + v.shape[3]) * element_bytes,
             bytes_per_us=SAVED_ELEMENTS_PER_US * element_bytes,
             call_us=CALL_US,
             merge_us=MERGE_US,
@@ -111,10 +102,11 @@ class HostAttention(AttentionBackend):
         options: AttentionOptions,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        num_heads, num_tokens, head_dim = query.shape
-        plan = self._plan(metadata, num_heads, options.sliding_window)
+        layer, (kernel, index) = self.layers[layer_idx], self._kernels[layer_idx]
+        num_heads, num_tokens, key_dim = query.shape
+        plan = self._plan(metadata, layer.k, num_heads, options)
         query, key, value = self._rows(query), self._rows(key), self._rows(value)
-        self._check(query, key, value, plan.num_tokens + metadata.num_padding)
+        check(layer, query, key, value, plan.num_tokens + metadata.num_padding)
         sinks = options.sinks
         if sinks is not None:
             if sinks.shape != (num_heads,) or not sinks.is_cpu:
@@ -123,23 +115,23 @@ class HostAttention(AttentionBackend):
                     "one for each query head, on the CPU"
                 )
             sinks = sinks.detach().to(torch.float32).contiguous()
-        output = query.new_empty(num_tokens, num_heads, head_dim)
+        output = query.new_empty(num_tokens, num_heads, layer.v.shape[3])
         if metadata.num_padding:
             output[plan.num_tokens :] = 0
-        self._kernel.forward(
+        kernel.forward(
             plan,
-            layer_idx,
+            index,
             query.data_ptr(),
             query.stride(0),
             query.stride(1),
-            key.data_ptr(),
+            key.data_ptr() if layer.stores else 0,
             key.stride(0),
             key.stride(1),
-            value.data_ptr(),
+            value.data_ptr() if layer.stores_values else 0,
             value.stride(0),
             value.stride(1),
             output.data_ptr(),
-            head_dim**-0.5 if options.scaling is None else options.scaling,
+            key_dim**-0.5 if options.scaling is None else options.scaling,
             options.softcap or 0.0,
             0 if sinks is None else sinks.data_ptr(),
         )
@@ -148,38 +140,69 @@ class HostAttention(AttentionBackend):
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
-    def _check(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_tokens: int
-    ) -> None:
-        """The kernel trusts its addresses: what it will read must be there."""
-        kv_shape = (self._num_kv_heads, num_tokens, self._head_dim)
-        if (
-            key.shape != kv_shape
-            or value.shape != kv_shape
-            or query.shape[1:] != kv_shape[1:]
-            or not query.dtype == key.dtype == value.dtype == self._dtype
-            or not (query.is_cpu and key.is_cpu and value.is_cpu)
-        ):
-            shapes = ", ".join(
-                f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (query, key, value)
-            )
-            raise ValueError(
-                f"query, key and value are {shapes}; expected [heads, {num_tokens}, "
-                f"{self._head_dim}] with {self._num_kv_heads} KV heads of {self._dtype} on the CPU"
-            )
-
     def _plan(
-        self, metadata: AttentionMetadata, num_heads: int, window: int | None
+        self,
+        metadata: AttentionMetadata,
+        arena: torch.Tensor,
+        num_heads: int,
+        options: AttentionOptions,
     ) -> _kernels.Plan:
         """The step's plan; layers with different windows or heads have different ones."""
         if metadata is not self._planned_for:
             self._planned_for = metadata
             self._plans.clear()
-        key = (num_heads, NO_WINDOW if window is None else window, torch.get_num_threads())
+        num_threads, num_kv_heads = torch.get_num_threads(), arena.shape[2]
+        key = (num_kv_heads, num_heads, options.sliding_window, options.chunk, num_threads)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = make_plan(metadata, self._num_kv_heads, *key)
+            shared = () if options.hides_any(arena.shape[1]) else metadata.shared
+            plan = make_plan(
+                metadata.segments, shared, num_kv_heads, num_heads, options, num_threads
+            )
+            self._plans[key] = plan
         return plan
+
+
+def make_kernels(layers: Sequence[LayerKV], isa: str) -> list[tuple[_kernels.HostAttention, int]]:
+    """For each layer a kernel and the layer's index there; layers of one shape have one kernel."""
+    addresses: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+    where = []
+    for layer in layers:
+        k, v = layer.k, layer.v
+        kind = (DTYPES[k.dtype], *k.shape, v.shape[3], k.stride()[:3], v.stride()[:3])
+        of_kind = addresses.setdefault(kind, [])
+        where.append((kind, len(of_kind)))
+        of_kind.append((k.data_ptr(), v.data_ptr()))
+    kernels = {
+        kind: _kernels.HostAttention(
+            _kernels.ArenaShape(*kind),  # type: ignore[arg-type]
+            of_kind,
+            start_threads_address(),
+            isa,
+        )
+        for kind, of_kind in addresses.items()
+    }
+    return [(kernels[kind], index) for kind, index in where]
+
+
+def check(
+    layer: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_tokens: int
+) -> None:
+    """The kernel trusts its addresses: what it will read must be there."""
+    num_kv_heads, key_dim = layer.k.shape[2:]
+    value_dim, dtype = layer.v.shape[3], layer.k.dtype
+    if (
+        key.shape != (num_kv_heads, num_tokens, key_dim)
+        or value.shape != (num_kv_heads, num_tokens, value_dim)
+        or query.shape[1:] != (num_tokens, key_dim)
+        or not query.dtype == key.dtype == value.dtype == dtype
+        or not (query.is_cpu and key.is_cpu and value.is_cpu)
+    ):
+        shapes = ", ".join(f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (query, key, value))
+        raise ValueError(
+            f"query, key and value are {shapes}; expected [heads, {num_tokens}, {key_dim}], values "
+            f"of width {value_dim}, with {num_kv_heads} KV heads of {dtype} on the CPU"
+        )
 
 
 def host_or_sdpa(layers: Sequence[LayerKV]) -> AttentionBackend:
@@ -194,19 +217,23 @@ def host_or_sdpa(layers: Sequence[LayerKV]) -> AttentionBackend:
 
 
 def make_plan(
-    metadata: AttentionMetadata, num_kv_heads: int, num_heads: int, window: int, num_threads: int
+    given: Sequence[Segment],
+    shared: Sequence[SharedRange],
+    num_kv_heads: int,
+    num_heads: int,
+    options: AttentionOptions,
+    num_threads: int,
 ) -> _kernels.Plan:
     """The plan of a step. Raises ValueError if its segments and shared ranges contradict."""
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
-    segments = np.array(
-        [(s.slot, s.row, s.start, s.end) for s in metadata.segments], dtype=np.int64
-    )
+    segments = np.array([(s.slot, s.row, s.start, s.end) for s in given], dtype=np.int64)
     return _kernels.Plan(
         segments.reshape(-1, 4),
-        metadata.shared,
+        shared,
         num_kv_heads,
         num_heads // num_kv_heads,
-        window,
+        options.sliding_window or UNLIMITED,
         num_threads,
+        options.chunk or UNLIMITED,
     )

@@ -37,7 +37,7 @@ find none for keys that the heads of a group see by stride 0."""
 
 
 class SdpaAttention(AttentionBackend):
-    """REQUIRES: K and V of one head_dim; num_heads a multiple of num_kv_heads."""
+    """REQUIRES: num_heads a multiple of num_kv_heads."""
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
         super().__init__(layers)
@@ -54,8 +54,8 @@ class SdpaAttention(AttentionBackend):
     ) -> torch.Tensor:
         layer = self.layers[layer_idx]
         store_kv(layer, key, value, metadata)
-        num_heads, num_tokens, head_dim = query.shape
-        output = query.new_empty(num_tokens, num_heads, head_dim)
+        num_heads, num_tokens, _ = query.shape
+        output = query.new_empty(num_tokens, num_heads, layer.v.shape[3])
         with sdpa_kernel(CUDA_BACKENDS) if query.is_cuda else nullcontext():
             for i in range(len(metadata.segments)):
                 self.attend_segment(layer, query, output, i, options, metadata)
@@ -75,7 +75,7 @@ class SdpaAttention(AttentionBackend):
         exact = options.softcap is not None or options.sinks is not None
         if i < metadata.num_decodes and not exact:
             self._decode(layer, query, output, s, options)
-        elif s.start == 0 and not exact and fits_window(s, options):
+        elif s.start == 0 and not exact and sees_all(s, options):
             self._prefill(layer, query, output, s, options)
         else:
             self._blocks(layer, query, output, s, options, exact)
@@ -89,12 +89,11 @@ class SdpaAttention(AttentionBackend):
         options: AttentionOptions,
     ) -> None:
         """One token: it sees all keys of its window, so there is no mask."""
-        first = 0 if options.sliding_window is None else max(0, s.end - options.sliding_window)
-        k, v = head_views(layer, s.slot, first, s.end)
-        num_heads, _, head_dim = query.shape
-        grouped = query[:, s.row].reshape(1, k.shape[1], num_heads // k.shape[1], head_dim)
+        k, v = head_views(layer, s.slot, options.first_visible(s.start), s.end)
+        num_heads, _, key_dim = query.shape
+        grouped = query[:, s.row].reshape(1, k.shape[1], num_heads // k.shape[1], key_dim)
         attended = scaled_dot_product_attention(grouped, k, v, scale=options.scaling)
-        output[s.row] = attended.view(num_heads, head_dim)
+        output[s.row] = attended.reshape(num_heads, v.shape[3])
 
     def _prefill(
         self,
@@ -122,10 +121,11 @@ class SdpaAttention(AttentionBackend):
         """The general case, in blocks of query rows with an explicit mask."""
         for start in range(s.start, s.end, QUERY_BLOCK):
             end = min(start + QUERY_BLOCK, s.end)
-            window = options.sliding_window
-            first = 0 if window is None else max(0, start + 1 - window)
+            first = options.first_visible(start)
             k, v = head_views(layer, s.slot, first, end)
-            mask = self._mask(query, start, end, first, window)
+            mask = self._mask(query, start, end, first, options.sliding_window)
+            if options.chunk is not None:
+                mask = hide_other_chunks(mask, start, first, options.chunk)
             rows = slice(s.row + start - s.start, s.row + end - s.start)
             q = query[None, :, rows]
             if exact:
@@ -170,8 +170,9 @@ class ExactAttention(SdpaAttention):
         self._blocks(layer, query, output, metadata.segments[i], options, exact=True)
 
 
-def fits_window(s: Segment, options: AttentionOptions) -> bool:
-    return options.sliding_window is None or s.end <= options.sliding_window
+def sees_all(s: Segment, options: AttentionOptions) -> bool:
+    """Whether no token before its own is hidden from any token of the segment."""
+    return options.first_visible(s.end - 1) == 0
 
 
 def grouped_sdpa(
@@ -185,8 +186,8 @@ def grouped_sdpa(
 ) -> torch.Tensor:
     """SDPA with query heads in groups; no copy of K and V.
 
-    query: [1, num_heads, rows, dim], as what is returned; key, value: [1, num_kv_heads, keys, dim];
-    mask: [rows, keys].
+    query: [1, num_heads, rows, key_dim]; key, value: [1, num_kv_heads, keys, key_dim or value_dim];
+    mask: [rows, keys]. Returns [1, num_heads, rows, value_dim].
 
     On CUDA only the flash kernel knows `enable_gqa`, and it knows neither masks nor float32: the
     others would fall back to materialised scores. There each KV head becomes a batch entry whose
@@ -227,13 +228,13 @@ def folded_sdpa(
         is_causal=is_causal,
         scale=options.scaling,
     )
-    return attended.reshape(1, num_heads, num_rows, head_dim)
+    return attended.reshape(1, num_heads, num_rows, value.shape[3])
 
 
 def head_views(
     layer: LayerKV, slot: int, first: int, end: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of tokens [first, end) as [1, num_kv_heads, end - first, head_dim], not copied."""
+    """K and V of tokens [first, end) as [1, num_kv_heads, end - first, ...], not copied."""
     return (
         layer.k[slot, first:end].transpose(0, 1)[None],
         layer.v[slot, first:end].transpose(0, 1)[None],
@@ -255,6 +256,13 @@ def make_band(
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 
+def hide_other_chunks(mask: torch.Tensor, start: int, first: int, chunk: int) -> torch.Tensor:
+    """`mask`, of query rows from `start` and keys from `first` on, less what is in other chunks."""
+    rows = torch.arange(start, start + mask.shape[0], device=mask.device)[:, None] // chunk
+    keys = torch.arange(first, first + mask.shape[1], device=mask.device)[None, :] // chunk
+    return mask.masked_fill(rows != keys, -torch.inf)
+
+
 def exact_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -264,8 +272,8 @@ def exact_attention(
 ) -> torch.Tensor:
     """Attention written out, for soft-capped scores and sinks, which no fused CPU kernel has.
 
-    query: [1, num_heads, rows, dim]; key, value: [1, num_kv_heads, keys, dim];
-    mask: [rows, keys]. Returns [1, num_heads, rows, dim].
+    query: [1, num_heads, rows, key_dim]; key, value: [1, num_kv_heads, keys, key_dim or value_dim];
+    mask: [rows, keys]. Returns [1, num_heads, rows, value_dim].
     """
     _, num_heads, num_rows, head_dim = query.shape
     num_kv_heads = key.shape[1]
@@ -280,4 +288,4 @@ def exact_attention(
         scores = torch.cat([scores, sinks.expand(-1, -1, num_rows, 1)], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., : key.shape[2]]
     attended = torch.matmul(weights.to(value.dtype), value[0][:, None])
-    return attended.reshape(1, num_heads, num_rows, head_dim)
+    return attended.reshape(1, num_heads, num_rows, value.shape[3])

@@ -71,7 +71,7 @@ def choose_cuda(name: str, layers: Sequence[LayerKV]) -> AttentionBackend:
     """The attention for an arena on a GPU: flash kernels if any work, else plain SDPA; the reasons
     are logged, once, as a warning where something slower than asked for is taken."""
     k = layers[0].k
-    reason = unsupported(k)
+    reason = unsupported(k) or of_several_shapes(layers)
     if reason is not None:
         logger.warning("attention through torch's SDPA, request by request: %s", reason)
         return SdpaAttention(layers)
@@ -145,6 +145,14 @@ def unsupported(arena: torch.Tensor) -> str | None:
     if head_dim > MAX_HEAD_DIM or head_dim % 8:
         return f"flash kernels know head sizes up to {MAX_HEAD_DIM} in steps of 8, not {head_dim}"
     return None
+
+
+def of_several_shapes(layers: Sequence[LayerKV]) -> str | None:
+    """Why kernels that are tried on one arena may not do for all layers; None if they do."""
+    shapes = {tuple(t.shape[2:]) for layer in layers for t in (layer.k, layer.v)}
+    if len(shapes) == 1:
+        return None
+    return f"flash kernels are tried for K and V of one shape, not for {sorted(shapes)}"
 
 
 def load(

@@ -11,7 +11,7 @@ softmax. Algorithms 1 and 2 go over the chunks of a prefix tree; here a range is
 member's vTensor, so that a call is one call of a plain kernel that returns log-sum-exp.
 
 Only decodes are computed this way: a prefill chunk has many query rows and reads KV once for all of
-them. Layers with windows that cut, soft caps or sinks go the way of SdpaAttention.
+them. Layers with windows, chunks, soft caps or sinks go the way of SdpaAttention.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 
 from flexinfer.attention.base import AttentionMetadata, AttentionOptions, LayerKV, store_kv
-from flexinfer.attention.sdpa import SdpaAttention, fits_window, head_views
+from flexinfer.attention.sdpa import SdpaAttention, head_views
 from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.attention.sharing_cost import SharingCost
 from flexinfer.runtime.transfer import to_device
@@ -150,7 +150,7 @@ class TwoPhasePlan:
             return False
         if layer.k.shape[-1] != layer.v.shape[-1]:
             return False
-        return all(fits_window(s, options) for s in self.decodes)
+        return not options.hides_any(layer.k.shape[1])
 
 
 class PartialAttention(Protocol):
@@ -298,7 +298,7 @@ def _cuda_efficient(
 
 def torch_cost(layer: LayerKV) -> SharingCost:
     """By torch's kernels; on CUDA, where nothing has been measured yet, the CPU's as well."""
-    num_elements = 2 * layer.k.shape[2] * layer.k.shape[3]
+    num_elements = layer.k.shape[2] * (layer.k.shape[3] + layer.v.shape[3])
     element_bytes = layer.k.element_size()
     return SharingCost(
         token_bytes=num_elements * element_bytes,

@@ -88,9 +88,9 @@ def make_manager(
     from flexinfer.vtensor import KVSpec, VTensorManager
 
     spec = KVSpec(
-        num_layers=loaded.num_layers,
-        num_kv_heads=loaded.num_kv_heads,
-        head_dim=loaded.head_dim,
+        num_layers=1 + max(layer.owner for layer in loaded.layers),
+        num_kv_heads=loaded.layers[0].num_kv_heads,
+        head_dim=loaded.layers[0].key_dim,
         dtype=dtype_name(loaded.dtype),
         max_seq_len=max_seq_len,
         layers_per_plane=config.layers_per_plane,

@@ -9,23 +9,26 @@ from typing import Any
 
 from flexinfer.errors import UnsupportedModelError
 
-LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 
 
 def check_config(config: Any) -> None:
     """Refuse what cannot work, with the reason. Reads no weights."""
-    text = config.get_text_config()
     kind = f"model type {config.model_type!r}"
+    try:
+        text = config.get_text_config()
+    except ValueError:
+        raise UnsupportedModelError(
+            f"{kind} is made of several text models; only decoder-only models work"
+        ) from None
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{kind} is an encoder-decoder; only decoder-only models work")
     for layer_type in getattr(text, "layer_types", None) or ():
         if layer_type not in LAYER_TYPES:
             raise UnsupportedModelError(
                 f"{kind} has layers of type {layer_type!r}; "
-                "only full_attention and sliding_attention keep a KV cache that can be shared"
+                "only full_attention, sliding_attention and chunked_attention keep nothing but KV"
             )
-    if getattr(text, "num_kv_shared_layers", 0):
-        raise UnsupportedModelError(f"{kind} shares KV between layers, which is not supported")
     if getattr(text, "kv_lora_rank", None) and _qk_head_dim(text) != text.v_head_dim:
         raise UnsupportedModelError(
             f"{kind} uses multi-head latent attention: keys of width {_qk_head_dim(text)} and "
@@ -79,6 +82,15 @@ def check_class(model_class: Any) -> None:
     for needed in ("position_ids", "logits_to_keep"):
         if needed not in parameters:
             raise UnsupportedModelError(f"{name}.forward has no {needed}: no flat batch possible")
+
+
+def chunk_of(config: Any, layer_idx: Any) -> int | None:
+    """How many tokens a chunk of this layer has; None: its attention is not cut into chunks."""
+    text = config.get_text_config()
+    layer_types = getattr(text, "layer_types", None) or ()
+    if layer_idx < len(layer_types) and layer_types[layer_idx] == "chunked_attention":
+        return int(text.attention_chunk_size)
+    return None
 
 
 def window_limit(config: Any) -> int | None:

@@ -17,20 +17,35 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class AttentionLayer:
+    """What one layer keeps, and how much of it its tokens see."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+    """A token sees itself and the `window - 1` tokens before it; None: all."""
+    chunk: int | None
+    """A token sees only those of its own chunk of so many tokens."""
+    owner: int
+    """The layer whose K and V it reads: itself, unless it shares another's."""
+
+
+@dataclass(frozen=True)
 class LoadedModel:
     """A model that the engine can run, and what the engine must know of it."""
 
     model: PreTrainedModel
     name: str
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[AttentionLayer, ...]
     dtype: torch.dtype
     """Of K and V."""
     device: torch.device
     vocab_size: int
     eos_token_ids: frozenset[int]
+    asks_cache_for_positions: bool = False
+    """See `KnownPositions`."""
 
 
 def describe(model: PreTrainedModel, name: str) -> LoadedModel:
@@ -41,11 +56,11 @@ def describe(model: PreTrainedModel, name: str) -> LoadedModel:
         raise UnsupportedModelError(
             f"{type(model).__name__} has {num_layers} layers, of which {len(calls)} use attention"
         )
-    shapes = {(c.num_heads, c.num_kv_heads, c.key_dim, c.value_dim, c.dtype) for c in calls}
+    shapes = {(c.num_kv_heads, c.key_dim, c.value_dim, c.dtype) for c in calls}
     if len(shapes) != 1:
         raise UnsupportedModelError(
             f"{type(model).__name__} has layers of different KV shapes "
-            f"(heads, KV heads, key width, value width, dtype): {sorted(map(str, shapes))}"
+            f"(KV heads, key width, value width, dtype): {sorted(map(str, shapes))}"
         )
     call = calls[0]
     if call.key_dim != call.value_dim:
@@ -61,14 +76,25 @@ def describe(model: PreTrainedModel, name: str) -> LoadedModel:
     return LoadedModel(
         model=model,
         name=name,
-        num_layers=num_layers,
-        num_heads=call.num_heads,
-        num_kv_heads=call.num_kv_heads,
-        head_dim=call.key_dim,
+        layers=tuple(
+            AttentionLayer(
+                call.num_heads,
+                call.num_kv_heads,
+                call.key_dim,
+                call.value_dim,
+                call.options.sliding_window,
+                call.chunk,
+                call.owner,
+            )
+            for call in calls
+        ),
         dtype=call.dtype,
         device=model.device,
         vocab_size=model.config.get_text_config().vocab_size,
         eos_token_ids=_eos_token_ids(model),
+        asks_cache_for_positions=bool(
+            getattr(model.config.get_text_config(), "attn_temperature_tuning", False)
+        ),
     )
 
 

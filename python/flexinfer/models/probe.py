@@ -40,6 +40,10 @@ class LayerCall:
     value_dim: int
     dtype: torch.dtype
     options: AttentionOptions
+    chunk: int | None
+    """A token sees only those of its own chunk of so many tokens; the mask alone says so."""
+    owner: int
+    """The first layer with the same K and V: this one, unless it shares another's."""
 
 
 def probe(model: PreTrainedModel) -> list[LayerCall]:
@@ -51,9 +55,10 @@ def probe(model: PreTrainedModel) -> list[LayerCall]:
     import torch
 
     from flexinfer.attention.hook import use_probe
-    from flexinfer.models.checks import window_limit
+    from flexinfer.models.checks import chunk_of, window_limit
 
     calls: dict[int, LayerCall] = {}
+    owners = KVOwners()
 
     def look(
         module: torch.nn.Module,
@@ -66,7 +71,14 @@ def probe(model: PreTrainedModel) -> list[LayerCall]:
         layer_idx = getattr(module, "layer_idx", None)
         _check_call(type(module).__name__, module, layer_idx, calls, others)
         calls[layer_idx] = LayerCall(  # type: ignore[index]
-            query.shape[0], key.shape[0], key.shape[2], value.shape[2], key.dtype, options
+            query.shape[0],
+            key.shape[0],
+            key.shape[2],
+            value.shape[2],
+            key.dtype,
+            options,
+            chunk_of(model.config, layer_idx),
+            owners.of(layer_idx, key, value),
         )
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
 
@@ -80,6 +92,7 @@ def probe(model: PreTrainedModel) -> list[LayerCall]:
             logits_to_keep=torch.ones(1, dtype=torch.int64, device=model.device),
         )
     unknown = windows - {call.options.sliding_window for call in calls.values()}
+    unknown -= {call.chunk for call in calls.values()}
     limit = window_limit(model.config)
     unknown = {window for window in unknown if limit is None or window < limit}
     if unknown:
@@ -88,6 +101,29 @@ def probe(model: PreTrainedModel) -> list[LayerCall]:
             "without passing it to its attention"
         )
     return [calls[layer_idx] for layer_idx in sorted(calls)]
+
+
+class KVOwners:
+    """Which layer made the K and V that a layer attends to: some take another's (Gemma 3n)."""
+
+    def __init__(self) -> None:
+        # Held, so that no other tensor comes to lie at the same address.
+        self._seen: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+
+    def of(self, layer_idx: Any, key: torch.Tensor, value: torch.Tensor) -> Any:
+        """The first layer that showed these very tensors; `layer_idx` if it is this one."""
+        for owner, its_key, its_value in self._seen:
+            if same_memory(its_key, key) and same_memory(its_value, value):
+                return owner
+        self._seen.append((layer_idx, key, value))
+        return layer_idx
+
+
+def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether both are the same view of the same numbers."""
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (
+        b.data_ptr(), b.shape, b.stride(), b.dtype,
+    )  # fmt: skip
 
 
 def _check_call(

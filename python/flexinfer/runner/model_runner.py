@@ -21,6 +21,7 @@ from flexinfer.attention.hook import use_attention
 from flexinfer.models.describe import LoadedModel
 from flexinfer.runner.cuda_graphs import DecodeGraphs, Recorder
 from flexinfer.runner.inputs import InputBuilder, StepInputs, padded_count
+from flexinfer.runner.known_positions import KnownPositions
 from flexinfer.runner.plan import SampledToken, ScoredRows, SequenceFailure, StepPlan, StepResult
 from flexinfer.runtime.transfer import to_device
 from flexinfer.sampling.grammars import GrammarCompiler
@@ -96,7 +97,10 @@ class ModelRunner:
         if compile_model:
             self.model = torch.compile(loaded.model, fullgraph=True, dynamic=True)
         self.sampler = Sampler(seed, loaded.device, grammars)
-        layers = [LayerKV(manager.k(i), manager.v(i)) for i in range(loaded.num_layers)]
+        layers = [
+            LayerKV(manager.k(of.owner), manager.v(of.owner), of.owner == i, of.chunk)
+            for i, of in enumerate(loaded.layers)
+        ]
         self.backend = attention.create(attention_backend, layers)
         pads_rows = self.backend.takes_padding and any(
             getattr(module, "compiles_row_counts", False) for module in loaded.model.modules()
@@ -159,11 +163,15 @@ class ModelRunner:
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         with use_attention(self.loaded.model, self.backend, inputs.metadata):
+            cache: dict[str, Any] = {}
+            if self.loaded.asks_cache_for_positions:
+                cache["past_key_values"] = KnownPositions(inputs.positions)
             logits: torch.Tensor = self.model(
                 input_ids=inputs.token_ids[None],
                 position_ids=inputs.positions[None],
                 use_cache=False,
                 logits_to_keep=inputs.logits_rows,
+                **cache,
             ).logits
         return logits[0]
 

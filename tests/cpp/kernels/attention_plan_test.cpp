@@ -54,9 +54,8 @@ std::vector<std::map<int64_t, int>> count_keys(const Plan& plan) {
       const auto token =
           static_cast<size_t>(plan.task_tokens()[static_cast<size_t>(task.first_token + i)]);
       const int64_t position = plan.positions()[token];
-      const int64_t window = plan.options().window;
       for (int64_t key = task.begin; key < task.end; ++key) {
-        if (key <= position && key > position - window) ++counts[token][key];
+        if (key <= position && key >= plan.firsts()[token]) ++counts[token][key];
       }
     }
   }
@@ -67,11 +66,13 @@ TEST(AttentionPlan, every_token_meets_every_visible_key_once) {
   std::mt19937 random(1);
   for (int round = 0; round < 60; ++round) {
     const Step step = random_step(random);
-    const PlanOptions options{round % 3 == 0 ? 70 : kNoWindow, 1 << (round % 5), 2, 1 + round % 4};
+    const PlanOptions options{round % 3 == 0 ? 70 : kNoWindow, 1 << (round % 5), 2, 1 + round % 4,
+                              round % 5 == 0 ? 96 : kNoWindow};
     const Plan plan(step.segments, step.shared, options);
     const auto counts = count_keys(plan);
     for (size_t token = 0; token < counts.size(); ++token) {
-      const int64_t visible = std::min(plan.positions()[token] + 1, options.window);
+      const int64_t position = plan.positions()[token];
+      const int64_t visible = std::min(position % options.chunk + 1, options.window);
       ASSERT_EQ(static_cast<int64_t>(counts[token].size()), visible);
       for (const auto& [key, count] : counts[token]) ASSERT_EQ(count, 1) << key;
     }

@@ -38,7 +38,8 @@ void start_none(void (*fn)(void*), void* data, unsigned /*num_threads*/, unsigne
 struct Model {
   int num_kv_heads;
   int group;
-  int head_dim;
+  int key_dim;
+  int value_dim;
   int num_heads() const { return num_kv_heads * group; }
 };
 
@@ -46,22 +47,33 @@ struct Model {
 class Arena {
  public:
   Arena(const Model& model, int64_t num_slots, int64_t max_seq_len) {
-    const int64_t row = int64_t{model.num_kv_heads} * model.head_dim;
-    shape_ = {DType::kFloat32,       num_slots, max_seq_len,   model.num_kv_heads, model.head_dim,
-              4 * row * max_seq_len, 4 * row,   model.head_dim};
-    data_.assign(static_cast<size_t>(num_slots * shape_.slot_stride), kNan);
-    layers_ = {{data_.data(), data_.data() + row},
-               {data_.data() + 2 * row, data_.data() + 3 * row}};
+    const int64_t keys = int64_t{model.num_kv_heads} * model.key_dim;
+    const int64_t both = keys + int64_t{model.num_kv_heads} * model.value_dim;
+    shape_ = {DType::kFloat32,
+              num_slots,
+              max_seq_len,
+              model.num_kv_heads,
+              model.key_dim,
+              model.value_dim,
+              {2 * both * max_seq_len, 2 * both, model.key_dim},
+              {2 * both * max_seq_len, 2 * both, model.value_dim}};
+    data_.assign(static_cast<size_t>(num_slots * shape_.k.slot), kNan);
+    float* data = data_.data();
+    layers_ = {{data, data + keys}, {data + both, data + both + keys}};
   }
   const ArenaShape& shape() const { return shape_; }
   const std::vector<LayerArena>& layers() const { return layers_; }
-  float* k(int64_t slot, int64_t token, int head) { return at(layers_[1].k, slot, token, head); }
-  float* v(int64_t slot, int64_t token, int head) { return at(layers_[1].v, slot, token, head); }
+  float* k(int64_t slot, int64_t token, int head) {
+    return at(layers_[1].k, shape_.k, slot, token, head);
+  }
+  float* v(int64_t slot, int64_t token, int head) {
+    return at(layers_[1].v, shape_.v, slot, token, head);
+  }
 
  private:
-  float* at(void* base, int64_t slot, int64_t token, int head) const {
-    return static_cast<float*>(base) + slot * shape_.slot_stride + token * shape_.token_stride +
-           head * shape_.head_stride;
+  static float* at(void* base, const Strides& strides, int64_t slot, int64_t token, int head) {
+    return static_cast<float*>(base) + slot * strides.slot + token * strides.token +
+           head * strides.head;
   }
   ArenaShape shape_;
   std::vector<float> data_;
@@ -71,24 +83,24 @@ class Arena {
 struct Inputs {
   Inputs(const Model& model, int64_t num_tokens, std::mt19937& random) : model(model) {
     std::normal_distribution<float> normal;
-    const auto fill = [&](std::vector<float>& values, int heads) {
-      values.resize(static_cast<size_t>(num_tokens * heads * model.head_dim));
+    const auto fill = [&](std::vector<float>& values, int heads, int width) {
+      values.resize(static_cast<size_t>(num_tokens * heads * width));
       for (float& value : values) value = normal(random);
     };
-    fill(query, model.num_heads());
-    fill(key, model.num_kv_heads);
-    fill(value, model.num_kv_heads);
-    output.resize(query.size());
+    fill(query, model.num_heads(), model.key_dim);
+    fill(key, model.num_kv_heads, model.key_dim);
+    fill(value, model.num_kv_heads, model.value_dim);
+    output.resize(static_cast<size_t>(num_tokens * model.num_heads() * model.value_dim));
   }
   // Token-major, as projections make them.
   LayerInputs of() {
-    const auto rows = [&](const std::vector<float>& values, int heads) {
-      return TokenRows{values.data(), model.head_dim, int64_t{heads} * model.head_dim};
+    const auto rows = [&](const std::vector<float>& values, int heads, int width) {
+      return TokenRows{values.data(), width, int64_t{heads} * width};
     };
     LayerInputs inputs;
-    inputs.query = rows(query, model.num_heads());
-    inputs.key = rows(key, model.num_kv_heads);
-    inputs.value = rows(value, model.num_kv_heads);
+    inputs.query = rows(query, model.num_heads(), model.key_dim);
+    inputs.key = rows(key, model.num_kv_heads, model.key_dim);
+    inputs.value = rows(value, model.num_kv_heads, model.value_dim);
     inputs.output = output.data();
     inputs.scaling = 0.2F;
     return inputs;
@@ -99,16 +111,17 @@ struct Inputs {
 
 // One row of the output, from the arena after the step.
 std::vector<double> slow_row(Arena& arena, const Inputs& inputs, const Segment& segment,
-                             int64_t position, int head, int64_t window) {
+                             int64_t position, int head, const PlanOptions& options) {
   const Model& model = inputs.model;
   const int64_t token = segment.row + position - segment.start;
-  const float* q = inputs.query.data() + (token * model.num_heads() + head) * model.head_dim;
+  const float* q = inputs.query.data() + (token * model.num_heads() + head) * model.key_dim;
   const int kv_head = head / model.group;
-  std::vector<double> out(static_cast<size_t>(model.head_dim));
+  std::vector<double> out(static_cast<size_t>(model.value_dim));
   double sum = 0;
-  for (int64_t key = std::max<int64_t>(0, position + 1 - window); key <= position; ++key) {
+  const int64_t first = std::max<int64_t>(position - position % options.chunk, 0);
+  for (int64_t key = std::max(first, position + 1 - options.window); key <= position; ++key) {
     double score = 0;
-    for (int i = 0; i < model.head_dim; ++i) {
+    for (int i = 0; i < model.key_dim; ++i) {
       score += double{q[i]} * arena.k(segment.slot, key, kv_head)[i];
     }
     const double weight = std::exp(0.2 * score);
@@ -129,8 +142,10 @@ void check(const Model& model, const std::vector<Segment>& segments,
   Arena arena(model, 4, 900);
   for (const Segment& segment : segments) {
     for (int64_t token = 0; token < segment.start; ++token) {
-      for (int i = 0; i < model.num_kv_heads * model.head_dim; ++i) {
+      for (int i = 0; i < model.num_kv_heads * model.key_dim; ++i) {
         arena.k(segment.slot, token, 0)[i] = normal(random);
+      }
+      for (int i = 0; i < model.num_kv_heads * model.value_dim; ++i) {
         arena.v(segment.slot, token, 0)[i] = normal(random);
       }
     }
@@ -139,9 +154,10 @@ void check(const Model& model, const std::vector<Segment>& segments,
     for (const int64_t member : range.members) {
       const int64_t slot = segments[static_cast<size_t>(member)].slot;
       for (int64_t token = range.start; token < range.end; ++token) {
-        const int count = model.num_kv_heads * model.head_dim;
-        std::copy_n(arena.k(range.slot, token, 0), count, arena.k(slot, token, 0));
-        std::copy_n(arena.v(range.slot, token, 0), count, arena.v(slot, token, 0));
+        const int heads = model.num_kv_heads;
+        std::copy_n(arena.k(range.slot, token, 0), heads * model.key_dim, arena.k(slot, token, 0));
+        std::copy_n(arena.v(range.slot, token, 0), heads * model.value_dim,
+                    arena.v(slot, token, 0));
       }
     }
   }
@@ -153,9 +169,9 @@ void check(const Model& model, const std::vector<Segment>& segments,
     for (int64_t position = segment.start; position < segment.end; ++position) {
       const int64_t token = segment.row + position - segment.start;
       for (int head = 0; head < model.num_heads(); ++head) {
-        const auto expected = slow_row(arena, inputs, segment, position, head, options.window);
+        const auto expected = slow_row(arena, inputs, segment, position, head, options);
         for (size_t i = 0; i < expected.size(); ++i) {
-          const auto at = static_cast<size_t>((token * model.num_heads() + head) * model.head_dim);
+          const auto at = static_cast<size_t>((token * model.num_heads() + head) * model.value_dim);
           ASSERT_NEAR(inputs.output[at + i], expected[i], 2e-5) << isa.name << " token " << token;
         }
       }
@@ -166,7 +182,7 @@ void check(const Model& model, const std::vector<Segment>& segments,
 class HostAttentionIsas : public testing::TestWithParam<const Isa*> {};
 
 TEST_P(HostAttentionIsas, mixed_batch_on_threads_equals_attention_written_out) {
-  const Model model{2, 3, 48};
+  const Model model{2, 3, 48, 48};
   const std::vector<Segment> segments = {
       {2, 0, 700, 701}, {0, 1, 0, 1}, {1, 2, 530, 531}, {3, 3, 130, 190}};
   for (const int num_threads : {1, 3}) {
@@ -177,7 +193,7 @@ TEST_P(HostAttentionIsas, mixed_batch_on_threads_equals_attention_written_out) {
 }
 
 TEST_P(HostAttentionIsas, nested_shared_ranges_equal_attention_written_out) {
-  const Model model{1, 4, 64};
+  const Model model{1, 4, 64, 64};
   const std::vector<Segment> segments = {
       {0, 0, 600, 601}, {1, 1, 512, 513}, {2, 2, 700, 702}, {3, 4, 256, 257}};
   const std::vector<SharedRange> shared = {{3, 0, 256, {0, 1, 2, 3}}, {1, 256, 512, {0, 1, 2}}};
@@ -194,7 +210,8 @@ TEST_P(HostAttentionIsas, random_batches_do_not_depend_on_how_many_threads_come)
   };
   for (int round = 0; round < 10; ++round) {
     const Model model{static_cast<int>(pick({1, 2})), static_cast<int>(pick({1, 3, 8})),
-                      static_cast<int>(pick({16, 48, 64}))};
+                      static_cast<int>(pick({16, 48, 64, 192})),
+                      static_cast<int>(pick({16, 64, 128}))};
     std::vector<Segment> segments;
     SharedRange range{0, 0, pick({100, 256, 500}), {}};
     int64_t row = 0;
@@ -210,7 +227,7 @@ TEST_P(HostAttentionIsas, random_batches_do_not_depend_on_how_many_threads_come)
       shared.push_back(range);
     }
     const PlanOptions options{pick({kNoWindow, 1, 290}), model.group, model.num_kv_heads,
-                              static_cast<int>(pick({1, 2, 5}))};
+                              static_cast<int>(pick({1, 2, 5})), pick({kNoWindow, 64, 300})};
     for (const Parallel::Start start : {start_threads, start_half, start_none}) {
       check(model, segments, shared, options, *GetParam(), start);
     }
@@ -235,8 +252,8 @@ std::vector<float> bfloat16_output(const Isa& isa, int head_dim, int64_t num_new
   const std::vector<uint16_t> query = random_rows(num_new * kGroup);
   const std::vector<uint16_t> key = random_rows(num_new), value = random_rows(num_new);
   std::vector<uint16_t> output(query.size());
-  const ArenaShape shape{DType::kBFloat16,   1,        kTokens, 1, head_dim,
-                         kTokens * head_dim, head_dim, head_dim};
+  const Strides strides{kTokens * head_dim, head_dim, head_dim};
+  const ArenaShape shape{DType::kBFloat16, 1, kTokens, 1, head_dim, head_dim, strides, strides};
   HostAttention attention(shape, {{k.data(), v.data()}}, Parallel(start_threads), isa);
   const LayerInputs inputs{{query.data(), head_dim, kGroup * head_dim},
                            {key.data(), 0, head_dim},
@@ -263,19 +280,43 @@ TEST_P(HostAttentionIsas, bfloat16_equals_the_portable_level) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, HostAttentionIsas, testing::ValuesIn(available_isas()),
-                         [](const auto& info) { return std::string(info.param->name); });
-
 TEST(HostAttention, head_sizes_that_no_vector_fits_are_refused) {
-  for (const int head_dim : {8, 40, 272}) {
-    const Arena arena({1, 1, head_dim}, 1, 4);
+  for (const auto& [key_dim, value_dim] : {std::pair{8, 16}, {16, 40}, {592, 64}}) {
+    const Arena arena({1, 1, key_dim, value_dim}, 1, 4);
     EXPECT_THROW(HostAttention(arena.shape(), arena.layers(), Parallel(), find_isa("")),
                  std::invalid_argument);
   }
 }
 
+// A layer that reads another's KV stores none; values that are a part of the keys (a latent) are
+// stored with them.
+TEST_P(HostAttentionIsas, what_stands_in_the_arena_is_not_stored_again) {
+  constexpr int kWide = 576, kLatent = 512, kTokens = 3;
+  std::mt19937 random(5);
+  const Model model{1, 2, kWide, kLatent};
+  std::vector<float> arena(kTokens * kWide, kNan);
+  const Strides strides{kTokens * kWide, kWide, kWide};
+  const ArenaShape shape{DType::kFloat32, 1, kTokens, 1, kWide, kLatent, strides, strides};
+  HostAttention attention(shape, {{arena.data(), arena.data()}}, Parallel(), *GetParam());
+  const Plan plan({{0, 0, 0, kTokens}}, {}, {kNoWindow, 2, 1, 1});
+  Inputs inputs(model, kTokens, random);
+  LayerInputs latent = inputs.of();
+  latent.value.data = nullptr;
+  attention.forward(plan, 0, latent);
+  EXPECT_EQ(arena, inputs.key);
+  const std::vector<float> first = inputs.output;
+  LayerInputs reader = inputs.of();
+  reader.key.data = reader.value.data = nullptr;
+  attention.forward(plan, 0, reader);
+  EXPECT_EQ(inputs.output, first);
+  for (int i = 0; i < kLatent; ++i) EXPECT_FLOAT_EQ(first[static_cast<size_t>(i)], inputs.key[i]);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, HostAttentionIsas, testing::ValuesIn(available_isas()),
+                         [](const auto& info) { return std::string(info.param->name); });
+
 TEST(HostAttention, a_plan_outside_of_the_arena_is_refused_before_anything_is_written) {
-  const Model model{1, 1, 16};
+  const Model model{1, 1, 16, 32};
   Arena arena(model, 2, 8);
   std::mt19937 random(1);
   Inputs inputs(model, 1, random);

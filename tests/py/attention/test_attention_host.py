@@ -40,7 +40,8 @@ class Case:
     shared: list[SharedRange]
     num_kv_heads: int
     group: int
-    head_dim: int
+    key_dim: int
+    value_dim: int
     dtype: torch.dtype
     dense: bool
     options: AttentionOptions
@@ -69,17 +70,19 @@ def cases(draw: st.DrawFn) -> Case:
     num_heads = num_kv_heads * group
     sinks = torch.linspace(-1, 2, num_heads) if draw(st.booleans()) else None
     options = AttentionOptions(
-        draw(st.sampled_from([None, 0.5])),
+        draw(st.sampled_from([None, 0.3])),
         draw(st.sampled_from([None, None, 1, 33, 200])),
         draw(st.sampled_from([None, None, 5.0])),
         sinks,
+        draw(st.sampled_from([None, None, 50, 128])),
     )
     return Case(
         segments,
         draw(forests(segments)),
         num_kv_heads,
         group,
-        draw(st.sampled_from([16, 64, 80, 128])),
+        draw(st.sampled_from([16, 64, 80, 192])),
+        draw(st.sampled_from([16, 64, 128])),
         draw(st.sampled_from(list(TOLERANCE))),
         draw(st.booleans()),
         options,
@@ -106,27 +109,27 @@ def forests(draw: st.DrawFn, segments: list[Segment]) -> list[SharedRange]:
 
 
 def make_arena(case: Case, generator: torch.Generator) -> torch.Tensor:
-    """[2, layers, slots, tokens, kv heads, dim] view; cached tokens random, shared ones equal, NaN
-    elsewhere."""
-    shape = (NUM_SLOTS, case.max_seq_len, case.num_kv_heads, case.head_dim)
+    """[layers, slots, tokens, kv heads, key_dim + value_dim] view; cached tokens random, shared
+    ones equal, NaN elsewhere."""
+    shape = (NUM_SLOTS, case.max_seq_len, case.num_kv_heads, case.key_dim + case.value_dim)
     if case.dense:
-        arena = torch.full((2, NUM_LAYERS, *shape), torch.nan)
+        arena = torch.full((NUM_LAYERS, *shape), torch.nan)
     else:
-        arena = torch.full((shape[0], shape[1], NUM_LAYERS, 2, *shape[2:]), torch.nan)
-        arena = arena.permute(3, 2, 0, 1, 4, 5)
+        arena = torch.full((shape[0], shape[1], NUM_LAYERS, *shape[2:]), torch.nan)
+        arena = arena.permute(2, 0, 1, 3, 4)
     for s in case.segments:
-        size = (2, NUM_LAYERS, s.start, *shape[2:])
-        arena[:, :, s.slot, : s.start] = torch.randn(size, generator=generator)
+        size = (NUM_LAYERS, s.start, *shape[2:])
+        arena[:, s.slot, : s.start] = torch.randn(size, generator=generator)
     for shared in case.shared:
         for member in shared.members:
             slot = case.segments[member].slot
-            part = arena[:, :, :, shared.start : shared.end]
-            part[:, :, slot] = part[:, :, shared.slot].clone()
+            part = arena[:, :, shared.start : shared.end]
+            part[:, slot] = part[:, shared.slot].clone()
     return arena.to(case.dtype)
 
 
-def layers_of(arena: torch.Tensor) -> list[LayerKV]:
-    return [LayerKV(arena[0, i], arena[1, i]) for i in range(NUM_LAYERS)]
+def layers_of(case: Case, arena: torch.Tensor) -> list[LayerKV]:
+    return [LayerKV(*arena[i].split([case.key_dim, case.value_dim], -1)) for i in range(NUM_LAYERS)]
 
 
 def copy_of(arena: torch.Tensor) -> torch.Tensor:
@@ -137,7 +140,8 @@ def copy_of(arena: torch.Tensor) -> torch.Tensor:
 def random_rows(case: Case, generator: torch.Generator) -> list[torch.Tensor]:
     """q, k, v as the models make them: [heads, tokens, dim], transposed."""
     heads = (case.num_kv_heads * case.group, case.num_kv_heads, case.num_kv_heads)
-    shapes = [(case.num_tokens, number, case.head_dim) for number in heads]
+    widths = (case.key_dim, case.key_dim, case.value_dim)
+    shapes = [(case.num_tokens, *of) for of in zip(heads, widths, strict=True)]
     return [torch.randn(s, generator=generator).to(case.dtype).transpose(0, 1) for s in shapes]
 
 
@@ -148,7 +152,7 @@ def expected_of(
     wide = copy_of(arena).float()
     metadata = AttentionMetadata.build(case.segments, CPU)
     q, k, v = (part.float() for part in rows)
-    output = SdpaAttention(layers_of(wide)).forward(1, q, k, v, case.options, metadata)
+    output = SdpaAttention(layers_of(case, wide)).forward(1, q, k, v, case.options, metadata)
     return output, wide
 
 
@@ -163,7 +167,7 @@ def test_host_kernel_equals_sdpa(isa: str, case: Case, seed: int) -> None:
     metadata = dataclasses.replace(
         AttentionMetadata.build(case.segments, CPU), shared=tuple(case.shared)
     )
-    backend = HostAttention(layers_of(arena), isa)
+    backend = HostAttention(layers_of(case, arena), isa)
     output = backend.forward(1, *rows, case.options, metadata)
     assert output.dtype == case.dtype
     tolerance = TOLERANCE[case.dtype]
@@ -178,7 +182,7 @@ def long_case(num_kv_heads: int = 1, options: AttentionOptions | None = None) ->
         Segment(3, 2, 1000, 1300),
     ]
     return Case(
-        segments, [], num_kv_heads, 2, 64, torch.float32, False, options or AttentionOptions()
+        segments, [], num_kv_heads, 2, 64, 64, torch.float32, False, options or AttentionOptions()
     )
 
 
@@ -193,7 +197,7 @@ def test_several_threads_cut_a_long_request_and_merge_it(
     arena = make_arena(case, generator)
     rows = random_rows(case, generator)
     expected, _ = expected_of(case, arena, rows)
-    backend = HostAttention(layers_of(arena))
+    backend = HostAttention(layers_of(case, arena))
     torch.set_num_threads(num_threads)
     try:
         metadata = AttentionMetadata.build(case.segments, CPU)
@@ -206,11 +210,11 @@ def test_several_threads_cut_a_long_request_and_merge_it(
 def test_sharing_changes_nothing_but_the_order_of_additions() -> None:
     segments = [Segment(i, i, 300 + i, 301 + i) for i in range(6)]
     shared = [SharedRange(2, 0, 256, (0, 1, 2, 3, 4, 5)), SharedRange(4, 256, 288, (3, 4))]
-    case = Case(segments, shared, 2, 4, 64, torch.float32, False, AttentionOptions())
+    case = Case(segments, shared, 2, 4, 64, 64, torch.float32, False, AttentionOptions())
     generator = torch.Generator().manual_seed(1)
     arena = make_arena(case, generator)
     rows = random_rows(case, generator)
-    backend = HostAttention(layers_of(arena))
+    backend = HostAttention(layers_of(case, arena))
     plain = AttentionMetadata.build(segments, CPU)
     alone = backend.forward(0, *rows, case.options, plain)
     together = backend.forward(
@@ -226,14 +230,14 @@ def test_a_token_is_the_same_bits_in_whatever_chunk_of_its_prompt(
     isa: str, dtype: torch.dtype, cut: int
 ) -> None:
     """Scores grow with the position, so that the maxima of the softmax are raised often."""
-    whole = Case([Segment(0, 0, 150, 350)], [], 2, 2, 64, dtype, False, AttentionOptions())
+    whole = Case([Segment(0, 0, 150, 350)], [], 2, 2, 64, 64, dtype, False, AttentionOptions())
     generator = torch.Generator().manual_seed(cut)
     arena = make_arena(whole, generator)
     q, k, v = random_rows(whole, generator)
     q, k = 4 * q, k * torch.linspace(0.1, 3, 200)[:, None].to(dtype)
 
     def outputs_of(*chunks: Segment) -> torch.Tensor:
-        backend = HostAttention(layers_of(copy_of(arena)), isa)
+        backend = HostAttention(layers_of(whole, copy_of(arena)), isa)
         parts = []
         for chunk in chunks:
             rows = (part[:, chunk.start - 150 : chunk.end - 150] for part in (q, k, v))
@@ -250,11 +254,11 @@ def test_nothing_beyond_a_request_is_read_or_written() -> None:
     case = long_case(num_kv_heads=2)
     generator = torch.Generator().manual_seed(2)
     arena = make_arena(case, generator)
-    output = HostAttention(layers_of(arena)).forward(
+    output = HostAttention(layers_of(case, arena)).forward(
         1, *random_rows(case, generator), case.options, AttentionMetadata.build(case.segments, CPU)
     )
     assert not output.isnan().any()
-    assert all(arena[:, :, s.slot, s.end :].isnan().all() for s in case.segments)
+    assert all(arena[:, s.slot, s.end :].isnan().all() for s in case.segments)
 
 
 def some_layers(head_dim: int = 16, dtype: torch.dtype = torch.float32) -> list[LayerKV]:
@@ -266,9 +270,10 @@ def some_layers(head_dim: int = 16, dtype: torch.dtype = torch.float32) -> list[
     ("layers", "reason"),
     [
         (some_layers(head_dim=24), "head size 24"),
-        (some_layers(head_dim=512), "head size 512"),
+        (some_layers(head_dim=592), "head size 592"),
         (some_layers(dtype=torch.float64), "dtype float64"),
-        ([LayerKV(some_layers()[0].k, some_layers(32)[0].k[..., ::2])], "differ in shape"),
+        ([LayerKV(some_layers()[0].k, some_layers(32)[0].k[..., ::2])], "not dense"),
+        ([LayerKV(some_layers()[0].k, some_layers()[0].k[:, :5])], "differ in dtype, slots"),
     ],
 )
 def test_what_it_can_not_do_goes_to_sdpa_with_one_warning(

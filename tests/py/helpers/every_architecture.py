@@ -55,18 +55,77 @@ SMALL: dict[str, Any] = {
 }
 
 
+# Of single architectures, where the names above are not all that makes them large.
+MORE: dict[str, dict[str, Any]] = {
+    "helium": {"head_dim": 16},  # its output layer takes no other width than the model's
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+    },
+    "gemma4_text": {
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 64,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+    },
+    "gemma4_unified_text": {"global_head_dim": 64},
+    "llama4_text": {"attention_chunk_size": 16, "floor_scale": 4, "intermediate_size_mlp": 96},
+    "mimo_v2_flash": {"v_head_dim": 16},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+}
+LATENTS: dict[str, Any] = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "qk_head_dim": 48,
+    "v_head_dim": 16,
+}
+TOKENS = ("bos_token_id", "eos_token_id")
+
+
 def tiny_config(model_type: str) -> Any:
-    """The config of this architecture; any exception where it cannot be made so small."""
+    """The config of this architecture, with a layer of each kind that its own defaults have; any
+    exception where it cannot be made so small."""
     config = tf.AutoConfig.for_model(model_type).get_text_config()
-    settings = {name: value for name, value in SMALL.items() if hasattr(config, name)}
-    if model_type == "helium":
-        settings["head_dim"] = 16  # its output layer takes no other width than the model's
-    tiny = type(config)(**settings)
+    small = {**SMALL, **(LATENTS if has_setting(config, "kv_lora_rank") else {})}
+    settings = {name: value for name, value in small.items() if has_setting(config, name)}
+    settings.update(MORE.get(config.model_type, {}))
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+    if len(kinds) > 1:
+        settings["layer_types"] = kinds * (4 // len(kinds) if 4 % len(kinds) == 0 else 1)
+        settings["num_hidden_layers"] = len(settings["layer_types"])
+    try:
+        tiny = type(config)(**settings)
+    except Exception as error:
+        if "token_id" not in str(error):
+            raise
+        tiny = type(config)(**{k: v for k, v in settings.items() if k not in TOKENS})
     for tower in ("vision_config", "audio_config"):  # of Phi-4 multimodal: 0.7 billion weights
         for name in ("num_hidden_layers", "num_blocks"):
             if hasattr(found := getattr(tiny, tower, None), name):
                 setattr(found, name, 2)
     return tiny
+
+
+def has_setting(config: Any, name: str) -> bool:
+    """Whether a config of this class takes it; some ask for it layer by layer."""
+    if isinstance(getattr(type(config), name, None), property):
+        return False
+    try:
+        return hasattr(config, name)
+    except Exception as error:
+        if "PerLayer" not in type(error).__name__:
+            raise
+        return True
 
 
 def tiny_model(model_type: str) -> Any:

@@ -36,9 +36,11 @@ def test_geometry_is_what_the_layers_really_use(name: str) -> None:
     model = make_model(name)
     loaded = load_model(model)
     config = model.config
-    assert loaded.num_layers == config.num_hidden_layers
-    assert loaded.num_kv_heads == getattr(config, "num_key_value_heads", config.num_attention_heads)
-    assert loaded.head_dim == getattr(config, "head_dim", None) or 16
+    num_kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or 16
+    assert len(loaded.layers) == config.num_hidden_layers
+    for i, layer in enumerate(loaded.layers):
+        assert (layer.owner, layer.num_kv_heads, layer.key_dim) == (i, num_kv_heads, head_dim)
     assert loaded.dtype is torch.float32
     assert max_positions(config) == config.max_position_embeddings
 

@@ -1,0 +1,85 @@
+"""Tiny random models whose layers are not all alike: in window, shape, or in what they share.
+
+Weights are drawn wide, so that greedy outputs vary; windows are 16 tokens.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import transformers as tf
+
+from helpers.tiny_models import VOCAB_SIZE
+
+torch.set_num_threads(1)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_ONE_IN_TWO = ["sliding_attention", "full_attention"]
+_WINDOWS: dict[str, Any] = {**_COMMON, "sliding_window": 16, "layer_types": _ONE_IN_TWO * 2}
+
+FAMILIES: dict[str, Any] = {
+    "cohere2": lambda: tf.Cohere2Config(**_WINDOWS, logit_scale=1.0),
+    "exaone4": lambda: tf.Exaone4Config(**_WINDOWS, sliding_window_pattern=2),
+    "olmo3": lambda: tf.Olmo3Config(**_WINDOWS),
+    "phi3": lambda: tf.Phi3Config(**_COMMON, sliding_window=16),
+    "gemma3n": lambda: tf.Gemma3nTextConfig(
+        **{**_WINDOWS, "num_hidden_layers": 6, "layer_types": _ONE_IN_TWO * 3},
+        head_dim=16,
+        num_kv_shared_layers=3,
+        activation_sparsity_pattern=[0.5] + [0.0] * 5,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        laurel_rank=8,
+        altup_num_inputs=2,
+    ),
+    # Queries are scaled by position from the fourth token on.
+    "llama4": lambda: tf.Llama4TextConfig(
+        **{**_COMMON, "layer_types": ["chunked_attention", "full_attention"] * 2},
+        head_dim=16,
+        no_rope_layers=[1, 0, 1, 0],
+        attention_chunk_size=16,
+        floor_scale=4,
+        num_local_experts=2,
+        intermediate_size_mlp=96,
+    ),
+}
+"""Family -> config."""
+
+
+@cache
+def make_family(name: str) -> Any:
+    """The model of FAMILIES[name], float32, in evaluation mode. Not to be changed."""
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+@cache
+def continuation(name: str, prompt: tuple[int, ...], num_new: int) -> list[int]:
+    """Greedy, of one prompt alone, by transformers."""
+    output = make_family(name).generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        do_sample=False,
+        max_new_tokens=num_new,
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens

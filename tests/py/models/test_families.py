@@ -1,0 +1,98 @@
+"""Models whose layers differ say what transformers' `generate` says, however they are served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from flexinfer import LLM, SamplingParams
+from helpers.families import FAMILIES, continuation, make_family
+from helpers.tiny_models import random_prompts
+
+NUM_NEW = 10
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW)
+
+
+def open_llm(name: str, **settings: Any) -> LLM:
+    defaults = {"max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20, "max_model_len": 200}
+    return LLM(make_family(name), skip_tokenizer_init=True, **{**defaults, **settings})
+
+
+def mixed_prompts() -> list[list[int]]:
+    """From one token to eight windows; two share a head of two windows."""
+    prompts = random_prompts((1, 5, 40, 130, 17))
+    return [*prompts, prompts[3][:33] + prompts[2][:10]]
+
+
+def expected(name: str, prompts: list[list[int]]) -> list[list[int]]:
+    return [continuation(name, tuple(prompt), NUM_NEW) for prompt in prompts]
+
+
+def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    llm.llm_engine.manager.check_integrity()
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("chunk_bytes", "layers_per_plane", "backend"),
+    [(4 << 10, 1, "auto"), (64 << 10, None, "sdpa"), (2 << 20, None, "auto")],
+)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_mixed_batches_and_later_turns(
+    name: str, chunk_bytes: int, layers_per_plane: int | None, backend: str
+) -> None:
+    prompts = mixed_prompts()
+    answers = expected(name, prompts)
+    assert len({tuple(answer) for answer in answers}) > 1
+    with open_llm(
+        name,
+        chunk_bytes=chunk_bytes,
+        layers_per_plane=layers_per_plane,
+        attention_backend=backend,
+        max_num_batched_tokens=48,
+    ) as llm:
+        assert generate(llm, prompts) == answers
+        turns = [
+            prompt + answer + [7, 8, 9] for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        assert generate(llm, turns) == expected(name, turns)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_without_a_prefix_cache(name: str) -> None:
+    prompts = mixed_prompts()
+    with open_llm(name, enable_prefix_caching=False) as llm:
+        assert generate(llm, prompts) == expected(name, prompts)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_preempted(name: str, mode: str) -> None:
+    prompts = random_prompts((20, 30, 25, 10, 28))
+    with open_llm(name, chunk_bytes=4096) as llm:
+        tokens_bytes = 80 * llm.llm_engine.manager.spec.bytes_per_token
+    with open_llm(
+        name,
+        chunk_bytes=4096,
+        kv_cache_memory_bytes=tokens_bytes,
+        max_model_len=60,
+        preemption_mode=mode,
+        swap_space=4 * tokens_bytes,
+    ) as llm:
+        assert generate(llm, prompts) == expected(name, prompts)
+        assert sum(llm.llm_engine.stats().preemptions[mode].values()) > 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_forked(name: str) -> None:
+    """Beams: the best one by its own model's scores, whose prompts are computed once."""
+    prompt = random_prompts((40,))[0]
+    params = SamplingParams(n=3, temperature=0, max_tokens=NUM_NEW)
+    with open_llm(name, chunk_bytes=4096) as llm:
+        outputs = llm.generate([prompt], params, use_tqdm=False)[0].outputs
+        llm.llm_engine.manager.check_integrity()
+    assert [output.token_ids for output in outputs] == 3 * expected(name, [prompt])
