@@ -34,6 +34,8 @@ NUM_DISTINCT = 150
 NUM_DIALOGUES = 12
 SAMPLE_INTERVAL_S = 0.5
 LEVEL_TIMEOUT_S = 30.0
+TIMEOUT_S = 900.0
+"""Longer than any starved machine needs: how long the slowest request took is reported."""
 LEAVING, BAD_ONES, TALKING, STREAMING = 0.1, 0.2, 0.25, 0.6
 """Cumulated shares of the kinds of requests; the rest is answered whole."""
 
@@ -42,13 +44,19 @@ class Soak:
     """`num_requests` requests by `concurrency` callers, while somebody plays with the memory."""
 
     def __init__(
-        self, server: SoakServer, goods: list[Good], dialogues: list[Dialogue], seed: int
+        self,
+        server: SoakServer,
+        goods: list[Good],
+        dialogues: list[Dialogue],
+        seed: int,
+        pause_s: float,
     ) -> None:
         self.report = SoakReport()
         self._server = server
         self._goods = goods
         self._dialogues = dialogues
         self._draw = Random(seed)
+        self._pause_s = pause_s
         self._num_left = 0
         self._client: httpx.AsyncClient
         self._admin: httpx.AsyncClient
@@ -77,8 +85,8 @@ class Soak:
         url, limits = self._server.url, httpx.Limits(max_connections=256)
         admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
         async with (
-            httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as self._client,
-            httpx.AsyncClient(base_url=url, timeout=300, headers=admin) as self._admin,
+            httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as self._client,
+            httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=admin) as self._admin,
         ):
             yield
 
@@ -101,10 +109,13 @@ class Soak:
             self._num_left -= 1
             if self._num_left % 500 == 0:
                 print(f"{self._num_left} left, {len(self.report.problems)} problems", flush=True)
+            sent_s = time.monotonic()
             try:
                 await self._one()
             except Exception as error:
                 self.report.problem(f"lost: {type(error).__name__}: {error}")
+            self.report.slowest_s = max(self.report.slowest_s, time.monotonic() - sent_s)
+            await asyncio.sleep(self._pause_s)
 
     async def _one(self) -> None:
         """One request of a random kind."""
@@ -282,14 +293,20 @@ async def _with_background(
             raise result
 
 
-def run(num_requests: int, concurrency: int, seconds: float | None, seed: int) -> SoakReport:
+def run(
+    num_requests: int,
+    concurrency: int,
+    seconds: float | None,
+    seed: int,
+    pause_s: float = 0.0,
+) -> SoakReport:
     with LLM(
         str(SHIPPED_MODEL), chunk_bytes=SHIPPED_CHUNK_BYTES, kv_cache_memory_bytes="32MiB"
     ) as llm:
         goods = make_good(llm, NUM_DISTINCT, seed)
         dialogues = make_dialogues(llm, NUM_DIALOGUES, seed)
     with soak_server(*SERVER) as server:
-        soak = Soak(server, goods, dialogues, seed)
+        soak = Soak(server, goods, dialogues, seed, pause_s)
         asyncio.run(soak.run(num_requests, concurrency, seconds))
     return soak.report
 
@@ -300,13 +317,16 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seconds", type=float, help="stop after this time")
     parser.add_argument("--hour", action="store_true", help="an hour, however many requests")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between a caller's two")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args()
     if options.hour:
         options.requests, options.seconds = sys.maxsize, 3600.0
     load_before = os.getloadavg()
-    report = run(options.requests, options.concurrency, options.seconds, options.seed)
+    report = run(
+        options.requests, options.concurrency, options.seconds, options.seed, options.pause
+    )
     print(report.table())
     print("\n".join(report.problems[:20]) or "zero lost, zero wrong, nothing left behind")
     write_report(options.json, "soak", report.as_json(), load_before=load_before)

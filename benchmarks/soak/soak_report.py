@@ -60,6 +60,8 @@ class SoakReport:
     """What was asked, by kind; and administration, by path and status."""
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    slowest_s: float = 0.0
+    """From a request to all of its answer, or a dialogue's, the longest."""
     samples: list[tuple[float, int, int]] = field(default_factory=list)
     """(seconds since the start, anonymous resident bytes, bytes behind the KV pool)."""
     before: dict[str, int] = field(default_factory=dict)
@@ -114,6 +116,7 @@ class SoakReport:
         mib = [f"{number / (1 << 20):.1f}" for number in self.quarters_bytes]
         pool = [size for _, _, size in self.samples]
         rows = [("seconds", f"{self.seconds:.0f}"), ("requests", str(self.num_requests))]
+        rows += [("slowest request, s", f"{self.slowest_s:.1f}")]
         rows += [(f"  {kind}", str(count)) for kind, count in sorted(self.counts.items())]
         rows += [
             (f"server: {name}", str(count))
@@ -139,6 +142,7 @@ class SoakReport:
             "counts": dict(self.counts),
             "problems": self.problems,
             "seconds": round(self.seconds, 1),
+            "slowest_s": round(self.slowest_s, 1),
             "before": self.before,
             "after": self.after,
             "counters": dict(self.counters),
