@@ -45,12 +45,13 @@ gpu_overlap   1     50  benchmark: step time with mapping ahead of the kernels a
 sanitizer     1     90  a short program over the manager under compute-sanitizer
 flash-start   23     5  starts flash-attn's build in the background, where its source was carried
 kernel_tests  2     50  tests: every attention kernel against attention written out
-kernels       2    115  benchmark: attention on vTensors, plain tensors and pages
 full_budget   2    220  benchmark: 5,000 requests over 15 shared prompts in a full budget, against pages
-flash-wait    3    210  waits for flash-attn's build and installs it
+kernels       2    115  benchmark: attention on vTensors, plain tensors and pages
+flash-wait    3    160  waits for flash-attn's build and installs it
 flash_tests   3     40  tests: flash-attn's kernels and the engine that uses them
 flash_kernels 3     45  benchmark: flash-attn on vTensors, plain tensors and pages
-end_to_end    3    100  benchmark: generation against transformers' continuous batching"
+flash_budget  3     60  benchmark: 1,000 of these requests, flash-attn on ranges and on pages
+end_to_end    3     85  benchmark: generation against transformers' continuous batching"
 REPORT_RESERVE=15
 
 stages_of() { awk -v call="$1" 'index($2, call) {print $1}' <<<"$STAGES" | paste -sd " "; }

@@ -23,6 +23,7 @@ BENCHMARKS = (
     "kernels",
     "full_budget",
     "flash_kernels",
+    "flash_budget",
     "end_to_end",
 )
 CALLS = {"1": "Call 1", "2": "Call 2", "3": "Call 3", "some": "Stages called by name"}
@@ -125,6 +126,7 @@ def headline_lines(benchmarks: dict[str, Report]) -> list[str]:
         "kernels": ("verdicts",),
         "flash_kernels": ("verdicts",),
         "full_budget": ("rows",),
+        "flash_budget": ("rows",),
         "gpu_overlap": ("modes", "verdicts"),
         "end_to_end": ("rows",),
     }
@@ -266,6 +268,7 @@ PLOTS = {
     "kernels": plot_kernels,
     "flash_kernels": plot_kernels,
     "full_budget": plot_full_budget,
+    "flash_budget": plot_full_budget,
     "gpu_overlap": plot_overlap,
     "end_to_end": plot_end_to_end,
 }

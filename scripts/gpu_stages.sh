@@ -213,3 +213,8 @@ stage_flash_kernels() {
   [ "$DEVICE" = cpu ] || has_flash || skipped "flash-attn is not installed"
   AS=flash_kernels benchmark kernels "$1" --kernels sdpa,flash-attn,flash-attn-3
 }
+
+stage_flash_budget() {
+  [ "$DEVICE" = cpu ] || has_flash || skipped "flash-attn is not installed"
+  AS=flash_budget benchmark full_budget "$1" --fraction 0.2 --runs flexinfer,pages
+}

@@ -1,27 +1,33 @@
 """Thousands of requests over a few shared prompts, in a KV budget that is full; see README.md.
 
 python benchmarks/full_budget/bench.py [--device cpu|cuda] [--quick] [--json FILE] [--seconds N]
+                                       [--fraction 0.2] [--runs flexinfer,pages]
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu_common"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 
 import torch
 from continuous_batching import ContinuousBatching, kv_token_bytes
 from device_models import graph_sizes, make_model
+from engines import open_ours, open_paged, paged_kernels
 from harness import Deadline, Row, finish, keep, parse, table
+from paged_attention import PagedKernel, on_ranges
 
 from flexinfer import LLM, SamplingParams
 
@@ -67,48 +73,89 @@ TOY = Load("toy", 60, 3, 64, (4, 16), 6, 8)
 
 
 @dataclass(frozen=True)
-class Variant:
-    """Our engine with some layout, chunk size and share of the requests."""
+class Run:
+    """One engine in one setting, and its share of the requests."""
 
-    layers_per_plane: int | None
-    chunk_bytes: int
+    engine: str
+    layout: str
     num_requests: int
-
-    @property
-    def layout(self) -> str:
-        planes = "interleaved" if self.layers_per_plane is None else "dense"
-        size = self.chunk_bytes
-        return f"{planes}, {size // MIB} MiB" if size >= MIB else f"{planes}, {size >> 10} KiB"
+    open: Callable[..., AbstractContextManager[LLM]]
+    settings: dict[str, Any]
+    row_bytes: int
+    """What a request's KV grows by at a time."""
 
 
-def variants(load: Load, *, quick: bool) -> Iterator[Variant]:
-    """The default with all requests; the others with some."""
-    unit = (16 << 10) if quick else 2 * MIB
-    some = load.num_requests // 5
-    yield Variant(None, unit, load.num_requests)
-    for layers_per_plane, chunk_bytes in ((None, unit), (None, 4 * unit), (1, unit), (1, 4 * unit)):
-        yield Variant(layers_per_plane, chunk_bytes, some)
-
-
-def run_flexinfer(model: Any, load: Load, variant: Variant, budget: int, deadline: Deadline) -> Row:
-    """Tokens a second of our engine; what was not through at the deadline is left out."""
-    planes = 1 if variant.layers_per_plane is None else 2 * model.config.num_hidden_layers
-    rounding = load.max_num_seqs * planes * variant.chunk_bytes
-    llm = LLM(
-        model,
-        device=str(model.device.type),
-        skip_tokenizer_init=True,
-        max_model_len=load.max_len,
-        max_num_seqs=load.max_num_seqs,
-        kv_cache_memory_bytes=budget + rounding // 2,
-        layers_per_plane=variant.layers_per_plane,
-        chunk_bytes=variant.chunk_bytes,
-        **graph_sizes((64, 128, load.max_num_seqs)),
+def ours(
+    load: Load, model: Any, num_requests: int, planes: int | None, chunk_bytes: int, **more: Any
+) -> Run:
+    """Our engine with all layers in one plane (None), or a plane a layer, and chunks of a size."""
+    name = "interleaved" if planes is None else "dense"
+    size = chunk_bytes
+    layout = f"{name}, {size // MIB} MiB" if size >= MIB else f"{name}, {size >> 10} KiB"
+    num_planes = 1 if planes is None else 2 * model.config.num_hidden_layers
+    settings = {"layers_per_plane": planes, "chunk_bytes": chunk_bytes}
+    return Run(
+        "flexinfer",
+        layout,
+        num_requests,
+        partial(open_ours, **more),
+        settings,
+        num_planes * chunk_bytes,
     )
-    with closing(llm):
+
+
+def pages(model: Any, num_requests: int, kernel: PagedKernel, page_tokens: int) -> Run:
+    """The same engine over pages."""
+    return Run(
+        "pages",
+        f"{page_tokens} tokens",
+        num_requests,
+        partial(open_paged, kernel=kernel, page_tokens=page_tokens),
+        {},
+        page_tokens * kv_token_bytes(model.config, model.dtype.itemsize),
+    )
+
+
+def runs(
+    load: Load,
+    model: Any,
+    kernels: Sequence[tuple[PagedKernel, int]],
+    *,
+    fraction: float,
+    quick: bool,
+) -> Iterator[Run]:
+    """The default and the best paged one with `fraction` of the requests, then again the other way
+    round with a fifth of these, so that both are seen twice; then what else there is."""
+    unit = (16 << 10) if quick else 2 * MIB
+    most = int(load.num_requests * fraction)
+    some = most // 5
+    yield ours(load, model, most, None, unit)
+    for kernel, page_tokens in kernels[:1]:
+        yield pages(model, most, kernel, page_tokens)
+        yield pages(model, some, kernel, page_tokens)
+    yield ours(load, model, some, None, unit)
+    if any(kernel.name == "triton" for kernel, _ in kernels) and model.device.type == "cuda":
+        yield ours(load, model, some, None, unit, backend=on_ranges)
+    for kernel, page_tokens in kernels[1:]:
+        yield pages(model, some, kernel, page_tokens)
+    for planes, chunk_bytes in ((None, 4 * unit), (1, unit), (1, 4 * unit)):
+        yield ours(load, model, some, planes, chunk_bytes)
+
+
+def measure(run: Run, model: Any, load: Load, budget: int, deadline: Deadline) -> Row:
+    """Tokens a second; what was not through at the deadline is left out."""
+    spare = load.max_num_seqs * run.row_bytes // 2
+    settings = {
+        "max_model_len": load.max_len,
+        "max_num_seqs": load.max_num_seqs,
+        "kv_cache_memory_bytes": budget + spare,
+        **graph_sizes((64, 128, load.max_num_seqs)),
+        **run.settings,
+    }
+    with run.open(model, **settings) as llm:
         engine = llm.llm_engine
         params = SamplingParams(temperature=0.0, max_tokens=load.new_tokens, ignore_eos=True)
-        prompts = load.prompts(model.config.vocab_size, variant.num_requests)
+        prompts = load.prompts(model.config.vocab_size, run.num_requests)
         for i, prompt in enumerate(prompts):
             engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
         num_done = 0
@@ -118,17 +165,49 @@ def run_flexinfer(model: Any, load: Load, variant: Variant, budget: int, deadlin
         seconds = time.perf_counter() - start
         engine.abort_request([str(i) for i in range(len(prompts))])
         stats, preemptions = engine.manager.stats(), engine.stats().preemptions
+        kernel = name_of(engine.runner.backend)
     return {
+        "kernel": kernel,
         "requests": num_done,
         "of": len(prompts),
         "seconds": round(seconds, 2),
         "requests_per_s": round(num_done / seconds, 2),
         "tokens_per_s": round(num_done * load.new_tokens / seconds, 1),
-        "kv_gib": round((budget + rounding // 2) / 2**30, 3),
+        "kv_gib": round((budget + spare) / 2**30, 3),
         "chunks_aliased": stats.chunks_aliased,
         "chunks_evicted": stats.chunks_evicted,
         "preemptions": sum(sum(by_reason.values()) for by_reason in preemptions.values()),
     }
+
+
+def name_of(backend: Any) -> str:
+    """Whose kernel decodes."""
+    name = getattr(backend, "name", type(backend).__name__)
+    decode = name.partition(",")[0].removeprefix("decode: ")
+    return next((known for known in ("flash-attn", "torch", "triton") if known in decode), decode)
+
+
+def add_ratios(rows: Sequence[Row]) -> None:
+    """vs_pages: tokens a second over those of pages under the same kernel and as many requests."""
+    rivals = [row for row in rows if row["engine"] == "pages" and "tokens_per_s" in row]
+    for row in rows:
+        if row["engine"] != "flexinfer" or "tokens_per_s" not in row:
+            continue
+        same = [r for r in rivals if all(r[name] == row[name] for name in ("kernel", "of"))]
+        if same and all(one["requests"] == one["of"] for one in (row, *same)):
+            best = max(rival["tokens_per_s"] for rival in same)
+            row["vs_pages"] = round(row["tokens_per_s"] / best, 3)
+
+
+def attempt(run: Run, *rest: Any) -> Row:
+    """A row: numbers, or why there are none. A failure of ours is raised."""
+    head = {"engine": run.engine, "layout": run.layout}
+    try:
+        return head | measure(run, *rest)
+    except (RuntimeError, ValueError, ImportError, MemoryError) as error:
+        if run.engine == "flexinfer":
+            raise
+        return head | {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
 
 
 def run_rival(model: Any, load: Load, budget: int, deadline: Deadline, quick: bool) -> Row:
@@ -165,30 +244,39 @@ def run_rival(model: Any, load: Load, budget: int, deadline: Deadline, quick: bo
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print a table, write the numbers as they come."""
-    options = parse(__doc__, argv, seconds=200)
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--fraction", type=float, default=1.0, help="of the requests")
+    parser.add_argument("--runs", default=f"flexinfer,pages,{RIVAL}")
+    chosen, rest = parser.parse_known_args(argv)
+    options = parse(__doc__, rest, seconds=200)
     deadline = Deadline(options.seconds)
     load = TOY if options.quick else PUBLISHED
     torch.set_grad_enabled(False)
     model = make_model(load.model, options.device, torch.bfloat16)
+    head_dim = model.config.hidden_size // model.config.num_attention_heads
+    kernels, reasons = paged_kernels(model.device, head_dim)
     budget = load.kv_bytes(kv_token_bytes(model.config, model.dtype.itemsize))
     rows: list[Row] = []
-    body = {"rows": rows, "load": vars(load)}
-    for variant in variants(load, quick=options.quick):
-        if not deadline.passed(f"flexinfer: {variant}"):
-            row = run_flexinfer(model, load, variant, budget, deadline)
-            rows.append({"engine": "flexinfer", "layout": variant.layout, **row})
+    body = {"rows": rows, "load": vars(load), "kernels_left_out": reasons}
+    for run in runs(load, model, kernels, fraction=chosen.fraction, quick=options.quick):
+        what = f"{run.engine}, {run.layout}, {run.num_requests} requests"
+        if run.engine in chosen.runs.split(",") and not deadline.passed(what):
+            rows.append(attempt(run, model, load, budget, deadline))
+            add_ratios(rows)
             keep(options, "full_budget", deadline, body)
         gc.collect()
-    if not deadline.passed(RIVAL):
+    if RIVAL in chosen.runs.split(",") and not deadline.passed(RIVAL):
         row = {"engine": RIVAL, "layout": "pages"}
         try:
             row |= run_rival(model, load, budget, deadline, options.quick)
         except (RuntimeError, ValueError, ImportError) as error:  # a peer's failure is no fault
             row |= {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
         rows.append(row)
-    columns = ["engine", "layout", "requests", "of", "seconds", "requests_per_s", "tokens_per_s"]
-    columns += ["kv_gib", "chunks_aliased", "chunks_evicted", "preemptions", "failed"]
-    finish(options, "full_budget", deadline, [table(rows, columns, "a full budget")], body)
+    columns = ["engine", "kernel", "layout", "requests", "of", "seconds", "requests_per_s"]
+    columns += ["tokens_per_s", "vs_pages", "kv_gib", "chunks_aliased", "chunks_evicted"]
+    tables = [table(rows, [*columns, "preemptions", "failed"], "a full budget")]
+    tables += [f"paged kernel left out: {name}: {reason}" for name, reason in reasons.items()]
+    finish(options, "full_budget", deadline, tables, body)
 
 
 if __name__ == "__main__":

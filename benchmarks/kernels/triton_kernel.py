@@ -120,67 +120,85 @@ if MISSING is None:
         tl.store(target, mixed.to(out.dtype.element_ty))
 
 
-def choose_splits(problem: Problem) -> int:
+def choose_splits(device: torch.device, batch: int, num_kv_heads: int, max_len: int) -> int:
     """Enough programs to fill the device, each with at least a few blocks of keys."""
-    shape = problem.shape
     programs = PROGRAMS_A_MULTIPROCESSOR
-    if problem.device.type == "cuda":
-        programs *= torch.cuda.get_device_properties(problem.device).multi_processor_count
-    wanted = -(-programs // (shape.batch * shape.num_kv_heads))
-    return max(1, min(wanted, shape.seq_len // (4 * BLOCK_TOKENS), 64))
+    if device.type == "cuda":
+        programs *= torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = -(-programs // (batch * num_kv_heads))
+    return max(1, min(wanted, max_len // (4 * BLOCK_TOKENS), 64))
+
+
+def check_usable(device: torch.device) -> None:
+    """Raises NotSupported where Triton cannot run."""
+    if MISSING is not None:
+        raise NotSupported(MISSING)
+    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+        raise NotSupported("Triton needs CUDA (or TRITON_INTERPRET=1)")
+
+
+def decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    page_size: int,
+    num_splits: int,
+) -> torch.Tensor:
+    """One query per request over k, v [slots or pages, tokens, kv_heads, dim], of any strides but
+    the last, which is 1. A launcher asks the driver about k and v: both begin in mapped memory.
+
+    q: [batch, heads, dim], as what is returned; lengths: [batch] int32; table: [batch, 1] slots,
+    counted from the one at which k and v begin, where `page_size` is 0, else [batch, pages] page
+    numbers; int32.
+    """
+    batch, num_heads, dim = q.shape
+    num_kv_heads = k.shape[2]
+    group = num_heads // num_kv_heads
+    padded = max(16, triton.next_power_of_2(group))
+    size = (batch, num_kv_heads, num_splits, padded)
+    partial = torch.empty((*size, dim), dtype=torch.float32, device=q.device)
+    weights = torch.empty(size, dtype=torch.float32, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    constants: dict[str, Any] = {"GROUP": group, "GROUP_PADDED": padded, "DIM": dim}
+    _attend[(batch, num_kv_heads, num_splits)](
+        q,
+        k,
+        v,
+        table,
+        lengths,
+        partial,
+        weights,
+        dim**-0.5,
+        *q.stride()[:2],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        table.stride(0),
+        num_splits,
+        PAGE=page_size,
+        BLOCK=BLOCK_TOKENS,
+        **constants,
+    )
+    _combine[(batch * num_kv_heads, group)](
+        partial,
+        weights,
+        out,
+        num_splits,
+        SPLITS_PADDED=triton.next_power_of_2(num_splits),
+        **constants,
+    )
+    return out
 
 
 def make_decode(
     problem: Problem, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, page_size: int
 ) -> Call:
-    """A decode over k, v [slots or pages, tokens, heads, dim].
-
-    table: [batch, 1] slots where `page_size` is 0, else [batch, pages] page numbers; int32.
-    """
-    if MISSING is not None:
-        raise NotSupported(MISSING)
-    if problem.shape.new_tokens > 1:
-        raise NotSupported("a decode kernel")
-    if problem.device.type != "cuda" and not triton.knobs.runtime.interpret:
-        raise NotSupported("Triton needs CUDA (or TRITON_INTERPRET=1)")
+    """`decode` of the problem's queries, from slot 0 on."""
+    check_usable(problem.device)
     shape = problem.shape
-    group = shape.num_heads // shape.num_kv_heads
-    padded = max(16, triton.next_power_of_2(group))
-    splits = choose_splits(problem)
-    size = (shape.batch, shape.num_kv_heads, splits, padded)
-    partial = torch.empty((*size, shape.head_dim), dtype=torch.float32, device=problem.device)
-    weights = torch.empty(size, dtype=torch.float32, device=problem.device)
+    if shape.new_tokens > 1:
+        raise NotSupported("a decode kernel")
+    splits = choose_splits(problem.device, shape.batch, shape.num_kv_heads, shape.seq_len)
     q, lengths = problem.q[:, 0], problem.lengths()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    constants: dict[str, Any] = {"GROUP": group, "GROUP_PADDED": padded, "DIM": shape.head_dim}
-
-    def call() -> torch.Tensor:
-        _attend[(shape.batch, shape.num_kv_heads, splits)](
-            q,
-            k,
-            v,
-            table,
-            lengths,
-            partial,
-            weights,
-            shape.head_dim**-0.5,
-            *q.stride()[:2],
-            *k.stride()[:3],
-            *v.stride()[:3],
-            table.stride(0),
-            splits,
-            PAGE=page_size,
-            BLOCK=BLOCK_TOKENS,
-            **constants,
-        )
-        _combine[(shape.batch * shape.num_kv_heads, group)](
-            partial,
-            weights,
-            out,
-            splits,
-            SPLITS_PADDED=triton.next_power_of_2(splits),
-            **constants,
-        )
-        return out[:, None]
-
-    return call
+    return lambda: decode(q, k, v, table, lengths, page_size, splits)[:, None]

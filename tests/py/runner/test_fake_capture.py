@@ -8,9 +8,10 @@ for ever, is refused by `Strict`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -20,6 +21,7 @@ import transformers as tf
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.models.aria import modeling_aria
 
 from flexinfer.attention.base import LayerKV
 from flexinfer.attention.flash import FlashAttention
@@ -38,13 +40,24 @@ MAX_SEQ_LEN = 256
 COPIES = ("aten::_to_copy", "aten::copy_", "aten::_copy_from")
 ASKS_THE_GPU = {"jetmoe", "xmod"}
 """Their code asks which rows an expert, or a language, gets."""
+if hasattr(modeling_aria, "sequential_experts_gemm"):  # as in transformers 5.17
+    ASKS_THE_GPU.add("aria_text")
 TWO_WIDTHS = {"mimo_v2_flash"}
 """Keys and values of different widths: refused when it is loaded."""
 NO_SOURCE = {"gpt_oss": "attention sinks", "gemma2": "soft-capped scores"}
 
 
-def pretend() -> AbstractContextManager[object]:
-    return FakeTensorMode() if HAS_CUDA else nullcontext()
+@contextmanager
+def pretend() -> Iterator[None]:
+    """An H100, for those who ask the driver what it can do."""
+    if not HAS_CUDA:
+        yield
+        return
+    with (
+        FakeTensorMode(),
+        mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
+    ):
+        yield
 
 
 class Strict(TorchDispatchMode):

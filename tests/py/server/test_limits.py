@@ -119,6 +119,14 @@ def test_without_an_admin_key_only_the_map_is_open_to_this_machine(llm: AsyncLLM
         assert httpx.post(f"{url}/admin/sleep", timeout=60).status_code == 403
 
 
+def test_the_map_is_not_open_under_a_name_that_others_may_use(llm: AsyncLLM) -> None:
+    """Such as that of a proxy on this machine: whoever comes through it is not this machine."""
+    with serving(llm, settings(allowed_hosts=("proxy.example",))) as url:
+        for path, status in (("/v1/models", 200), ("/admin/memory", 403)):
+            answer = httpx.get(f"{url}{path}", headers={"Host": "proxy.example"}, timeout=60)
+            assert answer.status_code == status
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_large_body_is_refused(llm: AsyncLLM, chunked: bool) -> None:
     content = json.dumps({"prompt": "a" * 5000}).encode()
