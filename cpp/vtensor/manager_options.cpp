@@ -1,5 +1,6 @@
 #include "vtensor/manager_options.h"
 
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -19,12 +20,31 @@ std::string_view scrub_name(ScrubPolicy policy) {
   return "off";
 }
 
+JsonLine group_json(const KVGroup& group) {
+  JsonLine line;
+  line.put("layers", std::span<const size_t>(group.layers));
+  line.put("num_kv_heads", group.num_kv_heads).put("key_dim", group.key_dim);
+  line.put("value_dim", group.value_dim).put("element_bytes", group.element_bytes);
+  line.put("layers_per_plane", group.layers_per_plane);
+  return line;
+}
+
 JsonLine spec_json(const KVSpec& spec) {
   JsonLine line;
-  line.put("num_layers", spec.num_layers).put("num_kv_heads", spec.num_kv_heads);
-  line.put("head_dim", spec.head_dim).put("element_bytes", spec.element_bytes);
-  line.put("max_seq_len", spec.max_seq_len).put("layers_per_plane", spec.layers_per_plane);
-  return line;
+  line.put("max_seq_len", spec.max_seq_len);
+  const KVGroup& first = spec.groups.front();
+  if (spec.groups.size() == 1 && first.key_dim == first.value_dim &&
+      first.layers.back() + 1 == first.layers.size()) {
+    line.put("num_layers", first.layers.size()).put("num_kv_heads", first.num_kv_heads);
+    line.put("head_dim", first.key_dim).put("element_bytes", first.element_bytes);
+    return line.put("layers_per_plane", first.layers_per_plane);
+  }
+  std::string groups = "[";
+  for (const KVGroup& group : spec.groups) {
+    if (groups.size() > 1) groups += ',';
+    groups += group_json(group).text();
+  }
+  return line.raw("groups", groups + "]");
 }
 
 JsonLine options_json(const ManagerOptions& options) {
@@ -61,10 +81,10 @@ std::string live_json(const VTensorTable& vtensors) {
 
 size_t budget_chunks(size_t memory_budget, const Geometry& geometry) {
   const size_t chunks = memory_budget / geometry.chunk_bytes;
-  if (chunks < geometry.num_planes) {
+  if (chunks < geometry.row_chunks) {
     throw std::invalid_argument("memory_budget " + std::to_string(memory_budget) +
                                 " bytes is less than one chunk in each " +
-                                "plane: " + std::to_string(geometry.num_planes) + " x " +
+                                "plane: " + std::to_string(geometry.row_chunks) + " x " +
                                 std::to_string(geometry.chunk_bytes) + " bytes");
   }
   return chunks;
@@ -103,7 +123,7 @@ JsonLine trace_header(const Core& core, const KVSpec& spec, const ManagerOptions
   JsonLine header;
   header.put("driver", pool.driver->name()).raw("spec", spec_json(spec).text());
   header.put("chunk_bytes", pool.geometry.chunk_bytes);
-  header.put("num_planes", pool.geometry.num_planes);
+  header.put("num_planes", pool.geometry.row_chunks);
   header.put("max_requests", pool.geometry.max_slots);
   header.put("memory_budget", pool.pset.budget_chunks() * pool.geometry.chunk_bytes);
   header.raw("options", options_json(options).text());

@@ -10,7 +10,7 @@ namespace vtensor {
 bool Manager::spill(size_t num_chunks, VTensorId spared) {
   // A step that is open may still write what would be saved.
   if (core_.state.epochs.is_open()) return false;
-  return core_.swapper.spill(std::max(num_chunks, pool_.geometry.num_planes), swap_store_, spared) >
+  return core_.swapper.spill(std::max(num_chunks, pool_.geometry.row_chunks), swap_store_, spared) >
          0;
 }
 

@@ -97,7 +97,7 @@ void Background::map_ahead(VTensorId id, size_t num_tokens) {
     const auto spent_ns = static_cast<uint64_t>(work_now_ns() - start_ns);
     lock.lock();
     hidden_ns_ += spent_ns;
-    num_rows_mapped_ += extension.num_claims() / pool.geometry.num_planes;
+    num_rows_mapped_ += extension.num_claims() / pool.geometry.row_chunks;
     core_.extender.commit(extension);
   } catch (const std::exception& failure) {
     // The step that needs these rows maps them itself, or meets the same error in its own thread.

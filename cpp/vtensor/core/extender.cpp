@@ -68,22 +68,22 @@ size_t Extender::num_missing(std::span<const VTensorId> ids,
     const size_t mapped = pool_.vset.mapped_rows(vtensors_.live(ids[i]).slot);
     if (rows > mapped) num_rows += rows - mapped;
   }
-  return num_rows * pool_.geometry.num_planes;
+  return num_rows * pool_.geometry.row_chunks;
 }
 
 // The last row may be written only by its appender. Continuing exactly where the last one stopped
 // makes this vTensor the appender, without a copy: the path of a multi-turn chat. Returns false
 // when somebody else may write there, or wrote on: then that row must be copied.
 bool Extender::take_back_row(VTensor& vtensor) {
-  const size_t planes = pool_.geometry.num_planes;
+  const size_t row_chunks = pool_.geometry.row_chunks;
   const std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
-  const auto last_row = std::span(table).subspan(vtensor.first_owned_row * planes, planes);
-  const size_t written = pool_.geometry.bytes_used(vtensor.first_owned_row, vtensor.num_tokens);
-  const bool vacant = std::ranges::all_of(last_row, [&](ChunkId id) {
-    const Chunk& chunk = pool_.pset[id];
-    return chunk.appender == kNoVTensor && chunk.written_bytes == written;
-  });
-  if (!vacant) return false;
+  const size_t first = vtensor.first_owned_row * row_chunks;
+  const auto last_row = std::span(table).subspan(first, row_chunks);
+  for (size_t i = 0; i < row_chunks; ++i) {
+    const Chunk& chunk = pool_.pset[last_row[i]];
+    const size_t written = pool_.geometry.bytes_used(first + i, vtensor.num_tokens);
+    if (chunk.appender != kNoVTensor || chunk.written_bytes != written) return false;
+  }
   // A view may write to what others see in this row, and what is guarded cannot be written:
   // shield.h.
   if (pool_.driver->remaps_in_place() && pool_.vset[vtensor.slot].num_views > 0) return false;
@@ -110,15 +110,15 @@ ExtensionPart Extender::outline(const VTensor& vtensor, size_t num_tokens) const
   part.num_tokens = num_tokens;
   part.first_row = pool_.vset.mapped_rows(vtensor.slot);
   const size_t rows = geometry.rows_for(num_tokens);
-  if (rows > part.first_row) part.rows.resize((rows - part.first_row) * geometry.num_planes);
+  if (rows > part.first_row) part.rows.resize((rows - part.first_row) * geometry.row_chunks);
   if (vtensor.last_row_shared && num_tokens > vtensor.num_tokens) add_copies(part, vtensor);
   return part;
 }
 
 void Extender::add_copies(ExtensionPart& part, const VTensor& vtensor) const {
   part.copied_row = vtensor.first_owned_row;
-  part.copied_bytes = pool_.geometry.bytes_used(part.copied_row, vtensor.num_tokens);
-  part.copies.resize(pool_.geometry.num_planes);
+  part.copied_tokens = vtensor.num_tokens;
+  part.copies.resize(pool_.geometry.row_chunks);
   part.originals = vtensors_.handles(vtensor.slot, part.copied_row, part.copied_row + 1);
   const bool guarded = part.copied_row < pool_.vset[vtensor.slot].guarded_rows;
   part.originals_access = guarded ? Access::kCopyOnWrite : Access::kReadWrite;
@@ -219,18 +219,18 @@ bool Extender::copy_shared_row(VTensor& vtensor) {
 }
 
 void Extender::commit_copy(VTensor& vtensor, const ExtensionPart& part) {
-  const size_t planes = pool_.geometry.num_planes;
+  const size_t row_chunks = pool_.geometry.row_chunks;
   std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
-  for (size_t plane = 0; plane < planes; ++plane) {
-    ChunkId& entry = table[part.copied_row * planes + plane];
+  for (size_t i = 0; i < row_chunks; ++i) {
+    ChunkId& entry = table[part.copied_row * row_chunks + i];
     pool_.pset.drop_table_ref(entry);
-    entry = part.copies[plane].id;
+    entry = part.copies[i].id;
   }
   vtensors_.forget_guard(vtensor.slot, part.copied_row);
   vtensors_.own_rows(vtensor, part.copied_row, part.copied_row + 1);
   vtensor.last_row_shared = false;
-  vtensor.chunks_copied += planes;
-  state_.counters.chunks_copied += planes;
+  vtensor.chunks_copied += row_chunks;
+  state_.counters.chunks_copied += row_chunks;
 }
 
 void Extender::commit(Extension& extension) {

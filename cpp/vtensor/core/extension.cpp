@@ -20,14 +20,16 @@ void prepare(Driver& driver, const Geometry& geometry, ExtensionPart& part) {
   p_create(driver, geometry.chunk_bytes, part.copies);
   p_create(driver, geometry.chunk_bytes, part.rows);
   for (size_t i = 0; i < part.copies.size(); ++i) {
-    driver.copy(part.copies[i].handle, 0, part.originals[i], 0, part.copied_bytes);
-    part.copies[i].dirty_bytes = std::max(part.copies[i].dirty_bytes, part.copied_bytes);
+    const size_t entry = part.copied_row * geometry.row_chunks + i;
+    const uint32_t used = geometry.bytes_used(entry, part.copied_tokens);
+    if (used > 0) driver.copy(part.copies[i].handle, 0, part.originals[i], 0, used);
+    part.copies[i].dirty_bytes = std::max(part.copies[i].dirty_bytes, used);
   }
   for (size_t i = 0; i < part.sources.size(); ++i) {
     // No more than the tokens: the rest of a source may be somebody else's.
-    const size_t row = part.first_row + i / geometry.num_planes;
-    const uint32_t used = geometry.bytes_used(row, part.num_tokens);
-    driver.copy(part.rows[i].handle, 0, part.sources[i], 0, used);
+    const size_t entry = part.first_row * geometry.row_chunks + i;
+    const uint32_t used = geometry.bytes_used(entry, part.num_tokens);
+    if (used > 0) driver.copy(part.rows[i].handle, 0, part.sources[i], 0, used);
     part.rows[i].dirty_bytes = std::max(part.rows[i].dirty_bytes, used);
   }
 }

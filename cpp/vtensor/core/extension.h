@@ -26,7 +26,7 @@ struct ExtensionPart {
   std::vector<Handle> sources;  // their first num_tokens are copied into `rows`
 
   size_t copied_row = 0;
-  uint32_t copied_bytes = 0;      // bytes to copy of each chunk in it
+  size_t copied_tokens = 0;       // whose bytes in it are copied
   std::vector<Claim> copies;      // empty: no row is copied
   std::vector<Handle> originals;  // what they replace
   Access originals_access = Access::kReadWrite;

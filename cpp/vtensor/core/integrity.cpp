@@ -120,8 +120,8 @@ void check_slots(const Core& core) {
     expect(entry.guarded_rows <= pool.vset.mapped_rows(slot), name + " guards mapped rows only");
     broken += static_cast<size_t>(entry.state == SlotState::kBroken);
     if (entry.state == SlotState::kBroken) continue;
-    expect(entry.table.size() % pool.geometry.num_planes == 0, "3, " + name + " has whole rows");
-    expect(entry.table.size() <= pool.geometry.max_rows() * pool.geometry.num_planes,
+    expect(entry.table.size() % pool.geometry.row_chunks == 0, "3, " + name + " has whole rows");
+    expect(entry.table.size() <= pool.geometry.max_rows() * pool.geometry.row_chunks,
            "3, " + name + " is mapped within its range");
     expect(entry.state != SlotState::kFree || entry.table.empty(), "free " + name + " is unmapped");
   }
@@ -134,16 +134,16 @@ void check_slots(const Core& core) {
 // broken slot are in between; asleep, nothing is mapped but what a failed wake() left.
 void check_mappings(const Core& core) {
   const Pool& pool = core.state.pool;
-  const size_t planes = pool.geometry.num_planes;
+  const size_t row_chunks = pool.geometry.row_chunks;
   if (core.sleeper.is_asleep()) return;
   for (SlotId slot = 0; slot < pool.vset.num_slots(); ++slot) {
     const Slot& entry = pool.vset[slot];
     const bool busy = entry.state == SlotState::kLive && core.vtensors.live_in(slot).busy;
     if (entry.state == SlotState::kBroken || busy) continue;
     const size_t rows = pool.vset.mapped_rows(slot);
-    for (size_t i = 0; i < std::min(rows + 1, pool.geometry.max_rows()) * planes; ++i) {
-      const size_t row = i / planes;
-      const auto mapped = pool.driver->mapped_at(pool.vset.address(i % planes, slot, row));
+    for (size_t i = 0; i < std::min(rows + 1, pool.geometry.max_rows()) * row_chunks; ++i) {
+      const size_t row = i / row_chunks;
+      const auto mapped = pool.driver->mapped_at(pool.vset.address(i % row_chunks, slot, row));
       const bool right = row < rows ? mapped == pool.pset[entry.table[i]].handle : !mapped;
       expect(right, "the driver maps slot " + std::to_string(slot) + " row " + std::to_string(row) +
                         " as its page table says");
@@ -168,7 +168,7 @@ void check_vtensor(const Core& core, const VTensor& vtensor) {
   const size_t first_owned = vtensor.first_owned_row + (vtensor.last_row_shared ? 1 : 0);
   for (size_t i = 0; i < table.size(); ++i) {
     const bool owned = pool.pset[table[i]].appender == vtensor.id;
-    const size_t row = i / pool.geometry.num_planes;
+    const size_t row = i / pool.geometry.row_chunks;
     expect(row < first_owned || owned, "4, " + name + " appends to row " + std::to_string(row));
     expect(row >= vtensor.first_owned_row || !owned, "4, " + name + " owns an aliased row");
   }
@@ -180,7 +180,7 @@ void check_tree(const Core& core) {
   pool.rtree.for_each([&](const RNode& node, const std::string&) {
     const size_t rows = pool.geometry.rows_for(node.end()) - pool.geometry.full_rows(node.start);
     expect(!node.tokens.empty(), "an rTree node has tokens");
-    expect(node.rows.size() == rows * pool.geometry.num_planes,
+    expect(node.rows.size() == rows * pool.geometry.row_chunks,
            "7, an rTree path's tokens are covered by its chunks");
     num_tokens += node.tokens.size();
   });

@@ -14,20 +14,21 @@ namespace vtensor {
 // rows of chunks that nobody else has: those can be written at once.
 Placement::Fit Placement::fit(SlotId slot, std::span<const ChunkId> table, size_t wanted_rows,
                               bool count_all) const {
-  const size_t planes = pool_.geometry.num_planes;
+  const size_t row_chunks = pool_.geometry.row_chunks;
   const std::vector<ChunkId>& mapped = pool_.vset[slot].table;
-  const size_t mapped_rows = mapped.size() / planes;
+  const size_t mapped_rows = mapped.size() / row_chunks;
   if (pool_.vset[slot].guarded_rows > 0) return {slot, 0, 0, 0, mapped_rows};
-  const size_t table_rows = table.size() / planes;
+  const size_t table_rows = table.size() / row_chunks;
   const auto [end, unused] = std::ranges::mismatch(mapped, table);
-  const size_t common_rows = static_cast<size_t>(end - mapped.begin()) / planes;
+  const size_t common_rows = static_cast<size_t>(end - mapped.begin()) / row_chunks;
   const size_t most_useful = std::max(wanted_rows, common_rows);
   const size_t end_rows = count_all ? mapped_rows : std::min(mapped_rows, most_useful);
   size_t keep_rows = common_rows;
   if (common_rows == table_rows) {
-    while (keep_rows < end_rows && std::ranges::all_of(
-                                       std::span(mapped).subspan(keep_rows * planes, planes),
-                                       [&](ChunkId id) { return pool_.pset[id].is_private(); })) {
+    while (keep_rows < end_rows &&
+           std::ranges::all_of(
+               std::span(mapped).subspan(keep_rows * row_chunks, row_chunks),
+               [&](ChunkId id) { return pool_.pset[id].is_private(); })) {
       ++keep_rows;
     }
   }
@@ -50,9 +51,9 @@ std::optional<Placement::Fit> Placement::best_parked(std::span<const ChunkId> ta
 }
 
 void Placement::scrub_rows(SlotId slot, size_t first_row, size_t end_row, uint64_t tenant) {
-  const size_t planes = pool_.geometry.num_planes;
+  const size_t row_chunks = pool_.geometry.row_chunks;
   const std::vector<ChunkId>& table = pool_.vset[slot].table;
-  for (size_t i = first_row * planes; i < end_row * planes; ++i) {
+  for (size_t i = first_row * row_chunks; i < end_row * row_chunks; ++i) {
     Chunk& chunk = pool_.pset[table[i]];
     if (!needs_scrub(chunk, state_.options.scrub, tenant)) continue;
     pool_.driver->fill(chunk.handle, 0, chunk.dirty_bytes, std::byte{0});
@@ -63,10 +64,10 @@ void Placement::scrub_rows(SlotId slot, size_t first_row, size_t end_row, uint64
 // Turns a parked slot into one whose first rows are `table`. On failure the slot is still parked,
 // with fewer rows, and the references of `table` are still the caller's.
 void Placement::adopt(const Fit& fit, std::span<const ChunkId> table, uint64_t tenant) {
-  const size_t planes = pool_.geometry.num_planes;
+  const size_t row_chunks = pool_.geometry.row_chunks;
   vtensors_.shrink(fit.slot, fit.keep_rows);
   scrub_rows(fit.slot, fit.common_rows, fit.keep_rows, tenant);
-  const std::span<const ChunkId> missing = table.subspan(fit.common_rows * planes);
+  const std::span<const ChunkId> missing = table.subspan(fit.common_rows * row_chunks);
   std::vector<Handle> missing_handles;
   for (const ChunkId id : missing) missing_handles.push_back(pool_.pset[id].handle);
   try {
@@ -76,10 +77,11 @@ void Placement::adopt(const Fit& fit, std::span<const ChunkId> table, uint64_t t
     throw;
   }
   vtensors_.unpark(fit.slot);
-  p_free(pool_, table.first(fit.common_rows * planes));  // the slot holds these references already
+  p_free(pool_,
+         table.first(fit.common_rows * row_chunks));  // the slot holds these references already
   std::vector<ChunkId>& mapped = pool_.vset[fit.slot].table;
   mapped.insert(mapped.end(), missing.begin(), missing.end());
-  state_.counters.chunks_adopted += fit.keep_rows * planes;
+  state_.counters.chunks_adopted += fit.keep_rows * row_chunks;
   pool_.vset.make_live(fit.slot);
 }
 
@@ -120,7 +122,7 @@ VTensor& Placement::open(SlotId slot, const std::string& salt, size_t num_tokens
   vtensor.frozen_tokens = num_tokens;
   vtensor.first_owned_row = pool_.geometry.full_rows(num_tokens);
   vtensor.last_row_shared = vtensor.first_owned_row < aliased_rows;
-  vtensor.chunks_aliased = aliased_rows * pool_.geometry.num_planes;
+  vtensor.chunks_aliased = aliased_rows * pool_.geometry.row_chunks;
   state_.counters.chunks_aliased += vtensor.chunks_aliased;
   vtensors_.own_rows(vtensor, aliased_rows, pool_.vset.mapped_rows(slot));
   vtensors_.update_write_limit(vtensor);
@@ -157,7 +159,7 @@ std::optional<VTensorId> Placement::fork(VTensorId parent_id) {
   shared.num_tokens = parent.num_tokens;
   const std::vector<ChunkId>& mapped = pool_.vset[parent.slot].table;
   shared.table.assign(mapped.begin(),
-                      mapped.begin() + static_cast<ptrdiff_t>(rows * pool_.geometry.num_planes));
+                      mapped.begin() + static_cast<ptrdiff_t>(rows * pool_.geometry.row_chunks));
   for (const ChunkId id : shared.table) pool_.pset.add_table_ref(id);
   if (!state_.options.alias) return create_copy(shared, parent.salt);
   const std::optional<VTensorId> child = create_alias(shared, parent.salt, rows);

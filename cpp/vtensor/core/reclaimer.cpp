@@ -13,12 +13,12 @@ size_t Reclaimer::num_obtained(bool created) const {
 
 // Trailing rows of a slot that hold nobody else's chunks.
 size_t Reclaimer::private_end_rows(SlotId slot) const {
-  const size_t planes = pool_.geometry.num_planes;
+  const size_t row_chunks = pool_.geometry.row_chunks;
   const std::vector<ChunkId>& table = pool_.vset[slot].table;
   size_t rows = 0;
-  while (rows * planes < table.size() &&
+  while (rows * row_chunks < table.size() &&
          std::ranges::all_of(
-             std::span(table).last((rows + 1) * planes).first(planes),
+             std::span(table).last((rows + 1) * row_chunks).first(row_chunks),
              [&](ChunkId id) { return pool_.pset[id].is_private(); })) {
     ++rows;
   }
@@ -32,7 +32,7 @@ void Reclaimer::reclaim_parked_private(size_t num_chunks, bool created) {
   for (const SlotId slot : parked) {
     const size_t obtained = num_obtained(created);
     if (obtained >= num_chunks) return;
-    const size_t missing_rows = ceil_div(num_chunks - obtained, pool_.geometry.num_planes);
+    const size_t missing_rows = ceil_div(num_chunks - obtained, pool_.geometry.row_chunks);
     const size_t rows = std::min(private_end_rows(slot), missing_rows);
     shrink_parked(slot, pool_.vset.mapped_rows(slot) - rows);
   }
@@ -45,7 +45,7 @@ void Reclaimer::shrink_parked(SlotId slot, size_t keep_rows) {
 
 // A chunk of a recorded prefix lies in the same row wherever it is mapped.
 void Reclaimer::unmap_parked(size_t first_row, size_t last_row, ChunkId chunk) {
-  const size_t entry = last_row * pool_.geometry.num_planes;
+  const size_t entry = last_row * pool_.geometry.row_chunks;
   const std::vector<SlotId> parked(pool_.vset.parked().begin(), pool_.vset.parked().end());
   for (const SlotId slot : parked) {
     const std::vector<ChunkId>& table = pool_.vset[slot].table;
@@ -81,7 +81,7 @@ size_t Reclaimer::num_idle() const { return pool_.pset.num_idle(); }
 size_t Reclaimer::num_available() const {
   size_t surplus = 0;
   for (const VTensorId id : vtensors_.live_ids()) {
-    surplus += surplus_rows(vtensors_.live(id)) * pool_.geometry.num_planes;
+    surplus += surplus_rows(vtensors_.live(id)) * pool_.geometry.row_chunks;
   }
   return pool_.pset.num_claimable() + num_idle() + surplus;
 }

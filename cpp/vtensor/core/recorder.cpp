@@ -24,9 +24,10 @@ size_t Recorder::record_prefix(VTensorId id, std::span<const Token> tokens) {
 // Rows [begin, end) of the vTensor become the chunks of `table` (a match's, row-major from row 0).
 void Recorder::replace_rows(VTensor& vtensor, size_t begin, size_t end,
                             std::span<const ChunkId> table) {
-  const size_t planes = pool_.geometry.num_planes;
+  const size_t row_chunks = pool_.geometry.row_chunks;
   std::vector<ChunkId>& mapped = pool_.vset[vtensor.slot].table;
-  const std::span<const ChunkId> wanted = table.subspan(begin * planes, (end - begin) * planes);
+  const std::span<const ChunkId> wanted =
+      table.subspan(begin * row_chunks, (end - begin) * row_chunks);
   std::vector<Handle> after;
   for (const ChunkId id : wanted) after.push_back(pool_.pset[id].handle);
   vtensors_.unguard(vtensor.slot);
@@ -39,7 +40,7 @@ void Recorder::replace_rows(VTensor& vtensor, size_t begin, size_t end,
     throw;
   }
   for (size_t i = 0; i < wanted.size(); ++i) {
-    ChunkId& entry = mapped[begin * planes + i];
+    ChunkId& entry = mapped[begin * row_chunks + i];
     pool_.pset.add_table_ref(wanted[i]);
     pool_.pset.drop_table_ref(entry);
     entry = wanted[i];
@@ -54,15 +55,16 @@ size_t Recorder::dedup(VTensorId id, std::span<const Token> tokens) {
   VTensor& vtensor = vtensors_.resident(id);
   if (!state_.options.alias || state_.epochs.is_open()) return 0;
   if (pool_.vset[vtensor.slot].num_views > 0) return 0;
-  const size_t planes = pool_.geometry.num_planes;
+  const size_t row_chunks = pool_.geometry.row_chunks;
   const size_t known = std::min(tokens.size(), vtensor.num_tokens);
   const RTree::Match match = pool_.rtree.match(vtensor.salt, tokens.first(known));
   const size_t end = pool_.geometry.full_rows(match.num_tokens);
   const std::vector<ChunkId>& mapped = pool_.vset[vtensor.slot].table;
   size_t begin = 0;
-  while (begin < end && std::equal(mapped.begin() + static_cast<ptrdiff_t>(begin * planes),
-                                   mapped.begin() + static_cast<ptrdiff_t>((begin + 1) * planes),
-                                   match.table.begin() + static_cast<ptrdiff_t>(begin * planes))) {
+  while (begin < end &&
+         std::equal(mapped.begin() + static_cast<ptrdiff_t>(begin * row_chunks),
+                    mapped.begin() + static_cast<ptrdiff_t>((begin + 1) * row_chunks),
+                    match.table.begin() + static_cast<ptrdiff_t>(begin * row_chunks))) {
     ++begin;
   }
   if (begin == end) return 0;
@@ -75,7 +77,7 @@ size_t Recorder::dedup(VTensorId id, std::span<const Token> tokens) {
     ++state_.counters.dedup_failures;
     return 0;
   }
-  const size_t num_chunks = (end - begin) * planes;
+  const size_t num_chunks = (end - begin) * row_chunks;
   state_.counters.chunks_deduplicated += num_chunks;
   vtensor.chunks_aliased += num_chunks;
   return num_chunks;

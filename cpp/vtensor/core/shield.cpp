@@ -41,9 +41,10 @@ size_t Shield::before_sharing(VTensor& vtensor, size_t num_tokens) {
 }
 
 bool Shield::appends_to_shared(const VTensor& vtensor, size_t row) const {
-  const size_t planes = pool_.geometry.num_planes;
+  const size_t row_chunks = pool_.geometry.row_chunks;
   if (row >= pool_.vset.mapped_rows(vtensor.slot)) return false;
-  const auto chunks = std::span(pool_.vset[vtensor.slot].table).subspan(row * planes, planes);
+  const auto chunks =
+      std::span(pool_.vset[vtensor.slot].table).subspan(row * row_chunks, row_chunks);
   return std::ranges::any_of(chunks, [&](ChunkId id) {
     return pool_.pset[id].appender == vtensor.id && pool_.pset[id].refs() > 1;
   });

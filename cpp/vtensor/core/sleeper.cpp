@@ -23,10 +23,9 @@ std::vector<size_t> Sleeper::used_bytes() const {
   for (const VTensorId id : vtensors_.live_ids()) {
     const VTensor& vtensor = vtensors_.live(id);
     const std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
-    for (size_t i = vtensor.first_owned_row * pool_.geometry.num_planes; i < table.size(); ++i) {
+    for (size_t i = vtensor.first_owned_row * pool_.geometry.row_chunks; i < table.size(); ++i) {
       if (pool_.pset[table[i]].appender != id) continue;
-      used[table[i]] =
-          pool_.geometry.bytes_used(i / pool_.geometry.num_planes, vtensor.peak_tokens);
+      used[table[i]] = pool_.geometry.bytes_used(i, vtensor.peak_tokens);
     }
   }
   return used;

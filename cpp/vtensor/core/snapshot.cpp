@@ -55,7 +55,7 @@ Snapshot take_snapshot(const Core& core) {
   const Pool& pool = core.state.pool;
   Snapshot snapshot;
   snapshot.chunk_bytes = pool.geometry.chunk_bytes;
-  snapshot.num_planes = pool.geometry.num_planes;
+  snapshot.num_planes = pool.geometry.row_chunks;
   std::vector<ChunkInfo> chunks(pool.pset.num_ids());
   for (SlotId slot = 0; slot < pool.vset.num_slots(); ++slot) {
     const Slot& entry = pool.vset[slot];

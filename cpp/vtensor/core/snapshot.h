@@ -33,7 +33,7 @@ struct VTensorInfo {
   size_t mapped_bytes = 0;
   size_t chunks_aliased = 0;
   size_t chunks_copied = 0;
-  std::vector<ChunkId> table;  // [row * num_planes + plane]; empty in info()
+  std::vector<ChunkId> table;  // [row * num_planes + column]; empty in info()
 };
 
 inline constexpr size_t kFirstTokens = 16;
@@ -52,7 +52,7 @@ struct PrefixInfo {
 
 struct Snapshot {
   size_t chunk_bytes = 0;
-  size_t num_planes = 0;
+  size_t num_planes = 0;  // chunks of a row: one per plane, more where planes differ in size
   std::vector<VTensorInfo> vtensors;  // every slot that is not free, by slot
   std::vector<ChunkInfo> chunks;      // every chunk that has a reference, by id
   std::vector<PrefixInfo> prefixes;   // parents before children

@@ -17,7 +17,7 @@ namespace vtensor {
 // Rows from the first one on that the tree or somebody's slot holds too. Parked ones do not count:
 // they are nobody's.
 size_t Swapper::num_shared_rows(const VTensor& vtensor) const {
-  const size_t planes = pool_.geometry.num_planes;
+  const size_t row_chunks = pool_.geometry.row_chunks;
   const std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
   const auto is_shared = [&](ChunkId id) {
     const Chunk& chunk = pool_.pset[id];
@@ -26,7 +26,7 @@ size_t Swapper::num_shared_rows(const VTensor& vtensor) const {
   const size_t rows = pool_.geometry.rows_for(vtensor.num_tokens);
   size_t row = 0;
   while (row < rows &&
-         std::ranges::all_of(std::span(table).subspan(row * planes, planes), is_shared)) {
+         std::ranges::all_of(std::span(table).subspan(row * row_chunks, row_chunks), is_shared)) {
     ++row;
   }
   return row;
@@ -34,8 +34,10 @@ size_t Swapper::num_shared_rows(const VTensor& vtensor) const {
 
 size_t Swapper::bytes_from(const VTensor& vtensor, size_t first_row) const {
   size_t num_bytes = 0;
-  for (size_t row = first_row; row < pool_.geometry.rows_for(vtensor.num_tokens); ++row) {
-    num_bytes += pool_.geometry.bytes_used(row, vtensor.num_tokens) * pool_.geometry.num_planes;
+  const size_t row_chunks = pool_.geometry.row_chunks;
+  const size_t end = pool_.geometry.rows_for(vtensor.num_tokens) * row_chunks;
+  for (size_t i = first_row * row_chunks; i < end; ++i) {
+    num_bytes += pool_.geometry.bytes_used(i, vtensor.num_tokens);
   }
   return num_bytes;
 }
@@ -51,7 +53,7 @@ bool Swapper::swap_out(VTensorId id, SwapStore& store) {
   if (!store.has_room(bytes_from(vtensor, kept_rows))) return false;
   const std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
   std::vector<ChunkId> kept(
-      table.begin(), table.begin() + static_cast<ptrdiff_t>(kept_rows * geometry.num_planes));
+      table.begin(), table.begin() + static_cast<ptrdiff_t>(kept_rows * geometry.row_chunks));
   std::vector<SwapStore::Ticket> tickets;
   state_.epochs.wait();  // what is saved must have been written
   for (const ChunkId chunk : kept) pool_.pset.add_table_ref(chunk);
@@ -59,9 +61,9 @@ bool Swapper::swap_out(VTensorId id, SwapStore& store) {
     for (const SwapStore::Ticket ticket : tickets) store.drop(ticket);
     p_free(pool_, kept);
   });
-  const size_t num_chunks = geometry.rows_for(vtensor.num_tokens) * geometry.num_planes;
+  const size_t num_chunks = geometry.rows_for(vtensor.num_tokens) * geometry.row_chunks;
   for (size_t i = kept.size(); i < num_chunks; ++i) {
-    const size_t used = geometry.bytes_used(i / geometry.num_planes, vtensor.num_tokens);
+    const size_t used = geometry.bytes_used(i, vtensor.num_tokens);
     tickets.push_back(save(*pool_.driver, store, pool_.pset[table[i]].handle, used));
   }
   vtensors_.shrink(vtensor.slot, 0);
@@ -80,35 +82,40 @@ bool Swapper::swap_out(VTensorId id, SwapStore& store) {
 // A row that swapped-out vTensors keep, `holders` and nobody else, is saved once for all of them.
 // False, with nothing changed: somebody uses it, or the store is full.
 bool Swapper::spill_row(size_t row, std::span<VTensor* const> holders, SwapStore& store) {
-  const size_t planes = pool_.geometry.num_planes;
+  const size_t row_chunks = pool_.geometry.row_chunks;
   std::unordered_map<ChunkId, std::vector<VTensor*>> by_chunk;
-  for (VTensor* const holder : holders) by_chunk[holder->kept[row * planes]].push_back(holder);
+  for (VTensor* const holder : holders) by_chunk[holder->kept[row * row_chunks]].push_back(holder);
   bool spilled = false;
   for (const auto& [first, sharers] : by_chunk) {
-    const std::vector<ChunkId> chunks(sharers.front()->kept.end() - static_cast<ptrdiff_t>(planes),
-                                      sharers.front()->kept.end());
+    const std::vector<ChunkId> chunks(
+        sharers.front()->kept.end() - static_cast<ptrdiff_t>(row_chunks),
+        sharers.front()->kept.end());
     size_t num_tokens = 0;
     for (const VTensor* const sharer : sharers)
       num_tokens = std::max(num_tokens, sharer->num_tokens);
-    const size_t used = pool_.geometry.bytes_used(row, num_tokens);
+    const auto used = [&](size_t i) {
+      return pool_.geometry.bytes_used(row * row_chunks + i, num_tokens);
+    };
+    size_t used_bytes = 0;
+    for (size_t i = 0; i < row_chunks; ++i) used_bytes += used(i);
     const bool theirs = std::ranges::all_of(
         chunks, [&](ChunkId id) { return pool_.pset[id].uses() == sharers.size(); });
-    if (!theirs || !store.has_room(used * planes)) continue;
+    if (!theirs || !store.has_room(used_bytes)) continue;
     std::vector<SwapStore::Ticket> tickets;
     ScopeFail drop([&] {
       for (const SwapStore::Ticket ticket : tickets) store.drop(ticket);
     });
-    for (const ChunkId id : chunks) {
-      tickets.push_back(save(*pool_.driver, store, pool_.pset[id].handle, used));
+    for (size_t i = 0; i < row_chunks; ++i) {
+      tickets.push_back(save(*pool_.driver, store, pool_.pset[chunks[i]].handle, used(i)));
     }
     drop.dismiss();
-    state_.counters.chunks_swapped_out += planes;
+    state_.counters.chunks_swapped_out += row_chunks;
     for (VTensor* const sharer : sharers) {
       for (const SwapStore::Ticket ticket : tickets) {
         if (sharer != sharers.front()) store.share(ticket);
       }
       sharer->swapped.insert(sharer->swapped.begin(), tickets.begin(), tickets.end());
-      sharer->kept.resize(row * planes);
+      sharer->kept.resize(row * row_chunks);
       p_free(pool_, chunks);
     }
     spilled = true;
@@ -123,17 +130,17 @@ size_t Swapper::spill(size_t num_chunks, SwapStore& store, VTensorId spared) {
     VTensor& vtensor = vtensors_.live(id);
     if (vtensor.kept.empty() || id == spared) continue;
     keepers.push_back(&vtensor);
-    end_row = std::max(end_row, vtensor.kept.size() / pool_.geometry.num_planes);
+    end_row = std::max(end_row, vtensor.kept.size() / pool_.geometry.row_chunks);
   }
   if (!keepers.empty()) state_.epochs.wait();  // what is saved must have been written
   size_t num_spilled = 0;
   for (size_t row = end_row; row > 0 && num_spilled < num_chunks; --row) {
     std::vector<VTensor*> holders;
     for (VTensor* const keeper : keepers) {
-      if (keeper->kept.size() == row * pool_.geometry.num_planes) holders.push_back(keeper);
+      if (keeper->kept.size() == row * pool_.geometry.row_chunks) holders.push_back(keeper);
     }
     if (!holders.empty() && spill_row(row - 1, holders, store)) {
-      num_spilled += pool_.geometry.num_planes;
+      num_spilled += pool_.geometry.row_chunks;
     }
   }
   return num_spilled;
@@ -171,10 +178,10 @@ bool Swapper::swap_in(VTensorId id, std::span<const Token> tokens, SwapStore& st
 // reference each. The row behind them must be its own, to go on writing.
 std::vector<ChunkId> Swapper::match_beyond_kept(const VTensor& vtensor,
                                                 std::span<const Token> tokens) {
-  const size_t planes = pool_.geometry.num_planes;
+  const size_t row_chunks = pool_.geometry.row_chunks;
   const size_t known = state_.options.alias ? std::min(tokens.size(), vtensor.num_tokens) : 0;
   RTree::Match match = r_prefix_match(pool_, vtensor.salt, tokens.first(known));
-  const size_t end = pool_.geometry.full_rows(match.num_tokens) * planes;
+  const size_t end = pool_.geometry.full_rows(match.num_tokens) * row_chunks;
   const size_t begin = std::min(vtensor.kept.size(), end);
   const auto found = std::span<const ChunkId>(match.table);
   p_free(pool_, found.first(begin));
@@ -187,11 +194,11 @@ std::vector<ChunkId> Swapper::match_beyond_kept(const VTensor& vtensor,
 bool Swapper::bring_back(VTensor& vtensor, std::span<const Token> tokens, SwapStore& store,
                          bool created) {
   const Geometry& geometry = pool_.geometry;
-  const size_t planes = geometry.num_planes;
+  const size_t row_chunks = geometry.row_chunks;
   const std::vector<ChunkId> matched = match_beyond_kept(vtensor, tokens);
   std::vector<ChunkId> shared = vtensor.kept;
   shared.insert(shared.end(), matched.begin(), matched.end());
-  const size_t num_claims = geometry.rows_for(vtensor.num_tokens) * planes - shared.size();
+  const size_t num_claims = geometry.rows_for(vtensor.num_tokens) * row_chunks - shared.size();
   std::optional<std::vector<Claim>> claims;
   try {
     if (reclaimer_.make_claimable(num_claims, created)) {
@@ -209,7 +216,7 @@ bool Swapper::bring_back(VTensor& vtensor, std::span<const Token> tokens, SwapSt
     return false;
   }
   p_commit(pool_, *claims, vtensor.tenant);
-  const size_t shared_rows = shared.size() / planes;
+  const size_t shared_rows = shared.size() / row_chunks;
   std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
   table = std::move(shared);
   for (const Claim& claim : *claims) table.push_back(claim.id);
@@ -234,8 +241,7 @@ void Swapper::fill(VTensor& vtensor, std::span<const ChunkId> shared, std::vecto
   std::vector<Handle> rows;
   for (const ChunkId id : shared) rows.push_back(pool_.pset[id].handle);
   for (size_t i = 0; i < claims.size(); ++i) {
-    const size_t row = (shared.size() + i) / geometry.num_planes;
-    const uint32_t used = geometry.bytes_used(row, vtensor.num_tokens);
+    const uint32_t used = geometry.bytes_used(shared.size() + i, vtensor.num_tokens);
     claims[i].dirty_bytes = std::max(claims[i].dirty_bytes, used);
     restore(*pool_.driver, store, claims[i].handle,
             vtensor.swapped[shared.size() - vtensor.kept.size() + i], used);

@@ -55,9 +55,9 @@ void VTensorTable::update_write_limit(VTensor& vtensor) const {
 }
 
 void VTensorTable::own_rows(VTensor& vtensor, size_t first_row, size_t end_row) {
-  const size_t planes = pool_.geometry.num_planes;
+  const size_t row_chunks = pool_.geometry.row_chunks;
   const std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
-  for (size_t i = first_row * planes; i < end_row * planes; ++i) {
+  for (size_t i = first_row * row_chunks; i < end_row * row_chunks; ++i) {
     Chunk& chunk = pool_.pset[table[i]];
     chunk.appender = vtensor.id;
     chunk.tenant = vtensor.tenant;
@@ -73,16 +73,16 @@ void VTensorTable::record_watermark(const VTensor& vtensor, size_t first_row) {
 }
 
 void VTensorTable::leave_row(const VTensor& vtensor, size_t row) {
-  const size_t planes = pool_.geometry.num_planes;
+  const size_t row_chunks = pool_.geometry.row_chunks;
   const Slot& slot = pool_.vset[vtensor.slot];
   const size_t written_tokens = slot.num_views > 0 ? vtensor.peak_tokens : vtensor.num_tokens;
-  for (const ChunkId id : std::span(slot.table).subspan(row * planes, planes)) {
-    Chunk& chunk = pool_.pset[id];
+  for (size_t i = row * row_chunks; i < (row + 1) * row_chunks; ++i) {
+    Chunk& chunk = pool_.pset[slot.table[i]];
     if (chunk.appender != vtensor.id) continue;
     chunk.appender = kNoVTensor;
-    chunk.written_bytes = pool_.geometry.bytes_used(row, written_tokens);
+    chunk.written_bytes = pool_.geometry.bytes_used(i, written_tokens);
     chunk.dirty_bytes =
-        std::max(chunk.dirty_bytes, pool_.geometry.bytes_used(row, vtensor.peak_tokens));
+        std::max(chunk.dirty_bytes, pool_.geometry.bytes_used(i, vtensor.peak_tokens));
   }
 }
 
@@ -97,20 +97,20 @@ VTensor& VTensorTable::begin(SlotId slot, const std::string& salt) {
 }
 
 std::vector<Handle> VTensorTable::handles(SlotId slot, size_t first_row, size_t end_row) const {
-  const size_t planes = pool_.geometry.num_planes;
+  const size_t row_chunks = pool_.geometry.row_chunks;
   const std::vector<ChunkId>& table = pool_.vset[slot].table;
   std::vector<Handle> found;
-  found.reserve((end_row - first_row) * planes);
-  for (size_t i = first_row * planes; i < end_row * planes; ++i) {
+  found.reserve((end_row - first_row) * row_chunks);
+  for (size_t i = first_row * row_chunks; i < end_row * row_chunks; ++i) {
     found.push_back(pool_.pset[table[i]].handle);
   }
   return found;
 }
 
 void VTensorTable::freeze_rows(VTensor& vtensor, size_t end_row) {
-  const size_t planes = pool_.geometry.num_planes;
+  const size_t row_chunks = pool_.geometry.row_chunks;
   const std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
-  for (size_t i = vtensor.first_owned_row * planes; i < end_row * planes; ++i) {
+  for (size_t i = vtensor.first_owned_row * row_chunks; i < end_row * row_chunks; ++i) {
     Chunk& chunk = pool_.pset[table[i]];
     if (chunk.appender != vtensor.id) continue;
     chunk.appender = kNoVTensor;
@@ -188,11 +188,11 @@ size_t VTensorTable::repair_broken() {
 bool VTensorTable::repair(SlotId slot) {
   const Geometry& geometry = pool_.geometry;
   std::vector<ChunkId>& table = pool_.vset[slot].table;
-  const size_t rows = std::min(ceil_div(table.size(), geometry.num_planes), geometry.max_rows());
-  for (size_t i = 0; i < rows * geometry.num_planes; ++i) {
-    const size_t row = i / geometry.num_planes;
+  const size_t rows = std::min(ceil_div(table.size(), geometry.row_chunks), geometry.max_rows());
+  for (size_t i = 0; i < rows * geometry.row_chunks; ++i) {
+    const size_t row = i / geometry.row_chunks;
     try {
-      pool_.driver->unmap(pool_.vset.address(i % geometry.num_planes, slot, row),
+      pool_.driver->unmap(pool_.vset.address(i % geometry.row_chunks, slot, row),
                           geometry.chunk_bytes, geometry.chunk_bytes);
     } catch (const std::invalid_argument&) {
       continue;  // nothing is mapped there
@@ -223,12 +223,12 @@ void VTensorTable::shrink(SlotId slot, size_t keep_rows) {
   std::vector<ChunkId>& table = pool_.vset[slot].table;
   forget_guard(slot, keep_rows);
   const auto dropped =
-      std::span<const ChunkId>(table).subspan(keep_rows * pool_.geometry.num_planes);
+      std::span<const ChunkId>(table).subspan(keep_rows * pool_.geometry.row_chunks);
   if (pool_.vset[slot].state == SlotState::kParked) {
     for (const ChunkId id : dropped) pool_.pset.drop_parked_ref(id);
   }
   p_free(pool_, dropped);
-  table.resize(keep_rows * pool_.geometry.num_planes);
+  table.resize(keep_rows * pool_.geometry.row_chunks);
 }
 
 }  // namespace vtensor

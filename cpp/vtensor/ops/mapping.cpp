@@ -10,25 +10,36 @@ namespace {
   throw BrokenMapping(std::string(failure.what()) + "; and undoing it: " + second.what());
 }
 
-std::vector<Handle> plane_of(const RowRange& where, size_t plane, std::span<const Handle> handles) {
-  const size_t planes = where.geometry.num_planes;
-  std::vector<Handle> run(handles.size() / planes);
-  for (size_t row = 0; row < run.size(); ++row) run[row] = handles[row * planes + plane];
+// What stands behind one plane of some rows, in the order of its addresses.
+struct Run {
+  uintptr_t addr = 0;
+  std::vector<Handle> handles;
+};
+
+Run plane_run(const RowRange& where, size_t plane_idx, std::span<const Handle> handles) {
+  const Plane& plane = where.geometry.planes[plane_idx];
+  const size_t row_chunks = where.geometry.row_chunks;
+  const size_t num_rows = handles.size() / row_chunks;
+  Run run{where.vset.address(plane.first_column, where.slot, where.first_row), {}};
+  run.handles.reserve(num_rows * plane.num_columns);
+  for (size_t row = 0; row < num_rows; ++row) {
+    const auto chunks = handles.subspan(row * row_chunks + plane.first_column, plane.num_columns);
+    run.handles.insert(run.handles.end(), chunks.begin(), chunks.end());
+  }
   return run;
 }
 
 void map_plane(Driver& driver, const RowRange& where, size_t plane,
                std::span<const Handle> handles) {
   const size_t chunk_bytes = where.geometry.chunk_bytes;
-  const std::vector<Handle> run = plane_of(where, plane, handles);
-  const size_t num_rows = run.size();
-  const uintptr_t addr = where.vset.address(plane, where.slot, where.first_row);
-  driver.map(addr, run, chunk_bytes);
+  const Run run = plane_run(where, plane, handles);
+  const size_t num_bytes = run.handles.size() * chunk_bytes;
+  driver.map(run.addr, run.handles, chunk_bytes);
   try {
-    driver.set_access(addr, num_rows * chunk_bytes, Access::kReadWrite);
+    driver.set_access(run.addr, num_bytes, Access::kReadWrite);
   } catch (const std::exception& failure) {
     try {
-      driver.unmap(addr, num_rows * chunk_bytes, chunk_bytes);
+      driver.unmap(run.addr, num_bytes, chunk_bytes);
     } catch (const std::exception& second) {
       throw_broken(failure, second);
     }
@@ -38,8 +49,9 @@ void map_plane(Driver& driver, const RowRange& where, size_t plane,
 
 void unmap_plane(Driver& driver, const RowRange& where, size_t plane, size_t num_rows) {
   const size_t chunk_bytes = where.geometry.chunk_bytes;
-  driver.unmap(where.vset.address(plane, where.slot, where.first_row), num_rows * chunk_bytes,
-               chunk_bytes);
+  const Plane& shape = where.geometry.planes[plane];
+  driver.unmap(where.vset.address(shape.first_column, where.slot, where.first_row),
+               num_rows * shape.num_columns * chunk_bytes, chunk_bytes);
 }
 
 // Runs `step` for each plane; when one throws, runs `undo` for those that succeeded.
@@ -62,40 +74,41 @@ void for_planes(size_t num_planes, Step&& step, Undo&& undo) {
 
 void map(Driver& driver, const RowRange& where, std::span<const Handle> handles) {
   if (handles.empty()) return;
-  const size_t num_rows = handles.size() / where.geometry.num_planes;
+  const size_t num_rows = handles.size() / where.geometry.row_chunks;
   for_planes(
-      where.geometry.num_planes, [&](size_t plane) { map_plane(driver, where, plane, handles); },
+      where.geometry.planes.size(), [&](size_t plane) { map_plane(driver, where, plane, handles); },
       [&](size_t plane) { unmap_plane(driver, where, plane, num_rows); });
 }
 
 void unmap(Driver& driver, const RowRange& where, std::span<const Handle> handles) {
   if (handles.empty()) return;
-  const size_t num_rows = handles.size() / where.geometry.num_planes;
+  const size_t num_rows = handles.size() / where.geometry.row_chunks;
   for_planes(
-      where.geometry.num_planes, [&](size_t plane) { unmap_plane(driver, where, plane, num_rows); },
+      where.geometry.planes.size(),
+      [&](size_t plane) { unmap_plane(driver, where, plane, num_rows); },
       [&](size_t plane) { map_plane(driver, where, plane, handles); });
 }
 
 void set_access(Driver& driver, const RowRange& where, size_t num_rows, Access before,
                 Access after) {
   const auto set_plane = [&](size_t plane, Access access) {
-    driver.set_access(where.vset.address(plane, where.slot, where.first_row),
-                      num_rows * where.geometry.chunk_bytes, access);
+    const Plane& shape = where.geometry.planes[plane];
+    driver.set_access(where.vset.address(shape.first_column, where.slot, where.first_row),
+                      num_rows * shape.num_columns * where.geometry.chunk_bytes, access);
   };
   for_planes(
-      where.geometry.num_planes, [&](size_t plane) { set_plane(plane, after); },
+      where.geometry.planes.size(), [&](size_t plane) { set_plane(plane, after); },
       [&](size_t plane) { set_plane(plane, before); });
 }
 
 void remap(Driver& driver, const RowRange& where, const Mapped& before, const Mapped& after) {
   if (driver.remaps_in_place()) {
     const auto remap_plane = [&](size_t plane, const Mapped& mapped) {
-      driver.remap(where.vset.address(plane, where.slot, where.first_row),
-                   plane_of(where, plane, mapped.handles), where.geometry.chunk_bytes,
-                   mapped.access);
+      const Run run = plane_run(where, plane, mapped.handles);
+      driver.remap(run.addr, run.handles, where.geometry.chunk_bytes, mapped.access);
     };
     for_planes(
-        where.geometry.num_planes, [&](size_t plane) { remap_plane(plane, after); },
+        where.geometry.planes.size(), [&](size_t plane) { remap_plane(plane, after); },
         [&](size_t plane) { remap_plane(plane, before); });
     return;
   }

@@ -18,7 +18,7 @@ struct Member {
 class SharingForest {
  public:
   explicit SharingForest(const Geometry& geometry)
-      : geometry_(geometry), planes_(geometry.num_planes) {}
+      : geometry_(geometry), row_chunks_(geometry.row_chunks) {}
 
   // Requires: the members share all rows below `row`, and each has more rows than that.
   void part(std::span<Member> members, size_t row) {
@@ -83,23 +83,24 @@ class SharingForest {
   }
 
   int compare_rows(const Member& a, const Member& b, size_t row) const {
-    return std::memcmp(a.table + row * planes_, b.table + row * planes_, planes_ * sizeof(ChunkId));
+    return std::memcmp(a.table + row * row_chunks_, b.table + row * row_chunks_,
+                       row_chunks_ * sizeof(ChunkId));
   }
 
   // Rows that both have and share. Requires: they share all rows below `row`.
   size_t common_rows(const Member& a, const Member& b, size_t row) const {
     constexpr size_t kBlock = 64;  // memcmp is fast but does not tell where
-    const size_t end = std::min(a.num_rows, b.num_rows) * planes_;
-    size_t i = row * planes_;
+    const size_t end = std::min(a.num_rows, b.num_rows) * row_chunks_;
+    size_t i = row * row_chunks_;
     while (i + kBlock <= end &&
            std::memcmp(a.table + i, b.table + i, kBlock * sizeof(ChunkId)) == 0)
       i += kBlock;
     while (i < end && a.table[i] == b.table[i]) ++i;
-    return i / planes_;
+    return i / row_chunks_;
   }
 
   const Geometry& geometry_;
-  size_t planes_;
+  size_t row_chunks_;
   std::vector<SharedRange> ranges_;
 };
 

@@ -1,61 +1,137 @@
 #include "vtensor/pool/kv_spec.h"
 
+#include <algorithm>
 #include <limits>
+#include <numeric>
+#include <set>
 #include <stdexcept>
 #include <string>
 
 namespace vtensor {
 namespace {
 
-void check_positive(size_t value, const char* name) {
-  if (value == 0) throw std::invalid_argument(std::string(name) + " must be at least 1, got 0");
+void check_positive(size_t value, const std::string& name) {
+  if (value == 0) throw std::invalid_argument(name + " must be at least 1, got 0");
+}
+
+void check_group(const KVGroup& group, size_t max_seq_len) {
+  check_positive(group.layers.size(), "num_layers");
+  check_positive(group.num_kv_heads, "num_kv_heads");
+  check_positive(group.key_dim, "head_dim");
+  check_positive(group.element_bytes, "element_bytes");
+  check_positive(max_seq_len, "max_seq_len");
+  check_positive(group.layers_per_plane, "layers_per_plane");
+  if (group.layers.size() % group.layers_per_plane != 0) {
+    throw std::invalid_argument("layers_per_plane " + std::to_string(group.layers_per_plane) +
+                                " does not divide num_layers " +
+                                std::to_string(group.layers.size()));
+  }
+  checked_mul(group.bytes_per_token(), max_seq_len, "max_seq_len x bytes of a token");
 }
 
 }  // namespace
 
-size_t KVSpec::num_planes() const {
-  return layers_per_plane == 1 ? checked_mul(2, num_layers, "num_layers")
-                               : num_layers / layers_per_plane;
+size_t KVGroup::bytes_of(KV which) const {
+  return checked_mul(checked_mul(num_kv_heads, dim(which), "num_kv_heads x head_dim"),
+                     element_bytes, "a token's bytes");
 }
 
-size_t KVSpec::bytes_per_token() const {
-  return checked_mul(token_bytes(), num_planes(), "a token's bytes");
+size_t KVGroup::bytes_per_token() const {
+  const size_t keys = checked_mul(bytes_of(KV::kKey), layers.size(), "a token's bytes");
+  const size_t values = checked_mul(bytes_of(KV::kValue), layers.size(), "a token's bytes");
+  return checked_add(keys, values, "a token's bytes");
+}
+
+std::vector<size_t> KVGroup::plane_token_bytes() const {
+  const size_t keys = bytes_of(KV::kKey);
+  const size_t values = bytes_of(KV::kValue);
+  std::vector<size_t> planes;
+  if (layers_per_plane > 1) {
+    planes.assign(layers.size() / layers_per_plane, (keys + values) * layers_per_plane);
+    return planes;
+  }
+  for (size_t i = 0; i < layers.size(); ++i) {
+    planes.push_back(keys);
+    if (values > 0) planes.push_back(values);
+  }
+  return planes;
+}
+
+KVSpec::KVSpec(const UniformKV& shape) : max_seq_len(shape.max_seq_len) {
+  KVGroup group{{},
+                shape.num_kv_heads,
+                shape.head_dim,
+                shape.head_dim,
+                shape.element_bytes,
+                shape.layers_per_plane};
+  group.layers.resize(shape.num_layers);
+  std::iota(group.layers.begin(), group.layers.end(), size_t{0});
+  groups.push_back(std::move(group));
+}
+
+size_t KVSpec::num_planes() const {
+  size_t total = 0;
+  for (const KVGroup& group : groups) total += group.plane_token_bytes().size();
+  return total;
 }
 
 size_t KVSpec::token_bytes() const {
-  const size_t head_bytes =
-      checked_mul(checked_mul(num_kv_heads, head_dim, "num_kv_heads x head_dim"), element_bytes,
-                  "a token's bytes");
-  return layers_per_plane == 1
-             ? head_bytes
-             : checked_mul(head_bytes, checked_mul(2, layers_per_plane, "layers_per_plane"),
-                           "a token's bytes");
+  size_t unit = 0;
+  for (const KVGroup& group : groups) {
+    for (const size_t bytes : group.plane_token_bytes()) unit = std::gcd(unit, bytes);
+  }
+  return unit;
+}
+
+size_t KVSpec::row_chunks() const { return bytes_per_token() / token_bytes(); }
+
+size_t KVSpec::bytes_per_token() const {
+  size_t total = 0;
+  for (const KVGroup& group : groups) {
+    total = checked_add(total, group.bytes_per_token(), "a token's bytes");
+  }
+  return total;
 }
 
 void KVSpec::check() const {
-  check_positive(num_layers, "num_layers");
-  check_positive(num_kv_heads, "num_kv_heads");
-  check_positive(head_dim, "head_dim");
-  check_positive(element_bytes, "element_bytes");
-  check_positive(max_seq_len, "max_seq_len");
-  check_positive(layers_per_plane, "layers_per_plane");
-  if (num_layers % layers_per_plane != 0) {
-    throw std::invalid_argument("layers_per_plane " + std::to_string(layers_per_plane) +
-                                " does not divide num_layers " + std::to_string(num_layers));
+  check_positive(groups.size(), "the number of groups");
+  std::set<size_t> seen;
+  for (const KVGroup& group : groups) {
+    check_group(group, max_seq_len);
+    for (const size_t layer : group.layers) {
+      if (seen.insert(layer).second) continue;
+      throw std::invalid_argument("layer " + std::to_string(layer) +
+                                  " stands in the groups of KV twice");
+    }
   }
   checked_mul(bytes_per_token(), max_seq_len, "max_seq_len x bytes of a token");
 }
 
 LayerPlace locate(const KVSpec& spec, size_t layer, KV which) {
-  if (layer >= spec.num_layers) {
-    throw std::out_of_range("layer " + std::to_string(layer) + " of a model with " +
-                            std::to_string(spec.num_layers) + " layers");
+  size_t first_plane = 0;
+  for (const KVGroup& group : spec.groups) {
+    const auto found = std::ranges::find(group.layers, layer);
+    const std::vector<size_t> planes = group.plane_token_bytes();
+    if (found == group.layers.end()) {
+      first_plane += planes.size();
+      continue;
+    }
+    if (group.dim(which) == 0) {
+      throw std::out_of_range("layer " + std::to_string(layer) + " keeps keys alone, no values");
+    }
+    const auto kv = static_cast<size_t>(which);
+    const auto idx = static_cast<size_t>(found - group.layers.begin());
+    if (group.layers_per_plane == 1) {
+      const size_t plane = group.value_dim > 0 ? 2 * idx + kv : idx;
+      return {&group, first_plane + plane, 0, planes[plane]};
+    }
+    const size_t keys = group.bytes_of(KV::kKey);
+    const size_t inside = (idx % group.layers_per_plane) * (keys + group.bytes_of(KV::kValue));
+    const size_t plane = idx / group.layers_per_plane;
+    return {&group, first_plane + plane, inside + kv * keys, planes[plane]};
   }
-  const auto kv = static_cast<size_t>(which);
-  if (spec.layers_per_plane == 1) return {2 * layer + kv, 0};
-  const size_t head_bytes = spec.num_kv_heads * spec.head_dim * spec.element_bytes;
-  const size_t inside = 2 * (layer % spec.layers_per_plane) + kv;
-  return {layer / spec.layers_per_plane, inside * head_bytes};
+  throw std::out_of_range("layer " + std::to_string(layer) +
+                          " is not one of the layers that keep KV");
 }
 
 Geometry make_geometry(const KVSpec& spec, size_t chunk_bytes, size_t granularity,
@@ -72,14 +148,19 @@ Geometry make_geometry(const KVSpec& spec, size_t chunk_bytes, size_t granularit
                                 " is more than 4 GiB less one byte");
   }
   Geometry geometry;
-  geometry.num_planes = spec.num_planes();
   geometry.token_bytes = spec.token_bytes();
   geometry.chunk_bytes = chunk_bytes;
   geometry.max_tokens = spec.max_seq_len;
   geometry.max_slots = max_slots;
-  // Rounded up to whole chunks, too.
-  checked_mul(ceil_div(spec.max_seq_len * geometry.token_bytes, chunk_bytes), chunk_bytes,
-              "max_seq_len x bytes of a token");
+  for (const KVGroup& group : spec.groups) {
+    for (const size_t bytes : group.plane_token_bytes()) {
+      geometry.add_plane(bytes / geometry.token_bytes);
+    }
+  }
+  // Rounded up to whole rows, too.
+  checked_mul(checked_mul(ceil_div(spec.max_seq_len * geometry.token_bytes, chunk_bytes),
+                          chunk_bytes, "max_seq_len x bytes of a token"),
+              geometry.row_chunks, "max_seq_len x bytes of a token");
   return geometry;
 }
 

@@ -73,7 +73,7 @@ RTree::Match RTree::match(const std::string& salt, std::span<const Token> tokens
   Match found;
   const auto entry = roots_.find(salt);
   if (entry == roots_.end()) return found;
-  const size_t planes = geometry_.num_planes;
+  const size_t row_chunks = geometry_.row_chunks;
   RNode* node = entry->second.get();
   while (found.num_tokens < tokens.size()) {
     const auto next = node->children.find(tokens[found.num_tokens]);
@@ -85,9 +85,9 @@ RTree::Match RTree::match(const std::string& salt, std::span<const Token> tokens
     const size_t first_row = geometry_.full_rows(node->start);
     found.num_tokens += length;
     const size_t end_row = geometry_.rows_for(found.num_tokens);
-    found.table.resize(end_row * planes);
-    std::copy_n(node->rows.begin(), (end_row - first_row) * planes,
-                found.table.begin() + static_cast<ptrdiff_t>(first_row * planes));
+    found.table.resize(end_row * row_chunks);
+    std::copy_n(node->rows.begin(), (end_row - first_row) * row_chunks,
+                found.table.begin() + static_cast<ptrdiff_t>(first_row * row_chunks));
     if (ends_inside) break;
   }
   return found;
@@ -96,7 +96,7 @@ RTree::Match RTree::match(const std::string& salt, std::span<const Token> tokens
 // Cuts `node` after `num_tokens` of its tokens. The old object becomes the lower part, so that
 // pins and children stay where they are. Returns the new upper part.
 RNode& RTree::split(RNode& node, size_t num_tokens) {
-  const size_t planes = geometry_.num_planes;
+  const size_t row_chunks = geometry_.row_chunks;
   const size_t first_row = geometry_.full_rows(node.start);
   const size_t cut = node.start + num_tokens;
   std::unique_ptr<RNode>& link = node.parent->children.at(node.tokens.front());
@@ -108,12 +108,13 @@ RNode& RTree::split(RNode& node, size_t num_tokens) {
   upper->num_pins = node.num_pins;
   upper->tokens.assign(node.tokens.begin(),
                        node.tokens.begin() + static_cast<ptrdiff_t>(num_tokens));
-  const auto rows_end =
-      node.rows.begin() + static_cast<ptrdiff_t>((geometry_.rows_for(cut) - first_row) * planes);
+  const auto rows_end = node.rows.begin() +
+                        static_cast<ptrdiff_t>((geometry_.rows_for(cut) - first_row) * row_chunks);
   upper->rows.assign(node.rows.begin(), rows_end);
 
   const auto lower_begin =
-      node.rows.begin() + static_cast<ptrdiff_t>((geometry_.full_rows(cut) - first_row) * planes);
+      node.rows.begin() +
+      static_cast<ptrdiff_t>((geometry_.full_rows(cut) - first_row) * row_chunks);
   for (auto chunk = lower_begin; chunk < rows_end; ++chunk) {  // the row that both now name
     pset_.add_tree_ref(*chunk);
     if (node.num_pins > 0) pset_.add_pin(*chunk);
@@ -133,18 +134,18 @@ RNode& RTree::split(RNode& node, size_t num_tokens) {
 // A leaf may simply become longer when the newcomer goes on in the same tail chunks.
 bool RTree::can_grow(const RNode& node, std::span<const ChunkId> table) const {
   if (node.parent == nullptr || !node.children.empty() || node.num_pins > 0) return false;
-  const size_t planes = geometry_.num_planes;
+  const size_t row_chunks = geometry_.row_chunks;
   const size_t tail_row = geometry_.full_rows(node.end());
   if (tail_row == geometry_.rows_for(node.end())) return true;  // ends at a row border
-  return std::equal(node.rows.end() - static_cast<ptrdiff_t>(planes), node.rows.end(),
-                    table.begin() + static_cast<ptrdiff_t>(tail_row * planes));
+  return std::equal(node.rows.end() - static_cast<ptrdiff_t>(row_chunks), node.rows.end(),
+                    table.begin() + static_cast<ptrdiff_t>(tail_row * row_chunks));
 }
 
 void RTree::grow(RNode& node, std::span<const Token> tokens, std::span<const ChunkId> table) {
-  const size_t planes = geometry_.num_planes;
-  const size_t from = geometry_.full_rows(node.start) * planes + node.rows.size();
+  const size_t row_chunks = geometry_.row_chunks;
+  const size_t from = geometry_.full_rows(node.start) * row_chunks + node.rows.size();
   node.tokens.insert(node.tokens.end(), tokens.begin(), tokens.end());
-  const size_t to = geometry_.rows_for(node.end()) * planes;
+  const size_t to = geometry_.rows_for(node.end()) * row_chunks;
   for (size_t i = from; i < to; ++i) {
     node.rows.push_back(table[i]);
     pset_.add_tree_ref(table[i]);
@@ -205,21 +206,21 @@ bool RTree::mapped_nowhere(std::span<const ChunkId> row) const {
 
 bool RTree::frees_something(const RNode& leaf) const {
   const std::span<const ChunkId> rows(leaf.rows);
-  return mapped_nowhere(rows.last(geometry_.num_planes));
+  return mapped_nowhere(rows.last(geometry_.row_chunks));
 }
 
 // Whether the leaf's last row is mapped nowhere, or is no longer: idle rows of it, as many as are
 // needed, have been unmapped.
 bool RTree::free_last_row(const RNode& leaf, size_t num_chunks, const UnmapIdle& unmap_idle) const {
   if (frees_something(leaf)) return true;
-  const size_t planes = geometry_.num_planes;
-  const std::span<const ChunkId> last = std::span<const ChunkId>(leaf.rows).last(planes);
+  const size_t row_chunks = geometry_.row_chunks;
+  const std::span<const ChunkId> last = std::span<const ChunkId>(leaf.rows).last(row_chunks);
   if (!unmap_idle || !std::ranges::all_of(last, [&](ChunkId id) { return pset_[id].idle(); })) {
     return false;
   }
   const size_t first_row = geometry_.full_rows(leaf.start);
-  const size_t end_row = first_row + leaf.rows.size() / planes;
-  const size_t num_rows = std::min(ceil_div(num_chunks, planes), end_row - first_row);
+  const size_t end_row = first_row + leaf.rows.size() / row_chunks;
+  const size_t num_rows = std::min(ceil_div(num_chunks, row_chunks), end_row - first_row);
   unmap_idle(end_row - num_rows, end_row - 1, last);
   return frees_something(leaf);
 }
@@ -227,7 +228,7 @@ bool RTree::free_last_row(const RNode& leaf, size_t num_chunks, const UnmapIdle&
 // Keeps the first `keep_rows` rows of the node. Returns how many chunks became free.
 size_t RTree::drop_rows(RNode& node, size_t keep_rows) {
   size_t freed = 0;
-  while (node.rows.size() > keep_rows * geometry_.num_planes) {
+  while (node.rows.size() > keep_rows * geometry_.row_chunks) {
     const ChunkId id = node.rows.back();
     node.rows.pop_back();
     pset_.drop_tree_ref(id);
@@ -241,7 +242,7 @@ size_t RTree::shrink(RNode& leaf, size_t num_chunks) {
   const size_t first_row = geometry_.full_rows(leaf.start);
   size_t freed = 0;
   while (freed < num_chunks && frees_something(leaf)) {
-    const size_t last_row = first_row + leaf.rows.size() / geometry_.num_planes - 1;
+    const size_t last_row = first_row + leaf.rows.size() / geometry_.row_chunks - 1;
     const size_t new_end = geometry_.tokens_in(last_row);
     if (new_end <= leaf.start) return freed + remove(leaf);
     num_tokens_ -= leaf.end() - new_end;

@@ -31,38 +31,49 @@ const char* to_string(SlotState state) {
 
 VSet::VSet(Driver& driver, const Geometry& geometry)
     : driver_(driver), geometry_(geometry), slots_(geometry.max_slots) {
-  const size_t arena_bytes = reserved_bytes() / geometry_.num_planes;
-  bases_.reserve(geometry_.num_planes);
+  reserved_bytes();  // throws on overflow
+  bases_.reserve(geometry_.planes.size());
   try {
-    while (bases_.size() < geometry_.num_planes) {
-      bases_.push_back(driver_.reserve(arena_bytes, arena_alignment(driver_)));
+    while (bases_.size() < geometry_.planes.size()) {
+      bases_.push_back(driver_.reserve(arena_bytes(bases_.size()), arena_alignment(driver_)));
     }
   } catch (...) {
-    for (const uintptr_t base : bases_) driver_.free(base, arena_bytes);
+    for (size_t i = 0; i < bases_.size(); ++i) driver_.free(bases_[i], arena_bytes(i));
     throw;
+  }
+  for (size_t plane = 0; plane < bases_.size(); ++plane) {
+    const size_t num_columns = geometry_.planes[plane].num_columns;
+    for (size_t idx = 0; idx < num_columns; ++idx) {
+      places_.push_back({bases_[plane] + idx * geometry_.chunk_bytes, slot_stride_bytes(plane),
+                         num_columns * geometry_.chunk_bytes});
+    }
   }
   for (SlotId slot = 0; slot < slots_.size(); ++slot) free_.insert(slot);
 }
 
 VSet::~VSet() {
-  const size_t arena_bytes = reserved_bytes() / geometry_.num_planes;
-  for (const uintptr_t base : bases_) {
+  for (size_t plane = 0; plane < bases_.size(); ++plane) {
     try {
-      driver_.free(base, arena_bytes);
+      driver_.free(bases_[plane], arena_bytes(plane));
     } catch (const std::exception&) {
       // A destructor has nobody to tell; the range stays reserved until the process ends.
     }
   }
 }
 
-size_t VSet::reserved_bytes() const {
-  const size_t per_plane =
-      checked_mul(geometry_.slot_stride_bytes(), geometry_.max_slots, "the arena of one plane");
-  return checked_mul(per_plane, geometry_.num_planes, "the arena");
+size_t VSet::slot_stride_bytes(size_t plane) const {
+  return checked_mul(geometry_.slot_stride_bytes(), geometry_.planes[plane].num_columns,
+                     "the arena of one plane");
 }
 
-uintptr_t VSet::address(size_t plane, SlotId slot, size_t row) const {
-  return bases_[plane] + slot * geometry_.slot_stride_bytes() + row * geometry_.chunk_bytes;
+size_t VSet::arena_bytes(size_t plane) const {
+  return checked_mul(slot_stride_bytes(plane), geometry_.max_slots, "the arena of one plane");
+}
+
+size_t VSet::reserved_bytes() const {
+  const size_t per_column =
+      checked_mul(geometry_.slot_stride_bytes(), geometry_.max_slots, "the arena of one plane");
+  return checked_mul(per_column, geometry_.row_chunks, "the arena");
 }
 
 SlotId VSet::take_free() {

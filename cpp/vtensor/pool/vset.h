@@ -12,7 +12,7 @@
 //
 // Invariants:
 //  1. each plane of a slot is mapped on a prefix of rows, never with holes: the page table of a
-//     slot has exactly mapped_rows x num_planes entries, row-major;
+//     slot has exactly mapped_rows x row_chunks entries, row-major over columns;
 //  2. a free slot has an empty page table; parked_ holds exactly the parked slots, oldest first.
 #pragma once
 
@@ -35,7 +35,7 @@ const char* to_string(SlotState state);
 
 struct Slot {
   SlotState state = SlotState::kFree;
-  std::vector<ChunkId> table;  // [row * num_planes + plane]
+  std::vector<ChunkId> table;  // [row * row_chunks + column]
   size_t num_views = 0;        // exported tensor views that are alive
   size_t guarded_rows = 0;     // leading rows that are mapped copy-on-write; see core/shield.h
   uint64_t generation = 0;     // counts the vTensors that lived here
@@ -56,8 +56,15 @@ class VSet {
   const std::list<SlotId>& parked() const { return parked_; }  // least recently parked first
   size_t reserved_bytes() const;
 
-  uintptr_t address(size_t plane, SlotId slot, size_t row) const;
-  size_t mapped_rows(SlotId slot) const { return slots_[slot].table.size() / geometry_.num_planes; }
+  uintptr_t address(size_t column, SlotId slot, size_t row) const {
+    const Place& place = places_[column];
+    return place.base + slot * place.slot_stride_bytes + row * place.row_stride_bytes;
+  }
+  uintptr_t base(size_t plane, SlotId slot) const {
+    return address(geometry_.planes[plane].first_column, slot, 0);
+  }
+  size_t slot_stride_bytes(size_t plane) const;
+  size_t mapped_rows(SlotId slot) const { return slots_[slot].table.size() / geometry_.row_chunks; }
 
   // Moves between states. take_free() requires num_free() > 0.
   SlotId take_free();
@@ -69,8 +76,18 @@ class VSet {
   void make_broken(SlotId slot);
 
  private:
+  // Where a column's chunks go: slot 0, row 0, and how far the next ones are.
+  struct Place {
+    uintptr_t base = 0;
+    size_t slot_stride_bytes = 0;
+    size_t row_stride_bytes = 0;
+  };
+
+  size_t arena_bytes(size_t plane) const;
+
   Driver& driver_;
   Geometry geometry_;
+  std::vector<Place> places_;     // by column
   std::vector<uintptr_t> bases_;  // one arena a plane
   std::vector<Slot> slots_;
   IdSet free_;

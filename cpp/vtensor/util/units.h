@@ -30,4 +30,14 @@ inline size_t checked_mul(size_t a, size_t b, const char* what) {
   return product;
 }
 
+// a + b, in the same way.
+inline size_t checked_add(size_t a, size_t b, const char* what) {
+  size_t sum = 0;
+  if (__builtin_add_overflow(a, b, &sum)) {
+    throw std::invalid_argument(std::string(what) + " overflows: " + std::to_string(a) + " + " +
+                                std::to_string(b));
+  }
+  return sum;
+}
+
 }  // namespace vtensor

@@ -101,7 +101,7 @@ def make_manager(
     low_bytes, high_bytes = choose_eager_bytes(
         config.free_memory_low,
         config.free_memory_high,
-        num_chunks=config.max_num_seqs * spec.num_planes,
+        num_chunks=config.max_num_seqs * spec.row_chunks,
         budget=memory.budget_bytes,
     )
     return VTensorManager(

@@ -32,7 +32,7 @@ class TraceHeader:
     """
 
     driver: str
-    spec: dict[str, int]
+    spec: dict[str, Any]
     chunk_bytes: int
     num_planes: int
     max_requests: int

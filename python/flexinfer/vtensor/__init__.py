@@ -27,11 +27,12 @@ from flexinfer.runtime.units import parse_bytes
 from flexinfer.vtensor.handle import VTensor
 from flexinfer.vtensor.manager import VTensorManager
 from flexinfer.vtensor.settings import SimConfig, available_memory_bytes
-from flexinfer.vtensor.spec import KVSpec
+from flexinfer.vtensor.spec import KVGroup, KVSpec
 
 __all__ = [
     "ChunkInfo",
     "DriverCalls",
+    "KVGroup",
     "KVSpec",
     "MappingTimes",
     "PrefixInfo",

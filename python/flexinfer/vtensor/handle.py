@@ -118,7 +118,7 @@ class VTensor:
         self._released = True
 
     def k(self, layer: int) -> Any:
-        """Keys of ``layer``, zero-copy ``[num_tokens, num_kv_heads, head_dim]``.
+        """Keys of ``layer``, zero-copy ``[num_tokens, num_kv_heads, key_dim]``.
 
         Write to tokens that nobody shares: not recorded, not forked, from ``num_cached_tokens`` on.
         What is written to others stays this vTensor's on a CPU, and reaches all of them on CUDA.
@@ -127,10 +127,11 @@ class VTensor:
         return self._view(layer, _vtensor.KV.KEY)
 
     def v(self, layer: int) -> Any:
-        """Values of ``layer``, as :meth:`k`."""
+        """Values of ``layer``, as :meth:`k`. Raises LookupError where it keeps keys alone."""
         return self._view(layer, _vtensor.KV.VALUE)
 
     def _view(self, layer: int, which: _vtensor.KV) -> Any:
         manager = self._manager
-        exported = manager._core.view(self.id, check_layer(layer), which, manager.spec.dtype)
+        dtype = manager.spec.group_of(check_layer(layer)).dtype
+        exported = manager._core.view(self.id, layer, which, dtype)
         return manager._from_dlpack(exported)

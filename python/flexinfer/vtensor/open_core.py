@@ -89,7 +89,7 @@ class OpenCore:
         to be taken. Not asked where the budget itself is used up."""
         if self.on_shortage is None:
             return False
-        row_bytes = self.chunk_bytes * self.spec.num_planes
+        row_bytes = self.chunk_bytes * self.spec.row_chunks
         if self._core.resident_bytes() + row_bytes > self._core.memory_budget():
             return False
         return self.on_shortage()
@@ -98,7 +98,7 @@ class OpenCore:
 
     def k(self, layer: int) -> Any:
         """Keys of ``layer`` in all slots, zero-copy, strided:
-        ``[max_requests, max_seq_len, num_kv_heads, head_dim]``, first index ``vtensor.slot``.
+        ``[max_requests, max_seq_len, num_kv_heads, key_dim]``, first index ``vtensor.slot``.
 
         Only tokens below a vTensor's extended length may be written; beyond it `unmapped`
         holds.
@@ -110,7 +110,8 @@ class OpenCore:
         return self._arena(layer, _vtensor.KV.VALUE)
 
     def _arena(self, layer: int, which: _vtensor.KV) -> Any:
-        return self._from_dlpack(self._core.arena(check_layer(layer), which, self.spec.dtype))
+        dtype = self.spec.group_of(check_layer(layer)).dtype
+        return self._from_dlpack(self._core.arena(layer, which, dtype))
 
     # --------------------------------------------------------------------------------- tracing
 

@@ -120,7 +120,7 @@ def _default_chunk_bytes(spec: KVSpec, driver: _vtensor.DriverConfig, budget: in
     if driver.kind == "cuda":
         return size
     range_bytes = spec.max_seq_len * spec.plane_token_bytes
-    limit = min(budget // (64 * spec.num_planes), range_bytes)
+    limit = min(budget // (64 * spec.row_chunks), range_bytes)
     row_limit = max(MAX_ROW_TOKENS * spec.plane_token_bytes, budget // _MAX_CHUNKS)
     while size > min(limit, row_limit) and size > 4096:
         size //= 2

@@ -175,7 +175,7 @@ class VAttention:
 
     def num_free_kvblocks(self) -> int:
         """Page groups that each of the 2 x num_layers tensors can still have."""
-        row_bytes = self.manager.chunk_bytes * self.manager.spec.num_planes
+        row_bytes = self.manager.chunk_bytes * self.manager.spec.row_chunks
         return self.manager.available_bytes // row_bytes
 
     def cleanup(self) -> None:

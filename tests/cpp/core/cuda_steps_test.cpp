@@ -23,13 +23,13 @@
 namespace vtensor {
 namespace {
 
-constexpr KVSpec kSpec{
-    .num_layers = 1,
-    .num_kv_heads = 1,
-    .head_dim = 64,
-    .element_bytes = 4,
-    .max_seq_len = 256,
-    .layers_per_plane = 1};  // 256 bytes per token, 16 tokens per chunk, two planes
+const KVSpec kSpec =
+    UniformKV{.num_layers = 1,
+              .num_kv_heads = 1,
+              .head_dim = 64,
+              .element_bytes = 4,
+              .max_seq_len = 256,
+              .layers_per_plane = 1};  // 256 bytes per token, 16 tokens per chunk, two planes
 constexpr size_t kTokenBytes = 256;
 constexpr uintptr_t kStream = 0;
 const Tokens kPrompt = tokens_from(0, 40);  // two whole rows and a half

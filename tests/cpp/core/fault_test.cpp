@@ -30,6 +30,8 @@ constexpr int kCallsApart = 2;
 constexpr int kCallsApart = 1;
 #endif
 
+constexpr size_t kTwoGroups = 0;  // in the place of layers_per_plane: a layer without values
+
 struct FaultCase {
   std::string name;
   On driver;
@@ -47,12 +49,15 @@ class Scenario {
   explicit Scenario(const FaultCase& fault) {
     auto driver = std::make_unique<FaultyDriver>(make_driver(fault.driver));
     faults_ = driver.get();
-    const KVSpec spec{.num_layers = 2,
-                      .num_kv_heads = 1,
-                      .head_dim = 200,  // 800 bytes: tokens straddle chunks
-                      .element_bytes = 4,
-                      .max_seq_len = 40,
-                      .layers_per_plane = fault.layers_per_plane};
+    KVSpec spec = UniformKV{.num_layers = 2,
+                            .num_kv_heads = 1,
+                            .head_dim = 200,  // 800 bytes: tokens straddle chunks
+                            .element_bytes = 4,
+                            .max_seq_len = 40,
+                            .layers_per_plane = std::max<size_t>(fault.layers_per_plane, 1)};
+    if (fault.layers_per_plane == kTwoGroups) {  // rows of 1 + 1 + 2 chunks
+      spec.groups = {{{0}, 1, 200, 200, 4, 1}, {{1}, 1, 400, 0, 4, 1}};
+    }
     ManagerOptions options;
     options.max_requests = 5;
     options.memory_budget = 56 * kChunk;
@@ -253,6 +258,7 @@ std::vector<FaultCase> fault_cases() {
         cases.push_back({name + "Unparked", driver, persistent, kind, unparked, 2});
         cases.push_back({name + "Unaliased", driver, persistent, kind, unaliased, 1});
         cases.push_back({name + "Recycling", driver, persistent, kind, recycling, 1});
+        cases.push_back({name + "TwoGroups", driver, persistent, kind, defaults, kTwoGroups});
       }
     }
   }

@@ -17,12 +17,12 @@
 namespace vtensor {
 namespace {
 
-constexpr KVSpec kSpec{.num_layers = 2,
-                       .num_kv_heads = 1,
-                       .head_dim = 128,
-                       .element_bytes = 4,
-                       .max_seq_len = 128,
-                       .layers_per_plane = 1};  // 512 bytes per token, four planes
+const KVSpec kSpec = UniformKV{.num_layers = 2,
+                               .num_kv_heads = 1,
+                               .head_dim = 128,
+                               .element_bytes = 4,
+                               .max_seq_len = 128,
+                               .layers_per_plane = 1};  // 512 bytes per token, four planes
 
 class ManagerTest : public DriverTest {
  protected:

@@ -34,12 +34,12 @@ class ShieldTest : public DriverTest {
     options.memory_budget = budget_chunks * kChunk;
     options.chunk_bytes = kChunk;
     options.dedup = dedup;
-    const KVSpec spec{.num_layers = 2,
-                      .num_kv_heads = 1,
-                      .head_dim = 64,
-                      .element_bytes = 4,
-                      .max_seq_len = 64,
-                      .layers_per_plane = 2};
+    const KVSpec spec = UniformKV{.num_layers = 2,
+                                  .num_kv_heads = 1,
+                                  .head_dim = 64,
+                                  .element_bytes = 4,
+                                  .max_seq_len = 64,
+                                  .layers_per_plane = 2};
     manager_ = Manager::open(std::move(watched), spec, options);
   }
 

@@ -48,7 +48,7 @@ class TraceFile {
     options.max_requests = 4;
     options.chunk_bytes = kChunk;
     options.memory_budget = budget_chunks * kChunk;
-    const KVSpec spec{2, 2, 32, 4, 64, 2};  // 1 KiB a token, one plane
+    const KVSpec spec = UniformKV{2, 2, 32, 4, 64, 2};  // 1 KiB a token, one plane
     return Manager::open(std::move(driver), spec, options);
   }
 

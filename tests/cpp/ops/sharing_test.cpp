@@ -27,7 +27,7 @@ struct Tables {
   void append(SlotId slot, ChunkId id) { pool().vset[slot].table.push_back(id); }
 
   void append_fresh_row(SlotId slot) {
-    for (size_t plane = 0; plane < pool().geometry.num_planes; ++plane) {
+    for (size_t plane = 0; plane < pool().geometry.row_chunks; ++plane) {
       append(slot, pool().pset.claim());
     }
   }
@@ -36,7 +36,7 @@ struct Tables {
   SlotId fork(SlotId parent, size_t num_rows) {
     const SlotId slot = add_slot();
     const std::vector<ChunkId> table = pool().vset[parent].table;
-    for (size_t i = 0; i < num_rows * pool().geometry.num_planes; ++i) alias(slot, table[i]);
+    for (size_t i = 0; i < num_rows * pool().geometry.row_chunks; ++i) alias(slot, table[i]);
     return slot;
   }
 
@@ -58,7 +58,7 @@ bool shares_token(const Pool& pool, const ReadExtent& a, const ReadExtent& b, si
   }
   const std::vector<ChunkId>& table = pool.vset[a.slot].table;
   return std::equal(table.begin(),
-                    table.begin() + static_cast<ptrdiff_t>(rows * geometry.num_planes),
+                    table.begin() + static_cast<ptrdiff_t>(rows * geometry.row_chunks),
                     pool.vset[b.slot].table.begin());
 }
 

@@ -21,7 +21,7 @@ class RTreeTest : public testing::Test {
 
   // Fresh chunks for all of `tokens`, or those of `shared` first.
   std::vector<ChunkId> table_for(const Tokens& tokens, std::vector<ChunkId> shared = {}) {
-    const size_t wanted = geometry_.rows_for(tokens.size()) * geometry_.num_planes;
+    const size_t wanted = geometry_.rows_for(tokens.size()) * geometry_.row_chunks;
     for (const ChunkId id : shared) pset_.add_table_ref(id);
     while (shared.size() < wanted) {
       shared.push_back(pset_.claim());
@@ -56,7 +56,7 @@ class RTreeTest : public testing::Test {
       ASSERT_FALSE(node.tokens.empty());
       ASSERT_EQ(node.start, node.parent->parent == nullptr ? 0 : node.parent->end());
       const size_t rows = geometry_.rows_for(node.end()) - geometry_.full_rows(node.start);
-      ASSERT_EQ(node.rows.size(), rows * geometry_.num_planes);
+      ASSERT_EQ(node.rows.size(), rows * geometry_.row_chunks);
       for (const auto& [token, child] : node.children) ASSERT_EQ(child->tokens.front(), token);
       num_tokens += node.tokens.size();
       for (const ChunkId id : node.rows) ++refs[id];
@@ -73,15 +73,15 @@ class RTreeTest : public testing::Test {
 
   // Every chunk of a match holds the KV of the matched tokens that touch its row.
   void check_contents(const RTree::Match& match, const Tokens& tokens) const {
-    ASSERT_EQ(match.table.size(), geometry_.rows_for(match.num_tokens) * geometry_.num_planes);
+    ASSERT_EQ(match.table.size(), geometry_.rows_for(match.num_tokens) * geometry_.row_chunks);
     for (size_t i = 0; i < match.table.size(); ++i) {
-      const size_t row_end = (i / geometry_.num_planes + 1) * geometry_.chunk_bytes;
+      const size_t row_end = (i / geometry_.row_chunks + 1) * geometry_.chunk_bytes;
       const size_t needed = std::min(match.num_tokens, ceil_div(row_end, geometry_.token_bytes));
       const Tokens& path = path_.at(match.table[i]);
       ASSERT_GE(path.size(), needed);
       ASSERT_TRUE(
           std::equal(path.begin(), path.begin() + static_cast<ptrdiff_t>(needed), tokens.begin()))
-          << "row " << i / geometry_.num_planes << " shows other tokens";
+          << "row " << i / geometry_.row_chunks << " shows other tokens";
     }
   }
 
@@ -341,7 +341,7 @@ class RTreeRandomTest : public RTreeTest, public testing::WithParamInterface<Sha
   void serve(const std::string& salt, const Tokens& tokens) {
     const RTree::Match match = tree_.match(salt, tokens);
     std::vector<ChunkId> shared = match.table;
-    const size_t full = geometry_.full_rows(match.num_tokens) * geometry_.num_planes;
+    const size_t full = geometry_.full_rows(match.num_tokens) * geometry_.row_chunks;
     const bool goes_on =
         std::all_of(shared.begin() + static_cast<ptrdiff_t>(full), shared.end(), [&](ChunkId id) {
           return path_[id].size() == match.num_tokens && pset_[id].table_refs == 0;
@@ -349,7 +349,7 @@ class RTreeRandomTest : public RTreeTest, public testing::WithParamInterface<Sha
     if (!goes_on || random_() % 3 == 0) shared.resize(full);
     std::vector<ChunkId> table = shared;
     for (const ChunkId id : table) pset_.add_table_ref(id);
-    while (table.size() < geometry_.rows_for(tokens.size()) * geometry_.num_planes) {
+    while (table.size() < geometry_.rows_for(tokens.size()) * geometry_.row_chunks) {
       table.push_back(pset_.claim());
       pset_[table.back()].created = true;
     }

@@ -46,7 +46,7 @@ inline Tokens joined(Tokens tokens, const Tokens& more) {
 inline Geometry small_geometry(size_t token_bytes = kKiB, size_t num_planes = 2,
                                size_t max_slots = 4) {
   Geometry geometry;
-  geometry.num_planes = num_planes;
+  for (size_t i = 0; i < num_planes; ++i) geometry.add_plane(1);
   geometry.token_bytes = token_bytes;
   geometry.chunk_bytes = kChunk;
   geometry.max_tokens = 64;

@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 )
 
 from flexinfer.errors import OutOfMemoryError
-from flexinfer.vtensor import KVSpec, VTensor, VTensorManager
+from flexinfer.vtensor import KVGroup, KVSpec, VTensor, VTensorManager
 from helpers import device_param as kv_device
 from helpers.sharing_oracle import check_shared_ranges
 
@@ -75,6 +75,13 @@ class Setup:
     alias: bool = True
     scrub: str = "owner"
     idle_chunks: int | None = None
+    groups: tuple[KVGroup, ...] = ()
+
+    def spec(self) -> KVSpec:
+        if self.groups:
+            return KVSpec.of_groups(self.groups, MAX_SEQ_LEN, NUM_LAYERS)
+        heads, dim = self.heads_x_dim
+        return KVSpec(NUM_LAYERS, heads, dim, self.dtype, MAX_SEQ_LEN, self.layers_per_plane)
 
 
 @dataclass
@@ -103,6 +110,15 @@ SETUPS = {
     "no-alias": Setup(4096, alias=False),
     "scrub-tenant": Setup(4096, scrub="tenant"),
     "scrub-off": Setup(4096, scrub="off", layers_per_plane=1, budget_chunks=120),
+    # rows of 8 + 8 + 3 + 1 chunks for 32 tokens, and of 3 for 3.4
+    "groups": Setup(
+        4096,
+        groups=(KVGroup((1,), 4, 64, 64), KVGroup((0,), 2, 96, 32, "float16")),
+        budget_chunks=160,
+    ),
+    "latent-straddling": Setup(
+        4096, groups=(KVGroup((0,), 3, 100, 100), KVGroup((1,), 1, 300, 0)), budget_chunks=120
+    ),
 }
 
 
@@ -122,15 +138,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @initialize()
     def open(self) -> None:
         setup = self.setup
-        heads, dim = setup.heads_x_dim
-        self.spec = KVSpec(
-            NUM_LAYERS,
-            heads,
-            dim,
-            setup.dtype,
-            MAX_SEQ_LEN,
-            layers_per_plane=setup.layers_per_plane,
-        )
+        self.spec = setup.spec()
         self.full_budget = setup.budget_chunks * setup.chunk_bytes
         self.swap_space = self.full_budget // 2
         self.manager = VTensorManager(
@@ -177,15 +185,19 @@ class ManagerMachine(RuleBasedStateMachine):
         for layer in range(NUM_LAYERS):
             keys, values = self.views(model, layer)
             keys[start:] = numbers + layer
-            values[start:] = -numbers - layer
+            if values is not None:
+                values[start:] = -numbers - layer
 
     def views(self, model: Modelled, layer: int) -> tuple[Any, Any]:
         """K and V; as kernels see them where there is no memory to guard what is shared."""
+        vtensor, has_values = model.vtensor, self.spec.group_of(layer).value_dim > 0
         try:
-            return model.vtensor.k(layer), model.vtensor.v(layer)
+            return vtensor.k(layer), vtensor.v(layer) if has_values else None
         except OutOfMemoryError:
-            slot, length = model.vtensor.slot, model.vtensor.num_tokens
-            return self.manager.k(layer)[slot, :length], self.manager.v(layer)[slot, :length]
+            keys = self.manager.k(layer)[vtensor.slot, : vtensor.num_tokens]
+            if not has_values:
+                return keys, None
+            return keys, self.manager.v(layer)[vtensor.slot, : vtensor.num_tokens]
 
     def append(self, model: Modelled, tokens: list[int]) -> bool:
         """Extends, writes and tells whether there was memory for it."""
@@ -368,7 +380,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(percent=st.integers(10, 100))
     def change_budget(self, percent: int) -> None:
         budget = max(
-            self.full_budget * percent // 100, self.spec.num_planes * self.setup.chunk_bytes
+            self.full_budget * percent // 100, self.spec.row_chunks * self.setup.chunk_bytes
         )
         before = self.manager.memory_budget
         self.may_have_evicted = True
@@ -400,7 +412,8 @@ class ManagerMachine(RuleBasedStateMachine):
             for layer in range(NUM_LAYERS):
                 keys, values = self.views(model, layer)
                 assert (keys == (expected + layer).astype(keys.dtype)).all()
-                assert (values == (-expected - layer).astype(values.dtype)).all()
+                if values is not None:
+                    assert (values == (-expected - layer).astype(values.dtype)).all()
 
     @invariant()
     def shared_ranges_are_what_the_page_tables_say(self) -> None:
