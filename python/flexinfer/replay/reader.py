@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexinfer.errors import TraceError
+from flexinfer.vtensor import KVGroup, KVSpec
 
 __all__ = ["FORMAT", "VERSION", "TraceHeader", "TraceReader"]
 
 FORMAT = "flexinfer-trace"
 VERSION = 1
 _TAIL_BYTES = 4096
+_DTYPES = {4: "float32", 2: "float16"}
 
 Record = dict[str, Any]
 
@@ -41,6 +43,31 @@ class TraceHeader:
     created: int
     recorded_tokens: int
     live: list[list[int]]
+
+    def kv_spec(self, layers_per_plane: int | None = None) -> KVSpec:
+        """The shape of the cache, in another layout if that is asked for."""
+        told = self.spec
+        if "groups" not in told:
+            return KVSpec(
+                told["num_layers"],
+                told["num_kv_heads"],
+                told["head_dim"],
+                _DTYPES[told["element_bytes"]],
+                told["max_seq_len"],
+                layers_per_plane or told["layers_per_plane"],
+            )
+        groups = [
+            KVGroup(
+                tuple(group["layers"]),
+                group["num_kv_heads"],
+                group["key_dim"],
+                group["value_dim"],
+                _DTYPES[group["element_bytes"]],
+                layers_per_plane or group["layers_per_plane"],
+            )
+            for group in told["groups"]
+        ]
+        return KVSpec.of_groups(groups, told["max_seq_len"])
 
 
 class TraceReader:

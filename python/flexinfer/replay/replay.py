@@ -20,17 +20,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from flexinfer.errors import OutOfMemoryError
 from flexinfer.replay.meter import ReplayMeter
 from flexinfer.replay.reader import Record, TraceReader
 from flexinfer.replay.report import ReplayReport, Shortage, Totals
-from flexinfer.vtensor import KVGroup, KVSpec, SimConfig, VTensor, VTensorManager, parse_bytes
+from flexinfer.vtensor import SimConfig, VTensor, VTensorManager, parse_bytes
 
 __all__ = ["ReplayReport", "Shortage", "Totals", "replay"]
-
-_DTYPES = {4: "float32", 2: "float16"}
 
 
 def replay(
@@ -59,7 +57,7 @@ def replay(
     """
     reader = TraceReader(path, allow_truncated=allow_truncated)
     header, options = reader.header, reader.header.options
-    spec = _spec(header.spec, layers_per_plane)
+    spec = header.kv_spec(layers_per_plane)
     budget = header.memory_budget
     if memory_budget is not None:
         budget = parse_bytes(memory_budget, "memory_budget")
@@ -83,31 +81,6 @@ def replay(
     )
     with manager:
         return _Replay(reader, manager, device, budget / header.memory_budget).run()
-
-
-def _spec(told: dict[str, Any], layers_per_plane: int | None) -> KVSpec:
-    """The spec that a trace's header tells, in another layout if that is asked for."""
-    if "groups" not in told:
-        return KVSpec(
-            told["num_layers"],
-            told["num_kv_heads"],
-            told["head_dim"],
-            _DTYPES[told["element_bytes"]],
-            told["max_seq_len"],
-            layers_per_plane or told["layers_per_plane"],
-        )
-    groups = [
-        KVGroup(
-            tuple(group["layers"]),
-            group["num_kv_heads"],
-            group["key_dim"],
-            group["value_dim"],
-            _DTYPES[group["element_bytes"]],
-            layers_per_plane or group["layers_per_plane"],
-        )
-        for group in told["groups"]
-    ]
-    return KVSpec.of_groups(groups, told["max_seq_len"])
 
 
 @dataclass

@@ -64,12 +64,12 @@ class EpochsTest : public testing::Test {
     options.memory_budget = 32 * 4096;
     options.swap_space_bytes = 32 * 4096;
     manager = Manager::open(std::make_unique<FencedDriver>(std::make_unique<SimDriver>(), device),
-                            {.num_layers = 1,
-                             .num_kv_heads = 1,
-                             .head_dim = 64,
-                             .element_bytes = 4,
-                             .max_seq_len = 256,
-                             .layers_per_plane = 1},
+                            UniformKV{.num_layers = 1,
+                                      .num_kv_heads = 1,
+                                      .head_dim = 64,
+                                      .element_bytes = 4,
+                                      .max_seq_len = 256,
+                                      .layers_per_plane = 1},
                             options);
   }
 

@@ -132,6 +132,7 @@ def test_a_trace_of_groups_is_replayed(tmp_path: Path) -> None:
         first.record_prefix(prompt)
         second = manager.create([*prompt, 7])
         second.extend(41)
+        first.extend(100)  # tokens that nobody else holds
         assert first.try_swap_out()
         assert first.try_swap_in(prompt)
         stats = manager.stats()
