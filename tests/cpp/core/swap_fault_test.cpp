@@ -227,12 +227,12 @@ class SleepingManagerTest : public DriverTest {
     options.chunk_bytes = kChunk;
     options.swap_space_bytes = 64 * kChunk;
     manager_ = Manager::open(std::move(driver),
-                             {.num_layers = 1,
-                              .num_kv_heads = 1,
-                              .head_dim = 256,
-                              .element_bytes = 4,
-                              .max_seq_len = 64,
-                              .layers_per_plane = 1},
+                             UniformKV{.num_layers = 1,
+                                       .num_kv_heads = 1,
+                                       .head_dim = 256,
+                                       .element_bytes = 4,
+                                       .max_seq_len = 64,
+                                       .layers_per_plane = 1},
                              options);
     live_ = make();
     manager_->record_prefix(live_, kPrompt);
