@@ -118,7 +118,7 @@ class KVSpec:
             if given.init and given.name not in ("dtype", "mixed"):
                 _check_int(given.name, getattr(self, given.name))
         if self.num_layers > _MAX_LAYERS:
-            raise ValueError(f"num_layers {self.num_layers} is more than {_MAX_LAYERS}")
+            raise ValueError(f"num_layers {self.num_layers} overflows: at most {_MAX_LAYERS}")
         _set(self, groups=self.mixed or (self._uniform(),))
         core = self.core()
         _set(
