@@ -88,8 +88,28 @@ TEST(Geometry, counts_rows_of_tokens_that_straddle_chunks) {
   EXPECT_EQ(geometry.rows_for(2), 2U);
   EXPECT_EQ(geometry.full_rows(2), 1U);
   EXPECT_EQ(geometry.tokens_in(2), 2U);
-  EXPECT_EQ(geometry.bytes_used(1, 2), 6000U - kChunk);
-  EXPECT_EQ(geometry.bytes_used(2, 2), 0U);
+  const size_t row = geometry.row_chunks;  // entries of a page table
+  EXPECT_EQ(geometry.bytes_used(0, 2), kChunk);
+  EXPECT_EQ(geometry.bytes_used(row, 2), 6000U - kChunk);
+  EXPECT_EQ(geometry.bytes_used(2 * row, 2), 0U);
+}
+
+TEST(Geometry, a_row_has_the_same_tokens_in_planes_of_different_sizes) {
+  Geometry geometry = small_geometry(/*token_bytes=*/kKiB, /*num_planes=*/1);
+  geometry.add_plane(3);  // tokens of 3 KiB: the four of a row take three chunks
+  EXPECT_EQ(geometry.row_chunks, 4U);
+  EXPECT_EQ(geometry.rows_for(5), 2U);
+  for (const size_t row : {size_t{0}, size_t{1}}) {
+    const size_t first = row * geometry.row_chunks;
+    EXPECT_EQ(geometry.bytes_used(first, 4 * row + 2), 2 * kKiB);
+    EXPECT_EQ(geometry.bytes_used(first + 1, 4 * row + 2), kChunk);  // 6 KiB from the row's start
+    EXPECT_EQ(geometry.bytes_used(first + 2, 4 * row + 2), 2 * kKiB);
+    EXPECT_EQ(geometry.bytes_used(first + 3, 4 * row + 2), 0U);
+  }
+  const FaultyPool pool(geometry);
+  const VSet& vset = pool.pool.vset;
+  EXPECT_EQ(vset.address(3, 0, 1), vset.address(1, 0, 0) + 5 * kChunk);
+  EXPECT_EQ(vset.slot_stride_bytes(1), 3 * vset.slot_stride_bytes(0));
 }
 
 TEST(Geometry, a_token_may_be_larger_than_a_chunk) {
