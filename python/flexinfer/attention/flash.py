@@ -160,7 +160,9 @@ class FlashAttention(AttentionBackend):
             )
         for s in fresh.others:
             rows = slice(s.row, s.row + s.num_tokens)
-            stored = layer.k[s.slot, : s.end], layer.v[s.slot, : s.end]
+            # Nothing below the window: there may be no memory.
+            first = 0 if scores.window[0] < 0 else max(0, s.start - scores.window[0])
+            stored = layer.k[s.slot, first : s.end], layer.v[s.slot, first : s.end]
             output[rows] = kernel.prefixed(query[rows], *stored, scores)
 
     def _missing(self, options: AttentionOptions) -> str | None:

@@ -21,10 +21,12 @@ from typing import Any
 import torch
 
 from flexinfer.attention.base import AttentionBackend, AttentionMetadata, AttentionOptions
+from flexinfer.attention.latent import latent_of
 from flexinfer.errors import UnsupportedModelError
 
 ATTENTION_NAME = "flexinfer"
 PROBE_NAME = "flexinfer_probe"
+NAMES = (ATTENTION_NAME, PROBE_NAME)
 OPERATOR = (
     "attention(Tensor query, Tensor key, Tensor value, int layer_idx, float? scaling, "
     "int? sliding_window, float? softcap, Tensor? sinks) -> Tensor"
@@ -83,11 +85,11 @@ def _attend_through(model: torch.nn.Module, name: str) -> Iterator[None]:
     before = config._attn_implementation, getattr(config, "pad_token_id", None)
     config._attn_implementation = name
     # Where there is one, GPT-2 and some others look for it in each input: a question to the GPU.
-    config.pad_token_id = None
+    vars(config)["pad_token_id"] = None  # not checked: some configs want a number
     try:
         yield
     finally:
-        config._attn_implementation, config.pad_token_id = before
+        config._attn_implementation, vars(config)["pad_token_id"] = before
 
 
 @cache
@@ -124,6 +126,10 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """AttentionInterface function: query, key, value [1, heads, num_tokens, dim]."""
     layer_idx: Any = module.layer_idx
+    latent = latent_of(module)
+    if latent is not None:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        query = latent.fold(query)
     # The operator is for the compiler alone: going through torch costs ten microseconds per layer.
     call: Any = attention_operator
     if torch.compiler.is_compiling():
@@ -131,7 +137,7 @@ def attention_forward(
     output: torch.Tensor = call(
         query[0], key[0], value[0], layer_idx, scaling, sliding_window, softcap, s_aux
     )
-    return output[None], None
+    return (output[None] if latent is None else latent.unfold(output[None])), None
 
 
 def attention_operator(
@@ -179,7 +185,11 @@ def probe_forward(
         raise RuntimeError("this model is set to be probed by FlexInfer, outside of the probe")
     options = AttentionOptions(scaling, sliding_window, softcap, s_aux)
     kwargs["attention_mask"] = attention_mask
-    return call(module, query[0], key[0], value[0], options, kwargs)[None], None
+    latent = latent_of(module)
+    if latent is not None:
+        query = latent.fold(query)
+    output = call(module, query[0], key[0], value[0], options, kwargs)[None]
+    return (output if latent is None else latent.unfold(output)), None
 
 
 def probe_mask(*, use_vmap: bool = False, local_size: int | None = None, **kwargs: Any) -> None:

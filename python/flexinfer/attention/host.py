@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,14 +70,14 @@ class HostAttention(AttentionBackend):
         reason = unsupported_reason(layers)
         if reason is not None:
             raise ValueError(f"the host attention kernel cannot be used: {reason}")
-        self._kernels = make_kernels(layers, isa)
+        self._layers = make_layers(layers, isa)
         self._planned_for: AttentionMetadata | None = None
         self._plans: dict[tuple[int | None, ...], _kernels.Plan] = {}
 
     @property
     def isa(self) -> str:
         """The instruction set that is used."""
-        return self._kernels[0][0].isa
+        return self._layers[0].kernel.isa
 
     @property
     def takes_padding(self) -> bool:
@@ -102,11 +104,11 @@ class HostAttention(AttentionBackend):
         options: AttentionOptions,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        layer, (kernel, index) = self.layers[layer_idx], self._kernels[layer_idx]
+        layer = self._layers[layer_idx]
         num_heads, num_tokens, key_dim = query.shape
-        plan = self._plan(metadata, layer.k, num_heads, options)
+        plan = self._plan(metadata, layer, num_heads, options)
         query, key, value = self._rows(query), self._rows(key), self._rows(value)
-        check(layer, query, key, value, plan.num_tokens + metadata.num_padding)
+        layer.check(query, key, value, plan.num_tokens + metadata.num_padding)
         sinks = options.sinks
         if sinks is not None:
             if sinks.shape != (num_heads,) or not sinks.is_cpu:
@@ -115,12 +117,12 @@ class HostAttention(AttentionBackend):
                     "one for each query head, on the CPU"
                 )
             sinks = sinks.detach().to(torch.float32).contiguous()
-        output = query.new_empty(num_tokens, num_heads, layer.v.shape[3])
+        output = query.new_empty(num_tokens, num_heads, layer.value_dim)
         if metadata.num_padding:
             output[plan.num_tokens :] = 0
-        kernel.forward(
+        layer.kernel.forward(
             plan,
-            index,
+            layer.index,
             query.data_ptr(),
             query.stride(0),
             query.stride(1),
@@ -143,7 +145,7 @@ class HostAttention(AttentionBackend):
     def _plan(
         self,
         metadata: AttentionMetadata,
-        arena: torch.Tensor,
+        layer: HostLayer,
         num_heads: int,
         options: AttentionOptions,
     ) -> _kernels.Plan:
@@ -151,11 +153,11 @@ class HostAttention(AttentionBackend):
         if metadata is not self._planned_for:
             self._planned_for = metadata
             self._plans.clear()
-        num_threads, num_kv_heads = torch.get_num_threads(), arena.shape[2]
+        num_threads, num_kv_heads = torch.get_num_threads(), layer.num_kv_heads
         key = (num_kv_heads, num_heads, options.sliding_window, options.chunk, num_threads)
         plan = self._plans.get(key)
         if plan is None:
-            shared = () if options.hides_any(arena.shape[1]) else metadata.shared
+            shared = () if options.hides_any(layer.max_seq_len) else metadata.shared
             plan = make_plan(
                 metadata.segments, shared, num_kv_heads, num_heads, options, num_threads
             )
@@ -163,46 +165,74 @@ class HostAttention(AttentionBackend):
         return plan
 
 
-def make_kernels(layers: Sequence[LayerKV], isa: str) -> list[tuple[_kernels.HostAttention, int]]:
-    """For each layer a kernel and the layer's index there; layers of one shape have one kernel."""
-    addresses: dict[tuple[object, ...], list[tuple[int, int]]] = {}
-    where = []
-    for layer in layers:
-        k, v = layer.k, layer.v
-        kind = (DTYPES[k.dtype], *k.shape, v.shape[3], k.stride()[:3], v.stride()[:3])
-        of_kind = addresses.setdefault(kind, [])
-        where.append((kind, len(of_kind)))
-        of_kind.append((k.data_ptr(), v.data_ptr()))
+@dataclass(frozen=True, slots=True)
+class HostLayer:
+    """A layer as its kernel takes it."""
+
+    kernel: _kernels.HostAttention
+    index: int
+    """Among the layers of that kernel."""
+    max_seq_len: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    stores: bool
+    stores_values: bool
+
+    def check(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_tokens: int
+    ) -> None:
+        """The kernel trusts its addresses: what it will read must be there."""
+        if (
+            key.shape != (self.num_kv_heads, num_tokens, self.key_dim)
+            or value.shape != (self.num_kv_heads, num_tokens, self.value_dim)
+            or query.shape[1:] != (num_tokens, self.key_dim)
+            or not query.dtype == key.dtype == value.dtype == self.dtype
+            or not (query.is_cpu and key.is_cpu and value.is_cpu)
+        ):
+            shapes = ", ".join(
+                f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (query, key, value)
+            )
+            raise ValueError(
+                f"query, key and value are {shapes}; expected [heads, {num_tokens}, "
+                f"{self.key_dim}], values of width {self.value_dim}, with {self.num_kv_heads} KV "
+                f"heads of {self.dtype} on the CPU"
+            )
+
+
+def make_layers(layers: Sequence[LayerKV], isa: str) -> list[HostLayer]:
+    """Layers of one shape have one kernel."""
+    kinds = [kind_of(layer) for layer in layers]
+    addresses: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    for kind, layer in zip(kinds, layers, strict=True):
+        addresses.setdefault(kind, []).append((layer.k.data_ptr(), layer.v.data_ptr()))
     kernels = {
         kind: _kernels.HostAttention(
-            _kernels.ArenaShape(*kind),  # type: ignore[arg-type]
-            of_kind,
-            start_threads_address(),
-            isa,
+            _kernels.ArenaShape(*kind), of_kind, start_threads_address(), isa
         )
         for kind, of_kind in addresses.items()
     }
-    return [(kernels[kind], index) for kind, index in where]
-
-
-def check(
-    layer: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_tokens: int
-) -> None:
-    """The kernel trusts its addresses: what it will read must be there."""
-    num_kv_heads, key_dim = layer.k.shape[2:]
-    value_dim, dtype = layer.v.shape[3], layer.k.dtype
-    if (
-        key.shape != (num_kv_heads, num_tokens, key_dim)
-        or value.shape != (num_kv_heads, num_tokens, value_dim)
-        or query.shape[1:] != (num_tokens, key_dim)
-        or not query.dtype == key.dtype == value.dtype == dtype
-        or not (query.is_cpu and key.is_cpu and value.is_cpu)
-    ):
-        shapes = ", ".join(f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (query, key, value))
-        raise ValueError(
-            f"query, key and value are {shapes}; expected [heads, {num_tokens}, {key_dim}], values "
-            f"of width {value_dim}, with {num_kv_heads} KV heads of {dtype} on the CPU"
+    return [
+        HostLayer(
+            kernels[kind],
+            kinds[:i].count(kind),
+            max_seq_len=layer.k.shape[1],
+            num_kv_heads=layer.k.shape[2],
+            key_dim=layer.k.shape[3],
+            value_dim=layer.v.shape[3],
+            dtype=layer.k.dtype,
+            stores=layer.stores,
+            stores_values=layer.stores_values,
         )
+        for i, (kind, layer) in enumerate(zip(kinds, layers, strict=True))
+    ]
+
+
+def kind_of(layer: LayerKV) -> tuple[Any, ...]:
+    """The arguments of `_kernels.ArenaShape`."""
+    k, v = layer.k, layer.v
+    return (DTYPES[k.dtype], *k.shape, v.shape[3], k.stride()[:3], v.stride()[:3])
 
 
 def host_or_sdpa(layers: Sequence[LayerKV]) -> AttentionBackend:

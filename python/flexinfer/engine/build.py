@@ -66,7 +66,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
     tokenizer = None
     if not config.skip_tokenizer_init:
         tokenizer = load_tokenizer(config.tokenizer, config.model)
-    loaded = load_model(config.model, config.dtype, config.device, config.quantization or "auto")
+    loaded = load_model(config.model, config.dtype, config.device)
     if config.async_scheduling is None:
         is_asynchronous = loaded.device.type == "cuda" and config.speculation is None
         config = replace(config, async_scheduling=is_asynchronous)

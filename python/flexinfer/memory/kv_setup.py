@@ -81,20 +81,33 @@ def derive_kv_memory(config: EngineConfig, loaded: LoadedModel, max_seq_len: int
     )
 
 
+def kv_spec(loaded: LoadedModel, max_seq_len: int, layers_per_plane: int | None) -> KVSpec:
+    """The shape of the model's KV: layers of one shape are a group."""
+    from flexinfer.vtensor.spec import KVGroup, KVSpec
+
+    shapes: dict[tuple[int, int, int], list[int]] = {}
+    for i, layer in enumerate(loaded.layers):
+        if layer.owner == i:
+            value_dim = 0 if layer.is_latent else layer.value_dim
+            shapes.setdefault((layer.num_kv_heads, layer.key_dim, value_dim), []).append(i)
+    dtype = dtype_name(loaded.dtype)
+    (heads, key_dim, value_dim), layers = next(iter(shapes.items()))
+    if len(shapes) == 1 and key_dim == value_dim and layers == list(range(len(layers))):
+        return KVSpec(len(layers), heads, key_dim, dtype, max_seq_len, layers_per_plane)
+    groups = []
+    for shape, layers in shapes.items():
+        in_plane = layers_per_plane and min(layers_per_plane, len(layers))
+        groups.append(KVGroup(tuple(layers), *shape, dtype=dtype, layers_per_plane=in_plane))
+    return KVSpec.of_groups(groups, max_seq_len)
+
+
 def make_manager(
     config: EngineConfig, loaded: LoadedModel, max_seq_len: int, memory: KVMemory
 ) -> VTensorManager:
     """The vTensor manager for the model's KV."""
-    from flexinfer.vtensor import KVSpec, VTensorManager
+    from flexinfer.vtensor import VTensorManager
 
-    spec = KVSpec(
-        num_layers=1 + max(layer.owner for layer in loaded.layers),
-        num_kv_heads=loaded.layers[0].num_kv_heads,
-        head_dim=loaded.layers[0].key_dim,
-        dtype=dtype_name(loaded.dtype),
-        max_seq_len=max_seq_len,
-        layers_per_plane=config.layers_per_plane,
-    )
+    spec = kv_spec(loaded, max_seq_len, config.layers_per_plane)
     if loaded.device.type == "cuda":
         chunk_bytes = parse_bytes(config.chunk_bytes or CUDA_CHUNK_BYTES, "chunk_bytes")
         spec = replace(spec, max_seq_len=whole_slot_tokens(spec, chunk_bytes))

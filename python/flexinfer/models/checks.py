@@ -29,11 +29,6 @@ def check_config(config: Any) -> None:
                 f"{kind} has layers of type {layer_type!r}; "
                 "only full_attention, sliding_attention and chunked_attention keep nothing but KV"
             )
-    if getattr(text, "kv_lora_rank", None) and _qk_head_dim(text) != text.v_head_dim:
-        raise UnsupportedModelError(
-            f"{kind} uses multi-head latent attention: keys of width {_qk_head_dim(text)} and "
-            f"values of width {text.v_head_dim} do not fit one KV arena"
-        )
     if _rope_types(text) & {"dynamic"}:
         raise UnsupportedModelError(
             f"{kind} uses dynamic rope scaling, which changes the keys of cached tokens"
@@ -111,7 +106,3 @@ def _rope_parameters(text_config: Any) -> list[dict[str, Any]]:
 
 def _rope_types(text_config: Any) -> set[str]:
     return {str(parameters.get("rope_type")) for parameters in _rope_parameters(text_config)}
-
-
-def _qk_head_dim(text_config: Any) -> int:
-    return int(text_config.qk_nope_head_dim + text_config.qk_rope_head_dim)

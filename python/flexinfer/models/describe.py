@@ -30,6 +30,8 @@ class AttentionLayer:
     """A token sees only those of its own chunk of so many tokens."""
     owner: int
     """The layer whose K and V it reads: itself, unless it shares another's."""
+    is_latent: bool = False
+    """Whether its values are the first numbers of its keys, and not kept beside them."""
 
 
 @dataclass(frozen=True)
@@ -52,26 +54,16 @@ def describe(model: PreTrainedModel, name: str) -> LoadedModel:
     """Probe the model and put together what the engine must know."""
     calls = probe(model)
     num_layers = model.config.get_text_config().num_hidden_layers
-    if len(calls) != num_layers:
+    if not calls or list(calls) != list(range(len(calls))) or len(calls) % num_layers:
         raise UnsupportedModelError(
             f"{type(model).__name__} has {num_layers} layers, of which {len(calls)} use attention"
         )
-    shapes = {(c.num_kv_heads, c.key_dim, c.value_dim, c.dtype) for c in calls}
-    if len(shapes) != 1:
+    dtypes = {call.dtype for call in calls.values()}
+    if len(dtypes) > 1 or dtype_name(calls[0].dtype) not in SUPPORTED_DTYPES:
+        names = ", ".join(sorted(map(dtype_name, dtypes)))
         raise UnsupportedModelError(
-            f"{type(model).__name__} has layers of different KV shapes "
-            f"(KV heads, key width, value width, dtype): {sorted(map(str, shapes))}"
-        )
-    call = calls[0]
-    if call.key_dim != call.value_dim:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has keys of width {call.key_dim} but values of width "
-            f"{call.value_dim}; one width is needed"
-        )
-    if dtype_name(call.dtype) not in SUPPORTED_DTYPES:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} computes keys in {dtype_name(call.dtype)}; "
-            f"supported: {', '.join(SUPPORTED_DTYPES)}"
+            f"{type(model).__name__} computes keys in {names}; "
+            f"supported: one of {', '.join(SUPPORTED_DTYPES)}"
         )
     return LoadedModel(
         model=model,
@@ -85,10 +77,11 @@ def describe(model: PreTrainedModel, name: str) -> LoadedModel:
                 call.options.sliding_window,
                 call.chunk,
                 call.owner,
+                call.is_latent,
             )
-            for call in calls
+            for call in calls.values()
         ),
-        dtype=call.dtype,
+        dtype=calls[0].dtype,
         device=model.device,
         vocab_size=model.config.get_text_config().vocab_size,
         eos_token_ids=_eos_token_ids(model),

@@ -7,9 +7,11 @@ Two gates, each with a clear refusal (`UnsupportedModelError`):
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+from flexinfer.config import dtype_name
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.checks import check_class, check_config
 from flexinfer.models.describe import LoadedModel, describe
@@ -18,15 +20,14 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+logger = logging.getLogger(__name__)
 
-def load_model(
-    model: Any, dtype: Any = "auto", device: str | None = None, quantization: str = "auto"
-) -> LoadedModel:
+
+def load_model(model: Any, dtype: Any = "auto", device: str | None = None) -> LoadedModel:
     """Load (a path or hub id) or take over (a loaded model) and check.
 
     Layers of a model that is loaded here are replaced by fused ones where there are any; a model
-    that is taken over stays as it is. quantization: "auto" is the checkpoint's own; else a name
-    that `Scheme.parse` knows.
+    that is taken over stays as it is.
 
     Raises UnsupportedModelError, before any weight is read where the config tells enough.
     """
@@ -34,20 +35,18 @@ def load_model(
 
     config = resolve_config(model)
     with large_blocks_apart():
-        loaded, name = _place(model, config, dtype, device, quantization)
+        loaded, name = _place(model, config, dtype, device)
     return_freed_memory()
     return describe(loaded, name)
 
 
-def _place(
-    model: Any, config: Any, dtype: Any, device: str | None, quantization: str
-) -> tuple[PreTrainedModel, str]:
+def _place(model: Any, config: Any, dtype: Any, device: str | None) -> tuple[PreTrainedModel, str]:
     """The model on its device, fused where it is loaded here, and its name."""
+    from flexinfer.attention.hook import NAMES
+    from flexinfer.attention.latent import keep_latents
     from flexinfer.layers.fuse import fuse_layers
-    from flexinfer.models.quantisation import choose_scheme
     from flexinfer.runtime.weight_files import let_go_of_files
 
-    scheme = choose_scheme(model, config, dtype, device, quantization)
     if isinstance(model, (str, os.PathLike)):
         name = os.fspath(model)
         loaded = _load_weights(name, config, dtype, device or "cpu")
@@ -59,8 +58,9 @@ def _place(
     if device is not None:
         module.to(device)
     module.eval()
+    keep_latents(module, NAMES)
     if loaded is not model:
-        fuse_layers(loaded, scheme)
+        fuse_layers(loaded)
         let_go_of_files(loaded)
     return loaded, name
 
@@ -95,7 +95,6 @@ def load_config(name: str) -> Any:
 def _load_weights(name: str, config: Any, dtype: Any, device: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    from flexinfer.models.dtypes import weights_dtype
     from flexinfer.runtime.weight_files import converting_one_by_one
 
     try:
@@ -103,7 +102,7 @@ def _load_weights(name: str, config: Any, dtype: Any, device: str) -> PreTrained
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
-                dtype=weights_dtype(config, dtype, device),
+                dtype=_weights_dtype(config, dtype, device),
                 use_safetensors=True,
                 trust_remote_code=False,
             )
@@ -112,6 +111,21 @@ def _load_weights(name: str, config: Any, dtype: Any, device: str) -> PreTrained
             f"model {name!r} has no safetensors weights that can be read: {_first_line(error)}"
         ) from error
     return model
+
+
+def _weights_dtype(config: Any, dtype: Any, device: str) -> Any:
+    """The torch dtype to load in. "auto" is the config's, except float16, which is slow on CPUs."""
+    import torch
+
+    if dtype == "auto":
+        dtype = getattr(config.get_text_config(), "dtype", None) or config.dtype or torch.float32
+        if dtype_name(dtype) == "float16" and device.startswith("cpu"):
+            logger.warning(
+                "these weights are float16, which is slow on CPUs: loading them in bfloat16, which "
+                "rounds more coarsely; dtype='float16' keeps them as they are"
+            )
+            dtype = torch.bfloat16
+    return getattr(torch, dtype_name(dtype))
 
 
 def _require_model(model: Any) -> PreTrainedModel:

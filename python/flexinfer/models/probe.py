@@ -44,10 +44,12 @@ class LayerCall:
     """A token sees only those of its own chunk of so many tokens; the mask alone says so."""
     owner: int
     """The first layer with the same K and V: this one, unless it shares another's."""
+    is_latent: bool
+    """Whether its values are the first numbers of its keys."""
 
 
-def probe(model: PreTrainedModel) -> list[LayerCall]:
-    """Run two tokens with an attention that only looks; returns the call of each layer.
+def probe(model: PreTrainedModel) -> dict[int, LayerCall]:
+    """Run two tokens with an attention that only looks; returns the call of each layer, in order.
 
     Raises UnsupportedModelError for arguments that no backend knows, and for masks with a sliding
     window that the layers do not tell the attention of.
@@ -79,6 +81,7 @@ def probe(model: PreTrainedModel) -> list[LayerCall]:
             options,
             chunk_of(model.config, layer_idx),
             owners.of(layer_idx, key, value),
+            same_memory(value, key[..., : value.shape[2]]),
         )
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
 
@@ -100,7 +103,7 @@ def probe(model: PreTrainedModel) -> list[LayerCall]:
             f"{type(model).__name__} masks a sliding window of {min(unknown)} tokens "
             "without passing it to its attention"
         )
-    return [calls[layer_idx] for layer_idx in sorted(calls)]
+    return {layer_idx: calls[layer_idx] for layer_idx in sorted(calls)}
 
 
 class KVOwners:

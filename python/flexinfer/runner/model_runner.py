@@ -18,7 +18,7 @@ import torch
 from flexinfer import attention
 from flexinfer.attention.base import LayerKV
 from flexinfer.attention.hook import use_attention
-from flexinfer.models.describe import LoadedModel
+from flexinfer.models.describe import AttentionLayer, LoadedModel
 from flexinfer.runner.cuda_graphs import DecodeGraphs, Recorder
 from flexinfer.runner.inputs import InputBuilder, StepInputs, padded_count
 from flexinfer.runner.known_positions import KnownPositions
@@ -78,6 +78,13 @@ class PendingTokens:
         return StepResult(tokens, [SequenceFailure(*failure) for failure in failures.items()])
 
 
+def arena_of(manager: VTensorManager, layer: AttentionLayer, layer_idx: int) -> LayerKV:
+    """Where K and V of a layer stand."""
+    k = manager.k(layer.owner)
+    v = k[..., : layer.value_dim] if layer.is_latent else manager.v(layer.owner)
+    return LayerKV(k, v, stores=layer.owner == layer_idx, chunk=layer.chunk)
+
+
 class ModelRunner:
     """Not thread-safe: one step at a time."""
 
@@ -97,10 +104,7 @@ class ModelRunner:
         if compile_model:
             self.model = torch.compile(loaded.model, fullgraph=True, dynamic=True)
         self.sampler = Sampler(seed, loaded.device, grammars)
-        layers = [
-            LayerKV(manager.k(of.owner), manager.v(of.owner), of.owner == i, of.chunk)
-            for i, of in enumerate(loaded.layers)
-        ]
+        layers = [arena_of(manager, of, i) for i, of in enumerate(loaded.layers)]
         self.backend = attention.create(attention_backend, layers)
         pads_rows = self.backend.takes_padding and any(
             getattr(module, "compiles_row_counts", False) for module in loaded.model.modules()

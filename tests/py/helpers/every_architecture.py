@@ -82,6 +82,8 @@ MORE: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
 }
 LATENTS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_key_value_heads": 4,
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 32,

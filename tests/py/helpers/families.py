@@ -31,6 +31,22 @@ _COMMON: dict[str, Any] = {
 _ONE_IN_TWO = ["sliding_attention", "full_attention"]
 _WINDOWS: dict[str, Any] = {**_COMMON, "sliding_window": 16, "layer_types": _ONE_IN_TWO * 2}
 
+_LATENTS: dict[str, Any] = {
+    **_COMMON,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
 FAMILIES: dict[str, Any] = {
     "cohere2": lambda: tf.Cohere2Config(**_WINDOWS, logit_scale=1.0),
     "exaone4": lambda: tf.Exaone4Config(**_WINDOWS, sliding_window_pattern=2),
@@ -56,6 +72,25 @@ FAMILIES: dict[str, Any] = {
         num_local_experts=2,
         intermediate_size_mlp=96,
     ),
+    "gemma4": lambda: tf.Gemma4TextConfig(
+        **{**_WINDOWS, "num_hidden_layers": 6, "layer_types": _ONE_IN_TWO * 3},
+        head_dim=16,
+        global_head_dim=32,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+    ),
+    # Keys are wider than values.
+    "mimo_v2": lambda: tf.MiMoV2FlashConfig(
+        **_WINDOWS, **_EXPERTS, head_dim=48, v_head_dim=32, mlp_layer_types=["dense"] * 4
+    ),
+    "deepseek_v2": lambda: tf.DeepseekV2Config(
+        **_LATENTS, **_EXPERTS, q_lora_rank=None, first_k_dense_replace=2
+    ),
+    "deepseek_v3": lambda: tf.DeepseekV3Config(
+        **_LATENTS, **_EXPERTS, q_lora_rank=32, first_k_dense_replace=2
+    ),
+    "minicpm3": lambda: tf.MiniCPM3Config(**_LATENTS, q_lora_rank=32),
 }
 """Family -> config."""
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 from flexinfer import LLM, SamplingParams
 from helpers.families import FAMILIES, continuation, make_family
@@ -74,7 +75,7 @@ def test_without_a_prefix_cache(name: str) -> None:
 def test_preempted(name: str, mode: str) -> None:
     prompts = random_prompts((20, 30, 25, 10, 28))
     with open_llm(name, chunk_bytes=4096) as llm:
-        tokens_bytes = 80 * llm.llm_engine.manager.spec.bytes_per_token
+        tokens_bytes = 70 * llm.llm_engine.manager.spec.bytes_per_token
     with open_llm(
         name,
         chunk_bytes=4096,
@@ -96,3 +97,36 @@ def test_forked(name: str) -> None:
         outputs = llm.generate([prompt], params, use_tqdm=False)[0].outputs
         llm.llm_engine.manager.check_integrity()
     assert [output.token_ids for output in outputs] == 3 * expected(name, [prompt])
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers_per_token"),
+    [
+        ("deepseek_v3", 4 * (32 + 16)),  # a latent and a rotary key a layer
+        ("gemma3n", 3 * 2 * 2 * 16),  # three of six layers have KV of their own
+        ("gemma4", 2 * 2 * 2 * (16 + 32)),  # four of six, in two shapes
+        ("mimo_v2", (2 * 4 + 2 * 2) * (48 + 32)),  # windows of four KV heads, the rest of two
+    ],
+)
+def test_what_a_token_takes(name: str, numbers_per_token: int) -> None:
+    with open_llm(name) as llm:
+        assert llm.llm_engine.manager.spec.bytes_per_token == 4 * numbers_per_token
+
+
+def test_outside_of_the_engine_latents_are_expanded_as_before() -> None:
+    model = make_family("deepseek_v3")
+    ids = torch.tensor(random_prompts((9,)))
+    before = model(ids).logits
+    with open_llm("deepseek_v3") as llm:
+        assert generate(llm, [ids[0].tolist()])
+    assert torch.equal(model(ids).logits, before)
+
+
+def test_a_model_of_a_folder_keeps_latents_in_fused_layers(tmp_path: Path) -> None:
+    make_family("deepseek_v2").save_pretrained(tmp_path)
+    prompts = mixed_prompts()
+    with LLM(
+        str(tmp_path), skip_tokenizer_init=True, kv_cache_memory_bytes=64 << 20, max_model_len=200
+    ) as llm:
+        assert all(layer.is_latent for layer in llm.llm_engine.loaded.layers)
+        assert generate(llm, prompts) == expected("deepseek_v2", prompts)

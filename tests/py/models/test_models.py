@@ -16,6 +16,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from flexinfer import UnsupportedModelError
 from flexinfer.attention.hook import attention_forward, probe_forward, register
+from flexinfer.memory.kv_setup import kv_spec
 from flexinfer.models.checks import check_config, max_positions
 from flexinfer.models.loading import load_model
 from flexinfer.models.probe import probe
@@ -46,7 +47,7 @@ def test_geometry_is_what_the_layers_really_use(name: str) -> None:
 
 
 def test_probe_sees_windows_and_soft_caps_of_each_layer() -> None:
-    options = [call.options for call in probe(make_model("gemma2"))]
+    options = [call.options for call in probe(make_model("gemma2")).values()]
     assert [o.sliding_window for o in options] == [16, None, 16, None]
     assert {o.softcap for o in options} == {5.0}
 
@@ -57,7 +58,6 @@ def test_probe_sees_windows_and_soft_caps_of_each_layer() -> None:
         (lambda: tf.T5Config(), "encoder-decoder"),
         (lambda: tf.MambaConfig(hidden_size=32, num_hidden_layers=2), "linear_attention"),
         (lambda: tf.BloomConfig(hidden_size=32, n_head=2, n_layer=2), "AttentionInterface"),
-        (lambda: tf.DeepseekV3Config(), "latent attention"),
         (
             lambda: tf.LlamaConfig(
                 **SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
@@ -83,12 +83,9 @@ def test_attention_in_both_directions_is_refused() -> None:
         load_model(model)
 
 
-@pytest.mark.parametrize(
-    ("wide_layers", "reason"),
-    [([1], "different KV shapes"), ([0, 1, 2, 3], "keys of width 16 but values of width 32")],
-)
-def test_values_wider_than_keys_are_refused(
-    monkeypatch: pytest.MonkeyPatch, wide_layers: list[int], reason: str
+@pytest.mark.parametrize("wide_layers", [[1], [0, 1, 2, 3]])
+def test_values_wider_than_keys_are_kept_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, wide_layers: list[int]
 ) -> None:
     attend = LlamaAttention.forward
 
@@ -96,11 +93,30 @@ def test_values_wider_than_keys_are_refused(
         if self.layer_idx not in wide_layers:
             return attend(self, hidden_states, **kwargs)
         heads = torch.zeros(1, 4, hidden_states.shape[1], 32)
-        probe_forward(self, heads[..., :16], heads[:, :2, :, :16], heads[:, :2], None)
+        values = torch.zeros_like(heads)
+        probe_forward(self, heads[..., :16], heads[:, :2, :, :16], values[:, :2], None)
         return hidden_states, None
 
     monkeypatch.setattr(LlamaAttention, "forward", wide)
-    with pytest.raises(UnsupportedModelError, match=reason):
+    loaded = load_model(make_model("llama"))
+    widths = [(layer.key_dim, layer.value_dim) for layer in loaded.layers]
+    assert widths == [(16, 32 if i in wide_layers else 16) for i in range(4)]
+    spec = kv_spec(loaded, 64, None)
+    assert spec.bytes_per_token == sum(4 * 2 * (k + v) for k, v in widths)
+    assert sorted(layer for group in spec.groups for layer in group.layers) == [0, 1, 2, 3]
+
+
+def test_layers_without_attention_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep something that is no KV."""
+    attend = LlamaAttention.forward
+
+    def skip(self: Any, hidden_states: Any, **kwargs: Any) -> Any:
+        if self.layer_idx == 2:
+            return hidden_states, None
+        return attend(self, hidden_states, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", skip)
+    with pytest.raises(UnsupportedModelError, match="4 layers, of which 3 use attention"):
         load_model(make_model("llama"))
 
 
@@ -137,7 +153,7 @@ def test_a_window_that_hides_nothing_is_taken() -> None:
     config = tf.PhimoeConfig(
         **SMALL, sliding_window=64, num_local_experts=2, num_key_value_heads=2, pad_token_id=0
     )
-    assert {call.options.sliding_window for call in probe(from_config(config))} == {None}
+    assert {call.options.sliding_window for call in probe(from_config(config)).values()} == {None}
     config.sliding_window = 63
     with pytest.raises(UnsupportedModelError, match="sliding window of 63 tokens without"):
         probe(from_config(config))
@@ -154,7 +170,7 @@ def test_a_window_that_no_layer_has_is_taken() -> None:
         shared_expert_intermediate_size=32,
     )
     assert config.sliding_window == 0
-    assert {call.options.sliding_window for call in probe(from_config(config))} == {None}
+    assert {call.options.sliding_window for call in probe(from_config(config)).values()} == {None}
 
 
 def from_config(config: Any) -> Any:

@@ -1,0 +1,68 @@
+"""Whether the engine serves an architecture of transformers, found out on a tiny model of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers as tf
+
+from flexinfer import LLM, SamplingParams, UnsupportedModelError
+from flexinfer.models.checks import check_config
+from helpers.every_architecture import tiny_config, tiny_model
+from helpers.tiny_models import random_prompts
+
+WORKS = "works"
+NUM_NEW = 8
+
+
+def try_family(model_type: str) -> str:
+    """`WORKS`, or why not."""
+    try:
+        for config in (tf.AutoConfig.for_model, tiny_config):
+            check_config(config(model_type))
+    except UnsupportedModelError as error:
+        return f"refused: {error}"
+    except Exception as error:
+        if "Validation" not in type(error).__name__:
+            raise
+        return "not tried: its own defaults make no config"
+    model = tiny_model(model_type)
+    if model is None:
+        return "not tried: it cannot be made small"
+    model.generation_config.eos_token_id = None
+    prompts = random_prompts((5, 70, 20, 1))
+    try:
+        answers = serve(model, prompts)
+    except UnsupportedModelError as error:
+        return f"refused: {error}"
+    return WORKS if answers == [reference(model, prompt) for prompt in prompts] else "differs"
+
+
+def serve(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy, all at once, prompts in parts."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+    with LLM(
+        model,
+        max_num_seqs=4,
+        max_num_batched_tokens=48,
+        max_model_len=128,
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=64 << 20,
+    ) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def reference(model: Any, prompt: list[int]) -> list[int]:
+    """Greedy, alone, by transformers."""
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NUM_NEW,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
