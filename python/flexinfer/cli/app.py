@@ -16,6 +16,7 @@ from flexinfer.cli.option_model import command_of
 from flexinfer.cli.replay import replay
 from flexinfer.cli.serve.command import serve
 from flexinfer.cli.serve.options import ServeOptions
+from flexinfer.cli.simulate.options import SimulateOptions
 from flexinfer.cli.top.command import top
 
 app = typer.Typer(
@@ -61,9 +62,17 @@ def chat(settings: ChatSettings) -> None:
     run_chat(settings)
 
 
+def simulate(options: SimulateOptions) -> None:
+    """A trace on a fleet of replicas in virtual time: what each router makes of it."""
+    from flexinfer.cli.simulate.command import run_simulate
+
+    run_simulate(options)
+
+
 app.command(cls=WholeNames)(command_of(DemoSettings, demo))
 app.command(cls=WholeNames)(command_of(ChatSettings, chat))
 app.command(cls=WholeNames)(replay)
+app.command(cls=WholeNames)(command_of(SimulateOptions, simulate))
 app.command(cls=WholeNames)(inspect)
 app.command(cls=WholeNames)(top)
 app.command(cls=WholeNames)(doctor)

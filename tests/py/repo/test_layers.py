@@ -76,9 +76,11 @@ PYTHON_ALLOWED = {
     "llm": "config conversation engine errors outputs sampling types",
     "async_llm": "config engine errors llm outputs sampling types",
     "loadgen": "",
+    "routing": "",
+    "simulation": "config loadgen outputs routing sampling scheduler vtensor",
     "server": "async_llm engine errors memory metrics outputs sampling scheduler types vtensor",
     "cli": "async_llm attention config conversation engine errors llm loadgen models outputs "
-    "replay runtime sampling server types vtensor",
+    "replay routing runtime sampling scheduler server simulation types vtensor",
 }
 # The same inside server/ and cli/: folder, or file directly in it -> what else there it may import.
 INNER_ALLOWED = {
@@ -115,8 +117,9 @@ INNER_ALLOWED = {
         "demo": "errors memory_map option_model plot settings terminal_text",
         "bench": "endpoint errors help option_model options plot settings",
         "serve": "errors option_model options settings",
+        "simulate": "errors option_model settings terminal_text",
         "app": "bench chat demo doctor errors help inspect option_model options replay "
-        "serve settings top",
+        "serve settings simulate top",
         "__main__": "app",
     },
 }

@@ -1,0 +1,1 @@
+"""`flexinfer simulate`: a trace on a fleet of replicas, in virtual time."""

@@ -1,0 +1,1 @@
+"""Which of several replicas takes a request. Knows nothing of engines, HTTP or clusters."""
