@@ -24,7 +24,7 @@ ones. A C++ header and its source share a row, named without an ending. `make ma
 # Folders of the Python package, lowest first.
 PACKAGES = (
     *("runtime", "vtensor", "attention", "layers", "models", "sampling", "metrics", "scheduler"),
-    *("memory", "runner", "engine", "replay"),
+    *("speculation", "memory", "runner", "engine", "replay"),
     *("server", "server/http", "server/api", "server/protocol", "server/observability", "loadgen"),
     *("cli", "cli/chat", "cli/demo", "cli/bench", "cli/doctor", "cli/inspect", "cli/top"),
 )

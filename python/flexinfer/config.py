@@ -12,7 +12,7 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 SCHEDULING_POLICIES = ("fcfs", "priority", "prefix")
 PREEMPTION_MODES = ("recompute", "swap", "auto", "off")
-SPECULATIVE_METHODS = ("ngram",)
+SPECULATIVE_METHODS = ("ngram", "draft_model")
 DEFAULT_LOOKUP = 5
 
 
@@ -76,13 +76,16 @@ class SpeculativeConfig:
     `speculative_config`."""
 
     method: str
-    """"ngram": what followed the last tokens where they stood before, in prompt or output."""
+    """"ngram": what followed the last tokens where they stood before, in prompt or output;
+    "draft_model": what a smaller model finds most probable (on the CPU)."""
     num_speculative_tokens: int
     """The longest proposal; how much of it is verified adapts to what it brings."""
     prompt_lookup_max: int | None = None
     """The longest tail that is looked up; None: `prompt_lookup_min`, or 5."""
     prompt_lookup_min: int | None = None
     """The shortest; None: `prompt_lookup_max`."""
+    model: Any = None
+    """The draft model, with the same vocabulary: a local folder, a hub id, or a loaded model."""
 
     def __post_init__(self) -> None:
         _require_choice("speculative_config: method", self.method, SPECULATIVE_METHODS)
@@ -90,12 +93,29 @@ class SpeculativeConfig:
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             if getattr(self, name) is not None:
                 _require_positive(f"speculative_config: {name}", getattr(self, name))
+        self._check_model()
         shortest, longest = self.lookup_lengths
         if shortest > longest:
             raise ValueError(
                 f"speculative_config: prompt_lookup_min ({self.prompt_lookup_min}) must be at most "
                 f"prompt_lookup_max ({self.prompt_lookup_max})"
             )
+
+    def _check_model(self) -> None:
+        lookup = {
+            "prompt_lookup_min": self.prompt_lookup_min,
+            "prompt_lookup_max": self.prompt_lookup_max,
+        }
+        if self.method == "ngram" and self.model is not None:
+            raise ValueError('speculative_config: method "ngram" takes no model')
+        if self.method == "draft_model":
+            if self.model is None:
+                raise ValueError('speculative_config: method "draft_model" needs a model')
+            given = [name for name, value in lookup.items() if value is not None]
+            if given:
+                raise ValueError(
+                    f'speculative_config: method "draft_model" takes no {" and no ".join(given)}'
+                )
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:

@@ -8,6 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.config import EngineConfig
+from flexinfer.engine.build_draft import (
+    check_draft,
+    load_draft,
+    make_draft_model,
+    share_of_draft,
+    split_budget,
+)
 from flexinfer.engine.inputs import InputProcessor, load_tokenizer
 from flexinfer.memory.elastic import ElasticMemory
 from flexinfer.memory.epochs import kernel_epoch
@@ -23,6 +30,7 @@ from flexinfer.sampling.grammars import GrammarCompiler
 from flexinfer.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from flexinfer.engine.draft_model import DraftModel
     from flexinfer.memory.budget import KVMemory
     from flexinfer.memory.torch_share import TorchMemory
     from flexinfer.models.describe import LoadedModel
@@ -48,6 +56,8 @@ class EngineParts:
     """Entered around the launch of a step's kernels."""
     torch_memory: TorchMemory
     elastic: ElasticMemory
+    draft_model: DraftModel | None = None
+    """What proposes tokens, where `speculative_config` names one."""
 
 
 def build_parts(config: EngineConfig) -> EngineParts:
@@ -66,16 +76,24 @@ def build_parts(config: EngineConfig) -> EngineParts:
     tokenizer = None
     if not config.skip_tokenizer_init:
         tokenizer = load_tokenizer(config.tokenizer, config.model)
+    check_draft(config, tokenizer)
     loaded = load_model(config.model, config.dtype, config.device)
     if config.async_scheduling is None:
         is_asynchronous = loaded.device.type == "cuda" and config.speculation is None
         config = replace(config, async_scheduling=is_asynchronous)
+    draft = load_draft(config)
     kv_memory = derive_kv_memory(config, loaded, wanted_len)
+    draft_share = 0.0 if draft is None else share_of_draft(loaded, draft)
+    kv_memory, draft_memory = split_budget(kv_memory, draft_share)
     manager = make_manager(config, loaded, wanted_len, kv_memory)
     try:
         if config.trace is not None:
             manager.start_trace(config.trace)
         parts = _assemble(config, tokenizer, loaded, kv_memory, manager, wanted_len)
+        if draft is not None:
+            max_len = parts.scheduler.config.max_model_len
+            model = make_draft_model(config, draft, max_len, draft_memory, draft_share)
+            parts = replace(parts, draft_model=model)
         if loaded.device.type == "cuda" and not config.enforce_eager:
             _capture_graphs(parts)
     except BaseException:

@@ -28,6 +28,7 @@ from flexinfer.outputs import RequestOutput
 from flexinfer.sampling.params import BeamSearchParams, SamplingParams
 from flexinfer.scheduler.request import Request
 from flexinfer.scheduler.scheduler import Batch
+from flexinfer.speculation.drafter import NgramDrafter
 from flexinfer.speculation.speculation import Speculation
 from flexinfer.types import Prompt
 
@@ -53,10 +54,15 @@ class LLMEngine:
         self._elastic = parts.elastic
         self._plans = PlanBuilder(self.runner, self.manager.shared_ranges)
         self._steps = StepPipeline(StepExecution(parts, self._plans), parts.config)
+        self._draft_model = parts.draft_model
         self._speculation: Speculation | None = None
         if parts.config.speculation is not None:
-            max_step_tokens = self.scheduler.config.max_num_batched_tokens
-            self._speculation = Speculation(parts.config.speculation, self.manager, max_step_tokens)
+            self._speculation = Speculation(
+                parts.config.speculation.num_speculative_tokens,
+                parts.draft_model or NgramDrafter(*parts.config.speculation.lookup_lengths),
+                self.manager,
+                self.scheduler.config.max_num_batched_tokens,
+            )
         self._settled: list[RequestOutput] = []  # outputs of a step that had to be waited for
         self._meter = StepMeter(self.manager)
         self._requests = RequestStats()
@@ -164,6 +170,8 @@ class LLMEngine:
         self.abort_request(list(self._groups))
         self._settle()
         self.grammars.close()
+        if self._draft_model is not None:
+            self._draft_model.close()
         self.manager.close()
 
     # Memory while serving. All of it between steps.
@@ -171,7 +179,12 @@ class LLMEngine:
     def set_kv_cache_memory(self, size: int | str) -> BudgetChange:
         """Change the budget of physical KV memory; see `ElasticMemory.set_budget`."""
         self._settle()
-        return self._elastic.set_budget(size)
+        if self._draft_model is None:
+            return self._elastic.set_budget(size)
+        own, drafts = self._draft_model.split(size)
+        change = self._elastic.set_budget(own)
+        self._draft_model.set_budget(drafts)
+        return change
 
     def sleep(self, level: int = 1) -> int:
         """Give all physical KV memory back to the system; returns bytes.
@@ -180,6 +193,8 @@ class LLMEngine:
         with level 1, forgotten with level 2. The model's weights stay where they are.
         """
         self._settle()
+        if self._draft_model is not None:
+            self._draft_model.release_all()
         return self._elastic.sleep(level)
 
     def wake_up(self) -> None:
@@ -191,6 +206,8 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> int:
         """Forget all recorded prefixes that are not pinned; returns how many tokens they held."""
+        if self._draft_model is not None:
+            self._draft_model.manager.reset_prefix_cache()
         return self.manager.reset_prefix_cache()
 
     def pin_prefix(self, prompt: Prompt, owner: str, ttl_s: float | None = None) -> int:

@@ -12,16 +12,17 @@ from collections.abc import Sequence
 DECAY = 0.9
 """What a hit counts one trial later: the last 10 trials count."""
 PRIOR_TRIALS = 2.0
+PATIENCE = 64
+"""After so many tokens of which nothing was proposed, nothing is known any more: another try."""
 
 
 class Acceptance:
     """Of one request."""
 
     def __init__(self) -> None:
-        self._first = _Rate(0.5)
-        self._later = _Rate(0.75)
         self._guess: Sequence[int] = ()  # proposed, and not verified by the model
         self._num_right = 0
+        self._forget()
 
     def probabilities(self, num_tokens: int) -> list[float]:
         """That each token of a proposal of so many is accepted; each at most the one before it."""
@@ -34,6 +35,7 @@ class Acceptance:
     def observe(self, num_proposed: int, num_accepted: int) -> None:
         """A proposal was verified."""
         self._guess = ()
+        self._num_unknown = 0
         for place in range(min(num_accepted + 1, num_proposed)):
             self._note(place, is_right=place < num_accepted)
 
@@ -45,12 +47,20 @@ class Acceptance:
     def observe_token(self, token_id: int) -> None:
         """The request got a token without a proposal."""
         if not self._guess:
+            self._num_unknown += 1
+            if self._num_unknown == PATIENCE:
+                self._forget()
             return
+        self._num_unknown = 0
         is_right = self._guess[self._num_right] == token_id
         self._note(self._num_right, is_right=is_right)
         self._num_right += 1
         if not is_right or self._num_right == len(self._guess):
             self._guess = ()
+
+    def _forget(self) -> None:
+        self._first, self._later = _Rate(0.5), _Rate(0.75)
+        self._num_unknown = 0
 
     def _note(self, place: int, *, is_right: bool) -> None:
         (self._later if place else self._first).note(is_right)

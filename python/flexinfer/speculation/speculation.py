@@ -20,7 +20,7 @@ is never, steps go without. Not thread-safe.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -29,38 +29,34 @@ from flexinfer.metrics.speculation import SpeculationStats
 from flexinfer.scheduler.batch import Batch, ScheduledRequest
 from flexinfer.scheduler.request import Request
 from flexinfer.speculation.acceptance import Acceptance
-from flexinfer.speculation.ngram import NgramIndex
+from flexinfer.speculation.drafter import Drafter, Outlook
 from flexinfer.speculation.step_costs import StepCosts
 
 if TYPE_CHECKING:
-    from flexinfer.config import SpeculativeConfig
     from flexinfer.vtensor import VTensorManager
-
-
-class _Drafts:
-    """What is known of one request."""
-
-    def __init__(self, config: SpeculativeConfig) -> None:
-        self.index = NgramIndex(*config.lookup_lengths)
-        self.acceptance = Acceptance()
 
 
 class Speculation:
     """
-    Invariant: `_drafts` has no request that has been forgotten.
+    Invariant: `_acceptance` has no request that has been forgotten.
     """
 
     def __init__(
-        self, config: SpeculativeConfig, manager: VTensorManager, max_num_batched_tokens: int
+        self,
+        num_speculative_tokens: int,
+        drafter: Drafter,
+        manager: VTensorManager,
+        max_num_batched_tokens: int,
     ) -> None:
-        self._config = config
+        self._num_speculative_tokens = num_speculative_tokens
+        self._drafter = drafter
         self._manager = manager
         self._max_num_batched_tokens = max_num_batched_tokens
         self._costs = StepCosts()
-        self._drafts: dict[Request, _Drafts] = {}
+        self._acceptance: dict[Request, Acceptance] = {}
         self._num_requests = 0  # of the step under way
         self._num_further: int | None = None
-        self.stats = SpeculationStats(config.num_speculative_tokens)
+        self.stats = SpeculationStats(num_speculative_tokens)
 
     def draft(self, batch: Batch) -> None:
         """Add proposals to a scheduled step, where they pay and memory is there for them."""
@@ -70,18 +66,14 @@ class Speculation:
         self._num_further = None if num_others else 0
         if not decodes or batch.preempted or batch.failed:
             return
-        proposals = [self._propose(item) for item in decodes.values()]
-        lengths = self._choose_lengths(list(decodes.values()), proposals, num_others)
-        drafted = {
-            i: replace(item, end=item.end + length, draft=tuple(proposal[:length]))
-            for (i, item), proposal, length in zip(decodes.items(), proposals, lengths, strict=True)
-            if length
-        }
+        outlooks = [self._outlook(item.request) for item in decodes.values()]
+        lengths = self._choose_lengths(list(decodes.values()), outlooks, num_others)
+        drafted = self._propose(decodes, lengths)
         if drafted and self._extend(drafted.values()):
             for i, item in drafted.items():
                 batch.items[i] = item
             if self._num_further is not None:
-                self._num_further = sum(lengths)
+                self._num_further = sum(len(item.draft) for item in drafted.values())
 
     def settle(self, batch: Batch, tokens: Iterable[tuple[Request, int]]) -> None:
         """The step has given these tokens: take back what was rejected, as if it had not been
@@ -91,59 +83,66 @@ class Speculation:
             got.setdefault(request, []).append(token_id)
         for i, item in enumerate(batch.items):
             drawn = got.get(item.request, [])
-            drafts = self._drafts.get(item.request)
+            acceptance = self._acceptance.get(item.request)
             if item.draft:
                 num_accepted = max(0, len(drawn) - 1)
                 batch.items[i] = self._take_back(item, num_accepted)
                 self.stats.note(len(item.draft), num_accepted)
-                if drafts is not None:
-                    drafts.acceptance.observe(len(item.draft), num_accepted)
-            elif drafts is not None and drawn:
-                drafts.acceptance.observe_token(drawn[0])
+                if acceptance is not None:
+                    acceptance.observe(len(item.draft), num_accepted)
+            elif acceptance is not None and drawn:
+                acceptance.observe_token(drawn[0])
 
     def observe(self, step_us: float) -> None:
         """The step took so long, all of it."""
         if self._num_further is not None and self._num_requests:
             self._costs.observe(self._num_requests, self._num_further, step_us)
 
-    def forget(self, ended: Iterable[Request]) -> None:
+    def forget(self, ended: Sequence[Request]) -> None:
         for request in ended:
-            self._drafts.pop(request, None)
+            self._acceptance.pop(request, None)
+        self._drafter.forget(ended)
 
-    def _propose(self, item: ScheduledRequest) -> Sequence[int]:
-        """What could follow; empty where nothing is known, or no more is wanted."""
-        request = item.request
-        drafts = self._drafts.get(request)
-        if drafts is None:
-            drafts = self._drafts[request] = _Drafts(self._config)
+    def _outlook(self, request: Request) -> Outlook:
         most = request.max_num_tokens - request.num_tokens - 1  # the last one is drawn
-        most = min(most, self._config.num_speculative_tokens)
+        most = min(most, self._num_speculative_tokens)
         if most <= 0 or not request.may_speculate:
-            return ()
-        proposal = drafts.index.propose(request.token_ids, most)
-        stops = request.stop_token_ids
-        for i, token_id in enumerate(proposal):
-            if token_id in stops:  # drawn, it ends the request: nothing after it is needed
-                proposal = proposal[:i]
-                break
-        drafts.acceptance.guess(proposal)
-        return proposal
+            return Outlook(0)
+        acceptance = self._acceptance.setdefault(request, Acceptance())
+        outlook = self._drafter.outlook(request, most)
+        acceptance.guess(outlook.known)
+        return outlook
+
+    def _propose(
+        self, decodes: Mapping[int, ScheduledRequest], lengths: Sequence[int]
+    ) -> dict[int, ScheduledRequest]:
+        """Those of the items that get a proposal, with it."""
+        chosen = {i: length for i, length in zip(decodes, lengths, strict=True) if length}
+        if not chosen:
+            return {}
+        requests = [decodes[i].request for i in chosen]
+        proposals = self._drafter.propose(requests, list(chosen.values()))
+        return {
+            i: replace(decodes[i], end=decodes[i].end + len(draft), draft=tuple(draft))
+            for i, proposal in zip(chosen, proposals, strict=True)
+            if (draft := before_stop(proposal, decodes[i].request))
+        }
 
     def _choose_lengths(
         self,
         items: Sequence[ScheduledRequest],
-        proposals: Sequence[Sequence[int]],
+        outlooks: Sequence[Outlook],
         num_others: int,
     ) -> list[int]:
-        """How much of each proposal to verify, for the most tokens per second.
+        """How long a proposal of each to verify, for the most tokens per second.
 
         num_others: tokens of the step that are not of these items.
         """
         gains = [
             (probability, i)
-            for i, (item, proposal) in enumerate(zip(items, proposals, strict=True))
-            if proposal
-            for probability in self._drafts[item.request].acceptance.probabilities(len(proposal))
+            for i, (item, outlook) in enumerate(zip(items, outlooks, strict=True))
+            if outlook.num_tokens > 0
+            for probability in self._acceptance[item.request].probabilities(outlook.num_tokens)
         ]
         num_left = self._max_num_batched_tokens - len(items) - num_others
         costs = self._costs.estimate(len(items), num_others + len(gains)) if gains else None
@@ -178,3 +177,11 @@ class Speculation:
 def _decodes(item: ScheduledRequest) -> bool:
     """Whether it computes one token, whose successor is not known: the plain case of a decode."""
     return item.samples and not item.request.is_prefilling and item.num_tokens == 1
+
+
+def before_stop(proposal: Sequence[int], request: Request) -> Sequence[int]:
+    """Up to a token that would end the request: nothing after it is needed, and it is drawn without
+    being proposed."""
+    stops = request.stop_token_ids
+    end = next((i for i, token_id in enumerate(proposal) if token_id in stops), len(proposal))
+    return proposal[:end]

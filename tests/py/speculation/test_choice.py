@@ -125,7 +125,10 @@ def test_speculation_goes_on_only_where_it_pays(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "eagle", "num_speculative_tokens": 2}, "one of 'ngram', got 'eagle'"),
+        (
+            {"method": "eagle", "num_speculative_tokens": 2},
+            "one of 'ngram', 'draft_model', got 'eagle'",
+        ),
         ({"method": "ngram"}, "needs num_speculative_tokens"),
         ({"num_speculative_tokens": 2}, "needs method"),
         ({**NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens must be a positive"),

@@ -1,0 +1,96 @@
+"""The draft model of an engine: checked before any weight is read, then loaded beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from flexinfer.memory.budget import KVMemory
+from flexinfer.memory.kv_setup import kv_spec, make_manager
+
+if TYPE_CHECKING:
+    from flexinfer.config import EngineConfig
+    from flexinfer.engine.draft_model import DraftModel
+    from flexinfer.models.describe import LoadedModel
+
+
+def check_draft(config: EngineConfig, tokenizer: Any | None) -> None:
+    """Whether the two models speak of the same tokens. Reads no weights; raises ValueError or
+    UnsupportedModelError."""
+    from flexinfer.engine.inputs import load_tokenizer
+    from flexinfer.models.loading import resolve_config
+
+    speculation = config.speculation
+    if speculation is None or speculation.model is None:
+        return
+    device = config.device or getattr(config.model, "device", "cpu")
+    if str(device).startswith("cuda"):
+        raise ValueError(
+            'speculative_config: method "draft_model" is for the CPU; on a GPU there is "ngram"'
+        )
+    sizes = [
+        resolve_config(model).get_text_config().vocab_size
+        for model in (config.model, speculation.model)
+    ]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the draft model {_name(speculation.model)} has a vocabulary of {sizes[1]} tokens, "
+            f"the model one of {sizes[0]}: what it proposes would mean something else"
+        )
+    if tokenizer is None or not isinstance(speculation.model, str):
+        return
+    if load_tokenizer(None, speculation.model).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"the draft model {_name(speculation.model)} has another tokenizer than the model: "
+            "what it proposes would mean something else"
+        )
+
+
+def load_draft(config: EngineConfig) -> LoadedModel | None:
+    """None where `speculative_config` names no model."""
+    from flexinfer.models.loading import load_model
+
+    speculation = config.speculation
+    if speculation is None or speculation.model is None:
+        return None
+    return load_model(speculation.model, config.dtype, config.device)
+
+
+def share_of_draft(loaded: LoadedModel, draft: LoadedModel) -> float:
+    """Of the KV memory, the part of the draft model: both hold as many tokens."""
+    own, other = (kv_spec(one, 1, None).bytes_per_token for one in (draft, loaded))
+    return own / (own + other)
+
+
+def split_budget(memory: KVMemory, share: float) -> tuple[KVMemory, KVMemory]:
+    """What is left of the engine's KV memory, and the draft model's part."""
+    drafts = int(memory.budget_bytes * share)
+    reason = f"{share:.1%} of the KV memory, for as many tokens of the draft model"
+    return replace(memory, budget_bytes=memory.budget_bytes - drafts), KVMemory(drafts, reason)
+
+
+def make_draft_model(
+    config: EngineConfig, draft: LoadedModel, max_model_len: int, memory: KVMemory, share: float
+) -> DraftModel:
+    """With a manager of its own. Raises ValueError if the memory is too little."""
+    from flexinfer.engine.draft_model import DraftModel
+    from flexinfer.models.checks import max_positions
+    from flexinfer.runner.model_runner import ModelRunner
+    from flexinfer.sampling.grammars import GrammarCompiler
+
+    limit = max_positions(draft.model.config)
+    max_len = max_model_len if limit is None else min(limit, max_model_len)
+    settings = replace(config, swap_space=0, preemption_mode="recompute", prefix_cache_memory=None)
+    manager = make_manager(settings, draft, max_len, memory)
+    try:
+        unused = GrammarCompiler(None, draft.vocab_size, draft.eos_token_ids)
+        runner = ModelRunner(draft, manager, config.attention_backend, config.seed, unused)
+        max_step_tokens = config.scheduler_config(max_model_len).max_num_batched_tokens
+        return DraftModel(manager, runner, max_len, max_step_tokens, share)
+    except BaseException:
+        manager.close()
+        raise
+
+
+def _name(model: Any) -> str:
+    return repr(model) if isinstance(model, str) else type(model).__name__

@@ -1,0 +1,198 @@
+"""A draft model proposes: tokens stay those of the large model, memory is given back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flexinfer import LLM, LLMEngine, SamplingParams
+from flexinfer.engine.draft_model import DraftModel
+from flexinfer.speculation.step_costs import StepCosts
+from helpers.engine_kit import check, drain, make_engine, submit
+from helpers.tiny_models import make_model, random_prompts, reference
+
+NUM_NEW = 24
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW)
+PROMPTS = random_prompts((20, 33, 7, 41))
+
+
+@pytest.fixture(autouse=True)
+def it_always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepCosts, "estimate", lambda _, num, further: [1.0] * (further + 1))
+
+
+def drafting(model: Any = None, **settings: Any) -> LLMEngine:
+    """By default with the model itself as its draft: all that it proposes is right."""
+    config = {"method": "draft_model", "num_speculative_tokens": 3}
+    config["model"] = make_model("llama") if model is None else model
+    return make_engine(speculative_config=config, kv_cache_memory_bytes="8MiB", **settings)
+
+
+def draft_of(engine: LLMEngine) -> DraftModel:
+    assert engine._draft_model is not None
+    return engine._draft_model
+
+
+def drain_both(engine: LLMEngine) -> dict[str, Any]:
+    final = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            final[output.request_id] = output
+        engine.manager.check_integrity()
+        draft_of(engine).manager.check_integrity()
+    assert draft_of(engine).manager.stats().num_vtensors == 0
+    return final
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 7}, {"layers_per_plane": 1}])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_greedy_tokens_are_those_of_transformers(seed: int, settings: dict[str, Any]) -> None:
+    engine = drafting(make_model("llama", seed), **settings)
+    submit(engine, PROMPTS, GREEDY)
+    check(drain_both(engine), PROMPTS, NUM_NEW)
+    stats = engine.stats().speculation
+    assert stats is not None
+    assert stats.num_draft_tokens > 4
+    if seed == 0:  # the same model: all is right, and every fourth token is drawn without
+        assert stats.num_accepted_tokens == stats.num_draft_tokens
+    engine.close()
+
+
+def test_what_was_rejected_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same model, the first wrong token of each proposal is one that was made wrong."""
+    rng, compute, propose = random.Random(0), DraftModel._compute, DraftModel.propose
+    known = [p + reference("llama", tuple(p), NUM_NEW) for p in PROMPTS]
+    wrong: list[int] = []
+
+    def mistaken(self: DraftModel, rows: Any) -> list[int]:
+        return [token ^ (rng.random() < 0.2) for token in compute(self, rows)]
+
+    def checked(self: DraftModel, requests: Any, lengths: Any) -> Any:
+        proposals = propose(self, requests, lengths)
+        for request, proposal in zip(requests, proposals, strict=True):
+            coming = known[int(request.request_id)][request.num_tokens :]
+            pairs = zip(proposal, coming, strict=False)
+            wrong.extend([a ^ b for a, b in pairs if a != b][:1])
+        return proposals
+
+    def at_times(_: StepCosts, num: int, further: int) -> list[float] | None:
+        """Some steps go without: then more than one token comes between two proposals."""
+        return [1.0] * (further + 1) if rng.random() < 0.6 else None
+
+    monkeypatch.setattr(StepCosts, "estimate", at_times)
+    monkeypatch.setattr(DraftModel, "_compute", mistaken)
+    monkeypatch.setattr(DraftModel, "propose", checked)
+    engine = drafting()
+    submit(engine, PROMPTS, GREEDY)
+    check(drain_both(engine), PROMPTS, NUM_NEW)
+    assert len(wrong) > 5
+    assert set(wrong) == {1}
+    engine.close()
+
+
+def test_a_seed_gives_the_same_tokens_with_a_draft_and_without() -> None:
+    params = SamplingParams(seed=4, temperature=0.8, top_p=0.9, max_tokens=NUM_NEW)
+    found = []
+    for engine in (make_engine(), drafting()):
+        submit(engine, PROMPTS, params)
+        found.append({i: o.outputs[0].token_ids for i, o in drain(engine).items()})
+        engine.close()
+    assert found[0] == found[1]
+
+
+def test_the_next_turn_and_its_fork_share_what_the_draft_has_computed() -> None:
+    engine = drafting()
+    submit(engine, PROMPTS[:1], GREEDY)
+    said = PROMPTS[0] + drain_both(engine)["0"].outputs[0].token_ids
+    manager = draft_of(engine).manager
+    assert manager.match_prefix(said) >= len(said) - 5
+    before = manager.stats().chunks_aliased + manager.stats().chunks_adopted
+    turns = [[*said, *tail] for tail in random_prompts((5, 6), seed=3)]
+    submit(engine, turns, GREEDY)
+    check(drain_both(engine), turns, NUM_NEW)
+    after = manager.stats()
+    assert after.chunks_aliased + after.chunks_adopted > before
+    assert after.prefix_hit_tokens > 0
+    engine.close()
+
+
+def test_preempted_requests_go_on_and_a_draft_without_memory_does_without() -> None:
+    engine = drafting(preemption_mode="recompute", max_model_len=80)
+    draft = draft_of(engine)
+    draft.manager.memory_budget = 3 * draft.manager.bytes_for(30)
+    rng = random.Random(1)
+    submit(engine, PROMPTS, GREEDY)
+    final = {}
+    while engine.has_unfinished_requests():
+        running = list(engine.scheduler.running.values())
+        if running and rng.random() < 0.2:
+            engine.scheduler.preempt(rng.choice(running), "test")
+        for output in engine.step():
+            final[output.request_id] = output
+        draft.manager.check_integrity()
+    check(final, PROMPTS, NUM_NEW)
+    engine.close()
+
+
+def test_sleep_and_a_smaller_budget_take_the_drafts_memory_too() -> None:
+    engine = drafting()
+    submit(engine, PROMPTS, GREEDY)
+    for _ in range(4):
+        engine.step()
+    draft = draft_of(engine).manager
+    assert draft.stats().resident_bytes > 0
+    engine.sleep()
+    assert draft.stats().resident_bytes == 0
+    engine.wake_up()
+    engine.set_kv_cache_memory("4MiB")
+    assert engine.manager.memory_budget + draft.memory_budget == 4 << 20
+    assert draft.memory_budget == 2 << 20
+    check(drain_both(engine), PROMPTS, NUM_NEW)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "needs a model"),
+        ({"model": "m", "prompt_lookup_max": 3}, "takes no prompt_lookup_max"),
+        ({"model": "m", "method": "ngram"}, '"ngram" takes no model'),
+    ],
+)
+def test_a_bad_configuration_is_refused(config: dict[str, Any], message: str) -> None:
+    config = {"method": "draft_model", "num_speculative_tokens": 2, **config}
+    with pytest.raises(ValueError, match=message):
+        LLM("no-such-folder", speculative_config=config)
+
+
+def test_another_vocabulary_is_refused_before_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from flexinfer.models import loading
+
+    other = LlamaForCausalLM(
+        LlamaConfig(vocab_size=77, hidden_size=16, num_hidden_layers=1, num_attention_heads=1)
+    )
+    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match="has a vocabulary of 77 tokens, the model one of"):
+        drafting(other)
+
+
+def test_requests_longer_than_the_draft_knows_are_not_drafted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = drafting()
+    monkeypatch.setattr(draft_of(engine), "_max_len", 30)
+    submit(engine, PROMPTS[:2], GREEDY)
+    final = drain_both(engine)
+    assert final["1"].outputs[0].token_ids == reference("llama", tuple(PROMPTS[1]), NUM_NEW)
+    stats = engine.stats().speculation
+    assert stats is not None
+    assert 0 < stats.num_draft_tokens < 12
+    engine.close()
