@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         IntegrityError,
         MappingLimitError,
         OutOfMemoryError,
+        RankError,
         ReleasedError,
         RequestError,
         UnsupportedModelError,
@@ -67,6 +68,7 @@ _HOME_OF = {
     "UnsupportedModelError": "errors",
     "RequestError": "errors",
     "EngineError": "errors",
+    "RankError": "errors",
     "EngineDeadError": "errors",
 }
 
@@ -87,6 +89,7 @@ __all__ = [
     "Logprob",
     "MappingLimitError",
     "OutOfMemoryError",
+    "RankError",
     "ReleasedError",
     "RequestError",
     "RequestMetrics",

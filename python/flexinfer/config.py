@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -218,6 +219,13 @@ class EngineConfig:
     when it is changed, a number stays. Free memory kept ready (`free_memory_low`) is part of it."""
     enable_dedup: bool = True
     """Map prefixes that were computed twice onto one set of chunks."""
+    tensor_parallel_size: int = 1
+    """Processes that share the model: each has its part of the weights and of the KV heads. Sizes
+    of memory are those of each of them; see docs/scale_out.md."""
+    distributed_timeout_s: float = 30.0
+    """Seconds after which a process that does not take part in a step is held to hang."""
+    distributed_check_interval: int = 1000
+    """Steps between two comparisons of what the processes' managers hold."""
     trace: str | None = None
     """File to which every memory operation is written, with time and request."""
 
@@ -235,6 +243,7 @@ class EngineConfig:
             if not isinstance(getattr(self, name), (str, type(None))):
                 _require_positive(name, getattr(self, name))
         self._check_memory_settings()
+        self._check_parallel_settings()
         self._check_gpu_settings()
         self._check_speculation()
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
@@ -253,6 +262,28 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a number of bytes, got {value!r}")
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ValueError('preemption_mode "swap" needs swap_space, in bytes')
+
+    def _check_parallel_settings(self) -> None:
+        _require_positive("tensor_parallel_size", self.tensor_parallel_size)
+        _require_positive("distributed_check_interval", self.distributed_check_interval)
+        if not self.distributed_timeout_s > 0:
+            raise ValueError(
+                f"distributed_timeout_s must be positive, got {self.distributed_timeout_s!r}"
+            )
+        if self.tensor_parallel_size == 1:
+            return
+        for name, reason in (
+            ("compile", "a compiled model cannot exchange tensors"),
+            ("async_scheduling", "all ranks begin a step together"),
+            ("speculative_config", "what is proposed has not been tried on several ranks"),
+        ):
+            if getattr(self, name):
+                raise ValueError(f"{name} does not go with tensor_parallel_size > 1: {reason}")
+        if not isinstance(self.model, (str, os.PathLike)):
+            raise ValueError(
+                "tensor_parallel_size > 1 takes a folder or hub id: each rank reads its own part "
+                f"of the weights. The model given is a loaded {type(self.model).__name__}"
+            )
 
     def _check_gpu_settings(self) -> None:
         part = self.gpu_memory_utilization

@@ -12,9 +12,12 @@
         ├── RequestError            a request that can never be served            (+ ValueError)
         └── EngineError             the step that computed a request failed       (+ RuntimeError)
             └── EngineDeadError     the engine has stopped, and serves no more
+                └── RankError       because one of its ranks failed: rank
 
 Other caller mistakes are ``ValueError`` or ``LookupError`` with the offending value.
 """
+
+from __future__ import annotations
 
 from flexinfer._vtensor import (
     DriverError,
@@ -32,6 +35,7 @@ __all__ = [
     "IntegrityError",
     "MappingLimitError",
     "OutOfMemoryError",
+    "RankError",
     "ReleasedError",
     "RequestError",
     "TraceError",
@@ -58,3 +62,15 @@ class EngineError(VTensorError, RuntimeError):
 
 class EngineDeadError(EngineError):
     """The engine was shut down, or failed in a way it cannot go on from (`__cause__`)."""
+
+
+class RankError(EngineDeadError):
+    """A process of a tensor-parallel engine died, hung, failed or disagrees: `rank` says which."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(f"rank {rank} {message}")
+        self.rank = rank
+        self.message = message
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[int, str]]:
+        return RankError, (self.rank, self.message)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.config import EngineConfig
+from flexinfer.distributed.tensor_parallel import TensorParallelRanks, rank_threads
 from flexinfer.engine.build_draft import (
     check_draft,
     load_draft,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from flexinfer.memory.budget import KVMemory
     from flexinfer.memory.torch_share import TorchMemory
     from flexinfer.models.describe import LoadedModel
+    from flexinfer.runner.executor import Executor
     from flexinfer.runner.model_runner import ModelRunner
     from flexinfer.vtensor import VTensorManager
 
@@ -56,6 +58,10 @@ class EngineParts:
     """Entered around the launch of a step's kernels."""
     torch_memory: TorchMemory
     elastic: ElasticMemory
+    executor: Executor
+    """The runner, or what has all ranks compute."""
+    ranks: TensorParallelRanks | None
+    """The other processes of this engine."""
     draft_model: DraftModel | None = None
     """What proposes tokens, where `speculative_config` names one."""
 
@@ -67,7 +73,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
     """
     from flexinfer.runtime.torch_settings import set_up_torch
 
-    set_up_torch(config.threads)
+    set_up_torch(rank_threads(config))
     config = _check(config)
     from flexinfer.models.checks import max_positions
     from flexinfer.models.loading import load_model, resolve_config
@@ -77,10 +83,32 @@ def build_parts(config: EngineConfig) -> EngineParts:
     if not config.skip_tokenizer_init:
         tokenizer = load_tokenizer(config.tokenizer, config.model)
     check_draft(config, tokenizer)
-    loaded = load_model(config.model, config.dtype, config.device)
+    ranks: TensorParallelRanks | None = None
+    if config.tensor_parallel_size > 1:
+        ranks = TensorParallelRanks(config)
+    try:
+        if ranks is None:
+            loaded = load_model(config.model, config.dtype, config.device)
+        else:
+            loaded = ranks.load()
+        return _open(config, tokenizer, loaded, wanted_len, ranks)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+def _open(
+    config: EngineConfig,
+    tokenizer: Any | None,
+    loaded: LoadedModel,
+    wanted_len: int,
+    ranks: TensorParallelRanks | None,
+) -> EngineParts:
+    """The KV memory, and all parts around it."""
     if config.async_scheduling is None:
-        is_asynchronous = loaded.device.type == "cuda" and config.speculation is None
-        config = replace(config, async_scheduling=is_asynchronous)
+        is_alone = config.speculation is None and ranks is None
+        config = replace(config, async_scheduling=loaded.device.type == "cuda" and is_alone)
     draft = load_draft(config)
     kv_memory = derive_kv_memory(config, loaded, wanted_len)
     draft_share = 0.0 if draft is None else share_of_draft(loaded, draft)
@@ -89,12 +117,12 @@ def build_parts(config: EngineConfig) -> EngineParts:
     try:
         if config.trace is not None:
             manager.start_trace(config.trace)
-        parts = _assemble(config, tokenizer, loaded, kv_memory, manager, wanted_len)
+        parts = _assemble(config, tokenizer, loaded, kv_memory, manager, wanted_len, ranks)
         if draft is not None:
             max_len = parts.scheduler.config.max_model_len
             model = make_draft_model(config, draft, max_len, draft_memory, draft_share)
             parts = replace(parts, draft_model=model)
-        if loaded.device.type == "cuda" and not config.enforce_eager:
+        if loaded.device.type == "cuda" and not config.enforce_eager and ranks is None:
             _capture_graphs(parts)
     except BaseException:
         manager.close()
@@ -123,6 +151,7 @@ def _assemble(
     kv_memory: KVMemory,
     manager: VTensorManager,
     wanted_len: int,
+    ranks: TensorParallelRanks | None,
 ) -> EngineParts:
     from flexinfer.memory.torch_share import share_device
     from flexinfer.runner.model_runner import ModelRunner
@@ -130,6 +159,14 @@ def _assemble(
     max_model_len = fit_max_model_len(manager, wanted_len, config)
     scheduler = Scheduler(config.scheduler_config(max_model_len), manager)
     grammars = GrammarCompiler(tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+    runner = ModelRunner(
+        loaded,
+        manager,
+        config.attention_backend,
+        config.seed,
+        grammars,
+        compile_model=config.compile,
+    )
     return EngineParts(
         config=config,
         tokenizer=tokenizer,
@@ -137,19 +174,14 @@ def _assemble(
         kv_memory=kv_memory,
         manager=manager,
         scheduler=scheduler,
-        runner=ModelRunner(
-            loaded,
-            manager,
-            config.attention_backend,
-            config.seed,
-            grammars,
-            compile_model=config.compile,
-        ),
+        runner=runner,
         inputs=InputProcessor(tokenizer, loaded.vocab_size, max_model_len),
         grammars=grammars,
-        epoch=kernel_epoch(manager, loaded.device),
+        epoch=kernel_epoch(manager, loaded.device) if ranks is None else nullcontext(),
         torch_memory=share_device(manager, loaded.device),
         elastic=ElasticMemory(scheduler, manager, config.swap_directory),
+        executor=runner if ranks is None else ranks.open(runner, manager, kv_memory, wanted_len),
+        ranks=ranks,
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from flexinfer.errors import EngineDeadError
 from flexinfer.runner.plan import SampledToken, SequenceFailure, StepResult
 from flexinfer.scheduler.batch import ScheduledRequest
 from flexinfer.scheduler.request import Request
@@ -43,6 +44,8 @@ def execute_in_parts(
         part = parts.pop()
         try:
             result = execute(part)
+        except EngineDeadError:
+            raise
         except Exception as error:
             if is_shortage(error) or (len(part) == 1 and not parts and not is_any_computed):
                 raise

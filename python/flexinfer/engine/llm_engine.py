@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from flexinfer.config import EngineConfig
@@ -49,10 +49,12 @@ class LLMEngine:
         self.manager = parts.manager
         self.scheduler = parts.scheduler
         self.runner = parts.runner
+        self._executor = parts.executor
+        self._ranks = parts.ranks
         self.inputs = parts.inputs
         self.grammars = parts.grammars
         self._elastic = parts.elastic
-        self._plans = PlanBuilder(self.runner, self.manager.shared_ranges)
+        self._plans = PlanBuilder(self._executor, self.manager.shared_ranges)
         self._steps = StepPipeline(StepExecution(parts, self._plans), parts.config)
         self._draft_model = parts.draft_model
         self._speculation: Speculation | None = None
@@ -160,6 +162,8 @@ class LLMEngine:
 
     def warm_up(self) -> None:
         """Compile ahead what first steps would wait for; the thread that calls `step` calls it."""
+        if self._ranks is not None:
+            return  # each rank would compile in its own time
         try:
             self.runner.warm_up(self.scheduler.config.max_num_batched_tokens)
         except Exception:
@@ -173,6 +177,18 @@ class LLMEngine:
         if self._draft_model is not None:
             self._draft_model.close()
         self.manager.close()
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def check_ranks(self) -> None:
+        """Raises RankError if another process of this engine has failed."""
+        if self._ranks is not None:
+            self._ranks.check()
+
+    def on_rank_failure(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called, in another thread, as soon as one has failed."""
+        if self._ranks is not None:
+            self._ranks.when_failed(wake)
 
     # Memory while serving. All of it between steps.
 
@@ -180,10 +196,12 @@ class LLMEngine:
         """Change the budget of physical KV memory; see `ElasticMemory.set_budget`."""
         self._settle()
         if self._draft_model is None:
-            return self._elastic.set_budget(size)
-        own, drafts = self._draft_model.split(size)
-        change = self._elastic.set_budget(own)
-        self._draft_model.set_budget(drafts)
+            change = self._elastic.set_budget(size)
+        else:
+            own, drafts = self._draft_model.split(size)
+            change = self._elastic.set_budget(own)
+            self._draft_model.set_budget(drafts)
+        self._executor.sync()
         return change
 
     def sleep(self, level: int = 1) -> int:
@@ -195,11 +213,14 @@ class LLMEngine:
         self._settle()
         if self._draft_model is not None:
             self._draft_model.release_all()
-        return self._elastic.sleep(level)
+        num_bytes = self._elastic.sleep(level)
+        self._executor.sync()
+        return num_bytes
 
     def wake_up(self) -> None:
         """Undo `sleep`. Raises OutOfMemoryError, still asleep, when memory is short."""
         self._elastic.wake_up()
+        self._executor.sync()
 
     def is_sleeping(self) -> bool:
         return self.manager.asleep

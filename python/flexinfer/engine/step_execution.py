@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flexinfer.engine.isolation import Failure, execute_in_parts
-from flexinfer.errors import OutOfMemoryError
+from flexinfer.errors import EngineDeadError, OutOfMemoryError
 from flexinfer.runner.plan import StepResult
 from flexinfer.scheduler.batch import Batch, ScheduledRequest
 
@@ -32,7 +32,7 @@ class StepExecution:
     def __init__(self, parts: EngineParts, plans: PlanBuilder) -> None:
         self.scheduler = parts.scheduler
         self._plans = plans
-        self._executor = parts.runner
+        self._executor = parts.executor
         self.epoch = parts.epoch
         self._torch_memory = parts.torch_memory
 
@@ -53,6 +53,8 @@ class StepExecution:
         while True:
             try:
                 return self._attempt(batch.items), []
+            except EngineDeadError:
+                raise
             except Exception as error:
                 is_shortage = self._torch_memory.is_shortage(error)
                 if not is_shortage and len(batch.items) == 1:

@@ -123,6 +123,7 @@ class EngineThread:
         end = EngineDeadError("the engine was shut down")
         try:
             bound_primitive_caches()
+            self._engine.on_rank_failure(lambda: self._commands.put((Future(), _nothing)))
             self._engine.warm_up()
             while self._run_commands():
                 self._step()
@@ -144,12 +145,15 @@ class EngineThread:
             if command is None:
                 return False
             self._run(*command)
+            engine.check_ranks()
 
     def _step(self) -> None:
         """One step. One that fails ends its own requests; if it ended none, it would fail for
         ever, and the error goes on."""
         try:
             outputs = self._engine.step()
+        except EngineDeadError:
+            raise
         except Exception as error:
             ended = [i for i in self._callbacks if not self._engine.is_unfinished(i)]
             if not ended:
@@ -202,6 +206,10 @@ class EngineThread:
             command = self._commands.get()
             if command is not None and command[0].set_running_or_notify_cancel():
                 command[0].set_exception(_again(end))
+
+
+def _nothing(engine: LLMEngine) -> None:
+    """Wakes the thread, which then finds out what has happened."""
 
 
 def _again(end: EngineDeadError) -> EngineDeadError:

@@ -66,7 +66,8 @@ def derive_kv_memory(config: EngineConfig, loaded: LoadedModel, max_seq_len: int
     if loaded.device.type != "cuda":
         from flexinfer.vtensor import available_memory_bytes
 
-        return choose_kv_memory(config.kv_cache_memory_bytes, available_memory_bytes())
+        free_bytes = available_memory_bytes() // config.tensor_parallel_size  # each rank its part
+        return choose_kv_memory(config.kv_cache_memory_bytes, free_bytes)
     import torch
 
     from flexinfer.models.describe import warm_up

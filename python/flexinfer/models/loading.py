@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from flexinfer.models.sharding import RankOf
+
 logger = logging.getLogger(__name__)
 
 
@@ -38,6 +40,27 @@ def load_model(model: Any, dtype: Any = "auto", device: str | None = None) -> Lo
         loaded, name = _place(model, config, dtype, device)
     return_freed_memory()
     return describe(loaded, name)
+
+
+def load_part_of_model(
+    name: str, dtype: Any, device: str, part: RankOf
+) -> tuple[PreTrainedModel, int]:
+    """One rank's part of a model (`sharding.py`), to be described when all ranks have theirs, and
+    the bytes of its weights."""
+    from flexinfer.models.sharding import load_part, split_layers
+    from flexinfer.runtime.torch_settings import large_blocks_apart, return_freed_memory
+    from flexinfer.runtime.weight_files import converting_one_by_one, let_go_of_files
+
+    config = resolve_config(name)
+    with large_blocks_apart():
+        with converting_one_by_one():
+            weights_dtype = _weights_dtype(config, dtype, device)
+            model: PreTrainedModel = load_part(name, config, weights_dtype, part)
+        model.eval()
+        num_bytes = split_layers(model, part)
+        let_go_of_files(model)
+    return_freed_memory()
+    return model, num_bytes
 
 
 def _place(model: Any, config: Any, dtype: Any, device: str | None) -> tuple[PreTrainedModel, str]:

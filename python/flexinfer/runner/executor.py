@@ -1,7 +1,7 @@
 """Executor: what computes the plans of an engine. No torch.
 
-In this process that is the `ModelRunner`; an executor of several ranks hands each of them the same
-plan, and gives back the result of one.
+In this process that is the `ModelRunner`; the `TensorParallelExecutor` of several ranks hands each
+of them the same plan, and gives back the result of one.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> PendingResult:
         """As `execute`, without waiting where the device works by itself. The next plan may be
         submitted before the result is asked for, and may name tokens of this one in `fed`."""
+        ...
+
+    def sync(self) -> None:
+        """Return when all ranks have done what the manager was told."""
         ...
 
     def forget(self, sampling_ids: Sequence[int]) -> None:

@@ -119,16 +119,20 @@ class ModelRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor.execute`."""
-        return self.sample(self._logits(plan), plan)
+        return self.sample(self.compute(plan), plan)
 
     def submit(self, plan: StepPlan) -> PendingTokens:
         """See `Executor.submit`."""
-        return self.begin_sampling(self._logits(plan), plan)
+        return self.begin_sampling(self.compute(plan), plan)
 
     def forget(self, sampling_ids: Sequence[int]) -> None:
         self.sampler.sequences.forget(sampling_ids)
 
-    def _logits(self, plan: StepPlan) -> torch.Tensor:
+    def sync(self) -> None:
+        """See `Executor.sync`."""
+
+    def compute(self, plan: StepPlan) -> torch.Tensor:
+        """KV of the planned tokens, and the logits [rows that need them, vocab_size]."""
         self.sampler.sequences.add(plan.new_sequences)
         inputs = self.inputs.build(plan)
         if plan.fed:

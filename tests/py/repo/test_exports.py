@@ -30,6 +30,7 @@ PUBLIC = {
     "Logprob",
     "MappingLimitError",
     "OutOfMemoryError",
+    "RankError",
     "ReleasedError",
     "RequestError",
     "RequestMetrics",

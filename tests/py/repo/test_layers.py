@@ -69,9 +69,10 @@ PYTHON_ALLOWED = {
     "speculation": "config metrics scheduler vtensor",
     "memory": "config errors models runtime scheduler vtensor",
     "runner": "attention models runtime sampling vtensor",
+    "distributed": "config errors layers memory models runner runtime sampling vtensor",
     "replay": "errors vtensor",
-    "engine": "attention config errors memory metrics models outputs runner runtime sampling "
-    "scheduler speculation types vtensor",
+    "engine": "attention config distributed errors memory metrics models outputs runner runtime "
+    "sampling scheduler speculation types vtensor",
     "conversation": "engine errors outputs sampling types",
     "llm": "config conversation engine errors outputs sampling types",
     "async_llm": "config engine errors llm outputs sampling types",

@@ -31,6 +31,10 @@ class EngineOptions:
     enforce_eager: Annotated[bool, option("On a GPU: no CUDA graphs for decoding.")] = False
     threads: Annotated[int | None, option(THREADS_HELP)] = None
     compile: Annotated[bool, option(COMPILE_HELP)] = False
+    tensor_parallel_size: Annotated[
+        int,
+        option("Processes that share the model, each with a part of weights and KV heads."),
+    ] = 1
     max_model_len: Annotated[
         int | None, option("Maximum number of tokens per request, prompt and answer together.")
     ] = None

@@ -1,0 +1,113 @@
+"""What ranks tell each other beside tensors: plain values that are pickled. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flexinfer.config import EngineConfig
+    from flexinfer.distributed.operations import Operation
+    from flexinfer.runner.plan import StepPlan
+
+PACKAGES = ("flexinfer", "torch", "transformers")
+SAMPLE_BYTES = 64 << 10
+"""Of the head and of the end of each weight file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """From a rank, when it has connected."""
+
+    rank: int
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """To a rank: what to load, and where the others meet."""
+
+    config: EngineConfig
+    fingerprint: str
+    num_ranks: int
+    store: tuple[str, int]
+    threads: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """To a rank, when all have their weights: take part in the model's first forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenManager:
+    """To a rank that has its weights: how much KV memory it gets."""
+
+    budget_bytes: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """To all ranks, one a step: what rank 0's manager has done since, and what to compute now."""
+
+    operations: list[Operation]
+    plan: StepPlan | None = None
+    books: str | None = None
+    """To be compared."""
+    is_answered: bool = False
+    """Whether a `Done` is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """To a rank: end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """From a rank: for the log."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """From a rank: it has loaded, opened its manager, or done a step that is answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """From a rank, the last that it says."""
+
+    message: str
+    is_victim: bool
+    """Whether another rank is likely to be the cause: tensors could not be exchanged."""
+
+
+def versions() -> dict[str, str]:
+    """Of what must be the same on all ranks."""
+    return {name: version(name) for name in PACKAGES}
+
+
+def fingerprint(model: Any) -> str:
+    """Of a model's config and weight files: names, sizes, heads and ends. Reads few bytes."""
+    folder = Path(os.fspath(model))
+    if not folder.is_dir():
+        from transformers.utils.hub import cached_file
+
+        folder = Path(str(cached_file(os.fspath(model), "config.json"))).parent
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(SAMPLE_BYTES))
+            file.seek(max(0, size - SAMPLE_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()

@@ -1,0 +1,146 @@
+"""A rank that dies, hangs or disagrees ends the engine with one error that names it; nothing stays.
+
+Refusals come before a process is started.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flexinfer import LLMEngine, SamplingParams
+from flexinfer.config import EngineConfig
+from flexinfer.errors import RankError, UnsupportedModelError
+from helpers.rank_kit import children, folder_of, make_ranked_engine, open_things
+from helpers.tiny_models import make_model, random_prompts
+
+PROMPTS = random_prompts((20, 33, 7))
+BOUND_S = 5.0
+
+
+def run_until_it_fails(engine: LLMEngine, victims: list[int], at_step: int, sign: int) -> RankError:
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=40))
+    for step in range(1000):
+        if step == at_step:
+            for victim in victims:
+                os.kill(victim, sign)
+            start_s = time.monotonic()
+        try:
+            engine.step()
+        except RankError as error:
+            assert time.monotonic() - start_s < BOUND_S
+            return error
+    raise AssertionError("no step failed")
+
+
+def check_nothing_is_left(before: set[int], things: list[str]) -> None:
+    """REQUIRES: the engine has been given up; its arena lives as long as it."""
+    gc.collect()
+    assert children() <= before
+    assert open_things() == things
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 50))]
+)
+def test_a_rank_killed_at_a_random_step_is_named_and_nothing_is_left(seed: int) -> None:
+    before, things = children(), open_things()
+    engine = make_ranked_engine()
+    (victim,) = children() - before
+    error = run_until_it_fails(engine, [victim], random.Random(seed).randrange(30), signal.SIGKILL)
+    assert error.rank == 1
+    assert "SIGKILL" in str(error)
+    engine.add_request("later", PROMPTS[0])
+    with pytest.raises(RankError):
+        engine.step()
+    engine.close()
+    del engine, error
+    check_nothing_is_left(before, things)
+
+
+def test_a_rank_that_hangs_is_named_within_the_timeout() -> None:
+    before, things = children(), open_things()
+    engine = make_ranked_engine(distributed_timeout_s=1.5)
+    (victim,) = children() - before
+    error = run_until_it_fails(engine, [victim], 3, signal.SIGSTOP)
+    assert error.rank == 1
+    assert "hangs" in str(error)
+    engine.close()
+    del engine, error
+    check_nothing_is_left(before, things)
+
+
+def test_a_rank_whose_manager_differs_is_named_with_the_operation() -> None:
+    engine = make_ranked_engine()
+    assert engine.manager.match_prefix([1, 2, 3]) == 0
+    engine.manager._core._operations[-1] = (*engine.manager._core._operations[-1][:2], 7)
+    with pytest.raises(RankError, match=r"rank 1 failed: DisagreementError: match_prefix gave 0"):
+        engine.sleep()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "message"),
+    [
+        ("gpt2", 2, "'gpt2' has no tensor-parallel plan"),
+        ("phi3", 2, "colwise_gather_output"),
+        ("llama", 3, "4 attention heads, which 3 ranks cannot share"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused_before_a_process_starts(
+    name: str, num_ranks: int, message: str
+) -> None:
+    before = children()
+    with pytest.raises(UnsupportedModelError, match=message):
+        make_ranked_engine(name, num_ranks)
+    assert children() == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"compile": True}, "compile does not go with"),
+        ({"async_scheduling": True}, "async_scheduling does not go with"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "speculative_config does not go with",
+        ),
+        ({"model": None}, "takes a folder or hub id"),
+        ({"tensor_parallel_size": 0}, "positive integer"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    config: dict[str, Any] = {"model": "somewhere", "tensor_parallel_size": 2, **settings}
+    if config["model"] is None:
+        config["model"] = make_model("llama")
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**config)
+
+
+def test_a_rank_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexinfer.distributed import group
+
+    before, things = children(), open_things()
+    monkeypatch.setattr(group, "versions", lambda: {"flexinfer": "9.9.9", "torch": "1"})
+    with pytest.raises(RankError, match=r"rank 1 has .* rank 0 has"):
+        make_ranked_engine()
+    check_nothing_is_left(before, things)
+
+
+def test_the_fingerprint_tells_weights_of_equal_shape_apart(tmp_path: Any) -> None:
+    from flexinfer.distributed.messages import fingerprint
+
+    make_model("llama", seed=1).save_pretrained(tmp_path)
+    assert fingerprint(folder_of("llama")) != fingerprint(tmp_path)
+    assert fingerprint(folder_of("llama")) == fingerprint(folder_of("llama"))

@@ -1,0 +1,104 @@
+"""Tensor-parallel engines over the tiny models, in folders as a user would have them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+import transformers as tf
+
+from flexinfer import LLMEngine
+from flexinfer.config import EngineConfig
+from helpers.tiny_models import CONFIGS, make_model
+
+CONFIGS.setdefault(
+    "mixtral",
+    lambda: tf.MixtralConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    ),
+)
+CONFIGS.setdefault(
+    "tied",
+    lambda: tf.Qwen2Config(
+        vocab_size=131,  # no multiple of any number of ranks
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    ),
+)
+
+
+@cache
+def folder_of(name: str) -> str:
+    """The model of CONFIGS[name] as a folder of safetensors."""
+    import atexit
+    from shutil import rmtree
+
+    folder = mkdtemp(prefix="flexinfer-test-")
+    atexit.register(rmtree, folder, ignore_errors=True)
+    make_model(name).save_pretrained(folder)
+    return folder
+
+
+def make_ranked_engine(name: str = "llama", num_ranks: int = 2, **settings: Any) -> LLMEngine:
+    """Of small chunks; the ranks' books are compared in every step. Close it."""
+    defaults: dict[str, Any] = {
+        "max_num_seqs": 6,
+        "kv_cache_memory_bytes": 2 << 20,
+        "chunk_bytes": 4096,
+        "device": "cpu",
+        "threads": 1,
+        "skip_tokenizer_init": True,
+        "distributed_check_interval": 1,
+        "distributed_timeout_s": 20.0,
+    }
+    config = {**defaults, "model": folder_of(name), "tensor_parallel_size": num_ranks, **settings}
+    threads = torch.get_num_threads()
+    try:
+        return LLMEngine.from_config(EngineConfig(**config))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def children() -> set[int]:
+    """Processes started by this one that have not ended."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
+
+
+def open_things() -> list[str]:
+    """Sockets and memory files that this process has open."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except OSError:
+            continue
+        if target.startswith(("socket:", "/memfd:")):
+            found.append(target)
+    return sorted(found)
