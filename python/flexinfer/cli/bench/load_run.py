@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from flexinfer.cli.bench.drafts import Counts, read_counts, summarize_drafts
 from flexinfer.cli.bench.options import LoadOptions
 from flexinfer.cli.endpoint import Endpoint
 from flexinfer.loadgen.arrivals import gamma_arrivals
@@ -126,13 +127,15 @@ class LoadResult:
     settings: dict[str, Any]
     summary: Summary
     outcomes: list[Outcome]
+    drafts: Counts
+    """What the server speculated; empty if nothing."""
 
     @property
     def first_error(self) -> str:
         return next((o.error for o in self.outcomes if o.error), "")
 
     def as_dict(self, *, detailed: bool = False) -> dict[str, Any]:
-        out = {**self.settings, **self.summary.as_dict()}
+        out = {**self.settings, **self.summary.as_dict(), **self.drafts}
         if detailed:
             outcomes = self.outcomes
             out["input_lens"] = [o.num_prompt_tokens for o in outcomes]
@@ -150,13 +153,15 @@ def measure(settings: LoadSettings) -> LoadResult:
     """Run the load. Raises ValueError or OSError before it if the server refuses one request."""
     workload = settings.workload()
     arrivals_s = settings.arrivals_s(workload)
-    model = settings.model
-    if model is None:
-        with Endpoint(settings.url, settings.api_key) as endpoint:
+    with Endpoint(settings.url, settings.api_key) as endpoint:
+        model = settings.model
+        if model is None:
             model = endpoint.first_model()
-    outcomes, duration_s = asyncio.run(
-        _run(settings, settings.target(model), workload.requests, arrivals_s)
-    )
+        before = read_counts(endpoint)
+        outcomes, duration_s = asyncio.run(
+            _run(settings, settings.target(model), workload.requests, arrivals_s)
+        )
+        drafts = summarize_drafts(before, read_counts(endpoint))
     summary = summarize(outcomes, duration_s, settings.percentiles, settings.goodput_limits)
     about = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -172,7 +177,7 @@ def measure(settings: LoadSettings) -> LoadResult:
         "goodput": settings.goodput_limits,
         **_pairs(settings.metadata, "--metadata"),
     }
-    return LoadResult(about, summary, outcomes)
+    return LoadResult(about, summary, outcomes, drafts)
 
 
 async def _run(

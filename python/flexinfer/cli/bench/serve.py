@@ -14,7 +14,7 @@ import typer
 from flexinfer.cli.errors import usage_errors
 
 if TYPE_CHECKING:
-    from flexinfer.cli.bench.load_run import LoadSettings
+    from flexinfer.cli.bench.load_run import LoadResult, LoadSettings
     from flexinfer.cli.bench.options import LoadOptions
     from flexinfer.loadgen.summary import Summary
 
@@ -32,18 +32,25 @@ def serve(options: LoadOptions) -> None:
     if options.json:
         typer.echo(json_module.dumps(result.as_dict(), indent=2))
     else:
-        _print(settings, result.summary, files, result.first_error)
+        _print(settings, result, files)
     if result.summary.num_completed == 0:
         raise typer.Exit(FAILED)
 
 
-def _print(settings: LoadSettings, summary: Summary, files: list[Path], error: str) -> None:
+def _print(settings: LoadSettings, result: LoadResult, files: list[Path]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(_table(settings, summary))
-    if error:
-        console.print(f"first error: {error}", style="red", markup=False, soft_wrap=True)
+    console.print(_table(settings, result.summary))
+    if result.drafts:
+        rate, length = (result.drafts[f"spec_decode_acceptance_{x}"] for x in ("rate", "length"))
+        console.print(
+            f"speculation: {rate:.0f}% accepted, {length:.2f} tokens per verified proposal"
+        )
+    if result.first_error:
+        console.print(
+            f"first error: {result.first_error}", style="red", markup=False, soft_wrap=True
+        )
     for file in files:
         console.print(f"written: {file}", soft_wrap=True)
 
