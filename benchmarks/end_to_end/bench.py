@@ -19,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu_common"))
 
 import torch
 import workloads
+from card import usable_bytes
 from continuous_batching import kv_token_bytes
 from device_models import SHAPES, make_model
-from engines import ENGINES, Meter
+from engines import ENGINES, Meter, fit_sizes
 from harness import Deadline, Row, finish, keep, parse, table
 
 GIB = 1 << 30
@@ -135,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen, rest = parser.parse_known_args(argv)
     options = parse(__doc__, rest, seconds=150)
     deadline = Deadline(options.seconds)
-    sizes = workloads.TOY if options.quick else workloads.FULL
+    wanted = workloads.TOY if options.quick else workloads.FULL
     models = (chosen.models or ("toy" if options.quick else "llama-3-8b,yi-6b")).split(",")
     torch.set_grad_enabled(False)
     rows: list[Row] = []
@@ -148,12 +149,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = make_model(name, options.device, torch.bfloat16)
         synchronize(options.device)
         print(f"# {name}: weights made in {time.perf_counter() - start:.1f} s", flush=True)
+        token_bytes = kv_token_bytes(model.config, model.dtype.itemsize)
+        sizes = fit_sizes(wanted, token_bytes, usable_bytes(options.device))
+        if sizes != wanted:
+            deadline.left_out.append(f"{name}: requests beyond {vars(sizes)}: no memory for them")
         results: dict[tuple[str, str], workloads.Result] = {}
         head = {"model": name, "device": options.device}
         for engine in chosen.engines.split(";"):
             new_rows, new_results = run_engine(model, head, engine, sizes, deadline)
             rows += new_rows
-            keep(options, "end_to_end", deadline, {"rows": rows, "sizes": vars(sizes)})
+            keep(options, "end_to_end", deadline, {"rows": rows, "sizes": vars(wanted)})
             results |= {(engine, workload): one for workload, one in new_results.items()}
         add_comparison(rows, results, name)
         del model
@@ -161,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     columns = ["model", "workload", "engine", "tokens_per_s", "speedup", "seconds", "peak_kv_gib"]
     columns += ["static_kv_gib", "kv_of_static", "same_tokens", "failed"]
     tables = [table(rows, columns, "end to end, bfloat16, random weights")]
-    finish(options, "end_to_end", deadline, tables, {"rows": rows, "sizes": vars(sizes)})
+    finish(options, "end_to_end", deadline, tables, {"rows": rows, "sizes": vars(wanted)})
     ours = [row for row in rows if row["engine"].startswith("flexinfer")]
     if any("failed" in row and not row["failed"].startswith("out of time") for row in ours):
         raise SystemExit("FlexInfer failed, see the column `failed`")

@@ -12,6 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 
+from card import shrink
 from continuous_batching import ContinuousBatching, kv_token_bytes
 from device_models import graph_sizes
 from workloads import Generate, Prompts, Sizes
@@ -45,13 +46,17 @@ class Meter:
             raise TimeoutError(f"{num_done} of {num_requests} requests were done")
 
 
-def kv_budget(model: Any, sizes: Sizes) -> int:
+def kv_budget(sizes: Sizes, token_bytes: int) -> int:
     """What a static reservation would take: every slot at its full length, and a half beyond.
 
     Both engines get it as their bound, so that neither preempts.
     """
-    token = kv_token_bytes(model.config, model.dtype.itemsize)
-    return int(1.5 * sizes.max_requests * sizes.max_len * token) + (256 << 20)
+    return int(1.5 * sizes.max_requests * sizes.max_len * token_bytes) + (256 << 20)
+
+
+def fit_sizes(sizes: Sizes, token_bytes: int, usable: int | None) -> Sizes:
+    """With so few requests at once that their budget fits into `usable` bytes."""
+    return shrink(sizes, Sizes.halved, lambda one: kv_budget(one, token_bytes), usable)
 
 
 @contextmanager
@@ -63,7 +68,7 @@ def flexinfer(model: Any, sizes: Sizes, meter: Meter, **settings: Any) -> Iterat
         skip_tokenizer_init=True,
         max_model_len=sizes.max_len,
         max_num_seqs=sizes.max_requests,
-        kv_cache_memory_bytes=kv_budget(model, sizes),
+        kv_cache_memory_bytes=kv_budget(sizes, kv_token_bytes(model.config, model.dtype.itemsize)),
         **graph_sizes((1, 2, 4, 8, 16)),
         **settings,
     )
@@ -115,7 +120,7 @@ def transformers_continuous(model: Any, sizes: Sizes, meter: Meter) -> Iterator[
     is_cuda = model.device.type == "cuda"
     batching = ContinuousBatching(
         model,
-        kv_bytes=kv_budget(model, sizes),
+        kv_bytes=kv_budget(sizes, kv_token_bytes(model.config, model.dtype.itemsize)),
         page_tokens=PAGE_TOKENS if is_cuda else 32,
         max_batch_tokens=2048 if is_cuda else 256,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], Prompts]
@@ -45,6 +45,11 @@ class Sizes:
     @property
     def max_requests(self) -> int:
         return max(self.shared_requests, self.conversations)
+
+    def halved(self) -> Sizes:
+        """The same lengths, half as many requests at once."""
+        fewer = {"shared_requests": self.shared_requests, "conversations": self.conversations}
+        return replace(self, **{name: max(1, count // 2) for name, count in fewer.items()})
 
 
 FULL = Sizes(2048, 256, 12_288, 4_096, 8, 64, 16, 4, 512, 128)

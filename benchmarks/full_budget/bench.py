@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu_common"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 
 import torch
+from card import shrink, usable_bytes
 from continuous_batching import ContinuousBatching, kv_token_bytes
 from device_models import graph_sizes, make_model
 from engines import open_ours, open_paged, paged_kernels
@@ -30,6 +31,7 @@ from harness import Deadline, Row, finish, keep, parse, table
 from paged_attention import PagedKernel, on_ranges
 
 from flexinfer import LLM, SamplingParams
+from flexinfer.vtensor import KVSpec
 
 MIB = 1 << 20
 RIVAL = "transformers-continuous"
@@ -59,6 +61,10 @@ class Load:
         own = [rng.choices(draw, k=rng.randint(*self.own_tokens)) for _ in range(num_requests)]
         return [shared[i % self.num_shared] + tokens for i, tokens in enumerate(own)]
 
+    def halved(self) -> Load:
+        """Half as many requests at once, for a small card."""
+        return replace(self, max_num_seqs=max(1, self.max_num_seqs // 2))
+
     def kv_bytes(self, token_bytes: int) -> int:
         """What is in use at once, the shared prompts counted once, and a tenth: after a few hundred
         requests the pool is full of prefixes that nobody asks for again, and evicts from then on.
@@ -70,6 +76,12 @@ class Load:
 
 PUBLISHED = Load("llama-3-8b", 5_000, 15, 512, (16, 96), 32, 256)
 TOY = Load("toy", 60, 3, 64, (4, 16), 6, 8)
+
+
+def fit(load: Load, token_bytes: int, usable: int | None) -> Load:
+    """The load with so few requests at once that twice its budget fits: layouts with large rows
+    need more than they use."""
+    return shrink(load, Load.halved, lambda one: 2 * one.kv_bytes(token_bytes), usable)
 
 
 @dataclass(frozen=True)
@@ -88,12 +100,12 @@ class Run:
 def ours(
     load: Load, model: Any, num_requests: int, planes: int | None, chunk_bytes: int, **more: Any
 ) -> Run:
-    """Our engine with all layers in one plane (None), or a plane a layer, and chunks of a size."""
-    name = "interleaved" if planes is None else "dense"
+    """Our engine with all layers in one plane (None), or so many, and chunks of a size."""
+    name = {None: "interleaved", 1: "dense"}.get(planes, f"{planes} layers a plane")
     size = chunk_bytes
     layout = f"{name}, {size // MIB} MiB" if size >= MIB else f"{name}, {size >> 10} KiB"
-    num_planes = 1 if planes is None else 2 * model.config.num_hidden_layers
     settings = {"layers_per_plane": planes, "chunk_bytes": chunk_bytes}
+    num_planes = KVSpec(model.config.num_hidden_layers, 1, 1, layers_per_plane=planes).num_planes
     return Run(
         "flexinfer",
         layout,
@@ -138,18 +150,24 @@ def runs(
         yield ours(load, model, some, None, unit, backend=on_ranges)
     for kernel, page_tokens in kernels[1:]:
         yield pages(model, some, kernel, page_tokens)
-    for planes, chunk_bytes in ((None, 4 * unit), (1, unit), (1, 4 * unit)):
+    half = model.config.num_hidden_layers // 2
+    for planes, chunk_bytes in ((None, 4 * unit), (half, unit), (1, unit), (1, 4 * unit)):
         yield ours(load, model, some, planes, chunk_bytes)
+
+
+def needed_bytes(run: Run, load: Load, budget: int) -> int:
+    """The budget, and half a row a request for what large rows leave unused."""
+    return budget + load.max_num_seqs * run.row_bytes // 2
 
 
 def measure(run: Run, model: Any, load: Load, budget: int, deadline: Deadline) -> Row:
     """Tokens a second; what was not through at the deadline is left out."""
-    spare = load.max_num_seqs * run.row_bytes // 2
+    kv_bytes = needed_bytes(run, load, budget)
     settings = {
         "max_model_len": load.max_len,
         "max_num_seqs": load.max_num_seqs,
-        "kv_cache_memory_bytes": budget + spare,
-        **graph_sizes((64, 128, load.max_num_seqs)),
+        "kv_cache_memory_bytes": kv_bytes,
+        **graph_sizes(tuple(sorted({64, 128, load.max_num_seqs}))),
         **run.settings,
     }
     with run.open(model, **settings) as llm:
@@ -173,7 +191,7 @@ def measure(run: Run, model: Any, load: Load, budget: int, deadline: Deadline) -
         "seconds": round(seconds, 2),
         "requests_per_s": round(num_done / seconds, 2),
         "tokens_per_s": round(num_done * load.new_tokens / seconds, 1),
-        "kv_gib": round((budget + spare) / 2**30, 3),
+        "kv_gib": round(kv_bytes / 2**30, 3),
         "chunks_aliased": stats.chunks_aliased,
         "chunks_evicted": stats.chunks_evicted,
         "preemptions": sum(sum(by_reason.values()) for by_reason in preemptions.values()),
@@ -199,11 +217,14 @@ def add_ratios(rows: Sequence[Row]) -> None:
             row["vs_pages"] = round(row["tokens_per_s"] / best, 3)
 
 
-def attempt(run: Run, *rest: Any) -> Row:
+def attempt(run: Run, model: Any, load: Load, budget: int, deadline: Deadline) -> Row:
     """A row: numbers, or why there are none. A failure of ours is raised."""
     head = {"engine": run.engine, "layout": run.layout}
+    usable = usable_bytes(model.device.type)
+    if usable is not None and needed_bytes(run, load, budget) > usable:
+        return head | {"failed": "the card has too little memory for rows that large"}
     try:
-        return head | measure(run, *rest)
+        return head | measure(run, model, load, budget, deadline)
     except (RuntimeError, ValueError, ImportError, MemoryError) as error:
         if run.engine == "flexinfer":
             raise
@@ -250,12 +271,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen, rest = parser.parse_known_args(argv)
     options = parse(__doc__, rest, seconds=200)
     deadline = Deadline(options.seconds)
-    load = TOY if options.quick else PUBLISHED
+    wanted = TOY if options.quick else PUBLISHED
     torch.set_grad_enabled(False)
-    model = make_model(load.model, options.device, torch.bfloat16)
+    model = make_model(wanted.model, options.device, torch.bfloat16)
+    token_bytes = kv_token_bytes(model.config, model.dtype.itemsize)
+    load = fit(wanted, token_bytes, usable_bytes(options.device))
+    if load != wanted:
+        deadline.left_out.append(f"more than {load.max_num_seqs} requests at once: no memory")
     head_dim = model.config.hidden_size // model.config.num_attention_heads
     kernels, reasons = paged_kernels(model.device, head_dim)
-    budget = load.kv_bytes(kv_token_bytes(model.config, model.dtype.itemsize))
+    budget = load.kv_bytes(token_bytes)
     rows: list[Row] = []
     body = {"rows": rows, "load": vars(load), "kernels_left_out": reasons}
     for run in runs(load, model, kernels, fraction=chosen.fraction, quick=options.quick):

@@ -44,10 +44,12 @@ def open_paged(model: Any, kernel: PagedKernel, page_tokens: int, **settings: An
     managers: list[PagedManager] = []
 
     def make_manager(config: Any, loaded: Any, max_seq_len: int, memory: Any) -> PagedManager:
+        shape = model.config
+        head_dim = shape.hidden_size // shape.num_attention_heads
         spec = KVSpec(
-            loaded.num_layers,
-            loaded.num_kv_heads,
-            loaded.head_dim,
+            shape.num_hidden_layers,
+            shape.num_key_value_heads,
+            head_dim,
             dtype_name(loaded.dtype),
             max_seq_len,
         )

@@ -10,13 +10,14 @@ import random
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu_common"))
 
 import torch
+from card import shrink, usable_bytes
 from device_models import SHAPES, graph_sizes, make_model
 from harness import Deadline, Row, finish, keep, parse, table
 
@@ -51,6 +52,20 @@ class Setting:
     def max_len(self) -> int:
         return self.prompt_tokens + 256 + self.num_warm_up + self.num_steps
 
+    @property
+    def kv_bytes(self) -> int:
+        """For all requests to their ends, in whole rows, and some rows more."""
+        shape = SHAPES[self.model]
+        head_dim = shape.hidden_size // shape.num_heads
+        token_bytes = 2 * shape.num_layers * shape.num_kv_heads * head_dim * 2
+        planes = 2 * shape.num_layers if self.layers_per_plane == 1 else 1
+        row_bytes = planes * self.chunk_bytes
+        a_request = -(-self.max_len * token_bytes // row_bytes + 1) * row_bytes
+        return self.num_requests * a_request + 8 * row_bytes
+
+    def halved(self) -> Setting:
+        return replace(self, num_requests=max(1, self.num_requests // 2))
+
 
 def settings_of(quick: bool) -> list[Setting]:
     if quick:
@@ -63,12 +78,6 @@ def settings_of(quick: bool) -> list[Setting]:
 
 def open_engine(setting: Setting, model: Any, device: str, **options: Any) -> LLM:
     """No prefix cache, so that all memory is new."""
-    shape = SHAPES[setting.model]
-    head_dim = shape.hidden_size // shape.num_heads
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * head_dim * 2
-    planes = 2 * shape.num_layers if setting.layers_per_plane == 1 else 1
-    row_bytes = planes * setting.chunk_bytes
-    a_request = -(-setting.max_len * token_bytes // row_bytes + 1) * row_bytes
     return LLM(
         model,
         device=device,
@@ -76,7 +85,7 @@ def open_engine(setting: Setting, model: Any, device: str, **options: Any) -> LL
         max_model_len=setting.max_len,
         max_num_seqs=setting.num_requests,
         max_num_batched_tokens=max(2048, setting.num_requests),
-        kv_cache_memory_bytes=setting.num_requests * a_request + 8 * row_bytes,
+        kv_cache_memory_bytes=setting.kv_bytes,
         layers_per_plane=setting.layers_per_plane,
         chunk_bytes=setting.chunk_bytes,
         enable_prefix_caching=False,
@@ -214,9 +223,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     churn: list[Row] = []
     made: tuple[str, Any] = ("", None)
-    for setting in settings_of(options.quick):
-        if made[0] != setting.model:
-            made = (setting.model, make_model(setting.model, options.device, torch.bfloat16))
+    for wanted in settings_of(options.quick):
+        if made[0] != wanted.model:
+            made = (wanted.model, make_model(wanted.model, options.device, torch.bfloat16))
+        usable = usable_bytes(options.device)
+        setting = shrink(wanted, Setting.halved, lambda one: one.kv_bytes, usable)
+        if setting != wanted:
+            deadline.left_out.append(f"{setting.name}: beyond {setting.num_requests} requests")
         for mode in MODES:
             if not deadline.passed(f"{setting.name}: {mode}"):
                 steps = run_mode(setting, made[1], options.device, mode)

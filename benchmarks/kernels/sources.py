@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from card import fitting, usable_bytes
 from contiguous import NotSupported
 from problem import Problem, Shape, make_queries
 
 from flexinfer.vtensor import KVSpec, VTensorManager
-
-SPARE_BYTES = 4 << 30
-"""Left to queries, outputs and pages on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,9 @@ class Layout:
 
 class Source:
     """KV of one layer, random, as [slots, tokens, num_kv_heads, head_dim]; request i in slot i."""
+
+    left_out: tuple[Shape, ...] = ()
+    """For want of memory."""
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
         self.dtype = dtype
@@ -87,7 +89,8 @@ class ArenaSource(Source):
 def open_source(
     layout: Layout, shapes: Sequence[Shape], num_layers: int, device: str, dtype: torch.dtype
 ) -> Iterator[Source]:
-    """The layout's KV, with room for all shapes. Raises NotSupported where memory is too small."""
+    """The layout's KV, with room for the shapes that the card holds; all layers of these are
+    mapped, as in an engine."""
     if layout.layers_per_plane is None:
         yield PlainSource(dtype, device)
         return
@@ -99,21 +102,22 @@ def open_source(
         max_seq_len=max(shape.seq_len for shape in shapes),
         layers_per_plane=layout.layers_per_plane,
     )
-    budget = needed_bytes(spec, shapes, layout.chunk_bytes)
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info()[0] - SPARE_BYTES
-        if budget > free:
-            raise NotSupported(f"needs {budget >> 30} GiB of KV, {free >> 30} GiB are free")
+    taken, left_out = fitting(
+        shapes, partial(needed_bytes, spec, chunk_bytes=layout.chunk_bytes), usable_bytes(device)
+    )
+    if not taken:
+        raise NotSupported(f"no shape's KV fits: the smallest has {shapes[0]}")
     manager = VTensorManager(
         spec,
         device,
-        max_requests=max(shape.batch for shape in shapes),
-        memory_budget=budget,
+        max_requests=max(shape.batch for shape in taken),
+        memory_budget=needed_bytes(spec, taken, layout.chunk_bytes),
         chunk_bytes=layout.chunk_bytes,
     )
     try:
-        yield ArenaSource(manager, shapes, dtype, device)
+        source = ArenaSource(manager, taken, dtype, device)
+        source.left_out = left_out
+        yield source
         if device == "cuda":
             torch.cuda.synchronize()
     finally:

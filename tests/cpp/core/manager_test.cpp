@@ -5,14 +5,17 @@
 
 #include <atomic>
 #include <chrono>
+#include <future>
 #include <memory>
 #include <optional>
 #include <random>
 #include <span>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "tests/cpp/support/core_fixture.h"
+#include "vtensor/driver/wrappers/forwarding_driver.h"
 
 namespace vtensor {
 namespace {
@@ -24,9 +27,32 @@ const KVSpec kSpec = UniformKV{.num_layers = 2,
                                .max_seq_len = 128,
                                .layers_per_plane = 1};  // 512 bytes per token, four planes
 
+// Holds the first mapping up until it is let through.
+class GatedDriver final : public ForwardingDriver {
+ public:
+  using ForwardingDriver::ForwardingDriver;
+  std::promise<void> entered;
+  std::promise<void> may_pass;
+
+ protected:
+  void before(DriverCall& call) override {
+    if (call.kind != CallKind::kMap || passed_.exchange(true)) return;
+    entered.set_value();
+    may_pass.get_future().wait();
+  }
+  void after(DriverCall&) noexcept override {}
+
+ private:
+  std::atomic<bool> passed_ = false;
+};
+
 class ManagerTest : public DriverTest {
  protected:
   std::shared_ptr<Manager> open(size_t budget_chunks = 256) {
+    return open(param_driver(), budget_chunks);
+  }
+
+  static std::shared_ptr<Manager> open(std::unique_ptr<Driver> driver, size_t budget_chunks = 256) {
     ManagerOptions options;
     options.max_requests = 12;
     options.memory_budget = budget_chunks * kChunk;
@@ -34,7 +60,7 @@ class ManagerTest : public DriverTest {
     options.swap_space_bytes = 256 * kChunk;
     options.min_free_bytes = 4 * kChunk;
     options.prefix_cache_bytes = 64 * kChunk;
-    return Manager::open(param_driver(), kSpec, options);
+    return Manager::open(std::move(driver), kSpec, options);
   }
 
   static bool extend(Manager& manager, VTensorId id, size_t num_tokens) {
@@ -219,6 +245,26 @@ TEST_P(ManagerTest, work_posted_before_sleep_maps_nothing_afterwards) {
     for (const VTensorId id : ids) EXPECT_TRUE(extend(*manager, id, 40));
     manager->check_integrity();
   }
+}
+
+// Not even where the worker is in the middle of mapping: sleep waits for it.
+TEST_P(ManagerTest, sleep_waits_for_what_the_worker_maps) {
+  auto gated = std::make_unique<GatedDriver>(param_driver());
+  GatedDriver& gate = *gated;
+  const auto manager = open(std::move(gated));
+  const VTensorId id = *manager->try_create({}, "");
+  manager->pre_extend({id}, {40});
+  gate.entered.get_future().wait();
+  std::future<size_t> asleep = std::async(std::launch::async, [&] { return manager->sleep(""); });
+  EXPECT_EQ(asleep.wait_for(std::chrono::milliseconds(20)), std::future_status::timeout);
+  gate.may_pass.set_value();
+  asleep.wait();
+  manager->drain();
+  EXPECT_EQ(manager->stats().resident_bytes, 0U);
+  manager->check_integrity();
+  manager->wake();
+  EXPECT_TRUE(extend(*manager, id, 40));
+  manager->check_integrity();
 }
 
 // Who waits for the worker when the manager falls asleep must not go on in a sleeping pool.

@@ -161,6 +161,22 @@ TEST_F(RTreeTest, eviction_takes_the_least_recently_used_leaf_first) {
   EXPECT_EQ(matched(tokens_from(0, 4)) + matched(tokens_from(200, 4)), 8U);
 }
 
+// Whichever it is: neither the order of recording nor the place in memory decides.
+TEST_F(RTreeTest, a_hit_makes_a_prefix_recent) {
+  const std::vector<Token> firsts = {0, 100, 200};
+  for (const Token first : firsts) record(tokens_from(first, 4));
+  for (const Token oldest : {0, 100, 200, 200, 0, 100, 100, 0}) {
+    for (const Token first : firsts) {
+      if (first != oldest) matched(tokens_from(first, 4));
+    }
+    EXPECT_EQ(tree_.evict(2), 2U);
+    for (const Token first : firsts) {
+      EXPECT_EQ(matched(tokens_from(first, 4)), first == oldest ? 0U : 4U) << oldest;
+    }
+    record(tokens_from(oldest, 4));
+  }
+}
+
 TEST_F(RTreeTest, eviction_shortens_a_leaf_from_its_end_by_whole_rows) {
   record(tokens_from(0, 16));
   EXPECT_EQ(tree_.evict(3), 4U) << "a row of two planes at a time";

@@ -73,7 +73,11 @@ def test_end_to_end_compares_engines_that_agree(tmp_path: Path) -> None:
 def test_a_full_budget_evicts_and_ends_every_request(tmp_path: Path) -> None:
     report = run("full_budget", tmp_path)
     ours = [row for row in report["rows"] if row["engine"] == "flexinfer"]
-    assert [row["layout"].partition(",")[0] for row in ours] == 3 * ["interleaved"] + 2 * ["dense"]
+    layouts = [row["layout"].partition(",")[0] for row in ours]
+    assert layouts == 3 * ["interleaved"] + ["2 layers a plane"] + 2 * ["dense"]
+    pages = [row for row in report["rows"] if row["engine"] == "pages"]
+    assert [row["of"] for row in (pages[0], ours[0], pages[1], ours[1])] == [60, 60, 12, 12]
+    assert pages[0]["chunks_evicted"] > 0
     assert all(row["requests"] == row["of"] for row in report["rows"])
     assert ours[0]["chunks_evicted"] > 0
     assert ours[0]["chunks_aliased"] > 0

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks" / "kernels"))
+for folder in ("gpu_common", "full_budget", "kernels"):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks" / folder))
 
 import contiguous
 import paged
