@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flexinfer.simulation.step_cost import StepCost, StepWork, fit_cost
 
@@ -16,14 +16,16 @@ BATCHES = ((1, 32, 12), (4, 128, 12), (16, 64, 16), (32, 16, 16), (8, 384, 8), (
 wider ones to what the engine does."""
 
 
-def calibrate(model: str) -> StepCost:
+def calibrate(model: str, **settings: Any) -> StepCost:
     """Open the model, run some batches twice, and fit the second run's steps; about ten seconds on
-    a small model. Raises ValueError or OSError for a model that cannot be opened."""
+    a small model. settings: of the engine. Raises ValueError or OSError for a model that cannot be
+    opened."""
     from flexinfer.cli.settings import EngineSettings
     from flexinfer.llm import LLM
 
     folder = EngineSettings(model=model).check_model()
-    with LLM(folder, enable_prefix_caching=False, skip_tokenizer_init=True) as llm:
+    settings = {"enable_prefix_caching": False, "skip_tokenizer_init": True, **settings}
+    with LLM(folder, **settings) as llm:
         measure_steps(llm)
         return fit_cost(measure_steps(llm))
 
