@@ -8,7 +8,7 @@ export PYTHON JOBS PYTEST_ARGS
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-pypi-torch test-install soak mutants sanitize lint format stubs map bench docs dev clean
+.PHONY: help demo test test-slow test-pypi-torch test-install soak mutants sanitize lint format stubs map bench families docs dev clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -51,6 +51,9 @@ map: ## add new source files to docs/module_map.md
 
 bench: ## run the benchmarks; numbers go to build/bench/*.json
 	@scripts/bench.sh $(BENCH)
+
+families: ## try all causal architectures of transformers: the table in docs/families.md
+	@scripts/families.sh
 
 docs: ## build the documentation site into build/site
 	@scripts/docs.sh

@@ -153,15 +153,17 @@ class _Form(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> Any:
         self.generic_visit(node)
-        if not self._reads_only_the_module(node.test):
+        value = self._value(node.test)
+        if value is None:
             return node
-        return node.body if self._value(node.test) else node.orelse
+        return node.body if value else node.orelse
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         self.generic_visit(node)
-        if not self._reads_only_the_module(node.test):
+        value = self._value(node.test)
+        if value is None:
             return node
-        return node.body if self._value(node.test) else node.orelse
+        return node.body if value else node.orelse
 
     def visit_Call(self, node: ast.Call) -> ast.Call:
         if ast.unparse(node.func) == "attention_interface":
@@ -193,9 +195,16 @@ class _Form(ast.NodeTransformer):
                 return False
         return True
 
-    def _value(self, node: ast.expr) -> bool:
+    def _value(self, node: ast.expr) -> bool | None:
+        """What the module says to this condition; None: it hangs on more, or on what this module
+        lacks, in a branch that it does not reach."""
+        if not self._reads_only_the_module(node):
+            return None
         self.has_decided = True
-        return bool(eval(ast.unparse(node), dict(self._names)))
+        try:
+            return bool(eval(ast.unparse(node), dict(self._names)))
+        except AttributeError:
+            return None
 
 
 def _is_harmless(decorator: ast.expr) -> bool:

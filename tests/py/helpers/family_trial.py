@@ -22,6 +22,8 @@ def try_family(model_type: str) -> str:
         for config in (tf.AutoConfig.for_model, tiny_config):
             check_config(config(model_type))
     except UnsupportedModelError as error:
+        if "no causal language model" in str(error):
+            return "not tried: its text model is none of its own"
         return f"refused: {error}"
     except Exception as error:
         if "Validation" not in type(error).__name__:
