@@ -16,6 +16,7 @@
 
 #include "kernels/attention/attention.h"
 #include "kernels/linear/linear.h"
+#include "kernels/linear/quantised_linear.h"
 #include "kernels/rows/row_ops.h"
 #include "kernels/sampling/sampling.h"
 
@@ -241,6 +242,65 @@ void bind_linear(nb::module_& m) {
           "gates: output [num_rows, columns / 2] = silu(first half) * second half, no residual.");
 }
 
+void bind_quantised(nb::module_& m) {
+  nb::class_<QuantisedWeight>(m, "QuantisedWeight", "A quantised weight at addresses: no copy.")
+      .def(
+          "__init__",
+          [](QuantisedWeight* self, uintptr_t words, uintptr_t scales, uintptr_t minimums,
+             uintptr_t sums, bool is_half, int bits, int64_t group, int64_t depth,
+             int64_t columns) {
+            new (self) QuantisedWeight{pointer<const uint32_t>(words),
+                                       pointer<>(scales),
+                                       pointer<>(minimums),
+                                       pointer<const int32_t>(sums),
+                                       is_half,
+                                       bits,
+                                       group,
+                                       depth,
+                                       columns};
+          },
+          nb::kw_only(), "words"_a, "scales"_a, "minimums"_a, "sums"_a, "is_half"_a, "bits"_a,
+          "group"_a, "depth"_a, "columns"_a);
+  nb::class_<QuantisedLinear>(m, "QuantisedLinear",
+                              "Linear layers with quantised weights; addresses as integers.")
+      .def(
+          "__init__",
+          [](QuantisedLinear* self, uintptr_t start_threads, const std::string& isa) {
+            const Parallel parallel(reinterpret_cast<Parallel::Start>(start_threads));
+            new (self) QuantisedLinear(parallel, find_quantised(isa));
+          },
+          "start_threads"_a = 0, "isa"_a = "")
+      .def_prop_ro("isa", [](const QuantisedLinear& self) { return self.isa().name; })
+      .def(
+          "forward",
+          [](const QuantisedLinear& self, size_t dtype, const QuantisedWeight& weight, uintptr_t x,
+             int64_t x_stride, uintptr_t bias, uintptr_t residual, int64_t residual_stride,
+             uintptr_t output, int64_t num_rows, int num_threads) {
+            LinearCall layer;
+            layer.x = pointer(x);
+            layer.x_stride = x_stride;
+            layer.bias = pointer(bias);
+            layer.residual = pointer(residual);
+            layer.residual_stride = residual_stride;
+            layer.output = pointer(output);
+            layer.output_stride = weight.columns;
+            layer.depth = weight.depth;
+            layer.columns = weight.columns;
+            self.forward(dtype_of(dtype), layer, weight, num_rows, num_threads);
+          },
+          nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "weight"_a, "x"_a, "x_stride"_a,
+          "bias"_a, "residual"_a, "residual_stride"_a, "output"_a, "num_rows"_a, "num_threads"_a,
+          "output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none.");
+  m.def(
+      "available_quantised_isas",
+      [] {
+        std::vector<std::string> names;
+        for (const QuantisedIsa* isa : available_quantised()) names.emplace_back(isa->name);
+        return names;
+      },
+      "Levels of the kernels for quantised weights that are here, best last.");
+}
+
 std::vector<int64_t> sample(const RowSampler& sampler, size_t dtype, uintptr_t logits,
                             int64_t row_stride, int64_t vocab_size,
                             const std::vector<float>& temperature,
@@ -286,6 +346,7 @@ NB_MODULE(_kernels, m) {
   bind_attention(m);
   bind_row_ops(m);
   bind_linear(m);
+  bind_quantised(m);
   bind_sampler(m);
 }
 

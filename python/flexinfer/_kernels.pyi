@@ -82,6 +82,27 @@ class Linear:
         output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none. gates: output [num_rows, columns / 2] = silu(first half) * second half, no residual.
         """
 
+class QuantisedWeight:
+    """A quantised weight at addresses: no copy."""
+
+    def __init__(self, *, words: int, scales: int, minimums: int, sums: int, is_half: bool, bits: int, group: int, depth: int, columns: int) -> None: ...
+
+class QuantisedLinear:
+    """Linear layers with quantised weights; addresses as integers."""
+
+    def __init__(self, start_threads: int = 0, isa: str = '') -> None: ...
+
+    @property
+    def isa(self) -> str: ...
+
+    def forward(self, dtype: int, weight: QuantisedWeight, x: int, x_stride: int, bias: int, residual: int, residual_stride: int, output: int, num_rows: int, num_threads: int) -> None:
+        """
+        output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none.
+        """
+
+def available_quantised_isas() -> list[str]:
+    """Levels of the kernels for quantised weights that are here, best last."""
+
 class RowSampler:
     """One random token per row of logits."""
 

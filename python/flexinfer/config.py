@@ -159,6 +159,9 @@ class EngineConfig:
     """A local folder, a hub id, or a loaded tokenizer; None: that of the model."""
     skip_tokenizer_init: bool = False
     dtype: Any = "auto"
+    quantization: str | None = None
+    """What weights are quantised to at load: "int8", or "int4" with a group size and zero points if
+    wanted ("int4-g64-zp"). None or "auto": as the checkpoint is."""
     device: str | None = None
     seed: int = 0
     max_model_len: int | None = None
@@ -272,6 +275,11 @@ class EngineConfig:
             )
         if self.tensor_parallel_size == 1:
             return
+        if self.quantization not in (None, "auto"):
+            raise ValueError(
+                "quantization does not go with tensor_parallel_size > 1: ranks read their parts as "
+                "they are"
+            )
         for name, reason in (
             ("compile", "a compiled model cannot exchange tensors"),
             ("async_scheduling", "all ranks begin a step together"),

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <stdexcept>
+#include <utility>
 
 namespace vtensor::kernels {
 namespace {
@@ -58,12 +59,59 @@ bool cpu_has_amx() {
 #endif
 }
 
+bool cpu_has_vnni() {
+#if defined(__x86_64__)
+  return cpu_has_avx512() && cpuid_bit(7, 0, &CpuId::c, 11);
+#else
+  return false;
+#endif
+}
+
+bool cpu_has_bf16() {
+#if defined(__x86_64__)
+  return cpu_has_vnni() && cpuid_bit(7, 1, &CpuId::a, 5);
+#else
+  return false;
+#endif
+}
+
+std::vector<const QuantisedIsa*> find_available_quantised() {
+  const std::pair<const QuantisedIsa*, bool> levels[] = {
+      {portable_quantised(), true},
+      {avx2_quantised(), cpu_has_avx2()},
+      {avx512_quantised(), cpu_has_avx512()},
+      {avx512_vnni_quantised(), cpu_has_vnni()},
+      {avx512_bf16_quantised(), cpu_has_bf16()},
+  };
+  std::vector<const QuantisedIsa*> found;
+  for (const auto& [level, is_here] : levels) {
+    if (level != nullptr && is_here) found.push_back(level);
+  }
+  return found;
+}
+
 std::vector<const Isa*> find_available() {
   std::vector<const Isa*> isas = {portable_isa()};
   if (avx2_isa() != nullptr && cpu_has_avx2()) isas.push_back(avx2_isa());
   if (avx512_isa() != nullptr && cpu_has_avx512()) isas.push_back(avx512_isa());
   if (cpu_has_amx()) isas.push_back(amx_isa());
   return isas;
+}
+
+// The one called `name` among those that are here, best last.
+template <class Level>
+const Level& find(const std::vector<const Level*>& levels, const std::string& name) {
+  const char* forced = std::getenv("FLEXINFER_SIMD");
+  const std::string wanted = !name.empty() ? name : forced != nullptr ? forced : "";
+  if (wanted.empty()) return *levels.back();
+  std::string choices;
+  for (const Level* level : levels) {
+    if (wanted == level->name) return *level;
+    choices += choices.empty() ? level->name : std::string(", ") + level->name;
+  }
+  throw std::invalid_argument("no instruction set '" + wanted +
+                              "' on this machine; choose one of " + choices +
+                              " (argument or FLEXINFER_SIMD)");
 }
 
 }  // namespace
@@ -93,19 +141,17 @@ const std::vector<const Isa*>& available_isas() {
   return isas;
 }
 
-const Isa& find_isa(const std::string& name) {
-  const std::vector<const Isa*>& isas = available_isas();
+const std::vector<const QuantisedIsa*>& available_quantised() {
+  static const std::vector<const QuantisedIsa*> levels = find_available_quantised();
+  return levels;
+}
+
+const Isa& find_isa(const std::string& name) { return find(available_isas(), name); }
+
+const QuantisedIsa& find_quantised(const std::string& name) {
   const char* forced = std::getenv("FLEXINFER_SIMD");
-  const std::string wanted = !name.empty() ? name : forced != nullptr ? forced : "";
-  if (wanted.empty()) return *isas.back();
-  std::string choices;
-  for (const Isa* isa : isas) {
-    if (wanted == isa->name) return *isa;
-    choices += choices.empty() ? isa->name : std::string(", ") + isa->name;
-  }
-  throw std::invalid_argument("no instruction set '" + wanted +
-                              "' on this machine; choose one of " + choices +
-                              " (argument or FLEXINFER_SIMD)");
+  const bool is_amx = name.empty() && forced != nullptr && std::string(forced) == "amx";
+  return is_amx ? *available_quantised().back() : find(available_quantised(), name);
 }
 
 }  // namespace vtensor::kernels

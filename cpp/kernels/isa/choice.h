@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernels/isa/isa.h"
+#include "kernels/isa/quantised.h"
 
 namespace vtensor::kernels {
 
@@ -23,5 +24,10 @@ const std::vector<const Isa*>& available_isas();
 // The one called `name`; "": that of the environment variable FLEXINFER_SIMD, else the best.
 // Throws std::invalid_argument, naming the choices, for one that this build or CPU does not have.
 const Isa& find_isa(const std::string& name);
+
+// The same for quantised weights, whose levels reach further. FLEXINFER_SIMD bounds these too:
+// "amx" is the best one here, as AMX has no kernel for quantised weights.
+const std::vector<const QuantisedIsa*>& available_quantised();
+const QuantisedIsa& find_quantised(const std::string& name);
 
 }  // namespace vtensor::kernels

@@ -23,3 +23,6 @@ THREADS_HELP = (
     "CPU threads of torch and the kernels; without it, one for each core this process may use."
 )
 COMPILE_HELP = "Compile the model with torch.compile: slower to start, faster steps."
+QUANTIZATION_HELP = (
+    "int8, int4, int4-g64, int4-g128 or these with zero points (int4-zp); auto: as the model is."
+)

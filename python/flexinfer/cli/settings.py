@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from flexinfer.cli.errors import check_folder
 from flexinfer.cli.option_model import option
-from flexinfer.cli.options import COMPILE_HELP, THREADS_HELP
+from flexinfer.cli.options import COMPILE_HELP, QUANTIZATION_HELP, THREADS_HELP
 
 if TYPE_CHECKING:
     from flexinfer.llm import LLM
@@ -28,6 +28,7 @@ class EngineSettings:
         option("Folder or hub id of a causal model; by default the small one shipped."),
     ] = None
     dtype: Annotated[str, option("float32, bfloat16, float16, or auto (the model's own).")] = "auto"
+    quantization: Annotated[str, option(QUANTIZATION_HELP)] = "auto"
     device: Annotated[
         str | None, option("cpu, cuda or cuda:N; by default a GPU if there is one.")
     ] = None
@@ -105,6 +106,7 @@ class EngineSettings:
         return LLM(
             **source,
             dtype=self.dtype,
+            quantization=self.quantization if like is None else None,
             device=self.engine_device,
             seed=self.seed,
             max_num_seqs=self.max_num_seqs,

@@ -88,7 +88,8 @@ def build_parts(config: EngineConfig) -> EngineParts:
         ranks = TensorParallelRanks(config)
     try:
         if ranks is None:
-            loaded = load_model(config.model, config.dtype, config.device)
+            quantization = config.quantization or "auto"
+            loaded = load_model(config.model, config.dtype, config.device, quantization)
         else:
             loaded = ranks.load()
         return _open(config, tokenizer, loaded, wanted_len, ranks)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,9 +20,23 @@ FORMATS: dict[WeightFormat, type[Linear]] = {
     WeightFormat.HOST: HostLinear,
 }
 
+_is_plain: ContextVar[bool] = ContextVar("_is_plain", default=False)
+
+
+@contextmanager
+def staying_plain() -> Iterator[None]:
+    """Layers that are made meanwhile keep their weights in torch's order, to be quantised."""
+    token = _is_plain.set(True)
+    try:
+        yield
+    finally:
+        _is_plain.reset(token)
+
 
 def best_format(weight: torch.Tensor) -> WeightFormat:
     """The fastest here for a weight [out_features, in_features]."""
+    if _is_plain.get():
+        return WeightFormat.PLAIN
     if host_linear.supports(weight):
         return WeightFormat.HOST
     # In float32 MKL does as well on plain weights.

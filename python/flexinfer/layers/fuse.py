@@ -11,6 +11,7 @@ as it is; so does everything on a GPU.
 | gated MLP | `GatedMLP` | 3 for 5 |
 | RMSNorm | `RMSNorm` | 1 for 6 |
 | torch.nn.Linear, Conv1D | `Linear` in the best format | |
+| all of them, where weights are quantised | `QuantisedLinear` | |
 
 In a compiled model they are operators that the compiler does not look into (`operators.py`).
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +29,18 @@ import torch
 from flexinfer.attention.latent import latent_of
 from flexinfer.layers.attention import fuse_attention, run_attention, run_decoder_layer
 from flexinfer.layers.decoder import fuse_decoder_layer
-from flexinfer.layers.formats import best_format, is_linear, make_linear, weight_of
+from flexinfer.layers.formats import (
+    best_format,
+    is_linear,
+    make_linear,
+    staying_plain,
+    weight_of,
+)
 from flexinfer.layers.linear import Linear, WeightFormat
 from flexinfer.layers.mlp import fuse_mlp
 from flexinfer.layers.norm import fuse_norm
+from flexinfer.layers.quantise import quantise_linear, quantise_parts, scheme_of
+from flexinfer.layers.quantised import Scheme
 from flexinfer.layers.recognise import is_watched
 from flexinfer.layers.trial import Run, computes_the_same
 from flexinfer.runtime.weight_files import drop_pages
@@ -77,9 +87,9 @@ RULES = (
 )
 
 
-def fuse_layers(model: torch.nn.Module) -> dict[str, int]:
+def fuse_layers(model: torch.nn.Module, scheme: Scheme | None = None) -> dict[str, int]:
     """Replace what can be replaced, and tell how many of each class there are then. The model is
-    not for training any more."""
+    not for training any more. scheme: linear layers are quantised, each when it has been fused."""
     uses = Counter(
         parameter.data_ptr()
         for module in model.modules()
@@ -89,23 +99,45 @@ def fuse_layers(model: torch.nn.Module) -> dict[str, int]:
         latent.weight.data_ptr() for module in model.modules() if (latent := latent_of(module))
     )
     counts: Counter[str] = Counter()
-    _fuse_children(model, uses, counts)
+    with staying_plain() if scheme is not None else nullcontext():
+        _fuse_children(model, uses, counts, scheme)
     logger.debug("fused layers: %s", dict(counts))
     return dict(counts)
 
 
-def _fuse_children(parent: torch.nn.Module, uses: Counter[int], counts: Counter[str]) -> None:
+def _fuse_children(
+    parent: torch.nn.Module, uses: Counter[int], counts: Counter[str], scheme: Scheme | None
+) -> None:
     # By name, one by one: a list of the children would keep the weights of those replaced.
     for name in [name for name, _ in parent.named_children()]:
         child = parent.get_submodule(name)
-        replacement = _fused(child, uses)
+        replacement = _quantised(name, child, uses, scheme)
         if replacement is None:
-            _fuse_children(child, uses, counts)
+            _fuse_children(child, uses, counts, scheme)
             continue
         setattr(parent, name, replacement)
         kept = {weight.data_ptr() for weight in replacement.parameters()}
-        drop_pages(w for w in child.parameters() if w.data_ptr() not in kept)
+        drop_pages(
+            w for w in child.parameters() if w.data_ptr() not in kept and uses[w.data_ptr()] == 1
+        )
         counts[type(replacement).__name__] += 1
+
+
+def _quantised(
+    name: str, module: torch.nn.Module, uses: Counter[int], scheme: Scheme | None
+) -> torch.nn.Module | None:
+    """What takes the module's place, quantised where there is a scheme. A head that is tied to the
+    embedding then gets a weight of its own; a linear layer needs no trial, as its code is torch's
+    own."""
+    if scheme is None:
+        return _fused(module, uses)
+    own = None if is_watched(module) else scheme_of(name, module, scheme)
+    if own is not None:
+        return quantise_linear(module, own)
+    replacement = _fused(module, uses)
+    if replacement is not None:
+        quantise_parts(replacement, scheme)
+    return replacement
 
 
 def _fused(module: torch.nn.Module, uses: Counter[int]) -> torch.nn.Module | None:

@@ -7,11 +7,9 @@ Two gates, each with a clear refusal (`UnsupportedModelError`):
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from flexinfer.config import dtype_name
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.checks import check_class, check_config
 from flexinfer.models.describe import LoadedModel, describe
@@ -20,16 +18,18 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+
     from flexinfer.models.sharding import RankOf
 
-logger = logging.getLogger(__name__)
 
-
-def load_model(model: Any, dtype: Any = "auto", device: str | None = None) -> LoadedModel:
+def load_model(
+    model: Any, dtype: Any = "auto", device: str | None = None, quantization: str = "auto"
+) -> LoadedModel:
     """Load (a path or hub id) or take over (a loaded model) and check.
 
     Layers of a model that is loaded here are replaced by fused ones where there are any; a model
-    that is taken over stays as it is.
+    that is taken over stays as it is. quantization: "auto" is the checkpoint's own; else a name
+    that `Scheme.parse` knows.
 
     Raises UnsupportedModelError, before any weight is read where the config tells enough.
     """
@@ -37,7 +37,7 @@ def load_model(model: Any, dtype: Any = "auto", device: str | None = None) -> Lo
 
     config = resolve_config(model)
     with large_blocks_apart():
-        loaded, name = _place(model, config, dtype, device)
+        loaded, name = _place(model, config, dtype, device, quantization)
     return_freed_memory()
     return describe(loaded, name)
 
@@ -47,15 +47,18 @@ def load_part_of_model(
 ) -> tuple[PreTrainedModel, int]:
     """One rank's part of a model (`sharding.py`), to be described when all ranks have theirs, and
     the bytes of its weights."""
+    from flexinfer.models.dtypes import weights_dtype
+    from flexinfer.models.quantisation import check_stored
     from flexinfer.models.sharding import load_part, split_layers
     from flexinfer.runtime.torch_settings import large_blocks_apart, return_freed_memory
     from flexinfer.runtime.weight_files import converting_one_by_one, let_go_of_files
 
     config = resolve_config(name)
+    check_stored(config)
     with large_blocks_apart():
         with converting_one_by_one():
-            weights_dtype = _weights_dtype(config, dtype, device)
-            model: PreTrainedModel = load_part(name, config, weights_dtype, part)
+            dtype = weights_dtype(config, dtype, device)
+            model: PreTrainedModel = load_part(name, config, dtype, part)
         model.eval()
         num_bytes = split_layers(model, part)
         let_go_of_files(model)
@@ -63,13 +66,17 @@ def load_part_of_model(
     return model, num_bytes
 
 
-def _place(model: Any, config: Any, dtype: Any, device: str | None) -> tuple[PreTrainedModel, str]:
+def _place(
+    model: Any, config: Any, dtype: Any, device: str | None, quantization: str
+) -> tuple[PreTrainedModel, str]:
     """The model on its device, fused where it is loaded here, and its name."""
     from flexinfer.attention.hook import NAMES
     from flexinfer.attention.latent import keep_latents
     from flexinfer.layers.fuse import fuse_layers
+    from flexinfer.models.quantisation import choose_scheme
     from flexinfer.runtime.weight_files import let_go_of_files
 
+    scheme = choose_scheme(model, config, dtype, device, quantization)
     if isinstance(model, (str, os.PathLike)):
         name = os.fspath(model)
         loaded = _load_weights(name, config, dtype, device or "cpu")
@@ -83,7 +90,7 @@ def _place(model: Any, config: Any, dtype: Any, device: str | None) -> tuple[Pre
     module.eval()
     keep_latents(module, NAMES)
     if loaded is not model:
-        fuse_layers(loaded)
+        fuse_layers(loaded, scheme)
         let_go_of_files(loaded)
     return loaded, name
 
@@ -118,6 +125,7 @@ def load_config(name: str) -> Any:
 def _load_weights(name: str, config: Any, dtype: Any, device: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
+    from flexinfer.models.dtypes import weights_dtype
     from flexinfer.runtime.weight_files import converting_one_by_one
 
     try:
@@ -125,7 +133,7 @@ def _load_weights(name: str, config: Any, dtype: Any, device: str) -> PreTrained
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
-                dtype=_weights_dtype(config, dtype, device),
+                dtype=weights_dtype(config, dtype, device),
                 use_safetensors=True,
                 trust_remote_code=False,
             )
@@ -134,21 +142,6 @@ def _load_weights(name: str, config: Any, dtype: Any, device: str) -> PreTrained
             f"model {name!r} has no safetensors weights that can be read: {_first_line(error)}"
         ) from error
     return model
-
-
-def _weights_dtype(config: Any, dtype: Any, device: str) -> Any:
-    """The torch dtype to load in. "auto" is the config's, except float16, which is slow on CPUs."""
-    import torch
-
-    if dtype == "auto":
-        dtype = getattr(config.get_text_config(), "dtype", None) or config.dtype or torch.float32
-        if dtype_name(dtype) == "float16" and device.startswith("cpu"):
-            logger.warning(
-                "these weights are float16, which is slow on CPUs: loading them in bfloat16, which "
-                "rounds more coarsely; dtype='float16' keeps them as they are"
-            )
-            dtype = torch.bfloat16
-    return getattr(torch, dtype_name(dtype))
 
 
 def _require_model(model: Any) -> PreTrainedModel:

@@ -132,6 +132,7 @@ MAY_IMPORT_MANAGER = {"errors", "vtensor"}
 MAY_IMPORT_KERNELS = {
     "flexinfer.attention.host",
     "flexinfer.layers.host_linear",
+    "flexinfer.layers.quantised_linear",
     "flexinfer.layers.rows",
     "flexinfer.runtime.kernels",
     "flexinfer.sampling.host_sampler",

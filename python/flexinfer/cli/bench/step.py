@@ -16,6 +16,7 @@ import typer
 
 from flexinfer.cli.bench.step_table import profile_table
 from flexinfer.cli.errors import usage_errors
+from flexinfer.cli.options import QUANTIZATION_HELP
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,13 @@ class StepBench:
     new_tokens: int
     shared_tokens: int
     seed: int
+
+    def __post_init__(self) -> None:
+        if self.shared_tokens >= self.prompt_tokens:
+            raise ValueError(
+                f"shared_tokens is {self.shared_tokens}, but prompts have {self.prompt_tokens} "
+                "tokens: each needs one of its own"
+            )
 
     def prompts(self, vocab_size: int) -> list[Any]:
         rng = random.Random(self.seed)
@@ -54,6 +62,7 @@ def step(
     shared_tokens: Annotated[int, typer.Option(min=0, help="Of these, common to all.")] = 0,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each.")] = 32,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto.")] = "auto",
+    quantization: Annotated[str, typer.Option(help=QUANTIZATION_HELP)] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
     threads: Annotated[
         int | None, typer.Option(help="CPU threads; without it, one for each core of the quota.")
@@ -77,15 +86,12 @@ def step(
     with usage_errors():
         if roofline and device not in (None, "cpu"):
             raise ValueError("--roofline measures CPUs alone; --profile has the times")
-        if shared_tokens >= prompt_tokens:
-            raise ValueError(
-                f"shared_tokens is {shared_tokens}, but prompts have {prompt_tokens} tokens: "
-                "each needs one of its own"
-            )
+        plan = StepBench(requests, prompt_tokens, new_tokens, shared_tokens, seed)
         from flexinfer.runtime.torch_settings import set_up_torch
 
         num_threads = set_up_torch(threads)
         settings: dict[str, Any] = {"compile": compile_model, "threads": threads}
+        settings["quantization"] = quantization
         if attention_backend is not None:
             settings["attention_backend"] = attention_backend
         start_s = time.perf_counter()
@@ -94,7 +100,6 @@ def step(
         )
     with llm:
         opened_s = time.perf_counter() - start_s
-        plan = StepBench(requests, prompt_tokens, new_tokens, shared_tokens, seed)
         report = measure(llm, plan, profile or roofline)
         if roofline:
             add_limits(report, llm.engine.loaded.dtype)

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from flexinfer.cli.option_model import option
-from flexinfer.cli.options import COMPILE_HELP, THREADS_HELP
+from flexinfer.cli.options import COMPILE_HELP, QUANTIZATION_HELP, THREADS_HELP
 from flexinfer.cli.serve.config_file import load_config_file
 
 
@@ -23,6 +23,7 @@ class EngineOptions:
     panel: ClassVar[str] = "Model and engine"
     tokenizer: Annotated[str | None, option("Folder or hub id; by default the model's.")] = None
     dtype: Annotated[str, option("float32, bfloat16, float16, or auto (the model's own).")] = "auto"
+    quantization: Annotated[str, option(QUANTIZATION_HELP)] = "auto"
     device: Annotated[
         str | None, option("cpu, cuda or cuda:N; by default a GPU if there is one.")
     ] = None

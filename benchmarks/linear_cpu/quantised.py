@@ -1,0 +1,115 @@
+"""Products with quantised weights: our kernels against what torch and oneDNN have, milliseconds.
+
+    python benchmarks/linear_cpu/quantised.py --json FILE      # --rows 1,32 --depth 2048: fewer
+
+Each of several layers has a weight of its own, so that it comes from memory. A library's product
+that lacks a part of the work (scales per token) is named so: it only gets faster by it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flexinfer.layers.formats import make_linear
+from flexinfer.layers.quantised import Scheme
+from flexinfer.layers.quantised_linear import QuantisedLinear, kernel
+
+Product = Callable[[torch.Tensor], Any]
+
+
+def products(columns: int, depth: int, num_layers: int) -> dict[str, list[Product]]:
+    """By name, one for each layer, of x [rows, depth] in bfloat16."""
+    found: dict[str, list[Product]] = {}
+    for _ in range(num_layers):
+        weight = torch.randn(columns, depth) / depth**0.5
+        for name, product in layer_products(weight).items():
+            found.setdefault(name, []).append(product)
+    return found
+
+
+def layer_products(weight: torch.Tensor) -> dict[str, Product]:
+    columns, depth = weight.shape
+    plain = torch.nn.Linear(depth, columns, bias=False, dtype=torch.bfloat16)
+    plain.weight.data.copy_(weight)
+    found: dict[str, Product] = {"bfloat16, ours today": make_linear(plain)}
+    for name in ("int8", "int4", "int4-g128"):
+        found[f"{name}, ours"] = QuantisedLinear(
+            Scheme.parse(name).quantise(weight), None, torch.bfloat16
+        )
+    source = Scheme.parse("int8").quantise(weight)
+    packed = torch.ops.onednn.qlinear_prepack(source.integers, None)
+    scales, zeros = source.scales[:, 0].contiguous(), torch.zeros(columns, dtype=torch.int64)
+
+    def onednn(x: torch.Tensor) -> torch.Tensor:
+        """With one scale for all tokens, where ours has one each."""
+        integers = torch.quantize_per_tensor(x.float(), 0.03, 128, torch.quint8).int_repr()
+        return torch.ops.onednn.qlinear_pointwise(
+            integers, 0.03, 128, packed, scales, zeros, None, 1.0, 0, x.dtype, "none", [], ""
+        )
+
+    found["int8, oneDNN qlinear (a scale per tensor)"] = onednn
+    halves = scales.bfloat16()
+    found["int8, torch._weight_int8pack_mm (W8A16)"] = lambda x: torch._weight_int8pack_mm(
+        x, source.integers, halves
+    )
+    for group in (32, 128):
+        integers = torch.randint(0, 16, (columns, depth), dtype=torch.int32)
+        four = torch._convert_weight_to_int4pack_for_cpu(integers, 2)
+        both = torch.randn(depth // group, columns, 2).bfloat16()
+        found[f"int4-g{group}, torch._weight_int4pack_mm_for_cpu"] = (
+            lambda x, four=four, group=group, both=both: torch._weight_int4pack_mm_for_cpu(
+                x, four, group, both
+            )
+        )
+    return found
+
+
+@torch.inference_mode()
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    torch.manual_seed(0)
+    found = products(args.columns, args.depth, args.layers)
+    milliseconds: dict[str, dict[int, float]] = {name: {} for name in found}
+    for rows in args.rows:
+        x = torch.randn(rows, args.depth).bfloat16()
+        best = dict.fromkeys(found, float("inf"))
+        for repetition in range(args.repetitions + 1):
+            for name, layers in found.items():
+                start = time.perf_counter()
+                for layer in layers:
+                    layer(x)
+                taken = (time.perf_counter() - start) / len(layers)
+                best[name] = min(best[name], taken) if repetition else best[name]
+        for name, seconds in best.items():
+            milliseconds[name][rows] = round(1e3 * seconds, 3)
+    return {"kernel": kernel().isa, "threads": torch.get_num_threads(), "ms": milliseconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--rows", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32, 256, 1024]
+    )
+    parser.add_argument("--columns", type=int, default=8192)
+    parser.add_argument("--depth", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--json", help="write the numbers here")
+    args = parser.parse_args()
+    report = measure(args)
+    print(f"{args.columns} x {args.depth}, {report['kernel']}, {report['threads']} threads: ms")
+    print("| rows |" + "".join(f" {rows:,} |" for rows in args.rows))
+    for name, by_rows in report["ms"].items():
+        print(f"| {name} |" + "".join(f" {by_rows[rows]:.3f} |" for rows in args.rows))
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({**vars(args), **report}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+// QuantisedWeight, QuantisedCall: what linear layers with quantised weights are asked to compute.
+//
+// Plain values, as in kernels/calls/linear.h, which has what a layer with any weight is given.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/calls/linear.h"
+
+namespace vtensor::kernels {
+
+// Outputs that stand side by side in a quantised weight, whatever the instruction set.
+inline constexpr int64_t kQuantisedColumns = 64;
+
+// A weight [columns, depth] of integers and scales, in panels of kQuantisedColumns outputs, the
+// last one filled up with zeros. A word is what 32 bits hold of one output:
+//
+//   8 bits: inputs k, k + 1, k + 2, k + 3, signed, the first one in the lowest byte
+//   4 bits: inputs k to k + 7, each plus 8; nibbles 0 to 3 are the even ones, 4 to 7 the odd ones
+//
+// `group` 0: one scale an output, and inputs are multiplied as integers (8 bits alone):
+//   output = x_scale * scale * sum(x_int * w_int)
+// `group` > 0: a scale and, where there are any, a minimum for so many inputs of an output:
+//   output = sum over groups of scale * sum(x * w_int) + minimum * sum(x)
+struct QuantisedWeight {
+  const uint32_t* words = nullptr;  // [panels, depth / inputs of a word, 64], aligned to 64 bytes
+  const void* scales = nullptr;     // [panels, max(groups, 1), 64], float16 or float32
+  const void* minimums = nullptr;   // as scales, or none
+  const int32_t* sums = nullptr;    // group 0: [panels, 64] of 128 * sum(w_int)
+  bool is_half = false;             // whether scales and minimums are float16
+  int bits = 8;
+  int64_t group = 0;  // a multiple of the inputs of a word that divides the depth
+  int64_t depth = 0;  // a multiple of the inputs of a word
+  int64_t columns = 0;
+
+  int64_t word_inputs() const { return 32 / bits; }
+  int64_t num_groups() const { return group == 0 ? 1 : depth / group; }
+};
+
+// What `inputs` of one row are, made once for all panels.
+enum class Inputs {
+  kBytes,     // uint8: integers plus 128, with a scale a row
+  kFloats,    // float32
+  kBFloat16s  // pairs of them are multiplied at once
+};
+
+// output = x weight^T + bias + residual, as `layer` says (its x and panels are not read here).
+struct QuantisedCall {
+  LinearCall layer;
+  QuantisedWeight weight;
+  const void* inputs = nullptr;     // [rows, depth]
+  int64_t input_stride = 0;         // bytes between two rows
+  const float* x_scales = nullptr;  // kBytes: [rows]
+  const float* x_sums = nullptr;    // where there are minimums: [rows, groups]
+};
+
+}  // namespace vtensor::kernels

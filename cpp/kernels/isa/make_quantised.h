@@ -1,0 +1,25 @@
+// make_quantised: the table of what simd/quantised.h compiles to here. Included by each
+// isa/quantised_<name>.cpp alone.
+#pragma once
+
+#include "kernels/isa/quantised.h"
+#include "kernels/simd/quantised.h"
+
+namespace vtensor::kernels {
+namespace {
+
+constexpr QuantisedIsa make_quantised(const char* name) {
+  return {name,
+          {multiply_quantised<ByteTile>, multiply_quantised<GroupTile<float, 8>>,
+#if defined(__AVX512BF16__)
+           multiply_quantised<GroupTile<uint32_t, 8>>},
+          {nullptr, multiply_quantised<GroupTile<float, 4>>,
+           multiply_quantised<GroupTile<uint32_t, 4>>}};
+#else
+           nullptr},
+          {nullptr, multiply_quantised<GroupTile<float, 4>>, nullptr}};
+#endif
+}
+
+}  // namespace
+}  // namespace vtensor::kernels

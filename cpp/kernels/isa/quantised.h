@@ -1,0 +1,27 @@
+// QuantisedIsa: the kernels for quantised weights compiled for one instruction set.
+//
+// They have levels of their own: VNNI and bfloat16 products are nothing to the other kernels, which
+// would only be compiled once more (isa/isa.h). Which one runs is chosen at run time.
+//
+// Thread-safety: no state.
+#pragma once
+
+#include "kernels/calls/quantised.h"
+
+namespace vtensor::kernels {
+
+struct QuantisedIsa {
+  const char* name;
+  // Rows and panels of a block. By Inputs; none where the instruction set multiplies no such pairs.
+  void (*multiply_8_bits[3])(const QuantisedCall&, DType, const LinearBlock&);
+  void (*multiply_4_bits[3])(const QuantisedCall&, DType, const LinearBlock&);
+};
+
+// One for each isa/quantised_<name>.cpp; none where the compiler's target has no such instructions.
+const QuantisedIsa* portable_quantised();
+const QuantisedIsa* avx2_quantised();
+const QuantisedIsa* avx512_quantised();
+const QuantisedIsa* avx512_vnni_quantised();
+const QuantisedIsa* avx512_bf16_quantised();
+
+}  // namespace vtensor::kernels

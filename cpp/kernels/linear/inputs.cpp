@@ -1,0 +1,129 @@
+#include "kernels/linear/inputs.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+namespace vtensor::kernels {
+namespace {
+
+// Fewer numbers are read sooner than another thread wakes.
+constexpr int64_t kNumbersPerThread = 64 << 10;
+
+float widen(float x) { return x; }
+float widen(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+// Magnitudes are compared as integers, where a NaN is more than all else.
+template <class T>
+float quantise_row(const T* x, int64_t depth, uint8_t* output) {
+  int32_t largest_bits = 0;
+  for (int64_t k = 0; k < depth; ++k) {
+    const auto magnitude = static_cast<int32_t>(bits_of(widen(x[k])) & 0x7fffffff);
+    largest_bits = magnitude > largest_bits ? magnitude : largest_bits;
+  }
+  float largest;
+  std::memcpy(&largest, &largest_bits, sizeof largest);
+  // Of a row with no finite scale nothing can be told: 0 times infinity is NaN below.
+  const float factor = 127 / largest, scale = largest / 127;
+  if (!(factor > 0) || factor > 0x1p126F) {  // NaN, infinity; zero, or next to it
+    std::fill(output, output + depth, uint8_t{128});
+    return largest < 1 ? 0 : largest - largest == 0 ? scale : __builtin_nanf("");
+  }
+  constexpr float kMagic = 0x1.8p23F + 128;  // adding it rounds to an integer, in the low bits
+  for (int64_t k = 0; k < depth; ++k) {
+    const float scaled = widen(x[k]) * factor;  // apart: never one instruction with the sum
+    output[k] = static_cast<uint8_t>(bits_of(scaled + kMagic));
+  }
+  return scale;
+}
+
+template <class T>
+void widen_row(const T* x, int64_t depth, float* output) {
+  for (int64_t k = 0; k < depth; ++k) output[k] = widen(x[k]);
+}
+
+// Eight sums side by side, so that a vector does them.
+template <class T>
+void sum_groups(const T* x, int64_t depth, int64_t group, float* sums) {
+  for (int64_t k = 0; k < depth; k += group) {
+    float parts[4] = {};
+    for (int64_t i = 0; i < group; i += 4) {
+      for (int64_t j = 0; j < 4; ++j) parts[j] += widen(x[k + i + j]);
+    }
+    *sums++ = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+  }
+}
+
+}  // namespace
+
+PreparedInputs::PreparedInputs(Inputs kind, DType dtype, const QuantisedWeight& weight,
+                               int64_t num_rows)
+    : kind_(kind),
+      dtype_(dtype),
+      weight_(weight),
+      row_bytes_(kind == Inputs::kBytes ? weight.depth : weight.depth * 4),
+      is_copied_(kind == Inputs::kBytes || (kind == Inputs::kFloats && dtype != DType::kFloat32)) {
+  const auto rows = static_cast<size_t>(num_rows);
+  if (is_copied_) rows_.reset(new uint32_t[rows * static_cast<size_t>(row_bytes_ / 4)]);
+  if (kind == Inputs::kBytes) scales_.reset(new float[rows]);
+  if (weight.minimums != nullptr) {
+    sums_.reset(new float[rows * static_cast<size_t>(weight.num_groups())]);
+  }
+}
+
+void PreparedInputs::prepare(const Parallel& parallel, int num_threads, int64_t first,
+                             int64_t num_rows, QuantisedCall& call) {
+  const auto bytes = static_cast<int64_t>(element_bytes(dtype_));
+  const char* x = static_cast<const char*>(call.layer.x) + first * call.layer.x_stride * bytes;
+  call.inputs = is_copied_ ? static_cast<const void*>(rows_.get()) : x;
+  call.input_stride = is_copied_ ? row_bytes_ : call.layer.x_stride * bytes;
+  call.x_scales = scales_.get();
+  call.x_sums = sums_.get();
+  if (!is_copied_ && sums_ == nullptr) return;
+  const int64_t worth = 1 + num_rows * weight_.depth / kNumbersPerThread;
+  const int64_t parts = parallel.can_fork() ? std::min({worth, int64_t{num_threads}, num_rows}) : 1;
+  std::atomic<int64_t> next{0};
+  auto work = [&] {
+    for (int64_t part = next++; part < parts; part = next++) {
+      const int64_t end = num_rows * (part + 1) / parts;
+      for (int64_t row = num_rows * part / parts; row < end; ++row) {
+        prepare_row(call.layer, first + row, row);
+      }
+    }
+  };
+  parallel.run(static_cast<int>(parts), work);
+}
+
+void PreparedInputs::prepare_row(const LinearCall& layer, int64_t from, int64_t row) {
+  const auto each = [&](const auto* x) {
+    const int64_t depth = weight_.depth;
+    char* output = reinterpret_cast<char*>(rows_.get()) + row * row_bytes_;
+    if (kind_ == Inputs::kBytes) {
+      scales_[static_cast<size_t>(row)] =
+          quantise_row(x, depth, reinterpret_cast<uint8_t*>(output));
+    } else if (is_copied_) {
+      widen_row(x, depth, reinterpret_cast<float*>(output));
+    }
+    if (sums_ != nullptr) {
+      sum_groups(x, depth, weight_.group, sums_.get() + row * weight_.num_groups());
+    }
+  };
+  if (dtype_ == DType::kFloat32) {
+    each(static_cast<const float*>(layer.x) + from * layer.x_stride);
+  } else {
+    each(static_cast<const BFloat16*>(layer.x) + from * layer.x_stride);
+  }
+}
+
+}  // namespace vtensor::kernels

@@ -1,0 +1,41 @@
+// PreparedInputs: the inputs of a layer with a quantised weight, as its kernels read them.
+//
+// Compiled once, for every CPU, so that rounding is the same bits at all levels.
+//
+// Thread-safety: prepare() of different rows may run at the same time.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "kernels/calls/quantised.h"
+#include "kernels/parallel.h"
+
+namespace vtensor::kernels {
+
+class PreparedInputs {
+ public:
+  // Scratch for up to num_rows rows. Throws std::bad_alloc.
+  PreparedInputs(Inputs kind, DType dtype, const QuantisedWeight& weight, int64_t num_rows);
+
+  // Reads rows [first, first + num_rows) of the layer's x, and points `call` to what came of them.
+  //
+  // kBytes: of a row x, scale = max |x| / 127 and 128 + x / scale, rounded to nearest, ties to even
+  // (x times 127 / max |x|, both rounded to float32). A row with an infinity or a NaN gives NaN.
+  void prepare(const Parallel& parallel, int num_threads, int64_t first, int64_t num_rows,
+               QuantisedCall& call);
+
+ private:
+  void prepare_row(const LinearCall& layer, int64_t from, int64_t row);
+
+  Inputs kind_;
+  DType dtype_;
+  const QuantisedWeight& weight_;
+  int64_t row_bytes_;
+  bool is_copied_;  // bfloat16 pairs are read where they stand
+  std::unique_ptr<uint32_t[]> rows_;
+  std::unique_ptr<float[]> scales_;
+  std::unique_ptr<float[]> sums_;
+};
+
+}  // namespace vtensor::kernels

@@ -1,0 +1,53 @@
+#include "kernels/linear/quantised_linear.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "kernels/linear/inputs.h"
+
+namespace vtensor::kernels {
+namespace {
+
+// Fewer multiplications are done sooner than another thread wakes.
+constexpr int64_t kWorkPerThread = 128 << 10;
+// Rows whose inputs are made ready at once: what they take is a few megabytes.
+constexpr int64_t kBlockRows = 240;
+
+}  // namespace
+
+void QuantisedLinear::forward(DType dtype, const LinearCall& layer, const QuantisedWeight& weight,
+                              int64_t num_rows, int num_threads) const {
+  if (num_rows <= 0) return;
+  const auto& kernels = weight.bits == 8 ? isa_->multiply_8_bits : isa_->multiply_4_bits;
+  Inputs kind = weight.group == 0 ? Inputs::kBytes : Inputs::kFloats;
+  if (kind == Inputs::kFloats && dtype == DType::kBFloat16 &&
+      kernels[static_cast<size_t>(Inputs::kBFloat16s)] != nullptr) {
+    kind = Inputs::kBFloat16s;
+  }
+  const auto compute = kernels[static_cast<size_t>(kind)];
+  const int64_t num_panels = (layer.columns + kQuantisedColumns - 1) / kQuantisedColumns;
+  PreparedInputs inputs(kind, dtype, weight, std::min(num_rows, kBlockRows));
+  const auto bytes = static_cast<int64_t>(element_bytes(dtype));
+  for (int64_t first = 0; first < num_rows; first += kBlockRows) {
+    const int64_t rows = std::min(kBlockRows, num_rows - first);
+    QuantisedCall call = {layer, weight, nullptr, 0, nullptr, nullptr};
+    inputs.prepare(parallel_, num_threads, first, rows, call);
+    call.layer.output = static_cast<char*>(layer.output) + first * layer.output_stride * bytes;
+    if (layer.residual != nullptr) {
+      call.layer.residual =
+          static_cast<const char*>(layer.residual) + first * layer.residual_stride * bytes;
+    }
+    const int64_t worth = 1 + rows * layer.depth * layer.columns / kWorkPerThread;
+    const int64_t parts =
+        parallel_.can_fork() ? std::min({worth, int64_t{num_threads}, num_panels}) : 1;
+    std::atomic<int64_t> next{0};
+    auto work = [&] {
+      for (int64_t part = next++; part < parts; part = next++) {
+        compute(call, dtype, {0, rows, num_panels * part / parts, num_panels * (part + 1) / parts});
+      }
+    };
+    parallel_.run(static_cast<int>(parts), work);
+  }
+}
+
+}  // namespace vtensor::kernels

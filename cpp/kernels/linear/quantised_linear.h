@@ -1,0 +1,36 @@
+// QuantisedLinear: linear layers with quantised weights on the CPU, few rows or many.
+//
+// A weight of 8 or 4 bits is a half or a quarter of the memory that a decode step reads. The inputs
+// are made ready once, then threads share the panels out. A row's outputs are the same bits alone,
+// among whatever rows, and with any number of threads.
+//
+// Thread-safety: no state but its settings; any thread may call.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/calls/quantised.h"
+#include "kernels/isa/choice.h"
+#include "kernels/parallel.h"
+
+namespace vtensor::kernels {
+
+class QuantisedLinear {
+ public:
+  QuantisedLinear(Parallel parallel, const QuantisedIsa& isa) : parallel_(parallel), isa_(&isa) {}
+
+  const QuantisedIsa& isa() const { return *isa_; }
+
+  // output = x weight^T + bias + residual, without gates.
+  // REQUIRES: dtype float32 or bfloat16; sizes as QuantisedWeight says; layer.columns a multiple of
+  // kHeadDimStep; num_threads >= 1; the output overlaps no input.
+  // Throws std::bad_alloc where there is no memory for the inputs of some hundred rows.
+  void forward(DType dtype, const LinearCall& layer, const QuantisedWeight& weight,
+               int64_t num_rows, int num_threads) const;
+
+ private:
+  Parallel parallel_;
+  const QuantisedIsa* isa_;
+};
+
+}  // namespace vtensor::kernels

@@ -1,0 +1,114 @@
+// Products of quantised numbers in vectors, by the instructions that each set has for them: four
+// bytes times four bytes, and a word's integers as factors of float32 or bfloat16 inputs.
+#pragma once
+
+#include "kernels/simd/vec.h"
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace vtensor::kernels {
+namespace {
+
+// ------------------------------------------------------------------------- bytes times bytes
+//
+// sum + x0 w0 + x1 w1 + x2 w2 + x3 w3 in each lane, exactly: x unsigned, w signed. Four and two
+// products stay far below 2^31, so all ways give the same.
+
+#if defined(__AVX512VNNI__) && VTENSOR_LANES == 16
+struct ByteWeights {
+  __m512i w;
+  ByteWeights() = default;
+  VTENSOR_INLINE explicit ByteWeights(UVec words) : w(reinterpret_cast<__m512i>(words)) {}
+};
+struct ByteInputs {
+  __m512i x;
+  VTENSOR_INLINE explicit ByteInputs(uint32_t word)
+      : x(_mm512_set1_epi32(static_cast<int>(word))) {}
+};
+VTENSOR_INLINE IVec add_dot(IVec sum, const ByteInputs& x, const ByteWeights& w) {
+  return reinterpret_cast<IVec>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), x.x, w.w));
+}
+#else
+
+typedef int16_t SVec __attribute__((vector_size(kLanes * 4)));
+
+// Pairs of products of 16 bits: bytes 0 and 2 of each word, then 1 and 3.
+struct ByteWeights {
+  SVec even, odd;
+  ByteWeights() = default;
+  VTENSOR_INLINE explicit ByteWeights(UVec words)
+      : even(reinterpret_cast<SVec>(words) << 8 >> 8), odd(reinterpret_cast<SVec>(words) >> 8) {}
+};
+struct ByteInputs {
+  SVec even, odd;
+  VTENSOR_INLINE explicit ByteInputs(uint32_t word)
+      : even(reinterpret_cast<SVec>(UVec{} + (word & 0x00ff00ff))),
+        odd(reinterpret_cast<SVec>(UVec{} + (word >> 8 & 0x00ff00ff))) {}
+};
+VTENSOR_INLINE IVec add_pairs(SVec a, SVec b) {
+#if defined(__AVX512BW__) && VTENSOR_LANES == 16
+  return reinterpret_cast<IVec>(
+      _mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+#elif defined(__AVX2__) && VTENSOR_LANES == 8
+  return reinterpret_cast<IVec>(
+      _mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+#else
+  const IVec first = reinterpret_cast<IVec>(a), second = reinterpret_cast<IVec>(b);
+  return (first << 16 >> 16) * (second << 16 >> 16) + (first >> 16) * (second >> 16);
+#endif
+}
+VTENSOR_INLINE IVec add_dot(IVec sum, const ByteInputs& x, const ByteWeights& w) {
+  return sum + add_pairs(x.even, w.even) + add_pairs(x.odd, w.odd);
+}
+#endif
+
+// ------------------------------------------------------------------------- integers as factors
+
+// Input k of words of kBits, as float32; k is known when the loop around it is unrolled.
+template <int kBits>
+VTENSOR_INLINE Vec float_of(UVec words, int k) {
+  if constexpr (kBits == 8) {
+    const IVec integers = reinterpret_cast<IVec>(words) << (24 - 8 * k) >> 24;
+    return __builtin_convertvector(integers, Vec);
+  } else {
+    const UVec shifted = words >> (k % 2 * 16 + k / 2 * 4);
+#if defined(__AVX512F__) && VTENSOR_LANES == 16
+    const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    return reinterpret_cast<Vec>(
+        _mm512_maskz_permutexvar_ps(0xffff, reinterpret_cast<__m512i>(shifted), table));
+#else
+    const IVec integers = reinterpret_cast<IVec>(shifted & 15) - 8;
+    return __builtin_convertvector(integers, Vec);
+#endif
+  }
+}
+
+#if defined(__AVX512BF16__) && VTENSOR_LANES == 16
+// Inputs 2 k and 2 k + 1 of words of kBits, as pairs of bfloat16: such integers are exact in it.
+template <int kBits>
+VTENSOR_INLINE UVec pairs_of(UVec words, int k) {
+  if constexpr (kBits == 8) {
+    const UVec first = bits_of(float_of<8>(words, 2 * k));
+    return (first >> 16) | (bits_of(float_of<8>(words, 2 * k + 1)) & 0xffff0000);
+  } else {
+    alignas(64) static constexpr uint16_t kTable[32] = {
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0,      0x3f80, 0x4000,
+        0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+        0xc000, 0xbf80, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    const __m512i table = _mm512_load_si512(kTable);  // twice: bit 4 is the next number's
+    const __m512i shifted =
+        _mm512_srli_epi16(reinterpret_cast<__m512i>(words), static_cast<unsigned>(4 * k));
+    return reinterpret_cast<UVec>(_mm512_permutexvar_epi16(shifted, table));
+  }
+}
+
+VTENSOR_INLINE Vec add_products(Vec sum, uint32_t x, UVec w) {
+  return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum),
+                                                reinterpret_cast<__m512bh>(UVec{} + x),
+                                                reinterpret_cast<__m512bh>(w)));
+}
+#endif
+
+}  // namespace
+}  // namespace vtensor::kernels

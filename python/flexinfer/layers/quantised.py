@@ -1,0 +1,156 @@
+"""QuantisedTensor: a weight of small integers with their scales, and how one is made of a weight.
+
+int8                W8A8: a scale per output; inputs become integers too, a scale per token
+int4-g32            W4A16: a scale per output and 32 inputs; inputs stay as they are
+int4-g32-zp         a minimum beside each scale: zero points, wherever zero lies in the group
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+GROUP_SIZES = (32, 64, 128)
+SCALE_CANDIDATES = (1.0, 0.94, 0.88, 0.82, 0.76)
+"""Of a group's largest possible scale: a smaller one clips the largest weight and rounds the others
+less. The one with the least squared error is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What weights are quantised to at load."""
+
+    bits: int
+    group: int
+    """Inputs that share a scale; 0: all of an output, and inputs are quantised as well."""
+    has_minimums: bool = False
+
+    @classmethod
+    def parse(cls, name: str) -> Scheme:
+        """Of a name such as "int4-g64-zp". Raises ValueError, saying what there is."""
+        if name == "int8":
+            return cls(8, 0)
+        found = re.fullmatch(r"int4(?:-g(\d+))?(-zp)?", name)
+        group = 0 if found is None else int(found[1] or GROUP_SIZES[0])
+        if found is None or group not in GROUP_SIZES:
+            raise ValueError(
+                f"quantization must be auto, int8, or int4, the latter with a group size of "
+                f"{', '.join(map(str, GROUP_SIZES))} and zero points if wanted (int4-g64-zp), got "
+                f"{name!r}"
+            )
+        return cls(4, group, found[2] is not None)
+
+    def fits(self, depth: int) -> bool:
+        """Whether a weight of so many inputs can be quantised in this way."""
+        return depth > 0 and depth % (self.group or 4) == 0
+
+    def quantise(self, weight: torch.Tensor) -> QuantisedTensor:
+        """weight: [columns, depth], float. REQUIRES `fits`."""
+        if self.group == 0:
+            return quantise_outputs(weight)
+        return quantise_groups(weight, self.group, self.has_minimums)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedTensor:
+    """A weight [columns, depth] = integers * scale + minimum of each one's group."""
+
+    integers: torch.Tensor
+    """int8 [columns, depth]; of 4 bits -8 to 7."""
+    scales: torch.Tensor
+    """float32 [columns, groups]"""
+    minimums: torch.Tensor | None
+    """float32 [columns, groups]"""
+    bits: int
+    group: int
+    """0: one scale an output, and the inputs of a product become integers too, by
+    `quantise_inputs`; else so many inputs share a scale."""
+
+    @classmethod
+    def join(cls, tensors: Sequence[QuantisedTensor]) -> QuantisedTensor:
+        """One after the other, as one layer's outputs. Raises ValueError for unlike ones."""
+        first = tensors[0]
+        if len(tensors) == 1:
+            return first
+        kinds = {(t.bits, t.group, t.minimums is None, t.integers.shape[1]) for t in tensors}
+        if len(kinds) != 1:
+            raise ValueError(f"weights of different kinds cannot be joined: {sorted(kinds)}")
+        minimums = None
+        if first.minimums is not None:
+            minimums = torch.cat([t.minimums for t in tensors if t.minimums is not None])
+        return cls(
+            torch.cat([t.integers for t in tensors]),
+            torch.cat([t.scales for t in tensors]),
+            minimums,
+            first.bits,
+            first.group,
+        )
+
+    def dequantised(self) -> torch.Tensor:
+        """float32 [columns, depth]: the reference of all that is computed with it."""
+        columns, depth = self.integers.shape
+        weight = self.integers.float().view(columns, self.scales.shape[1], -1)
+        weight = weight * self.scales[:, :, None]
+        if self.minimums is not None:
+            weight = weight + self.minimums[:, :, None]
+        return weight.view(columns, depth)
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., depth] times the weight, in float64: slowly, as a kernel should."""
+        if self.group == 0:
+            integers, scales = quantise_inputs(x)
+            x = integers.double() * scales.double()
+        return x.double() @ self.dequantised().double().T
+
+
+def quantise_inputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers (float32, -127 to 127) and scales [..., 1] of x [..., depth], as
+    cpp/kernels/linear/inputs.h says."""
+    largest = x.float().abs().amax(dim=-1, keepdim=True)
+    factor = torch.where(largest > 0, 127 / largest, 0.0)
+    return (x.float() * factor).round(), largest / 127
+
+
+def quantise_outputs(weight: torch.Tensor) -> QuantisedTensor:
+    """8 bits, a scale per output: symmetric, the largest weight becomes 127."""
+    weight = weight.float()
+    scales = weight.abs().amax(dim=1, keepdim=True) / 127
+    integers = (weight / scales.clamp_min(torch.finfo(torch.float32).tiny)).round_()
+    return QuantisedTensor(integers.clamp_(-127, 127).to(torch.int8), scales, None, 8, 0)
+
+
+def quantise_groups(weight: torch.Tensor, group: int, has_minimums: bool) -> QuantisedTensor:
+    """4 bits; scales and minimums are numbers of float16, so that they take as little."""
+    columns, depth = weight.shape
+    groups = weight.float().view(columns, depth // group, group)
+    if has_minimums:
+        low, high = groups.amin(dim=2).clamp_max(0), groups.amax(dim=2).clamp_min(0)
+        scales = _halves((high - low) / 15)
+        minimums = _halves(low + 8 * scales)
+        shifted = groups - minimums[:, :, None]
+        integers = _integers(shifted, scales)
+        return QuantisedTensor(integers.view(columns, depth), scales, minimums, 4, group)
+    # The largest magnitude becomes -8, whichever sign it has.
+    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))[:, :, 0] / -8
+    best = torch.full_like(largest, torch.inf)
+    scales = torch.zeros_like(largest)
+    for candidate in SCALE_CANDIDATES:
+        tried = _halves(largest * candidate)
+        wrong = (_integers(groups, tried).float().mul_(tried[:, :, None]) - groups).square_()
+        errors = wrong.sum(dim=2)
+        scales = torch.where(errors < best, tried, scales)
+        best = torch.minimum(best, errors)
+    return QuantisedTensor(_integers(groups, scales).view(columns, depth), scales, None, 4, group)
+
+
+def _integers(groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """int8, -8 to 7, of [columns, groups, group]; a scale of 0 makes zeros."""
+    inverse = torch.where(scales != 0, 1 / scales, 0.0)
+    return (groups * inverse[:, :, None]).round_().clamp_(-8, 7).to(torch.int8)
+
+
+def _halves(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.half().float()

@@ -1,0 +1,154 @@
+"""Layers with quantised weights equal a slow product of the same integers, at every level."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flexinfer import _kernels
+from flexinfer.layers import quantised_linear
+from flexinfer.layers.quantised import QuantisedTensor, Scheme
+from flexinfer.layers.quantised_linear import QuantisedLinear
+
+EXAMPLES = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+SCHEMES = ("int8", "int4", "int4-g64", "int4-g128-zp")
+
+
+@pytest.fixture(params=_kernels.available_quantised_isas())
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    kernel = quantised_linear.make_kernel(request.param)
+    monkeypatch.setattr(quantised_linear, "kernel", lambda: kernel)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def grouped_bytes(weight: torch.Tensor, group: int) -> QuantisedTensor:
+    """8 bits in groups, with minimums: what a file may hold, though nothing here makes it."""
+    groups = weight.view(len(weight), -1, group)
+    scales = groups.abs().amax(dim=2) / 127
+    integers = (groups / scales[:, :, None]).round().to(torch.int8).view(weight.shape)
+    return QuantisedTensor(integers, scales, 0.1 * torch.randn(scales.shape), 8, group)
+
+
+@EXAMPLES
+@given(
+    rows=st.one_of(st.integers(0, 14), st.sampled_from([29, 240, 241, 500])),
+    depth=st.sampled_from([128, 384, 1024]),
+    columns=st.sampled_from([16, 64, 80, 100, 200]),
+    scheme=st.sampled_from((*SCHEMES, "bytes in groups of 16")),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    has_bias=st.booleans(),
+    has_residual=st.booleans(),
+    is_slice=st.booleans(),
+)
+def test_it_is_the_product_with_the_same_integers(
+    isa: str,
+    rows: int,
+    depth: int,
+    columns: int,
+    scheme: str,
+    dtype: torch.dtype,
+    has_bias: bool,
+    has_residual: bool,
+    is_slice: bool,
+) -> None:
+    torch.manual_seed(rows)
+    weight = torch.randn(columns, depth) / depth**0.5
+    of_bytes = scheme.startswith("bytes")
+    source = grouped_bytes(weight, 16) if of_bytes else Scheme.parse(scheme).quantise(weight)
+    bias = torch.randn(columns).to(dtype) if has_bias else None
+    residual = torch.randn(1, rows, columns).to(dtype) if has_residual else None
+    x = torch.randn(1, rows, depth + 16 * is_slice).to(dtype)[..., :depth]
+    output = QuantisedLinear(source, bias, dtype)(x, residual)
+    expected = source.reference(x)
+    for added in (bias, residual):
+        expected = expected if added is None else expected + added.double()
+    bound = 5e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(output.double(), expected, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("first", [1, 5, 12, 31])
+def test_a_row_is_the_same_bits_among_whatever_rows(
+    isa: str, first: int, scheme: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(first)
+    source = Scheme.parse(scheme).quantise(torch.randn(80, 256))
+    layer = QuantisedLinear(source, None, dtype)
+    x = torch.randn(263, 256).to(dtype)
+    torch.set_num_threads(1)
+    in_two = torch.cat([layer(x[:first]), layer(x[first:])])
+    torch.set_num_threads(2)
+    assert torch.equal(layer(x), in_two)
+
+
+def test_integers_are_added_exactly_at_the_ends_of_their_range(isa: str) -> None:
+    """Sums of 16 bits would saturate."""
+    signs = torch.tensor([1.0, -1.0])
+    weight = signs.repeat(128)[None] * torch.ones(32, 1)
+    x = torch.stack([weight[0], -weight[0], torch.ones(256)])
+    source = Scheme.parse("int8").quantise(weight)
+    output = QuantisedLinear(source, None, torch.float32)(x)
+    expected = torch.tensor([256.0, -256.0, 0.0])[:, None].expand(3, 32)
+    torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_rows_that_are_not_numbers_spoil_themselves_alone(isa: str, scheme: str) -> None:
+    x = torch.randn(4, 128)
+    x[1, 5], x[2, 7], x[3] = torch.nan, torch.inf, 0
+    source = Scheme.parse(scheme).quantise(torch.randn(64, 128))
+    output = QuantisedLinear(source, None, torch.float32)(x)
+    assert output[0].isfinite().all()
+    assert not output[1].isfinite().any()
+    assert not output[2].isfinite().any()
+    assert not output[3].any()
+
+
+def test_tiny_rows_are_zero_and_large_ones_are_not_infinite(isa: str) -> None:
+    source = Scheme.parse("int8").quantise(torch.eye(64))
+    x = torch.stack([torch.full((64,), 1e-44), torch.full((64,), 1e38)])
+    output = QuantisedLinear(source, None, torch.float32)(x)
+    assert not output[0].any()
+    torch.testing.assert_close(output[1], x[1])
+
+
+def test_what_the_kernel_would_read_beyond_is_refused() -> None:
+    layer = QuantisedLinear(Scheme.parse("int8").quantise(torch.randn(16, 64)), None, torch.float32)
+    for x in (torch.zeros(2, 60), torch.zeros(2, 64).bfloat16()):
+        with pytest.raises(ValueError, match=r"64 inputs of torch\.float32"):
+            layer(x)
+    with pytest.raises(ValueError, match="residual must be"):
+        layer(torch.zeros(2, 64), torch.zeros(1, 16))
+
+
+@pytest.mark.parametrize("name", ["int3", "int4-g16", "int4-g0", "int8-g32", "INT8", "int4-zp-g32"])
+def test_what_is_no_scheme_is_refused_with_the_choices(name: str) -> None:
+    with pytest.raises(ValueError, match=r"auto, int8, or int4.*32, 64, 128"):
+        Scheme.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "bound"), [("int8", 0.011), ("int4", 0.11), ("int4-g32-zp", 0.1), ("int4-g128", 0.13)]
+)
+def test_weights_of_a_normal_distribution_lose_little(name: str, bound: float) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 512)
+    error = Scheme.parse(name).quantise(weight).dequantised() - weight
+    assert error.norm() / weight.norm() < bound
+
+
+def test_groups_of_zeros_stay_zeros() -> None:
+    for name in SCHEMES:
+        assert not Scheme.parse(name).quantise(torch.zeros(16, 128)).dequantised().any()

@@ -1,0 +1,179 @@
+"""Models with quantised weights: what they answer, what it costs them, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import transformers as tf
+
+import flexinfer
+from flexinfer import LLM, SamplingParams
+from flexinfer.errors import UnsupportedModelError
+from flexinfer.layers.fuse import fuse_layers
+from flexinfer.layers.quantise import quantisable, scheme_of
+from flexinfer.layers.quantised import QuantisedTensor, Scheme
+from flexinfer.layers.quantised_linear import QuantisedLinear
+from helpers.tiny_models import make_model, random_prompts
+
+SHIPPED = Path(flexinfer.__file__).parent / "data" / "tiny_chat"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny_chat"
+
+
+class SlowLinear(torch.nn.Module):
+    """A linear layer's quantised weight, multiplied as its definition says."""
+
+    def __init__(self, source: QuantisedTensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.source, self.bias = source, bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = self.source.reference(x)
+        return (product if self.bias is None else product + self.bias).to(x.dtype)
+
+
+def slow_model(name: str, scheme: Scheme) -> Any:
+    """transformers' own modules around slow products with the same integers."""
+    model = copy.deepcopy(make_model(name))
+    for path, linear in list(quantisable(model)):
+        own = scheme_of(path.rpartition(".")[2], linear, scheme)
+        assert own is not None
+        weight = linear.weight.detach()
+        weight = weight if isinstance(linear, torch.nn.Linear) else weight.t()
+        model.set_submodule(path, SlowLinear(own.quantise(weight), linear.bias))
+    return model
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "int4-g32-zp"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt2"])
+def test_greedy_output_is_that_of_slow_products_of_the_same_integers(
+    name: str, scheme: str, tmp_path: Path
+) -> None:
+    make_model(name).save_pretrained(tmp_path)
+    slow = slow_model(name, Scheme.parse(scheme))
+    prompts = random_prompts((5, 17, 40))
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(str(tmp_path), quantization=scheme, skip_tokenizer_init=True, dtype="float32") as llm:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        generated = list(output.outputs[0].token_ids)
+        with torch.inference_mode():
+            logits = slow(torch.tensor([prompt + generated[:-1]])).logits[0, len(prompt) - 1 :]
+        behind = logits.amax(dim=1) - logits.gather(1, torch.tensor(generated)[:, None])[:, 0]
+        # An input that is a rounding error away from the middle of two integers may become either.
+        assert (behind <= (0.02 * logits.std() if scheme == "int8" else 0)).all()
+
+
+def held_out_dialogues(count: int) -> list[Any]:
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        import dialogues
+        from systems import NO_SYSTEM
+    finally:
+        sys.path.remove(str(EXAMPLE))
+    rng = random.Random("quantisation")
+    drawn = [dialogues.recall_dialogue(rng, system=NO_SYSTEM) for _ in range(count)]
+    return [dialogues.messages(d) for d in drawn]
+
+
+@torch.inference_mode()
+def score(model: Any, ids: list[torch.Tensor], answers: list[list[bool]]) -> tuple[float, float]:
+    """Perplexity of the answers' tokens, and which share of them is the most probable one."""
+    losses, right = [], []
+    for tokens, is_answer in zip(ids, answers, strict=True):
+        logits = model(tokens[None]).logits[0, :-1].float()
+        chosen = torch.tensor(is_answer[1:])
+        expected = tokens[1:][chosen]
+        losses.append(torch.nn.functional.cross_entropy(logits[chosen], expected, reduction="none"))
+        right.append((logits[chosen].argmax(dim=1) == expected).float())
+    return float(torch.cat(losses).mean().exp()), float(torch.cat(right).mean())
+
+
+@pytest.fixture(scope="module")
+def held_out() -> tuple[list[torch.Tensor], list[list[bool]]]:
+    """Tokens of conversations, and whether each is one of an answer."""
+    tokenizer = tf.AutoTokenizer.from_pretrained(SHIPPED)
+
+    def render(messages: list[Any], prompt: bool) -> list[int]:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        return tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+
+    ids, answers = [], []
+    for messages in held_out_dialogues(30):
+        tokens = render(messages, False)
+        is_answer = [False] * len(tokens)
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                first, last = len(render(messages[:i], True)), len(render(messages[: i + 1], False))
+                is_answer[first:last] = [True] * (last - first)
+        ids.append(torch.tensor(tokens))
+        answers.append(is_answer)
+    return ids, answers
+
+
+@pytest.mark.parametrize(
+    ("scheme", "bound"), [("int8", 1.005), ("int4", 1.03), ("int4-g32-zp", 1.03)]
+)
+def test_the_shipped_model_loses_little(scheme: str, bound: float, held_out: Any) -> None:
+    model = tf.AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).eval()
+    perplexity, recall = score(model, *held_out)
+    fuse_layers(model, Scheme.parse(scheme))
+    quantised_perplexity, quantised_recall = score(model, *held_out)
+    assert quantised_perplexity < bound * perplexity
+    assert quantised_recall > recall - 0.01
+
+
+def test_all_layers_but_the_embedding_are_quantised_and_the_head_has_8_bits() -> None:
+    model = tf.AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32)
+    fuse_layers(model, Scheme.parse("int4"))
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantisedLinear)}
+    assert len(layers) == 4 * model.config.num_hidden_layers + 1
+    assert layers["lm_head"].nbytes == 128 * 1024 + 1024 * (4 + 4)
+    assert layers["model.layers.0.mlp.down_proj"].nbytes == 128 * 384 // 2 + 128 * 384 // 32 * 2
+    assert model.get_input_embeddings().weight.shape == (1024, 128)
+
+
+def test_a_layer_that_chooses_experts_stays_as_it_is() -> None:
+    model = torch.nn.ModuleDict({"gate": torch.nn.Linear(64, 8), "up": torch.nn.Linear(64, 8)})
+    fuse_layers(model, Scheme.parse("int8"))
+    assert isinstance(model["up"], QuantisedLinear)
+    assert not isinstance(model["gate"], QuantisedLinear)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quantization": "int8", "dtype": "float16"}, "float32 or bfloat16, not in torch.float16"),
+        ({"quantization": "int4-g128"}, r"has 64 inputs, which is no multiple of 128"),
+        ({"quantization": "int8", "device": "cuda"}, "for the CPU alone"),
+        ({"quantization": "fp8"}, "quantization must be auto, int8, or int4"),
+    ],
+)
+def test_what_cannot_be_quantised_is_refused_before_any_weight_is_read(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    make_model("llama").config.save_pretrained(tmp_path)  # no weights at all
+    from flexinfer.models.loading import load_model
+
+    with pytest.raises((ValueError, UnsupportedModelError), match=message):
+        load_model(str(tmp_path), **settings)
+
+
+def test_a_model_that_is_loaded_already_is_not_quantised() -> None:
+    with pytest.raises(UnsupportedModelError, match="loaded already"):
+        LLM(make_model("llama"), quantization="int8", skip_tokenizer_init=True)
+
+
+def test_a_checkpoint_that_is_quantised_already_is_refused_by_name(tmp_path: Path) -> None:
+    config = copy.deepcopy(make_model("llama").config)
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="quantised already, by 'bitsandbytes'"):
+        LLM(str(tmp_path), skip_tokenizer_init=True)
