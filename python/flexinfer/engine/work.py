@@ -29,7 +29,8 @@ def linear_work(module: Any, x: torch.Tensor) -> Work:
         return Work()
     num_weights = module.in_features * module.out_features
     num_rows = x.numel() // module.in_features
-    return Work(2.0 * num_rows * num_weights, num_weights * module.weight.element_size())
+    num_bytes = getattr(module, "nbytes", None) or num_weights * module.weight.element_size()
+    return Work(2.0 * num_rows * num_weights, num_bytes)
 
 
 def attention_work(

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from flexinfer.attention.base import AttentionMetadata, AttentionOptions, LayerKV
 from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.engine.work import Work, attention_work, linear_work
+from flexinfer.layers.quantised import Scheme
+from flexinfer.layers.quantised_linear import QuantisedLinear
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
 LENGTHS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=4)
@@ -68,3 +70,9 @@ def test_a_product_reads_its_weight_once() -> None:
     x = torch.zeros(1, 7, 6, dtype=torch.bfloat16)
     assert linear_work(linear, x) == Work(flops=2 * 7 * 60, num_bytes=120)
     assert linear_work(torch.nn.Identity(), x) == Work()
+
+
+def test_a_quantised_weight_is_fewer_bytes() -> None:
+    source = Scheme.parse("int4").quantise(torch.randn(64, 96))
+    layer = QuantisedLinear(source, None, torch.float32)
+    assert linear_work(layer, torch.zeros(1, 96)).num_bytes == 64 * 96 / 2 + 64 * 3 * 2
