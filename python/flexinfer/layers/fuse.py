@@ -127,12 +127,13 @@ def _quantised(
     name: str, module: torch.nn.Module, uses: Counter[int], scheme: Scheme | None
 ) -> torch.nn.Module | None:
     """What takes the module's place, quantised where there is a scheme. A head that is tied to the
-    embedding then gets a weight of its own; a linear layer needs no trial, as its code is torch's
-    own."""
+    embedding then gets a weight of its own; others that something else uses stay as they are. A
+    linear layer needs no trial, as its code is torch's own."""
     if scheme is None:
         return _fused(module, uses)
     own = None if is_watched(module) else scheme_of(name, module, scheme)
-    if own is not None:
+    is_used_elsewhere = any(uses[weight.data_ptr()] > 1 for weight in module.parameters())
+    if own is not None and (name == "lm_head" or not is_used_elsewhere):
         return quantise_linear(module, own)
     replacement = _fused(module, uses)
     if replacement is not None:

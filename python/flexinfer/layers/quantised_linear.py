@@ -76,14 +76,17 @@ class QuantisedLinear(OpaqueLinear):
                 f"{tuple(x.shape)} {x.dtype} on {x.device}"
             )
         output = torch.empty(*x.shape[:-1], self._width, dtype=dtype)
-        added = residual if self._width == self.out_features else None
-        if added is not None:
-            if added.shape != output.shape or added.dtype != dtype or not added.is_cpu:
+        num_padding = self._width - self.out_features
+        if residual is not None:
+            wanted = (*x.shape[:-1], self.out_features)
+            if residual.shape != wanted or residual.dtype != dtype or not residual.is_cpu:
                 raise ValueError(
-                    f"the residual must be {tuple(output.shape)} {dtype} on the CPU, got "
-                    f"{tuple(added.shape)} {added.dtype} on {added.device}"
+                    f"the residual must be {wanted} {dtype} on the CPU, got "
+                    f"{tuple(residual.shape)} {residual.dtype} on {residual.device}"
                 )
-            added = added.contiguous()
+            if num_padding:
+                residual = torch.nn.functional.pad(residual, (0, num_padding))
+            residual = residual.contiguous()
         rows = x.reshape(-1, self.in_features)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
@@ -93,16 +96,13 @@ class QuantisedLinear(OpaqueLinear):
             rows.data_ptr(),
             rows.stride(0),
             0 if self.bias is None else self.bias.data_ptr(),
-            0 if added is None else added.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
             self._width,
             output.data_ptr(),
             rows.shape[0],
             torch.get_num_threads(),
         )
-        if self._width == self.out_features:
-            return output
-        output = output[..., : self.out_features].contiguous()
-        return output if residual is None else residual + output
+        return output[..., : self.out_features].contiguous() if num_padding else output
 
 
 def words_of(source: QuantisedTensor) -> torch.Tensor:
