@@ -110,7 +110,8 @@ def quantise_inputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Integers (float32, -127 to 127) and scales [..., 1] of x [..., depth], as
     cpp/kernels/linear/inputs.h says."""
     largest = x.float().abs().amax(dim=-1, keepdim=True)
-    factor = torch.where(largest > 0, 127 / largest, 0.0)
+    # Of a number and a tensor torch multiplies by the reciprocal, which is rounded before.
+    factor = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0.0)
     return (x.float() * factor).round(), largest / 127
 
 

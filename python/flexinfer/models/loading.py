@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-
     from flexinfer.models.sharding import RankOf
 
 

@@ -16,6 +16,7 @@ import transformers as tf
 
 import flexinfer
 from flexinfer import LLM, SamplingParams
+from flexinfer.config import EngineConfig
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.fuse import fuse_layers
 from flexinfer.layers.quantise import quantisable, scheme_of
@@ -164,6 +165,12 @@ def test_what_cannot_be_quantised_is_refused_before_any_weight_is_read(
 
     with pytest.raises((ValueError, UnsupportedModelError), match=message):
         load_model(str(tmp_path), **settings)
+
+
+def test_ranks_of_a_tensor_parallel_engine_do_not_quantise() -> None:
+    EngineConfig("folder", tensor_parallel_size=2, quantization="auto")
+    with pytest.raises(ValueError, match="quantization does not go with tensor_parallel_size"):
+        EngineConfig("folder", tensor_parallel_size=2, quantization="int8")
 
 
 def test_a_model_that_is_loaded_already_is_not_quantised() -> None:
