@@ -19,6 +19,7 @@ is never, steps go without. Not thread-safe.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from flexinfer.vtensor import VTensorManager
 
 
+logger = logging.getLogger(__name__)
+
+
 class Speculation:
     """
     Invariant: `_acceptance` has no request that has been forgotten.
@@ -50,6 +54,8 @@ class Speculation:
     ) -> None:
         self._num_speculative_tokens = num_speculative_tokens
         self._drafter = drafter
+        self._is_off = False
+        """Since the drafter has failed."""
         self._manager = manager
         self._max_num_batched_tokens = max_num_batched_tokens
         self._costs = StepCosts()
@@ -64,11 +70,16 @@ class Speculation:
         self._num_requests = len(decodes)
         num_others = batch.num_tokens - len(decodes)
         self._num_further = None if num_others else 0
-        if not decodes or batch.preempted or batch.failed:
+        if self._is_off or not decodes or batch.preempted or batch.failed:
             return
         outlooks = [self._outlook(item.request) for item in decodes.values()]
         lengths = self._choose_lengths(list(decodes.values()), outlooks, num_others)
-        drafted = self._propose(decodes, lengths)
+        try:
+            drafted = self._propose(decodes, lengths)
+        except Exception:
+            logger.exception("proposing tokens has failed: this engine speculates no more")
+            self._is_off = True
+            return
         if drafted and self._extend(drafted.values()):
             for i, item in drafted.items():
                 batch.items[i] = item

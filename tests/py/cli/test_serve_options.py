@@ -46,6 +46,16 @@ def test_a_flag_goes_before_the_environment_before_the_file_before_the_default(
     assert found.api_key == ["c", "d"]
 
 
+def test_a_mapping_in_the_file_is_as_good_as_json(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("speculative-config:\n  method: ngram\n  num_speculative_tokens: 3\n")
+    given = '{"method": "ngram", "num_speculative_tokens": 3}'
+    for found in (options("--config", str(file)), options("--speculative-config", given)):
+        speculation = engine_config(found).speculation
+        assert speculation is not None
+        assert (speculation.method, speculation.num_speculative_tokens) == ("ngram", 3)
+
+
 def test_flags_variables_and_defaults_are_those_of_the_snapshot() -> None:
     group: Any = typer.main.get_command(app)
     found = {

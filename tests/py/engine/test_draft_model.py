@@ -155,6 +155,19 @@ def test_sleep_and_a_smaller_budget_take_the_drafts_memory_too() -> None:
     engine.close()
 
 
+def test_a_draft_that_fails_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: DraftModel, rows: Any) -> list[int]:
+        raise ArithmeticError("cannot be computed")
+
+    engine = drafting()
+    submit(engine, PROMPTS, GREEDY)
+    for _ in range(4):
+        engine.step()
+    monkeypatch.setattr(DraftModel, "_compute", fail)
+    check(drain_both(engine), PROMPTS, NUM_NEW)
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

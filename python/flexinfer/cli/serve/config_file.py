@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def read_config(context: typer.Context, path: Path) -> dict[str, Any]:
         name = names.get(str(key).replace("_", "-"))
         if name is None:
             raise typer.BadParameter(f"{path} has {key!r}, which is not an option of this command")
-        values[name] = value
+        values[name] = json.dumps(value) if isinstance(value, dict) else value
     return values
 
 
