@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flexinfer import _kernels
 from flexinfer.layers import quantised_linear
-from flexinfer.layers.quantised import QuantisedTensor, Scheme
+from flexinfer.layers.quantised import QuantisedTensor, Scheme, quantise_inputs
 from flexinfer.layers.quantised_linear import QuantisedLinear
 
 EXAMPLES = settings(
@@ -102,6 +102,16 @@ def test_integers_are_added_exactly_at_the_ends_of_their_range(isa: str) -> None
     output = QuantisedLinear(source, None, torch.float32)(x)
     expected = torch.tensor([256.0, -256.0, 0.0])[:, None].expand(3, 32)
     torch.testing.assert_close(output, expected)
+
+
+def test_inputs_become_the_integers_that_the_definition_says(isa: str) -> None:
+    """Half of the largest is the middle of two integers, give or take the factor's rounding."""
+    torch.manual_seed(0)
+    largest = (1 + torch.rand(300, 1)).bfloat16().float()
+    x = torch.cat([largest, largest / 2, -largest / 2, torch.randn(300, 61).clamp(-1, 1)], dim=1)
+    layer = QuantisedLinear(Scheme.parse("int8").quantise(torch.eye(64)), None, torch.float32)
+    integers, scales = quantise_inputs(x)
+    assert torch.equal((layer(x) / scales).round(), integers)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
