@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,21 @@ def test_an_hour_tells_a_slow_leak_by_its_slope(
     assert abs(report.slope.mib_per_hour - mib_per_hour) < 3 * report.slope.error < 1
     assert (report.problems == []) is is_flat
     assert str(report.slope) in report.table()
+
+
+def test_a_failure_beside_the_callers_loses_no_numbers(soak: Any) -> None:
+    async def work() -> None:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    async def failing() -> None:
+        raise ConnectionError("gone")
+
+    async def endless() -> None:
+        await asyncio.Event().wait()
+
+    failures = asyncio.run(soak._with_background([work()], [failing(), endless()]))
+    assert [str(failure) for failure in failures] == ["gone"]
 
 
 def test_what_is_left_behind_is_a_problem(soak: Any) -> None:
