@@ -134,6 +134,19 @@ def test_tiny_rows_are_zero_and_large_ones_are_not_infinite(isa: str) -> None:
     torch.testing.assert_close(output[1], x[1])
 
 
+@pytest.mark.parametrize("columns", [64, 100])
+def test_a_compiled_graph_calls_the_same_kernel(columns: int) -> None:
+    torch.manual_seed(0)
+    source = Scheme.parse("int4").quantise(torch.randn(columns, 64))
+    layer = QuantisedLinear(source, torch.randn(columns), torch.float32)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x, residual = torch.randn(1, 5, 64), torch.randn(1, 5, columns)
+    with torch.inference_mode():
+        assert torch.equal(compiled(x, residual), layer(x, residual))
+        if columns == 64:  # a gate's kernel takes widths that are multiples of 16
+            assert torch.equal(compiled(x, gates=True), layer(x, gates=True))
+
+
 def test_what_the_kernel_would_read_beyond_is_refused() -> None:
     layer = QuantisedLinear(Scheme.parse("int8").quantise(torch.randn(16, 64)), None, torch.float32)
     for x in (torch.zeros(2, 60), torch.zeros(2, 64).bfloat16()):
