@@ -234,7 +234,7 @@ class PagedManager:
 
     # Numbers.
 
-    def bytes_for(self, num_tokens: int) -> int:
+    def bytes_for(self, num_tokens: int, *, with_windows: bool = True) -> int:
         return -(-num_tokens // self.page_tokens) * self.chunk_bytes
 
     @property

@@ -71,7 +71,8 @@ void bind_values(nb::module_& m) {
       .def_rw("key_dim", &KVGroup::key_dim)
       .def_rw("value_dim", &KVGroup::value_dim)
       .def_rw("element_bytes", &KVGroup::element_bytes)
-      .def_rw("layers_per_plane", &KVGroup::layers_per_plane);
+      .def_rw("layers_per_plane", &KVGroup::layers_per_plane)
+      .def_rw("window", &KVGroup::window);
   nb::class_<KVSpec>(m, "KVSpec")
       .def(nb::init<>())
       .def_rw("groups", &KVSpec::groups)
@@ -97,6 +98,7 @@ void bind_values(nb::module_& m) {
       .def_rw("max_requests", &ManagerOptions::max_requests)
       .def_rw("memory_budget", &ManagerOptions::memory_budget)
       .def_rw("chunk_bytes", &ManagerOptions::chunk_bytes)
+      .def_rw("step_tokens", &ManagerOptions::step_tokens)
       .def_rw("scrub", &ManagerOptions::scrub)
       .def_rw("park", &ManagerOptions::park)
       .def_rw("pre_extend", &ManagerOptions::pre_extend)
@@ -240,7 +242,7 @@ nb::list range_tuples(const std::vector<SharedRange>& ranges) {
   return out;
 }
 
-// vTensors: their life, their lengths, the steps that use them.
+// vTensors: life, lengths, steps.
 void bind_vtensors(nb::class_<Manager>& manager) {
   manager
       .def_static(
@@ -270,6 +272,7 @@ void bind_vtensors(nb::class_<Manager>& manager) {
              const std::vector<size_t>& num_tokens) { self.extend(ids, num_tokens); },
           "ids"_a, "num_tokens"_a, GilRelease())
       .def("pre_extend", &Manager::pre_extend, "ids"_a, "num_tokens"_a, GilRelease())
+      .def("forget", &Manager::forget, "ids"_a, "num_tokens"_a, GilRelease())
       .def("drain", &Manager::drain, GilRelease())
       .def("truncate", &Manager::truncate, "id"_a, "num_tokens"_a, GilRelease())
       .def("begin_step", &Manager::begin_step, GilRelease())
@@ -322,10 +325,9 @@ void bind_memory(nb::class_<Manager>& manager) {
       .def("trim", &Manager::trim, GilRelease())
       .def("memory_budget", &Manager::memory_budget, GilRelease())
       .def("set_memory_budget", &Manager::set_memory_budget, "num_bytes"_a, GilRelease())
-      .def("bytes_for", &Manager::bytes_for, "num_tokens"_a);
+      .def("bytes_for", &Manager::bytes_for, "num_tokens"_a, "with_windows"_a = true);
 }
 
-// Numbers, traces, checks; and the end.
 void bind_insight(nb::class_<Manager>& manager) {
   manager.def("mapping_times", &Manager::mapping_times, GilRelease())
       .def("available_bytes", &Manager::available_bytes, GilRelease())
@@ -391,6 +393,7 @@ NB_MODULE(_vtensor, m) {
   vtensor::bind_snapshot(m);
   vtensor::bind_stats(m);
   vtensor::bind_manager(m);
+  m.attr("NO_CHUNK") = vtensor::kNoChunk;  // in page tables: a window has left the row behind
   m.def(
       "available_bytes", [] { return vtensor::available_bytes(); },
       "Bytes that this machine, or this container, can still give.");

@@ -154,7 +154,7 @@ bool Manager::try_extend(std::span<const VTensorId> ids, std::span<const size_t>
     op.restart_counters();
     expire_pins();
     extended = core_.extender.extend(ids, num_tokens);
-    if (!extended && !core_.state.claimed.empty()) {
+    if (!extended && background_.holds_chunks()) {
       wait_until_quiet(held);  // the worker held what was missing, for a moment
       extended = core_.extender.extend(ids, num_tokens);
     }
@@ -180,6 +180,16 @@ void Manager::pre_extend(const std::vector<VTensorId>& ids, const std::vector<si
   check_same_size(ids.size(), num_tokens.size());
   const Lock held = lock();
   if (options_.pre_extend) background_.post(held, ids, num_tokens);
+}
+
+void Manager::forget(const std::vector<VTensorId>& ids, const std::vector<size_t>& num_tokens) {
+  check_same_size(ids.size(), num_tokens.size());
+  if (pool_.geometry.windows.empty()) return;
+  const Lock held = lock();
+  TraceOp(*trace_, core_.state, "forget")
+      .put("ids", std::span(ids))
+      .put("n", std::span(num_tokens));
+  background_.post_forget(held, ids, num_tokens);
 }
 
 void Manager::drain() {
@@ -222,7 +232,7 @@ size_t Manager::record_prefix(VTensorId id, std::span<const Token> tokens) {
 size_t Manager::match_prefix(std::span<const Token> tokens, const std::string& salt) {
   const Lock held = lock();
   TraceOp op(*trace_, core_.state, "match_prefix");
-  const size_t matched = pool_.rtree.match(salt, tokens).num_tokens;
+  const size_t matched = pool_.rtree.usable(pool_.rtree.match(salt, tokens)).num_tokens;
   op.tokens(tokens).put("salt", salt).put("result", matched);
   return matched;
 }
@@ -301,9 +311,18 @@ void Manager::set_memory_budget(size_t num_bytes) {
       std::to_string(bytes_of(used)) + " bytes are in use; release or preempt requests first");
 }
 
-size_t Manager::bytes_for(size_t num_tokens) const {
-  checked_mul(num_tokens, pool_.geometry.token_bytes, "num_tokens x bytes of a token");
-  return checked_mul(pool_.geometry.rows_for(num_tokens), pool_.geometry.row_bytes(), "num_tokens");
+size_t Manager::bytes_for(size_t num_tokens, bool with_windows) const {
+  const Geometry& geometry = pool_.geometry;
+  checked_mul(num_tokens, geometry.token_bytes, "num_tokens x bytes of a token");
+  const size_t rows = geometry.rows_for(num_tokens);
+  checked_mul(rows, geometry.row_bytes(), "num_tokens");
+  size_t num_chunks = rows * geometry.lasting_chunks();
+  for (const Window& window : geometry.windows) {
+    if (!with_windows) break;
+    num_chunks += geometry.rows_kept(window, num_tokens, options_.step_tokens) *
+                  (window.end_column - window.first_column);
+  }
+  return bytes_of(num_chunks);
 }
 
 std::vector<SharedRange> Manager::shared_ranges(std::span<const VTensorId> ids,

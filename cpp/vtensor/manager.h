@@ -50,6 +50,10 @@ class Manager : public std::enable_shared_from_this<Manager> {
   // Maps ahead of need on the worker, which then does its upkeep: scrubbing, creating, giving back.
   // Never fails, never waits.
   void pre_extend(const std::vector<VTensorId>& ids, const std::vector<size_t>& num_tokens);
+  // Says that all queries to come of ids[i] are at token num_tokens[i] or later: rows that windows
+  // have left then are given back, by the worker and behind the steps that may read them. Never
+  // fails, never waits.
+  void forget(const std::vector<VTensorId>& ids, const std::vector<size_t>& num_tokens);
   // Returns when the worker has nothing left to do.
   void drain();
   void truncate(VTensorId id, size_t num_tokens);
@@ -87,7 +91,9 @@ class Manager : public std::enable_shared_from_this<Manager> {
   size_t memory_budget() const;
   // Throws OutOfMemoryError, nothing changed, when more than that is in use.
   void set_memory_budget(size_t num_bytes);
-  size_t bytes_for(size_t num_tokens) const;
+  // What a fresh vTensor holds at most while it grows to that length, options.step_tokens at a
+  // time; without what windows keep, if asked for.
+  size_t bytes_for(size_t num_tokens, bool with_windows = true) const;
 
   // What these vTensors hold in the same chunks, of the first num_tokens[i] tokens of each: see
   // ops/sharing.h. Cheap enough for every step; immediate while no chunk has two readers.

@@ -25,7 +25,7 @@ JsonLine group_json(const KVGroup& group) {
   line.put("layers", std::span<const size_t>(group.layers));
   line.put("num_kv_heads", group.num_kv_heads).put("key_dim", group.key_dim);
   line.put("value_dim", group.value_dim).put("element_bytes", group.element_bytes);
-  line.put("layers_per_plane", group.layers_per_plane);
+  line.put("layers_per_plane", group.layers_per_plane).put("window", group.window);
   return line;
 }
 
@@ -33,7 +33,7 @@ JsonLine spec_json(const KVSpec& spec) {
   JsonLine line;
   line.put("max_seq_len", spec.max_seq_len);
   const KVGroup& first = spec.groups.front();
-  if (spec.groups.size() == 1 && first.key_dim == first.value_dim &&
+  if (spec.groups.size() == 1 && first.key_dim == first.value_dim && first.window == 0 &&
       first.layers.back() + 1 == first.layers.size()) {
     line.put("num_layers", first.layers.size()).put("num_kv_heads", first.num_kv_heads);
     line.put("head_dim", first.key_dim).put("element_bytes", first.element_bytes);

@@ -16,6 +16,8 @@ struct ManagerOptions {
 
   size_t max_requests = 64;
   size_t memory_budget = 0;
+  size_t step_tokens =
+      kNoLimit;  // that a vTensor grows by at once: what windows hold beside theirs
   size_t chunk_bytes = 2 * kMiB;
   ScrubPolicy scrub = ScrubPolicy::kOwner;
   bool park = true;                  // released slots stay mapped for the next vTensor

@@ -31,7 +31,7 @@ bool Manager::try_swap_in(VTensorId id, std::span<const Token> tokens) {
   TraceOp op(*trace_, core_.state, "swap_in", id);
   op.tokens(tokens);
   bool swapped = core_.swapper.swap_in(id, tokens, swap_store_);
-  if (!swapped && !core_.state.claimed.empty()) {
+  if (!swapped && background_.holds_chunks()) {
     wait_until_quiet(held);  // the worker held what was missing, for a moment
     swapped = core_.swapper.swap_in(id, tokens, swap_store_);
   }

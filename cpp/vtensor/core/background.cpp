@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <exception>
 #include <optional>
+#include <utility>
 
 #include "vtensor/driver/call_scope.h"
 #include "vtensor/driver/work_clock.h"
@@ -19,7 +20,7 @@ void Background::wait_until_idle(Lock& lock, std::span<const VTensorId> ids) {
 
 void Background::wait_until_quiet(Lock& lock) {
   ++num_waiting_;
-  progress_.wait(lock, [this] { return core_.state.claimed.empty(); });
+  progress_.wait(lock, [this] { return !holds_chunks(); });
   --num_waiting_;
   progress_.notify_all();
 }
@@ -37,6 +38,50 @@ void Background::post(const Lock&, std::span<const VTensorId> ids,
     worker_.post([this, id = ids[i], wanted] { map_ahead(id, wanted); });
   }
   if (!upkeep_posted_ && core_.upkeep.next()) post_upkeep();
+}
+
+void Background::post_forget(const Lock&, std::span<const VTensorId> ids,
+                             std::span<const size_t> num_tokens) {
+  std::vector<VTensorId> due;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (!core_.vtensors.is_live(ids[i])) continue;
+    VTensor& vtensor = core_.vtensors.known(ids[i]);
+    if (num_tokens[i] < vtensor.forget_at && vtensor.forgotten_tokens == 0) continue;
+    if (core_.forgetter.note(vtensor, num_tokens[i])) due.push_back(ids[i]);
+  }
+  if (due.empty()) return;
+  worker_.post([this, due = std::move(due)] { give_back(due); });
+}
+
+void Background::give_back(const std::vector<VTensorId>& ids) {
+  for (const VTensorId id : ids) {
+    const CallScope scope(id, /*is_worker=*/true);
+    Lock lock(mutex_);
+    progress_.wait(lock, [this] { return num_waiting_ == 0; });
+    if (core_.sleeper.is_asleep()) return;
+    const Pool& pool = core_.state.pool;
+    const std::optional<GiveBack> rows = core_.forgetter.plan(id);
+    if (!rows) continue;
+    gives_back_ = true;
+    lock.unlock();
+    const int64_t start_ns = work_now_ns();
+    bool failed = false;
+    bool broken = false;
+    try {
+      rows->run(*pool.driver, pool.vset, pool.geometry);
+    } catch (const BrokenMapping&) {
+      failed = broken = true;
+    } catch (const std::exception&) {
+      failed = true;  // it is due again with the next tokens
+    }
+    const auto spent_ns = static_cast<uint64_t>(work_now_ns() - start_ns);
+    lock.lock();
+    hidden_ns_ += spent_ns;
+    num_failures_ += failed ? 1 : 0;
+    failed ? core_.forgetter.abandon(*rows, broken) : core_.forgetter.commit(*rows);
+    gives_back_ = false;
+    progress_.notify_all();
+  }
 }
 
 // One piece of upkeep a job: the worker can be stopped, and can map ahead, between two.

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "vtensor/core/core.h"
 #include "vtensor/core/trace.h"
@@ -30,6 +31,11 @@ class Background {
 
   // Posts mapping ahead of need, of those that need it, and upkeep if any is due.
   void post(const Lock& lock, std::span<const VTensorId> ids, std::span<const size_t> num_tokens);
+  // Notes that no query below token num_tokens[i] of ids[i] follows, and posts giving back what
+  // windows have left then, once steps that may read it are over. A comparison each while nothing
+  // is due.
+  void post_forget(const Lock& lock, std::span<const VTensorId> ids,
+                   std::span<const size_t> num_tokens);
   // Returns when the worker has nothing left to do. Requires: the mutex is not held.
   void drain() { worker_.drain(); }
   // Ends the thread. Requires: the mutex is not held.
@@ -37,7 +43,10 @@ class Background {
 
   // Both let others at the mutex meanwhile: what was checked before must be checked again.
   void wait_until_idle(Lock& lock, std::span<const VTensorId> ids);  // none of them is busy
-  void wait_until_quiet(Lock& lock);                                 // no chunk is claimed
+  void wait_until_quiet(Lock& lock);  // no chunk is claimed, nothing is being given back
+
+  // The worker holds chunks that others may have in a moment.
+  bool holds_chunks() const { return gives_back_ || !core_.state.claimed.empty(); }
 
   uint64_t hidden_ns() const { return hidden_ns_; }
   size_t num_rows_mapped() const { return num_rows_mapped_; }
@@ -46,6 +55,7 @@ class Background {
  private:
   void post_upkeep();
   void map_ahead(VTensorId id, size_t num_tokens);
+  void give_back(const std::vector<VTensorId>& ids);
   bool run_upkeep(Lock& lock);
 
   Core& core_;
@@ -53,6 +63,7 @@ class Background {
   std::mutex& mutex_;
   std::condition_variable progress_;  // a job has ended, or a caller no longer waits
   size_t num_waiting_ = 0;            // callers in wait_until_quiet()
+  bool gives_back_ = false;           // the worker unmaps without the mutex
   bool upkeep_posted_ = false;
   uint64_t hidden_ns_ = 0;
   size_t num_rows_mapped_ = 0;

@@ -8,6 +8,7 @@
 
 #include "vtensor/core/core_state.h"
 #include "vtensor/core/extender.h"
+#include "vtensor/core/forgetter.h"
 #include "vtensor/core/placement.h"
 #include "vtensor/core/reclaimer.h"
 #include "vtensor/core/recorder.h"
@@ -30,10 +31,11 @@ struct Core {
   CoreState state;
   VTensorTable vtensors{state};
   Retirement retirement{state, vtensors};
-  Reclaimer reclaimer{state, vtensors, retirement};
+  Forgetter forgetter{state, vtensors};
+  Reclaimer reclaimer{state, vtensors, retirement, forgetter};
   Extender extender{state, vtensors, retirement, reclaimer};
   Shield shield{state, vtensors, extender};
-  Placement placement{state, vtensors, retirement, extender, shield};
+  Placement placement{state, vtensors, retirement, forgetter, extender, shield};
   Recorder recorder{state, vtensors, shield};
   Swapper swapper{state, vtensors, reclaimer, extender};
   Sleeper sleeper{state, vtensors, retirement, reclaimer};

@@ -80,6 +80,7 @@ bool Extender::take_back_row(VTensor& vtensor) {
   const size_t first = vtensor.first_owned_row * row_chunks;
   const auto last_row = std::span(table).subspan(first, row_chunks);
   for (size_t i = 0; i < row_chunks; ++i) {
+    if (last_row[i] == kNoChunk) continue;
     const Chunk& chunk = pool_.pset[last_row[i]];
     const size_t written = pool_.geometry.bytes_used(first + i, vtensor.num_tokens);
     if (chunk.appender != kNoVTensor || chunk.written_bytes != written) return false;
@@ -90,7 +91,9 @@ bool Extender::take_back_row(VTensor& vtensor) {
   if (vtensor.first_owned_row < pool_.vset[vtensor.slot].guarded_rows) {
     vtensors_.unguard(vtensor.slot);
   }
-  for (const ChunkId id : last_row) pool_.pset[id].appender = vtensor.id;
+  for (const ChunkId id : last_row) {
+    if (id != kNoChunk) pool_.pset[id].appender = vtensor.id;
+  }
   vtensor.last_row_shared = false;
   return true;
 }
@@ -118,8 +121,11 @@ ExtensionPart Extender::outline(const VTensor& vtensor, size_t num_tokens) const
 void Extender::add_copies(ExtensionPart& part, const VTensor& vtensor) const {
   part.copied_row = vtensor.first_owned_row;
   part.copied_tokens = vtensor.num_tokens;
-  part.copies.resize(pool_.geometry.row_chunks);
   part.originals = vtensors_.handles(vtensor.slot, part.copied_row, part.copied_row + 1);
+  for (size_t column = 0; column < part.originals.size(); ++column) {
+    if (part.originals[column] != kNoHandle) part.copied_columns.push_back(column);
+  }
+  part.copies.resize(part.copied_columns.size());
   const bool guarded = part.copied_row < pool_.vset[vtensor.slot].guarded_rows;
   part.originals_access = guarded ? Access::kCopyOnWrite : Access::kReadWrite;
 }
@@ -180,6 +186,7 @@ Extension Extender::plan_pre_extend(VTensorId id, size_t num_tokens) {
   ExtensionPart part = outline(vtensor, std::min(num_tokens, pool_.geometry.max_tokens));
   part.num_tokens = 0;
   part.copies.clear();  // whether to copy is decided when it is written
+  part.copied_columns.clear();
   part.originals.clear();
   const size_t wanted = part.rows.size();
   const size_t claimable = pool_.pset.num_claimable();
@@ -197,7 +204,8 @@ Extension Extender::plan_pre_extend(VTensorId id, size_t num_tokens) {
 
 bool Extender::copy_shared_row(VTensor& vtensor) {
   ++state_.plan;
-  vtensor.plan = state_.plan;  // its own rows are not to be taken for this
+  vtensor.plan = state_.plan;    // its own rows are not to be taken for this
+  vtensor.forgotten_tokens = 0;  // nor given back while it is planned
   Extension extension;
   extension.parts.push_back(outline(vtensor, vtensor.num_tokens));
   add_copies(extension.parts.back(), vtensor);
@@ -221,16 +229,16 @@ bool Extender::copy_shared_row(VTensor& vtensor) {
 void Extender::commit_copy(VTensor& vtensor, const ExtensionPart& part) {
   const size_t row_chunks = pool_.geometry.row_chunks;
   std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
-  for (size_t i = 0; i < row_chunks; ++i) {
-    ChunkId& entry = table[part.copied_row * row_chunks + i];
+  for (size_t i = 0; i < part.copies.size(); ++i) {
+    ChunkId& entry = table[part.copied_row * row_chunks + part.copied_columns[i]];
     pool_.pset.drop_table_ref(entry);
     entry = part.copies[i].id;
   }
   vtensors_.forget_guard(vtensor.slot, part.copied_row);
   vtensors_.own_rows(vtensor, part.copied_row, part.copied_row + 1);
   vtensor.last_row_shared = false;
-  vtensor.chunks_copied += row_chunks;
-  state_.counters.chunks_copied += row_chunks;
+  vtensor.chunks_copied += part.copies.size();
+  state_.counters.chunks_copied += part.copies.size();
 }
 
 void Extender::commit(Extension& extension) {
@@ -281,6 +289,18 @@ void Extender::abandon(Extension& extension) {
   }
 }
 
+// The tokens that a query at `num_tokens` reads must not have been given back.
+void Extender::check_windows(const VTensor& vtensor, size_t num_tokens) const {
+  for (const Window& window : pool_.geometry.windows) {
+    const size_t gone = vtensors_.rows_forgotten(vtensor.slot, window);
+    if (gone <= pool_.geometry.first_row_kept(window, num_tokens)) continue;
+    throw std::invalid_argument(
+        "truncate to " + std::to_string(num_tokens) + " tokens, but of those that its window of " +
+        std::to_string(window.num_tokens) + " needs then " +
+        std::to_string(pool_.geometry.tokens_in(gone)) + " at the head have been given back");
+  }
+}
+
 void Extender::truncate(VTensorId id, size_t num_tokens) {
   VTensor& vtensor = vtensors_.resident(id);
   if (num_tokens > vtensor.num_tokens) {
@@ -288,6 +308,8 @@ void Extender::truncate(VTensorId id, size_t num_tokens) {
                                 " tokens, but the vTensor has only " +
                                 std::to_string(vtensor.num_tokens));
   }
+  check_windows(vtensor, num_tokens);
+  vtensor.past_tokens = vtensor.forgotten_tokens = 0;  // queries may follow that were past already
   const bool rewrites_shared = num_tokens < vtensor.frozen_tokens ||
                                pool_.geometry.full_rows(num_tokens) < vtensor.first_owned_row;
   if (rewrites_shared) {
@@ -306,6 +328,7 @@ void Extender::truncate(VTensorId id, size_t num_tokens) {
   }
   vtensor.num_tokens = num_tokens;
   vtensors_.update_write_limit(vtensor);
+  vtensors_.update_forget_at(vtensor);
 }
 
 }  // namespace vtensor

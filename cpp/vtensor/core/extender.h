@@ -64,6 +64,7 @@ class Extender {
   std::vector<ExtensionPart> outline_all(std::span<const VTensorId> ids,
                                          std::span<const size_t> num_tokens);
   void claim_for(ExtensionPart& part);
+  void check_windows(const VTensor& vtensor, size_t num_tokens) const;
   void commit_copy(VTensor& vtensor, const ExtensionPart& part);
 
   CoreState& state_;

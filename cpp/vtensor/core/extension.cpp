@@ -20,12 +20,14 @@ void prepare(Driver& driver, const Geometry& geometry, ExtensionPart& part) {
   p_create(driver, geometry.chunk_bytes, part.copies);
   p_create(driver, geometry.chunk_bytes, part.rows);
   for (size_t i = 0; i < part.copies.size(); ++i) {
-    const size_t entry = part.copied_row * geometry.row_chunks + i;
+    const size_t column = part.copied_columns[i];
+    const size_t entry = part.copied_row * geometry.row_chunks + column;
     const uint32_t used = geometry.bytes_used(entry, part.copied_tokens);
-    if (used > 0) driver.copy(part.copies[i].handle, 0, part.originals[i], 0, used);
+    if (used > 0) driver.copy(part.copies[i].handle, 0, part.originals[column], 0, used);
     part.copies[i].dirty_bytes = std::max(part.copies[i].dirty_bytes, used);
   }
   for (size_t i = 0; i < part.sources.size(); ++i) {
+    if (part.sources[i] == kNoHandle) continue;
     // No more than the tokens: the rest of a source may be somebody else's.
     const size_t entry = part.first_row * geometry.row_chunks + i;
     const uint32_t used = geometry.bytes_used(entry, part.num_tokens);
@@ -42,12 +44,19 @@ struct PartMapper {
 
   RowRange at(size_t row) const { return {vset, geometry, part.slot, row}; }
 
+  std::vector<Handle> copies() const {
+    std::vector<Handle> row(geometry.row_chunks, kNoHandle);
+    for (size_t i = 0; i < part.copies.size(); ++i) {
+      row[part.copied_columns[i]] = part.copies[i].handle;
+    }
+    return row;
+  }
+
   Mapped originals() const { return {part.originals, part.originals_access}; }
 
   void map_part() {
     const CallScope scope(part.vtensor);
-    if (!part.copies.empty())
-      remap(driver, at(part.copied_row), originals(), {handles_of(part.copies)});
+    if (!part.copies.empty()) remap(driver, at(part.copied_row), originals(), {copies()});
     try {
       map(driver, at(part.first_row), handles_of(part.rows));
     } catch (const BrokenMapping&) {
@@ -66,7 +75,7 @@ struct PartMapper {
 
   void unmap_tail() {
     try {
-      remap(driver, at(part.copied_row), {handles_of(part.copies)}, originals());
+      remap(driver, at(part.copied_row), {copies()}, originals());
     } catch (const std::exception& failure) {
       throw BrokenMapping(failure.what());
     }

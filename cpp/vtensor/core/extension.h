@@ -26,9 +26,10 @@ struct ExtensionPart {
   std::vector<Handle> sources;  // their first num_tokens are copied into `rows`
 
   size_t copied_row = 0;
-  size_t copied_tokens = 0;       // whose bytes in it are copied
-  std::vector<Claim> copies;      // empty: no row is copied
-  std::vector<Handle> originals;  // what they replace
+  size_t copied_tokens = 0;            // whose bytes in it are copied
+  std::vector<Claim> copies;           // empty: no row is copied
+  std::vector<size_t> copied_columns;  // where they go in the row
+  std::vector<Handle> originals;       // the whole row as it was
   Access originals_access = Access::kReadWrite;
 
   bool broken = false;  // run() failed and could not undo this part

@@ -27,16 +27,20 @@ std::vector<Counted> count_references(const Core& core) {
   for (SlotId slot = 0; slot < pool.vset.num_slots(); ++slot) {
     const bool parked = pool.vset[slot].state == SlotState::kParked;
     for (const ChunkId id : pool.vset[slot].table) {
+      if (id == kNoChunk) continue;
       ++counted.at(id).table_refs;
       counted.at(id).parked_refs += parked ? 1 : 0;
     }
   }
   for (const ChunkId id : core.state.claimed) ++counted.at(id).table_refs;
   for (const VTensorId vtensor : core.vtensors.live_ids()) {
-    for (const ChunkId id : core.vtensors.live(vtensor).kept) ++counted.at(id).table_refs;
+    for (const ChunkId id : core.vtensors.live(vtensor).kept) {
+      if (id != kNoChunk) ++counted.at(id).table_refs;
+    }
   }
   pool.rtree.for_each([&](const RNode& node, const std::string&) {
     for (const ChunkId id : node.rows) {
+      if (id == kNoChunk) continue;
       ++counted.at(id).tree_refs;
       counted.at(id).pins += node.num_pins > 0 ? 1 : 0;
     }
@@ -101,7 +105,7 @@ void check_appenders(const Core& core) {
   size_t appended = 0;
   for (const VTensorId id : core.vtensors.live_ids()) {
     for (const ChunkId chunk : pool.vset[core.vtensors.live(id).slot].table) {
-      appended += static_cast<size_t>(pool.pset[chunk].appender == id);
+      appended += static_cast<size_t>(chunk != kNoChunk && pool.pset[chunk].appender == id);
     }
   }
   expect(with_appender == appended, "4, every appender is alive and maps its chunk");
@@ -144,10 +148,29 @@ void check_mappings(const Core& core) {
     for (size_t i = 0; i < std::min(rows + 1, pool.geometry.max_rows()) * row_chunks; ++i) {
       const size_t row = i / row_chunks;
       const auto mapped = pool.driver->mapped_at(pool.vset.address(i % row_chunks, slot, row));
-      const bool right = row < rows ? mapped == pool.pset[entry.table[i]].handle : !mapped;
+      const bool holds = row < rows && entry.table[i] != kNoChunk;
+      const bool right = holds ? mapped == pool.pset[entry.table[i]].handle : !mapped;
       expect(right, "the driver maps slot " + std::to_string(slot) + " row " + std::to_string(row) +
                         " as its page table says");
     }
+  }
+}
+
+// Of a window's planes only leading rows are given back, and none that a later query reads.
+void check_windows(const Core& core, const VTensor& vtensor, const std::string& name) {
+  const Pool& pool = core.state.pool;
+  const std::vector<ChunkId>& table = pool.vset[vtensor.slot].table;
+  std::vector<size_t> gone(pool.geometry.row_chunks);  // by column
+  for (const Window& window : pool.geometry.windows) {
+    const size_t rows = core.vtensors.rows_forgotten(vtensor.slot, window);
+    expect(rows <= pool.geometry.first_row_kept(window, vtensor.num_tokens),
+           name + " has the rows that its windows read");
+    std::fill(gone.begin() + static_cast<ptrdiff_t>(window.first_column),
+              gone.begin() + static_cast<ptrdiff_t>(window.end_column), rows);
+  }
+  for (size_t i = 0; i < table.size(); ++i) {
+    const bool given_back = i / gone.size() < gone[i % gone.size()];
+    expect(given_back == (table[i] == kNoChunk), "3, " + name + " is mapped without holes");
   }
 }
 
@@ -166,7 +189,9 @@ void check_vtensor(const Core& core, const VTensor& vtensor) {
   expect(vtensor.write_limit <= pool.geometry.tokens_in(rows),
          name + " may write mapped rows only");
   const size_t first_owned = vtensor.first_owned_row + (vtensor.last_row_shared ? 1 : 0);
+  check_windows(core, vtensor, name);
   for (size_t i = 0; i < table.size(); ++i) {
+    if (table[i] == kNoChunk) continue;
     const bool owned = pool.pset[table[i]].appender == vtensor.id;
     const size_t row = i / pool.geometry.row_chunks;
     expect(row < first_owned || owned, "4, " + name + " appends to row " + std::to_string(row));
@@ -182,6 +207,11 @@ void check_tree(const Core& core) {
     expect(!node.tokens.empty(), "an rTree node has tokens");
     expect(node.rows.size() == rows * pool.geometry.row_chunks,
            "7, an rTree path's tokens are covered by its chunks");
+    for (size_t i = 0; i < node.rows.size(); ++i) {
+      expect(node.rows[i] != kNoChunk ||
+                 i % pool.geometry.row_chunks >= pool.geometry.lasting_chunks(),
+             "7, the rTree lacks rows of windows alone");
+    }
     num_tokens += node.tokens.size();
   });
   expect(num_tokens == pool.rtree.num_tokens(), "count of recorded tokens");

@@ -28,7 +28,7 @@ Placement::Fit Placement::fit(SlotId slot, std::span<const ChunkId> table, size_
     while (keep_rows < end_rows &&
            std::ranges::all_of(
                std::span(mapped).subspan(keep_rows * row_chunks, row_chunks),
-               [&](ChunkId id) { return pool_.pset[id].is_private(); })) {
+               [&](ChunkId id) { return id != kNoChunk && pool_.pset[id].is_private(); })) {
       ++keep_rows;
     }
   }
@@ -69,7 +69,7 @@ void Placement::adopt(const Fit& fit, std::span<const ChunkId> table, uint64_t t
   scrub_rows(fit.slot, fit.common_rows, fit.keep_rows, tenant);
   const std::span<const ChunkId> missing = table.subspan(fit.common_rows * row_chunks);
   std::vector<Handle> missing_handles;
-  for (const ChunkId id : missing) missing_handles.push_back(pool_.pset[id].handle);
+  for (const ChunkId id : missing) missing_handles.push_back(pool_.pset.handle(id));
   try {
     map(*pool_.driver, {pool_.vset, pool_.geometry, fit.slot, fit.common_rows}, missing_handles);
   } catch (const BrokenMapping&) {
@@ -99,7 +99,7 @@ std::optional<SlotId> Placement::place(std::span<const ChunkId> table, size_t wa
   if (!slot && vtensors_.repair_broken() > 0) slot = v_alloc(pool_);
   if (!slot) return std::nullopt;
   std::vector<Handle> table_handles;
-  for (const ChunkId id : table) table_handles.push_back(pool_.pset[id].handle);
+  for (const ChunkId id : table) table_handles.push_back(pool_.pset.handle(id));
   try {
     map(*pool_.driver, {pool_.vset, pool_.geometry, *slot, 0}, table_handles);
   } catch (const BrokenMapping&) {
@@ -126,6 +126,7 @@ VTensor& Placement::open(SlotId slot, const std::string& salt, size_t num_tokens
   state_.counters.chunks_aliased += vtensor.chunks_aliased;
   vtensors_.own_rows(vtensor, aliased_rows, pool_.vset.mapped_rows(slot));
   vtensors_.update_write_limit(vtensor);
+  vtensors_.update_forget_at(vtensor);
   return vtensor;
 }
 
@@ -146,6 +147,7 @@ std::optional<VTensorId> Placement::create(std::span<const Token> tokens, const 
     ++state_.counters.prefix_queries;
     state_.counters.prefix_query_tokens += tokens.size();
     state_.counters.prefix_hit_tokens += match.num_tokens;
+    state_.counters.prefix_window_tokens += match.num_recorded - match.num_tokens;
   }
   return id;
 }
@@ -156,7 +158,7 @@ std::optional<VTensorId> Placement::fork(VTensorId parent_id) {
   const VTensor parent = original;
   const size_t rows = pool_.geometry.rows_for(parent.num_tokens);
   RTree::Match shared;
-  shared.num_tokens = parent.num_tokens;
+  shared.num_tokens = shared.num_recorded = parent.num_tokens;
   const std::vector<ChunkId>& mapped = pool_.vset[parent.slot].table;
   shared.table.assign(mapped.begin(),
                       mapped.begin() + static_cast<ptrdiff_t>(rows * pool_.geometry.row_chunks));
@@ -196,7 +198,7 @@ std::optional<VTensorId> Placement::create_copy(const RTree::Match& match,
       return std::nullopt;
     }
     for (ExtensionPart& part : extension->parts) {
-      for (const ChunkId source : match.table) part.sources.push_back(pool_.pset[source].handle);
+      for (const ChunkId source : match.table) part.sources.push_back(pool_.pset.handle(source));
     }
     extension->run(*pool_.driver, pool_.vset, pool_.geometry);
   } catch (...) {
@@ -209,6 +211,12 @@ std::optional<VTensorId> Placement::create_copy(const RTree::Match& match,
   vtensor.num_cached_tokens = match.num_tokens;
   vtensor.chunks_copied = match.table.size();
   state_.counters.chunks_copied += match.table.size();
+  // What the original has given back was not copied.
+  vtensors_.update_forget_at(vtensor);
+  if (match.num_tokens >= vtensor.forget_at) {
+    forgetter_.note(vtensor, match.num_tokens);
+    forgetter_.give_back(id);
+  }
   return id;
 }
 

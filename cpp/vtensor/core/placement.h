@@ -15,12 +15,13 @@ namespace vtensor {
 
 class Placement {
  public:
-  Placement(CoreState& state, VTensorTable& vtensors, Retirement& retirement, Extender& extender,
-            Shield& shield)
+  Placement(CoreState& state, VTensorTable& vtensors, Retirement& retirement, Forgetter& forgetter,
+            Extender& extender, Shield& shield)
       : state_(state),
         pool_(state.pool),
         vtensors_(vtensors),
         retirement_(retirement),
+        forgetter_(forgetter),
         extender_(extender),
         shield_(shield) {}
 
@@ -56,6 +57,7 @@ class Placement {
   Pool& pool_;
   VTensorTable& vtensors_;
   Retirement& retirement_;
+  Forgetter& forgetter_;
   Extender& extender_;
   Shield& shield_;
 };

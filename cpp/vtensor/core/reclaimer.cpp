@@ -19,7 +19,7 @@ size_t Reclaimer::private_end_rows(SlotId slot) const {
   while (rows * row_chunks < table.size() &&
          std::ranges::all_of(
              std::span(table).last((rows + 1) * row_chunks).first(row_chunks),
-             [&](ChunkId id) { return pool_.pset[id].is_private(); })) {
+             [&](ChunkId id) { return id == kNoChunk || pool_.pset[id].is_private(); })) {
     ++rows;
   }
   return rows;
@@ -44,12 +44,14 @@ void Reclaimer::shrink_parked(SlotId slot, size_t keep_rows) {
 }
 
 // A chunk of a recorded prefix lies in the same row wherever it is mapped.
-void Reclaimer::unmap_parked(size_t first_row, size_t last_row, ChunkId chunk) {
-  const size_t entry = last_row * pool_.geometry.row_chunks;
+void Reclaimer::unmap_parked(size_t first_row, size_t last_row, std::span<const ChunkId> chunks) {
+  const auto known = std::ranges::find_if(chunks, [](ChunkId id) { return id != kNoChunk; });
+  const size_t entry =
+      last_row * pool_.geometry.row_chunks + static_cast<size_t>(known - chunks.begin());
   const std::vector<SlotId> parked(pool_.vset.parked().begin(), pool_.vset.parked().end());
   for (const SlotId slot : parked) {
     const std::vector<ChunkId>& table = pool_.vset[slot].table;
-    if (entry < table.size() && table[entry] == chunk) shrink_parked(slot, first_row);
+    if (entry < table.size() && table[entry] == *known) shrink_parked(slot, first_row);
   }
 }
 
@@ -109,6 +111,7 @@ bool Reclaimer::make_claimable(size_t num_chunks, bool created) {
   }
   retirement_.reap_all();
   vtensors_.repair_broken();
+  forgetter_.give_back_all();
   // With nothing created, the part of the budget that is not used yet does not count.
   const size_t uncreated = pool_.pset.budget_chunks() - pool_.pset.num_created();
   if (num_available() - (created ? uncreated : 0) < num_chunks) return false;
@@ -130,7 +133,7 @@ bool Reclaimer::make_claimable(size_t num_chunks, bool created) {
 
 void Reclaimer::evict_recorded(size_t num_chunks, bool any) {
   const auto unmap = [this](size_t first_row, size_t last_row, std::span<const ChunkId> chunks) {
-    unmap_parked(first_row, last_row, chunks.front());
+    unmap_parked(first_row, last_row, chunks);
   };
   state_.counters.chunks_evicted += pool_.rtree.evict(num_chunks, unmap, any);
 }

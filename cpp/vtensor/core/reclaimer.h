@@ -1,9 +1,9 @@
 // Reclaimer: where memory comes from when it is short, and how it goes back to the system.
 //
-// The order in which chunks are found: free chunks; new chunks under the budget; private chunks of
-// parked slots, the longest parked first; rows mapped ahead of need; unpinned recorded prefixes by
-// last use, whether parked slots map them or nothing does. New chunks come before eviction, or a
-// cache could never grow: docs/design.md.
+// The order in which chunks are found: free chunks; new chunks under the budget; what windows have
+// left behind; private chunks of parked slots, the longest parked first; rows mapped ahead of need;
+// unpinned recorded prefixes by last use, whether parked slots map them or nothing does. New chunks
+// come before eviction, or a cache could never grow: docs/design.md.
 //
 // Costs are flat in what is recorded and parked, but for one look at each parked slot where a
 // prefix that it maps is evicted.
@@ -12,15 +12,21 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 
+#include "vtensor/core/forgetter.h"
 #include "vtensor/core/retirement.h"
 
 namespace vtensor {
 
 class Reclaimer {
  public:
-  Reclaimer(CoreState& state, VTensorTable& vtensors, Retirement& retirement)
-      : state_(state), pool_(state.pool), vtensors_(vtensors), retirement_(retirement) {}
+  Reclaimer(CoreState& state, VTensorTable& vtensors, Retirement& retirement, Forgetter& forgetter)
+      : state_(state),
+        pool_(state.pool),
+        vtensors_(vtensors),
+        retirement_(retirement),
+        forgetter_(forgetter) {}
 
   // Makes `num_chunks` chunks claimable (`created`: even without creating any). False: short.
   bool make_claimable(size_t num_chunks, bool created = false);
@@ -50,13 +56,14 @@ class Reclaimer {
   void reclaim_parked_private(size_t num_chunks, bool created);
   void release_free_chunk();
   void shrink_parked(SlotId slot, size_t keep_rows);
-  void unmap_parked(size_t first_row, size_t last_row, ChunkId chunk);
+  void unmap_parked(size_t first_row, size_t last_row, std::span<const ChunkId> chunks);
   void evict_recorded(size_t num_chunks, bool any = false);
 
   CoreState& state_;
   Pool& pool_;
   VTensorTable& vtensors_;
   Retirement& retirement_;
+  Forgetter& forgetter_;
 };
 
 }  // namespace vtensor

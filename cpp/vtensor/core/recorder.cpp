@@ -26,10 +26,13 @@ void Recorder::replace_rows(VTensor& vtensor, size_t begin, size_t end,
                             std::span<const ChunkId> table) {
   const size_t row_chunks = pool_.geometry.row_chunks;
   std::vector<ChunkId>& mapped = pool_.vset[vtensor.slot].table;
-  const std::span<const ChunkId> wanted =
-      table.subspan(begin * row_chunks, (end - begin) * row_chunks);
+  std::vector<ChunkId> wanted;
   std::vector<Handle> after;
-  for (const ChunkId id : wanted) after.push_back(pool_.pset[id].handle);
+  for (size_t i = begin * row_chunks; i < end * row_chunks; ++i) {
+    const bool replaced = table[i] != kNoChunk && mapped[i] != kNoChunk;
+    wanted.push_back(replaced ? table[i] : mapped[i]);
+    after.push_back(pool_.pset.handle(wanted.back()));
+  }
   vtensors_.unguard(vtensor.slot);
   vtensors_.freeze_rows(vtensor, end);
   try {
@@ -60,13 +63,12 @@ size_t Recorder::dedup(VTensorId id, std::span<const Token> tokens) {
   const RTree::Match match = pool_.rtree.match(vtensor.salt, tokens.first(known));
   const size_t end = pool_.geometry.full_rows(match.num_tokens);
   const std::vector<ChunkId>& mapped = pool_.vset[vtensor.slot].table;
-  size_t begin = 0;
-  while (begin < end &&
-         std::equal(mapped.begin() + static_cast<ptrdiff_t>(begin * row_chunks),
-                    mapped.begin() + static_cast<ptrdiff_t>((begin + 1) * row_chunks),
-                    match.table.begin() + static_cast<ptrdiff_t>(begin * row_chunks))) {
-    ++begin;
-  }
+  const auto differs = [&](size_t i) {  // a chunk given back is nobody's
+    return mapped[i] != match.table[i] && mapped[i] != kNoChunk && match.table[i] != kNoChunk;
+  };
+  size_t first = 0;
+  while (first < end * row_chunks && !differs(first)) ++first;
+  const size_t begin = first / row_chunks;
   if (begin == end) return 0;
   state_.epochs.wait();
   try {
@@ -77,7 +79,9 @@ size_t Recorder::dedup(VTensorId id, std::span<const Token> tokens) {
     ++state_.counters.dedup_failures;
     return 0;
   }
-  const size_t num_chunks = (end - begin) * row_chunks;
+  const auto given_up = std::span(mapped).subspan(begin * row_chunks, (end - begin) * row_chunks);
+  const auto num_chunks = static_cast<size_t>(
+      std::ranges::count_if(given_up, [](ChunkId id) { return id != kNoChunk; }));
   state_.counters.chunks_deduplicated += num_chunks;
   vtensor.chunks_aliased += num_chunks;
   return num_chunks;

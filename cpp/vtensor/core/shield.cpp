@@ -46,7 +46,7 @@ bool Shield::appends_to_shared(const VTensor& vtensor, size_t row) const {
   const auto chunks =
       std::span(pool_.vset[vtensor.slot].table).subspan(row * row_chunks, row_chunks);
   return std::ranges::any_of(chunks, [&](ChunkId id) {
-    return pool_.pset[id].appender == vtensor.id && pool_.pset[id].refs() > 1;
+    return id != kNoChunk && pool_.pset[id].appender == vtensor.id && pool_.pset[id].refs() > 1;
   });
 }
 

@@ -24,7 +24,7 @@ std::vector<size_t> Sleeper::used_bytes() const {
     const VTensor& vtensor = vtensors_.live(id);
     const std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
     for (size_t i = vtensor.first_owned_row * pool_.geometry.row_chunks; i < table.size(); ++i) {
-      if (pool_.pset[table[i]].appender != id) continue;
+      if (table[i] == kNoChunk || pool_.pset[table[i]].appender != id) continue;
       used[table[i]] = pool_.geometry.bytes_used(i, vtensor.peak_tokens);
     }
   }

@@ -8,12 +8,17 @@
 namespace vtensor {
 namespace {
 
+size_t num_mapped(const Geometry& geometry, const std::vector<ChunkId>& table) {
+  if (geometry.windows.empty()) return table.size();
+  return table.size() - static_cast<size_t>(std::ranges::count(table, kNoChunk));
+}
+
 VTensorInfo describe_slot(const Pool& pool, SlotId slot) {
   const Slot& entry = pool.vset[slot];
   VTensorInfo info;
   info.slot = slot;
   info.state = entry.state;
-  info.mapped_bytes = entry.table.size() * pool.geometry.chunk_bytes;
+  info.mapped_bytes = num_mapped(pool.geometry, entry.table) * pool.geometry.chunk_bytes;
   info.mapped_tokens = pool.geometry.tokens_in(pool.vset.mapped_rows(slot));
   return info;
 }
@@ -26,15 +31,16 @@ struct MappedTotals {
   size_t broken_chunks = 0;
   size_t num_live = 0;
 
-  explicit MappedTotals(const VSet& vset) {
-    for (SlotId slot = 0; slot < vset.num_slots(); ++slot) {
-      const Slot& entry = vset[slot];
-      if (entry.state == SlotState::kParked) parked_chunks += entry.table.size();
-      if (entry.state == SlotState::kHeld) held_chunks += entry.table.size();
-      if (entry.state == SlotState::kBroken) broken_chunks += entry.table.size();
+  explicit MappedTotals(const Pool& pool) {
+    for (SlotId slot = 0; slot < pool.vset.num_slots(); ++slot) {
+      const Slot& entry = pool.vset[slot];
+      const size_t num_chunks = num_mapped(pool.geometry, entry.table);
+      if (entry.state == SlotState::kParked) parked_chunks += num_chunks;
+      if (entry.state == SlotState::kHeld) held_chunks += num_chunks;
+      if (entry.state == SlotState::kBroken) broken_chunks += num_chunks;
       if (entry.state != SlotState::kLive) continue;
       ++num_live;
-      live_chunks += entry.table.size();
+      live_chunks += num_chunks;
     }
   }
 };
@@ -65,7 +71,7 @@ Snapshot take_snapshot(const Core& core) {
         live ? describe(core, core.vtensors.live_in(slot)) : describe_slot(pool, slot);
     info.table = entry.table;
     for (const ChunkId id : entry.table) {
-      if (live) chunks[id].sharers.push_back(info.id);
+      if (live && id != kNoChunk) chunks[id].sharers.push_back(info.id);
     }
     snapshot.vtensors.push_back(std::move(info));
   }
@@ -103,7 +109,7 @@ Snapshot take_snapshot(const Core& core) {
 Stats gather_stats(const Core& core) {
   const Pool& pool = core.state.pool;
   const size_t chunk_bytes = pool.geometry.chunk_bytes;
-  const MappedTotals mapped(pool.vset);
+  const MappedTotals mapped(pool);
   Stats stats;
   static_cast<CoreCounters&>(stats) = core.state.counters;
   stats.reserved_bytes = pool.vset.reserved_bytes();

@@ -33,7 +33,8 @@ struct VTensorInfo {
   size_t mapped_bytes = 0;
   size_t chunks_aliased = 0;
   size_t chunks_copied = 0;
-  std::vector<ChunkId> table;  // [row * num_planes + column]; empty in info()
+  std::vector<ChunkId> table;  // [row * num_planes + column], kNoChunk where a window has
+                               // left a row; empty in info()
 };
 
 inline constexpr size_t kFirstTokens = 16;

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include "vtensor/core/saved_chunk.h"
@@ -13,6 +14,22 @@
 #include "vtensor/util/scope_fail.h"
 
 namespace vtensor {
+namespace {
+
+// In the place of a chunk that was given back before.
+constexpr SwapStore::Ticket kNoTicket = UINT32_MAX;
+
+void drop_all(std::span<const SwapStore::Ticket> tickets, SwapStore& store) {
+  for (const SwapStore::Ticket ticket : tickets) {
+    if (ticket != kNoTicket) store.drop(ticket);
+  }
+}
+
+size_t num_tickets(std::span<const SwapStore::Ticket> tickets) {
+  return tickets.size() - static_cast<size_t>(std::ranges::count(tickets, kNoTicket));
+}
+
+}  // namespace
 
 // Rows from the first one on that the tree or somebody's slot holds too. Parked ones do not count:
 // they are nobody's.
@@ -20,6 +37,7 @@ size_t Swapper::num_shared_rows(const VTensor& vtensor) const {
   const size_t row_chunks = pool_.geometry.row_chunks;
   const std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
   const auto is_shared = [&](ChunkId id) {
+    if (id == kNoChunk) return true;
     const Chunk& chunk = pool_.pset[id];
     return chunk.tree_refs > 0 || chunk.uses() > 1;
   };
@@ -37,6 +55,7 @@ size_t Swapper::bytes_from(const VTensor& vtensor, size_t first_row) const {
   const size_t row_chunks = pool_.geometry.row_chunks;
   const size_t end = pool_.geometry.rows_for(vtensor.num_tokens) * row_chunks;
   for (size_t i = first_row * row_chunks; i < end; ++i) {
+    if (pool_.vset[vtensor.slot].table[i] == kNoChunk) continue;
     num_bytes += pool_.geometry.bytes_used(i, vtensor.num_tokens);
   }
   return num_bytes;
@@ -58,17 +77,19 @@ bool Swapper::swap_out(VTensorId id, SwapStore& store) {
   state_.epochs.wait();  // what is saved must have been written
   for (const ChunkId chunk : kept) pool_.pset.add_table_ref(chunk);
   ScopeFail undo([&] {
-    for (const SwapStore::Ticket ticket : tickets) store.drop(ticket);
+    drop_all(tickets, store);
     p_free(pool_, kept);
   });
   const size_t num_chunks = geometry.rows_for(vtensor.num_tokens) * geometry.row_chunks;
   for (size_t i = kept.size(); i < num_chunks; ++i) {
     const size_t used = geometry.bytes_used(i, vtensor.num_tokens);
-    tickets.push_back(save(*pool_.driver, store, pool_.pset[table[i]].handle, used));
+    const bool gone = table[i] == kNoChunk;
+    tickets.push_back(gone ? kNoTicket
+                           : save(*pool_.driver, store, pool_.pset[table[i]].handle, used));
   }
   vtensors_.shrink(vtensor.slot, 0);
   undo.dismiss();
-  state_.counters.chunks_swapped_out += tickets.size();
+  state_.counters.chunks_swapped_out += num_tickets(tickets);
   vtensor.kept = std::move(kept);
   vtensor.swapped = std::move(tickets);
   vtensor.is_swapped = true;
@@ -79,48 +100,59 @@ bool Swapper::swap_out(VTensorId id, SwapStore& store) {
   return true;
 }
 
-// A row that swapped-out vTensors keep, `holders` and nobody else, is saved once for all of them.
-// False, with nothing changed: somebody uses it, or the store is full.
+// A row that swapped-out vTensors keep is saved, each chunk once, for those of `holders` that share
+// it with nobody else. False, with nothing changed: all do, or the store is full.
 bool Swapper::spill_row(size_t row, std::span<VTensor* const> holders, SwapStore& store) {
   const size_t row_chunks = pool_.geometry.row_chunks;
-  std::unordered_map<ChunkId, std::vector<VTensor*>> by_chunk;
-  for (VTensor* const holder : holders) by_chunk[holder->kept[row * row_chunks]].push_back(holder);
-  bool spilled = false;
-  for (const auto& [first, sharers] : by_chunk) {
-    const std::vector<ChunkId> chunks(
-        sharers.front()->kept.end() - static_cast<ptrdiff_t>(row_chunks),
-        sharers.front()->kept.end());
-    size_t num_tokens = 0;
-    for (const VTensor* const sharer : sharers)
-      num_tokens = std::max(num_tokens, sharer->num_tokens);
-    const auto used = [&](size_t i) {
-      return pool_.geometry.bytes_used(row * row_chunks + i, num_tokens);
-    };
-    size_t used_bytes = 0;
-    for (size_t i = 0; i < row_chunks; ++i) used_bytes += used(i);
-    const bool theirs = std::ranges::all_of(
-        chunks, [&](ChunkId id) { return pool_.pset[id].uses() == sharers.size(); });
-    if (!theirs || !store.has_room(used_bytes)) continue;
-    std::vector<SwapStore::Ticket> tickets;
-    ScopeFail drop([&] {
-      for (const SwapStore::Ticket ticket : tickets) store.drop(ticket);
-    });
-    for (size_t i = 0; i < row_chunks; ++i) {
-      tickets.push_back(save(*pool_.driver, store, pool_.pset[chunks[i]].handle, used(i)));
+  std::vector<VTensor*> alone(holders.begin(), holders.end());
+  std::unordered_map<ChunkId, uint32_t> num_sharers;
+  for (bool settled = false; !settled;) {  // who shares with one who does not is not alone either
+    num_sharers.clear();
+    for (const VTensor* const holder : alone) {
+      for (const ChunkId id : row_of(*holder, row)) num_sharers[id] += 1;
     }
-    drop.dismiss();
-    state_.counters.chunks_swapped_out += row_chunks;
-    for (VTensor* const sharer : sharers) {
-      for (const SwapStore::Ticket ticket : tickets) {
-        if (sharer != sharers.front()) store.share(ticket);
-      }
-      sharer->swapped.insert(sharer->swapped.begin(), tickets.begin(), tickets.end());
-      sharer->kept.resize(row * row_chunks);
-      p_free(pool_, chunks);
-    }
-    spilled = true;
+    settled = std::erase_if(alone, [&](const VTensor* holder) {
+                return std::ranges::any_of(row_of(*holder, row), [&](ChunkId id) {
+                  return id != kNoChunk && pool_.pset[id].uses() != num_sharers[id];
+                });
+              }) == 0;
   }
-  return spilled;
+  std::unordered_map<ChunkId, SwapStore::Ticket> saved;
+  ScopeFail drop([&] {
+    for (const auto& [id, ticket] : saved) store.drop(ticket);
+  });
+  for (const VTensor* const holder : alone) {
+    for (size_t i = 0; i < row_chunks; ++i) {
+      const ChunkId id = row_of(*holder, row)[i];
+      if (id == kNoChunk || saved.contains(id)) continue;
+      size_t num_tokens = 0;
+      for (const VTensor* const sharer : alone) {
+        if (row_of(*sharer, row)[i] == id) num_tokens = std::max(num_tokens, sharer->num_tokens);
+      }
+      const size_t used = pool_.geometry.bytes_used(row * row_chunks + i, num_tokens);
+      if (!store.has_room(used)) return false;
+      saved[id] = save(*pool_.driver, store, pool_.pset[id].handle, used);
+    }
+  }
+  drop.dismiss();
+  state_.counters.chunks_swapped_out += saved.size();
+  std::unordered_set<ChunkId> named;
+  for (VTensor* const holder : alone) {
+    std::vector<SwapStore::Ticket> tickets;
+    for (const ChunkId id : row_of(*holder, row)) {
+      tickets.push_back(id == kNoChunk ? kNoTicket : saved.at(id));
+      if (id != kNoChunk && !named.insert(id).second) store.share(saved.at(id));
+    }
+    p_free(pool_, row_of(*holder, row));
+    holder->swapped.insert(holder->swapped.begin(), tickets.begin(), tickets.end());
+    holder->kept.resize(row * row_chunks);
+  }
+  return !alone.empty();
+}
+
+std::span<const ChunkId> Swapper::row_of(const VTensor& holder, size_t row) const {
+  const size_t row_chunks = pool_.geometry.row_chunks;
+  return std::span(holder.kept).subspan(row * row_chunks, row_chunks);
 }
 
 size_t Swapper::spill(size_t num_chunks, SwapStore& store, VTensorId spared) {
@@ -149,7 +181,9 @@ size_t Swapper::spill(size_t num_chunks, SwapStore& store, VTensorId spared) {
 size_t Swapper::num_spillable(const SwapStore& store) const {
   std::unordered_map<ChunkId, uint32_t> num_keepers;
   for (const VTensorId id : vtensors_.live_ids()) {
-    for (const ChunkId chunk : vtensors_.live(id).kept) ++num_keepers[chunk];
+    for (const ChunkId chunk : vtensors_.live(id).kept) {
+      if (chunk != kNoChunk) ++num_keepers[chunk];
+    }
   }
   size_t num_chunks = 0;
   for (const auto& [id, count] : num_keepers) {
@@ -198,13 +232,20 @@ bool Swapper::bring_back(VTensor& vtensor, std::span<const Token> tokens, SwapSt
   const std::vector<ChunkId> matched = match_beyond_kept(vtensor, tokens);
   std::vector<ChunkId> shared = vtensor.kept;
   shared.insert(shared.end(), matched.begin(), matched.end());
-  const size_t num_claims = geometry.rows_for(vtensor.num_tokens) * row_chunks - shared.size();
+  shared.resize(geometry.rows_for(vtensor.num_tokens) * row_chunks, kNoChunk);
+  const size_t num_shared = vtensor.kept.size() + matched.size();
+  std::vector<size_t> missing;  // entries to be brought back from the store
+  for (size_t i = vtensor.kept.size(); i < shared.size(); ++i) {
+    const bool saved = vtensor.swapped[i - vtensor.kept.size()] != kNoTicket;
+    if (saved && shared[i] == kNoChunk) missing.push_back(i);
+  }
+  const size_t num_claims = missing.size();
   std::optional<std::vector<Claim>> claims;
   try {
     if (reclaimer_.make_claimable(num_claims, created)) {
       claims = p_claim(pool_, num_claims, state_.options.scrub, vtensor.tenant);
     }
-    if (claims) fill(vtensor, shared, *claims, store);
+    if (claims) fill(vtensor, shared, missing, *claims, store);
   } catch (...) {
     if (claims) extender_.unclaim(*claims, vtensor.tenant);
     p_free(pool_, matched);
@@ -216,10 +257,13 @@ bool Swapper::bring_back(VTensor& vtensor, std::span<const Token> tokens, SwapSt
     return false;
   }
   p_commit(pool_, *claims, vtensor.tenant);
-  const size_t shared_rows = shared.size() / row_chunks;
-  std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
-  table = std::move(shared);
-  for (const Claim& claim : *claims) table.push_back(claim.id);
+  const size_t shared_rows = num_shared / row_chunks;
+  for (size_t i = 0; i < missing.size(); ++i) {
+    shared[missing[i]] = (*claims)[i].id;
+    // Beside shared chunks of its row it is nobody's to write.
+    pool_.pset[(*claims)[i].id].written_bytes = geometry.bytes_used(missing[i], vtensor.num_tokens);
+  }
+  pool_.vset[vtensor.slot].table = std::move(shared);
   vtensor.kept.clear();  // the slot holds these references now
   vtensor.first_owned_row = std::min(shared_rows, geometry.full_rows(vtensor.num_tokens));
   vtensor.last_row_shared = vtensor.first_owned_row < shared_rows;
@@ -230,22 +274,25 @@ bool Swapper::bring_back(VTensor& vtensor, std::span<const Token> tokens, SwapSt
   state_.counters.chunks_swapped_in += num_claims;
   state_.counters.chunks_aliased += matched.size();
   vtensors_.update_write_limit(vtensor);
+  vtensors_.update_forget_at(vtensor);
   return true;
 }
 
-// Driver work of swap_in(): contents into the claims, then everything behind the slot.
-void Swapper::fill(VTensor& vtensor, std::span<const ChunkId> shared, std::vector<Claim>& claims,
+// Driver work of swap_in(): contents into the claims, which go to the `missing` entries of
+// `shared`, then everything behind the slot.
+void Swapper::fill(VTensor& vtensor, std::span<const ChunkId> shared,
+                   std::span<const size_t> missing, std::vector<Claim>& claims,
                    const SwapStore& store) {
   const Geometry& geometry = pool_.geometry;
   p_create(*pool_.driver, geometry.chunk_bytes, claims);
   std::vector<Handle> rows;
-  for (const ChunkId id : shared) rows.push_back(pool_.pset[id].handle);
+  for (const ChunkId id : shared) rows.push_back(pool_.pset.handle(id));
   for (size_t i = 0; i < claims.size(); ++i) {
-    const uint32_t used = geometry.bytes_used(shared.size() + i, vtensor.num_tokens);
+    const uint32_t used = geometry.bytes_used(missing[i], vtensor.num_tokens);
     claims[i].dirty_bytes = std::max(claims[i].dirty_bytes, used);
     restore(*pool_.driver, store, claims[i].handle,
-            vtensor.swapped[shared.size() - vtensor.kept.size() + i], used);
-    rows.push_back(claims[i].handle);
+            vtensor.swapped[missing[i] - vtensor.kept.size()], used);
+    rows[missing[i]] = claims[i].handle;
   }
   try {
     map(*pool_.driver, {pool_.vset, geometry, vtensor.slot, 0}, rows);
@@ -259,7 +306,7 @@ void Swapper::fill(VTensor& vtensor, std::span<const ChunkId> shared, std::vecto
 
 void Swapper::forget(VTensor& vtensor, SwapStore& store) {
   p_free(pool_, vtensor.kept);
-  for (const SwapStore::Ticket ticket : vtensor.swapped) store.drop(ticket);
+  drop_all(vtensor.swapped, store);
   vtensor.kept.clear();
   vtensor.swapped.clear();
   vtensor.is_swapped = false;

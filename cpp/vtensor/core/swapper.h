@@ -45,8 +45,9 @@ class Swapper {
   bool spill_row(size_t row, std::span<VTensor* const> holders, SwapStore& store);
   std::vector<ChunkId> match_beyond_kept(const VTensor& vtensor, std::span<const Token> tokens);
   bool bring_back(VTensor& vtensor, std::span<const Token> tokens, SwapStore& store, bool created);
-  void fill(VTensor& vtensor, std::span<const ChunkId> shared, std::vector<Claim>& claims,
-            const SwapStore& store);
+  std::span<const ChunkId> row_of(const VTensor& holder, size_t row) const;
+  void fill(VTensor& vtensor, std::span<const ChunkId> shared, std::span<const size_t> missing,
+            std::vector<Claim>& claims, const SwapStore& store);
 
   CoreState& state_;
   Pool& pool_;

@@ -34,10 +34,15 @@ struct alignas(64) VTensor {
   bool busy = false;             // a growth of it is under way without the manager's mutex
   bool last_row_shared = false;  // the tail row is an alias; own it before writing
   size_t first_owned_row = 0;
+  size_t forget_at = SIZE_MAX;  // computed tokens with which rows leave a window; see forgetter.h
   size_t frozen_tokens = 0;
   size_t num_cached_tokens = 0;  // found recorded at creation
   std::vector<ChunkId> kept;     // swapped: its first rows, which others hold too; row-major
   std::vector<SwapStore::Ticket> swapped;  // the rows that follow: one per chunk
+  size_t past_tokens = 0;        // no query before this one follows, by the last that was said
+  size_t forgotten_tokens = 0;   // noted: no query before this one follows; 0: nothing is due
+  uint64_t forgotten_epoch = 0;  // the last one that may read what is due
+  bool forget_posted = false;    // the worker has been told
   uint64_t tenant = 0;
   std::string salt;
   size_t chunks_aliased = 0;

@@ -58,6 +58,7 @@ void VTensorTable::own_rows(VTensor& vtensor, size_t first_row, size_t end_row) 
   const size_t row_chunks = pool_.geometry.row_chunks;
   const std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
   for (size_t i = first_row * row_chunks; i < end_row * row_chunks; ++i) {
+    if (table[i] == kNoChunk) continue;
     Chunk& chunk = pool_.pset[table[i]];
     chunk.appender = vtensor.id;
     chunk.tenant = vtensor.tenant;
@@ -74,15 +75,39 @@ void VTensorTable::record_watermark(const VTensor& vtensor, size_t first_row) {
 
 void VTensorTable::leave_row(const VTensor& vtensor, size_t row) {
   const size_t row_chunks = pool_.geometry.row_chunks;
+  for (size_t i = row * row_chunks; i < (row + 1) * row_chunks; ++i) leave_entry(vtensor, i);
+}
+
+void VTensorTable::leave_entry(const VTensor& vtensor, size_t entry) {
   const Slot& slot = pool_.vset[vtensor.slot];
+  if (slot.table[entry] == kNoChunk) return;
+  Chunk& chunk = pool_.pset[slot.table[entry]];
+  if (chunk.appender != vtensor.id) return;
   const size_t written_tokens = slot.num_views > 0 ? vtensor.peak_tokens : vtensor.num_tokens;
-  for (size_t i = row * row_chunks; i < (row + 1) * row_chunks; ++i) {
-    Chunk& chunk = pool_.pset[slot.table[i]];
-    if (chunk.appender != vtensor.id) continue;
-    chunk.appender = kNoVTensor;
-    chunk.written_bytes = pool_.geometry.bytes_used(i, written_tokens);
-    chunk.dirty_bytes =
-        std::max(chunk.dirty_bytes, pool_.geometry.bytes_used(i, vtensor.peak_tokens));
+  chunk.appender = kNoVTensor;
+  chunk.written_bytes = pool_.geometry.bytes_used(entry, written_tokens);
+  chunk.dirty_bytes =
+      std::max(chunk.dirty_bytes, pool_.geometry.bytes_used(entry, vtensor.peak_tokens));
+}
+
+size_t VTensorTable::rows_forgotten(SlotId slot, const Window& window) const {
+  const std::vector<ChunkId>& table = pool_.vset[slot].table;
+  size_t low = 0;
+  for (size_t high = pool_.vset.mapped_rows(slot); low < high;) {
+    const size_t middle = (low + high) / 2;
+    const bool gone = table[middle * pool_.geometry.row_chunks + window.first_column] == kNoChunk;
+    (gone ? low : high) = gone ? middle + 1 : middle;
+  }
+  return low;
+}
+
+void VTensorTable::update_forget_at(VTensor& vtensor) const {
+  const Geometry& geometry = pool_.geometry;
+  vtensor.forget_at = SIZE_MAX;
+  for (const Window& window : geometry.windows) {
+    const size_t row = rows_forgotten(vtensor.slot, window) + 1;
+    const size_t token = ceil_div(row * geometry.chunk_bytes, geometry.token_bytes);
+    vtensor.forget_at = std::min(vtensor.forget_at, token + window.num_tokens - 1);
   }
 }
 
@@ -102,7 +127,7 @@ std::vector<Handle> VTensorTable::handles(SlotId slot, size_t first_row, size_t 
   std::vector<Handle> found;
   found.reserve((end_row - first_row) * row_chunks);
   for (size_t i = first_row * row_chunks; i < end_row * row_chunks; ++i) {
-    found.push_back(pool_.pset[table[i]].handle);
+    found.push_back(pool_.pset.handle(table[i]));
   }
   return found;
 }
@@ -111,6 +136,7 @@ void VTensorTable::freeze_rows(VTensor& vtensor, size_t end_row) {
   const size_t row_chunks = pool_.geometry.row_chunks;
   const std::vector<ChunkId>& table = pool_.vset[vtensor.slot].table;
   for (size_t i = vtensor.first_owned_row * row_chunks; i < end_row * row_chunks; ++i) {
+    if (table[i] == kNoChunk) continue;
     Chunk& chunk = pool_.pset[table[i]];
     if (chunk.appender != vtensor.id) continue;
     chunk.appender = kNoVTensor;
@@ -125,7 +151,7 @@ void VTensorTable::guard(SlotId slot, size_t end_row) {
   if (end <= entry.guarded_rows) return;
   try {
     set_access(*pool_.driver, {pool_.vset, pool_.geometry, slot, entry.guarded_rows},
-               end - entry.guarded_rows, Access::kReadWrite, Access::kCopyOnWrite);
+               handles(slot, entry.guarded_rows, end), Access::kReadWrite, Access::kCopyOnWrite);
   } catch (const BrokenMapping&) {
     break_slot(slot, {});
     throw;
@@ -137,8 +163,8 @@ void VTensorTable::unguard(SlotId slot) {
   Slot& entry = pool_.vset[slot];
   if (entry.guarded_rows == 0) return;
   try {
-    set_access(*pool_.driver, {pool_.vset, pool_.geometry, slot, 0}, entry.guarded_rows,
-               Access::kCopyOnWrite, Access::kReadWrite);
+    set_access(*pool_.driver, {pool_.vset, pool_.geometry, slot, 0},
+               handles(slot, 0, entry.guarded_rows), Access::kCopyOnWrite, Access::kReadWrite);
   } catch (const BrokenMapping&) {
     break_slot(slot, {});
     throw;

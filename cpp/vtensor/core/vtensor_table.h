@@ -48,8 +48,14 @@ class VTensorTable {
   void shrink(SlotId slot, size_t keep_rows);
   // Rows below `end_row` are full and never written again: ends the vTensor's roles there.
   void freeze_rows(VTensor& vtensor, size_t end_row);
-  // Ends its role in `row` alone, and leaves its watermark there, as record_watermark() does.
+  // Ends its role in `row`, or in one entry of its page table, alone, and leaves its watermark
+  // there, as record_watermark() does.
   void leave_row(const VTensor& vtensor, size_t row);
+  void leave_entry(const VTensor& vtensor, size_t entry);
+  // Leading rows of a window's planes that have been given back.
+  size_t rows_forgotten(SlotId slot, const Window& window) const;
+  // Sets VTensor::forget_at.
+  void update_forget_at(VTensor& vtensor) const;
 
   // Maps the rows below `end_row` copy-on-write: see shield.h. Requires: the driver can.
   void guard(SlotId slot, size_t end_row);

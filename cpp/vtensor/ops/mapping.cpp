@@ -10,7 +10,7 @@ namespace {
   throw BrokenMapping(std::string(failure.what()) + "; and undoing it: " + second.what());
 }
 
-// What stands behind one plane of some rows, in the order of its addresses.
+// What stands behind one plane of some rows: chunks side by side, without the ones given back.
 struct Run {
   uintptr_t addr = 0;
   std::vector<Handle> handles;
@@ -20,10 +20,14 @@ Run plane_run(const RowRange& where, size_t plane_idx, std::span<const Handle> h
   const Plane& plane = where.geometry.planes[plane_idx];
   const size_t row_chunks = where.geometry.row_chunks;
   const size_t num_rows = handles.size() / row_chunks;
-  Run run{where.vset.address(plane.first_column, where.slot, where.first_row), {}};
+  Run run;
   run.handles.reserve(num_rows * plane.num_columns);
   for (size_t row = 0; row < num_rows; ++row) {
     const auto chunks = handles.subspan(row * row_chunks + plane.first_column, plane.num_columns);
+    if (chunks.front() == kNoHandle) continue;
+    if (run.handles.empty()) {
+      run.addr = where.vset.address(plane.first_column, where.slot, where.first_row + row);
+    }
     run.handles.insert(run.handles.end(), chunks.begin(), chunks.end());
   }
   return run;
@@ -33,6 +37,7 @@ void map_plane(Driver& driver, const RowRange& where, size_t plane,
                std::span<const Handle> handles) {
   const size_t chunk_bytes = where.geometry.chunk_bytes;
   const Run run = plane_run(where, plane, handles);
+  if (run.handles.empty()) return;
   const size_t num_bytes = run.handles.size() * chunk_bytes;
   driver.map(run.addr, run.handles, chunk_bytes);
   try {
@@ -47,11 +52,11 @@ void map_plane(Driver& driver, const RowRange& where, size_t plane,
   }
 }
 
-void unmap_plane(Driver& driver, const RowRange& where, size_t plane, size_t num_rows) {
+void unmap_plane(Driver& driver, const RowRange& where, size_t plane,
+                 std::span<const Handle> handles) {
   const size_t chunk_bytes = where.geometry.chunk_bytes;
-  const Plane& shape = where.geometry.planes[plane];
-  driver.unmap(where.vset.address(shape.first_column, where.slot, where.first_row),
-               num_rows * shape.num_columns * chunk_bytes, chunk_bytes);
+  const Run run = plane_run(where, plane, handles);
+  if (!run.handles.empty()) driver.unmap(run.addr, run.handles.size() * chunk_bytes, chunk_bytes);
 }
 
 // Runs `step` for each plane; when one throws, runs `undo` for those that succeeded.
@@ -74,27 +79,25 @@ void for_planes(size_t num_planes, Step&& step, Undo&& undo) {
 
 void map(Driver& driver, const RowRange& where, std::span<const Handle> handles) {
   if (handles.empty()) return;
-  const size_t num_rows = handles.size() / where.geometry.row_chunks;
   for_planes(
       where.geometry.planes.size(), [&](size_t plane) { map_plane(driver, where, plane, handles); },
-      [&](size_t plane) { unmap_plane(driver, where, plane, num_rows); });
+      [&](size_t plane) { unmap_plane(driver, where, plane, handles); });
 }
 
 void unmap(Driver& driver, const RowRange& where, std::span<const Handle> handles) {
   if (handles.empty()) return;
-  const size_t num_rows = handles.size() / where.geometry.row_chunks;
   for_planes(
       where.geometry.planes.size(),
-      [&](size_t plane) { unmap_plane(driver, where, plane, num_rows); },
+      [&](size_t plane) { unmap_plane(driver, where, plane, handles); },
       [&](size_t plane) { map_plane(driver, where, plane, handles); });
 }
 
-void set_access(Driver& driver, const RowRange& where, size_t num_rows, Access before,
-                Access after) {
+void set_access(Driver& driver, const RowRange& where, std::span<const Handle> handles,
+                Access before, Access after) {
   const auto set_plane = [&](size_t plane, Access access) {
-    const Plane& shape = where.geometry.planes[plane];
-    driver.set_access(where.vset.address(shape.first_column, where.slot, where.first_row),
-                      num_rows * shape.num_columns * where.geometry.chunk_bytes, access);
+    const Run run = plane_run(where, plane, handles);
+    if (run.handles.empty()) return;
+    driver.set_access(run.addr, run.handles.size() * where.geometry.chunk_bytes, access);
   };
   for_planes(
       where.geometry.planes.size(), [&](size_t plane) { set_plane(plane, after); },
@@ -105,6 +108,7 @@ void remap(Driver& driver, const RowRange& where, const Mapped& before, const Ma
   if (driver.remaps_in_place()) {
     const auto remap_plane = [&](size_t plane, const Mapped& mapped) {
       const Run run = plane_run(where, plane, mapped.handles);
+      if (run.handles.empty()) return;
       driver.remap(run.addr, run.handles, where.geometry.chunk_bytes, mapped.access);
     };
     for_planes(

@@ -28,20 +28,22 @@ struct RowRange {
   size_t first_row = 0;
 };
 
-// `handles` holds whole rows, row-major over planes. Requires: the rows are unmapped.
+// `handles` holds whole rows, row-major over columns; kNoHandle, at one end of each plane alone, is
+// passed over. Requires: the rows are unmapped.
 void map(Driver& driver, const RowRange& where, std::span<const Handle> handles);
 // Unmaps the rows that `handles` stand behind now (they are needed to undo a failure).
 void unmap(Driver& driver, const RowRange& where, std::span<const Handle> handles);
-// Chunks behind whole rows, row-major over planes, and what may be done with them.
+// Chunks behind whole rows, row-major over columns, and what may be done with them.
 struct Mapped {
   std::span<const Handle> handles;
   Access access = Access::kReadWrite;
 };
 // Puts `after` in the place of `before`. Where the driver remaps in place, a reader sees the one or
-// the other all the time. Requires: equal sizes; kReadWrite where the driver does not.
+// the other all the time. Requires: equal sizes, kNoHandle in the same places; kReadWrite where the
+// driver does not.
 void remap(Driver& driver, const RowRange& where, const Mapped& before, const Mapped& after);
-// Changes the access of `num_rows` mapped rows.
-void set_access(Driver& driver, const RowRange& where, size_t num_rows, Access before,
-                Access after);
+// Changes the access of the rows that `handles` stand behind.
+void set_access(Driver& driver, const RowRange& where, std::span<const Handle> handles,
+                Access before, Access after);
 
 }  // namespace vtensor

@@ -9,7 +9,7 @@ size_t r_push(Pool& pool, const std::string& salt, std::span<const Token> tokens
 }
 
 RTree::Match r_prefix_match(Pool& pool, const std::string& salt, std::span<const Token> tokens) {
-  RTree::Match match = pool.rtree.match(salt, tokens);
+  RTree::Match match = pool.rtree.usable(pool.rtree.match(salt, tokens));
   for (const ChunkId id : match.table) pool.pset.add_table_ref(id);
   return match;
 }

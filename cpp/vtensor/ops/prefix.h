@@ -13,8 +13,9 @@ namespace vtensor {
 // rPush: records `tokens`, whose KV lies in the first rows of the slot. Returns new tokens.
 size_t r_push(Pool& pool, const std::string& salt, std::span<const Token> tokens, SlotId slot);
 
-// rPrefixMatch: the longest recorded prefix and its chunks, which get one table reference each, so
-// that nothing can take them away before they are mapped. Undo by p_free(match.table).
+// rPrefixMatch: the longest recorded prefix whose windows are there, and its chunks, which get one
+// table reference each, so that nothing can take them away before they are mapped. Undo by
+// p_free(match.table).
 RTree::Match r_prefix_match(Pool& pool, const std::string& salt, std::span<const Token> tokens);
 
 }  // namespace vtensor

@@ -8,6 +8,9 @@
 // Sharing is counted from the first token on: after a row in which two page tables differ, equal
 // rows are passed over. (With dedup there are none; without it there may be.)
 //
+// Planes with a window are left out: what they show depends on how far a vTensor has come, and is
+// not to be read in the place of another's. Where all have one there are no ranges.
+//
 // Cost: every row that somebody shares is compared once for each of its readers, with a sort of the
 // readers where they part. Reads page tables only: no driver calls, no reference counts change.
 // Thread-safety: none; the manager's mutex guards the page tables.

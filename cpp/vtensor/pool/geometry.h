@@ -9,6 +9,9 @@
 //   plane 1, column 1  [chunk 8 ]         [chunk 11]         [chunk 14]
 //            column 2       [chunk 9 ]         [chunk 12]         [chunk 15]
 //
+// Planes with a window keep memory behind the last tokens alone: rows that the window has left are
+// given back at the head. The planes that keep all stand first.
+//
 // Token t lies at byte t * token_bytes * (columns of the plane) of a plane; it may straddle rows.
 //
 // Thread-safety: a value; reading is safe from everywhere.
@@ -29,6 +32,14 @@ struct Plane {
   size_t num_columns = 1;
 };
 
+// Columns [first_column, end_column) keep `num_tokens` tokens: a query reads its own and those
+// before it.
+struct Window {
+  size_t num_tokens = 0;
+  size_t first_column = 0;
+  size_t end_column = 0;
+};
+
 // The chunks at one place of all rows: the idx-th of num_columns in its plane.
 struct Column {
   size_t idx = 0;
@@ -43,11 +54,32 @@ struct Geometry {
   size_t max_slots = 0;
   std::vector<Plane> planes;
   std::vector<Column> columns;
+  std::vector<Window> windows;
 
-  void add_plane(size_t num_columns) {
+  // `window`: 0 keeps all. Planes that do come before those with windows.
+  void add_plane(size_t num_columns, size_t window = 0) {
+    if (window > 0 && (windows.empty() || windows.back().num_tokens != window)) {
+      windows.push_back({window, row_chunks, row_chunks});
+    }
+    if (window > 0) windows.back().end_column += num_columns;
     planes.push_back({row_chunks, num_columns});
     for (size_t idx = 0; idx < num_columns; ++idx) columns.push_back({idx, num_columns});
     row_chunks += num_columns;
+  }
+
+  // Columns that keep all.
+  size_t lasting_chunks() const {
+    return windows.empty() ? row_chunks : windows.front().first_column;
+  }
+  // The first row that queries from token `num_tokens` on still read.
+  size_t first_row_kept(const Window& window, size_t num_tokens) const {
+    return num_tokens < window.num_tokens ? 0 : full_rows(num_tokens + 1 - window.num_tokens);
+  }
+  // Rows that a window keeps at most of `num_tokens` tokens computed `step_tokens` at a time.
+  size_t rows_kept(const Window& window, size_t num_tokens, size_t step_tokens) const {
+    const size_t rows = rows_for(num_tokens);
+    if (step_tokens >= num_tokens || window.num_tokens >= num_tokens) return rows;
+    return std::min(rows, rows_for(window.num_tokens - 1 + step_tokens) + 1);
   }
 
   // Rows that the first `num_tokens` tokens touch.

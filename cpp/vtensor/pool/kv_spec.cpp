@@ -29,6 +29,14 @@ void check_group(const KVGroup& group, size_t max_seq_len) {
   checked_mul(group.bytes_per_token(), max_seq_len, "max_seq_len x bytes of a token");
 }
 
+// As their planes stand: those that keep all first, then by window.
+std::vector<const KVGroup*> in_order(const KVSpec& spec) {
+  std::vector<const KVGroup*> groups;
+  for (const KVGroup& group : spec.groups) groups.push_back(&group);
+  std::ranges::stable_sort(groups, {}, [](const KVGroup* group) { return group->window; });
+  return groups;
+}
+
 }  // namespace
 
 size_t KVGroup::bytes_of(KV which) const {
@@ -109,7 +117,8 @@ void KVSpec::check() const {
 
 LayerPlace locate(const KVSpec& spec, size_t layer, KV which) {
   size_t first_plane = 0;
-  for (const KVGroup& group : spec.groups) {
+  for (const KVGroup* const each : in_order(spec)) {
+    const KVGroup& group = *each;
     const auto found = std::ranges::find(group.layers, layer);
     const std::vector<size_t> planes = group.plane_token_bytes();
     if (found == group.layers.end()) {
@@ -152,9 +161,9 @@ Geometry make_geometry(const KVSpec& spec, size_t chunk_bytes, size_t granularit
   geometry.chunk_bytes = chunk_bytes;
   geometry.max_tokens = spec.max_seq_len;
   geometry.max_slots = max_slots;
-  for (const KVGroup& group : spec.groups) {
-    for (const size_t bytes : group.plane_token_bytes()) {
-      geometry.add_plane(bytes / geometry.token_bytes);
+  for (const KVGroup* const group : in_order(spec)) {
+    for (const size_t bytes : group->plane_token_bytes()) {
+      geometry.add_plane(bytes / geometry.token_bytes, group->window);
     }
   }
   // Rounded up to whole rows, too.

@@ -27,6 +27,7 @@ struct KVGroup {
   size_t value_dim = 0;  // 0: keys alone are kept
   size_t element_bytes = 0;
   size_t layers_per_plane = 1;
+  size_t window = 0;  // tokens that a query reads, its own among them; 0: all
 
   size_t dim(KV which) const { return which == KV::kKey ? key_dim : value_dim; }
   // Of one layer and one token. These throw std::invalid_argument on overflow.

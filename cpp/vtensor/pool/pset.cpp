@@ -13,6 +13,7 @@ void PSet::count(const Chunk& chunk, size_t by) {
 // Applies a change of reference counts and keeps the free set and the counts of chunks in step.
 template <typename Change>
 void PSet::change(ChunkId id, Change&& apply) {
+  if (id == kNoChunk) return;
   Chunk& chunk = chunks_[id];
   count(chunk, static_cast<size_t>(-1));
   apply(chunk);

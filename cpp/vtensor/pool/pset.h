@@ -24,6 +24,9 @@
 namespace vtensor {
 
 using ChunkId = uint32_t;
+// In the place of a chunk that was given back: it has no references, and nothing to map.
+inline constexpr ChunkId kNoChunk = UINT32_MAX;
+inline constexpr Handle kNoHandle{UINT64_MAX};
 using VTensorId = uint64_t;
 inline constexpr VTensorId kNoVTensor = 0;
 
@@ -60,6 +63,7 @@ class PSet {
 
   const Chunk& operator[](ChunkId id) const { return chunks_[id]; }
   Chunk& operator[](ChunkId id) { return chunks_[id]; }
+  Handle handle(ChunkId id) const { return id == kNoChunk ? kNoHandle : chunks_[id].handle; }
   size_t num_ids() const { return chunks_.size(); }
 
   size_t budget_chunks() const { return budget_chunks_; }
@@ -90,6 +94,7 @@ class PSet {
   // Undoes the creation part of a claim whose driver call failed, and drops its table reference.
   void unclaim(ChunkId id);
 
+  // These do nothing for kNoChunk.
   void add_table_ref(ChunkId id);
   void drop_table_ref(ChunkId id);
   // One of its page-table entries is a parked slot's now, or no longer. Requires: one is.

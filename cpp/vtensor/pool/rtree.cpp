@@ -90,6 +90,7 @@ RTree::Match RTree::match(const std::string& salt, std::span<const Token> tokens
                 found.table.begin() + static_cast<ptrdiff_t>(first_row * row_chunks));
     if (ends_inside) break;
   }
+  found.num_recorded = found.num_tokens;
   return found;
 }
 
@@ -178,6 +179,7 @@ size_t RTree::push(const std::string& salt, std::span<const Token> tokens,
     RNode& child = *next->second;
     const size_t length = common_prefix(child.tokens, tokens.subspan(done));
     done += length;
+    heal(child, done, table);
     if (length < child.tokens.size()) {
       if (done == tokens.size()) {
         touch_head(child, length);
@@ -201,7 +203,8 @@ size_t RTree::push(const std::string& salt, std::span<const Token> tokens,
 }
 
 bool RTree::mapped_nowhere(std::span<const ChunkId> row) const {
-  return std::ranges::all_of(row, [&](ChunkId id) { return pset_[id].table_refs == 0; });
+  return std::ranges::all_of(
+      row, [&](ChunkId id) { return id == kNoChunk || pset_[id].table_refs == 0; });
 }
 
 bool RTree::frees_something(const RNode& leaf) const {
@@ -215,7 +218,8 @@ bool RTree::free_last_row(const RNode& leaf, size_t num_chunks, const UnmapIdle&
   if (frees_something(leaf)) return true;
   const size_t row_chunks = geometry_.row_chunks;
   const std::span<const ChunkId> last = std::span<const ChunkId>(leaf.rows).last(row_chunks);
-  if (!unmap_idle || !std::ranges::all_of(last, [&](ChunkId id) { return pset_[id].idle(); })) {
+  if (!unmap_idle ||
+      !std::ranges::all_of(last, [&](ChunkId id) { return id == kNoChunk || pset_[id].idle(); })) {
     return false;
   }
   const size_t first_row = geometry_.full_rows(leaf.start);
@@ -232,7 +236,7 @@ size_t RTree::drop_rows(RNode& node, size_t keep_rows) {
     const ChunkId id = node.rows.back();
     node.rows.pop_back();
     pset_.drop_tree_ref(id);
-    freed += static_cast<size_t>(pset_[id].refs() == 0);
+    freed += static_cast<size_t>(id != kNoChunk && pset_[id].refs() == 0);
   }
   return freed;
 }
@@ -286,6 +290,7 @@ size_t RTree::evict(size_t num_chunks, const UnmapIdle& unmap_idle, bool any) {
   for (auto next = leaves_.begin(); freed < num_chunks && next != leaves_.end();) {
     RNode* node = (next++)->second;
     while (node != nullptr && freed < num_chunks) {
+      if (!geometry_.windows.empty() && (freed += thin(*node)) >= num_chunks) break;
       const bool frees = free_last_row(*node, num_chunks - freed, unmap_idle);
       if (!(any || frees)) break;
       const LeafKey key{node->last_used, node};

@@ -14,7 +14,8 @@
 //
 // Invariants:
 //  1. siblings start with different tokens; no node but a root is empty;
-//  2. node.rows covers exactly rows [full_rows(start), rows_for(end)), row-major over planes;
+//  2. node.rows covers exactly rows [full_rows(start), rows_for(end)), row-major over columns, with
+//     kNoChunk where a window has left a row behind (recorded so, or thinned out by evict());
 //  3. each entry of node.rows holds one tree reference, and one pin while node.num_pins > 0;
 //  4. node.num_pins counts the pins at or below the node; leaves_ holds every leaf without pins, by
 //     last use.
@@ -57,7 +58,8 @@ class RTree {
  public:
   struct Match {
     size_t num_tokens = 0;
-    std::vector<ChunkId> table;  // rows_for(num_tokens) rows, row-major over planes
+    std::vector<ChunkId> table;  // rows_for(num_tokens) rows, row-major over columns
+    size_t num_recorded = 0;     // before usable() has shortened it
   };
   struct Pin {
     RNode* node;
@@ -73,8 +75,12 @@ class RTree {
   // now. O(tokens).
   Match match(const std::string& salt, std::span<const Token> tokens);
 
+  // The longest part of the match whose windows are there, with no rows that they have left.
+  Match usable(Match match) const;
+
   // Records `tokens`, whose chunks are `table` (at least rows_for(tokens.size()) rows). What is
-  // recorded already stays as it is. Returns how many tokens are new.
+  // recorded already stays as it is, but for chunks that were given back and are in `table`.
+  // Returns how many tokens are new.
   size_t push(const std::string& salt, std::span<const Token> tokens,
               std::span<const ChunkId> table);
 
@@ -83,7 +89,8 @@ class RTree {
   using UnmapIdle =
       std::function<void(size_t first_row, size_t last_row, std::span<const ChunkId> chunks)>;
 
-  // Gives up least recently used leaves, last rows first, until `num_chunks` chunks became free.
+  // Gives up least recently used leaves, rows that no window needs at their end and then last rows
+  // first, until `num_chunks` chunks became free.
   // Never takes pinned leaves and, unless `any`, none whose chunks a vTensor maps. Idle ones that
   // parked slots map are unmapped first, in the same order, or passed over without `unmap_idle`.
   // Returns the number of chunks that became free.
@@ -114,6 +121,8 @@ class RTree {
   void touch(RNode& node);
   RNode& touch_head(RNode& node, size_t num_tokens);
   RNode& split(RNode& node, size_t num_tokens);
+  void heal(RNode& node, size_t num_tokens, std::span<const ChunkId> table);
+  size_t thin(RNode& leaf);
   bool can_grow(const RNode& node, std::span<const ChunkId> table) const;
   void grow(RNode& node, std::span<const Token> tokens, std::span<const ChunkId> table);
   RNode& add_child(RNode& parent, std::span<const Token> tokens, std::span<const ChunkId> table);

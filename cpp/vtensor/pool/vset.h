@@ -11,8 +11,9 @@
 // Thread-safety: none; the manager's mutex guards it.
 //
 // Invariants:
-//  1. each plane of a slot is mapped on a prefix of rows, never with holes: the page table of a
-//     slot has exactly mapped_rows x row_chunks entries, row-major over columns;
+//  1. each plane of a slot is mapped on a prefix of rows, never with holes, but for the rows at its
+//     head that a window has left (kNoChunk in the page table): the page table of a slot has
+//     exactly mapped_rows x row_chunks entries, row-major over columns;
 //  2. a free slot has an empty page table; parked_ holds exactly the parked slots, oldest first.
 #pragma once
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flexinfer.vtensor import kept_chunks
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -45,7 +47,11 @@ def live_rows(snapshot: Any, labels: dict[int, str]) -> list[MapRow]:
     """Rows of the live vTensors that `labels` names, in its order; plane 0 stands for all."""
     infos = {info.id: info for info in snapshot.vtensors if info.state == "live"}
     return [
-        MapRow(label, tuple(infos[key].table[:: snapshot.num_planes]), infos[key].num_tokens)
+        MapRow(
+            label,
+            tuple(kept_chunks(infos[key].table[:: snapshot.num_planes])),
+            infos[key].num_tokens,
+        )
         for key, label in labels.items()
         if key in infos
     ]
@@ -57,7 +63,7 @@ def recorded_rows(snapshot: Any) -> list[MapRow]:
     return [
         MapRow(
             f"tokens {piece.start_tokens}-{piece.start_tokens + piece.num_tokens - 1}",
-            tuple(piece.chunks[:: snapshot.num_planes]),
+            tuple(kept_chunks(piece.chunks[:: snapshot.num_planes])),
             piece.num_tokens,
         )
         for piece in pieces

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.memory.budget import KVMemory
-from flexinfer.memory.kv_setup import kv_spec, make_manager
+from flexinfer.memory.kv_groups import kv_spec
+from flexinfer.memory.kv_setup import make_manager
 
 if TYPE_CHECKING:
     from flexinfer.config import EngineConfig

@@ -8,8 +8,9 @@ from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING
 
-from flexinfer.config import EngineConfig, dtype_name
+from flexinfer.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, EngineConfig
 from flexinfer.memory.budget import KVMemory, choose_eager_bytes, choose_kv_memory
+from flexinfer.memory.kv_groups import kv_spec
 from flexinfer.runtime.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -82,26 +83,6 @@ def derive_kv_memory(config: EngineConfig, loaded: LoadedModel, max_seq_len: int
     )
 
 
-def kv_spec(loaded: LoadedModel, max_seq_len: int, layers_per_plane: int | None) -> KVSpec:
-    """The shape of the model's KV: layers of one shape are a group."""
-    from flexinfer.vtensor.spec import KVGroup, KVSpec
-
-    shapes: dict[tuple[int, int, int], list[int]] = {}
-    for i, layer in enumerate(loaded.layers):
-        if layer.owner == i:
-            value_dim = 0 if layer.is_latent else layer.value_dim
-            shapes.setdefault((layer.num_kv_heads, layer.key_dim, value_dim), []).append(i)
-    dtype = dtype_name(loaded.dtype)
-    (heads, key_dim, value_dim), layers = next(iter(shapes.items()))
-    if len(shapes) == 1 and key_dim == value_dim and layers == list(range(len(layers))):
-        return KVSpec(len(layers), heads, key_dim, dtype, max_seq_len, layers_per_plane)
-    groups = []
-    for shape, layers in shapes.items():
-        in_plane = layers_per_plane and min(layers_per_plane, len(layers))
-        groups.append(KVGroup(tuple(layers), *shape, dtype=dtype, layers_per_plane=in_plane))
-    return KVSpec.of_groups(groups, max_seq_len)
-
-
 def make_manager(
     config: EngineConfig, loaded: LoadedModel, max_seq_len: int, memory: KVMemory
 ) -> VTensorManager:
@@ -124,6 +105,7 @@ def make_manager(
         max_requests=config.max_num_seqs,
         memory_budget=memory.budget_bytes,
         chunk_bytes=config.chunk_bytes,
+        step_tokens=_step_tokens(config),
         park=config.enable_deferred_reclamation,
         dedup=config.enable_dedup,
         min_free_bytes=low_bytes if config.eager_allocation else 0,
@@ -133,6 +115,13 @@ def make_manager(
         swap_space=config.swap_space,
         swap_directory=config.swap_directory,
     )
+
+
+def _step_tokens(config: EngineConfig) -> int | None:
+    """The most tokens of one request in a step; None: any number."""
+    if not config.enable_chunked_prefill:
+        return None
+    return config.max_num_batched_tokens or max(DEFAULT_MAX_NUM_BATCHED_TOKENS, config.max_num_seqs)
 
 
 def _prefix_cache_fraction(config: EngineConfig, device_type: str) -> float:

@@ -63,6 +63,7 @@ class TraceHeader:
                 group["key_dim"],
                 group["value_dim"],
                 _DTYPES[group["element_bytes"]],
+                group["window"] or None,
                 layers_per_plane or group["layers_per_plane"],
             )
             for group in told["groups"]

@@ -125,6 +125,7 @@ class _Replay:
             "extend": self._extend,
             "pre_extend": lambda record: None,  # map_ahead tells when it took effect
             "map_ahead": self._map_ahead,
+            "forget": self._forget,
             "map_ahead_failed": lambda record: None,
             "upkeep": self._upkeep,
             "begin_step": lambda record: self._manager.begin_step(),
@@ -305,6 +306,11 @@ class _Replay:
     def _upkeep(self, record: Record) -> None:
         self._manager.pre_extend([], [])  # the worker does all upkeep that is due
         self._manager.drain()
+
+    def _forget(self, record: Record) -> None:
+        pairs = zip(record["ids"], record["n"], strict=True)
+        told = [(live, n) for recorded_id, n in pairs if (live := self._find(recorded_id))]
+        self._manager.forget([live.vtensor for live, _ in told], [n for _, n in told])
 
     def _truncate(self, record: Record) -> None:
         live = self._find(record["id"])

@@ -73,7 +73,9 @@ class Admission:
         manager = self.manager
         needed = manager.bytes_for(request.num_tokens + 1)
         needed += request.num_forks * manager.bytes_for(1)  # a tail row each
-        if running and not self.has_room(needed - manager.bytes_for(num_matched), running):
+        # What a window shows of the match is not what it holds in the end.
+        shared = manager.bytes_for(num_matched, with_windows=False)
+        if running and not self.has_room(needed - shared, running):
             return None
         vtensor = manager.try_create(
             request.token_array if self.config.enable_prefix_caching else None,
@@ -117,7 +119,9 @@ class Admission:
         manager = self.manager
         num_cached = vtensor.num_cached_tokens
         # Aliased whole rows need nothing more, and cannot be evicted any more.
-        needed -= manager.bytes_for(num_cached) - (manager.bytes_for(1) if num_cached else 0)
-        if self.has_room(needed, running):
+        needed -= manager.bytes_for(num_cached, with_windows=False)
+        needed += manager.bytes_for(1) if num_cached else 0
+        # With windows the whole prompt at once would take more than it ever holds.
+        if self.has_room(needed, running) or (not running and manager.spec.windows):
             return min(request.num_tokens, num_cached + num_left)
         return None if running else request.num_tokens

@@ -3,6 +3,7 @@
 The worker maps while the model computes (FlexInfer, Xu et al., 2024, section 6, Algorithm 1;
 vAttention, Prabhu et al., 2024, section 6.1.1). A prefill asks for its next chunk of tokens and,
 where the prompt ends, for one row of chunks beyond it. A decode asks for `ExtensionDepth.tokens`.
+What windows have left behind goes the other way, by the same worker.
 Not thread-safe.
 """
 
@@ -90,6 +91,7 @@ class PreExtender:
         self._manager = manager
         self._max_step_tokens = max_step_tokens
         self._token_bytes = manager.spec.plane_token_bytes
+        self._has_windows = bool(manager.spec.windows)
         self._chunk_bytes = manager.chunk_bytes
         self._tokens_per_row = max(1, self._chunk_bytes // self._token_bytes)
         self.depth = ExtensionDepth(self._chunk_bytes / self._token_bytes)
@@ -115,6 +117,14 @@ class PreExtender:
                 targets.append(target)
         self.depth.observe_growth(num_due)
         self._manager.pre_extend(vtensors, targets)  # an empty one wakes the worker for upkeep
+
+    def forget(self, items: Sequence[ScheduledRequest]) -> None:
+        """Have what windows have left given back: the items are computed, and no query before their
+        ends follows. Never fails, never waits."""
+        if not self._has_windows:
+            return
+        alive = [item for item in items if not item.vtensor.released]
+        self._manager.forget([item.vtensor for item in alive], [item.end for item in alive])
 
     def _target(self, item: ScheduledRequest, depth: int) -> int:
         request = item.request

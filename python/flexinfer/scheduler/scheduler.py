@@ -136,6 +136,7 @@ class Scheduler:
         """The step is computed: its tokens have KV. Records prompts whose prefill is complete."""
         prefilling = [item for item in batch.items if item.request.is_prefilling]
         self._in_flight.land(batch)
+        self.pre_extender.forget(batch.items)
         for item in prefilling:
             if not item.request.is_prefilling and not item.request.is_finished:
                 self._record(item.request, item.vtensor)

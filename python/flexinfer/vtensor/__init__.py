@@ -26,10 +26,12 @@ from flexinfer._vtensor import (
 from flexinfer.runtime.units import parse_bytes
 from flexinfer.vtensor.handle import VTensor
 from flexinfer.vtensor.manager import VTensorManager
+from flexinfer.vtensor.open_core import NO_CHUNK, kept_chunks
 from flexinfer.vtensor.settings import SimConfig, available_memory_bytes
 from flexinfer.vtensor.spec import KVGroup, KVSpec
 
 __all__ = [
+    "NO_CHUNK",
     "ChunkInfo",
     "DriverCalls",
     "KVGroup",
@@ -43,5 +45,6 @@ __all__ = [
     "VTensorInfo",
     "VTensorManager",
     "available_memory_bytes",
+    "kept_chunks",
     "parse_bytes",
 ]

@@ -35,6 +35,8 @@ class VTensorManager(OpenCore):
         max_requests: slots, that is vTensors alive at once.
         memory_budget: bound on physical bytes, a number or text such as ``"2GiB"``. Default: half
             of the memory that is available, see :func:`available_memory_bytes`.
+        step_tokens: how many tokens a vTensor grows by at once: what windows hold beside their own
+            (:meth:`bytes_for`). None: any number.
         chunk_bytes: size of one chunk, a multiple of the driver's granularity (4 KiB on the CPU,
             2 MiB on CUDA). Default: 2 MiB, less where the budget or the range is small or a row
             would hold more than 256 tokens, but no more than 16,384 chunks for that.
@@ -68,6 +70,7 @@ class VTensorManager(OpenCore):
         max_requests: int = 64,
         memory_budget: int | str | None = None,
         chunk_bytes: int | str | None = None,
+        step_tokens: int | None = None,
         unmapped: Literal["zero", "guard"] | None = None,
         scrub: Literal["owner", "tenant", "off"] = "owner",
         park: bool = True,
@@ -95,6 +98,8 @@ class VTensorManager(OpenCore):
         options.max_requests = max_requests
         options.memory_budget = choose_budget(memory_budget)
         options.chunk_bytes = choose_chunk_bytes(chunk_bytes, spec, driver, options.memory_budget)
+        if step_tokens is not None:
+            options.step_tokens = check_length(step_tokens)
         options.scrub = choice(_vtensor.ScrubPolicy, scrub, "scrub")
         options.park = park
         options.pre_extend = pre_extend
@@ -196,6 +201,20 @@ class VTensorManager(OpenCore):
         except TypeError:
             raise bad_lengths(num_tokens) from None
 
+    def forget(self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]) -> None:
+        """Say that all queries to come of ``vtensors[i]`` are at token ``num_tokens[i]`` or later.
+
+        What lies behind their windows then (:attr:`KVGroup.window`) goes back to the pool, in the
+        background and once the steps that may read it are over. Addresses and positions stay; what
+        is read there is as `unmapped` says. Never fails, never waits; where no group has a window
+        nothing happens.
+        """
+        ids = self._ids(vtensors)
+        try:
+            self._core.forget(ids, num_tokens)
+        except TypeError:
+            raise bad_lengths(num_tokens) from None
+
     def shared_ranges(
         self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]
     ) -> list[tuple[int, int, int, tuple[int, ...]]]:
@@ -204,8 +223,8 @@ class VTensorManager(OpenCore):
         Each is (slot to read from, start, end, members): tokens [start, end), whole chunks, are the
         same memory in all members, ascending indices into ``vtensors``. A forest as in
         ChunkAttention (section 3.1), parents first; the ranges of one vTensor touch each other and
-        stand in order. Cheap enough for every step. Raises ValueError for a vTensor that is swapped
-        out or shorter than that.
+        stand in order. Layers with a window are left out: these are not to read there. Cheap enough
+        for every step. Raises ValueError for a vTensor that is swapped out or shorter than that.
         """
         ids = self._ids(vtensors)
         try:
@@ -261,10 +280,11 @@ class VTensorManager(OpenCore):
     def memory_budget(self, budget: int | str) -> None:
         self._core.set_memory_budget(choose_budget(budget))
 
-    def bytes_for(self, num_tokens: int) -> int:
-        """Physical bytes that ``num_tokens`` tokens of a fresh vTensor need: whole chunks."""
+    def bytes_for(self, num_tokens: int, *, with_windows: bool = True) -> int:
+        """Physical bytes that a fresh vTensor needs to grow to ``num_tokens`` tokens: whole chunks,
+        and of layers with a window no more than these hold at a time, if any at all."""
         try:
-            return self._core.bytes_for(num_tokens)
+            return self._core.bytes_for(num_tokens, with_windows)
         except TypeError:
             raise bad_lengths(num_tokens) from None
 

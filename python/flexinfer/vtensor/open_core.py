@@ -153,6 +153,15 @@ class OpenCore:
         self._core.check_integrity()
 
 
+NO_CHUNK: int = _vtensor.NO_CHUNK
+"""In page tables and recorded prefixes: a row that a window has left, given back."""
+
+
+def kept_chunks(column: Sequence[int]) -> list[int]:
+    """The chunks of one column of a page table, without the rows that were given back."""
+    return [chunk for chunk in column if chunk != NO_CHUNK]
+
+
 def torch_or_dlpack(exported: Any) -> Any:
     """A torch tensor where torch is installed, else the DLPack object itself."""
     try:

@@ -20,6 +20,9 @@ _MAX_CHUNKS = 16_384
 MAX_ROW_TOKENS = 256
 """Tokens per row beyond which short requests hold many times what they need."""
 
+_ROWS_PER_WINDOW = 8
+"""With a default: a window holds up to a row more than its tokens at either end."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -121,7 +124,8 @@ def _default_chunk_bytes(spec: KVSpec, driver: _vtensor.DriverConfig, budget: in
         return size
     range_bytes = spec.max_seq_len * spec.plane_token_bytes
     limit = min(budget // (64 * spec.row_chunks), range_bytes)
-    row_limit = max(MAX_ROW_TOKENS * spec.plane_token_bytes, budget // _MAX_CHUNKS)
+    row_tokens = min([MAX_ROW_TOKENS, *(window // _ROWS_PER_WINDOW for window in spec.windows)])
+    row_limit = max(row_tokens * spec.plane_token_bytes, budget // _MAX_CHUNKS)
     while size > min(limit, row_limit) and size > 4096:
         size //= 2
     return size

@@ -35,6 +35,8 @@ class KVGroup:
         key_dim: width of a key per head.
         value_dim: width of a value per head; 0: keys alone are kept, as a latent (MLA).
         dtype: ``"float32"``, ``"float16"``, ``"bfloat16"``, or the torch dtype of that name.
+        window: tokens that a query reads, its own and those before it; what lies behind them is
+            given back to the pool. None: a query reads all.
         layers_per_plane: as in :class:`KVSpec`; None: all layers of the group.
     """
 
@@ -43,6 +45,7 @@ class KVGroup:
     key_dim: int
     value_dim: int
     dtype: str = "float32"
+    window: int | None = None
     layers_per_plane: int | None = None
 
     def __post_init__(self) -> None:
@@ -54,6 +57,8 @@ class KVGroup:
         _check_int("num_kv_heads", self.num_kv_heads)
         _check_int("key_dim", self.key_dim)
         _check_int("value_dim", self.value_dim, 0)
+        if self.window is not None:
+            _check_int("window", self.window)
         if self.layers_per_plane is None:
             _set(self, layers_per_plane=len(self.layers))
         _check_int("layers_per_plane", self.layers_per_plane)
@@ -69,7 +74,7 @@ class KVGroup:
         for name in (*(given.name for given in fields(self)), "element_bytes"):
             if hasattr(core, name):
                 try:
-                    setattr(core, name, getattr(self, name))
+                    setattr(core, name, getattr(self, name) or 0)
                 except TypeError:
                     raise ValueError(f"{name} does not fit in 64 bits") from None
         return core
@@ -176,8 +181,13 @@ class KVSpec:
             self.head_dim,
             self.head_dim,
             self.dtype,
-            self.layers_per_plane,
+            layers_per_plane=self.layers_per_plane,
         )
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The windows of its groups, ascending; none where all keep everything."""
+        return tuple(sorted({group.window for group in self.groups if group.window is not None}))
 
     def core(self) -> _vtensor.KVSpec:
         """The spec as the core's own type, checked. Raises ValueError for sizes that do not fit

@@ -106,8 +106,13 @@ TEST(Geometry, a_row_has_the_same_tokens_in_planes_of_different_sizes) {
     EXPECT_EQ(geometry.bytes_used(first + 2, 4 * row + 2), 2 * kKiB);
     EXPECT_EQ(geometry.bytes_used(first + 3, 4 * row + 2), 0U);
   }
-  const FaultyPool pool(geometry);
-  const VSet& vset = pool.pool.vset;
+}
+
+TEST_P(VSetTest, the_columns_of_a_plane_lie_side_by_side) {
+  Geometry geometry = small_geometry(/*token_bytes=*/kKiB, /*num_planes=*/1);
+  geometry.add_plane(3);
+  const FaultyPool faulty(geometry);
+  const VSet& vset = faulty.pool.vset;
   EXPECT_EQ(vset.address(3, 0, 1), vset.address(1, 0, 0) + 5 * kChunk);
   EXPECT_EQ(vset.slot_stride_bytes(1), 3 * vset.slot_stride_bytes(0));
 }

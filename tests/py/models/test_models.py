@@ -16,7 +16,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from flexinfer import UnsupportedModelError
 from flexinfer.attention.hook import attention_forward, probe_forward, register
-from flexinfer.memory.kv_setup import kv_spec
+from flexinfer.memory.kv_groups import kv_spec
 from flexinfer.models.checks import check_config, max_positions
 from flexinfer.models.loading import load_model
 from flexinfer.models.probe import probe

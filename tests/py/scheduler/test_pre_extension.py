@@ -96,7 +96,7 @@ def asked(request: Request, end: int, max_step_tokens: int = 64) -> list[int]:
     """Up to which tokens the worker is asked to map, 16 a row, in a step that ends at `end`."""
     found: list[int] = []
     manager: Any = SimpleNamespace(
-        spec=SimpleNamespace(plane_token_bytes=1),
+        spec=SimpleNamespace(plane_token_bytes=1, windows=()),
         chunk_bytes=16,
         pre_extend=lambda vtensors, targets: found.extend(targets),
     )

@@ -17,7 +17,7 @@ from typing import Any
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.engine.llm_engine import LLMEngine
 from flexinfer.server.observability.prefix_names import PrefixNames
-from flexinfer.vtensor import Snapshot, VTensorManager
+from flexinfer.vtensor import NO_CHUNK, Snapshot, VTensorManager, kept_chunks
 
 MIN_INTERVAL_S = 0.1
 DEFAULT_MAX_ROWS = 4096
@@ -131,7 +131,8 @@ def _vtensors(moment: Moment, max_rows: int) -> tuple[list[dict[str, Any]], int]
     """Slots with their chunks of plane 0, and how many rows more could have been shown."""
     out = []
     for info in moment.snapshot.vtensors:
-        rows = info.table[:: moment.snapshot.num_planes]
+        num_planes = moment.snapshot.num_planes
+        rows = kept_chunks(info.table[::num_planes])
         out.append(
             {
                 "id": info.id,
@@ -144,6 +145,7 @@ def _vtensors(moment: Moment, max_rows: int) -> tuple[list[dict[str, Any]], int]
                 "mapped_bytes": info.mapped_bytes,
                 "chunks_aliased": info.chunks_aliased,
                 "chunks_copied": info.chunks_copied,
+                "rows_given_back": info.table[num_planes - 1 :: num_planes].count(NO_CHUNK),
                 "chunks": rows[: max(0, max_rows)],
             }
         )
@@ -174,7 +176,7 @@ def _prefixes(snapshot: Snapshot, names: PrefixNames) -> list[dict[str, Any]]:
             "start_tokens": info.start_tokens,
             "num_tokens": info.num_tokens,
             "last_used": info.last_used,
-            "chunks": info.chunks[:: snapshot.num_planes],
+            "chunks": kept_chunks(info.chunks[:: snapshot.num_planes]),
             "text": names.of(info.first_tokens, info.num_tokens, info.cache_salt),
             "tenant": _tenant(info.cache_salt),
             "pinned_by": info.pinned_by,

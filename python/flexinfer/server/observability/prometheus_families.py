@@ -49,6 +49,7 @@ CHUNK_TOTALS = {
     "evicted": "Taken from recorded prefixes.",
     "adopted": "Found mapped in a parked slot.",
     "deduplicated": "Computed twice and mapped onto one.",
+    "given_back": "Left behind by a sliding window.",
     "swapped_out": "Written to the host store.",
     "swapped_in": "Read back from it.",
 }

@@ -1,0 +1,61 @@
+"""KV groups of a model: which layers keep KV in which shape, and how much of it. No torch."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import TYPE_CHECKING
+
+from flexinfer.config import dtype_name
+
+if TYPE_CHECKING:
+    from flexinfer.models.describe import LoadedModel
+    from flexinfer.vtensor.spec import KVSpec
+
+CUDA_WINDOW_SLACK = 256
+"""Tokens before a window that a kernel may touch: it loads whole tiles and masks what they have too
+much, and on CUDA an address without memory faults."""
+
+
+def kv_spec(loaded: LoadedModel, max_seq_len: int, layers_per_plane: int | None) -> KVSpec:
+    """The shape of the model's KV: layers of one shape and window are a group."""
+    from flexinfer.vtensor import KVGroup, KVSpec
+
+    layers: dict[tuple[int, int, int, int | None], list[int]] = {}
+    for owner, window in _windows(loaded, max_seq_len).items():
+        shape = loaded.layers[owner]
+        value_dim = 0 if shape.is_latent else shape.value_dim
+        key = (shape.num_kv_heads, shape.key_dim, value_dim, window)
+        layers.setdefault(key, []).append(owner)
+    groups = [
+        KVGroup(
+            tuple(owners),
+            heads,
+            key_dim,
+            value_dim,
+            dtype_name(loaded.dtype),
+            window=window,
+            layers_per_plane=layers_per_plane and gcd(layers_per_plane, len(owners)),
+        )
+        for (heads, key_dim, value_dim, window), owners in layers.items()
+    ]
+    first = groups[0]
+    if len(groups) == 1 and first.window is None and first.key_dim == first.value_dim:
+        return KVSpec(
+            len(first.layers),
+            first.num_kv_heads,
+            first.key_dim,
+            first.dtype,
+            max_seq_len,
+            layers_per_plane,
+        )
+    return KVSpec.of_groups(groups, max_seq_len)
+
+
+def _windows(loaded: LoadedModel, max_seq_len: int) -> dict[int, int | None]:
+    """By layer that owns KV: how many tokens its readers see; None: all that there may be."""
+    slack = CUDA_WINDOW_SLACK if loaded.device.type == "cuda" else 0
+    seen: dict[int, int] = {}
+    for layer in loaded.layers:
+        reach = min(layer.window or max_seq_len, layer.chunk or max_seq_len)
+        seen[layer.owner] = max(seen.get(layer.owner, 0), reach + slack)
+    return {owner: None if w >= max_seq_len else w for owner, w in sorted(seen.items())}

@@ -1,0 +1,111 @@
+"""Models with sliding windows give back what these have left, and say what transformers say."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flexinfer import LLMEngine, SamplingParams
+from flexinfer.config import EngineConfig
+from helpers.engine_kit import drain, submit
+from helpers.tiny_models import make_model, random_prompts, reference
+
+NUM_NEW = 30
+WINDOW = 16
+LENGTHS = (100, 60, 130, 33, 81)
+
+
+def make_engine(name: str, **settings: Any) -> LLMEngine:
+    defaults = {
+        "max_num_seqs": 4,
+        "kv_cache_memory_bytes": 8 << 20,
+        "chunk_bytes": 4096,
+        "max_num_batched_tokens": 32,
+    }
+    config = {**defaults, "model": make_model(name), "skip_tokenizer_init": True, **settings}
+    return LLMEngine.from_config(EngineConfig(**config))
+
+
+def check(name: str, final: dict[str, Any], prompts: list[list[int]]) -> None:
+    for i, prompt in enumerate(prompts):
+        assert final[str(i)].outputs[0].token_ids == reference(name, tuple(prompt), NUM_NEW)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gpt_oss"])
+def test_tokens_are_those_of_transformers_whatever_happens(name: str, seed: int) -> None:
+    rng = random.Random(f"{name} {seed}")
+    engine = make_engine(
+        name,
+        preemption_mode=rng.choice(["recompute", "swap"]),
+        swap_space="8MiB",
+        max_num_batched_tokens=rng.choice([7, 32, 128]),
+        enable_prefix_caching=seed > 0,
+        chunk_bytes=rng.choice([4096, 8192, 65536]),
+        layers_per_plane=rng.choice([None, 1]),
+    )
+    prompts = random_prompts(LENGTHS, seed=seed)
+    prompts[2][:90] = prompts[0][:90]
+    prompts[4] = [*prompts[1], *prompts[4]][:81]
+    submit(engine, prompts, SamplingParams(temperature=0, max_tokens=NUM_NEW))
+    final: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        running = list(engine.scheduler.running.values())
+        if running and rng.random() < 0.1:
+            engine.scheduler.preempt(rng.choice(running), "test")
+        for output in engine.step():
+            final[output.request_id] = output
+        engine.manager.check_integrity()
+    check(name, final, prompts)
+    engine.close()
+
+
+def test_long_requests_hold_no_more_than_their_windows() -> None:
+    """Two layers of gemma2 have a window of 16, two keep all: what each step leaves is bounded."""
+    engine = make_engine("gemma2", enable_prefix_caching=False, max_num_batched_tokens=8)
+    manager = engine.manager
+    assert manager.spec.windows == (WINDOW,)
+    prompts = random_prompts((200,))
+    submit(engine, prompts, SamplingParams(temperature=0, max_tokens=NUM_NEW))
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        manager.drain()
+        for request in engine.scheduler.running.values():
+            assert request.vtensor is not None
+            length = request.num_computed_tokens
+            rows_ahead = 2 * manager.spec.row_chunks * manager.chunk_bytes
+            held = manager.bytes_for(length + 8) + rows_ahead
+            assert request.vtensor.info().mapped_bytes <= held
+    assert outputs[0].outputs[0].token_ids == reference("gemma2", tuple(prompts[0]), NUM_NEW)
+    assert manager.stats().chunks_given_back > 0
+    engine.close()
+
+
+def test_a_request_beyond_the_budget_of_full_layers_fits_with_windows() -> None:
+    """Four layers of mistral with a window: 230 tokens in what 80 would take without one."""
+    token_bytes = 4 * 2 * 2 * 16 * 4
+    engine = make_engine(
+        "mistral", kv_cache_memory_bytes=80 * token_bytes, max_num_batched_tokens=16
+    )
+    prompts = random_prompts((200,))
+    submit(engine, prompts, SamplingParams(temperature=0, max_tokens=NUM_NEW))
+    check("mistral", drain(engine), prompts)
+    engine.close()
+
+
+def test_a_conversation_goes_on_at_the_end_of_its_last_turn() -> None:
+    engine = make_engine("gemma3")
+    prompt = random_prompts((90,))[0]
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW)
+    engine.add_request("0", prompt, params)
+    first = drain(engine)["0"].outputs[0].token_ids
+    again = [*prompt, *first, *random_prompts((10,), seed=5)[0]]
+    engine.add_request("1", again, params)
+    final = drain(engine)["1"]
+    assert final.num_cached_tokens == len(prompt) + NUM_NEW - 1
+    assert final.outputs[0].token_ids == reference("gemma3", tuple(again), NUM_NEW)
+    engine.close()
