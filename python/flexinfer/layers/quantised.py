@@ -132,25 +132,28 @@ def quantise_groups(weight: torch.Tensor, group: int, has_minimums: bool) -> Qua
         scales = _halves((high - low) / 15)
         minimums = _halves(low + 8 * scales)
         shifted = groups - minimums[:, :, None]
-        integers = _integers(shifted, scales)
+        integers = _rounded(shifted, scales, shifted).to(torch.int8)
         return QuantisedTensor(integers.view(columns, depth), scales, minimums, 4, group)
     # The largest magnitude becomes -8, whichever sign it has.
-    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))[:, :, 0] / -8
+    low, high = groups.amin(dim=2), groups.amax(dim=2)
+    largest = torch.where(high > -low, high, low) / -8
     best = torch.full_like(largest, torch.inf)
     scales = torch.zeros_like(largest)
+    buffer = torch.empty_like(groups)
     for candidate in SCALE_CANDIDATES:
         tried = _halves(largest * candidate)
-        wrong = (_integers(groups, tried).float().mul_(tried[:, :, None]) - groups).square_()
-        errors = wrong.sum(dim=2)
+        wrong = _rounded(groups, tried, buffer).mul_(tried[:, :, None]).sub_(groups)
+        errors = torch.linalg.vector_norm(wrong, dim=2)
         scales = torch.where(errors < best, tried, scales)
         best = torch.minimum(best, errors)
-    return QuantisedTensor(_integers(groups, scales).view(columns, depth), scales, None, 4, group)
+    integers = _rounded(groups, scales, buffer).to(torch.int8)
+    return QuantisedTensor(integers.view(columns, depth), scales, None, 4, group)
 
 
-def _integers(groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """int8, -8 to 7, of [columns, groups, group]; a scale of 0 makes zeros."""
+def _rounded(groups: torch.Tensor, scales: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """-8 to 7 of [columns, groups, group], written to `output`; a scale of 0 makes zeros."""
     inverse = torch.where(scales != 0, 1 / scales, 0.0)
-    return (groups * inverse[:, :, None]).round_().clamp_(-8, 7).to(torch.int8)
+    return torch.mul(groups, inverse[:, :, None], out=output).round_().clamp_(-8, 7)
 
 
 def _halves(numbers: torch.Tensor) -> torch.Tensor:
