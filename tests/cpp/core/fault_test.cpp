@@ -30,6 +30,7 @@ constexpr int kCallsApart = 2;
 constexpr int kCallsApart = 1;
 #endif
 
+constexpr size_t kWindow = 6;
 constexpr size_t kTwoGroups = 0;  // in the place of layers_per_plane: a layer without values
 
 struct FaultCase {
@@ -56,7 +57,7 @@ class Scenario {
                             .max_seq_len = 40,
                             .layers_per_plane = std::max<size_t>(fault.layers_per_plane, 1)};
     if (fault.layers_per_plane == kTwoGroups) {  // rows of 1 + 1 + 2 chunks
-      spec.groups = {{{0}, 1, 200, 200, 4, 1}, {{1}, 1, 400, 0, 4, 1}};
+      spec.groups = {{{0}, 1, 200, 200, 4, 1}, {{1}, 1, 400, 0, 4, 1, kWindow}};
     }
     ManagerOptions options;
     options.max_requests = 5;
@@ -92,6 +93,12 @@ class Scenario {
       manager_->drain();
     });
     extend(second, 30);
+    step([&] {  // where a layer has a window: rows are given back, now and when memory is short
+      const std::vector<VTensorId> ids = live({second, child});
+      manager_->forget(ids, std::vector<size_t>(ids.size(), 20));
+      manager_->drain();
+      manager_->forget(ids, std::vector<size_t>(ids.size(), 30));
+    });
     truncate(first, 3);
     extend(first, 12);
     record(second, joined(prompt, tokens_from(90, 4)));
