@@ -1,0 +1,92 @@
+"""How ranks come and go: with a server's engine thread, under torchrun, and with their rank 0."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from flexinfer import AsyncLLM
+from flexinfer.errors import RankError
+from helpers.rank_kit import children, folder_of
+from helpers.tiny_models import reference
+
+PROMPT = list(range(20))
+SCRIPT = """
+import os, sys
+from flexinfer import LLM, SamplingParams
+llm = LLM(sys.argv[1], tensor_parallel_size=2, skip_tokenizer_init=True, device="cpu", threads=1,
+          kv_cache_memory_bytes=1 << 20, chunk_bytes=4096)
+params = SamplingParams(temperature=0, max_tokens=5)
+(output,) = llm.generate([{"prompt_token_ids": list(range(20))}], params, use_tqdm=False)
+print("rank", os.environ.get("RANK", 0), output.outputs[0].token_ids, flush=True)
+if sys.argv[2:] == ["die"]:
+    print(*[pid for task in os.listdir("/proc/self/task")
+            for pid in open(f"/proc/self/task/{task}/children").read().split()], flush=True)
+    os.kill(os.getpid(), 9)
+llm.close()
+"""
+
+
+def test_an_idle_engine_ends_as_soon_as_a_rank_has_died() -> None:
+    before = children()
+    llm = AsyncLLM(
+        folder_of("llama"),
+        tensor_parallel_size=2,
+        skip_tokenizer_init=True,
+        device="cpu",
+        threads=1,
+        kv_cache_memory_bytes=1 << 20,
+        chunk_bytes=4096,
+    )
+    (victim,) = children() - before
+    thread: threading.Thread = llm._thread._thread
+    os.kill(victim, signal.SIGKILL)
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert llm._thread.ended is not None
+    assert isinstance(llm._thread.ended.__cause__, RankError)
+    assert children() == before
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks_and_one_of_them_answers(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    result = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(script), folder_of("llama")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if line.startswith("rank")]
+    assert lines == [f"rank 0 {reference('llama', tuple(PROMPT), 5)}"]
+
+
+@pytest.mark.slow
+def test_ranks_end_when_rank_0_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    result = subprocess.run(
+        [sys.executable, str(script), folder_of("llama"), "die"],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == -signal.SIGKILL
+    (rank,) = result.stdout.splitlines()[-1].split()
+    ended = threading.Event()
+    for _ in range(50):
+        if not Path(f"/proc/{rank}").exists() or "Z" in Path(f"/proc/{rank}/stat").read_text():
+            return
+        ended.wait(0.1)
+    raise AssertionError("rank 1 has outlived rank 0 by 5 s")
