@@ -50,7 +50,7 @@ class LLMEngine:
         self.scheduler = parts.scheduler
         self.runner = parts.runner
         self._executor = parts.executor
-        self._ranks = parts.ranks
+        self.ranks = parts.ranks
         self.inputs = parts.inputs
         self.grammars = parts.grammars
         self._elastic = parts.elastic
@@ -162,7 +162,7 @@ class LLMEngine:
 
     def warm_up(self) -> None:
         """Compile ahead what first steps would wait for; the thread that calls `step` calls it."""
-        if self._ranks is not None:
+        if self.ranks is not None:
             return  # each rank would compile in its own time
         try:
             self.runner.warm_up(self.scheduler.config.max_num_batched_tokens)
@@ -177,18 +177,18 @@ class LLMEngine:
         if self._draft_model is not None:
             self._draft_model.close()
         self.manager.close()
-        if self._ranks is not None:
-            self._ranks.close()
+        if self.ranks is not None:
+            self.ranks.close()
 
     def check_ranks(self) -> None:
         """Raises RankError if another process of this engine has failed."""
-        if self._ranks is not None:
-            self._ranks.check()
+        if self.ranks is not None:
+            self.ranks.check()
 
     def on_rank_failure(self, wake: Callable[[], None]) -> None:
         """Have `wake` called, in another thread, as soon as one has failed."""
-        if self._ranks is not None:
-            self._ranks.when_failed(wake)
+        if self.ranks is not None:
+            self.ranks.when_failed(wake)
 
     # Memory while serving. All of it between steps.
 
