@@ -79,7 +79,7 @@ def measure(folder: str, num_ranks: int) -> dict[str, Any]:
             kind = "prefill" if last.num_prefill_tokens else "decode"
             rows[kind].append(step_s * 1e3)
             if engine.ranks:
-                sent[kind].append((engine.ranks.sent_bytes - before) / (num_ranks - 1))
+                sent[kind].append(engine.ranks.sent_bytes - before)
         send_us = engine.ranks.send_s * 1e6 / sum(map(len, sent.values())) if engine.ranks else 0.0
     finally:
         engine.close()

@@ -68,7 +68,7 @@ class TensorParallelRanks:
 
     @property
     def sent_bytes(self) -> int:
-        """Of all steps so far, once for each rank they were sent to."""
+        """Of all steps so far; each is sent to every rank."""
         return self._ranks.sent_bytes
 
     @property
