@@ -138,3 +138,23 @@ def test_the_common_length_is_that_of_the_equal_bytes() -> None:
     assert common_length(b"abcdef", b"abcxef") == 3
     assert common_length(b"abc", b"abcdef") == 3
     assert common_length(b"", b"x") == 0
+
+
+def test_what_a_destructor_does_within_an_operation_is_done_and_recorded_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager = make_manager()
+    recording = record_operations(manager)
+    vtensor = manager.create()
+    perform = recording._performer.perform
+
+    def collect_meanwhile(name: str, args: tuple[object, ...]) -> object:
+        if name == "match_prefix":
+            vtensor.release()
+        return perform(name, args)
+
+    monkeypatch.setattr(recording._performer, "perform", collect_meanwhile)
+    manager.match_prefix([1, 2, 3])
+    assert [name for name, _, _ in recording.take()] == ["try_create", "match_prefix", "release"]
+    assert manager.num_free_slots == 6
+    manager.close()
