@@ -37,7 +37,7 @@ float quantise_row(const T* x, int64_t depth, uint8_t* output) {
   // Of a row with no finite scale nothing can be told: 0 times infinity is NaN below.
   const float factor = 127 / largest, scale = largest / 127;
   if (!(factor > 0) || factor > 0x1p126F) {  // NaN, infinity; zero, or next to it
-    std::fill(output, output + depth, uint8_t{128});
+    std::fill_n(output, depth, uint8_t{128});
     return largest < 1 ? 0 : largest - largest == 0 ? scale : __builtin_nanf("");
   }
   constexpr float kMagic = 0x1.8p23F + 128;  // adding it rounds to an integer, in the low bits
