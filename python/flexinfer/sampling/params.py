@@ -147,14 +147,8 @@ class SamplingParams:
             raise ValueError(f"top_k must be at least 1, or 0 or -1 for off, got {self.top_k}")
         _number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]", low_open=True)
         _number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
-        _number(
-            "repetition_penalty",
-            self.repetition_penalty,
-            0.0,
-            math.inf,
-            "greater than 0",
-            low_open=True,
-        )
+        # Beyond these float32 scores become infinite.
+        _number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6, "in [1e-6, 1e6]")
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "in [-2, 2]")
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "in [-2, 2]")
         if self.seed is not None:

@@ -29,6 +29,8 @@ from flexinfer import SamplingParams
         ("min_p", -0.01),
         ("min_p", 1.01),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-320),
+        ("repetition_penalty", 1e7),
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
         ("seed", 1.0),

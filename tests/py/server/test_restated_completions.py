@@ -174,6 +174,7 @@ def test_structures_hold(fields: dict[str, Any], pattern: str, http: httpx.Clien
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-320}, "repetition_penalty"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"1000000": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),

@@ -135,7 +135,7 @@ class SamplingFields(RefusedSampling):
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0)
+    repetition_penalty: float | None = Field(default=None, ge=1e-6, le=1e6)
     logit_bias: dict[str, float] | None = Field(default=None, max_length=4096)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
