@@ -9,12 +9,18 @@ that lacks a part of the work (scales per token) is named so: it only gets faste
 from __future__ import annotations
 
 import argparse
-import json
+import os
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+
+from provenance import write_report
 
 from flexinfer.layers.formats import make_linear
 from flexinfer.layers.quantised import Scheme
@@ -99,16 +105,17 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--json", help="write the numbers here")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
     args = parser.parse_args()
+    load_before = os.getloadavg()
     report = measure(args)
     print(f"{args.columns} x {args.depth}, {report['kernel']}, {report['threads']} threads: ms")
     print("| rows |" + "".join(f" {rows:,} |" for rows in args.rows))
     for name, by_rows in report["ms"].items():
         print(f"| {name} |" + "".join(f" {by_rows[rows]:.3f} |" for rows in args.rows))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({**vars(args), **report}, file, indent=1)
+    settings = {name: value for name, value in vars(args).items() if name != "json"}
+    body = {**settings, **report}
+    write_report(args.json, "linear_quantised", body, load_before=load_before)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -82,6 +83,18 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # nanobind reports what is left at the end
+
+
+@pytest.fixture(autouse=True)
+def _loggers_are_left_as_they_were() -> Iterator[None]:
+    """A command that sets up logging writes to the stderr of its test, which is closed later."""
+    loggers = [logging.getLogger(), logging.getLogger("flexinfer")]
+    before = [list(logger.handlers) for logger in loggers]
+    yield
+    for logger, handlers in zip(loggers, before, strict=True):
+        for handler in list(logger.handlers):
+            if type(handler) is logging.StreamHandler and handler not in handlers:
+                logger.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")

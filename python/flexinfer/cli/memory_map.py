@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexinfer.vtensor import kept_chunks
-
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -45,6 +43,8 @@ class Group:
 
 def live_rows(snapshot: Any, labels: dict[int, str]) -> list[MapRow]:
     """Rows of the live vTensors that `labels` names, in its order; plane 0 stands for all."""
+    from flexinfer.vtensor import kept_chunks
+
     infos = {info.id: info for info in snapshot.vtensors if info.state == "live"}
     return [
         MapRow(
@@ -59,6 +59,8 @@ def live_rows(snapshot: Any, labels: dict[int, str]) -> list[MapRow]:
 
 def recorded_rows(snapshot: Any) -> list[MapRow]:
     """One row for each recorded piece of a conversation, in the order of their tokens."""
+    from flexinfer.vtensor import kept_chunks
+
     pieces = sorted(snapshot.prefixes, key=lambda piece: (piece.start_tokens, piece.chunks))
     return [
         MapRow(

@@ -38,6 +38,7 @@ OPERATIONS = frozenset(
         *TOKEN_ARGUMENT,
         "evict",
         "extend",
+        "forget",
         "pre_extend",
         "release",
         "reset_prefix_cache",
@@ -53,6 +54,7 @@ OPERATIONS = frozenset(
     }
 )
 """Methods of the core that change what a manager holds."""
+WAKES_WORKER = frozenset({"forget", "pre_extend"})
 UNEQUAL_OUTCOMES = frozenset({"sleep"})
 """What the system really gave back differs from process to process."""
 MAY_COME_LATE = frozenset({"release", "unpin_prefix"})
@@ -72,7 +74,7 @@ class Performer:
 
     def perform(self, name: str, args: tuple[Any, ...]) -> Any:
         self.settle()
-        self._is_worker_busy = name == "pre_extend"
+        self._is_worker_busy = name in WAKES_WORKER
         return getattr(self.core, name)(*args)
 
     def settle(self) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +12,8 @@ import pytest
 pytest.importorskip("torch")
 
 from flexinfer.vtensor import KVSpec
+from helpers.benchmark_modules import BENCHMARKS, fresh_benchmark_modules
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 GIB = 1 << 30
 WEIGHTS_GIB = 15
 """Of Llama-3-8B in bfloat16."""
@@ -33,10 +31,8 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
             monkeypatch.syspath_prepend(str(BENCHMARKS / each))
         return import_module(name)
 
-    yield load
-    for name, module in list(sys.modules.items()):
-        if Path(getattr(module, "__file__", None) or "/").parent.parent == BENCHMARKS:
-            del sys.modules[name]
+    with fresh_benchmark_modules():
+        yield load
 
 
 def usable_bytes(card: str, weights_gib: int = WEIGHTS_GIB) -> int:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,22 +11,20 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flexinfer import LLM, SamplingParams
+from helpers.benchmark_modules import BENCHMARKS, fresh_benchmark_modules
 from helpers.tiny_models import CONFIGS
 
 FOLDERS = ("common", "gpu_common", "kernels", "full_budget")
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in FOLDERS:
         monkeypatch.syspath_prepend(str(BENCHMARKS / name))
-    import engines
+    with fresh_benchmark_modules():
+        import engines
 
-    yield engines
-    for name, module in list(sys.modules.items()):
-        if Path(getattr(module, "__file__", None) or "/").parent.parent == BENCHMARKS:
-            del sys.modules[name]
+        yield engines
 
 
 @pytest.fixture(scope="module")

@@ -113,17 +113,21 @@ def test_whole_prompt_prefill_matches(name: str, source: str) -> None:
         assert generate(llm, prompts) == expected(name, prompts)
 
 
+BUDGET_TOKENS = {"gemma2": 64}
+
+
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox"])
 def test_preemption_matches(name: str, source: str, mode: str) -> None:
+    """Without Mistral, whose requests hold their windows from the start and never grow."""
     prompts = random_prompts((20, 30, 25, 10, 28))
     model = make_model(name)
     bytes_per_token = 2 * model.config.num_hidden_layers * 64 * 4
     with make_llm(
         name,
         source,
-        kv_cache_memory_bytes=80 * bytes_per_token,
+        kv_cache_memory_bytes=BUDGET_TOKENS.get(name, 80) * bytes_per_token,
         chunk_bytes=4096,
         max_model_len=60,
         preemption_mode=mode,
