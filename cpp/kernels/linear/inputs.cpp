@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
+#include <limits>
 
 namespace vtensor::kernels {
 namespace {
@@ -38,7 +40,8 @@ float quantise_row(const T* x, int64_t depth, uint8_t* output) {
   const float factor = 127 / largest, scale = largest / 127;
   if (!(factor > 0) || factor > 0x1p126F) {  // NaN, infinity; zero, or next to it
     std::fill_n(output, depth, uint8_t{128});
-    return largest < 1 ? 0 : largest - largest == 0 ? scale : __builtin_nanf("");
+    if (largest < 1) return 0;
+    return std::isfinite(largest) ? scale : std::numeric_limits<float>::quiet_NaN();
   }
   constexpr float kMagic = 0x1.8p23F + 128;  // adding it rounds to an integer, in the low bits
   for (int64_t k = 0; k < depth; ++k) {

@@ -290,7 +290,8 @@ size_t RTree::evict(size_t num_chunks, const UnmapIdle& unmap_idle, bool any) {
   for (auto next = leaves_.begin(); freed < num_chunks && next != leaves_.end();) {
     RNode* node = (next++)->second;
     while (node != nullptr && freed < num_chunks) {
-      if (!geometry_.windows.empty() && (freed += thin(*node)) >= num_chunks) break;
+      if (!geometry_.windows.empty()) freed += thin(*node);
+      if (freed >= num_chunks) break;
       const bool frees = free_last_row(*node, num_chunks - freed, unmap_idle);
       if (!(any || frees)) break;
       const LeafKey key{node->last_used, node};
