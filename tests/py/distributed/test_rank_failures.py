@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -46,7 +47,8 @@ def check_nothing_is_left(before: set[int], things: list[str]) -> None:
     """REQUIRES: the engine has been given up; its arena lives as long as it."""
     gc.collect()
     assert children() <= before
-    assert open_things() == things
+    # What an earlier test's garbage held may have gone meanwhile.
+    assert not Counter(open_things()) - Counter(things)
 
 
 @pytest.mark.parametrize(
