@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 from flexinfer import LLMEngine, SamplingParams
 from flexinfer.config import EngineConfig
 from flexinfer.outputs import RequestOutput
+from flexinfer.scheduler.batch import Batch
 from helpers.tiny_models import make_model, reference
 
 NUM_NEW = 14
@@ -24,6 +26,19 @@ def make_engine(**settings: Any) -> LLMEngine:
 def submit(engine: LLMEngine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> None:
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params)
+
+
+def preempt_at_step(engine: LLMEngine, at_step: int) -> None:
+    """Have the scheduler preempt the request that it would choose, before that step."""
+    scheduler = engine.scheduler
+    schedule, steps = scheduler.schedule, count()
+
+    def preempting() -> Batch:
+        if next(steps) == at_step:
+            scheduler.preempt(scheduler.choose_victim(), "growth")
+        return schedule()
+
+    scheduler.schedule = preempting  # type: ignore[method-assign]  # of this engine, to its end
 
 
 def drain(engine: LLMEngine) -> dict[str, RequestOutput]:

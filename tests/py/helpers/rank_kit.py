@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -92,7 +93,8 @@ def children() -> set[int]:
 
 
 def open_things() -> list[str]:
-    """Sockets and memory files that this process has open."""
+    """Sockets and memory files that this process has open, those of garbage left out."""
+    gc.collect()
     found = []
     for link in Path("/proc/self/fd").iterdir():
         try:
