@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers as tf
 
-from helpers.tiny_models import VOCAB_SIZE
+from helpers.tiny_models import VOCAB_SIZE, continue_prompt, draw_model
 
 torch.set_num_threads(1)
 
@@ -97,24 +97,10 @@ FAMILIES: dict[str, Any] = {
 
 @cache
 def make_family(name: str) -> Any:
-    """The model of FAMILIES[name], float32, in evaluation mode. Not to be changed."""
-    torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.eval()
+    """The model of FAMILIES[name]. Not to be changed."""
+    return draw_model(FAMILIES[name]())
 
 
 @cache
 def continuation(name: str, prompt: tuple[int, ...], num_new: int) -> list[int]:
-    """Greedy, of one prompt alone, by transformers."""
-    output = make_family(name).generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        do_sample=False,
-        max_new_tokens=num_new,
-    )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
+    return continue_prompt(make_family(name), prompt, num_new)

@@ -64,12 +64,10 @@ CONFIGS: dict[str, Any] = {
 """Architecture -> config; those that the project promises come first."""
 
 
-@cache
-def make_model(name: str, seed: int = 0) -> Any:
-    """The model of CONFIGS[name], float32, in evaluation mode. Not to be changed."""
+def draw_model(config: Any, seed: int = 0) -> Any:
+    """float32, in evaluation mode; wide biases and norms too, where the default is zero or one."""
     torch.manual_seed(seed)
-    model = tf.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
-    # Wide biases and norms too, where the default initialisation is zero or one.
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -77,10 +75,9 @@ def make_model(name: str, seed: int = 0) -> Any:
     return model.eval()
 
 
-@cache
-def reference(name: str, prompt: tuple[int, ...], max_new_tokens: int) -> list[int]:
+def continue_prompt(model: Any, prompt: tuple[int, ...], max_new_tokens: int) -> list[int]:
     """Greedy continuation of one prompt alone, by transformers."""
-    output = make_model(name).generate(
+    output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         do_sample=False,
@@ -88,6 +85,17 @@ def reference(name: str, prompt: tuple[int, ...], max_new_tokens: int) -> list[i
     )
     continuation: list[int] = output[0, len(prompt) :].tolist()
     return continuation
+
+
+@cache
+def make_model(name: str, seed: int = 0) -> Any:
+    """The model of CONFIGS[name]. Not to be changed."""
+    return draw_model(CONFIGS[name](), seed)
+
+
+@cache
+def reference(name: str, prompt: tuple[int, ...], max_new_tokens: int) -> list[int]:
+    return continue_prompt(make_model(name), prompt, max_new_tokens)
 
 
 def random_prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
