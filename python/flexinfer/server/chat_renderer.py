@@ -104,10 +104,14 @@ class ChatRenderer:
 
 def check_length(text: str, inputs: InputProcessor, param: str) -> None:
     """Raises APIError for a text that no tokens within the context hold: it is not tokenized."""
-    if len(text) > inputs.max_chars:
+    check_num_chars(len(text), inputs, param)
+
+
+def check_num_chars(num_chars: int, inputs: InputProcessor, param: str) -> None:
+    if num_chars > inputs.max_chars:
         raise bad_request(
             f"This model's maximum context length is {inputs.max_model_len} tokens, which hold at "
-            f"most {inputs.max_chars} characters; this is {len(text)}: shorten the prompt",
+            f"most {inputs.max_chars} characters; this is {num_chars}: shorten the prompt",
             param,
             "context_length_exceeded",
         )

@@ -8,14 +8,19 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from flexinfer.cli.settings import SHIPPED_MODEL
 from flexinfer.server.http import bodies
-from flexinfer.server.http.bodies import Turnstile, check_size
-from flexinfer.server.http.errors import APIError
+from flexinfer.server.http.bodies import Pace, Turnstile, check_size
+from flexinfer.server.protocol.chat import ChatRequest
+from flexinfer.server.protocol.conversations import ConversationRequest
+from flexinfer.server.protocol.messages import MessagesRequest
+from flexinfer.server.protocol.responses import ResponsesRequest
 
 HELLO = {"role": "user", "content": "hello"}
-JSON = {"content-type": "application/json"}
+TEXT = {"type": "text", "text": "a"}
+THOUGHT = {"type": "reasoning_text", "text": "a"}
 KINDS = ["application/json", "application/x+json"]
 """The second way leads through FastAPI."""
 
@@ -27,7 +32,7 @@ KINDS = ["application/json", "application/x+json"]
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "text"}] * 17_000}]},
-            "17004 objects and lists, of at most 16384",
+            "more than 16384 objects and lists",
         ),
         (
             "/v1/chat/completions",
@@ -35,9 +40,9 @@ KINDS = ["application/json", "application/x+json"]
             "objects and lists",
         ),
         ("/v1/completions", {"prompt": [[1]] * 20_000}, "objects and lists"),
-        ("/v1/completions", {"prompt": [1] * 300_000}, "300001 values, of at most 262144"),
+        ("/v1/completions", {"prompt": [1] * 300_000}, "more than 262144 values"),
         ("/v1/responses", {"input": "a", "tools": [{"name": "f"}] * 20_000}, "objects and lists"),
-        ("/v1/conversations", {"metadata": {str(i): "a" for i in range(300_000)}}, "texts"),
+        ("/v1/conversations", {"metadata": {str(i): "a" for i in range(300_000)}}, "values"),
         ("/tokenize", {"prompt": "a", "zz": [[]] * 20_000}, "objects and lists"),
     ],
 )
@@ -58,65 +63,117 @@ def test_more_json_than_the_loop_reads_in_a_moment_is_refused(
         json.dumps({"a": ["[,", "\\", '"', '\\"[' * 10_000] * 4000}),
     ],
 )
-def test_what_stands_in_texts_does_not_count(text: str) -> None:
-    check_size(text.encode())
+def test_what_stands_in_texts_does_not_count(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for piece_bytes in (bodies.PIECE_BYTES, 1021):  # which cuts escapes, and texts
+        monkeypatch.setattr(bodies, "PIECE_BYTES", piece_bytes)
+        asyncio.run(check_size(text.encode(), Pace()))
 
 
 def test_one_long_text_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """That held the event loop for 17 ms at 7 MiB."""
-    parted: list[bytes] = []
-    monkeypatch.setattr(bodies, "_outside_of_texts", lambda text: parted.append(text) or b"")
-    check_size(json.dumps({"metadata": {"a": "x" * 1_000_000}}).encode())
+    parted: list[int] = []
+    monkeypatch.setattr(bodies, "_piece", lambda body, start: parted.append(start) or body[start:])
+    asyncio.run(check_size(json.dumps({"metadata": {"a": "x" * 1_000_000}}).encode(), Pace()))
     assert not parted
-    check_size(json.dumps({"a": "[" * 20_000}).encode())
+    asyncio.run(check_size(json.dumps({"a": "[" * 20_000}).encode(), Pace()))
     assert len(parted) == 1
 
 
-def test_very_many_texts_are_not_even_parted() -> None:
-    with pytest.raises(APIError, match="texts"):
-        check_size(b'[""' + b',""' * 600_000 + b"]")
+class Clock:
+    """The time of a thread that does nothing else but what a test says, and what was slept."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.slept_s: list[float] = []
+        monkeypatch.setattr(bodies.time, "thread_time", lambda: self.now_s)
+        monkeypatch.setattr(bodies.asyncio, "sleep", self._sleep)
+
+    async def _sleep(self, seconds: float) -> None:
+        self.slept_s.append(seconds)
+
+
+def test_work_in_slices_rests_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pace = Pace()
+
+    async def work() -> None:
+        for worked_s in (0.0001, 0.0005, 0.0005, 0.010):
+            clock.now_s += worked_s
+            await pace.pause()
+
+    asyncio.run(work())
+    expected = [bodies.REST * 0.0006, bodies.REST * 0.0005, bodies.LONG_REST * 0.010]
+    assert clock.slept_s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "num_validated"),
+    [
+        (ChatRequest, {"messages": [HELLO] * 500}, 500),
+        (ChatRequest, {"messages": [{"role": "user", "content": [TEXT] * 500}]}, 501),
+        (ResponsesRequest, {"input": [{"role": "user", "content": [TEXT] * 500}]}, 501),
+        (ResponsesRequest, {"input": [{"type": "reasoning", "content": [THOUGHT] * 500}]}, 501),
+        (ConversationRequest, {"items": [HELLO] * 500}, 500),
+        (MessagesRequest, {"messages": [{"role": "user", "content": [TEXT] * 500}]}, 501),
+        (ChatRequest, {"messages": [HELLO] * 100 + [{"role": "x"}] + [HELLO] * 100}, 100),
+        (ChatRequest, {"messages": [HELLO] * 9000}, 0),
+        (ChatRequest, {"messages": "a" * 20_000}, 0),
+    ],
+)
+def test_long_lists_are_validated_item_by_item(
+    kind: type[Any], body: dict[str, Any], num_validated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then all of it costs little, and finds what it would have found before."""
+    clock = Clock(monkeypatch)
+    validate = TypeAdapter.validate_python
+    validated: list[Any] = []
+
+    def slowly(adapter: TypeAdapter[Any], value: Any) -> Any:
+        made = validate(adapter, value)
+        clock.now_s += 0.0001
+        validated.append(made)
+        return made
+
+    monkeypatch.setattr(TypeAdapter, "validate_python", slowly)
+    text = json.dumps(body).encode()
+    read = asyncio.run(bodies.read_large(text, kind, Pace()))
+    assert len(validated) == num_validated
+    assert max(clock.slept_s, default=0) <= bodies.REST * 0.00175  # 17 items
+    assert len(clock.slept_s) >= num_validated // 20
+    assert outcome(kind, read) == outcome(kind, body)
+
+
+NEEDED: dict[type[Any], Any] = {MessagesRequest: {"model": "m", "max_tokens": 1}}
+
+
+def outcome(kind: type[Any], given: Any) -> Any:
+    """What validation makes of it, or where it finds fault."""
+    try:
+        return kind.model_validate({**given, **NEEDED.get(kind, {})})
+    except ValidationError as error:
+        return error.errors(include_url=False)[0]["loc"]
 
 
 def test_between_large_bodies_of_a_tenant_others_have_the_loop() -> None:
-    async def run() -> tuple[list[str], list[float]]:
-        turnstile, order, entered = Turnstile(), [], []
-        now_s = 0.0
+    async def run() -> list[str]:
+        turnstile, order = Turnstile(), []
         loop = asyncio.get_running_loop()
-        later: list[tuple[float, Any]] = []
-        loop.time = lambda: now_s  # type: ignore[method-assign]
-        loop.call_later = (  # type: ignore[method-assign]
-            lambda delay, call, *_: later.append((delay, call))
-        )
+        later: list[Any] = []
+        loop.call_later = lambda delay, call, *_: later.append(call)  # type: ignore
 
         async def read(tenant: str) -> None:
-            nonlocal now_s
-            await turnstile.enter(tenant, bodies.LARGE_BYTES + 1)
-            order.append(tenant)
-            entered.append(now_s)
-            now_s += 0.5  # reading it takes so long
+            async with turnstile.reading(tenant):
+                order.append(tenant)
 
         tasks = [asyncio.ensure_future(read(tenant)) for tenant in ("a", "a", "b")]
         for _ in range(5):
             await asyncio.sleep(0)
         assert order == ["a", "b"]
-        (delay, release), *_ = later
-        assert delay >= bodies.REST * 0.5
-        release()
+        later[0]()
         await asyncio.gather(*tasks)
-        return order, entered
+        return order
 
-    order, entered = asyncio.run(run())
-    assert order == ["a", "b", "a"]
-    assert entered == sorted(entered)
-
-
-def test_small_bodies_wait_for_nobody() -> None:
-    async def run() -> None:
-        turnstile = Turnstile()
-        await turnstile.enter("a", 1 << 20)
-        await turnstile.enter("a", 100)
-
-    asyncio.run(run())
+    assert asyncio.run(run()) == ["a", "b", "a"]
 
 
 def test_a_tenants_grammars_are_compiled_one_by_one_and_no_others_wait() -> None:
@@ -202,3 +259,15 @@ def test_token_ids_to_decode_are_bounded(http: httpx.Client) -> None:
     assert error["param"] == "tokens"
     assert "65536" in error["message"]
     assert http.post("/detokenize", json={"tokens": [5] * 1000}).status_code == 200
+
+
+def test_a_conversation_that_no_context_holds_is_not_kept(http: httpx.Client) -> None:
+    given = {"messages": [{"role": "user", "content": LONG}]}
+    error = http.post("/v1/conversations", json=given).json()["error"]
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
+def test_a_chat_of_more_messages_than_tokens_is_refused_unrendered(http: httpx.Client) -> None:
+    error = http.post("/v1/chat/completions", json={"messages": [HELLO] * 2049}).json()["error"]
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    assert "a chat of 2049 messages" in error["message"]

@@ -82,6 +82,7 @@ async def prepare_chat(
         )
     await check_schemas(state, tools)
     messages = [*(conversation.messages if conversation else ()), *body.messages]
+    _check_number(state, messages)
     token_ids = await state.chat.render(
         ChatPrompt(
             messages,
@@ -110,6 +111,19 @@ async def prepare_chat(
     )
     job = Job(f"chatcmpl-{current_request_id()}", tenant, [prompt], params, body.priority or 0)
     return ChatCall(state, body, job, reading, messages, conversation)
+
+
+def _check_number(state: ServerState, messages: Sequence[Message]) -> None:
+    """Raises APIError for more messages than tokens: a template takes long to find that out, and
+    holds up the engine meanwhile."""
+    longest = state.llm.max_model_len
+    if len(messages) > longest:
+        raise bad_request(
+            f"This model's maximum context length is {longest} tokens; a chat of {len(messages)} "
+            "messages has more: shorten it",
+            "messages",
+            "context_length_exceeded",
+        )
 
 
 def final_answer(call: ChatCall, output: RequestOutput) -> ChatCompletion:

@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path
 
 from flexinfer.server.api.input_items import messages_of
+from flexinfer.server.chat_renderer import check_num_chars
 from flexinfer.server.http.json_route import JsonRoute
 from flexinfer.server.protocol.conversations import (
     ConversationAnswer,
@@ -28,6 +29,7 @@ async def create(
     state.check_serving(None)
     wanted = body or ConversationRequest()
     messages = [*(wanted.messages or ()), *messages_of(wanted.items or ())]
+    check_num_chars(sum(len(one.text) for one in messages), state.llm.inputs, "messages")
     made = state.conversations.create(tenant, wanted.ttl, messages, wanted.metadata)
     return _answer(made)
 

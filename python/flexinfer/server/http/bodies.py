@@ -1,17 +1,23 @@
 """Large bodies: how much JSON one may hold, and how much of the event loop a tenant's may take.
 
-To read JSON holds the GIL, so that a thread would not take it off the loop: 0.1 to 10 us a value.
-So what one body may hold is bounded by a count that costs little, and between two large bodies of
-one tenant the loop is left to others.
+To read JSON holds the GIL, so that a thread would not take it off the loop, nor leave the engine
+its own. So what one body may hold is bounded by a count, it is read in slices of half a
+millisecond with time for others between them, and the tenant's next one waits for a while.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import from_json
 
 from flexinfer.server.http.errors import bad_request
+from flexinfer.server.http.long_lists import validate_lists
 
 LARGE_BYTES = 16 << 10
 MAX_CONTAINERS = 16_384
@@ -19,39 +25,83 @@ MAX_CONTAINERS = 16_384
 MAX_VALUES = 262_144
 """In one body, such as token ids: up to 0.2 us each."""
 REST = 4
-"""How much longer than a large body took a tenant's next one waits."""
+"""How much longer than a slice of a large body, or all of it, took a tenant's next one waits."""
+SLICE_S = 0.0005
+LONG_SLICE_S = 0.002
+LONG_REST = 100
+"""The same after a slice that could not be cut: those must be too rare to be seen by others."""
+PIECE_BYTES = 128 << 10
 
 
-def check_size(body: bytes) -> None:
+class Pace:
+    """Work on the event loop in slices, measured in the thread's own time."""
+
+    def __init__(self) -> None:
+        self._since_s = time.thread_time()
+
+    async def pause(self) -> None:
+        """To be called often: leaves the loop to others when a slice has been worked."""
+        if time.thread_time() - self._since_s >= SLICE_S:
+            await asyncio.sleep(self.rest_s())
+            self._since_s = time.thread_time()
+
+    def rest_s(self) -> float:
+        """What the work since the last pause costs."""
+        worked_s = time.thread_time() - self._since_s
+        return worked_s * (REST if worked_s < LONG_SLICE_S else LONG_REST)
+
+
+async def check_size(body: bytes, pace: Pace) -> None:
     """Raises APIError 400 for more JSON than is read. Takes a ns a byte where the body
     holds few enough marks, wherever they stand, and a few ns where texts must be told apart."""
-    if len(body) <= LARGE_BYTES or _is_within_bounds(body):
+    if len(body) <= LARGE_BYTES or await _is_within_bounds(body, pace):
         return
-    text = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if text.count(b'"') > 4 * MAX_VALUES:  # a key and a text
-        raise _too_much(f"more than {2 * MAX_VALUES} texts")
-    outside = _outside_of_texts(text)
-    num_containers = outside.count(b"{") + outside.count(b"[")
-    if num_containers > MAX_CONTAINERS:
-        raise _too_much(f"{num_containers} objects and lists, of at most {MAX_CONTAINERS}")
-    num_values = outside.count(b",") + num_containers
-    if num_values > MAX_VALUES:
-        raise _too_much(f"{num_values} values, of at most {MAX_VALUES}")
+    num_quotes = num_containers = num_values = start = 0
+    while start < len(body):
+        piece = _piece(body, start)
+        start += len(piece)
+        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[num_quotes % 2 :: 2])
+        num_quotes += len(parts) - 1
+        containers = outside.count(b"{") + outside.count(b"[")
+        num_containers += containers
+        num_values += outside.count(b",") + containers
+        if num_containers > MAX_CONTAINERS:
+            raise _too_much(f"{MAX_CONTAINERS} objects and lists")
+        if num_values > MAX_VALUES:
+            raise _too_much(f"{MAX_VALUES} values")
+        await pace.pause()
 
 
-def _is_within_bounds(body: bytes) -> bool:
+async def _is_within_bounds(body: bytes, pace: Pace) -> bool:
     """Whether all marks are few enough, were each of them one of JSON's own."""
-    num_containers = body.count(b"{") + body.count(b"[")
-    return (
-        num_containers <= MAX_CONTAINERS
-        and body.count(b",") + num_containers <= MAX_VALUES
-        and body.count(b'"') <= 4 * MAX_VALUES
-    )
+    num_containers = num_commas = 0
+    for start in range(0, len(body), PIECE_BYTES):
+        piece = body[start : start + PIECE_BYTES]
+        num_containers += piece.count(b"{") + piece.count(b"[")
+        num_commas += piece.count(b",")
+        if num_containers > MAX_CONTAINERS or num_commas + num_containers > MAX_VALUES:
+            return False
+        await pace.pause()
+    return True
 
 
-def _outside_of_texts(text: bytes) -> bytes:
-    """What stands between quotes left out. REQUIRES: no quote is escaped."""
-    return b"".join(text.split(b'"')[::2])
+def _piece(body: bytes, start: int) -> bytes:
+    """From `start` on, without half an escape at its end. REQUIRES: none at its beginning."""
+    piece = body[start : start + PIECE_BYTES]
+    num_backslashes = len(piece) - len(piece.rstrip(b"\\"))
+    return piece if num_backslashes % 2 == 0 else body[start : start + PIECE_BYTES + 1]
+
+
+async def read_large(body: bytes, kind: type[BaseModel] | None, pace: Pace) -> Any:
+    """The JSON value of a large body, with long lists of objects already validated where it is to
+    be a `kind`. Raises APIError 400, ValueError for what is not JSON."""
+    await check_size(body, pace)
+    found = from_json(body)
+    if kind is not None:
+        await pace.pause()
+        await validate_lists(found, kind, pace.pause)
+    return found
 
 
 class Turnstile:
@@ -62,31 +112,33 @@ class Turnstile:
     def __init__(self) -> None:
         self._locks: dict[str, asyncio.Lock] = {}
 
-    async def enter(self, tenant: str, num_bytes: int) -> None:
-        """Wait for the tenant's turn. What the caller does until it first waits is measured."""
-        if num_bytes <= LARGE_BYTES:
-            return
-        leave = await self._acquire(tenant)
-        # It runs when the caller has read its body, and waits.
-        asyncio.get_running_loop().call_soon(leave)
+    @asynccontextmanager
+    async def reading(self, tenant: str) -> AsyncIterator[Pace]:
+        """The tenant's turn to read a large body, at a pace. What the caller does after the `with`
+        until it first waits belongs to it."""
+        lock = await self._lock(tenant)
+        loop, pace = asyncio.get_running_loop(), Pace()
+        try:
+            yield pace
+        finally:
+            loop.call_soon(lambda: loop.call_later(pace.rest_s(), lock.release))
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
         """The tenant's turn, until the end of the `with`."""
-        leave = await self._acquire(tenant)
+        lock = await self._lock(tenant)
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
         try:
             yield
         finally:
-            leave()
+            loop.call_later(REST * (loop.time() - start_s), lock.release)
 
-    async def _acquire(self, tenant: str) -> Callable[[], object]:
-        """Returns what lets the tenant's next one in, after a rest."""
+    async def _lock(self, tenant: str) -> asyncio.Lock:
         lock = self._locks.setdefault(tenant, asyncio.Lock())
         await lock.acquire()
-        loop = asyncio.get_running_loop()
-        start_s = loop.time()
-        return lambda: loop.call_later(REST * (loop.time() - start_s), lock.release)
+        return lock
 
 
 def _too_much(what: str) -> Exception:
-    return bad_request(f"the body holds {what}: split the request", code="request_too_large")
+    return bad_request(f"the body holds more than {what}: split it", code="request_too_large")

@@ -90,6 +90,10 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return APIError(400, message, param=param, code=code)
 
 
+def not_json(why: str) -> APIError:
+    return bad_request(f"the body is not JSON: {why}", code="invalid_json")
+
+
 def invalid_field(error: ValueError) -> APIError:
     """What the engine refuses; its messages begin with the name of the field that is wrong."""
     name = FIELD_NAME.match(str(error))
@@ -128,7 +132,7 @@ def validation_error(error: RequestValidationError) -> APIError:
     """The first thing that is wrong with a request, by the name of its field."""
     first = _most_telling(error.errors())
     if first["type"] == "json_invalid":
-        return bad_request(f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
+        return not_json(first["ctx"]["error"])
     param = ".".join(_field_path(first["loc"])) or None
     message = first["msg"].removeprefix("Value error, ")
     more = len({tuple(_field_path(one["loc"])) for one in error.errors()}) - 1

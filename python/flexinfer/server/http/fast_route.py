@@ -18,7 +18,9 @@ from pydantic import BaseModel, ValidationError
 from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
-from flexinfer.server.http.bodies import check_size
+from flexinfer.server.http.bodies import LARGE_BYTES, Pace, read_large
+from flexinfer.server.http.errors import not_json
+from flexinfer.server.http.long_lists import prepare
 from flexinfer.server.http.streaming import ClientGoneError
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -34,6 +36,7 @@ class FastRoute(BaseRoute, Generic[Body]):
         """Also the label of the metrics."""
         self._endpoint = endpoint
         self._body = body
+        prepare(body)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         if scope["type"] != "http" or scope["path"] != self.path or scope["method"] != "POST":
@@ -43,18 +46,28 @@ class FastRoute(BaseRoute, Generic[Body]):
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         text = await _read(receive)
         state, tenant = scope["app"].state.flexinfer, scope["state"]["tenant"]
-        await state.large_bodies.enter(tenant, len(text))
-        check_size(text)
-        body = self._parse(text)
+        if len(text) <= LARGE_BYTES:
+            body = self._validated(lambda: self._body.model_validate_json(text))
+        else:
+            async with state.large_bodies.reading(tenant) as pace:
+                read = await self._read_large(text, pace)
+                body = self._validated(lambda: self._body.model_validate(read))
         answer = await self._endpoint(Request(scope, receive), state, tenant, body)
         if isinstance(answer, BaseModel):
             answer = Response(answer.model_dump_json(), media_type="application/json")
         await answer(scope, receive, send)
 
-    def _parse(self, text: bytes) -> Body:
+    async def _read_large(self, text: bytes, pace: Pace) -> Any:
+        try:
+            return await read_large(text, self._body, pace)
+        except ValueError as error:
+            raise not_json(str(error)) from None
+
+    @staticmethod
+    def _validated(validate: Callable[[], Body]) -> Body:
         """Raises RequestValidationError, with fields named as FastAPI names them."""
         try:
-            return self._body.model_validate_json(text)
+            return validate()
         except ValidationError as error:
             found = error.errors(include_url=False)
             for one in found:
