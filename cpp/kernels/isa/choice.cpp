@@ -69,7 +69,7 @@ bool cpu_has_vnni() {
 
 bool cpu_has_bf16() {
 #if defined(__x86_64__)
-  return cpu_has_vnni() && cpuid_bit(7, 1, &CpuId::a, 5);
+  return cpu_has_avx512() && cpuid_bit(7, 1, &CpuId::a, 5);
 #else
   return false;
 #endif
@@ -81,7 +81,7 @@ std::vector<const QuantisedIsa*> find_available_quantised() {
       {avx2_quantised(), cpu_has_avx2()},
       {avx512_quantised(), cpu_has_avx512()},
       {avx512_vnni_quantised(), cpu_has_vnni()},
-      {avx512_bf16_quantised(), cpu_has_bf16()},
+      {avx512_bf16_quantised(), cpu_has_vnni() && cpu_has_bf16()},
   };
   std::vector<const QuantisedIsa*> found;
   for (const auto& [level, is_here] : levels) {
@@ -94,6 +94,7 @@ std::vector<const Isa*> find_available() {
   std::vector<const Isa*> isas = {portable_isa()};
   if (avx2_isa() != nullptr && cpu_has_avx2()) isas.push_back(avx2_isa());
   if (avx512_isa() != nullptr && cpu_has_avx512()) isas.push_back(avx512_isa());
+  if (avx512_bf16_isa() != nullptr && cpu_has_bf16()) isas.push_back(avx512_bf16_isa());
   if (cpu_has_amx()) isas.push_back(amx_isa());
   return isas;
 }

@@ -42,6 +42,7 @@ struct Isa {
 const Isa* portable_isa();
 const Isa* avx2_isa();
 const Isa* avx512_isa();
+const Isa* avx512_bf16_isa();
 const Isa* amx_isa();
 
 }  // namespace vtensor::kernels

@@ -2,11 +2,14 @@
 // partial outputs.
 #pragma once
 
+#include <type_traits>
+
 #if defined(__AMX_BF16__)
 #include "kernels/simd/amx_rows.h"
 #endif
 #include "kernels/simd/few_rows.h"
 #include "kernels/simd/many_rows.h"
+#include "kernels/simd/pair_rows.h"
 
 namespace vtensor::kernels {
 namespace {
@@ -120,6 +123,18 @@ inline AttendTask part_of(const LayerCall& call, const AttendTask& task, int fir
   return part;
 }
 
+#if defined(VTENSOR_HAS_PAIRS)
+inline void attend_pairs(const LayerCall& call, const AttendTask& task, const Scratch& s,
+                         bool is_few) {
+  copy_queries(call, task, s);
+  if (is_few) {
+    attend_tiles<BFloat16, kFewRowsTile>(call, task, s, few_pair_rows_tile);
+  } else {
+    attend_tiles<BFloat16, kTileTokens>(call, task, s, many_pair_rows_tile);
+  }
+}
+#endif
+
 // Tasks with more rows than fit the first-level cache go part by part.
 template <class T>
 inline void attend_widened(const LayerCall& call, const AttendTask& task, float* scratch) {
@@ -127,8 +142,17 @@ inline void attend_widened(const LayerCall& call, const AttendTask& task, float*
   const int part_tokens = kPartRows > task.num_heads ? kPartRows / task.num_heads : 1;
   for (int first = 0; first < task.num_tokens; first += part_tokens) {
     const AttendTask part = part_of(call, task, first, part_tokens);
+    const bool is_few = part.num_tokens * part.num_heads < kManyRows;
+#if defined(VTENSOR_HAS_PAIRS)
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      if (takes_pairs(call, part)) {
+        attend_pairs(call, part, s, is_few);
+        continue;
+      }
+    }
+#endif
     load_queries<T>(call, part, s);
-    if (part.num_tokens * part.num_heads < kManyRows) {
+    if (is_few) {
       attend_tiles<T, kFewRowsTile>(call, part, s, few_rows_tile<T>);
     } else {
       attend_tiles<T, kTileTokens>(call, part, s, many_rows_tile<T>);

@@ -2,6 +2,7 @@
 // bytes times four bytes, and a word's integers as factors of float32 or bfloat16 inputs.
 #pragma once
 
+#include "kernels/simd/pairs.h"
 #include "kernels/simd/vec.h"
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -101,12 +102,6 @@ VTENSOR_INLINE UVec pairs_of(UVec words, int k) {
         _mm512_srli_epi16(reinterpret_cast<__m512i>(words), static_cast<unsigned>(4 * k));
     return reinterpret_cast<UVec>(_mm512_permutexvar_epi16(shifted, table));
   }
-}
-
-VTENSOR_INLINE Vec add_products(Vec sum, uint32_t x, UVec w) {
-  return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum),
-                                                reinterpret_cast<__m512bh>(UVec{} + x),
-                                                reinterpret_cast<__m512bh>(w)));
 }
 #endif
 

@@ -5,6 +5,7 @@
 // across their lanes at once.
 #pragma once
 
+#include "kernels/simd/pairs.h"
 #include "kernels/simd/softmax.h"
 
 namespace vtensor::kernels {
@@ -26,9 +27,23 @@ VTENSOR_INLINE void prefetch_row(const T* p, int width) {
   for (int i = 0; i < width; i += kLine) __builtin_prefetch(p + i);
 }
 
+// The next numbers of a key, for a query of float32 numbers or, as bfloat16, of pairs.
+template <class T>
+VTENSOR_INLINE Vec load_factors(const T* p, const float* /*query*/) {
+  return load(p);
+}
+VTENSOR_INLINE Vec add_products(Vec sum, Vec x, Vec w) { return sum + x * w; }
+#if defined(VTENSOR_HAS_PAIRS)
+VTENSOR_INLINE UVec load_factors(const BFloat16* p, const BFloat16* /*query*/) {
+  return load_pairs(p);
+}
+#endif
+template <class Q>
+constexpr int kFactors = kLanes * 4 / static_cast<int>(sizeof(Q));
+
 // score[r][j] for R rows and `num_keys` keys; keys beyond the last are the last one again.
-template <class T, int R>
-inline void dot_rows(const AttendTask& task, const float* query, int key_dim, int value_dim,
+template <class T, int R, class Q>
+inline void dot_rows(const AttendTask& task, const Q* query, int key_dim, int value_dim,
                      float* score, int64_t tile, int num_keys) {
   constexpr int kKeys = kLanes / R;
   const T* k = static_cast<const T*>(task.k) + tile * task.k_stride;
@@ -45,12 +60,15 @@ inline void dot_rows(const AttendTask& task, const float* query, int key_dim, in
       prefetch_row(v + token * task.v_stride, value_dim);
     }
     Vec acc[kLanes] = {};
-    for (int i = 0; i < key_dim; i += kLanes) {
+    for (int i = 0; i < key_dim; i += kFactors<Q>) {
 #pragma GCC unroll 16
       for (int n = 0; n < kKeys; ++n) {
-        const Vec x = load(key[n] + i);
+        const auto x = load_factors(key[n] + i, query);
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) acc[r * kKeys + n] += x * load(query + r * key_dim + i);
+        for (int r = 0; r < R; ++r) {
+          Vec& sum = acc[r * kKeys + n];
+          sum = add_products(sum, x, load_factors(query + r * key_dim + i, query));
+        }
       }
     }
     const Vec sums = sums_of(acc);
