@@ -12,7 +12,10 @@ namespace {
 
 // Less work than this, in Plan::cost() units, is not worth waking another thread.
 constexpr double kCostPerThread = 4000;
-constexpr int64_t kStoreTokens = 64;
+// Keys of a token that are read in one go: shorter pieces, far apart, come at half of the memory's
+// speed.
+constexpr size_t kRunBytes = 512;
+constexpr size_t kUnitsPerThread = 4;
 
 char* at(void* base, int64_t elements, size_t element_bytes) {
   return static_cast<char*>(base) + elements * static_cast<int64_t>(element_bytes);
@@ -33,8 +36,8 @@ float* HostAttention::Buffer::reserve(size_t num_floats) {
   return data_.get();
 }
 
-// One layer of one step. Threads draw units of work, a task and a head block each, until none is
-// left.
+// One layer of one step. Threads draw units of work, a task and neighbouring head blocks each,
+// until none is left.
 class HostAttention::LayerRun {
  public:
   LayerRun(HostAttention& owner, const Plan& plan, const LayerArena& arena,
@@ -45,7 +48,8 @@ class HostAttention::LayerRun {
         arena_(arena),
         inputs_(inputs),
         bytes_(element_bytes(owner.shape_.dtype)),
-        num_units_(plan.tasks().size() * plan.head_blocks().size()),
+        unit_blocks_(blocks_per_unit(num_threads)),
+        num_units_(plan.tasks().size() * units_per_task()),
         scratch_floats_(scratch_floats(owner.shape_.key_dim, owner.shape_.value_dim)) {
     call_.query = inputs.query.data;
     call_.query_head_stride = inputs.query.head_stride;
@@ -81,14 +85,28 @@ class HostAttention::LayerRun {
     auto work = [this] {
       float* scratch = scratch_ + scratch_floats_ * next_thread_++;
       for (size_t unit = next_++; unit < num_units_; unit = next_++) {
-        const size_t blocks = plan_.head_blocks().size();
-        compute(plan_.tasks()[unit / blocks], unit % blocks, scratch);
+        const size_t units = units_per_task();
+        compute(plan_.tasks()[unit / units], unit % units * unit_blocks_, scratch);
       }
     };
     owner_.parallel_.run(num_threads, work);
   }
 
  private:
+  size_t units_per_task() const {
+    return (plan_.head_blocks().size() + unit_blocks_ - 1) / unit_blocks_;
+  }
+
+  // One where a head has several blocks, or threads would go short.
+  size_t blocks_per_unit(int num_threads) const {
+    const size_t blocks = plan_.head_blocks().size();
+    if (blocks != static_cast<size_t>(shape_.num_kv_heads)) return 1;
+    const size_t key_bytes = static_cast<size_t>(shape_.key_dim) * bytes_;
+    const size_t wanted = kUnitsPerThread * static_cast<size_t>(num_threads);
+    const size_t affordable = plan_.tasks().size() * blocks / wanted;
+    return std::clamp<size_t>(std::min(kRunBytes / key_bytes, affordable), 1, kMaxSideBySide);
+  }
+
   void count_pending() {
     if (plan_.num_partials() == 0) return;
     const size_t blocks = plan_.head_blocks().size();
@@ -118,11 +136,24 @@ class HostAttention::LayerRun {
     }
   }
 
-  void compute(const PlannedTask& planned, size_t block, float* scratch) {
-    const HeadBlock& heads = plan_.head_blocks()[block];
-    if (planned.stores_segment >= 0) {
-      store(plan_.segments()[static_cast<size_t>(planned.stores_segment)], heads.kv_head);
+  // Head blocks from `first` on, as many as a unit has.
+  void compute(const PlannedTask& planned, size_t first, float* scratch) {
+    const size_t last = std::min(first + unit_blocks_, plan_.head_blocks().size());
+    AttendTask tasks[kMaxSideBySide];
+    for (size_t block = first; block < last; ++block) {
+      const HeadBlock& heads = plan_.head_blocks()[block];
+      if (planned.stores_segment >= 0) {
+        store(plan_.segments()[static_cast<size_t>(planned.stores_segment)], heads.kv_head);
+      }
+      tasks[block - first] = task_of(planned, heads);
     }
+    owner_.isa_->attend[static_cast<size_t>(shape_.dtype)](call_, tasks,
+                                                           static_cast<int>(last - first), scratch);
+    if (planned.partial < 0) return;
+    for (size_t block = first; block < last; ++block) merge_complete(tasks[block - first], block);
+  }
+
+  AttendTask task_of(const PlannedTask& planned, const HeadBlock& heads) const {
     const auto base = [&](const Strides& strides) {
       return planned.slot * strides.slot + heads.kv_head * strides.head;
     };
@@ -138,8 +169,7 @@ class HostAttention::LayerRun {
     task.begin = planned.begin;
     task.end = planned.end;
     if (planned.partial >= 0) task.partial = partials_ + planned.partial * partial_stride_;
-    owner_.isa_->attend[static_cast<size_t>(shape_.dtype)](call_, task, scratch);
-    if (planned.partial >= 0) merge_complete(task, block);
+    return task;
   }
 
   // Merges the tokens of `task` whose last missing partial result this was.
@@ -163,6 +193,7 @@ class HostAttention::LayerRun {
   const LayerInputs& inputs_;
   LayerCall call_;
   size_t bytes_;
+  size_t unit_blocks_;
   size_t num_units_;
   size_t scratch_floats_;
   float* scratch_;

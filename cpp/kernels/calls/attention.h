@@ -14,6 +14,8 @@ namespace vtensor::kernels {
 // keys and values once for all of them, others take as many at once as fit the first-level cache.
 inline constexpr int kMaxRows = 512;
 inline constexpr int kPartRows = 96;
+// Tasks that read neighbouring KV heads of the same tokens, and may be computed in turns.
+inline constexpr int kMaxSideBySide = 8;
 // Keys that are computed at once.
 inline constexpr int kTileTokens = 128;
 // The widest keys: DeepSeek's latent of 512 with its rotary key of 64.

@@ -18,9 +18,10 @@ namespace vtensor::kernels {
 struct Isa {
   const char* name;
   int lanes;  // floats in a vector
-  // By DType. `scratch` holds scratch_floats(key_dim, value_dim) floats, aligned to 64 bytes, any
-  // contents.
-  void (*attend[kNumDTypes])(const LayerCall&, const AttendTask&, float* scratch);
+  // Up to kMaxSideBySide tasks that differ in their KV head alone. By DType. `scratch` holds
+  // scratch_floats(key_dim, value_dim) floats, aligned to 64 bytes, any contents.
+  void (*attend[kNumDTypes])(const LayerCall&, const AttendTask* tasks, int num_tasks,
+                             float* scratch);
   void (*merge[kNumDTypes])(const LayerCall&, const MergeTask&);
   // Rows or tokens [begin, end).
   void (*rms_norm[kNumDTypes])(const RowCall&, int64_t begin, int64_t end);

@@ -91,15 +91,38 @@ inline void write_results(const LayerCall& call, const AttendTask& task, const S
   }
 }
 
-template <class T, int kTokens, class Tile>
-VTENSOR_INLINE void attend_tiles(const LayerCall& call, const AttendTask& task, const Scratch& s,
+// Of all tasks one tile, then the next: they read neighbouring memory.
+template <class T, int kTokens, class Load, class Tile>
+VTENSOR_INLINE void attend_tiles(const LayerCall& call, const AttendTask* tasks, int num_tasks,
+                                 const Scratch& scratch, const Load& load_rows,
                                  const Tile& compute_tile) {
-  start_rows(s, task.num_tokens * task.num_heads, call.value_dim);
-  for (int64_t tile = task.begin; tile < task.end; tile += kTokens) {
-    const int64_t left = task.end - tile;
-    compute_tile(call, task, s, tile, left < kTokens ? static_cast<int>(left) : kTokens);
+  Scratch s[kMaxSideBySide];
+  const int rows = tasks[0].num_tokens * tasks[0].num_heads;
+  for (int i = 0; i < num_tasks; ++i) {
+    s[i] = from_row(scratch, i * rows, call.key_dim, call.value_dim);
+    load_rows(call, tasks[i], s[i]);
+    start_rows(s[i], rows, call.value_dim);
   }
-  write_results<T>(call, task, s);
+  for (int64_t tile = tasks[0].begin; tile < tasks[0].end; tile += kTokens) {
+    const int64_t left = tasks[0].end - tile;
+    const int num_keys = left < kTokens ? static_cast<int>(left) : kTokens;
+    for (int i = 0; i < num_tasks; ++i) compute_tile(call, tasks[i], s[i], tile, num_keys);
+  }
+  for (int i = 0; i < num_tasks; ++i) write_results<T>(call, tasks[i], s[i]);
+}
+
+// All tasks side by side if their rows are few, else one after the other.
+template <class T, class Load, class Few, class Many>
+VTENSOR_INLINE void attend_rows(const LayerCall& call, const AttendTask* tasks, int num_tasks,
+                                const Scratch& s, const Load& load_rows, const Few& few_tile,
+                                const Many& many_tile) {
+  if (tasks[0].num_tokens * tasks[0].num_heads < kManyRows) {
+    attend_tiles<T, kFewRowsTile>(call, tasks, num_tasks, s, load_rows, few_tile);
+    return;
+  }
+  for (int i = 0; i < num_tasks; ++i) {
+    attend_tiles<T, kTileTokens>(call, tasks + i, 1, s, load_rows, many_tile);
+  }
 }
 
 // Up to num_tokens tokens of a task, from `first` on, and the keys that they see.
@@ -123,40 +146,25 @@ inline AttendTask part_of(const LayerCall& call, const AttendTask& task, int fir
   return part;
 }
 
-#if defined(VTENSOR_HAS_PAIRS)
-inline void attend_pairs(const LayerCall& call, const AttendTask& task, const Scratch& s,
-                         bool is_few) {
-  copy_queries(call, task, s);
-  if (is_few) {
-    attend_tiles<BFloat16, kFewRowsTile>(call, task, s, few_pair_rows_tile);
-  } else {
-    attend_tiles<BFloat16, kTileTokens>(call, task, s, many_pair_rows_tile);
-  }
-}
-#endif
-
 // Tasks with more rows than fit the first-level cache go part by part.
 template <class T>
-inline void attend_widened(const LayerCall& call, const AttendTask& task, float* scratch) {
+inline void attend_in_cache(const LayerCall& call, const AttendTask* tasks, int num_tasks,
+                            float* scratch) {
   const Scratch s = lay_out(scratch, call.key_dim, call.value_dim);
-  const int part_tokens = kPartRows > task.num_heads ? kPartRows / task.num_heads : 1;
-  for (int first = 0; first < task.num_tokens; first += part_tokens) {
-    const AttendTask part = part_of(call, task, first, part_tokens);
-    const bool is_few = part.num_tokens * part.num_heads < kManyRows;
+  const int part_tokens = kPartRows > tasks[0].num_heads ? kPartRows / tasks[0].num_heads : 1;
+  for (int first = 0; first < tasks[0].num_tokens; first += part_tokens) {
+    AttendTask parts[kMaxSideBySide];
+    for (int i = 0; i < num_tasks; ++i) parts[i] = part_of(call, tasks[i], first, part_tokens);
 #if defined(VTENSOR_HAS_PAIRS)
     if constexpr (std::is_same_v<T, BFloat16>) {
-      if (takes_pairs(call, part)) {
-        attend_pairs(call, part, s, is_few);
+      if (takes_pairs(call, parts[0])) {
+        attend_rows<T>(call, parts, num_tasks, s, copy_queries, few_pair_rows_tile,
+                       many_pair_rows_tile);
         continue;
       }
     }
 #endif
-    load_queries<T>(call, part, s);
-    if (is_few) {
-      attend_tiles<T, kFewRowsTile>(call, part, s, few_rows_tile<T>);
-    } else {
-      attend_tiles<T, kTileTokens>(call, part, s, many_rows_tile<T>);
-    }
+    attend_rows<T>(call, parts, num_tasks, s, load_queries<T>, few_rows_tile<T>, many_rows_tile<T>);
   }
 }
 
@@ -176,15 +184,15 @@ inline void attend_amx(const LayerCall& call, const AttendTask& task, float* scr
 #endif
 
 template <class T>
-void attend(const LayerCall& call, const AttendTask& task, float* scratch) {
+void attend(const LayerCall& call, const AttendTask* tasks, int num_tasks, float* scratch) {
 #if defined(__AMX_BF16__)
-  if (task.num_tokens * task.num_heads >= kAmxRowsFrom<T> && call.key_dim % kAmxDepth == 0 &&
-      call.value_dim % kAmxDepth == 0) {
-    attend_amx<T>(call, task, scratch);
+  if (tasks[0].num_tokens * tasks[0].num_heads >= kAmxRowsFrom<T> &&
+      call.key_dim % kAmxDepth == 0 && call.value_dim % kAmxDepth == 0) {
+    for (int i = 0; i < num_tasks; ++i) attend_amx<T>(call, tasks[i], scratch);
     return;
   }
 #endif
-  attend_widened<T>(call, task, scratch);
+  attend_in_cache<T>(call, tasks, num_tasks, scratch);
 }
 
 // Partial results with maxima m_i, sums l_i and outputs o_i are, with m = max m_i, together

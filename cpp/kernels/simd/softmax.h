@@ -39,6 +39,16 @@ inline Scratch lay_out(float* base, int key_dim, int value_dim) {
   return s;
 }
 
+// That of the rows from `row` on.
+inline Scratch from_row(Scratch s, int row, int key_dim, int value_dim) {
+  s.query += row * key_dim;
+  s.output += row * value_dim;
+  s.score += row * kTileTokens;
+  s.maximum += row;
+  s.sum += row * kLanes;
+  return s;
+}
+
 // The factor of the query or of the scores, by which scores come out in base 2, or ready for the
 // soft cap's tanh.
 inline float query_factor(const LayerCall& call) {
