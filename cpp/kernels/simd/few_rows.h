@@ -1,7 +1,7 @@
 // Tiles of tasks with few query rows (decodes): K and V are read once, where they stand.
 //
-// Bound by memory: a key is multiplied with all rows while it is in registers, and the rows of V of
-// the same tile are prefetched meanwhile. Scores are dot products; kLanes of them are summed
+// Bound by memory: a key is multiplied with all rows while it is in registers, and K and V of the
+// next tile are prefetched meanwhile. Scores are dot products; kLanes of them are summed
 // across their lanes at once.
 #pragma once
 
@@ -15,16 +15,13 @@ namespace {
 constexpr int kDotRows = 4;
 // Keys of a tile: K and V of that many tokens stay in the first-level cache between the two passes.
 constexpr int kFewRowsTile = 32;
-// How far ahead of the current keys memory is asked for: 2 KiB of them, about what a core can have
-// under way (measured: less or more cost 5 to 20 %).
-constexpr int kPrefetchBytes = 2048;
-
-VTENSOR_INLINE int max_int(int a, int b) { return a > b ? a : b; }
-
+// Into the second-level cache: rows of many layers' tokens, a power of two apart, fall into a few
+// sets of the first one and would push each other out before they are read (measured: twice the
+// time).
 template <class T>
 VTENSOR_INLINE void prefetch_row(const T* p, int width) {
   constexpr int kLine = 64 / static_cast<int>(sizeof(T));
-  for (int i = 0; i < width; i += kLine) __builtin_prefetch(p + i);
+  for (int i = 0; i < width; i += kLine) __builtin_prefetch(p + i, 0, 2);
 }
 
 // The next numbers of a key, for a query of float32 numbers or, as bfloat16, of pairs.
@@ -48,16 +45,17 @@ inline void dot_rows(const AttendTask& task, const Q* query, int key_dim, int va
   constexpr int kKeys = kLanes / R;
   const T* k = static_cast<const T*>(task.k) + tile * task.k_stride;
   const T* v = static_cast<const T*>(task.v) + tile * task.v_stride;
-  const int64_t ahead =
-      max_int(4, kPrefetchBytes / (key_dim * static_cast<int>(sizeof(T)))) * task.k_stride;
+  const bool has_next_tile = tile + kFewRowsTile < task.end;
   for (int j = 0; j < num_keys; j += kKeys) {
     const T* key[kKeys];
 #pragma GCC unroll 16
     for (int n = 0; n < kKeys; ++n) {
       const int64_t token = j + n < num_keys ? j + n : num_keys - 1;
       key[n] = k + token * task.k_stride;
-      prefetch_row(key[n] + ahead, key_dim);
-      prefetch_row(v + token * task.v_stride, value_dim);
+      if (has_next_tile) {
+        prefetch_row(key[n] + kFewRowsTile * task.k_stride, key_dim);
+        prefetch_row(v + (token + kFewRowsTile) * task.v_stride, value_dim);
+      }
     }
     Vec acc[kLanes] = {};
     for (int i = 0; i < key_dim; i += kFactors<Q>) {

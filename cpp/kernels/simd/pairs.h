@@ -9,7 +9,8 @@
 namespace vtensor::kernels {
 namespace {
 
-#if defined(__AVX512BF16__) && VTENSOR_LANES == 16
+// Not where AMX is: Intel's CPUs multiply pairs no faster than float32, and tiles are faster.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__) && VTENSOR_LANES == 16
 #define VTENSOR_HAS_PAIRS 1
 
 // Numbers of kLanes pairs.
