@@ -23,8 +23,8 @@ ones. A C++ header and its source share a row, named without an ending. `make ma
 
 # Folders of the Python package, lowest first.
 PACKAGES = (
-    *("runtime", "vtensor", "attention", "layers", "models", "sampling", "metrics", "scheduler"),
-    *("speculation", "memory", "runner", "engine", "replay"),
+    *("runtime", "vtensor", "attention", "layers", "checkpoints", "models", "sampling", "metrics"),
+    *("scheduler", "speculation", "memory", "runner", "engine", "replay"),
     *("server", "server/http", "server/api", "server/protocol", "server/observability", "loadgen"),
     *("cli", "cli/chat", "cli/demo", "cli/bench", "cli/doctor", "cli/inspect", "cli/top"),
 )

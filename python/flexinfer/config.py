@@ -154,14 +154,14 @@ class EngineConfig:
     """What a user may set; None means: derived from the model or the machine."""
 
     model: Any
-    """A local folder, a hub id, or a loaded transformers model."""
+    """A local folder, a GGUF file, a hub id, or a loaded transformers model."""
     tokenizer: Any = None
     """A local folder, a hub id, or a loaded tokenizer; None: that of the model."""
     skip_tokenizer_init: bool = False
     dtype: Any = "auto"
     quantization: str | None = None
     """What weights are quantised to at load: "int8", or "int4" with a group size and zero points if
-    wanted ("int4-g64-zp"). None or "auto": as the checkpoint is."""
+    wanted ("int4-g64-zp"). None or "auto": as the checkpoint is, quantised already or not."""
     device: str | None = None
     seed: int = 0
     max_model_len: int | None = None

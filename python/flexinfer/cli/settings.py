@@ -25,7 +25,7 @@ class EngineSettings:
 
     model: Annotated[
         str | None,
-        option("Folder or hub id of a causal model; by default the small one shipped."),
+        option("Folder, GGUF file or hub id of a causal model; by default the small one shipped."),
     ] = None
     dtype: Annotated[str, option("float32, bfloat16, float16, or auto (the model's own).")] = "auto"
     quantization: Annotated[str, option(QUANTIZATION_HELP)] = "auto"

@@ -121,8 +121,13 @@ def load_tokenizer(tokenizer: Any, model: Any) -> Any:
         return tokenizer
     from transformers import AutoTokenizer
 
+    from flexinfer.checkpoints.gguf import is_gguf, load_gguf_tokenizer
+
     try:
-        loaded = AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
+        if is_gguf(source):
+            loaded = load_gguf_tokenizer(os.fspath(source))
+        else:
+            loaded = AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
     except Exception as error:
         raise UnsupportedModelError(
             f"no tokenizer can be loaded from {os.fspath(source)!r} ({error}); pass tokenizer=..., "

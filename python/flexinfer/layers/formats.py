@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -25,7 +25,7 @@ _is_plain: ContextVar[bool] = ContextVar("_is_plain", default=False)
 
 @contextmanager
 def staying_plain() -> Iterator[None]:
-    """Layers that are made meanwhile keep their weights in torch's order, to be quantised."""
+    """Layers that are made meanwhile keep their weights in torch's order, to be laid out later."""
     token = _is_plain.set(True)
     try:
         yield
@@ -34,7 +34,7 @@ def staying_plain() -> Iterator[None]:
 
 
 def best_format(weight: torch.Tensor) -> WeightFormat:
-    """The fastest here for a weight [out_features, in_features]."""
+    """The fastest here for a weight [out_features, in_features]; plain while layers stay so."""
     if _is_plain.get():
         return WeightFormat.PLAIN
     if host_linear.supports(weight):
@@ -57,7 +57,19 @@ def make_linear(
             bias = torch.cat(
                 [part.new_zeros(len(part)) if b is None else b.detach() for part, b in parts]
             )
-    return FORMATS[weight_format or best_format(weight)](weight, bias)
+    linear = FORMATS[weight_format or best_format(weight)](weight, bias)
+    if _is_plain.get() and isinstance(linear, PlainLinear):
+        linear.parts = linears
+    return linear
+
+
+def make_fastest(linears: Sequence[Any]) -> Linear:
+    """`make_linear` in the fastest format, while other layers stay plain too."""
+    token = _is_plain.set(False)
+    try:
+        return make_linear(*linears)
+    finally:
+        _is_plain.reset(token)
 
 
 def is_linear(module: Any) -> bool:

@@ -22,6 +22,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ from flexinfer.layers.formats import (
 from flexinfer.layers.linear import Linear, WeightFormat
 from flexinfer.layers.mlp import fuse_mlp
 from flexinfer.layers.norm import fuse_norm
-from flexinfer.layers.quantise import quantise_linear, quantise_parts, scheme_of
+from flexinfer.layers.quantise import lay_out, lay_out_parts, scheme_of, stored
 from flexinfer.layers.quantised import Scheme
 from flexinfer.layers.recognise import is_watched
 from flexinfer.layers.trial import Run, computes_the_same
@@ -87,64 +88,99 @@ RULES = (
 )
 
 
-def fuse_layers(model: torch.nn.Module, scheme: Scheme | None = None) -> dict[str, int]:
+Fill = Callable[[str], None]
+"""(path of a module) -> reads its weights, unless they are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fusing:
+    """One pass over a model."""
+
+    model: torch.nn.Module
+    scheme: Scheme | None
+    fill: Fill | None
+    uses: Counter[int]
+    """How many parameters lie at an address."""
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+def fuse_layers(
+    model: torch.nn.Module, scheme: Scheme | None = None, fill: Fill | None = None
+) -> dict[str, int]:
     """Replace what can be replaced, and tell how many of each class there are then. The model is
-    not for training any more. scheme: linear layers are quantised, each when it has been fused."""
-    uses = Counter(
-        parameter.data_ptr()
-        for module in model.modules()
-        for parameter in module.parameters(recurse=False)
-    )
-    uses.update(
-        latent.weight.data_ptr() for module in model.modules() if (latent := latent_of(module))
-    )
-    counts: Counter[str] = Counter()
-    with staying_plain() if scheme is not None else nullcontext():
-        _fuse_children(model, uses, counts, scheme)
-    logger.debug("fused layers: %s", dict(counts))
-    return dict(counts)
+    not for training any more. scheme: linear layers are quantised, each when it has been fused.
+    fill: the model has no weights yet, and gets those of a module when its turn comes."""
+    fusing = _Fusing(model, scheme, fill, Counter())
+    if fill is None:
+        _count_uses(fusing, model)
+    is_later = scheme is not None or fill is not None
+    with staying_plain() if is_later else nullcontext():
+        _fuse_children(fusing, "")
+    logger.debug("fused layers: %s", dict(fusing.counts))
+    return dict(fusing.counts)
 
 
-def _fuse_children(
-    parent: torch.nn.Module, uses: Counter[int], counts: Counter[str], scheme: Scheme | None
-) -> None:
+def _count_uses(fusing: _Fusing, module: torch.nn.Module) -> None:
+    for part in module.modules():
+        weights: list[torch.Tensor] = [w for w in part.parameters(False) if not w.is_meta]
+        if (latent := latent_of(part)) is not None:
+            weights.append(latent.weight)
+        fusing.uses.update(weight.data_ptr() for weight in weights)
+
+
+def _fuse_children(fusing: _Fusing, path: str) -> None:
+    parent = fusing.model.get_submodule(path)
     # By name, one by one: a list of the children would keep the weights of those replaced.
     for name in [name for name, _ in parent.named_children()]:
+        child_path = f"{path}.{name}" if path else name
+        if fusing.fill is not None and _has_empty(parent.get_submodule(name)):
+            fusing.fill(child_path)
+            _count_uses(fusing, parent.get_submodule(name))
         child = parent.get_submodule(name)
-        replacement = _quantised(name, child, uses, scheme)
+        replacement = _replacement(fusing, name, child)
         if replacement is None:
-            _fuse_children(child, uses, counts, scheme)
+            _fuse_children(fusing, child_path)
             continue
         setattr(parent, name, replacement)
-        kept = {weight.data_ptr() for weight in replacement.parameters()}
-        drop_pages(
-            w for w in child.parameters() if w.data_ptr() not in kept and uses[w.data_ptr()] == 1
-        )
-        counts[type(replacement).__name__] += 1
+        if fusing.fill is None:
+            kept = {weight.data_ptr() for weight in replacement.parameters()}
+            weights = [w for w in child.parameters() if w.data_ptr() not in kept]
+            drop_pages(w for w in weights if fusing.uses[w.data_ptr()] == 1)
+        fusing.counts[type(replacement).__name__] += 1
 
 
-def _quantised(
-    name: str, module: torch.nn.Module, uses: Counter[int], scheme: Scheme | None
-) -> torch.nn.Module | None:
-    """What takes the module's place, quantised where there is a scheme. A head that is tied to the
+def _has_empty(module: torch.nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in module.parameters())
+
+
+def _replacement(fusing: _Fusing, name: str, module: torch.nn.Module) -> torch.nn.Module | None:
+    """What takes the module's place, quantised where it is or is to be. A head that is tied to the
     embedding then gets a weight of its own; others that something else uses stay as they are. A
     linear layer needs no trial, as its code is torch's own."""
-    if scheme is None:
+    uses, scheme = fusing.uses, fusing.scheme
+    if scheme is None and fusing.fill is None:
         return _fused(module, uses)
-    own = None if is_watched(module) else scheme_of(name, module, scheme)
-    is_used_elsewhere = any(uses[weight.data_ptr()] > 1 for weight in module.parameters())
-    if own is not None and (name == "lm_head" or not is_used_elsewhere):
-        return quantise_linear(module, own)
+    if is_linear(module) and not is_watched(module):
+        own = None if scheme is None else scheme_of(name, module, scheme)
+        is_head = own is not None and name == "lm_head"
+        if stored(module) is not None or is_head:
+            return lay_out(module, own)
+        is_for_us = own is not None or scheme is None
+        return lay_out(module, own) if is_for_us and not _is_shared(module, uses) else None
     replacement = _fused(module, uses)
     if replacement is not None:
-        quantise_parts(replacement, scheme)
+        lay_out_parts(replacement, scheme)
     return replacement
+
+
+def _is_shared(module: torch.nn.Module, uses: Counter[int]) -> bool:
+    return any(not w.is_meta and uses[w.data_ptr()] > 1 for w in module.parameters())
 
 
 def _fused(module: torch.nn.Module, uses: Counter[int]) -> torch.nn.Module | None:
     """What takes the module's place: None where it is unknown or computes otherwise. Weights that
     something else uses too, such as a head tied to the embedding, stay as they are."""
-    if any(uses[weight.data_ptr()] > 1 for weight in module.parameters()):
+    if _is_shared(module, uses):
         return None
     for rule in RULES:
         replacement = rule.fuse(module)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from itertools import count
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -121,6 +122,8 @@ class PlainLinear(Linear):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias)
         self.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
+        self.parts: tuple[Any, ...] = ()
+        """The layers that it was made of, where they are to be laid out later (`staying_plain`)."""
 
     def multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         output = torch.nn.functional.linear(x, self.weight, self.bias)

@@ -1,20 +1,23 @@
-"""Quantising a model's linear layers: each when it has been fused, so that no more than one layer
+"""Quantised linear layers: each becomes one when it has been fused, so that no more than one layer
 is held beside the quantised ones.
 
 What is fused is proved equal to what it replaces with the weights as they are (`trial.py`), joined
-in torch's own order; then its linear layers become `QuantisedLinear`.
+in torch's own order; then its linear layers become `QuantisedLinear`, by a scheme, or with the
+integers that a checkpoint has (`stored`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 import torch
 
-from flexinfer.layers.formats import is_linear, weight_of
-from flexinfer.layers.linear import PlainLinear
-from flexinfer.layers.quantised import Scheme
+from flexinfer.layers.formats import is_linear, make_fastest, weight_of
+from flexinfer.layers.joined_linear import JoinedLinear
+from flexinfer.layers.linear import Linear, PlainLinear
+from flexinfer.layers.quantised import QuantisedTensor, Scheme
 from flexinfer.layers.quantised_linear import DTYPES_OF_INPUTS, QuantisedLinear
 
 ROUTERS = ("gate", "router")
@@ -23,18 +26,56 @@ HEAD = Scheme(8, 0)
 """Of the layer that gives logits: with 4 bits they would be the worst of all errors."""
 
 
-def quantise_linear(linear: Any, scheme: Scheme) -> QuantisedLinear:
-    """linear: torch.nn.Linear, Conv1D or `PlainLinear`, whose weight may go afterwards."""
-    weight = linear.weight if isinstance(linear, PlainLinear) else weight_of(linear)
-    source = scheme.quantise(weight.detach())
-    return QuantisedLinear(source, linear.bias, weight.dtype)
+def store(linear: Any, source: QuantisedTensor) -> None:
+    """Note what the weight of a torch.nn.Linear is in its checkpoint."""
+    linear.stored_weight = source
 
 
-def quantise_parts(module: torch.nn.Module, scheme: Scheme) -> None:
-    """Quantise the linear layers of a fused module, in place, one by one."""
+def stored(linear: Any) -> QuantisedTensor | None:
+    """What `store` noted."""
+    source: QuantisedTensor | None = getattr(linear, "stored_weight", None)
+    return source
+
+
+def lay_out(linear: Any, scheme: Scheme | None) -> Linear:
+    """A linear layer in its last form: with the integers of its checkpoint, or quantised by the
+    scheme, or in the fastest format. linear: torch.nn.Linear, Conv1D or `PlainLinear`, whose weight
+    may go afterwards; where integers are stored it is not read."""
+    is_plain = isinstance(linear, PlainLinear)
+    parts = (linear.parts if is_plain else ()) or (linear,)
+    if scheme is not None and all(stored(part) is None for part in parts):
+        weight = (linear.weight if is_plain else weight_of(linear)).detach()
+        return QuantisedLinear(scheme.quantise(weight), linear.bias, weight.dtype)
+    layers: list[Linear] = []
+    for is_stored, group in groupby(parts, _kind):
+        linears = list(group)
+        layers.append(_of_one_kind(linears) if is_stored else make_fastest(linears))
+    return layers[0] if len(layers) == 1 else JoinedLinear(layers)
+
+
+def _kind(linear: Any) -> tuple[int, int, bool, int] | None:
+    source = stored(linear)
+    return None if source is None else source.kind
+
+
+def _of_one_kind(linears: list[Any]) -> QuantisedLinear:
+    """Of linear layers with integers of one kind, one after the other."""
+    source = QuantisedTensor.join([s for linear in linears if (s := stored(linear)) is not None])
+    dtype, bias = linears[0].weight.dtype, None
+    if any(linear.bias is not None for linear in linears):
+        biases = [
+            torch.zeros(linear.out_features, dtype=dtype) if linear.bias is None else linear.bias
+            for linear in linears
+        ]
+        bias = torch.cat([bias.detach() for bias in biases])
+    return QuantisedLinear(source, bias, dtype)
+
+
+def lay_out_parts(module: torch.nn.Module, scheme: Scheme | None) -> None:
+    """`lay_out` for the linear layers of a fused module, in place, one by one."""
     names = [name for name, part in module.named_modules() if isinstance(part, PlainLinear)]
     for name in names:
-        module.set_submodule(name, quantise_linear(module.get_submodule(name), scheme))
+        module.set_submodule(name, lay_out(module.get_submodule(name), scheme))
 
 
 def scheme_of(name: str, module: torch.nn.Module, scheme: Scheme) -> Scheme | None:

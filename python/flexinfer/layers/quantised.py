@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+ROWS_AT_ONCE = 256
 GROUP_SIZES = (32, 64, 128)
 SCALE_CANDIDATES = (1.0, 0.94, 0.88, 0.82, 0.76)
 """Of a group's largest possible scale: a smaller one clips the largest weight and rounds the others
@@ -69,13 +70,18 @@ class QuantisedTensor:
     """0: one scale an output, and the inputs of a product become integers too, by
     `quantise_inputs`; else so many inputs share a scale."""
 
+    @property
+    def kind(self) -> tuple[int, int, bool, int]:
+        """Weights of one kind can be joined."""
+        return self.bits, self.group, self.minimums is not None, self.integers.shape[1]
+
     @classmethod
     def join(cls, tensors: Sequence[QuantisedTensor]) -> QuantisedTensor:
         """One after the other, as one layer's outputs. Raises ValueError for unlike ones."""
         first = tensors[0]
         if len(tensors) == 1:
             return first
-        kinds = {(t.bits, t.group, t.minimums is None, t.integers.shape[1]) for t in tensors}
+        kinds = {t.kind for t in tensors}
         if len(kinds) != 1:
             raise ValueError(f"weights of different kinds cannot be joined: {sorted(kinds)}")
         minimums = None
@@ -97,6 +103,20 @@ class QuantisedTensor:
         if self.minimums is not None:
             weight = weight + self.minimums[:, :, None]
         return weight.view(columns, depth)
+
+    def dequantised_to(self, dtype: torch.dtype) -> torch.Tensor:
+        """The same in another dtype, by few rows at once."""
+        output = torch.empty(self.integers.shape, dtype=dtype)
+        for first in range(0, len(output), ROWS_AT_ONCE):
+            output[first : first + ROWS_AT_ONCE] = self[first : first + ROWS_AT_ONCE].dequantised()
+        return output
+
+    def __getitem__(self, rows: slice) -> QuantisedTensor:
+        """Some of the outputs: views."""
+        minimums = None if self.minimums is None else self.minimums[rows]
+        return QuantisedTensor(
+            self.integers[rows], self.scales[rows], minimums, self.bits, self.group
+        )
 
     def reference(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., depth] times the weight, in float64: slowly, as a kernel should."""

@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from flexinfer.checkpoints.checkpoint import Checkpoint
+    from flexinfer.layers.fuse import Fill
     from flexinfer.models.sharding import RankOf
 
 
 def load_model(
     model: Any, dtype: Any = "auto", device: str | None = None, quantization: str = "auto"
 ) -> LoadedModel:
-    """Load (a path or hub id) or take over (a loaded model) and check.
+    """Load (a folder, a GGUF file or a hub id) or take over (a loaded model) and check.
 
     Layers of a model that is loaded here are replaced by fused ones where there are any; a model
     that is taken over stays as it is. quantization: "auto" is the checkpoint's own; else a name
@@ -47,13 +49,18 @@ def load_part_of_model(
     """One rank's part of a model (`sharding.py`), to be described when all ranks have theirs, and
     the bytes of its weights."""
     from flexinfer.models.dtypes import weights_dtype
-    from flexinfer.models.quantisation import check_stored
+    from flexinfer.models.quantisation import open_checkpoint
     from flexinfer.models.sharding import load_part, split_layers
     from flexinfer.runtime.torch_settings import large_blocks_apart, return_freed_memory
     from flexinfer.runtime.weight_files import converting_one_by_one, let_go_of_files
 
     config = resolve_config(name)
-    check_stored(config)
+    checkpoint = open_checkpoint(name, config)
+    if checkpoint is not None:
+        raise UnsupportedModelError(
+            f"weights in {checkpoint.method!r} do not go with tensor_parallel_size > 1: ranks read "
+            "their parts of weights that are not quantised"
+        )
     with large_blocks_apart():
         with converting_one_by_one():
             dtype = weights_dtype(config, dtype, device)
@@ -72,11 +79,17 @@ def _place(
     from flexinfer.attention.hook import NAMES
     from flexinfer.attention.latent import keep_latents
     from flexinfer.layers.fuse import fuse_layers
-    from flexinfer.models.quantisation import choose_scheme
+    from flexinfer.models.quantisation import choose_scheme, open_checkpoint
     from flexinfer.runtime.weight_files import let_go_of_files
 
-    scheme = choose_scheme(model, config, dtype, device, quantization)
-    if isinstance(model, (str, os.PathLike)):
+    is_named = isinstance(model, (str, os.PathLike))
+    checkpoint = open_checkpoint(os.fspath(model), config) if is_named else None
+    scheme = choose_scheme(model, config, dtype, device, quantization, checkpoint)
+    fill = None
+    if checkpoint is not None:
+        name = os.fspath(model)
+        loaded, fill = _without_weights(checkpoint, name, config, dtype, device or "cpu")
+    elif is_named:
         name = os.fspath(model)
         loaded = _load_weights(name, config, dtype, device or "cpu")
     else:
@@ -84,14 +97,29 @@ def _place(
         name = str(getattr(config, "name_or_path", "")) or type(loaded).__name__
     check_class(type(loaded))
     module: torch.nn.Module = loaded
-    if device is not None:
+    if device is not None and fill is None:
         module.to(device)
     module.eval()
     keep_latents(module, NAMES)
     if loaded is not model:
-        fuse_layers(loaded, scheme)
+        fuse_layers(loaded, scheme, fill)
         let_go_of_files(loaded)
     return loaded, name
+
+
+def _without_weights(
+    checkpoint: Checkpoint, name: str, config: Any, dtype: Any, device: str
+) -> tuple[PreTrainedModel, Fill]:
+    """A model, and what reads the weights of a part of it."""
+    from flexinfer.models.dtypes import weights_dtype
+    from flexinfer.models.stored import open_stored
+
+    if not device.startswith("cpu"):
+        raise UnsupportedModelError(
+            f"model {name!r} is read by kernels for the CPU alone, not for {device}"
+        )
+    stored = open_stored(checkpoint, config, weights_dtype(config, dtype, device))
+    return stored.model, stored.fill
 
 
 def resolve_config(model: Any) -> Any:
@@ -108,6 +136,10 @@ def load_config(name: str) -> Any:
     """The config of a local folder or hub id; a clear error if there is none."""
     from transformers import AutoConfig
 
+    from flexinfer.checkpoints.gguf import is_gguf, load_gguf_config
+
+    if is_gguf(name):
+        return load_gguf_config(name)
     looks_local = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
     if looks_local and not os.path.isdir(name):
         raise UnsupportedModelError(f"model folder {name!r} does not exist")

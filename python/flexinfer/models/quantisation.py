@@ -1,4 +1,4 @@
-"""How a model's weights are to be quantised, told before any of them is read."""
+"""How a model's weights are quantised or to be quantised, told before any of them is read."""
 
 from __future__ import annotations
 
@@ -8,17 +8,35 @@ from typing import TYPE_CHECKING, Any
 from flexinfer.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
+    from flexinfer.checkpoints.checkpoint import Checkpoint
     from flexinfer.layers.quantised import Scheme
 
 
+def open_checkpoint(name: str, config: Any) -> Checkpoint | None:
+    """What has to be read weight by weight; None: transformers reads it. Reads no weight. Raises
+    UnsupportedModelError for weights that are quantised in a way that is not known."""
+    from flexinfer.checkpoints.gguf import GgufCheckpoint, is_gguf
+
+    if is_gguf(name):
+        return GgufCheckpoint(name)
+    check_stored(config)
+    return None
+
+
 def choose_scheme(
-    model: Any, config: Any, dtype: Any, device: str | None, quantization: str
+    model: Any,
+    config: Any,
+    dtype: Any,
+    device: str | None,
+    quantization: str,
+    checkpoint: Checkpoint | None = None,
 ) -> Scheme | None:
     """What the weights become at load; None: they stay as they are. dtype, device: as
     `load_model`'s. Raises ValueError for a scheme that there is not, UnsupportedModelError for a
     model or device that it cannot be applied to."""
-    if isinstance(model, (str, os.PathLike)):
-        check_stored(config)
+    method = checkpoint.method if checkpoint is not None and checkpoint.is_quantised else None
+    if method is not None:
+        _check_inputs(config, dtype, device, method)
     if quantization == "auto":
         return None
     from flexinfer.layers.quantised import Scheme
@@ -29,6 +47,11 @@ def choose_scheme(
             f"quantization={quantization!r} takes a folder or a hub id: a model that is loaded "
             "already stays as it is"
         )
+    if method is not None:
+        raise UnsupportedModelError(
+            f"quantization={quantization!r}: this model's weights are quantised already, by "
+            f"{method!r}, and are used as they are; leave quantization out"
+        )
     if device is not None and not device.startswith("cpu"):
         raise UnsupportedModelError(
             f"quantization={quantization!r} has kernels for the CPU alone, not for {device}"
@@ -38,7 +61,7 @@ def choose_scheme(
 
 
 def check_stored(config: Any) -> None:
-    """Refuse a checkpoint whose weights are quantised already. Reads none."""
+    """Refuse a checkpoint whose weights are quantised in a way that is not known. Reads none."""
     stored = getattr(config, "quantization_config", None)
     if stored is None:
         return
@@ -47,6 +70,23 @@ def check_stored(config: Any) -> None:
         f"this model's weights are quantised already, by {str(method)!r}, which cannot be read "
         "here; take the model that they were made of, and quantization='int8' or 'int4'"
     )
+
+
+def _check_inputs(config: Any, dtype: Any, device: str | None, method: str) -> None:
+    """Refuse devices and dtypes that products with quantised weights are not made for."""
+    from flexinfer.layers.quantised_linear import DTYPES_OF_INPUTS
+    from flexinfer.models.dtypes import weights_dtype
+
+    if device is not None and not device.startswith("cpu"):
+        raise UnsupportedModelError(
+            f"weights quantised by {method!r} have kernels for the CPU alone, not for {device}"
+        )
+    chosen = weights_dtype(config, dtype, "cpu")
+    if chosen not in DTYPES_OF_INPUTS:
+        raise UnsupportedModelError(
+            f"layers with weights quantised by {method!r} compute in float32 or bfloat16, not in "
+            f"{chosen}: set dtype to one of them"
+        )
 
 
 def _check_layers(config: Any, scheme: Scheme, dtype: Any) -> None:

@@ -61,7 +61,8 @@ PYTHON_ALLOWED = {
     "vattention": "vtensor",
     "attention": "_kernels errors runtime",
     "layers": "_kernels attention runtime",
-    "models": "attention config errors layers runtime",
+    "checkpoints": "errors layers",
+    "models": "attention checkpoints config errors layers runtime",
     "sampling": "_kernels errors runtime",
     "sampling_params": "sampling",
     "metrics": "outputs vtensor",
@@ -71,8 +72,8 @@ PYTHON_ALLOWED = {
     "runner": "attention models runtime sampling vtensor",
     "distributed": "config errors layers memory models runner runtime sampling vtensor",
     "replay": "errors vtensor",
-    "engine": "attention config distributed errors memory metrics models outputs runner runtime "
-    "sampling scheduler speculation types vtensor",
+    "engine": "attention checkpoints config distributed errors memory metrics models outputs "
+    "runner runtime sampling scheduler speculation types vtensor",
     "conversation": "engine errors outputs sampling types",
     "llm": "config conversation engine errors outputs sampling types",
     "async_llm": "config engine errors llm outputs sampling types",

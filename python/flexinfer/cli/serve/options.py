@@ -236,7 +236,7 @@ class ModelArgument:
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Folder or hub id of a causal model; by default the small one shipped.",
+            help="Folder, GGUF file or hub id of a causal model; by default the small one shipped.",
             envvar="FLEXINFER_MODEL",
         ),
     ] = None

@@ -93,10 +93,11 @@ def _list(given: Sequence[str] | None, flag: str) -> tuple[str, ...]:
 
 
 def _names_of(folder: str, model: str | None) -> list[str]:
-    """A folder goes by its last name and as it was written, a hub id by itself."""
-    if not Path(folder).is_dir():
+    """A folder or file goes by its last name and as it was written, a hub id by itself."""
+    path = Path(folder).resolve()
+    if not path.exists():
         return [folder]
-    short = Path(folder).resolve().name
+    short = path.name if path.is_dir() else path.stem
     return list(dict.fromkeys([short, model or short]))
 
 

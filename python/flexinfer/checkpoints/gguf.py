@@ -1,0 +1,124 @@
+"""GgufCheckpoint: the weights of a GGUF file, and its tokenizer."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from flexinfer.checkpoints.checkpoint import Checkpoint, Decode, StoredWeight
+from flexinfer.checkpoints.gguf_blocks import DECODERS, decode
+from flexinfer.checkpoints.gguf_config import (
+    ROPE_FACTORS,
+    architecture_of,
+    config_of,
+    model_name,
+)
+from flexinfer.checkpoints.gguf_header import GgufTensor, read_header
+from flexinfer.errors import UnsupportedModelError
+from flexinfer.layers.quantised import QuantisedTensor
+
+ENDING = ".gguf"
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PRE_TOKENIZERS = {"llama-bpe", "llama3", "llama-v3", "qwen2", "deepseek-r1-qwen", "tekken", "gpt-2"}
+"""How byte-level vocabularies cut text, those that transformers does as llama.cpp."""
+
+
+def is_gguf(model: Any) -> bool:
+    """Whether `model` names a GGUF file."""
+    return isinstance(model, (str, os.PathLike)) and os.fspath(model).endswith(ENDING)
+
+
+class GgufCheckpoint(Checkpoint):
+    method = "gguf"
+
+    def __init__(self, path: str) -> None:
+        """Raises UnsupportedModelError for tensors that no weight of the model corresponds to."""
+        self._header = read_header(path)
+        self._config = config_of(self._header)
+        self._names: dict[str, str] = {}
+        for name in self._header.tensors:
+            known = model_name(self._header, name)
+            if known is not None:
+                self._names[known] = name
+            elif name != ROPE_FACTORS:
+                raise UnsupportedModelError(
+                    f"{path!r} has the tensor {name!r}, which is not known in models of the "
+                    f"architecture {self._header.architecture!r}"
+                )
+        self.weights = {
+            name: StoredWeight(self._tensor(name).shape, self._tensor(name).type in DECODERS)
+            for name in self._names
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor = self._tensor(name)
+        weight = self._bytes(tensor).view(FLOATS[tensor.type]).view(tensor.shape)
+        order = self._order(name)
+        return weight if order is None else weight[order]
+
+    def read_quantised(self, name: str) -> QuantisedTensor:
+        rows, order = self._rows(name), self._order(name)
+        return decode(self._tensor(name).type, rows if order is None else rows[order])
+
+    def read_rows(self, name: str) -> tuple[torch.Tensor, Decode]:
+        return self._rows(name), partial(decode, self._tensor(name).type)
+
+    def adjust(self, model: torch.nn.Module) -> None:
+        """Divide the frequencies of the rotary embedding, where the file says by what."""
+        tensor = self._header.tensors.get(ROPE_FACTORS)
+        if tensor is None:
+            return
+        factors = self._bytes(tensor).view(FLOATS[tensor.type])
+        for name, buffer in model.named_buffers():
+            if name.endswith("inv_freq"):
+                buffer.div_(factors)
+
+    def _tensor(self, name: str) -> GgufTensor:
+        return self._header.tensors[self._names[name]]
+
+    def _rows(self, name: str) -> torch.Tensor:
+        tensor = self._tensor(name)
+        return self._bytes(tensor).view(tensor.shape[0], tensor.row_bytes)
+
+    def _bytes(self, tensor: GgufTensor) -> torch.Tensor:
+        """Read, not mapped: what is mapped stays in the process as long as the file."""
+        return torch.from_numpy(
+            np.fromfile(self._header.path, np.uint8, tensor.size_bytes, offset=tensor.offset)
+        )
+
+    def _order(self, name: str) -> torch.Tensor | None:
+        """Which rows of the file are the model's, in its order; None: they are in it already.
+
+        llama.cpp rotates neighbours together (0 with 1, 2 with 3); transformers rotates the first
+        half of a head with the second (0 with n / 2, 1 with n / 2 + 1).
+        """
+        module = name.split(".")[-2]
+        if module not in ("q_proj", "k_proj") or not architecture_of(self._header).rotates_pairs:
+            return None
+        rows = self._tensor(name).shape[0]
+        heads = rows // self._config.head_dim
+        return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(rows)
+
+
+def load_gguf_config(path: str) -> Any:
+    """The config that the file describes; reads no weight. Raises UnsupportedModelError."""
+    return config_of(read_header(path))
+
+
+def load_gguf_tokenizer(path: str) -> Any:
+    """The tokenizer and chat template of a file, by transformers. Raises UnsupportedModelError."""
+    from transformers import PreTrainedTokenizerFast
+
+    header = read_header(path)
+    kind, pre = (header.metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    if kind == "gpt2" and pre not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"{path!r} has a tokenizer that cuts text by {pre!r}; known are "
+            f"{', '.join(sorted(PRE_TOKENIZERS))}. Name another tokenizer (tokenizer=, --tokenizer)"
+        )
+    folder, name = os.path.split(os.path.abspath(path))
+    return PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=name)

@@ -1,0 +1,187 @@
+"""The config that a GGUF file describes, for the architectures whose weights are known here.
+
+A key that is not known is refused by name: most change what the model computes. Source:
+docs/gguf.md and gguf/constants.py of llama.cpp; names of weights as in gguf/tensor_mapping.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flexinfer.checkpoints.gguf_header import GgufHeader
+from flexinfer.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How llama.cpp writes the models of one transformers class."""
+
+    config: str
+    """Name of the config's class."""
+    rotates_pairs: bool = False
+    """Rows of queries and keys lie in the order in which neighbours are rotated together."""
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaConfig", rotates_pairs=True),
+    "qwen2": Architecture("Qwen2Config"),
+    "qwen3": Architecture("Qwen3Config"),
+}
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""llama.cpp's name of a part -> transformers'."""
+ROPE_FACTORS = "rope_freqs.weight"
+"""By what the frequencies of the rotary embedding are divided (Llama 3)."""
+SIZES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+"""Keys that must be there -> names of the config."""
+OTHER_KEYS = {
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "expert_count",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "vocab_size",
+}
+
+
+def architecture_of(header: GgufHeader) -> Architecture:
+    """Raises UnsupportedModelError for one that is not known."""
+    found = ARCHITECTURES.get(header.architecture)
+    if found is None:
+        raise UnsupportedModelError(
+            f"{header.path!r} is a GGUF file of the architecture {header.architecture!r}; known "
+            f"are {', '.join(ARCHITECTURES)}"
+        )
+    return found
+
+
+def config_of(header: GgufHeader) -> Any:
+    """The transformers config. Raises UnsupportedModelError for what a file says and it cannot."""
+    import transformers
+
+    architecture = architecture_of(header)
+    values = _Values(header)
+    values.refuse_unknown()
+    settings = {name: values.need(key) for key, name in SIZES.items()}
+    heads = settings["num_attention_heads"]
+    head_dim = values.get("attention.key_length") or settings["hidden_size"] // heads
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if values.get(key, head_dim) != head_dim:
+            values.refuse(key, f"only the width of keys, {head_dim}")
+    if values.get("expert_count", 0):
+        values.refuse("expert_count", "only models without experts")
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise UnsupportedModelError(f"{header.path!r} has no tensor 'token_embd.weight'")
+    if architecture.config == "LlamaConfig":
+        settings["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    make: Callable[..., Any] = getattr(transformers, architecture.config)
+    return make(
+        **settings,
+        num_key_value_heads=values.get("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        vocab_size=embedding.shape[0],
+        rope_parameters=_rope(values),
+        tie_word_embeddings="output.weight" not in header.tensors,
+        dtype=_dtype(header),
+        **_special_tokens(header.metadata),
+    )
+
+
+def model_name(header: GgufHeader, name: str) -> str | None:
+    """What transformers calls the weight that the file calls `name`; None: there is none."""
+    part, _, ending = name.rpartition(".")
+    if part.startswith("blk."):
+        _, layer, part = part.split(".", 2)
+        return f"model.layers.{layer}.{NAMES[part]}.{ending}" if part in NAMES else None
+    return f"{NAMES[part]}.{ending}" if part in NAMES else None
+
+
+class _Values:
+    """The values of a file's architecture."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self._header, self._prefix = header, header.architecture + "."
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._header.metadata.get(self._prefix + key, default)
+
+    def need(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None or isinstance(value, list):
+            wrong = "no" if value is None else "one for each layer of"
+            raise UnsupportedModelError(f"{self._header.path!r} has {wrong} {self._prefix}{key}")
+        return value
+
+    def refuse(self, key: str, known: str) -> None:
+        raise UnsupportedModelError(
+            f"{self._header.path!r} has {self._prefix}{key} = {self.get(key)!r}; known: {known}"
+        )
+
+    def refuse_unknown(self) -> None:
+        keys = [k for k in self._header.metadata if k.startswith(self._prefix)]
+        known = {self._prefix + key for key in (*SIZES, *OTHER_KEYS)}
+        unknown = sorted(set(keys) - known)
+        if unknown:
+            raise UnsupportedModelError(
+                f"{self._header.path!r} has {', '.join(unknown)}, which may change what the model "
+                "computes and is not known here"
+            )
+
+
+def _rope(values: _Values) -> dict[str, Any]:
+    parameters = {"rope_type": "default", "rope_theta": float(values.get("rope.freq_base", 1e4))}
+    kind = values.get("rope.scaling.type", "none")
+    if kind == "linear":
+        parameters |= {"rope_type": "linear", "factor": values.need("rope.scaling.factor")}
+    elif kind != "none":
+        values.refuse("rope.scaling.type", "none and linear")
+    return parameters
+
+
+def _special_tokens(metadata: dict[str, Any]) -> dict[str, Any]:
+    """All tokens that end an answer are ends of sequence to transformers."""
+    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends = list(dict.fromkeys(i for i in ids if i is not None))
+    return {
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+    }
+
+
+def _dtype(header: GgufHeader) -> str:
+    """In which to compute: that of the matrices where they are not quantised, else bfloat16."""
+    types = {tensor.type for tensor in header.tensors.values() if len(tensor.shape) > 1}
+    for kind, dtype in (("BF16", "bfloat16"), ("F16", "float16"), ("F32", "float32")):
+        if types <= {kind, "F32"}:
+            return dtype
+    return "bfloat16"

@@ -1,0 +1,183 @@
+"""GgufHeader: what a GGUF file says before its weights, read in milliseconds.
+
+The reader of the `gguf` package makes an array of each string: with a vocabulary of 128,256 it
+takes many seconds and 600 MiB. This one walks past the vocabulary. Source: docs/gguf.md of the ggml
+project.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, BinaryIO
+
+from flexinfer.errors import UnsupportedModelError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+STRING, ARRAY = 8, 9
+NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+"""Value types that have a fixed size, as struct names them."""
+TENSOR_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 8: "Q8_0", 12: "Q4_K", 14: "Q6_K", 30: "BF16"}
+"""Of tensors, those that can be read here."""
+OTHER_TYPES = {3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 20: "IQ4_NL"}
+BLOCKS = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+    "Q4_0": (32, 18),
+    "Q8_0": (32, 34),
+    "Q4_K": (256, 144),
+    "Q6_K": (256, 210),
+}
+"""Numbers and bytes of a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where one tensor lies in the file, and how."""
+
+    type: str
+    shape: tuple[int, ...]
+    """Rows first."""
+    offset: int
+    """Bytes from the beginning of the file."""
+
+    @property
+    def row_bytes(self) -> int:
+        numbers, num_bytes = BLOCKS[self.type]
+        return self.shape[-1] // numbers * num_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape[:-1]) * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    path: str
+    metadata: dict[str, Any]
+    """Of arrays of strings only how many there are."""
+    tensors: dict[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture"))
+
+
+def read_header(path: str) -> GgufHeader:
+    """Raises UnsupportedModelError for a file that is none, is damaged, or has tensors of a type
+    that cannot be read, each by name."""
+    try:
+        status = os.stat(path)
+        return _read_header(path, status.st_mtime_ns, status.st_size)
+    except UnsupportedModelError:
+        raise
+    except OSError as error:
+        raise UnsupportedModelError(f"model file {path!r} cannot be read: {error}") from error
+    except (struct.error, ValueError) as error:
+        raise UnsupportedModelError(f"{path!r} is a damaged GGUF file: {error}") from error
+
+
+@lru_cache(maxsize=2)
+def _read_header(path: str, mtime_ns: int, size_bytes: int) -> GgufHeader:
+    with open(path, "rb") as file:
+        if file.read(4) != MAGIC:
+            raise UnsupportedModelError(f"{path!r} is no GGUF file: it does not begin with 'GGUF'")
+        return _Reader(path, file, size_bytes).header()
+
+
+class _Reader:
+    """Walks through a header; `_at` is how far."""
+
+    def __init__(self, path: str, file: BinaryIO, size_bytes: int) -> None:
+        self._path, self._size_bytes = path, size_bytes
+        self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._at = len(MAGIC)
+
+    def header(self) -> GgufHeader:
+        (version,) = self._take("I")
+        if version not in VERSIONS:
+            raise UnsupportedModelError(
+                f"{self._path!r} is GGUF of version {version} (or of another byte order); known "
+                f"are {' and '.join(map(str, VERSIONS))}"
+            )
+        num_tensors, num_values = self._take("QQ")
+        metadata = {self._text(): self._value(*self._take("I")) for _ in range(num_values)}
+        if metadata.get("split.count", 1) > 1:
+            raise UnsupportedModelError(
+                f"{self._path!r} is one of {metadata['split.count']} parts of a model: join them "
+                "first, by llama-gguf-split --merge"
+            )
+        infos = [self._tensor() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        start = -(-self._at // alignment) * alignment
+        tensors = {}
+        for name, kind, shape, offset in infos:
+            tensor = GgufTensor(self._type(name, kind), shape, start + offset)
+            if shape[-1] % BLOCKS[tensor.type][0]:
+                raise ValueError(f"{name} has rows of {shape[-1]} in blocks of {tensor.type}")
+            if tensor.offset + tensor.size_bytes > self._size_bytes:
+                raise ValueError(f"{name} ends beyond the file")
+            tensors[name] = tensor
+        return GgufHeader(self._path, metadata, tensors)
+
+    def _type(self, name: str, kind: int) -> str:
+        if kind not in TENSOR_TYPES:
+            raise UnsupportedModelError(
+                f"{self._path!r} has the tensor {name!r} of type {OTHER_TYPES.get(kind, kind)}, "
+                f"which cannot be read here; known are {', '.join(TENSOR_TYPES.values())}"
+            )
+        return TENSOR_TYPES[kind]
+
+    def _tensor(self) -> tuple[str, int, tuple[int, ...], int]:
+        name = self._text()
+        (num_dims,) = self._take("I")
+        shape = tuple(reversed(self._take(f"{num_dims}Q"))) or (1,)
+        kind, offset = self._take("IQ")
+        return name, kind, shape, offset
+
+    def _value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._text()
+        if kind != ARRAY:
+            return self._take(NUMBERS[kind])[0] if kind in NUMBERS else self._unknown(kind)
+        kind, count = self._take("IQ")
+        if kind in NUMBERS:
+            return list(self._take(f"{count}{NUMBERS[kind]}"))
+        if kind != STRING:
+            return self._unknown(kind)
+        for _ in range(count):
+            (length,) = self._take("Q")
+            self._at += length
+        return count
+
+    def _text(self) -> str:
+        (length,) = self._take("Q")
+        self._at += length
+        return self._bytes[self._at - length : self._at].decode()
+
+    def _take(self, form: str) -> tuple[Any, ...]:
+        values = struct.unpack_from("<" + form, self._bytes, self._at)
+        self._at += struct.calcsize("<" + form)
+        return values
+
+    def _unknown(self, kind: int) -> None:
+        raise ValueError(f"a value of type {kind}")

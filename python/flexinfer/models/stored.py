@@ -1,0 +1,166 @@
+"""Models whose weights are read one layer at a time: from checkpoints that are quantised already,
+and from GGUF files.
+
+The model is made without weights; `fuse_layers` asks for those of a layer when its turn comes. So
+the most that is held is the model in its last form and one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flexinfer.checkpoints.checkpoint import Checkpoint
+from flexinfer.errors import UnsupportedModelError
+from flexinfer.layers.embedding import QuantisedEmbedding
+from flexinfer.layers.formats import is_linear
+from flexinfer.layers.quantise import store
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def open_stored(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> StoredModel:
+    """Raises UnsupportedModelError where names or shapes are not the model's; reads no weight."""
+    return StoredModel(_make_empty(config, dtype), checkpoint, dtype)
+
+
+class StoredModel:
+    """A model and where its weights come from."""
+
+    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+        self.model = model
+        self._checkpoint, self._dtype = checkpoint, dtype
+        self._sources = self._match_names()
+        self._check_shapes()
+        self._read: dict[str, torch.nn.Parameter] = {}
+        """Weights that several modules share."""
+        checkpoint.adjust(model)
+
+    def fill(self, path: str) -> None:
+        """Read the weights of a module; of one that has a list of layers, only its own."""
+        module = self.model.get_submodule(path)
+        if any(isinstance(part, torch.nn.ModuleList) for part in module.modules()):
+            return self._fill_one(path, module)
+        if is_linear(module) and self._is_quantised(f"{path}.weight"):
+            return self._fill_linear(path, module, is_alone=True)
+        for name, part in list(module.named_modules()):
+            self._fill_one(".".join(filter(None, (path, name))), part)
+        return None
+
+    def _fill_one(self, path: str, module: torch.nn.Module) -> None:
+        if is_linear(module) and self._is_quantised(f"{path}.weight"):
+            return self._fill_linear(path, module, is_alone=False)
+        if type(module) is torch.nn.Embedding and self._is_quantised(f"{path}.weight"):
+            source = self._sources[f"{path}.weight"]
+            rows, decode = self._checkpoint.read_rows(source)
+            self.model.set_submodule(path, QuantisedEmbedding(rows, decode, self._dtype))
+            return None
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                setattr(module, name, self._parameter(f"{path}.{name}" if path else name))
+        return None
+
+    def _fill_linear(self, path: str, module: Any, is_alone: bool) -> None:
+        """is_alone: nothing will compute with its weight before it is laid out."""
+        source = self._checkpoint.read_quantised(self._sources[f"{path}.weight"])
+        store(module, source)
+        if not is_alone:
+            weight = source.dequantised_to(self._dtype)
+            module.weight = torch.nn.Parameter(weight, requires_grad=False)
+        if f"{path}.bias" in self._sources:
+            module.bias = self._parameter(f"{path}.bias")
+
+    def _parameter(self, name: str) -> torch.nn.Parameter:
+        source = self._sources[name]
+        if source in self._read:
+            return self._read[source]
+        if self._is_quantised(name):
+            weight = self._checkpoint.read_quantised(source).dequantised_to(self._dtype)
+        else:
+            weight = self._checkpoint.read(source).to(self._dtype)
+        parameter = torch.nn.Parameter(weight, requires_grad=False)
+        if sum(other == source for other in self._sources.values()) > 1:
+            self._read[source] = parameter
+        return parameter
+
+    def _is_quantised(self, name: str) -> bool:
+        return self._checkpoint.weights[self._sources[name]].is_quantised
+
+    def _match_names(self) -> dict[str, str]:
+        """Each parameter of the model -> the checkpoint's weight; tied ones have the same."""
+        weights = self._checkpoint.weights
+        groups: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            groups.setdefault(id(parameter), []).append(name)
+        sources: dict[str, str] = {}
+        missing: list[str] = []
+        for names in groups.values():
+            known = [name for name in names if name in weights]
+            missing += [] if known else names[:1]
+            sources |= {name: name if name in weights else (known or names)[0] for name in names}
+        unknown = [name for name in weights if name not in sources]
+        for name in list(unknown):
+            # Some programs write a bias for each layer that they quantise, of zeros if need be.
+            layer = self._linear(name)
+            if layer is not None and layer.bias is None:
+                sources[name] = name
+                unknown.remove(name)
+        for names, text in ((missing, "lacks"), (unknown, "has")):
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                raise UnsupportedModelError(
+                    f"the checkpoint {text} {', '.join(sorted(names)[:3])}{more}, which a "
+                    f"{type(self.model).__name__} {'needs' if text == 'lacks' else 'has not'}"
+                )
+        return sources
+
+    def _linear(self, bias: str) -> Any:
+        """The quantised layer that has this bias."""
+        path, _, ending = bias.rpartition(".")
+        weight = self._checkpoint.weights.get(f"{path}.weight")
+        if ending != "bias" or weight is None or not weight.is_quantised:
+            return None
+        module = self.model.get_submodule(path)
+        return module if is_linear(module) else None
+
+    def _check_shapes(self) -> None:
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            shape = self._checkpoint.weights[self._sources[name]].shape
+            if shape != tuple(parameter.shape):
+                raise UnsupportedModelError(
+                    f"{name} is {list(shape)} in the checkpoint, and "
+                    f"{list(parameter.shape)} in a {type(self.model).__name__} of its config"
+                )
+
+
+def _make_empty(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with parameters of no memory, and buffers as they should be."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), _parameters_without_memory():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.tie_weights()  # transformers does it with the initialisation
+    return model
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Parameters that modules register meanwhile go to the meta device. They had memory for a
+    moment, which nobody has touched."""
+    register = torch.nn.Module.register_parameter
+
+    def register_empty(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = torch.nn.Parameter(param.detach().to("meta"), requires_grad=False)
+        register(self, name, param)
+
+    torch.nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]

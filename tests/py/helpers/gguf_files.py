@@ -1,0 +1,131 @@
+"""Tiny GGUF files, and models with the numbers that they hold, by gguf's own functions.
+
+gguf can make blocks of Q8_0 and Q4_0; those of Q4_K and Q6_K are drawn at random here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+Type = gguf.GGMLQuantizationType
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""transformers' model type -> llama.cpp's architecture."""
+
+
+def random_blocks(kind: Type, rows: int, columns: int, seed: int) -> np.ndarray[Any, Any]:
+    """uint8 [rows, bytes] of Q4_K or Q6_K, whose numbers are around 0.2."""
+    block_columns, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    generator = np.random.default_rng(seed)
+    count = rows * columns // block_columns
+    blocks = generator.integers(0, 256, (count, block_bytes), dtype=np.uint8)
+    factor = (generator.random((count, 1)) + 0.5).astype(np.float32)
+    if kind is Type.Q4_K:
+        blocks[:, :2] = (factor * 1e-3).astype(np.float16).view(np.uint8)
+        blocks[:, 2:4] = (factor * 8e-3).astype(np.float16).view(np.uint8)
+    else:
+        blocks[:, 208:] = (factor * 2e-4).astype(np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def quantise(weight: np.ndarray[Any, Any], kind: Type, seed: int) -> np.ndarray[Any, Any]:
+    """Rows as the file has them."""
+    if kind in (Type.Q4_K, Type.Q6_K):
+        return random_blocks(kind, *weight.shape, seed)
+    return np.asarray(gguf.quants.quantize(weight, kind))
+
+
+def paired_rows(array: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Rows of each head in llama.cpp's order, which rotates neighbours."""
+    shape = (heads, 2, len(array) // heads // 2, *array.shape[1:])
+    return np.ascontiguousarray(array.reshape(shape).swapaxes(1, 2).reshape(array.shape))
+
+
+def writer_of(path: Path, model: Any, extra: Mapping[str, Any] | None = None) -> gguf.GGUFWriter:
+    """A file with what the config says. extra: keys of the architecture and float values."""
+    config = model.config
+    architecture = ARCHITECTURES[config.model_type]
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    for key, value in (extra or {}).items():
+        add = writer.add_string if isinstance(value, str) else writer.add_float32
+        add(f"{architecture}.{key}", value)
+    return writer
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_weights(writer: gguf.GGUFWriter, model: Any, type_of: Callable[[str], Type]) -> Any:
+    """Write the model's weights; returns a copy of it with the numbers that were written. type_of:
+    llama.cpp's name of a matrix -> its type."""
+    config, written = model.config, copy.deepcopy(model)
+    architecture = ARCHITECTURES[config.model_type]
+    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    state = written.state_dict()
+    for seed, (name, tensor) in enumerate(state.items()):
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own is not None
+        kind = type_of(own) if tensor.dim() > 1 else Type.F32
+        rows = quantise(tensor.numpy(), kind, seed)
+        tensor.copy_(torch.from_numpy(gguf.quants.dequantize(rows, kind)))
+        if architecture == "llama" and (".attn_q." in own or ".attn_k." in own):
+            is_query = ".attn_q." in own
+            heads = config.num_attention_heads if is_query else config.num_key_value_heads
+            rows = paired_rows(rows, heads)
+        writer.add_tensor(own, rows, raw_dtype=kind)
+    return written
+
+
+def write_gguf(
+    path: Path,
+    model: Any,
+    type_of: Callable[[str], Type],
+    extra: Mapping[str, Any] | None = None,
+) -> Any:
+    """As `add_weights`, a whole file."""
+    writer = writer_of(path, model, extra)
+    written = add_weights(writer, model, type_of)
+    finish(writer)
+    return written
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any) -> None:
+    """A byte-level one, with its chat template."""
+    import json
+
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
+    special = set(tokenizer.all_special_tokens)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    kinds = [gguf.TokenType.CONTROL if t in special else gguf.TokenType.NORMAL for t in tokens]
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_chat_template(tokenizer.chat_template)

@@ -1,0 +1,287 @@
+"""GGUF files: exactly their numbers, config, tokenizer and template; refusals by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+gguf = pytest.importorskip("gguf")
+
+import transformers as tf
+
+from flexinfer import LLM, SamplingParams
+from flexinfer.checkpoints.gguf_blocks import decode
+from flexinfer.errors import UnsupportedModelError
+from flexinfer.layers.embedding import QuantisedEmbedding
+from flexinfer.layers.joined_linear import JoinedLinear
+from flexinfer.layers.quantised_linear import QuantisedLinear
+from flexinfer.models.loading import load_model
+from helpers.gguf_files import (
+    Type,
+    add_tokenizer,
+    add_weights,
+    finish,
+    quantise,
+    random_blocks,
+    write_gguf,
+    writer_of,
+)
+from helpers.tiny_models import continue_prompt, draw_model, make_tokenizer, random_prompts
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+CONFIGS: dict[str, Callable[..., Any]] = {
+    "llama": lambda **more: tf.LlamaConfig(**COMMON, **more),
+    "llama with biases": lambda **more: tf.LlamaConfig(**COMMON, attention_bias=True, **more),
+    "qwen2": lambda **more: tf.Qwen2Config(**COMMON, **more),
+    "qwen3": lambda **more: tf.Qwen3Config(**COMMON, head_dim=32, **more),
+}
+PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+
+
+def mixed(name: str) -> Type:
+    """As llama.cpp's Q4_K_M: more bits for values, for what the MLP gives, and for the head."""
+    is_better = any(part in name for part in ("attn_v", "ffn_down", "output.weight"))
+    return Type.Q6_K if is_better and "attn_output" not in name else Type.Q4_K
+
+
+def same(kind: Type) -> Callable[[str], Type]:
+    return lambda name: kind
+
+
+TYPES = {
+    **{kind.name: same(kind) for kind in (Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q6_K)},
+    **{kind.name: same(kind) for kind in (Type.F32, Type.F16, Type.BF16)},
+    "Q4_K_M": mixed,
+}
+
+
+def generate(path: Path, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
+    settings = {"dtype": "float32", "skip_tokenizer_init": True, **settings}
+    with LLM(str(path), **settings) as llm:
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(inputs, PARAMS, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def expected(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    return [continue_prompt(model, tuple(prompt), 10) for prompt in prompts]
+
+
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q6_K])
+def test_blocks_are_the_numbers_that_gguf_says(kind: Type) -> None:
+    weight = torch.randn(24, 1024, generator=torch.Generator().manual_seed(1)).numpy()
+    rows = quantise(weight, kind, 1)
+    numbers = torch.from_numpy(gguf.quants.dequantize(rows, kind))
+    decoded = decode(kind.name, torch.from_numpy(rows))
+    if kind is Type.Q4_K:  # scale * n - minimum becomes scale * (n - 8) + (8 * scale - minimum)
+        bound = torch.finfo(torch.float32).eps * numbers.abs().max()
+        assert (decoded.dequantised() - numbers).abs().max() <= bound
+    else:
+        assert torch.equal(decoded.dequantised(), numbers)
+
+
+@pytest.mark.parametrize("types", TYPES)
+def test_greedy_tokens_are_those_of_the_numbers_in_the_file(types: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    written = write_gguf(path, draw_model(CONFIGS["llama"]()), TYPES[types])
+    prompts = random_prompts((5, 40))
+    assert generate(path, prompts) == expected(written, prompts)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_each_architecture_is_the_model_that_transformers_has(
+    name: str, is_tied: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    model = draw_model(CONFIGS[name](tie_word_embeddings=is_tied))
+    written = write_gguf(path, model, same(Type.Q8_0))
+    prompts = random_prompts((5, 40))
+    assert generate(path, prompts) == expected(written, prompts)
+
+
+def test_what_is_quantised_stays_so_and_types_are_mixed(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, draw_model(CONFIGS["llama"]()), mixed)
+    model: Any = load_model(str(path)).model
+    layer = model.model.layers[0]
+    assert isinstance(layer.self_attn.qkv_proj, JoinedLinear)
+    assert isinstance(layer.mlp.gate_up_proj, QuantisedLinear)
+    assert isinstance(model.lm_head, QuantisedLinear)
+    assert isinstance(model.model.embed_tokens, QuantisedEmbedding)
+    assert model.dtype == torch.bfloat16
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert max(parameter.dim() for parameter in model.parameters()) == 1
+
+
+def test_frequencies_that_the_file_stretches(tmp_path: Path) -> None:
+    """As Llama 3.1 does: by a tensor of factors."""
+    path = tmp_path / "model.gguf"
+    model = draw_model(CONFIGS["llama"]())
+    factors = torch.linspace(1, 8, 32)
+    writer = writer_of(path, model)
+    written = add_weights(writer, model, same(Type.Q8_0))
+    writer.add_tensor("rope_freqs.weight", factors.numpy())
+    finish(writer)
+    prompts = random_prompts((40,))
+    before = expected(written, prompts)
+    written.model.rotary_emb.inv_freq /= factors
+    assert expected(written, prompts) != before
+    assert generate(path, prompts) == expected(written, prompts)
+
+
+def test_linear_scaling_of_positions(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    model = draw_model(CONFIGS["llama"](rope_parameters=rope))
+    extra = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    written = write_gguf(path, model, same(Type.Q8_0), extra)
+    prompts = random_prompts((40,))
+    assert generate(path, prompts) == expected(written, prompts)
+
+
+def test_a_file_that_is_not_quantised_can_be_at_load(tmp_path: Path) -> None:
+    model = draw_model(CONFIGS["llama"]())
+    write_gguf(tmp_path / "model.gguf", model, same(Type.F32))
+    model.save_pretrained(tmp_path / "folder")
+    prompts = random_prompts((5, 40))
+    tokens = generate(tmp_path / "model.gguf", prompts, quantization="int4")
+    assert tokens == generate(tmp_path / "folder", prompts, quantization="int4")
+
+
+def test_tokenizer_and_chat_template_come_from_the_file(tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "model.gguf", make_tokenizer()
+    model = draw_model(tf.LlamaConfig(**{**COMMON, "vocab_size": 270}))
+    writer = writer_of(path, model)
+    add_tokenizer(writer, tokenizer)
+    add_weights(writer, model, same(Type.Q8_0))
+    finish(writer)
+    messages = [{"role": "user", "content": "hello world, héllo  1234\n"}]
+    with LLM(str(path), max_model_len=128) as llm:
+        assert llm.engine.loaded.eos_token_ids == {tokenizer.eos_token_id}
+        own = llm.get_tokenizer()
+        text = own.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        output = llm.chat(messages, SamplingParams(max_tokens=3), use_tqdm=False)[0]
+    assert text == tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert own(text, add_special_tokens=False).input_ids == ids == output.prompt_token_ids
+    assert own.decode(ids) == tokenizer.decode(ids)
+
+
+def write_named(path: Path, architecture: str) -> None:
+    writer = gguf.GGUFWriter(path, architecture)
+    finish(writer)
+
+
+def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    write_named(tmp_path / "model.gguf", "mamba")
+    with pytest.raises(UnsupportedModelError, match="architecture 'mamba'; known are llama"):
+        load_model(str(tmp_path / "model.gguf"))
+
+
+def test_an_unknown_tensor_type_is_refused_by_name(tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", draw_model(CONFIGS["llama"]())
+    write_gguf(path, model, same(Type.Q5_0))
+    with pytest.raises(UnsupportedModelError, match=r"'token_embd\.weight' of type Q5_0.*Q6_K"):
+        load_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rope.scaling.type", "yarn"), ("attention.sliding_window", 16.0), ("logit_scale", 2.0)],
+)
+def test_a_setting_that_is_not_known_is_refused_by_name(
+    key: str, value: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, draw_model(CONFIGS["llama"]()), same(Type.F32), {key: value})
+    with pytest.raises(UnsupportedModelError, match=rf"llama\.{key}"):
+        load_model(str(path))
+
+
+def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path: Path) -> None:
+    model = draw_model(CONFIGS["llama"]())
+    strange = tmp_path / "strange.gguf"
+    writer = writer_of(strange, model)
+    add_weights(writer, model, same(Type.F32))
+    writer.add_tensor("blk.0.attn_sinks.weight", torch.zeros(4).numpy())
+    finish(writer)
+    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.attn_sinks\.weight"):
+        load_model(str(strange))
+    fewer = copy.deepcopy(model)
+    fewer.config.num_hidden_layers = 3
+    write_gguf(tmp_path / "fewer.gguf", fewer, same(Type.F32))
+    with pytest.raises(UnsupportedModelError, match=r"lacks model\.layers\.2"):
+        load_model(str(tmp_path / "fewer.gguf"))
+    wide = copy.deepcopy(model)
+    wide.config.intermediate_size = 1024
+    write_gguf(tmp_path / "wide.gguf", wide, same(Type.F32))
+    with pytest.raises(UnsupportedModelError, match=r"gate_proj\.weight is \[512, 256\] in the"):
+        load_model(str(tmp_path / "wide.gguf"))
+
+
+def test_what_is_no_whole_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    with pytest.raises(UnsupportedModelError, match=r"model\.gguf' cannot be read"):
+        load_model(str(path))
+    path.write_bytes(b"PK not this one")
+    with pytest.raises(UnsupportedModelError, match="is no GGUF file"):
+        load_model(str(path))
+    write_gguf(path, draw_model(CONFIGS["llama"]()), same(Type.Q8_0))
+    whole = path.read_bytes()
+    for size in (10, 100, len(whole) // 2, len(whole) - 64):
+        path.write_bytes(whole[:size])
+        with pytest.raises(UnsupportedModelError, match="is a damaged GGUF file"):
+            load_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quantization": "int8"}, "quantised already, by 'gguf'.*leave quantization out"),
+        ({"dtype": "float16"}, "float32 or bfloat16, not in torch.float16"),
+        ({"device": "cuda"}, "for the CPU alone, not for cuda"),
+    ],
+)
+def test_settings_that_do_not_go_with_such_weights(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, draw_model(CONFIGS["llama"]()), same(Type.Q8_0))
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_model(str(path), **settings)
+
+
+def test_a_cut_of_text_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", draw_model(CONFIGS["llama"]())
+    writer = writer_of(path, model)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("klingon")
+    add_weights(writer, model, same(Type.Q8_0))
+    finish(writer)
+    with pytest.raises(UnsupportedModelError, match=r"'klingon'.*Name another tokenizer"):
+        LLM(str(path))
+
+
+def test_random_blocks_are_of_a_sensible_size() -> None:
+    for kind in (Type.Q4_K, Type.Q6_K):
+        numbers = gguf.quants.dequantize(random_blocks(kind, 16, 512, 0), kind)
+        assert 0.02 < numbers.std() < 1
