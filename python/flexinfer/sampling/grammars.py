@@ -105,6 +105,10 @@ class CompiledGrammar:
     matcher: LLMatcher
 
 
+NEVER_ENDS = "no text of finite length fits it: its rules, or references, lead back to themselves"
+"""llguidance's "NoExtensionBias" in words."""
+
+
 class GrammarCompiler:
     """Compiles params for one tokenizer, and keeps what was compiled. Thread-safe.
 
@@ -327,4 +331,5 @@ def _as_lark(grammar: str) -> str:
 
 
 def _first_line(matcher: LLMatcher) -> str:
-    return matcher.get_error().partition("\n")[0] or "it stopped unexpectedly"
+    line = matcher.get_error().partition("\n")[0] or "it stopped unexpectedly"
+    return NEVER_ENDS if line == "NoExtensionBias" else line

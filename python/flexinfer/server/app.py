@@ -24,6 +24,7 @@ from flexinfer.server.api import (
     responses,
     tokenize,
 )
+from flexinfer.server.api.docs_page import mount_docs
 from flexinfer.server.api.page import mount_page
 from flexinfer.server.http.auth import AuthMiddleware
 from flexinfer.server.http.errors import install_error_handlers
@@ -81,6 +82,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         errors = ANTHROPIC_ERRORS if module is messages else ERRORS
         app.include_router(module.router, responses=errors)
     mount_page(app)
+    mount_docs(app)
     # The last one added sees a request first.
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_request_bytes)
     app.add_middleware(

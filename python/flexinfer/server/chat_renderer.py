@@ -57,7 +57,9 @@ class ChatRenderer:
         tokenizer = inputs.tokenizer
         self._reserved: frozenset[str] = frozenset()
         if tokenizer is not None:
-            self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
+            of_tokenizer = inspect.signature(tokenizer.apply_chat_template).parameters
+            of_inputs = inspect.signature(type(inputs).render).parameters
+            self._reserved = frozenset(of_tokenizer) | frozenset(of_inputs)
         own = getattr(tokenizer, "chat_template", None)
         self.knows_tools = "tools" in str(chat_template or own or "")
 

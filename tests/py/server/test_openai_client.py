@@ -307,6 +307,7 @@ def test_models(client: openai.OpenAI) -> None:
         ({"min_tokens": 5, "max_tokens": 3}, "min_tokens"),
         ({"n": 2, "best_of": 1}, "best_of"),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
     ],
 )

@@ -195,6 +195,7 @@ def test_structures_hold(fields: dict[str, Any], pattern: str, http: httpx.Clien
         ({"documents": [{"text": "x"}]}, "documents"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"echo": True}, "echo"),
@@ -212,6 +213,7 @@ def test_what_cannot_be_served_is_refused_by_name(
     error = answer.json()["error"]
     assert param is None or error["param"] == param
     assert "\n" not in error["message"]
+    assert "multiple values" not in error["message"]
 
 
 @pytest.mark.parametrize("body", ["[]", '"text"', "5", "null", "", "{", "nothing"])

@@ -182,6 +182,13 @@ def test_what_can_not_end_is_refused(offline: LLM) -> None:
         offline.generate("a", bad, use_tqdm=False)
 
 
+@pytest.mark.parametrize("structure", [{"json": {"$ref": "#"}}, {"grammar": "start: start"}])
+def test_what_never_ends_is_refused_in_words(structure: Any, http: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "structured_outputs": structure}
+    error = http.post("/v1/chat/completions", json=body).json()["error"]
+    assert "no text of finite length" in error["message"]
+
+
 def test_a_grammar_that_turns_out_too_complex_is_the_callers_fault(http: httpx.Client) -> None:
     regex = "(((((([a-z]{1,30}){1,30}){1,30}){1,30}){1,30}){1,30})"
     body = {"prompt": "a", "max_tokens": 8, "structured_outputs": {"regex": regex}}
