@@ -153,17 +153,25 @@ bool Manager::try_extend(std::span<const VTensorId> ids, std::span<const size_t>
     wait_until_idle(held, ids);
     op.restart_counters();
     expire_pins();
-    extended = core_.extender.extend(ids, num_tokens);
+    extended = extend_by_chunks(held, ids, num_tokens);
     if (!extended && background_.holds_chunks()) {
-      wait_until_quiet(held);  // the worker held what was missing, for a moment
-      extended = core_.extender.extend(ids, num_tokens);
+      wait_until_quiet(held);  // somebody held what was missing, for a moment
+      extended = extend_by_chunks(held, ids, num_tokens);
     }
     if (!extended && spill(core_.extender.num_missing(ids, num_tokens))) {
-      extended = core_.extender.extend(ids, num_tokens);
+      extended = extend_by_chunks(held, ids, num_tokens);
     }
   }
   op.put("result", extended);
   return extended;
+}
+
+// The driver's work is done without the mutex: what it is about is claimed, or marked as busy.
+bool Manager::extend_by_chunks(Lock& held, std::span<const VTensorId> ids,
+                               std::span<const size_t> num_tokens) {
+  return core_.extender.extend(ids, num_tokens, [&](Extension& extension) {
+    if (extension.num_claims() > 0) background_.run_without(held, extension);
+  });
 }
 
 void Manager::extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens) {
@@ -351,7 +359,8 @@ void Manager::close() {
   } catch (const DriverError&) {
     // Callers that want to know use stop_trace(); a replay finds the end missing.
   }
-  const Lock held = lock_in_any_state();
+  Lock held = lock_in_any_state();
+  background_.wait_until_quiet(held);  // a step of another thread may be extending
   closed_ = true;  // a second call tries again to give back what the driver refused in the first
   core_.discard(swap_store_, sleep_store_.get());
 }

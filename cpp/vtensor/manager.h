@@ -143,6 +143,8 @@ class Manager : public std::enable_shared_from_this<Manager> {
   void wait_until_idle(Lock& lock, std::span<const VTensorId> ids);
   void wait_until_quiet(Lock& lock);
   size_t bytes_of(size_t num_chunks) const { return num_chunks * pool_.geometry.chunk_bytes; }
+  bool extend_by_chunks(Lock& held, std::span<const VTensorId> ids,
+                        std::span<const size_t> num_tokens);
   void release_now(VTensorId id);
   // Writes what swapped-out vTensors but `spared` still hold to the store. False: that freed
   // nothing.

@@ -7,6 +7,7 @@
 
 #include "vtensor/driver/call_scope.h"
 #include "vtensor/driver/work_clock.h"
+#include "vtensor/util/scope_fail.h"
 
 namespace vtensor {
 
@@ -23,6 +24,16 @@ void Background::wait_until_quiet(Lock& lock) {
   progress_.wait(lock, [this] { return !holds_chunks(); });
   --num_waiting_;
   progress_.notify_all();
+}
+
+void Background::run_without(Lock& lock, Extension& extension) {
+  const Pool& pool = core_.state.pool;
+  lock.unlock();
+  const ScopeFail end([&] {
+    lock.lock();
+    progress_.notify_all();  // they go on when it is committed or abandoned, and the mutex free
+  });
+  extension.run(*pool.driver, pool.vset, pool.geometry);
 }
 
 void Background::post(const Lock&, std::span<const VTensorId> ids,
@@ -124,7 +135,10 @@ bool Background::run_upkeep(Lock& lock) {
 void Background::map_ahead(VTensorId id, size_t num_tokens) {
   const CallScope scope(id, /*is_worker=*/true);
   Lock lock(mutex_);
-  progress_.wait(lock, [this] { return num_waiting_ == 0; });
+  // A step that extends it takes no more than it needs itself: what comes ahead is wanted still.
+  progress_.wait(lock, [&] {
+    return num_waiting_ == 0 && !(core_.vtensors.is_live(id) && core_.vtensors.live(id).busy);
+  });
   if (core_.sleeper.is_asleep()) return;
   const Pool& pool = core_.state.pool;
   Extension extension;
@@ -138,12 +152,19 @@ void Background::map_ahead(VTensorId id, size_t num_tokens) {
     if (extension.parts.empty()) return;
     lock.unlock();
     const int64_t start_ns = work_now_ns();
-    extension.run(*pool.driver, pool.vset, pool.geometry);
+    const bool ran =
+        extension.run(*pool.driver, pool.vset, pool.geometry, [this] { return num_waiting_ > 0; });
     const auto spent_ns = static_cast<uint64_t>(work_now_ns() - start_ns);
     lock.lock();
     hidden_ns_ += spent_ns;
-    num_rows_mapped_ += extension.num_claims() / pool.geometry.row_chunks;
-    core_.extender.commit(extension);
+    if (ran) {
+      num_rows_mapped_ += extension.num_claims() / pool.geometry.row_chunks;
+      core_.extender.commit(extension);
+    } else {
+      core_.extender.abandon(extension);
+      TraceOp(trace_, core_.state, "map_ahead_failed", id).put("why", "others wait for memory");
+      worker_.post([this, id, num_tokens] { map_ahead(id, num_tokens); });
+    }
   } catch (const std::exception& failure) {
     // The step that needs these rows maps them itself, or meets the same error in its own thread.
     if (!lock.owns_lock()) lock.lock();

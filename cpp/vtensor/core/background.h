@@ -2,12 +2,14 @@
 //
 // Driver work runs without the manager's mutex; the vTensors and chunks in the worker's hands are
 // marked meanwhile, and callers that need them wait here. A job does one extension or one piece of
-// upkeep and lets callers that wait go first. Never fails: failures are counted, and met again by
+// upkeep and lets callers that wait go first: they wait for one chunk at most, since an extension
+// is left off between two and posted again. Never fails: failures are counted, and met again by
 // whoever needs the memory.
 //
 // Thread-safety: by the manager's mutex, which callers hold where a lock is asked for.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -45,7 +47,11 @@ class Background {
   void wait_until_idle(Lock& lock, std::span<const VTensorId> ids);  // none of them is busy
   void wait_until_quiet(Lock& lock);  // no chunk is claimed, nothing is being given back
 
-  // The worker holds chunks that others may have in a moment.
+  // Runs an extension in this thread; others have the mutex meanwhile. Requires: it has claims, or
+  // sleep() and close() would not wait for it.
+  void run_without(Lock& lock, Extension& extension);
+
+  // The worker, or an extension of another thread, holds chunks that others may have in a moment.
   bool holds_chunks() const { return gives_back_ || !core_.state.claimed.empty(); }
 
   uint64_t hidden_ns() const { return hidden_ns_; }
@@ -61,9 +67,9 @@ class Background {
   Core& core_;
   TraceWriter& trace_;
   std::mutex& mutex_;
-  std::condition_variable progress_;  // a job has ended, or a caller no longer waits
-  size_t num_waiting_ = 0;            // callers in wait_until_quiet()
-  bool gives_back_ = false;           // the worker unmaps without the mutex
+  std::condition_variable progress_;     // a job has ended, or a caller no longer waits
+  std::atomic<size_t> num_waiting_ = 0;  // callers in wait_until_quiet(); read without the mutex
+  bool gives_back_ = false;              // the worker unmaps without the mutex
   bool upkeep_posted_ = false;
   uint64_t hidden_ns_ = 0;
   size_t num_rows_mapped_ = 0;

@@ -35,13 +35,14 @@ bool Extender::extend_in_place(std::span<const VTensorId> ids, std::span<const s
   return true;
 }
 
-bool Extender::extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens) {
+bool Extender::extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens,
+                      const Runner& run) {
   last_shortage_.clear();
   const size_t num_created = pool_.pset.num_created();
   std::optional<Extension> extension = plan_extend(ids, num_tokens);
   for (bool retried = false; extension; retried = true) {
     try {
-      extension->run(*pool_.driver, pool_.vset, pool_.geometry);
+      run(*extension);
       commit(*extension);
       return true;
     } catch (const OutOfMemoryError& shortage) {
@@ -172,7 +173,9 @@ std::optional<Extension> Extender::plan_extend(std::span<const VTensorId> ids,
   if (copies) state_.epochs.wait();  // a running step may still write what is copied
   for (ExtensionPart& part : extension.parts) claim_for(part);
   for (size_t i = 0; i < ids.size(); ++i) {
-    if (!vtensors_.live(ids[i]).busy) extension.declared.emplace_back(ids[i], num_tokens[i]);
+    VTensor& vtensor = vtensors_.live(ids[i]);
+    if (!vtensor.busy) extension.declared.emplace_back(ids[i], num_tokens[i]);
+    vtensor.busy = true;
   }
   ++state_.plan;  // from here on `busy` protects them
   return extension;
@@ -258,6 +261,7 @@ void Extender::commit(Extension& extension) {
   }
   for (const auto& [id, num_tokens] : extension.declared) {
     declare(vtensors_.live(id), num_tokens);
+    vtensors_.live(id).busy = false;
   }
 }
 
@@ -287,6 +291,7 @@ void Extender::abandon(Extension& extension) {
     unclaim(part.copies, part.tenant);
     unclaim(part.rows, part.tenant);
   }
+  for (const auto& [id, num_tokens] : extension.declared) vtensors_.live(id).busy = false;
 }
 
 // The tokens that a query at `num_tokens` reads must not have been given back.

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -30,8 +31,11 @@ class Extender {
   // The fast path of a decode step: true, and the lengths declared, if every vTensor may already
   // be written up to its length. False: nothing changed.
   bool extend_in_place(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);
-  // All or nothing; false: memory is short. Calls the driver. Requires: none is busy.
-  bool extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);
+  // All or nothing; false: memory is short. `run` runs the extension, and may let others at the
+  // manager's mutex meanwhile. Requires: none is busy.
+  using Runner = std::function<void(Extension&)>;
+  bool extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens,
+              const Runner& run);
   // What the driver said at the last extend() that it made fail; empty: the budget was short.
   const std::string& last_shortage() const { return last_shortage_; }
   // Chunks that these vTensors lack to be that long.

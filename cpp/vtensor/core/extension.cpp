@@ -15,10 +15,13 @@ std::vector<Handle> handles_of(const std::vector<Claim>& claims) {
   return handles;
 }
 
-void prepare(Driver& driver, const Geometry& geometry, ExtensionPart& part) {
+// False: gave way.
+bool prepare(Driver& driver, const Geometry& geometry, ExtensionPart& part,
+             const GiveWay& give_way) {
   const CallScope scope(part.vtensor);
-  p_create(driver, geometry.chunk_bytes, part.copies);
-  p_create(driver, geometry.chunk_bytes, part.rows);
+  for (std::vector<Claim>* claims : {&part.copies, &part.rows}) {
+    if (!p_create(driver, geometry.chunk_bytes, *claims, give_way)) return false;
+  }
   for (size_t i = 0; i < part.copies.size(); ++i) {
     const size_t column = part.copied_columns[i];
     const size_t entry = part.copied_row * geometry.row_chunks + column;
@@ -34,6 +37,7 @@ void prepare(Driver& driver, const Geometry& geometry, ExtensionPart& part) {
     if (used > 0) driver.copy(part.rows[i].handle, 0, part.sources[i], 0, used);
     part.rows[i].dirty_bytes = std::max(part.rows[i].dirty_bytes, used);
   }
+  return true;
 }
 
 struct PartMapper {
@@ -90,8 +94,11 @@ size_t Extension::num_claims() const {
   return total;
 }
 
-void Extension::run(Driver& driver, const VSet& vset, const Geometry& geometry) {
-  for (ExtensionPart& part : parts) prepare(driver, geometry, part);
+bool Extension::run(Driver& driver, const VSet& vset, const Geometry& geometry,
+                    const GiveWay& give_way) {
+  for (ExtensionPart& part : parts) {
+    if (!prepare(driver, geometry, part, give_way)) return false;
+  }
   size_t done = 0;
   try {
     for (; done < parts.size(); ++done) PartMapper{driver, vset, geometry, parts[done]}.map_part();
@@ -108,6 +115,7 @@ void Extension::run(Driver& driver, const VSet& vset, const Geometry& geometry) 
     }
     std::rethrow_exception(first);
   }
+  return true;
 }
 
 }  // namespace vtensor

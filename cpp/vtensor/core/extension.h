@@ -41,8 +41,10 @@ struct Extension {
 
   size_t num_claims() const;
   // Creates, scrubs, copies and maps. On failure everything is undone (but for created chunks,
-  // which the claims remember) and the error is rethrown.
-  void run(Driver& driver, const VSet& vset, const Geometry& geometry);
+  // which the claims remember) and the error is rethrown. False: it gave way while it created and
+  // scrubbed, and nothing is mapped.
+  bool run(Driver& driver, const VSet& vset, const Geometry& geometry,
+           const GiveWay& give_way = nullptr);
 };
 
 }  // namespace vtensor

@@ -28,8 +28,10 @@ std::optional<std::vector<Claim>> p_claim(Pool& pool, size_t num_chunks, ScrubPo
   return claims;
 }
 
-void p_create(Driver& driver, size_t chunk_bytes, std::span<Claim> claims) {
+bool p_create(Driver& driver, size_t chunk_bytes, std::span<Claim> claims,
+              const GiveWay& give_way) {
   for (Claim& claim : claims) {
+    if (give_way && give_way()) return false;
     if (!claim.created) {
       claim.handle = driver.create(chunk_bytes);
       claim.created = true;
@@ -40,6 +42,7 @@ void p_create(Driver& driver, size_t chunk_bytes, std::span<Claim> claims) {
       claim.dirty_bytes = 0;
     }
   }
+  return true;
 }
 
 void p_commit(Pool& pool, std::span<const Claim> claims, uint64_t tenant) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <optional>
 #include <span>
 #include <vector>
@@ -39,9 +40,13 @@ void v_free(Pool& pool, SlotId slot);
 // changed) when neither free chunks nor the budget suffice.
 std::optional<std::vector<Claim>> p_claim(Pool& pool, size_t num_chunks, ScrubPolicy policy,
                                           uint64_t tenant);
-// pAlloc, driver: creates what has no memory and scrubs what is dirty. On failure the claims say
-// which chunks exist by now; the caller unclaims all of them.
-void p_create(Driver& driver, size_t chunk_bytes, std::span<Claim> claims);
+// Asked between chunks: whether to leave off, because somebody waits.
+using GiveWay = std::function<bool()>;
+// pAlloc, driver: creates what has no memory and scrubs what is dirty. Returns whether it came to
+// its end. If not, or on failure, the claims say which chunks exist by now; the caller unclaims all
+// of them.
+bool p_create(Driver& driver, size_t chunk_bytes, std::span<Claim> claims,
+              const GiveWay& give_way = nullptr);
 // Writes what p_create() did back to the pSet.
 void p_commit(Pool& pool, std::span<const Claim> claims, uint64_t tenant);
 // pFree of claims: undoes p_claim() after p_create() failed or was not wanted.

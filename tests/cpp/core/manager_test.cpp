@@ -5,68 +5,19 @@
 
 #include <atomic>
 #include <chrono>
-#include <future>
 #include <memory>
 #include <optional>
 #include <random>
-#include <span>
 #include <thread>
-#include <utility>
 #include <vector>
 
-#include "tests/cpp/support/core_fixture.h"
-#include "vtensor/driver/wrappers/forwarding_driver.h"
+#include "tests/cpp/support/manager_fixture.h"
 
 namespace vtensor {
 namespace {
 
-const KVSpec kSpec = UniformKV{.num_layers = 2,
-                               .num_kv_heads = 1,
-                               .head_dim = 128,
-                               .element_bytes = 4,
-                               .max_seq_len = 128,
-                               .layers_per_plane = 1};  // 512 bytes per token, four planes
-
-// Holds the first mapping up until it is let through.
-class GatedDriver final : public ForwardingDriver {
- public:
-  using ForwardingDriver::ForwardingDriver;
-  std::promise<void> entered;
-  std::promise<void> may_pass;
-
+class ServingTest : public ManagerTest {
  protected:
-  void before(DriverCall& call) override {
-    if (call.kind != CallKind::kMap || passed_.exchange(true)) return;
-    entered.set_value();
-    may_pass.get_future().wait();
-  }
-  void after(DriverCall&) noexcept override {}
-
- private:
-  std::atomic<bool> passed_ = false;
-};
-
-class ManagerTest : public DriverTest {
- protected:
-  std::shared_ptr<Manager> open(size_t budget_chunks = 256) {
-    return open(param_driver(), budget_chunks);
-  }
-
-  static std::shared_ptr<Manager> open(std::unique_ptr<Driver> driver, size_t budget_chunks = 256) {
-    ManagerOptions options;
-    options.max_requests = 12;
-    options.memory_budget = budget_chunks * kChunk;
-    options.chunk_bytes = kChunk;
-    options.swap_space_bytes = 256 * kChunk;
-    options.min_free_bytes = 4 * kChunk;
-    options.prefix_cache_bytes = 64 * kChunk;
-    return Manager::open(std::move(driver), kSpec, options);
-  }
-
-  static bool extend(Manager& manager, VTensorId id, size_t num_tokens) {
-    return manager.try_extend({&id, 1}, {&num_tokens, 1});
-  }
-
   // What one client of the manager does: a few requests from beginning to end.
   static void serve(Manager& manager, uint32_t seed, int num_requests) {
     std::mt19937 random(seed);
@@ -104,7 +55,7 @@ class ManagerTest : public DriverTest {
   }
 };
 
-TEST_P(ManagerTest, many_threads_serve_while_memory_is_short) {
+TEST_P(ServingTest, many_threads_serve_while_memory_is_short) {
   const auto manager = open(/*budget_chunks=*/160);
   std::atomic<bool> serving = true;
   std::jthread upkeep([&] {
@@ -137,7 +88,7 @@ TEST_P(ManagerTest, many_threads_serve_while_memory_is_short) {
   EXPECT_EQ(manager->stats().resident_bytes, 0U);
 }
 
-TEST_P(ManagerTest, close_while_others_are_busy_ends_them_with_an_error) {
+TEST_P(ServingTest, close_while_others_are_busy_ends_them_with_an_error) {
   for (uint32_t round = 0; round < 5; ++round) {
     const auto manager = open();
     std::vector<std::jthread> clients;
@@ -154,7 +105,7 @@ TEST_P(ManagerTest, close_while_others_are_busy_ends_them_with_an_error) {
   }
 }
 
-TEST_P(ManagerTest, a_manager_may_go_away_with_work_still_posted) {
+TEST_P(ServingTest, a_manager_may_go_away_with_work_still_posted) {
   for (int round = 0; round < 20; ++round) {
     const auto manager = open();
     for (int i = 0; i < 8; ++i) {
@@ -164,18 +115,7 @@ TEST_P(ManagerTest, a_manager_may_go_away_with_work_still_posted) {
   }
 }
 
-TEST_P(ManagerTest, release_waits_for_the_worker) {
-  const auto manager = open();
-  for (int round = 0; round < 50; ++round) {
-    const VTensorId id = *manager->try_create({}, "");
-    manager->pre_extend({id}, {64});
-    manager->release(id);
-  }
-  manager->drain();
-  manager->check_integrity();
-}
-
-TEST_P(ManagerTest, pre_extended_rows_make_the_step_free_of_driver_calls) {
+TEST_P(ServingTest, pre_extended_rows_make_the_step_free_of_driver_calls) {
   const auto manager = open();
   const VTensorId id = *manager->try_create({}, "");
   EXPECT_TRUE(extend(*manager, id, 8));
@@ -186,7 +126,7 @@ TEST_P(ManagerTest, pre_extended_rows_make_the_step_free_of_driver_calls) {
   EXPECT_EQ(manager->stats().driver[CallKind::kMap].num_calls, before);
 }
 
-TEST_P(ManagerTest, a_view_outlives_vtensor_and_manager) {
+TEST_P(ServingTest, a_view_outlives_vtensor_and_manager) {
   auto manager = open();
   const VTensorId id = *manager->try_create({}, "");
   EXPECT_TRUE(extend(*manager, id, 8));
@@ -200,7 +140,7 @@ TEST_P(ManagerTest, a_view_outlives_vtensor_and_manager) {
   EXPECT_TRUE(watched.expired());
 }
 
-TEST_P(ManagerTest, close_keeps_what_views_show_and_gives_it_back_when_they_end) {
+TEST_P(ServingTest, close_keeps_what_views_show_and_gives_it_back_when_they_end) {
   const auto manager = open();
   const VTensorId id = *manager->try_create({}, "");
   EXPECT_TRUE(extend(*manager, id, 8));
@@ -211,7 +151,7 @@ TEST_P(ManagerTest, close_keeps_what_views_show_and_gives_it_back_when_they_end)
   EXPECT_EQ(manager->stats().resident_bytes, 0U);
 }
 
-TEST_P(ManagerTest, views_end_on_other_threads_while_slots_are_reused) {
+TEST_P(ServingTest, views_end_on_other_threads_while_slots_are_reused) {
   const auto manager = open();
   std::vector<std::jthread> threads;
   for (int round = 0; round < 40; ++round) {
@@ -229,7 +169,7 @@ TEST_P(ManagerTest, views_end_on_other_threads_while_slots_are_reused) {
 }
 
 // The worker meets jobs that were posted before the manager fell asleep.
-TEST_P(ManagerTest, work_posted_before_sleep_maps_nothing_afterwards) {
+TEST_P(ServingTest, work_posted_before_sleep_maps_nothing_afterwards) {
   for (int round = 0; round < 30; ++round) {
     const auto manager = open();
     std::vector<VTensorId> ids;
@@ -247,28 +187,8 @@ TEST_P(ManagerTest, work_posted_before_sleep_maps_nothing_afterwards) {
   }
 }
 
-// Not even where the worker is in the middle of mapping: sleep waits for it.
-TEST_P(ManagerTest, sleep_waits_for_what_the_worker_maps) {
-  auto gated = std::make_unique<GatedDriver>(param_driver());
-  GatedDriver& gate = *gated;
-  const auto manager = open(std::move(gated));
-  const VTensorId id = *manager->try_create({}, "");
-  manager->pre_extend({id}, {40});
-  gate.entered.get_future().wait();
-  std::future<size_t> asleep = std::async(std::launch::async, [&] { return manager->sleep(""); });
-  EXPECT_EQ(asleep.wait_for(std::chrono::milliseconds(20)), std::future_status::timeout);
-  gate.may_pass.set_value();
-  asleep.wait();
-  manager->drain();
-  EXPECT_EQ(manager->stats().resident_bytes, 0U);
-  manager->check_integrity();
-  manager->wake();
-  EXPECT_TRUE(extend(*manager, id, 40));
-  manager->check_integrity();
-}
-
 // Who waits for the worker when the manager falls asleep must not go on in a sleeping pool.
-TEST_P(ManagerTest, many_threads_put_it_to_sleep_and_wake_it) {
+TEST_P(ServingTest, many_threads_put_it_to_sleep_and_wake_it) {
   const auto manager = open();
   std::vector<std::jthread> clients;
   for (uint32_t t = 0; t < 4; ++t) {
@@ -305,11 +225,11 @@ TEST_P(ManagerTest, many_threads_put_it_to_sleep_and_wake_it) {
   EXPECT_EQ(manager->stats().swapped_bytes, 0U);
 }
 
-TEST_P(ManagerTest, an_undersized_budget_is_refused_before_any_work) {
+TEST_P(ServingTest, an_undersized_budget_is_refused_before_any_work) {
   EXPECT_THROW(open(/*budget_chunks=*/3), std::invalid_argument);
 }
 
-VTENSOR_ON_EVERY_DRIVER(ManagerTest);
+VTENSOR_ON_EVERY_DRIVER(ServingTest);
 
 }  // namespace
 }  // namespace vtensor
