@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "vtensor/util/error.h"
@@ -67,6 +68,13 @@ void check_chunks(const Core& core) {
     expect(chunk.pins == counted[id].pins, "pin count of " + name);
     expect(chunk.parked_refs == counted[id].parked_refs, "count of parked entries of " + name);
     expect(pset.is_free(id) == (chunk.created && chunk.refs() == 0), "1, free set and " + name);
+    expect(pset.is_dirty_free(id) == (pset.is_free(id) && chunk.dirty_bytes > 0),
+           "set of free chunks to scrub and " + name);
+    expect(pset.is_absent(id) == (!chunk.created && chunk.refs() == 0),
+           "set of ids without memory and " + name);
+    expect(chunk.appender != kNoVTensor || core.state.claimed.contains(id) || chunk.refs() == 0 ||
+               chunk.written_bytes <= chunk.dirty_bytes,
+           "what is written of " + name + " is dirty");
     expect(chunk.refs() == 0 || chunk.created || core.sleeper.is_asleep() ||
                core.state.claimed.contains(id),
            "referenced " + name + " has no memory");
@@ -128,9 +136,24 @@ void check_slots(const Core& core) {
     expect(entry.table.size() <= pool.geometry.max_rows() * pool.geometry.row_chunks,
            "3, " + name + " is mapped within its range");
     expect(entry.state != SlotState::kFree || entry.table.empty(), "free " + name + " is unmapped");
+    expect(pool.vset.is_free(slot) == (entry.state == SlotState::kFree),
+           "the set of free slots and " + name);
+  }
+  std::unordered_set<SlotId> listed;  // in one list, once
+  for (const SlotId slot : pool.vset.parked()) {
+    expect(pool.vset[slot].state == SlotState::kParked && listed.insert(slot).second,
+           "the parked list holds parked slots once");
+  }
+  uint64_t last_epoch = 0;
+  for (const auto& [epoch, slot] : core.retirement.retiring()) {
+    expect(pool.vset[slot].state == SlotState::kRetiring && listed.insert(slot).second,
+           "the retiring list holds retiring slots once");
+    expect(epoch >= last_epoch, "the retiring list is in the order of epochs");
+    last_epoch = epoch;
   }
   expect(parked == pool.vset.parked().size(), "the parked list holds the parked slots");
-  expect(retiring == core.retirement.num_retiring(), "the retiring list holds the retiring slots");
+  expect(retiring == core.retirement.retiring().size(),
+         "the retiring list holds the retiring slots");
   expect(broken == core.vtensors.num_broken(), "count of broken slots");
 }
 
@@ -199,6 +222,54 @@ void check_vtensor(const Core& core, const VTensor& vtensor) {
   }
 }
 
+// Whoever may write into a chunk writes beyond the first `num_tokens` tokens that are seen in it
+// at `row`.
+void expect_frozen(const Core& core, ChunkId id, size_t row, size_t num_tokens) {
+  const Pool& pool = core.state.pool;
+  if (id == kNoChunk || pool.pset[id].appender == kNoVTensor) return;
+  const VTensor& appender = core.vtensors.live(pool.pset[id].appender);
+  const size_t seen = std::min(num_tokens, pool.geometry.tokens_in(row + 1));
+  expect(seen <= appender.frozen_tokens, "vTensor " + std::to_string(appender.id) +
+                                             " froze what others see in row " +
+                                             std::to_string(row));
+}
+
+// Tokens of a live vTensor that others alias or that are recorded are never written again.
+void check_frozen(const Core& core) {
+  const Pool& pool = core.state.pool;
+  const size_t row_chunks = pool.geometry.row_chunks;
+  for (const VTensorId id : core.vtensors.live_ids()) {
+    const VTensor& reader = core.vtensors.live(id);
+    const std::vector<ChunkId>& table = pool.vset[reader.slot].table;
+    for (size_t i = 0; i < table.size(); ++i) {
+      if (table[i] == kNoChunk || pool.pset[table[i]].appender == id) continue;
+      expect_frozen(core, table[i], i / row_chunks, reader.num_tokens);
+    }
+  }
+  pool.rtree.for_each([&](const RNode& node, const std::string&) {
+    const size_t first_row = pool.geometry.full_rows(node.start);
+    for (size_t i = 0; i < node.rows.size(); ++i) {
+      expect_frozen(core, node.rows[i], first_row + i / row_chunks, node.end());
+    }
+  });
+}
+
+// Every leaf that is not pinned stands in the order of eviction, by its last use, and nothing else.
+void check_eviction_order(const RTree& rtree) {
+  size_t num_leaves = 0;
+  rtree.for_each([&](const RNode& node, const std::string&) {
+    for (const auto& [token, child] : node.children) {
+      expect(child->parent == &node && child->start == node.end() && child->tokens.front() == token,
+             "a node of the rTree goes on where its parent ends");
+    }
+    if (!node.children.empty() || node.num_pins > 0) return;
+    ++num_leaves;
+    expect(rtree.leaves().contains({node.last_used, const_cast<RNode*>(&node)}),
+           "the order of eviction holds every unpinned leaf by its last use");
+  });
+  expect(num_leaves == rtree.leaves().size(), "the order of eviction holds unpinned leaves only");
+}
+
 void check_tree(const Core& core) {
   const Pool& pool = core.state.pool;
   size_t num_tokens = 0;
@@ -232,7 +303,9 @@ void check_integrity(const Core& core) {
   check_slots(core);
   check_mappings(core);
   for (const VTensorId id : core.vtensors.live_ids()) check_vtensor(core, core.vtensors.live(id));
+  if (!core.sleeper.is_asleep()) check_frozen(core);
   check_tree(core);
+  check_eviction_order(core.state.pool.rtree);
 }
 
 }  // namespace vtensor

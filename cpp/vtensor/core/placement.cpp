@@ -57,7 +57,7 @@ void Placement::scrub_rows(SlotId slot, size_t first_row, size_t end_row, uint64
     Chunk& chunk = pool_.pset[table[i]];
     if (!needs_scrub(chunk, state_.options.scrub, tenant)) continue;
     pool_.driver->fill(chunk.handle, 0, chunk.dirty_bytes, std::byte{0});
-    chunk.dirty_bytes = 0;
+    chunk.dirty_bytes = chunk.written_bytes = 0;
   }
 }
 

@@ -26,7 +26,9 @@ class Retirement {
   void reap();
   // The same for all slots: waits for their steps. Nothing while a step is open.
   void reap_all();
-  size_t num_retiring() const { return retiring_.size(); }
+  // With the last epoch that may read each, oldest first.
+  using Retiring = std::deque<std::pair<uint64_t, SlotId>>;
+  const Retiring& retiring() const { return retiring_; }
   // Waits for every step, one without end() as well, and reaps.
   void finish_steps();
 
@@ -36,7 +38,7 @@ class Retirement {
 
   CoreState& state_;
   VTensorTable& vtensors_;
-  std::deque<std::pair<uint64_t, SlotId>> retiring_;  // with the last epoch that may read it
+  Retiring retiring_;
 };
 
 }  // namespace vtensor

@@ -20,6 +20,7 @@ void PSet::change(ChunkId id, Change&& apply) {
   count(chunk, 1);
   if (chunk.refs() == 0) {
     chunk.appender = kNoVTensor;
+    chunk.written_bytes = 0;  // nobody goes on there
     put_back(id);
   }
 }

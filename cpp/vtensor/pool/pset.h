@@ -74,7 +74,9 @@ class PSet {
   size_t num_free() const { return free_.size(); }
   size_t num_referenced() const { return num_created_ - free_.size(); }
   bool is_free(ChunkId id) const { return free_.contains(id); }
+  bool is_absent(ChunkId id) const { return absent_.contains(id); }
   size_t num_dirty_free() const { return dirty_free_.size(); }
+  bool is_dirty_free(ChunkId id) const { return dirty_free_.contains(id); }
   size_t num_idle() const { return num_idle_; }  // see Chunk::idle()
   size_t num_idle_unrecorded() const { return num_idle_unrecorded_; }
   size_t num_shared() const { return num_shared_; }      // see Chunk::shared()

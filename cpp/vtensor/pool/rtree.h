@@ -108,11 +108,13 @@ class RTree {
 
   size_t num_tokens() const { return num_tokens_; }
   const std::multimap<std::string, Pin>& pins() const { return pins_; }
+  // What evict() goes through, in this order; the first use by which it goes stands first.
+  using LeafKey = std::pair<uint64_t, RNode*>;
+  const std::set<LeafKey>& leaves() const { return leaves_; }
   // Calls visit(node, salt) for every node but the roots, parents first.
   void for_each(const std::function<void(const RNode&, const std::string& salt)>& visit) const;
 
  private:
-  using LeafKey = std::pair<uint64_t, RNode*>;
   static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
   RNode& root(const std::string& salt);

@@ -54,6 +54,7 @@ class VSet {
   const Slot& operator[](SlotId id) const { return slots_[id]; }
   size_t num_slots() const { return slots_.size(); }
   size_t num_free() const { return free_.size(); }
+  bool is_free(SlotId slot) const { return free_.contains(slot); }
   const std::list<SlotId>& parked() const { return parked_; }  // least recently parked first
   size_t reserved_bytes() const;
 

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <ostream>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -47,12 +48,59 @@ const std::vector<Corruption> kCorruptions = {
      }},
     {"FrozenTokens", "froze tokens",
      [](World& world, VTensorId id) { world.core.vtensors.live(id).frozen_tokens = 11; }},
+    {"FrozenTooFew", "froze what others see in row 2",
+     [](World& world, VTensorId id) { world.core.vtensors.live(id).frozen_tokens = 8; }},
+    {"Leaves", "order of eviction holds every unpinned leaf",
+     [](World& world, VTensorId) {
+       RTree& rtree = world.faulty.pool.rtree;
+       rtree.unpin("pin");
+       ++rtree.leaves().begin()->second->last_used;
+     }},
+    {"LeavesThatArePinned", "order of eviction holds unpinned leaves only",
+     [](World& world, VTensorId) {
+       RTree& rtree = world.faulty.pool.rtree;
+       const size_t pinned = rtree.pin("", kPrompt, "other", 0);
+       ASSERT_EQ(pinned, kPrompt.size());
+       auto& leaves = const_cast<std::set<RTree::LeafKey>&>(rtree.leaves());
+       leaves.insert({0, nullptr});
+     }},
     {"PeakTokens", "peak length",
      [](World& world, VTensorId id) { world.core.vtensors.live(id).peak_tokens = 9; }},
     {"DirtyBytes", "dirty and written bytes",
      [](World& world, VTensorId id) { chunk_of(world, id).dirty_bytes = kChunk + 1; }},
     {"WrittenBytes", "dirty and written bytes",
      [](World& world, VTensorId id) { chunk_of(world, id).written_bytes = kChunk + 1; }},
+    {"WrittenBeyondDirty", "what is written of chunk 0 is dirty",
+     [](World& world, VTensorId id) {
+       world.core.vtensors.freeze_rows(world.core.vtensors.live(id), 1);
+       chunk_of(world, id).dirty_bytes = 0;
+     }},
+    {"FreeChunkToScrub", "set of free chunks to scrub",
+     [](World& world, VTensorId) {
+       const VTensorId other = world.make(tokens_from(500, 4), 'b');
+       const ChunkId id = world.faulty.pool.vset[world.core.vtensors.live(other).slot].table[0];
+       world.core.retirement.release(other);
+       world.core.reclaimer.evict(64);
+       ASSERT_TRUE(world.faulty.pool.pset.is_free(id));
+       world.faulty.pool.pset[id].dirty_bytes = 0;
+     }},
+    {"FreeSlot", "the set of free slots",
+     [](World& world, VTensorId) { world.faulty.pool.vset[3].state = SlotState::kHeld; }},
+    {"ParkedTwice", "the parked list holds parked slots once",
+     [](World& world, VTensorId) {
+       Pool& pool = world.faulty.pool;
+       const SlotId slot = pool.vset.take_free();
+       pool.vset.park(slot);
+       pool.vset.park(slot);
+     }},
+    {"RetiringElsewhere", "the retiring list holds retiring slots once",
+     [](World& world, VTensorId) {
+       world.core.state.epochs.begin();
+       const VTensorId other = *world.core.placement.create({}, "");
+       const SlotId slot = world.core.vtensors.live(other).slot;
+       world.core.retirement.release(other);
+       world.faulty.pool.vset.park(slot);
+     }},
     {"GuardedRows", "guards mapped rows only",
      [](World& world, VTensorId id) {
        world.faulty.pool.vset[world.core.vtensors.live(id).slot].guarded_rows = 4;
