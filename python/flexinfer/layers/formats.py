@@ -11,7 +11,7 @@ import torch
 
 from flexinfer.layers import host_linear
 from flexinfer.layers.host_linear import HostLinear
-from flexinfer.layers.linear import WHOLE, Linear, PlainLinear, Shard, WeightFormat
+from flexinfer.layers.linear import Linear, PlainLinear, WeightFormat
 from flexinfer.layers.onednn_linear import OneDnnLinear, can_pack
 
 FORMATS: dict[WeightFormat, type[Linear]] = {
@@ -44,12 +44,10 @@ def best_format(weight: torch.Tensor) -> WeightFormat:
     return WeightFormat.ONEDNN if is_better else WeightFormat.PLAIN
 
 
-def make_linear(
-    *linears: Any, shard: Shard = WHOLE, weight_format: WeightFormat | None = None
-) -> Linear:
+def make_linear(*linears: Any, weight_format: WeightFormat | None = None) -> Linear:
     """One layer whose output is theirs, one after the other. linears: torch.nn.Linear or Conv1D;
     weight_format: None is `best_format`."""
-    parts = [shard.cut(weight_of(linear), linear.bias) for linear in linears]
+    parts = [(weight_of(linear), linear.bias) for linear in linears]
     weight, bias = parts[0]
     if len(parts) > 1:
         weight = torch.cat([weight.detach() for weight, _ in parts])

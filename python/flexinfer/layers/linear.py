@@ -1,9 +1,10 @@
-"""Linear: a linear layer whose weight lies in one of several formats, whole or as one shard.
+"""Linear: a linear layer whose weight lies in one of several formats.
 
-    make_linear(q_proj, k_proj, v_proj, shard=Shard(OUTPUTS, 0, 2))
-        cut each weight    Shard         which outputs or inputs are computed here
+    make_linear(q_proj, k_proj, v_proj)
         join them          one product in place of three
         lay it out         WeightFormat  in what order the kernel reads it (`formats.py`)
+
+A rank's shard of a layer has been cut before (`models/sharding.py`): it is a layer like any other.
 
 In a compiled model a layer is the operator flexinfer::linear, as a compiled graph can take no
 opaque weight for its input: the operator finds it by the layer's number.
@@ -12,7 +13,6 @@ opaque weight for its input: the operator finds it by the layer's number.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from itertools import count
@@ -41,41 +41,6 @@ class WeightFormat(Enum):
     """oneDNN's own blocks; `OneDnnLinear`."""
     HOST = "host"
     """oneDNN's blocks that are panels, which our own kernel reads too; `HostLinear`."""
-
-
-class ShardDim(Enum):
-    """Along what a weight [out_features, in_features] is cut."""
-
-    OUTPUTS = 0
-    """Results are parts, one after the other."""
-    INPUTS = 1
-    """Results are to be added; the bias belongs to shard 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The `index`-th of `count` equal parts of a layer."""
-
-    dim: ShardDim = ShardDim.OUTPUTS
-    index: int = 0
-    count: int = 1
-
-    def cut(
-        self, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This part of a layer: views. Raises ValueError if the parts were not equal."""
-        if self.count == 1:
-            return weight, bias
-        size = weight.shape[self.dim.value]
-        if size % self.count:
-            raise ValueError(f"{size} {self.dim.name.lower()} do not make {self.count} equal parts")
-        weight = weight.chunk(self.count, dim=self.dim.value)[self.index]
-        if bias is None or self.dim is ShardDim.INPUTS:
-            return weight, bias if self.index == 0 else None
-        return weight, bias.chunk(self.count)[self.index]
-
-
-WHOLE = Shard()
 
 
 class Linear(torch.nn.Module, ABC):

@@ -20,7 +20,7 @@ from flexinfer import LLM, SamplingParams
 from flexinfer.layers import fuse, mlp
 from flexinfer.layers.formats import make_linear
 from flexinfer.layers.fuse import fuse_layers
-from flexinfer.layers.linear import Linear, Shard, ShardDim, WeightFormat
+from flexinfer.layers.linear import Linear, WeightFormat
 from flexinfer.layers.mlp import GatedMLP
 from flexinfer.layers.norm import RMSNorm
 from flexinfer.layers.onednn_linear import can_pack
@@ -200,34 +200,6 @@ def test_joined_layers_are_one_after_the_other() -> None:
     with torch.inference_mode():
         expected = torch.cat([linear(x) for linear in linears], dim=-1)
         torch.testing.assert_close(make_linear(*linears)(x), expected)
-
-
-@pytest.mark.parametrize("weight_format", [WeightFormat.PLAIN, None])
-def test_shards_of_a_layer_make_the_layer(weight_format: WeightFormat | None) -> None:
-    torch.manual_seed(0)
-    linears = [torch.nn.Linear(64, 32), torch.nn.Linear(64, 96, bias=False)]
-    x = torch.randn(5, 64)
-    settings: dict[str, Any] = {"weight_format": weight_format}
-    with torch.inference_mode():
-        parts = [
-            make_linear(*linears, shard=Shard(ShardDim.OUTPUTS, i, 2), **settings)(x)
-            for i in range(2)
-        ]
-        heads = [part.split((16, 48), dim=-1) for part in parts]
-        for linear, halves in zip(linears, zip(*heads, strict=True), strict=True):
-            torch.testing.assert_close(torch.cat(halves, dim=-1), linear(x))
-        sums = [
-            make_linear(linears[0], shard=Shard(ShardDim.INPUTS, i, 2), **settings)(
-                x[:, 32 * i : 32 * (i + 1)].contiguous()
-            )
-            for i in range(2)
-        ]
-        torch.testing.assert_close(sums[0] + sums[1], linears[0](x))
-
-
-def test_a_layer_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="32 outputs do not make 3 equal parts"):
-        make_linear(plain_linear(32), shard=Shard(ShardDim.OUTPUTS, 0, 3))
 
 
 def test_a_norm_with_another_formula_stays() -> None:
