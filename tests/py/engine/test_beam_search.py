@@ -13,11 +13,10 @@ from flexinfer import (
     LLM,
     BeamSearchParams,
     EngineError,
-    LLMEngine,
     RequestError,
     SamplingParams,
-    VTensor,
 )
+from helpers.engine_kit import check_nothing_is_left
 from helpers.idle_manager import available_bytes
 from helpers.tiny_models import (
     VOCAB_SIZE,
@@ -47,13 +46,6 @@ def module_llm() -> Iterator[LLM]:
 def llm(module_llm: LLM) -> Iterator[LLM]:
     yield module_llm
     check_nothing_is_left(module_llm.llm_engine)
-
-
-def check_nothing_is_left(engine: LLMEngine) -> None:
-    engine.manager.check_integrity()
-    assert not engine.has_unfinished_requests()
-    assert engine.get_num_unfinished_requests() == 0
-    assert engine.manager.stats().num_vtensors == 0
 
 
 def set_eos(llm: LLM, eos: list[int]) -> None:
@@ -280,25 +272,6 @@ def test_a_failing_step_ends_the_search(llm: LLM, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(llm.llm_engine.runner.backend, "forward", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         llm.beam_search([[1, 2, 3]], BeamSearchParams(beam_width=2), use_tqdm=False)
-
-
-@pytest.mark.parametrize("num_forks", [0, 1, 2])
-def test_a_fork_that_fails_ends_the_whole_group_and_no_step(
-    llm: LLM, num_forks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fork, num_left = VTensor.fork, num_forks
-
-    def broken(self: VTensor) -> VTensor:
-        nonlocal num_left
-        num_left -= 1
-        return fork(self) if num_left >= 0 else 1 / 0
-
-    monkeypatch.setattr(VTensor, "fork", broken)
-    llm.llm_engine.add_request("a", [1, 2, 3], BeamSearchParams(beam_width=4, max_tokens=9))
-    (output,) = llm.llm_engine.step()
-    assert {completion.finish_reason for completion in output.outputs} == {"error"}
-    assert "ZeroDivisionError" in str(output.outputs[0].stop_reason)
-    check_nothing_is_left(llm.llm_engine)
 
 
 def test_a_search_that_finds_no_memory_says_so() -> None:

@@ -9,8 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from flexinfer import BeamSearchParams, LLMEngine, SamplingParams
+from flexinfer import BeamSearchParams, LLMEngine, SamplingParams, VTensor
 from flexinfer.config import EngineConfig
+from helpers.engine_kit import check_nothing_is_left
 from helpers.tiny_models import make_model, random_prompts
 
 NUM_REQUESTS = 14
@@ -53,10 +54,8 @@ def run(engine: LLMEngine, requests: list[Any]) -> list[Any]:
     return final
 
 
-def check_nothing_is_left(engine: LLMEngine) -> None:
-    engine.manager.check_integrity()
-    assert engine.get_num_unfinished_requests() == 0
-    assert engine.manager.stats().num_vtensors == 0
+def check_that_all_memory_returns(engine: LLMEngine) -> None:
+    check_nothing_is_left(engine)
     engine.manager.drain()  # the worker may be creating chunks still
     engine.manager.reset_prefix_cache()
     engine.manager.trim()
@@ -101,5 +100,31 @@ def test_disturbed_requests_say_what_they_say_alone(settings: dict[str, Any], se
     for i, tokens in enumerate(expected):
         if str(i) not in aborted:
             assert [c.token_ids for c in final[str(i)].outputs] == tokens, requests[i]
-    check_nothing_is_left(engine)
+    check_that_all_memory_returns(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("num_forks", [0, 1, 2])
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(n=5, max_tokens=9), BeamSearchParams(beam_width=4, max_tokens=9)],
+    ids=["samples", "beams"],
+)
+def test_a_fork_that_fails_ends_the_whole_group_and_no_step(
+    params: Any, num_forks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork, num_left = VTensor.fork, num_forks
+
+    def broken(self: VTensor) -> VTensor:
+        nonlocal num_left
+        num_left -= 1
+        return fork(self) if num_left >= 0 else 1 / 0
+
+    monkeypatch.setattr(VTensor, "fork", broken)
+    engine = make_engine()
+    engine.add_request("a", [1, 2, 3], params)
+    (output,) = engine.step()
+    assert {completion.finish_reason for completion in output.outputs} == {"error"}
+    assert "ZeroDivisionError" in str(output.outputs[0].stop_reason)
+    check_that_all_memory_returns(engine)
     engine.close()

@@ -14,8 +14,9 @@ torch = pytest.importorskip("torch")
 
 import transformers as tf
 
-from flexinfer import LLM, LLMEngine, RequestError, RequestOutputKind, SamplingParams, VTensor
+from flexinfer import LLM, LLMEngine, RequestError, RequestOutputKind, SamplingParams
 from flexinfer.config import EngineConfig
+from helpers.engine_kit import check_nothing_is_left
 from helpers.idle_manager import available_bytes
 from helpers.tiny_models import make_model, make_tokenizer, random_prompts, reference
 
@@ -33,13 +34,6 @@ def llm() -> Iterator[LLM]:
     with make_llm() as llm:
         yield llm
         check_nothing_is_left(llm.llm_engine)
-
-
-def check_nothing_is_left(engine: LLMEngine) -> None:
-    engine.manager.check_integrity()
-    assert not engine.has_unfinished_requests()
-    assert engine.get_num_unfinished_requests() == 0
-    assert engine.manager.stats().num_vtensors == 0
 
 
 def generate(llm: LLM, prompts: Any, params: Any) -> Any:
@@ -294,25 +288,6 @@ def test_a_failing_step_ends_the_whole_group(llm: LLM) -> None:
         engine.step()
     engine.runner.backend.forward = forward  # type: ignore[method-assign]
     check_nothing_is_left(engine)
-
-
-@pytest.mark.parametrize("num_forks", [0, 1, 2])
-def test_a_fork_that_fails_ends_the_whole_group_and_no_step(
-    llm: LLM, num_forks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fork, num_left = VTensor.fork, num_forks
-
-    def broken(self: VTensor) -> VTensor:
-        nonlocal num_left
-        num_left -= 1
-        return fork(self) if num_left >= 0 else 1 / 0
-
-    monkeypatch.setattr(VTensor, "fork", broken)
-    llm.llm_engine.add_request("a", [1, 2, 3], SamplingParams(n=5, max_tokens=9))
-    (output,) = llm.llm_engine.step()
-    assert {completion.finish_reason for completion in output.outputs} == {"error"}
-    assert "ZeroDivisionError" in str(output.outputs[0].stop_reason)
-    check_nothing_is_left(llm.llm_engine)
 
 
 def test_a_prompt_that_finds_no_memory_ends_all_its_samples() -> None:

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from flexinfer import AsyncLLM, LLMEngine, RequestOutputKind, SamplingParams
+from flexinfer import AsyncLLM, RequestOutputKind, SamplingParams
+from helpers.engine_kit import check_nothing_is_left
 from helpers.tiny_models import make_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -34,13 +35,6 @@ def with_llm(scenario: Callable[[AsyncLLM], Awaitable[None]], **settings: Any) -
         assert "flexinfer-engine" not in {thread.name for thread in threading.enumerate()}
 
     asyncio.run(asyncio.wait_for(main(), 300))
-
-
-def check_nothing_is_left(engine: LLMEngine) -> None:
-    engine.manager.check_integrity()
-    assert not engine.has_unfinished_requests()
-    assert engine.get_num_unfinished_requests() == 0
-    assert engine.manager.stats().num_vtensors == 0
 
 
 async def until_idle(llm: AsyncLLM) -> None:

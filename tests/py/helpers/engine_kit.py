@@ -57,6 +57,13 @@ def run(engine: LLMEngine, prompts: list[list[int]], num_new: int) -> dict[str, 
     return drain(engine)
 
 
+def check_nothing_is_left(engine: LLMEngine) -> None:
+    engine.manager.check_integrity()
+    assert not engine.has_unfinished_requests()
+    assert engine.get_num_unfinished_requests() == 0
+    assert engine.manager.stats().num_vtensors == 0
+
+
 def check(
     final: dict[str, RequestOutput], prompts: list[list[int]], num_new: int = NUM_NEW
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,20 +15,14 @@ from flexinfer.layers import host_linear
 from flexinfer.layers import rows as row_ops
 from flexinfer.layers.host_linear import HostLinear, in_panels, multiply_panels
 from flexinfer.runtime.kernels import DTYPES, available_isas
+from helpers.each_isa import each_isa
 
 EXAMPLES = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
-@pytest.fixture(params=available_isas())
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    kernel = host_linear.make_kernel(request.param)
-    monkeypatch.setattr(host_linear, "kernel", lambda: kernel)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield request.param
-    torch.set_num_threads(before)
+isa = each_isa(host_linear, available_isas())
 
 
 def multiply(x: Any, weight: Any, bias: Any, residual: Any, output: Any) -> None:

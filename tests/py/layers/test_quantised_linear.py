@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -15,6 +13,7 @@ from flexinfer import _kernels
 from flexinfer.layers import quantised_linear
 from flexinfer.layers.quantised import QuantisedTensor, Scheme, quantise_inputs
 from flexinfer.layers.quantised_linear import QuantisedLinear
+from helpers.each_isa import each_isa
 
 EXAMPLES = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -22,14 +21,7 @@ EXAMPLES = settings(
 SCHEMES = ("int8", "int4", "int4-g64", "int4-g128-zp")
 
 
-@pytest.fixture(params=_kernels.available_quantised_isas())
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    kernel = quantised_linear.make_kernel(request.param)
-    monkeypatch.setattr(quantised_linear, "kernel", lambda: kernel)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield request.param
-    torch.set_num_threads(before)
+isa = each_isa(quantised_linear, _kernels.available_quantised_isas())
 
 
 def grouped_bytes(weight: torch.Tensor, group: int) -> QuantisedTensor:

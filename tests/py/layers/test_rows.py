@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from flexinfer.layers import rows as row_ops
 from flexinfer.runtime.kernels import available_isas
+from helpers.each_isa import each_isa
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = st.sampled_from([0, 1, 3, 33, 200])
@@ -23,14 +22,7 @@ EXAMPLES = settings(
 )
 
 
-@pytest.fixture(params=available_isas())
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    kernel = row_ops.make_kernel(request.param)
-    monkeypatch.setattr(row_ops, "kernel", lambda: kernel)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield request.param
-    torch.set_num_threads(before)
+isa = each_isa(row_ops, available_isas())
 
 
 def check(output: torch.Tensor, expected: torch.Tensor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from flexinfer.runtime.kernels import available_isas
 from flexinfer.sampling import host_sampler
 from flexinfer.sampling.host_sampler import draw_rows, sample_rows
+from helpers.each_isa import each_isa
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXAMPLES = settings(
@@ -22,14 +22,7 @@ EXAMPLES = settings(
 )
 
 
-@pytest.fixture(params=available_isas())
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    kernel = host_sampler.make_kernel(request.param)
-    monkeypatch.setattr(host_sampler, "kernel", lambda: kernel)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield request.param
-    torch.set_num_threads(before)
+isa = each_isa(host_sampler, available_isas())
 
 
 def kept_probabilities(
