@@ -45,14 +45,6 @@ nb::dict dtypes() {
   return found;
 }
 
-nb::dict panel_widths() {
-  nb::dict found;
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-    found[kDTypeNames[static_cast<size_t>(dtype)]] = panel_columns(dtype);
-  }
-  return found;
-}
-
 Plan make_plan(const SegmentArray& segments, const std::vector<SharedTuple>& shared,
                const PlanOptions& options) {
   std::vector<Segment> rows(segments.shape(0));
@@ -211,6 +203,10 @@ void bind_linear(nb::module_& m) {
           "start_threads"_a = 0, "isa"_a = "")
       .def_prop_ro("isa", [](const Linear& self) { return self.isa().name; })
       .def(
+          "panel_columns",
+          [](const Linear& self, size_t dtype) { return self.panel_columns(dtype_of(dtype)); },
+          "dtype"_a, "Outputs that stand side by side in a packed weight.")
+      .def(
           "has_many_rows",
           [](const Linear& self, size_t dtype, int64_t depth) {
             return self.has_many_rows(dtype_of(dtype), depth);
@@ -341,7 +337,6 @@ NB_MODULE(_kernels, m) {
   m.doc() = "Attention and row operations on the CPU. Internal; see runtime.kernels.";
   m.def("available_isas", &isa_names, "Instruction sets that this build and this CPU both have.");
   m.attr("DTYPES") = dtypes();
-  m.attr("PANEL_COLUMNS") = panel_widths();
   bind_plan(m);
   bind_attention(m);
   bind_row_ops(m);

@@ -14,8 +14,6 @@ def available_isas() -> list[str]:
 
 DTYPES: dict = {'float32' : 0, 'bfloat16' : 1, 'float16' : 2}
 
-PANEL_COLUMNS: dict = {'float32' : 64, 'bfloat16' : 32}
-
 class Plan:
     """What one step's attention consists of, the same for all layers."""
 
@@ -73,6 +71,9 @@ class Linear:
 
     @property
     def isa(self) -> str: ...
+
+    def panel_columns(self, dtype: int) -> int:
+        """Outputs that stand side by side in a packed weight."""
 
     def has_many_rows(self, dtype: int, depth: int) -> bool:
         """Whether a prefill's many rows of such a layer are fast."""

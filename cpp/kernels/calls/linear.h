@@ -12,12 +12,9 @@ namespace vtensor::kernels {
 // A packed bfloat16 weight holds pairs of inputs, and AMX sums over this many at once.
 inline constexpr int kPanelDepth = 32;
 
-// Outputs of a linear layer that stand side by side in its packed weight.
-constexpr int panel_columns(DType dtype) { return dtype == DType::kFloat32 ? 64 : 32; }
-
 // output = x weight^T + bias + residual. Weight [columns, depth] is packed in panels, as oneDNN
-// packs it: float32 [panels, depth, 64], bfloat16 [panels, depth / 2, 32, 2]; the last panel is
-// filled up with zeros. Rows are dense.
+// packs it: float32 [panels, depth, 64], bfloat16 [panels, depth / 2, 32 or 64, 2]
+// (Isa::panel_columns); the last panel is filled up with zeros. Rows are dense.
 struct LinearCall {
   const void* x = nullptr;         // [rows, depth]
   const void* panels = nullptr;    // aligned to 64 bytes

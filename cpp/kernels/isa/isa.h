@@ -27,6 +27,8 @@ struct Isa {
   void (*rms_norm[kNumDTypes])(const RowCall&, int64_t begin, int64_t end);
   void (*silu_mul[kNumDTypes])(const RowCall&, int64_t begin, int64_t end);
   void (*rotate[kNumDTypes])(const RotaryCall&, int64_t begin, int64_t end);
+  // Outputs that stand side by side in the packed weight of a linear layer.
+  int panel_columns[kNumDTypes];
   // Panels [begin, end), for all rows. None for float16.
   void (*linear[kNumDTypes])(const LinearCall&, int64_t num_rows, int64_t begin, int64_t end);
   // For at least kMinManyRows rows on AMX, with a depth that is a multiple of kPanelDepth, else

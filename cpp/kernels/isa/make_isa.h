@@ -23,6 +23,7 @@ constexpr Isa make_isa(const char* name) {
           {rms_norm<float>, rms_norm<BFloat16>, rms_norm<Float16>},
           {silu_mul<float>, silu_mul<BFloat16>, silu_mul<Float16>},
           {rotate<float>, rotate<BFloat16>, rotate<Float16>},
+          {kPanelColumns<float>, kPanelColumns<BFloat16>, 0},
           {linear<float>, linear<BFloat16>, nullptr},
 #if defined(__AMX_BF16__)
           {amx_split_linear, amx_many_linear, nullptr},

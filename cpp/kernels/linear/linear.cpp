@@ -26,7 +26,8 @@ void Linear::forward(DType dtype, const LinearCall& call, int64_t num_rows, int 
     return;
   }
   const auto compute = isa_->linear[static_cast<size_t>(dtype)];
-  const int64_t width = panel_columns(dtype), num_panels = (call.columns + width - 1) / width;
+  const int64_t width = panel_columns(dtype);
+  const int64_t num_panels = (call.columns + width - 1) / width;
   const int64_t worth = 1 + num_rows * call.depth * call.columns / kWorkPerThread;
   const int64_t parts =
       parallel_.can_fork() ? std::min({worth, int64_t{num_threads}, num_panels}) : 1;
@@ -39,6 +40,10 @@ void Linear::forward(DType dtype, const LinearCall& call, int64_t num_rows, int 
   parallel_.run(static_cast<int>(parts), work);
 }
 
+int Linear::panel_columns(DType dtype) const {
+  return isa_->panel_columns[static_cast<size_t>(dtype)];
+}
+
 bool Linear::has_many_rows(DType dtype, int64_t depth) const {
   return isa_->linear_many[static_cast<size_t>(dtype)] != nullptr && depth % kPanelDepth == 0;
 }
@@ -48,7 +53,8 @@ bool Linear::has_many_rows(DType dtype, int64_t depth) const {
 void Linear::forward_many(DType dtype, const LinearCall& call, int64_t num_rows,
                           int num_threads) const {
   const auto compute = isa_->linear_many[static_cast<size_t>(dtype)];
-  const int64_t width = panel_columns(dtype), num_panels = (call.columns + width - 1) / width;
+  const int64_t width = panel_columns(dtype);
+  const int64_t num_panels = (call.columns + width - 1) / width;
   const bool by_rows = num_rows >= call.columns;
   const int64_t units = by_rows ? (num_rows + kRowStep - 1) / kRowStep : num_panels;
   const int64_t parts = parallel_.can_fork() ? std::min(int64_t{num_threads}, units) : 1;

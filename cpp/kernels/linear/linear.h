@@ -26,6 +26,9 @@ class Linear {
   // Throws std::bad_alloc where many rows want scratch memory.
   void forward(DType dtype, const LinearCall& call, int64_t num_rows, int num_threads) const;
 
+  // Outputs of a panel; 0 for float16.
+  int panel_columns(DType dtype) const;
+
   // Whether the Isa has a kernel for a prefill's many rows of such a layer.
   bool has_many_rows(DType dtype, int64_t depth) const;
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/calls/linear.h"
+#include "kernels/simd/pairs.h"
 #include "kernels/simd/rows.h"
 #include "kernels/simd/vec.h"
 
@@ -18,16 +19,20 @@ constexpr int64_t kSumDepth = 256;
 // How far ahead of the products memory is asked for.
 constexpr int64_t kStreamBytes = 2048;
 
+// Outputs of a panel: as oneDNN packs a weight where the same instructions are.
+#if defined(VTENSOR_HAS_PAIRS)
+constexpr int kPairColumns = 64;
+#else
+constexpr int kPairColumns = 32;
+#endif
 template <class T>
-constexpr DType kDType = sizeof(T) == 4 ? DType::kFloat32 : DType::kBFloat16;
-template <class T>
-constexpr int64_t kPanelColumns = panel_columns(kDType<T>);
+constexpr int64_t kPanelColumns = sizeof(T) == 4 ? 64 : kPairColumns;
 // Bytes of a panel for each step of its depth, a pair of inputs in bfloat16.
 template <class T>
 constexpr int64_t kStepBytes = kPanelColumns<T> * 4;
-// With AVX-512 6 x 4 of 32 registers accumulate float32, 6 x 2 of 16 before.
+// With AVX-512 6 x 4 of 32 registers accumulate, 6 x 2 of 16 before and where pairs are widened.
 template <class T>
-constexpr int kLinearVecs = kLanes == 16 && sizeof(T) == 4 ? 4 : 2;
+constexpr int kLinearVecs = kLanes == 16 && kPanelColumns<T> == 64 ? 4 : 2;
 
 VTENSOR_INLINE Vec widen_low(UVec pairs) { return from_bits(pairs << 16); }
 VTENSOR_INLINE Vec widen_high(UVec pairs) { return from_bits(pairs & 0xffff0000); }
@@ -50,8 +55,9 @@ struct RowPointers {
     for (int i = 0; i < (M + 3) / 4; ++i)
       base[i] = reinterpret_cast<const char*>(x) + 4 * i * stride;
   }
-  VTENSOR_INLINE T at(int m, int64_t bytes) const {
-    T value;
+  template <class V = T>
+  VTENSOR_INLINE V at(int m, int64_t bytes) const {
+    V value;
     __builtin_memcpy(&value, base[m / 4] + (m % 4) * stride + bytes, sizeof value);
     return value;
   }
@@ -94,6 +100,14 @@ VTENSOR_INLINE void multiply(const BFloat16* x, int64_t x_stride, const BFloat16
     UVec pairs[N];
     __builtin_memcpy(&pairs, panel, sizeof pairs);
     ahead.step();
+#if defined(VTENSOR_HAS_PAIRS)
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      const uint32_t x_pair = rows.template at<uint32_t>(m, k * 2);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) acc[m][n] = add_products(acc[m][n], x_pair, pairs[n]);
+    }
+#else
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
       const float even = widen(rows.at(m, k * 2)), odd = widen(rows.at(m, k * 2 + 2));
@@ -102,6 +116,7 @@ VTENSOR_INLINE void multiply(const BFloat16* x, int64_t x_stride, const BFloat16
         acc[m][n] += even * widen_low(pairs[n]) + odd * widen_high(pairs[n]);
       }
     }
+#endif
   }
 }
 

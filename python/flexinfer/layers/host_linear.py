@@ -4,8 +4,8 @@ AMX the many of a prefill.
 A decode step is bound by reading the weights. oneDNN and MKL reach their speed with hundreds of
 rows; with 1 to 64 of them they take up to twice as long as reading takes
 (docs/cpu_performance.md). The kernel (cpp/kernels/linear) reads the weight in the order in which
-oneDNN has packed it, so that both work on the same memory: panels of 64 (float32) or 32 (bfloat16)
-outputs. That order is oneDNN's own affair; whether it is this one is seen by comparison, once for
+oneDNN has packed it, so that both work on the same memory: panels of 64 outputs, 32 for AMX's
+bfloat16. That order is oneDNN's own affair; whether it is this one is seen by comparison, once for
 each shape.
 
 A prefill is bound by arithmetic. AMX multiplies bfloat16 alone, but sixteen times as fast as
@@ -27,13 +27,13 @@ from flexinfer.layers.onednn_linear import OneDnnLinear, can_pack, pack_weight
 from flexinfer.runtime.kernels import DTYPES
 from flexinfer.runtime.openmp import start_threads_address
 
-ISAS = {torch.float32: ("avx512", "amx"), torch.bfloat16: ("amx",)}
+ISAS = {
+    torch.float32: ("avx512", "avx512_bf16", "amx"),
+    torch.bfloat16: ("avx512_bf16", "amx"),
+}
 """Instruction sets with which the kernel was measured to be faster than oneDNN."""
 MAX_ROWS = {torch.float32: 64, torch.bfloat16: 48}
 """With more rows oneDNN is as fast, where the kernel has no way of its own for many rows."""
-PANEL_COLUMNS: dict[torch.dtype, int] = {
-    getattr(torch, name): width for name, width in _kernels.PANEL_COLUMNS.items()
-}
 DEPTH_STEP = {torch.float32: 1, torch.bfloat16: 32}
 COLUMNS_STEP = 16
 
@@ -50,7 +50,7 @@ def supports(weight: torch.Tensor) -> bool:
 
 def can_run(weight: torch.Tensor) -> bool:
     """Whether the kernel can compute this layer, on whatever CPU."""
-    if weight.device.type != "cpu" or weight.dtype not in PANEL_COLUMNS or weight.dim() != 2:
+    if weight.device.type != "cpu" or weight.dtype not in DEPTH_STEP or weight.dim() != 2:
         return False
     columns, depth = weight.shape
     return columns % COLUMNS_STEP == 0 and depth % DEPTH_STEP[weight.dtype] == 0 and depth > 0
@@ -70,11 +70,16 @@ def is_packed_in_panels(dtype: torch.dtype, columns: int, depth: int) -> bool:
     return found == ctypes.string_at(panels.data_ptr(), num_bytes)
 
 
+def panel_columns(dtype: torch.dtype) -> int:
+    """Outputs that stand side by side in a packed weight."""
+    return kernel().panel_columns(DTYPES[dtype])
+
+
 def in_panels(weight: torch.Tensor) -> torch.Tensor:
-    """float32 [panels, depth, 64], bfloat16 [panels, depth / 2, 32, 2] of a weight [columns,
+    """float32 [panels, depth, 64], bfloat16 [panels, depth / 2, 32 or 64, 2] of a weight [columns,
     depth]; zeros fill the last panel. REQUIRES `can_run`."""
     columns, depth = weight.shape
-    width = PANEL_COLUMNS[weight.dtype]
+    width = panel_columns(weight.dtype)
     weight = torch.cat((weight, weight.new_zeros(-columns % width, depth)))
     if weight.dtype == torch.bfloat16:
         return weight.view(-1, width, depth // 2, 2).permute(0, 2, 1, 3).contiguous()
@@ -129,7 +134,7 @@ def multiply_panels(
     if gates and (residual is not None or not can_gate(x, columns)):
         raise ValueError(
             f"gates take no residual, more than {MAX_ROWS[torch.bfloat16]} rows of bfloat16, AMX, "
-            f"and a multiple of {2 * PANEL_COLUMNS[torch.bfloat16]} outputs; got {tuple(x.shape)} "
+            f"and a multiple of {2 * panel_columns(torch.bfloat16)} outputs; got {tuple(x.shape)} "
             f"{x.dtype} and {columns} outputs on {kernel().isa}"
         )
     if x.dtype != dtype or not x.is_cpu or x.shape != (*output.shape[:-1], depth):
@@ -170,7 +175,7 @@ def can_gate(x: torch.Tensor, columns: int) -> bool:
     dtype, depth = x.dtype, x.shape[-1]
     return (
         dtype == torch.bfloat16
-        and columns % (2 * PANEL_COLUMNS[dtype]) == 0
+        and columns % (2 * panel_columns(dtype)) == 0
         and x.numel() > MAX_ROWS[dtype] * depth
         and kernel().has_many_rows(DTYPES[dtype], depth)
     )

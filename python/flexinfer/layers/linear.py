@@ -94,6 +94,13 @@ class PlainLinear(Linear):
         output = torch.nn.functional.linear(x, self.weight, self.bias)
         return output if residual is None else residual + output
 
+    def multiply_gates(self, x: torch.Tensor) -> torch.Tensor:
+        """In a graph by torch's operators, which its compiler fuses."""
+        if not torch.compiler.is_compiling():
+            return super().multiply_gates(x)
+        gates, factors = self.multiply(x, None).chunk(2, dim=-1)
+        return torch.nn.functional.silu(gates) * factors
+
 
 class OpaqueLinear(Linear):
     """A layer whose weight only its kernel can read: in a graph it is an operator."""
