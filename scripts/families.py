@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,7 +25,7 @@ def main(model_types: list[str]) -> None:
     import transformers
 
     from helpers.every_architecture import MODEL_TYPES
-    from helpers.family_trial import WORKS, try_family
+    from helpers.family_trial import KINDS, WORKS, kind_of, try_family
 
     warnings.filterwarnings("ignore")
     logging.disable(logging.ERROR)
@@ -33,13 +34,16 @@ def main(model_types: list[str]) -> None:
         verdicts[model_type] = try_family(model_type)
         print(f"{model_type}: {verdicts[model_type]}", flush=True)
     if not model_types:
-        count = sum(verdict == WORKS for verdict in verdicts.values())
+        counts = Counter(kind_of(verdict) for verdict in verdicts.values())
         rows = [f"| {model_type} | {verdict} |" for model_type, verdict in verdicts.items()]
         text = PAGE.read_text().split(TABLE)[0]
         version = transformers.__version__
         lines = [
             f"{text}{TABLE}\n",
-            f"{count} of {len(verdicts)} work, by transformers {version}.\n",
+            f"{counts[WORKS]} of {len(verdicts)} work, by transformers {version}.\n",
+            "| what | architectures |\n|---|---|",
+            *(f"| {kind} | {counts[kind]} |" for kind in KINDS),
+            "",
             "| architecture | |\n|---|---|",
             *rows,
         ]

@@ -20,7 +20,8 @@ class SharingForest {
   explicit SharingForest(const Geometry& geometry)
       : geometry_(geometry),
         row_chunks_(geometry.row_chunks),
-        lasting_chunks_(geometry.lasting_chunks()) {}
+        compared_chunks_(geometry.lasting_chunks() > 0 ? geometry.lasting_chunks()
+                                                       : geometry.row_chunks) {}
 
   // Requires: the members share all rows below `row`, and each has more rows than that.
   void part(std::span<Member> members, size_t row) {
@@ -86,12 +87,12 @@ class SharingForest {
 
   int compare_rows(const Member& a, const Member& b, size_t row) const {
     return std::memcmp(a.table + row * row_chunks_, b.table + row * row_chunks_,
-                       lasting_chunks_ * sizeof(ChunkId));
+                       compared_chunks_ * sizeof(ChunkId));
   }
 
   // Rows that both have and share. Requires: they share all rows below `row`.
   size_t common_rows(const Member& a, const Member& b, size_t row) const {
-    if (lasting_chunks_ < row_chunks_) {
+    if (compared_chunks_ < row_chunks_) {
       while (row < std::min(a.num_rows, b.num_rows) && compare_rows(a, b, row) == 0) ++row;
       return row;
     }
@@ -107,14 +108,14 @@ class SharingForest {
 
   const Geometry& geometry_;
   size_t row_chunks_;
-  size_t lasting_chunks_;
+  size_t compared_chunks_;
   std::vector<SharedRange> ranges_;
 };
 
 }  // namespace
 
 std::vector<SharedRange> shared_ranges(const Pool& pool, std::span<const ReadExtent> readers) {
-  if (pool.pset.num_shared() == 0 || pool.geometry.lasting_chunks() == 0) return {};
+  if (pool.pset.num_shared() == 0) return {};
   std::vector<Member> members;
   members.reserve(readers.size());
   for (uint32_t idx = 0; idx < readers.size(); ++idx) {

@@ -8,8 +8,10 @@
 // Sharing is counted from the first token on: after a row in which two page tables differ, equal
 // rows are passed over. (With dedup there are none; without it there may be.)
 //
-// Planes with a window are left out: what they show depends on how far a vTensor has come, and is
-// not to be read in the place of another's. Where all have one there are no ranges.
+// Planes with a window are compared only where all planes have one: a chunk that two vTensors have
+// at one place says that all tokens up to it are the same, whatever else is mapped. What two have
+// both given back counts as the same. So a range is to be read, in planes with a window, only where
+// no member's window has left a token of it; there all members have it.
 //
 // Cost: every row that somebody shares is compared once for each of its readers, with a sort of the
 // readers where they part. Reads page tables only: no driver calls, no reference counts change.

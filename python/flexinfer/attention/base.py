@@ -34,6 +34,8 @@ class LayerKV:
     """False: a layer before this one has the same K and V, and stores them."""
     chunk: int | None = None
     """A token sees only those of its own chunk of so many tokens (Llama 4)."""
+    window: int | None = None
+    """The layer's sliding window, where its calls do not tell it (Phi-3.5-MoE)."""
 
     @property
     def stores_values(self) -> bool:
@@ -55,8 +57,8 @@ class AttentionMetadata:
     shared: Sequence[SharedRange] = ()
     """What to compute once for several segments: of what `VTensorManager.shared_ranges` finds, what
     `choose_ranges` in sharing_cost.py takes. A forest, parents first: the ranges of one segment
-    start at token 0, touch each other and stand in order. For layers that see all tokens: what
-    others have behind their windows is not known to be the same."""
+    start at token 0, touch each other and stand in order. For layers that hide no token of the step
+    from any of its segments: what a window has left is not there to be read."""
     num_padding: int = 0
     """Rows after those of the segments that belong to no request: they have no KV, and attend to
     nothing."""

@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
 
 from flexinfer.attention.base import AttentionBackend, AttentionMetadata, AttentionOptions
 from flexinfer.attention.latent import latent_of
+from flexinfer.attention.selection import attend_selected
 from flexinfer.errors import UnsupportedModelError
 
 ATTENTION_NAME = "flexinfer"
@@ -45,29 +47,45 @@ output: [num_tokens, num_heads, dim].
 _step: ContextVar[tuple[AttentionBackend, AttentionMetadata] | None] = ContextVar(
     "flexinfer_step", default=None
 )
+_calls: ContextVar[Iterator[int] | None] = ContextVar("flexinfer_calls", default=None)
 _probe: ContextVar[ProbeCall | None] = ContextVar("flexinfer_probe", default=None)
-_windows: ContextVar[set[int] | None] = ContextVar("flexinfer_windows", default=None)
+_windows: ContextVar[set[int | None] | None] = ContextVar("flexinfer_windows", default=None)
 
 
 @contextmanager
 def use_attention(
-    model: torch.nn.Module, backend: AttentionBackend, metadata: AttentionMetadata
+    model: torch.nn.Module,
+    backend: AttentionBackend,
+    metadata: AttentionMetadata,
+    *,
+    counts_calls: bool = False,
 ) -> Iterator[None]:
     """Within this context `model` computes the step that `metadata` describes through `backend`;
-    afterwards it attends as before."""
+    afterwards it attends as before.
+
+    counts_calls: KV stands in the order of the calls of attention, and not by `layer_idx`; then
+    this is for one forward.
+    """
     token = _step.set((backend, metadata))
+    calls = _calls.set(count() if counts_calls else None)
     try:
         with _attend_through(model, ATTENTION_NAME):
             yield
     finally:
+        _calls.reset(calls)
         _step.reset(token)
 
 
+def step_in_force() -> tuple[AttentionBackend, AttentionMetadata] | None:
+    """Whom and what `use_attention` has set; None: nobody."""
+    return _step.get()
+
+
 @contextmanager
-def use_probe(model: torch.nn.Module, call: ProbeCall, windows: set[int]) -> Iterator[None]:
+def use_probe(model: torch.nn.Module, call: ProbeCall, windows: set[int | None]) -> Iterator[None]:
     """Within this context `model` attends through `call`; afterwards as before.
 
-    `windows` collects the sliding windows of the masks that the model asks for.
+    `windows` collects the sliding windows of the masks that the model asks for; None: no window.
     """
     token, windows_token = _probe.set(call), _windows.set(windows)
     try:
@@ -125,18 +143,27 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """AttentionInterface function: query, key, value [1, heads, num_tokens, dim]."""
-    layer_idx: Any = module.layer_idx
+    calls = _calls.get()
+    layer_idx: Any = module.layer_idx if calls is None else next(calls)
     latent = latent_of(module)
     if latent is not None:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         query = latent.fold(query)
-    # The operator is for the compiler alone: going through torch costs ten microseconds per layer.
-    call: Any = attention_operator
-    if torch.compiler.is_compiling():
-        call = torch.ops.flexinfer.attention
-    output: torch.Tensor = call(
-        query[0], key[0], value[0], layer_idx, scaling, sliding_window, softcap, s_aux
-    )
+    selected: torch.Tensor | None = kwargs.get("indices")
+    output: torch.Tensor
+    if selected is not None and selected.shape[2]:
+        backend, metadata = _require_step()
+        options = AttentionOptions(scaling, sliding_window, softcap, s_aux)
+        layer = backend.layers[layer_idx]
+        output = attend_selected(layer, query[0], key[0], value[0], options, selected[0], metadata)
+    else:
+        # The operator is for the compiler alone: through torch it costs ten microseconds per layer.
+        call: Any = attention_operator
+        if torch.compiler.is_compiling():
+            call = torch.ops.flexinfer.attention
+        output = call(
+            query[0], key[0], value[0], layer_idx, scaling, sliding_window, softcap, s_aux
+        )
     return (output[None] if latent is None else latent.unfold(output[None])), None
 
 
@@ -151,13 +178,18 @@ def attention_operator(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """flexinfer::attention: `AttentionBackend.forward` of the backend and the step in force."""
+    backend, metadata = _require_step()
+    layer = backend.layers[layer_idx]
+    window = layer.window if sliding_window is None else sliding_window
+    options = AttentionOptions(scaling, window, softcap, sinks, layer.chunk)
+    return backend.forward(layer_idx, query, key, value, options, metadata)
+
+
+def _require_step() -> tuple[AttentionBackend, AttentionMetadata]:
     step = _step.get()
     if step is None:
         raise RuntimeError("this model is set to attend through FlexInfer, outside of its engine")
-    backend, metadata = step
-    chunk = backend.layers[layer_idx].chunk
-    options = AttentionOptions(scaling, sliding_window, softcap, sinks, chunk)
-    return backend.forward(layer_idx, query, key, value, options, metadata)
+    return step
 
 
 def attention_shape(
@@ -197,5 +229,5 @@ def probe_mask(*, use_vmap: bool = False, local_size: int | None = None, **kwarg
     if use_vmap:
         raise UnsupportedModelError("the model overlays the causal mask with one of its own")
     windows = _windows.get()
-    if windows is not None and local_size is not None:
+    if windows is not None:
         windows.add(local_size)

@@ -157,7 +157,8 @@ class HostAttention(AttentionBackend):
         key = (num_kv_heads, num_heads, options.sliding_window, options.chunk, num_threads)
         plan = self._plans.get(key)
         if plan is None:
-            shared = () if options.hides_any(layer.max_seq_len) else metadata.shared
+            hides_any = metadata.shared and options.hides_any(max(s.end for s in metadata.segments))
+            shared = () if hides_any else metadata.shared
             plan = make_plan(
                 metadata.segments, shared, num_kv_heads, num_heads, options, num_threads
             )

@@ -108,6 +108,8 @@ class TwoPhasePlan:
     """The decodes' rows in the flat batch."""
     others: Sequence[int]
     """Indices of all other segments."""
+    num_tokens: int
+    """Of the longest decode."""
 
     @classmethod
     def build(
@@ -142,6 +144,7 @@ class TwoPhasePlan:
             calls,
             index_rows([segments[i].row for i in indices], device),
             [i for i in range(len(segments)) if i not in covered],
+            max(segments[i].end for i in indices),
         )
 
     def allows(self, layer: LayerKV, options: AttentionOptions) -> bool:
@@ -150,7 +153,7 @@ class TwoPhasePlan:
             return False
         if layer.k.shape[-1] != layer.v.shape[-1]:
             return False
-        return not options.hides_any(layer.k.shape[1])
+        return not options.hides_any(self.num_tokens)
 
 
 class PartialAttention(Protocol):

@@ -75,10 +75,13 @@ def build_parts(config: EngineConfig) -> EngineParts:
 
     set_up_torch(rank_threads(config))
     config = _check(config)
-    from flexinfer.models.checks import max_positions
+    from flexinfer.models.checks import check_compilable, max_positions
     from flexinfer.models.loading import load_model, resolve_config
 
-    wanted_len = choose_max_model_len(config, max_positions(resolve_config(config.model)))
+    model_config = resolve_config(config.model)
+    if config.compile:
+        check_compilable(model_config)
+    wanted_len = choose_max_model_len(config, max_positions(model_config))
     tokenizer = None
     if not config.skip_tokenizer_init:
         tokenizer = load_tokenizer(config.tokenizer, config.model)

@@ -9,7 +9,13 @@ from typing import Any
 
 from flexinfer.errors import UnsupportedModelError
 
-LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+LAYER_TYPES = (
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "indexed_attention",
+    "attention",
+)
 
 
 def check_config(config: Any) -> None:
@@ -27,7 +33,7 @@ def check_config(config: Any) -> None:
         if layer_type not in LAYER_TYPES:
             raise UnsupportedModelError(
                 f"{kind} has layers of type {layer_type!r}; "
-                "only full_attention, sliding_attention and chunked_attention keep nothing but KV"
+                "only full, sliding, chunked and indexed attention keep nothing but KV"
             )
     if _rope_types(text) & {"dynamic"}:
         raise UnsupportedModelError(
@@ -60,6 +66,15 @@ def max_positions(config: Any) -> int | None:
             original = parameters.get("original_max_position_embeddings", original)
         limit = original or limit
     return limit
+
+
+def check_compilable(config: Any) -> None:
+    """Refuse what torch.compile cannot make one graph of."""
+    if "indexed_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r} chooses the tokens that it sees request by request, "
+            "which is no graph: run it without compile"
+        )
 
 
 def check_class(model_class: Any) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexinfer.config import SUPPORTED_DTYPES, dtype_name
 from flexinfer.errors import UnsupportedModelError
-from flexinfer.models.probe import probe
+from flexinfer.models.probe import counts_calls, no_mask, probe
 
 if TYPE_CHECKING:
     import torch
@@ -46,12 +46,19 @@ class LoadedModel:
     device: torch.device
     vocab_size: int
     eos_token_ids: frozenset[int]
+    is_indexed: bool = False
+    """Whether layers choose the tokens that they see: the last of `layers` are then the keys by
+    which they do (`TokenIndex`)."""
+    counts_calls: bool = False
+    """Whether `layers` are in the order of attention's calls: a module calls it several times."""
     asks_cache_for_positions: bool = False
     """See `KnownPositions`."""
 
 
 def describe(model: PreTrainedModel, name: str) -> LoadedModel:
     """Probe the model and put together what the engine must know."""
+    from flexinfer.attention.token_index import token_indexes
+
     calls = probe(model)
     num_layers = model.config.get_text_config().num_hidden_layers
     if not calls or list(calls) != list(range(len(calls))) or len(calls) % num_layers:
@@ -65,6 +72,14 @@ def describe(model: PreTrainedModel, name: str) -> LoadedModel:
             f"{type(model).__name__} computes keys in {names}; "
             f"supported: one of {', '.join(SUPPORTED_DTYPES)}"
         )
+    indexes = token_indexes(model)
+    for layer_idx, index in enumerate(indexes, len(calls)):
+        index.layer_idx = layer_idx
+        if index.seen.dtype != calls[0].dtype:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} indexes tokens in {index.seen.dtype}, and keeps keys in "
+                f"{calls[0].dtype}"
+            )
     return LoadedModel(
         model=model,
         name=name,
@@ -74,21 +89,29 @@ def describe(model: PreTrainedModel, name: str) -> LoadedModel:
                 call.num_kv_heads,
                 call.key_dim,
                 call.value_dim,
-                call.options.sliding_window,
+                call.window,
                 call.chunk,
                 call.owner,
                 call.is_latent,
             )
             for call in calls.values()
-        ),
+        )
+        + tuple(_index_layer(index.seen.width, index.layer_idx) for index in indexes),
         dtype=calls[0].dtype,
         device=model.device,
         vocab_size=model.config.get_text_config().vocab_size,
         eos_token_ids=_eos_token_ids(model),
+        is_indexed=bool(indexes),
+        counts_calls=counts_calls(calls),
         asks_cache_for_positions=bool(
             getattr(model.config.get_text_config(), "attn_temperature_tuning", False)
         ),
     )
+
+
+def _index_layer(width: int, layer_idx: int) -> AttentionLayer:
+    """Keys of an index: kept as a layer's are, without values."""
+    return AttentionLayer(1, 1, width, width, None, None, layer_idx, is_latent=True)
 
 
 def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
@@ -123,5 +146,6 @@ def warm_up(loaded: LoadedModel, limits: SchedulerConfig, max_seq_len: int) -> N
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=torch.arange(num_rows, device=loaded.device),
+            **no_mask(loaded.is_indexed, loaded.device),
         ).logits
         torch.softmax(logits[0].float(), dim=-1).sort(dim=-1)  # the sampler's largest temporaries

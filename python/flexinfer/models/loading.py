@@ -78,6 +78,7 @@ def _place(
     """The model on its device, fused where it is loaded here, and its name."""
     from flexinfer.attention.hook import NAMES
     from flexinfer.attention.latent import keep_latents
+    from flexinfer.attention.token_index import index_tokens
     from flexinfer.layers.fuse import fuse_layers
     from flexinfer.models.quantisation import choose_scheme, open_checkpoint
     from flexinfer.runtime.weight_files import let_go_of_files
@@ -101,6 +102,7 @@ def _place(
         module.to(device)
     module.eval()
     keep_latents(module, NAMES)
+    index_tokens(module, NAMES)
     if loaded is not model:
         fuse_layers(loaded, scheme, fill)
         let_go_of_files(loaded)

@@ -40,6 +40,10 @@ class LayerCall:
     value_dim: int
     dtype: torch.dtype
     options: AttentionOptions
+    window: int | None
+    """A token sees itself and the `window - 1` tokens before it."""
+    layer_idx: Any
+    """By which its module calls itself; some call attention several times in a forward."""
     chunk: int | None
     """A token sees only those of its own chunk of so many tokens; the mask alone says so."""
     owner: int
@@ -49,15 +53,17 @@ class LayerCall:
 
 
 def probe(model: PreTrainedModel) -> dict[int, LayerCall]:
-    """Run two tokens with an attention that only looks; returns the call of each layer, in order.
+    """Run two tokens with an attention that only looks; returns KV layer -> call, in order.
 
-    Raises UnsupportedModelError for arguments that no backend knows, and for masks with a sliding
-    window that the layers do not tell the attention of.
+    KV layers are what the modules call themselves; where two calls have one name, they are counted
+    (`counts_calls`). Raises UnsupportedModelError for arguments that no backend knows, and for
+    masks with a sliding window that layers do not tell the attention of, unless all have the same.
     """
     import torch
 
     from flexinfer.attention.hook import use_probe
-    from flexinfer.models.checks import chunk_of, window_limit
+    from flexinfer.attention.token_index import token_indexes
+    from flexinfer.models.checks import chunk_of
 
     calls: dict[int, LayerCall] = {}
     owners = KVOwners()
@@ -71,21 +77,27 @@ def probe(model: PreTrainedModel) -> dict[int, LayerCall]:
         others: dict[str, Any],
     ) -> torch.Tensor:
         layer_idx = getattr(module, "layer_idx", None)
-        _check_call(type(module).__name__, module, layer_idx, calls, others)
-        calls[layer_idx] = LayerCall(  # type: ignore[index]
+        if is_indexed:
+            others.pop("indices", None)
+            others.pop("attention_mask", None)  # NO_MASK
+        _check_call(type(module).__name__, module, layer_idx, others)
+        calls[len(calls)] = LayerCall(
             query.shape[0],
             key.shape[0],
             key.shape[2],
             value.shape[2],
             key.dtype,
             options,
+            options.sliding_window,
+            layer_idx,
             chunk_of(model.config, layer_idx),
-            owners.of(layer_idx, key, value),
+            owners.of(len(calls), key, value),
             same_memory(value, key[..., : value.shape[2]]),
         )
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
 
-    windows: set[int] = set()
+    windows: set[int | None] = set()
+    is_indexed = bool(token_indexes(model))
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     with torch.inference_mode(), use_probe(model, look, windows):
         model(
@@ -93,17 +105,50 @@ def probe(model: PreTrainedModel) -> dict[int, LayerCall]:
             position_ids=torch.arange(2, device=model.device)[None],
             use_cache=False,
             logits_to_keep=torch.ones(1, dtype=torch.int64, device=model.device),
+            **no_mask(is_indexed, model.device),
         )
-    unknown = windows - {call.options.sliding_window for call in calls.values()}
+    _settle_windows(model, windows, calls)
+    names = [call.layer_idx for call in calls.values()]
+    if counts_calls(calls):
+        return calls
+    for call in calls.values():
+        call.owner = names[call.owner]
+    return {name: calls[number] for number, name in sorted(enumerate(names), key=lambda n: n[1])}
+
+
+def _settle_windows(
+    model: PreTrainedModel, masked: set[int | None], calls: dict[int, LayerCall]
+) -> None:
+    """masked: the windows of the masks that the model has asked for; one that all layers have, and
+    do not tell, becomes theirs."""
+    from flexinfer.models.checks import window_limit
+
+    unknown = masked - {None} - {call.window for call in calls.values()}
     unknown -= {call.chunk for call in calls.values()}
     limit = window_limit(model.config)
-    unknown = {window for window in unknown if limit is None or window < limit}
-    if unknown:
+    hiding = [window for window in unknown if window and (limit is None or window < limit)]
+    if not hiding:
+        return
+    if len(masked) > 1:
         raise UnsupportedModelError(
-            f"{type(model).__name__} masks a sliding window of {min(unknown)} tokens "
+            f"{type(model).__name__} masks a sliding window of {min(hiding)} tokens "
             "without passing it to its attention"
         )
-    return {layer_idx: calls[layer_idx] for layer_idx in sorted(calls)}
+    for call in calls.values():
+        call.window = hiding[0]
+
+
+def counts_calls(calls: dict[int, LayerCall]) -> bool:
+    """Whether attention is called several times by one name in a forward."""
+    return len({call.layer_idx for call in calls.values()}) < len(calls)
+
+
+def no_mask(is_indexed: bool, device: torch.device) -> dict[str, torch.Tensor]:
+    """Arguments of a model's forward: one with an index of tokens wants a mask, and passes it on to
+    those who make their own."""
+    import torch
+
+    return {"attention_mask": torch.zeros(1, 1, 1, 1, device=device)} if is_indexed else {}
 
 
 class KVOwners:
@@ -133,11 +178,10 @@ def _check_call(
     name: str,
     module: torch.nn.Module,
     layer_idx: int | None,
-    calls: dict[int, LayerCall],
     others: dict[str, Any],
 ) -> None:
-    if layer_idx is None or layer_idx in calls:
-        raise UnsupportedModelError(f"{name} does not tell its layer apart (layer_idx {layer_idx})")
+    if layer_idx is None:
+        raise UnsupportedModelError(f"{name} does not tell its layer (layer_idx is None)")
     if not getattr(module, "is_causal", True) or others.pop("is_causal", None) is False:
         raise UnsupportedModelError(f"{name} attends in both directions; only causal models work")
     for argument, value in others.items():

@@ -18,7 +18,9 @@ import torch
 from flexinfer import attention
 from flexinfer.attention.base import LayerKV
 from flexinfer.attention.hook import use_attention
+from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.describe import AttentionLayer, LoadedModel
+from flexinfer.models.probe import no_mask
 from flexinfer.runner.cuda_graphs import DecodeGraphs, Recorder
 from flexinfer.runner.inputs import InputBuilder, StepInputs, padded_count
 from flexinfer.runner.known_positions import KnownPositions
@@ -82,7 +84,7 @@ def arena_of(manager: VTensorManager, layer: AttentionLayer, layer_idx: int) -> 
     """Where K and V of a layer stand."""
     k = manager.k(layer.owner)
     v = k[..., : layer.value_dim] if layer.is_latent else manager.v(layer.owner)
-    return LayerKV(k, v, stores=layer.owner == layer_idx, chunk=layer.chunk)
+    return LayerKV(k, v, stores=layer.owner == layer_idx, chunk=layer.chunk, window=layer.window)
 
 
 class ModelRunner:
@@ -101,6 +103,11 @@ class ModelRunner:
         """compile_model: run the model as one graph of torch.compile, whatever the batch."""
         self.loaded = loaded
         self.model: Any = loaded.model
+        if compile_model and loaded.counts_calls:
+            raise UnsupportedModelError(
+                f"{type(loaded.model).__name__} calls attention several times in a layer: run it "
+                "without compile"
+            )
         if compile_model:
             self.model = torch.compile(loaded.model, fullgraph=True, dynamic=True)
         self.sampler = Sampler(seed, loaded.device, grammars)
@@ -170,10 +177,14 @@ class ModelRunner:
             self.forward(self.inputs.build_padding(count, min(count, WARM_UP_LOGITS)))
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        with use_attention(self.loaded.model, self.backend, inputs.metadata):
+        counts_calls = self.loaded.counts_calls
+        with use_attention(
+            self.loaded.model, self.backend, inputs.metadata, counts_calls=counts_calls
+        ):
             cache: dict[str, Any] = {}
             if self.loaded.asks_cache_for_positions:
                 cache["past_key_values"] = KnownPositions(inputs.positions)
+            cache |= no_mask(self.loaded.is_indexed, self.loaded.device)
             logits: torch.Tensor = self.model(
                 input_ids=inputs.token_ids[None],
                 position_ids=inputs.positions[None],

@@ -207,6 +207,25 @@ def test_several_threads_cut_a_long_request_and_merge_it(
     torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize(("window", "reads_shared"), [(306, True), (305, False), (None, True)])
+def test_a_range_is_shared_until_a_window_has_left_a_part_of_it(
+    window: int | None, reads_shared: bool
+) -> None:
+    """The slot that a range is read from has other numbers than the members: seen if it is read."""
+    segments = [Segment(i, i, 300 + i, 301 + i) for i in range(6)]
+    shared = [SharedRange(0, 0, 256, (1, 2, 3, 4, 5))]
+    options = AttentionOptions(sliding_window=window)
+    case = Case(segments, [], 2, 4, 64, 64, torch.float32, False, options)
+    generator = torch.Generator().manual_seed(1)
+    backend = HostAttention(layers_of(case, make_arena(case, generator)))
+    rows = random_rows(case, generator)
+    plain = AttentionMetadata.build(segments, CPU)
+    alone = backend.forward(0, *rows, options, plain)
+    together = backend.forward(0, *rows, options, dataclasses.replace(plain, shared=tuple(shared)))
+    assert torch.equal(alone[0], together[0])
+    assert torch.equal(alone, together) == (not reads_shared)
+
+
 def test_sharing_changes_nothing_but_the_order_of_additions() -> None:
     segments = [Segment(i, i, 300 + i, 301 + i) for i in range(6)]
     shared = [SharedRange(2, 0, 256, (0, 1, 2, 3, 4, 5)), SharedRange(4, 256, 288, (3, 4))]

@@ -123,10 +123,11 @@ def test_a_window_that_cuts_nothing_is_shared() -> None:
     plan = two_phase.TwoPhasePlan.build(AttentionMetadata.build(segments, CPU, ranges))
     assert plan is not None
     layer = make_arena(segments, ranges, 2, torch.float32)[0]
-    most = layer.k.shape[1]
-    assert plan.allows(layer, AttentionOptions(sliding_window=most))
-    assert not plan.allows(layer, AttentionOptions(sliding_window=most - 1))
-    assert not plan.allows(layer, AttentionOptions(chunk=most - 1))
+    longest = segments[1].end
+    assert plan.allows(layer, AttentionOptions(sliding_window=longest))
+    assert not plan.allows(layer, AttentionOptions(sliding_window=longest - 1))
+    assert plan.allows(layer, AttentionOptions(chunk=longest))
+    assert not plan.allows(layer, AttentionOptions(chunk=longest - 1))
 
 
 def test_a_shared_range_is_one_kernel_call_and_is_not_copied() -> None:

@@ -51,6 +51,10 @@ SMALL: dict[str, Any] = {
     "topk_group": 1,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
+    # an index of tokens: it chooses among the prompts of the trials; with few heads scores are tied
+    "index_topk": 16,
+    "index_n_heads": 16,
+    "index_head_dim": 32,
     "num_dense_layers": 1,
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers as tf
 
-from helpers.tiny_models import VOCAB_SIZE, continue_prompt, draw_model
+from helpers.tiny_models import CONFIGS, VOCAB_SIZE, continue_prompt, draw_model
 
 torch.set_num_threads(1)
 
@@ -47,7 +47,22 @@ _EXPERTS: dict[str, Any] = {
     "topk_group": 1,
 }
 
+# An index chooses 64 tokens. Where scores are nearly equal, rounding chooses: of a prompt in parts
+# others than of a whole one, in transformers too. So heads are many and layers are few.
+_INDEX: dict[str, Any] = {
+    "q_lora_rank": 32,
+    "index_topk": 64,
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+}
+
 FAMILIES: dict[str, Any] = {
+    "gemma2": CONFIGS["gemma2"],
+    "gemma3": CONFIGS["gemma3"],
+    "gpt_oss": CONFIGS["gpt_oss"],
+    "mistral": CONFIGS["mistral"],
     "cohere2": lambda: tf.Cohere2Config(**_WINDOWS, logit_scale=1.0),
     "exaone4": lambda: tf.Exaone4Config(**_WINDOWS, sliding_window_pattern=2),
     "olmo3": lambda: tf.Olmo3Config(**_WINDOWS),
@@ -90,7 +105,18 @@ FAMILIES: dict[str, Any] = {
     "deepseek_v3": lambda: tf.DeepseekV3Config(
         **_LATENTS, **_EXPERTS, q_lora_rank=32, first_k_dense_replace=2
     ),
+    # Attention is called twice in a layer, with one K and two V.
+    "diffllama": lambda: tf.DiffLlamaConfig(**_COMMON),
+    # The mask alone tells its window.
+    "phimoe": lambda: tf.PhimoeConfig(
+        **_COMMON, sliding_window=16, num_local_experts=2, num_experts_per_tok=1
+    ),
     "minicpm3": lambda: tf.MiniCPM3Config(**_LATENTS, q_lora_rank=32),
+    "deepseek_v32": lambda: tf.DeepseekV32Config(**{**_LATENTS, **_EXPERTS, **_INDEX}),
+    # The second layer sees what the index of the first has chosen.
+    "glm_moe_dsa": lambda: tf.GlmMoeDsaConfig(
+        **{**_LATENTS, **_EXPERTS, **_INDEX}, indexer_types=["full", "shared"]
+    ),
 }
 """Family -> config."""
 

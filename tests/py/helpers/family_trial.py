@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -13,6 +14,17 @@ from helpers.every_architecture import tiny_config, tiny_model
 from helpers.tiny_models import random_prompts
 
 WORKS = "works"
+KINDS = {
+    WORKS: "^works$",
+    "refused for KV": "indexes|_attention'|sliding window|tell its layer|passes '|dynamic",
+    "refused for a state": "recurrent|state|'conv'|'hybrid|'mamba",
+    "refused: encoder-decoder": "encoder-decoder|several text models",
+    "refused: attends in both directions": "both directions",
+    "refused: does not use AttentionInterface": "AttentionInterface",
+    "refused: takes no flat batch": "no flat batch",
+    "not tried": "^not tried",
+}
+"""What the page counts, and how a verdict of it reads."""
 NUM_NEW = 8
 
 
@@ -39,6 +51,16 @@ def try_family(model_type: str) -> str:
     except UnsupportedModelError as error:
         return f"refused: {error}"
     return WORKS if answers == [reference(model, prompt) for prompt in prompts] else "differs"
+
+
+def kind_of(verdict: str) -> str:
+    """Which of KINDS; a state is named first, by the layer that keeps it."""
+    if "'linear_attention'" in verdict:
+        return "refused for a state"
+    for kind, pattern in KINDS.items():
+        if re.search(pattern, verdict):
+            return kind
+    raise ValueError(f"a verdict of no kind, to be added to KINDS: {verdict}")
 
 
 def serve(model: Any, prompts: list[list[int]]) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 transformers = pytest.importorskip("transformers")
 
 from helpers.every_architecture import MODEL_TYPES
-from helpers.family_trial import WORKS, try_family
+from helpers.family_trial import KINDS, WORKS, kind_of, try_family
 
 PAGE = Path(__file__).parents[3] / "docs" / "families.md"
 ROWS = dict(
@@ -24,12 +25,25 @@ pytestmark = pytest.mark.skipif(
 
 def test_the_page_has_each_architecture_and_counts_them() -> None:
     assert list(ROWS) == list(MODEL_TYPES), "transformers has others than the page: `make families`"
-    count = sum(verdict == WORKS for verdict in ROWS.values())
-    assert f"\n{count} of {len(ROWS)} work, by transformers {VERSION}.\n" in PAGE.read_text()
+    counts = Counter(map(kind_of, ROWS.values()))
+    for kind in KINDS:
+        assert f"\n| {kind} | {counts[kind]} |\n" in PAGE.read_text()
+    assert (
+        f"\n{counts[WORKS]} of {len(ROWS)} work, by transformers {VERSION}.\n" in PAGE.read_text()
+    )
 
 
 # One of each kind that the page tells apart; all of them are tried where there is time.
-SOME = ("gemma4", "llama4", "longcat_flash", "mimo_v2_flash", "qwen3_next", "bert", "bloom")
+SOME = (
+    "gemma4",
+    "llama4",
+    "longcat_flash",
+    "mimo_v2_flash",
+    "glm_moe_dsa",
+    "qwen3_next",
+    "bert",
+    "bloom",
+)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import transformers as tf
+from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention
 from transformers.models.llama.modeling_llama import LlamaAttention
-from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from flexinfer import UnsupportedModelError
 from flexinfer.attention.hook import attention_forward, probe_forward, register
@@ -133,19 +133,23 @@ def test_attention_arguments_that_no_backend_knows_are_refused(
         load_model(make_model("llama"))
 
 
-def test_a_window_that_only_the_mask_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = MistralAttention.forward
+def test_a_window_that_only_one_of_several_masks_knows_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attend = Gemma3Attention.forward
 
     def forgetful(self: Any, *args: Any, **kwargs: Any) -> Any:
-        sliding_window, self.config.sliding_window = self.config.sliding_window, None
+        sliding_window, self.sliding_window = self.sliding_window, None
         try:
             return attend(self, *args, **kwargs)
         finally:
-            self.config.sliding_window = sliding_window
+            self.sliding_window = sliding_window
 
-    monkeypatch.setattr(MistralAttention, "forward", forgetful)
+    monkeypatch.setattr(Gemma3Attention, "forward", forgetful)
+    kinds = ["sliding_attention", "full_attention"]
+    config = tf.Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=16, layer_types=kinds)
     with pytest.raises(UnsupportedModelError, match="sliding window of 16 tokens without"):
-        load_model(make_model("mistral"))
+        probe(from_config(config))
 
 
 def test_a_window_that_hides_nothing_is_taken() -> None:
@@ -153,10 +157,14 @@ def test_a_window_that_hides_nothing_is_taken() -> None:
     config = tf.PhimoeConfig(
         **SMALL, sliding_window=64, num_local_experts=2, num_key_value_heads=2, pad_token_id=0
     )
-    assert {call.options.sliding_window for call in probe(from_config(config)).values()} == {None}
-    config.sliding_window = 63
-    with pytest.raises(UnsupportedModelError, match="sliding window of 63 tokens without"):
-        probe(from_config(config))
+    assert {call.window for call in probe(from_config(config)).values()} == {None}
+
+
+def test_a_window_of_the_only_mask_is_that_of_all_layers() -> None:
+    config = tf.PhimoeConfig(
+        **SMALL, sliding_window=63, num_local_experts=2, num_key_value_heads=2, pad_token_id=0
+    )
+    assert {call.window for call in probe(from_config(config)).values()} == {63}
 
 
 def test_a_window_that_no_layer_has_is_taken() -> None:
@@ -170,7 +178,7 @@ def test_a_window_that_no_layer_has_is_taken() -> None:
         shared_expert_intermediate_size=32,
     )
     assert config.sliding_window == 0
-    assert {call.options.sliding_window for call in probe(from_config(config)).values()} == {None}
+    assert {call.window for call in probe(from_config(config)).values()} == {None}
 
 
 def from_config(config: Any) -> Any:

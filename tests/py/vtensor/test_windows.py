@@ -198,6 +198,22 @@ def test_a_fork_shares_what_is_left_and_each_forgets_alone() -> None:
         check_contents(child)
 
 
+def test_vtensors_of_which_all_layers_have_a_window_share_ranges() -> None:
+    near = KVGroup((0,), num_kv_heads=2, key_dim=64, value_dim=64, window=2 * WINDOW)
+    with manager_of(near, NEAR) as manager:
+        vtensor = manager.create()
+        grow(vtensor, 2 * ROW)
+        fork = vtensor.fork()
+        pair = [fork, vtensor]
+        assert manager.shared_ranges(pair, [16, 16]) == [(fork.slot, 0, 2 * ROW, (0, 1))]
+        grow(fork, 17)
+        grow(vtensor, 100)
+        assert manager.shared_ranges(pair, [17, 100]) == []  # what was shared is given back
+        late = vtensor.fork()
+        both = manager.shared_ranges([late, vtensor], [100, 100])
+        assert both == [(late.slot, 0, 96, (0, 1))]
+
+
 def test_truncation_goes_as_far_back_as_the_window_allows() -> None:
     with manager_of() as manager:
         vtensor = manager.create()
