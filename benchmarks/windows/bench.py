@@ -1,0 +1,172 @@
+"""Resident bytes of a long request, with windows that give memory back and without; see README.md.
+
+python benchmarks/windows/bench.py --json FILE [--plot FILE.svg] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+
+from provenance import write_report
+
+from flexinfer.vtensor import KVGroup, KVSpec, VTensorManager
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Gemma-3-27B's: layer 5, 11, ... of 62 see all tokens, the others a window of 1,024."""
+
+    num_full: int = 10
+    num_windowed: int = 52
+    num_kv_heads: int = 16
+    head_dim: int = 128
+    window: int = 1024
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of one token in one layer, in bfloat16."""
+        return 2 * 2 * self.num_kv_heads * self.head_dim
+
+    def formula(self, num_tokens: int) -> int:
+        """What a request of so many tokens has to hold: all of them, or its window's."""
+        windowed = self.num_windowed * min(num_tokens, self.window)
+        return self.layer_bytes * (self.num_full * num_tokens + windowed)
+
+    def spec(self, max_seq_len: int, window: int | None) -> KVSpec:
+        kinds = [(self.num_full, None), (self.num_windowed, window)]
+        groups, first = [], 0
+        for num_layers, of_kind in kinds:
+            layers = tuple(range(first, first + num_layers))
+            groups.append(
+                KVGroup(
+                    layers, self.num_kv_heads, self.head_dim, self.head_dim, "bfloat16",
+                    window=of_kind,
+                )
+            )  # fmt: skip
+            first += num_layers
+        return KVSpec.of_groups(groups, max_seq_len)
+
+
+@dataclass(frozen=True)
+class Point:
+    """After a step."""
+
+    num_tokens: int
+    mapped_bytes: int
+    """Behind the request's range."""
+    resident_bytes: int
+    """Of the whole pool: what has been given back and kept for the next row is among it."""
+
+
+def generate(shape: Shape, window: int | None, prompt: int, end: int, step: int) -> list[Point]:
+    """One request: a prompt in parts of `step` tokens, then token by token; a point a step."""
+    spec = shape.spec(end, window)
+    points = []
+    with VTensorManager(
+        spec, "sim", max_requests=1, memory_budget=32 * GIB, step_tokens=step
+    ) as manager:
+        vtensor = manager.create()
+        for length in [*range(step, prompt, step), *range(prompt, end + 1)]:
+            vtensor.extend(length)
+            manager.forget([vtensor], [length])
+            manager.drain()
+            stats = manager.stats()
+            points.append(Point(length, stats.mapped_bytes, stats.resident_bytes))
+    return points
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run both layouts, print a table, write the numbers and the picture."""
+    arguments = _arguments(argv)
+    load_before = os.getloadavg()
+    prompt, end, step = (2048, 2304, 512) if arguments.quick else (4096, 32_768, 512)
+    shape = Shape()
+    windowed = generate(shape, shape.window, prompt, end, step)
+    full = generate(shape, None, prompt, end, step)
+    rows = [_row(shape, *pair) for pair in zip(windowed, full, strict=True)]
+    generated = [row for row in rows if row["num_tokens"] >= prompt]
+    every = max(1, len(rows) // 64)
+    report = {
+        "shape": asdict(shape) | {"dtype": "bfloat16", "chunk_bytes": _chunk_bytes(shape, end)},
+        "prompt_tokens": prompt,
+        "largest_ratio": max(row["ratio"] for row in generated),
+        "largest_ratio_of_second_half": max(r["ratio"] for r in generated[len(generated) // 2 :]),
+        "peak_resident_bytes": max(row["resident_bytes"] for row in rows),
+        "peak_resident_bytes_all_full": max(row["resident_bytes_all_full"] for row in rows),
+        "last": rows[-1],
+        "points": rows[::every] + rows[-1:],
+    }
+    _print(report)
+    write_report(arguments.json, "windows", report, load_before=load_before)
+    if arguments.plot:
+        _plot(report, arguments.plot)
+
+
+def _row(shape: Shape, windowed: Point, full: Point) -> dict[str, Any]:
+    needed = shape.formula(windowed.num_tokens)
+    return asdict(windowed) | {
+        "formula_bytes": needed,
+        "ratio": round(windowed.mapped_bytes / needed, 4),
+        "mapped_bytes_all_full": full.mapped_bytes,
+        "resident_bytes_all_full": full.resident_bytes,
+    }
+
+
+def _chunk_bytes(shape: Shape, end: int) -> int:
+    with VTensorManager(shape.spec(end, shape.window), "sim", memory_budget=32 * GIB) as manager:
+        return manager.chunk_bytes
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    parser.add_argument("--plot", type=Path, help="draw them into this file")
+    parser.add_argument("--quick", action="store_true", help="few tokens: only to see it work")
+    return parser.parse_args(argv)
+
+
+def _print(report: dict[str, Any]) -> None:
+    print("| tokens | formula, GiB | held, GiB | ratio | resident, GiB | all full, GiB |")
+    print("|---|---|---|---|---|---|")
+    points = report["points"]
+    for row in [*points[:: max(1, len(points) // 8)], points[-1]]:
+        sizes = ("formula_bytes", "mapped_bytes", "resident_bytes", "mapped_bytes_all_full")
+        formula, held, resident, full = (f"{row[name] / GIB:.2f}" for name in sizes)
+        cells = (f"{row['num_tokens']:,}", formula, held, f"{row['ratio']:.3f}", resident, full)
+        print(f"| {' | '.join(cells)} |")
+    print(f"largest ratio while generating: {report['largest_ratio']}", file=sys.stderr)
+
+
+def _plot(report: dict[str, Any], file: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    points = report["points"]
+    tokens = [row["num_tokens"] for row in points]
+    figure, axis = plt.subplots(figsize=(7.5, 4.2))
+    for name, label, style in (
+        ("resident_bytes_all_full", "all layers keep all", "-"),
+        ("resident_bytes", "windows give memory back", "-"),
+        ("formula_bytes", "what the windows need (formula)", ":"),
+    ):
+        axis.plot(tokens, [row[name] / GIB for row in points], style, label=label)
+    axis.set_xlabel("tokens of the request")
+    axis.set_ylabel("resident, GiB")
+    axis.set_ylim(bottom=0)
+    axis.legend()
+    figure.tight_layout()
+    plt.rcParams["svg.hashsalt"] = "flexinfer"
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
+if __name__ == "__main__":
+    main()
