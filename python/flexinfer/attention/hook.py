@@ -143,7 +143,7 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """AttentionInterface function: query, key, value [1, heads, num_tokens, dim]."""
-    calls = _calls.get()
+    calls = None if torch.compiler.is_compiling() else _calls.get()
     layer_idx: Any = module.layer_idx if calls is None else next(calls)
     latent = latent_of(module)
     if latent is not None:

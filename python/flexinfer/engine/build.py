@@ -75,7 +75,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
 
     set_up_torch(rank_threads(config))
     config = _check(config)
-    from flexinfer.models.checks import check_compilable, max_positions
+    from flexinfer.models.checks import check_calls_compilable, check_compilable, max_positions
     from flexinfer.models.loading import load_model, resolve_config
 
     model_config = resolve_config(config.model)
@@ -95,6 +95,8 @@ def build_parts(config: EngineConfig) -> EngineParts:
             loaded = load_model(config.model, config.dtype, config.device, quantization)
         else:
             loaded = ranks.load()
+        if config.compile:
+            check_calls_compilable(loaded.name, counts_calls=loaded.counts_calls)
         return _open(config, tokenizer, loaded, wanted_len, ranks)
     except BaseException:
         if ranks is not None:

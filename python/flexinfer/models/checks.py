@@ -68,6 +68,14 @@ def max_positions(config: Any) -> int | None:
     return limit
 
 
+def check_calls_compilable(name: str, *, counts_calls: bool) -> None:
+    """Refuse a model whose calls of attention torch.compile cannot tell apart."""
+    if counts_calls:
+        raise UnsupportedModelError(
+            f"{name} calls attention several times in a layer: run it without compile"
+        )
+
+
 def check_compilable(config: Any) -> None:
     """Refuse what torch.compile cannot make one graph of."""
     if "indexed_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):

@@ -108,6 +108,11 @@ def probe(model: PreTrainedModel) -> dict[int, LayerCall]:
             **no_mask(is_indexed, model.device),
         )
     _settle_windows(model, windows, calls)
+    return _by_layer(calls)
+
+
+def _by_layer(calls: dict[int, LayerCall]) -> dict[int, LayerCall]:
+    """Calls in their order, as KV layers: by what their modules call themselves, if that tells."""
     names = [call.layer_idx for call in calls.values()]
     if counts_calls(calls):
         return calls

@@ -18,7 +18,6 @@ import torch
 from flexinfer import attention
 from flexinfer.attention.base import LayerKV
 from flexinfer.attention.hook import use_attention
-from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.describe import AttentionLayer, LoadedModel
 from flexinfer.models.probe import no_mask
 from flexinfer.runner.cuda_graphs import DecodeGraphs, Recorder
@@ -103,11 +102,6 @@ class ModelRunner:
         """compile_model: run the model as one graph of torch.compile, whatever the batch."""
         self.loaded = loaded
         self.model: Any = loaded.model
-        if compile_model and loaded.counts_calls:
-            raise UnsupportedModelError(
-                f"{type(loaded.model).__name__} calls attention several times in a layer: run it "
-                "without compile"
-            )
         if compile_model:
             self.model = torch.compile(loaded.model, fullgraph=True, dynamic=True)
         self.sampler = Sampler(seed, loaded.device, grammars)

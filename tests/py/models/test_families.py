@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from flexinfer import LLM, SamplingParams
+from flexinfer import LLM, SamplingParams, UnsupportedModelError
 from helpers.engine_kit import preempt_at_step
 from helpers.families import FAMILIES, continuation, make_family
 from helpers.tiny_models import random_prompts
@@ -114,6 +114,14 @@ def test_forked(name: str) -> None:
 def test_what_a_token_takes(name: str, numbers_per_token: int) -> None:
     with open_llm(name) as llm:
         assert llm.llm_engine.manager.spec.bytes_per_token == 4 * numbers_per_token
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("deepseek_v32", "request by request"), ("diffllama", "several times")]
+)
+def test_what_is_no_graph_is_not_compiled(name: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{reason}.*without compile"):
+        open_llm(name, compile=True)
 
 
 def test_outside_of_the_engine_latents_are_expanded_as_before() -> None:
