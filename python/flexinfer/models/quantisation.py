@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.errors import UnsupportedModelError
@@ -15,12 +16,30 @@ if TYPE_CHECKING:
 def open_checkpoint(name: str, config: Any) -> Checkpoint | None:
     """What has to be read weight by weight; None: transformers reads it. Reads no weight. Raises
     UnsupportedModelError for weights that are quantised in a way that is not known."""
+    from flexinfer.checkpoints.awq import AwqCheckpoint
+    from flexinfer.checkpoints.compressed import CompressedCheckpoint
     from flexinfer.checkpoints.gguf import GgufCheckpoint, is_gguf
+    from flexinfer.checkpoints.gptq import GptqCheckpoint
+    from flexinfer.checkpoints.tensor_files import TensorFiles
 
     if is_gguf(name):
         return GgufCheckpoint(name)
-    check_stored(config)
-    return None
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+    known: dict[Any, Callable[..., Checkpoint]] = {
+        "awq": AwqCheckpoint,
+        "compressed-tensors": CompressedCheckpoint,
+        "gptq": GptqCheckpoint,
+    }
+    if method not in known or not isinstance(settings, dict):
+        raise UnsupportedModelError(
+            f"this model's weights are quantised already, by {str(method)!r}, which cannot be read "
+            f"here (known: gguf, {', '.join(known)}); take the model that they were made of, and "
+            "quantization='int8' or 'int4'"
+        )
+    return known[method](TensorFiles(name), settings)
 
 
 def choose_scheme(
@@ -58,18 +77,6 @@ def choose_scheme(
         )
     _check_layers(config, scheme, dtype)
     return scheme
-
-
-def check_stored(config: Any) -> None:
-    """Refuse a checkpoint whose weights are quantised in a way that is not known. Reads none."""
-    stored = getattr(config, "quantization_config", None)
-    if stored is None:
-        return
-    method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
-    raise UnsupportedModelError(
-        f"this model's weights are quantised already, by {str(method)!r}, which cannot be read "
-        "here; take the model that they were made of, and quantization='int8' or 'int4'"
-    )
 
 
 def _check_inputs(config: Any, dtype: Any, device: str | None, method: str) -> None:

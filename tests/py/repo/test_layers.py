@@ -61,7 +61,7 @@ PYTHON_ALLOWED = {
     "vattention": "vtensor",
     "attention": "_kernels errors runtime",
     "layers": "_kernels attention runtime",
-    "checkpoints": "errors layers",
+    "checkpoints": "errors layers runtime",
     "models": "attention checkpoints config errors layers runtime",
     "sampling": "_kernels errors runtime",
     "sampling_params": "sampling",

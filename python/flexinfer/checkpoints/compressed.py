@@ -1,0 +1,125 @@
+"""CompressedCheckpoint: layers in two formats of compressed-tensors (llm-compressor).
+
+"int-quantized"   weight int8 [outputs, inputs]; with inputs of 8 bits too: W8A8
+"pack-quantized"  weight_packed int32 [outputs, inputs / n], n = 32 / bits numbers in a word,
+                  each plus the middle; weight_shape: outputs and inputs
+both              weight_scale [outputs, groups]; weight_zero_point, less the middle: int8, or
+                  packed along outputs in int32 [outputs / n, groups]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flexinfer.checkpoints.packed import (
+    PackedCheckpoint,
+    Settings,
+    refuse_other,
+    unpack,
+    with_zeros,
+)
+from flexinfer.checkpoints.tensor_files import TensorFiles
+from flexinfer.errors import UnsupportedModelError
+from flexinfer.layers.quantised import QuantisedTensor
+
+METHOD = "compressed-tensors"
+PACKED, PLAIN = "pack-quantized", "int-quantized"
+
+
+class CompressedCheckpoint(PackedCheckpoint):
+    method = METHOD
+    needed = frozenset({"weight_scale"})
+    optional = frozenset({"weight_shape", "weight_zero_point"})
+
+    def __init__(self, files: TensorFiles, settings: Settings) -> None:
+        own = _only_group(settings)
+        kind = own.get("format") or settings.get("format")
+        self._is_packed = (
+            refuse_other({"format": kind}, METHOD, "format", (PACKED, PLAIN)) == PACKED
+        )
+        self.mark = "weight_packed" if self._is_packed else "weight"  # type: ignore[misc]
+        weights = own["weights"]
+        self._bits: int = refuse_other(
+            weights, METHOD, "num_bits", (8, 4) if self._is_packed else (8,)
+        )
+        self._has_byte_inputs = own.get("input_activations") is not None
+        _check_settings(settings, own)
+        super().__init__(files)
+
+    def _is_layer(self, path: str) -> bool:
+        return self._is_packed or self._files.dtype(f"{path}.weight") == "I8"
+
+    def _shape(self, path: str) -> tuple[int, int]:
+        outputs, inputs = self._files.shape(f"{path}.{self.mark}")
+        return outputs, inputs * (32 // self._bits if self._is_packed else 1)
+
+    def _check_layer(self, path: str) -> None:
+        name = f"{path}.weight_shape"
+        shape = self._shape(path)
+        if name in self._files and tuple(self._files.read(name).tolist()) != shape:
+            raise UnsupportedModelError(
+                f"{path} has rows that are filled up to {shape[1]} inputs, which cannot be read"
+            )
+
+    def _read_layer(self, path: str) -> QuantisedTensor:
+        numbers, middle = self._part(path, self.mark), 1 << (self._bits - 1)
+        scales = self._part(path, "weight_scale").float()
+        scales = scales.view(len(scales), -1)
+        if self._has_byte_inputs:
+            return QuantisedTensor(numbers, scales, None, 8, 0)
+        if self._is_packed:
+            numbers = unpack(numbers, self._bits).flatten(1)
+        else:
+            numbers = numbers.view(torch.uint8) ^ middle
+        return with_zeros(numbers, middle + self._zeros(path, scales), scales, self._bits)
+
+    def _zeros(self, path: str, scales: torch.Tensor) -> torch.Tensor:
+        name = f"{path}.weight_zero_point"
+        if name not in self._files:
+            return torch.zeros(scales.shape, dtype=torch.int32)
+        zeros = self._files.read(name)
+        if zeros.dtype != torch.int32:
+            return zeros.view(scales.shape).int()
+        middle = 1 << (self._bits - 1)
+        zeros = unpack(zeros.T, self._bits).flatten(1).T[: len(scales)]
+        return zeros.int() - middle
+
+
+def _only_group(settings: Settings) -> dict[str, Any]:
+    groups = settings.get("config_groups") or {}
+    if len(groups) != 1:
+        raise UnsupportedModelError(
+            f"weights quantised by {METHOD!r} in {len(groups)} ways (config_groups) cannot be read "
+            "here, only those in one"
+        )
+    own: dict[str, Any] = next(iter(groups.values()))
+    if own.get("weights") is None:
+        raise UnsupportedModelError(f"{METHOD!r} without quantised weights cannot be read here")
+    return own
+
+
+def _check_settings(settings: Settings, own: Settings) -> None:
+    """Refuse by name what changes what is computed and is not known."""
+    for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        refuse_other(settings, METHOD, name, (None, {}))
+    weights, inputs = own["weights"], own.get("input_activations")
+    refuse_other(own, METHOD, "output_activations", (None,))
+    refuse_other(weights, METHOD, "type", ("int",))
+    refuse_other(weights, METHOD, "dynamic", (False,))
+    refuse_other(weights, METHOD, "actorder", (None, "static", "weight"))
+    strategies = ("channel", "group") if inputs is None else ("channel",)
+    refuse_other(weights, METHOD, "strategy", strategies)
+    if inputs is None:
+        return
+    for part, name, known in (
+        (weights, "num_bits", 8),
+        (weights, "symmetric", True),
+        (inputs, "num_bits", 8),
+        (inputs, "type", "int"),
+        (inputs, "symmetric", True),
+        (inputs, "strategy", "token"),
+        (inputs, "dynamic", True),
+    ):
+        refuse_other(part, METHOD, name, (known,))

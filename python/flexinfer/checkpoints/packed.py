@@ -1,0 +1,111 @@
+"""PackedCheckpoint: folders whose linear layers have integers, scales and zero points as tensors.
+
+Three programs write three layouts of the same thing, a weight (q - zero) * scale with a scale for
+each group of inputs; `gptq.py`, `awq.py` and `compressed.py` say what is where. Here they become
+scale * (q - middle) + scale * (middle - zero), the second part the group's minimum.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from flexinfer.checkpoints.checkpoint import Checkpoint, StoredWeight
+from flexinfer.checkpoints.tensor_files import TensorFiles
+from flexinfer.errors import UnsupportedModelError
+from flexinfer.layers.quantised import QuantisedTensor
+
+Settings = Mapping[str, Any]
+"""`quantization_config` of a config.json."""
+POSITIONS = "rotary_emb.inv_freq"
+"""Old checkpoints have what the config says anyway."""
+
+
+class PackedCheckpoint(Checkpoint):
+    mark: ClassVar[str]
+    """The tensor that each quantised layer has, and no other layer."""
+    needed: ClassVar[frozenset[str]]
+    """What it has besides."""
+    optional: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, files: TensorFiles) -> None:
+        """Raises UnsupportedModelError for layers that cannot be read; reads no weight."""
+        self._files = files
+        paths = [n.rpartition(".")[0] for n in files if n.rpartition(".")[2] == self.mark]
+        layers = {path for path in paths if self._is_layer(path)}
+        self.weights = {
+            name: StoredWeight(files.shape(name), False)
+            for name in files
+            if not (self._is_part(name, layers) or name.endswith(POSITIONS))
+        }
+        for path in sorted(layers):
+            missing = sorted(e for e in self.needed if f"{path}.{e}" not in files)
+            if missing:
+                raise UnsupportedModelError(
+                    f"{path}.{self.mark} is there, but not its {' and '.join(missing)}"
+                )
+            self._check_layer(path)
+            self.weights[f"{path}.weight"] = StoredWeight(self._shape(path), True)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._files.read(name)
+
+    def read_quantised(self, name: str) -> QuantisedTensor:
+        return self._read_layer(name.rpartition(".")[0])
+
+    def _is_layer(self, path: str) -> bool:
+        return True
+
+    def _is_part(self, name: str, layers: set[str]) -> bool:
+        path, _, ending = name.rpartition(".")
+        return path in layers and ending in {self.mark, *self.needed, *self.optional}
+
+    def _part(self, path: str, ending: str) -> torch.Tensor:
+        return self._files.read(f"{path}.{ending}")
+
+    @abstractmethod
+    def _shape(self, path: str) -> tuple[int, int]:
+        """Outputs and inputs of a layer."""
+
+    @abstractmethod
+    def _check_layer(self, path: str) -> None:
+        """Raises UnsupportedModelError for what cannot be read."""
+
+    @abstractmethod
+    def _read_layer(self, path: str) -> QuantisedTensor: ...
+
+
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [..., n, 32 / bits] of int32 [..., n]: each word's numbers, the lowest bits first."""
+    found = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+    if bits == 8:
+        return found
+    return torch.stack([found & 15, found >> 4], dim=-1).flatten(-2)
+
+
+def with_zeros(
+    numbers: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, bits: int
+) -> QuantisedTensor:
+    """Of (numbers - zeros) * scales. numbers: uint8 [outputs, inputs]; zeros: integers, and scales
+    [outputs, groups]."""
+    middle = 1 << (bits - 1)
+    offsets = middle - zeros.int()
+    scales = scales.float().contiguous()
+    integers = (numbers ^ middle if bits == 8 else numbers - middle).view(torch.int8)
+    minimums = scales * offsets if bool(offsets.any()) else None
+    group = numbers.shape[1] // scales.shape[1]
+    return QuantisedTensor(integers.contiguous(), scales, minimums, bits, group)
+
+
+def refuse_other(settings: Settings, method: str, name: str, known: tuple[Any, ...]) -> Any:
+    """The setting, if it is one of those that are known; the first one is the default."""
+    value = settings.get(name, known[0])
+    if value not in known:
+        raise UnsupportedModelError(
+            f"weights quantised by {method!r} with {name} = {value!r} cannot be read here; known: "
+            f"{', '.join(map(repr, known))}"
+        )
+    return value

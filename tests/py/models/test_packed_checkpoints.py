@@ -1,0 +1,247 @@
+"""GPTQ, AWQ and compressed-tensors: exactly the numbers of the folder; refusals by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import transformers as tf
+from safetensors.torch import load_file, save_file
+
+from flexinfer import LLM, SamplingParams
+from flexinfer.errors import UnsupportedModelError
+from flexinfer.layers.quantised import quantise_inputs
+from flexinfer.layers.quantised_linear import QuantisedLinear
+from flexinfer.models.loading import load_model
+from helpers.packed_folders import (
+    awq,
+    compressed,
+    compressed_bytes,
+    draw_numbers,
+    gptq,
+    write_folder,
+)
+from helpers.tiny_models import CONFIGS, continue_prompt, draw_model, random_prompts
+
+NUM_TOKENS = 10
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+BYTES = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def compressed_settings(
+    weights: dict[str, Any], inputs: dict[str, Any] | None = None, kind: str = "pack-quantized"
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+
+
+def fixed(group: int, bits: int = 4, is_symmetric: bool = False) -> Any:
+    def draw(outputs: int, inputs: int, seed: int) -> Any:
+        return draw_numbers(outputs, inputs, group or inputs, bits, is_symmetric, seed)
+
+    return draw
+
+
+CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "gptq": (GPTQ, fixed(32), partial(gptq, bits=4)),
+    "gptq symmetric": ({**GPTQ, "sym": True}, fixed(32, 4, True), partial(gptq, bits=4)),
+    "gptq v2": (
+        {**GPTQ, "checkpoint_format": "gptq_v2"},
+        fixed(32),
+        partial(gptq, bits=4, less=0),
+    ),
+    "gptq 8 bits": ({**GPTQ, "bits": 8}, fixed(32, 8), partial(gptq, bits=8)),
+    "gptq by output": ({**GPTQ, "group_size": -1}, fixed(0), partial(gptq, bits=4)),
+    "awq": (AWQ, fixed(32), awq),
+    "compressed": (
+        compressed_settings(WEIGHTS),
+        fixed(32, 4, True),
+        partial(compressed, bits=4, is_symmetric=True),
+    ),
+    "compressed asymmetric": (
+        compressed_settings({**WEIGHTS, "symmetric": False}),
+        fixed(32),
+        partial(compressed, bits=4, is_symmetric=False),
+    ),
+    "compressed by output": (
+        compressed_settings({**WEIGHTS, "strategy": "channel", "group_size": None}),
+        fixed(0, 4, True),
+        partial(compressed, bits=4, is_symmetric=True),
+    ),
+    "compressed 8 bits": (
+        compressed_settings({**WEIGHTS, "num_bits": 8}),
+        fixed(32, 8, True),
+        partial(compressed, bits=8, is_symmetric=True),
+    ),
+}
+
+
+def tiny() -> Any:
+    return draw_model(CONFIGS["llama"]())
+
+
+def generate(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLM(str(folder), skip_tokenizer_init=True, dtype="float32") as llm:
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_are_those_of_the_numbers_in_the_folder(case: str, tmp_path: Path) -> None:
+    written = write_folder(tmp_path, tiny(), *CASES[case])
+    prompts = random_prompts((5, 40))
+    expected = [continue_prompt(written, tuple(prompt), NUM_TOKENS) for prompt in prompts]
+    assert generate(tmp_path, prompts) == expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_those_numbers_bit_by_bit(case: str, tmp_path: Path) -> None:
+    from flexinfer.models.loading import load_config
+    from flexinfer.models.quantisation import open_checkpoint
+
+    written = write_folder(tmp_path, tiny(), *CASES[case])
+    checkpoint = open_checkpoint(str(tmp_path), load_config(str(tmp_path)))
+    assert checkpoint is not None
+    for name in ("self_attn.k_proj", "mlp.down_proj"):
+        name = f"model.layers.1.{name}.weight"
+        stored = checkpoint.read_quantised(name).dequantised()
+        assert torch.equal(stored, written.state_dict()[name])
+
+
+class ByteLinear(torch.nn.Module):
+    """A product whose inputs become integers too."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.weight = linear.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        integers, scales = quantise_inputs(x)
+        return ((integers.double() * scales.double()) @ self.weight.double().T).to(x.dtype)
+
+
+def test_inputs_of_8_bits_go_with_weights_of_8_bits(tmp_path: Path) -> None:
+    settings = compressed_settings(BYTES, INPUTS, "int-quantized")
+    slow = write_folder(tmp_path, tiny(), settings, fixed(0, 8, True), compressed_bytes)
+    for path, linear in list(slow.named_modules()):
+        if path.endswith("_proj"):
+            slow.set_submodule(path, ByteLinear(linear))
+    prompt = random_prompts((40,))[0]
+    (generated,) = generate(tmp_path, [prompt])
+    with torch.inference_mode():
+        logits = slow(torch.tensor([prompt + generated[:-1]])).logits[0, len(prompt) - 1 :]
+    behind = logits.amax(dim=1) - logits.gather(1, torch.tensor(generated)[:, None])[:, 0]
+    # An input that is a rounding error away from the middle of two integers may become either.
+    assert (behind <= 0.02 * logits.std()).all()
+
+
+def test_parts_of_one_layer_are_one_product_and_the_head_stays(tmp_path: Path) -> None:
+    write_folder(tmp_path, tiny(), *CASES["awq"])
+    model: Any = load_model(str(tmp_path)).model
+    assert isinstance(model.model.layers[0].self_attn.qkv_proj, QuantisedLinear)
+    assert not isinstance(model.lm_head, QuantisedLinear)
+
+
+def test_a_bias_that_only_the_checkpoint_has_is_added(tmp_path: Path) -> None:
+    """AutoGPTQ writes one for each layer."""
+    written = write_folder(tmp_path, tiny(), *CASES["gptq"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    bias = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    tensors["model.layers.0.self_attn.o_proj.bias"] = bias
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    prompt = tuple(random_prompts((20,))[0])
+    before = continue_prompt(written, prompt, NUM_TOKENS)
+    written.model.layers[0].self_attn.o_proj.bias = torch.nn.Parameter(bias)
+    expected = continue_prompt(written, prompt, NUM_TOKENS)
+    assert expected != before
+    assert generate(tmp_path, [list(prompt)]) == [expected]
+
+
+def changed(settings: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    settings = copy.deepcopy(settings)
+    *outer, last = path.split("/")
+    inner = settings
+    for name in outer:
+        inner = inner[name]
+    inner[last] = value
+    return settings
+
+
+W4, W8 = compressed_settings(WEIGHTS), compressed_settings(BYTES, INPUTS, "int-quantized")
+OWN = "config_groups/group_0"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantised already, by 'bitsandbytes'"),
+        ({"quant_method": "fp8"}, "quantised already, by 'fp8'.*known: gguf, awq"),
+        (changed(GPTQ, "bits", 3), "'gptq' with bits = 3.*known: 4, 8"),
+        (changed(GPTQ, "checkpoint_format", "marlin"), "checkpoint_format = 'marlin'"),
+        (changed(GPTQ, "dynamic", {"-:x": {}}), "dynamic = "),
+        (changed(AWQ, "version", "gemv"), "'awq' with version = 'gemv'"),
+        (changed(W4, "format", "float-quantized"), "format = 'float-quantized'"),
+        (changed(W4, "kv_cache_scheme", {"num_bits": 8}), "kv_cache_scheme = "),
+        (changed(W4, "sparsity_config", {"format": "sparse-24"}), "sparsity_config = "),
+        (changed(W4, "config_groups/group_1", {}), r"in 2 ways \(config_groups\)"),
+        (changed(W4, f"{OWN}/weights/type", "float"), "type = 'float'"),
+        (changed(W4, f"{OWN}/weights/actorder", "group"), "actorder = 'group'"),
+        (changed(W4, f"{OWN}/weights/num_bits", 3), "num_bits = 3"),
+        (changed(W8, f"{OWN}/input_activations/dynamic", False), "dynamic = False"),
+        (changed(W8, f"{OWN}/input_activations/symmetric", False), "symmetric = False"),
+        (changed(W8, f"{OWN}/weights/strategy", "tensor"), "strategy = 'tensor'"),
+    ],
+)
+def test_what_is_not_known_is_refused_before_any_tensor_is_read(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = tf.LlamaConfig(**CONFIGS["llama"]().to_dict())
+    config.save_pretrained(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**text, "quantization_config": settings}))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_model(str(tmp_path))
+
+
+def test_groups_whose_inputs_lie_apart_are_refused_by_name(tmp_path: Path) -> None:
+    def parts_of(numbers: Any) -> dict[str, torch.Tensor]:
+        parts = gptq(numbers, 4)
+        return {**parts, "g_idx": parts["g_idx"].flip(0)}
+
+    write_folder(tmp_path, tiny(), {**GPTQ, "desc_act": True}, fixed(32), parts_of)
+    with pytest.raises(UnsupportedModelError, match="desc_act, activation order"):
+        load_model(str(tmp_path))
+
+
+def test_tensors_that_would_be_passed_over_are_refused_by_name(tmp_path: Path) -> None:
+    write_folder(tmp_path, tiny(), *CASES["compressed"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"has model\.layers\.0\.self_attn\.k_scale"):
+        load_model(str(tmp_path))
+
+
+def test_a_scheme_of_ours_does_not_go_with_theirs(tmp_path: Path) -> None:
+    write_folder(tmp_path, tiny(), *CASES["awq"])
+    with pytest.raises(UnsupportedModelError, match="quantised already, by 'awq'"):
+        load_model(str(tmp_path), quantization="int8")
