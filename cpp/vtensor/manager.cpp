@@ -361,6 +361,7 @@ void Manager::close() {
   }
   Lock held = lock_in_any_state();
   background_.wait_until_quiet(held);  // a step of another thread may be extending
+  stop_watching();
   closed_ = true;  // a second call tries again to give back what the driver refused in the first
   core_.discard(swap_store_, sleep_store_.get());
 }

@@ -73,6 +73,17 @@ class Manager : public std::enable_shared_from_this<Manager> {
   size_t unpin_prefix(const std::string& owner);
   size_t reset_prefix_cache();  // Returns tokens forgotten.
 
+  // Keeps a log from now on of the blocks of tokens that are recorded and forgotten: see
+  // pool/block_log.h. The first events tell what is recorded already. Also while asleep.
+  void watch_blocks();
+  // Ends that and the waiting of take_block_events().
+  void unwatch_blocks();
+  // Has the next events tell everything anew, beginning with kCleared.
+  void retell_blocks();
+  // Events since the last call, once there are any or the time is over; nullopt when nobody watches
+  // (any more) and all events have been taken.
+  std::optional<std::vector<BlockEvent>> take_block_events(double timeout_seconds);
+
   // Moves a vTensor's contents to the swap store and gives its chunks up; it keeps its addresses.
   // False: the store is too full, nothing changed. Requires: no views of it.
   bool try_swap_out(VTensorId id);
@@ -154,11 +165,13 @@ class Manager : public std::enable_shared_from_this<Manager> {
   }
   void end_view(SlotId slot) noexcept;
   void expire_pins();
+  void stop_watching();  // Requires: the mutex is held.
 
   KVSpec spec_;
   ManagerOptions options_;
   std::shared_ptr<TraceWriter> trace_;  // the driver's wrapper writes to it as well
   MeteredDriver* meter_;                // pool_.driver, by its own type
+  BlockLog block_log_;                  // before the pool, whose rTree may write to it to its end
   Pool pool_;
   Core core_;
   SwapStore swap_store_;

@@ -1,4 +1,8 @@
-// Manager: what it shows of its memory: views, numbers, the memory map and the trace.
+// Manager: what it shows of its memory: views, numbers, the memory map, the trace, and which blocks
+// are recorded.
+#include <algorithm>
+#include <chrono>
+
 #include "vtensor/core/integrity.h"
 #include "vtensor/manager.h"
 #include "vtensor/util/error.h"
@@ -80,6 +84,38 @@ Stats Manager::stats() const {
   stats.map_us_hidden = static_cast<double>(background_.hidden_ns()) / 1e3;
   stats.driver = meter_->stats();
   return stats;
+}
+
+void Manager::watch_blocks() {
+  const Lock held = lock_awake_or_not();
+  block_log_.open();
+  pool_.rtree.watch(&block_log_);
+}
+
+void Manager::unwatch_blocks() {
+  const Lock held = lock_in_any_state();
+  stop_watching();
+}
+
+void Manager::stop_watching() {
+  pool_.rtree.watch(nullptr);
+  block_log_.close();
+}
+
+void Manager::retell_blocks() {
+  const Lock held = lock_in_any_state();
+  if (block_log_.is_open()) block_log_.lose();
+}
+
+std::optional<std::vector<BlockEvent>> Manager::take_block_events(double timeout_seconds) {
+  constexpr double kDaySeconds = 24 * 3600;
+  const std::chrono::duration<double> timeout(std::clamp(timeout_seconds, 0.0, kDaySeconds));
+  Lock held = lock_in_any_state();
+  block_log_.wait(held, std::chrono::duration_cast<std::chrono::nanoseconds>(timeout));
+  if (block_log_.is_lost()) pool_.rtree.watch(&block_log_);
+  std::vector<BlockEvent> events = block_log_.take();
+  if (events.empty() && !block_log_.is_open()) return std::nullopt;
+  return events;
 }
 
 void Manager::start_trace(const std::string& path) {

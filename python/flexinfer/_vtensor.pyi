@@ -259,6 +259,31 @@ class ManagerOptions:
     @swap_directory.setter
     def swap_directory(self, arg: str, /) -> None: ...
 
+class BlockEventKind(enum.Enum):
+    STORED = 0
+
+    REMOVED = 1
+
+    CLEARED = 2
+
+class BlockEvent:
+    @property
+    def kind(self) -> BlockEventKind: ...
+
+    @property
+    def blocks(self) -> list[int]: ...
+
+    @property
+    def parent(self) -> int | None: ...
+
+    @property
+    def tokens(self) -> list[int]: ...
+
+    @property
+    def cache_salt(self) -> str: ...
+
+BLOCK_TOKENS: int = 16
+
 class MappingTimes:
     @property
     def exposed_us(self) -> float: ...
@@ -343,6 +368,9 @@ class PrefixInfo:
 
     @property
     def chunks(self) -> list[int]: ...
+
+    @property
+    def blocks(self) -> list[int]: ...
 
     @property
     def pinned_by(self) -> list[str]: ...
@@ -571,6 +599,14 @@ class Manager:
     def unpin_prefix(self, owner: str) -> int: ...
 
     def reset_prefix_cache(self) -> int: ...
+
+    def watch_blocks(self) -> None: ...
+
+    def unwatch_blocks(self) -> None: ...
+
+    def retell_blocks(self) -> None: ...
+
+    def take_block_events(self, timeout_seconds: float) -> list[BlockEvent] | None: ...
 
     def try_swap_out(self, id: int) -> bool: ...
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
+
+from flexinfer.events.config import KVEventsConfig
+from flexinfer.runtime.json_options import from_mapping
 
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
@@ -127,26 +129,7 @@ class SpeculativeConfig:
     @classmethod
     def parse(cls, given: Any) -> SpeculativeConfig:
         """From a mapping or its JSON. Raises ValueError, naming what is wrong with it."""
-        if isinstance(given, cls):
-            return given
-        if isinstance(given, str):
-            try:
-                given = json.loads(given)
-            except ValueError as error:
-                raise ValueError(f"speculative_config is no JSON: {error}") from None
-        names = [item.name for item in fields(cls)]
-        if not isinstance(given, Mapping):
-            raise ValueError(f"speculative_config must be a mapping, got {given!r}")
-        unknown = sorted(map(str, given.keys() - set(names)))
-        if unknown:
-            raise ValueError(
-                f"speculative_config has {', '.join(unknown)}, which is not supported; "
-                f"it may have {', '.join(names)}"
-            )
-        missing = [name for name in ("method", "num_speculative_tokens") if name not in given]
-        if missing:
-            raise ValueError(f"speculative_config needs {' and '.join(missing)}")
-        return cls(**given)
+        return from_mapping(cls, "speculative_config", given)
 
 
 @dataclass(frozen=True)
@@ -229,6 +212,9 @@ class EngineConfig:
     """Seconds after which a process that does not take part in a step is held to hang."""
     distributed_check_interval: int = 1000
     """Steps between two comparisons of what the processes' managers hold."""
+    kv_events_config: KVEventsConfig | Mapping[str, Any] | str | None = None
+    """Publish which blocks of tokens are cached, for routers: a mapping with vLLM's names, or its
+    JSON; see `KVEventsConfig`."""
     trace: str | None = None
     """File to which every memory operation is written, with time and request."""
 
@@ -249,6 +235,13 @@ class EngineConfig:
         self._check_parallel_settings()
         self._check_gpu_settings()
         self._check_speculation()
+        if self.kv_events_config is not None:
+            parsed = KVEventsConfig.parse(self.kv_events_config)
+            object.__setattr__(self, "kv_events_config", parsed)
+            if parsed.is_on and not self.enable_prefix_caching:
+                raise ValueError(
+                    "kv_events_config needs prefix caching: without it nothing is cached to tell of"
+                )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
         if self.dtype != "auto" and dtype_name(self.dtype) not in SUPPORTED_DTYPES:
@@ -324,6 +317,14 @@ class EngineConfig:
         """`speculative_config`, parsed."""
         given = self.speculative_config
         return None if given is None else SpeculativeConfig.parse(given)
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """`kv_events_config`, parsed; None where events are off."""
+        if self.kv_events_config is None:
+            return None
+        parsed = KVEventsConfig.parse(self.kv_events_config)
+        return parsed if parsed.is_on else None
 
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
         """The scheduler's part, for the `max_model_len` that was chosen."""

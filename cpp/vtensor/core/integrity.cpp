@@ -278,6 +278,9 @@ void check_tree(const Core& core) {
     expect(!node.tokens.empty(), "an rTree node has tokens");
     expect(node.rows.size() == rows * pool.geometry.row_chunks,
            "7, an rTree path's tokens are covered by its chunks");
+    const size_t blocks = node.end() / kBlockTokens - node.start / kBlockTokens;
+    expect(node.blocks.size() == (pool.rtree.is_watched() ? blocks : 0),
+           "an rTree node names the blocks that end in it");
     for (size_t i = 0; i < node.rows.size(); ++i) {
       expect(node.rows[i] != kNoChunk ||
                  i % pool.geometry.row_chunks >= pool.geometry.lasting_chunks(),

@@ -98,6 +98,7 @@ Snapshot take_snapshot(const Core& core) {
                                  node.last_used,
                                  {first.begin(), first.end()},
                                  node.rows,
+                                 node.blocks,
                                  {}});
   });
   for (const auto& [owner, pin] : pool.rtree.pins()) {

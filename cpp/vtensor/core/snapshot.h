@@ -48,6 +48,7 @@ struct PrefixInfo {
   uint64_t last_used = 0;
   std::vector<Token> first_tokens;  // at most kFirstTokens of its own: what it can be called after
   std::vector<ChunkId> chunks;
+  std::vector<BlockHash> blocks;  // that end in this node, while they are watched
   std::vector<std::string> pinned_by;
 };
 

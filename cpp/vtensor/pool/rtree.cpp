@@ -113,6 +113,8 @@ RNode& RTree::split(RNode& node, size_t num_tokens) {
                         static_cast<ptrdiff_t>((geometry_.rows_for(cut) - first_row) * row_chunks);
   upper->rows.assign(node.rows.begin(), rows_end);
 
+  split_blocks(*upper, node, cut);
+
   const auto lower_begin =
       node.rows.begin() +
       static_cast<ptrdiff_t>((geometry_.full_rows(cut) - first_row) * row_chunks);
@@ -197,8 +199,9 @@ size_t RTree::push(const std::string& salt, std::span<const Token> tokens,
   if (can_grow(*node, table)) {
     grow(*node, rest, table);
   } else {
-    add_child(*node, rest, table);
+    node = &add_child(*node, rest, table);
   }
+  tell_stored(*node, salt, tokens);
   return rest.size();
 }
 
@@ -251,6 +254,7 @@ size_t RTree::shrink(RNode& leaf, size_t num_chunks) {
     if (new_end <= leaf.start) return freed + remove(leaf);
     num_tokens_ -= leaf.end() - new_end;
     leaf.tokens.resize(new_end - leaf.start);
+    tell_removed(leaf, new_end);
     freed += drop_rows(leaf, geometry_.rows_for(new_end) - first_row);
   }
   return freed;
@@ -258,6 +262,7 @@ size_t RTree::shrink(RNode& leaf, size_t num_chunks) {
 
 size_t RTree::remove(RNode& leaf) {
   delist(leaf);
+  tell_removed(leaf, leaf.start);
   num_tokens_ -= leaf.tokens.size();
   const size_t freed = drop_rows(leaf, 0);
   RNode& parent = *leaf.parent;
@@ -308,6 +313,7 @@ size_t RTree::evict(size_t num_chunks, const UnmapIdle& unmap_idle, bool any) {
 
 size_t RTree::clear() {
   const size_t before = num_tokens_;
+  BlockLog* const log = pins_.empty() ? std::exchange(log_, nullptr) : nullptr;  // all goes
   for (auto next = leaves_.begin(); next != leaves_.end();) {
     RNode* node = (next++)->second;
     while (node != nullptr) {
@@ -315,6 +321,10 @@ size_t RTree::clear() {
       remove(*node);
       node = above;
     }
+  }
+  if (log != nullptr) {
+    log_ = log;
+    log_->cleared();
   }
   return before - num_tokens_;
 }

@@ -18,7 +18,9 @@
 //     kNoChunk where a window has left a row behind (recorded so, or thinned out by evict());
 //  3. each entry of node.rows holds one tree reference, and one pin while node.num_pins > 0;
 //  4. node.num_pins counts the pins at or below the node; leaves_ holds every leaf without pins, by
-//     last use.
+//     last use;
+//  5. while a log is watching, node.blocks names the whole blocks of which the last token is the
+//     node's, and the log has been told of all of them and of no others.
 #pragma once
 
 #include <cstddef>
@@ -34,12 +36,11 @@
 #include <utility>
 #include <vector>
 
+#include "vtensor/pool/block_log.h"
 #include "vtensor/pool/geometry.h"
 #include "vtensor/pool/pset.h"
 
 namespace vtensor {
-
-using Token = int32_t;
 
 struct RNode {
   RNode* parent = nullptr;
@@ -47,6 +48,7 @@ struct RNode {
   size_t start = 0;                   // tokens before this node
   std::vector<Token> tokens;
   std::vector<ChunkId> rows;
+  std::vector<BlockHash> blocks;  // empty while no log is watching
   std::unordered_map<Token, std::unique_ptr<RNode>> children;
   uint64_t last_used = 0;
   size_t num_pins = 0;
@@ -106,6 +108,11 @@ class RTree {
   // O(1) until the first pin expires.
   void expire_pins(int64_t now_ns);
 
+  // Tells `log` everything that is recorded, and what changes from now on; nullptr ends that.
+  // O(tokens recorded).
+  void watch(BlockLog* log);
+  bool is_watched() const { return log_ != nullptr; }
+
   size_t num_tokens() const { return num_tokens_; }
   const std::multimap<std::string, Pin>& pins() const { return pins_; }
   // What evict() goes through, in this order; the first use by which it goes stands first.
@@ -134,12 +141,18 @@ class RTree {
   static RNode* next_leaf_above(const RNode& leaf);
   void drop_root_if_empty(RNode& root);
   void add_pins(RNode& node, ptrdiff_t change);
+  static void for_each_below(RNode& root, const std::function<void(RNode&)>& visit);
+  static std::vector<Token> own_blocks(const RNode& node);
+  void tell_stored(RNode& node, const std::string& salt, std::span<const Token> tokens);
+  void tell_removed(RNode& node, size_t end);
+  void split_blocks(RNode& upper, RNode& node, size_t cut);
   bool mapped_nowhere(std::span<const ChunkId> row) const;
   bool frees_something(const RNode& leaf) const;
   bool free_last_row(const RNode& leaf, size_t num_chunks, const UnmapIdle& unmap_idle) const;
 
   Geometry geometry_;
   PSet& pset_;
+  BlockLog* log_ = nullptr;
   std::unordered_map<std::string, std::unique_ptr<RNode>> roots_;
   std::set<LeafKey> leaves_;
   std::multimap<std::string, Pin> pins_;

@@ -32,6 +32,7 @@ from flexinfer.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from flexinfer.engine.draft_model import DraftModel
+    from flexinfer.events.publisher import EventPublisher
     from flexinfer.memory.budget import KVMemory
     from flexinfer.memory.torch_share import TorchMemory
     from flexinfer.models.describe import LoadedModel
@@ -64,6 +65,8 @@ class EngineParts:
     """The other processes of this engine."""
     draft_model: DraftModel | None = None
     """What proposes tokens, where `speculative_config` names one."""
+    events: EventPublisher | None = None
+    """What tells others which prefixes are recorded."""
 
 
 def build_parts(config: EngineConfig) -> EngineParts:
@@ -89,7 +92,9 @@ def build_parts(config: EngineConfig) -> EngineParts:
     ranks: TensorParallelRanks | None = None
     if config.tensor_parallel_size > 1:
         ranks = TensorParallelRanks(config)
+    events: EventPublisher | None = None
     try:
+        events = _event_publisher(config)
         if ranks is None:
             quantization = config.quantization or "auto"
             loaded = load_model(config.model, config.dtype, config.device, quantization)
@@ -97,11 +102,25 @@ def build_parts(config: EngineConfig) -> EngineParts:
             loaded = ranks.load()
         if config.compile:
             check_calls_compilable(loaded.name, counts_calls=loaded.counts_calls)
-        return _open(config, tokenizer, loaded, wanted_len, ranks)
+        parts = _open(config, tokenizer, loaded, wanted_len, ranks)
+        if events is not None:
+            events.start(parts.manager)
+        return replace(parts, events=events)
     except BaseException:
+        if events is not None:
+            events.close()
         if ranks is not None:
             ranks.close()
         raise
+
+
+def _event_publisher(config: EngineConfig) -> EventPublisher | None:
+    """Listening, where events are asked for."""
+    if config.kv_events is None:
+        return None
+    from flexinfer.events.publisher import EventPublisher
+
+    return EventPublisher(config.kv_events)
 
 
 def _open(

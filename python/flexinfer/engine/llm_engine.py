@@ -57,6 +57,7 @@ class LLMEngine:
         self._plans = PlanBuilder(self._executor, self.manager.shared_ranges)
         self._steps = StepPipeline(StepExecution(parts, self._plans), parts.config)
         self._draft_model = parts.draft_model
+        self._events = parts.events
         self._speculation: Speculation | None = None
         if parts.config.speculation is not None:
             self._speculation = Speculation(
@@ -176,6 +177,8 @@ class LLMEngine:
         self.grammars.close()
         if self._draft_model is not None:
             self._draft_model.close()
+        if self._events is not None:
+            self._events.close()
         self.manager.close()
         if self.ranks is not None:
             self.ranks.close()

@@ -15,6 +15,7 @@ from flexinfer import _vtensor
 from flexinfer._vtensor import Stats
 from flexinfer.errors import OutOfMemoryError
 from flexinfer.vtensor.arguments import bad_lengths, check_layer
+from flexinfer.vtensor.block_events import BlockEvent
 from flexinfer.vtensor.spec import KVSpec
 
 
@@ -112,6 +113,32 @@ class OpenCore:
     def _arena(self, layer: int, which: _vtensor.KV) -> Any:
         dtype = self.spec.group_of(check_layer(layer)).dtype
         return self._from_dlpack(self._core.arena(layer, which, dtype))
+
+    # ----------------------------------------------------------------------- recorded blocks
+
+    def watch_blocks(self) -> None:
+        """Keep a log of the blocks of 16 tokens that are recorded and forgotten from now on, for
+        :meth:`take_block_events`. Its first events tell what is recorded already. Costs a hash and
+        a copy of tokens that are recorded, and nothing elsewhere."""
+        self._core.watch_blocks()
+
+    def unwatch_blocks(self) -> None:
+        """End the log, as :meth:`close` does too; what it holds may still be taken."""
+        self._core.unwatch_blocks()
+
+    def retell_blocks(self) -> None:
+        """Have the next events tell everything anew, as if watching had just begun."""
+        self._core.retell_blocks()
+
+    def take_block_events(self, timeout_s: float = 0.0) -> list[BlockEvent] | None:
+        """The events since the last call, in order; waits for some until the time is over. None
+        when the log has ended and all of it has been taken.
+
+        What is stored has ``blocks`` (hashes of everything up to each block's end), ``tokens``,
+        ``parent`` (the block before; None at the beginning of a prompt) and ``cache_salt``; what is
+        removed has ``blocks``; CLEARED says that nothing is recorded. Should millions of tokens
+        wait, the log is dropped, and the next events tell everything anew."""
+        return self._core.take_block_events(timeout_s)
 
     # --------------------------------------------------------------------------------- tracing
 

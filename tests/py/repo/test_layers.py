@@ -55,7 +55,8 @@ PYTHON_ALLOWED = {
     "types": "",
     "errors": "_vtensor",
     "outputs": "types",
-    "config": "",
+    "events": "runtime vtensor",
+    "config": "events runtime",
     "runtime": "_kernels",
     "vtensor": "_vtensor errors runtime",
     "vattention": "vtensor",
@@ -72,8 +73,8 @@ PYTHON_ALLOWED = {
     "runner": "attention models runtime sampling vtensor",
     "distributed": "config errors layers memory models runner runtime sampling vtensor",
     "replay": "errors vtensor",
-    "engine": "attention checkpoints config distributed errors memory metrics models outputs "
-    "runner runtime sampling scheduler speculation types vtensor",
+    "engine": "attention checkpoints config distributed errors events memory metrics models "
+    "outputs runner runtime sampling scheduler speculation types vtensor",
     "conversation": "engine errors outputs sampling types",
     "llm": "config conversation engine errors outputs sampling types",
     "async_llm": "config engine errors llm outputs sampling types",

@@ -76,6 +76,14 @@ class MemoryOptions:
             "eighth of the budget on the CPU, all of it on CUDA."
         ),
     ] = None
+    kv_events_config: Annotated[
+        str | None,
+        option(
+            "Publish which prefixes are cached, for routers, as JSON: "
+            '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}. '
+            "Needs flexinfer\\[events]: docs/scale_out.md."
+        ),
+    ] = None
     enable_pre_extend: Annotated[
         bool, option("Map memory ahead of the kernels, in the background.")
     ] = True

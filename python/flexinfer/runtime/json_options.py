@@ -1,0 +1,35 @@
+"""Options that are a mapping or its JSON, such as `speculative_config`, as a frozen dataclass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def from_mapping(cls: type[T], option: str, given: Any) -> T:
+    """Raises ValueError, naming the option and what is wrong with it."""
+    if isinstance(given, cls):
+        return given
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ValueError(f"{option} is no JSON: {error}") from None
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{option} must be a mapping, got {given!r}")
+    known = fields(cls)  # type: ignore[arg-type]
+    names = [item.name for item in known]
+    unknown = sorted(map(str, given.keys() - set(names)))
+    if unknown:
+        raise ValueError(
+            f"{option} has {', '.join(unknown)}, which is not supported; "
+            f"it may have {', '.join(names)}"
+        )
+    missing = [item.name for item in known if item.default is MISSING and item.name not in given]
+    if missing:
+        raise ValueError(f"{option} needs {' and '.join(missing)}")
+    return cls(**given)
