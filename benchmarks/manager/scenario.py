@@ -11,7 +11,7 @@ from typing import Any
 
 from measure import Series, timed
 
-from flexinfer.vtensor import KVSpec, VTensor, VTensorManager
+from flexinfer.vtensor import KVGroup, KVSpec, VTensor, VTensorManager
 
 VOCAB = 32_000
 NUM_REQUESTS = 256
@@ -20,6 +20,7 @@ PROMPT_TOKENS = 4096
 SHARED_TOKENS = 1024
 CREATE_TOKENS = 2048
 CHUNK_TOKENS = 64
+WINDOW = 128
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,24 @@ class Setting:
     @property
     def name(self) -> str:
         return "host" if self.device == "cpu" else self.device
+
+    @property
+    def windowed(self) -> Setting:
+        """The same, the second half of its layers with a window: a group of its own."""
+        spec, half = self.spec, self.spec.num_layers // 2
+        groups = [
+            KVGroup(
+                tuple(range(first, first + half)),
+                spec.num_kv_heads,
+                spec.head_dim,
+                spec.head_dim,
+                spec.dtype,
+                window=window,
+            )
+            for first, window in ((0, None), (half, WINDOW))
+        ]
+        grouped = KVSpec.of_groups(groups, spec.max_seq_len)
+        return Setting(self.device, grouped, self.chunk_bytes)
 
     @contextmanager
     def manager(self, num_requests: int, num_tokens: int) -> Iterator[VTensorManager]:
@@ -68,7 +87,8 @@ class Scenario:
 
     def run(self) -> dict[str, Series]:
         """Every operation, one after the other."""
-        series = {**self.decode_step(), **self.decode_step_mapping()}
+        series = {**self.decode_step(), **self.decode_step_windows()}
+        series |= self.decode_step_mapping()
         return {**series, **self.create(), **self.fork(), **self.prefix_cache()}
 
     def tokens(self, count: int) -> Any:
@@ -96,6 +116,26 @@ class Scenario:
                     timed(pre_extend, manager, manager.pre_extend, vtensors, following)
                 _check(manager.stats().mapped_bytes == mapped)
         return {"decode_step_256_us": extend, "pre_extend_256_us": pre_extend}
+
+    def decode_step_windows(self) -> dict[str, Series]:
+        """As `decode_step`, with two groups, one of them with a window that moves: try_extend, and
+        the forget that follows the step. What is due goes in the worker, between the steps here."""
+        extend, forget = Series(), Series()
+        num_tokens = NUM_REQUESTS * (self._rounds + 4 * WINDOW)
+        with self._setting.windowed.manager(NUM_REQUESTS, num_tokens) as manager:
+            vtensors = [manager.create() for _ in range(NUM_REQUESTS)]
+            ends = [2 * WINDOW] * NUM_REQUESTS
+            manager.extend(vtensors, ends)
+            for step in range(self._rounds):
+                if step % CHUNK_TOKENS == 0:
+                    manager.pre_extend(vtensors, [end + CHUNK_TOKENS for end in ends])
+                ends = [end + 1 for end in ends]
+                manager.drain()
+                _check(timed(extend, manager, manager.try_extend, vtensors, ends))
+                timed(forget, manager, manager.forget, vtensors, ends)
+            manager.drain()
+            _check(self._rounds < CHUNK_TOKENS or manager.stats().chunks_given_back > 0)
+        return {"decode_step_256_windows_us": extend, "forget_256_us": forget}
 
     def decode_step_mapping(self) -> dict[str, Series]:
         """One token more for each of 256 requests; 16 of them come to the end of a chunk."""
