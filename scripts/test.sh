@@ -25,6 +25,10 @@ if [ "${1:-}" = slow ]; then
   # Alone: it asks for a jiter and a rich that are older than those of all others, and needs neither.
   quietly pip-instructor "$PY" -m pip install --disable-pip-version-check --no-deps \
     "instructor==1.17.0" docstring-parser tenacity
+  # Likewise: LangChain's suite, and of what it asks for what it imports here.
+  quietly pip-langchain-tests "$PY" -m pip install --disable-pip-version-check --no-deps \
+    "langchain-tests==1.1.9" syrupy pytest-asyncio pytest-socket pytest-benchmark pytest-codspeed \
+    pytest-recording vcrpy py-cpuinfo wrapt
   stage "Python tests marked slow (pytest)"
   status=0
   "$PY" -m pytest -m slow --durations=0 --durations-min=5 "${pytest_args[@]}" || status=$?

@@ -102,8 +102,18 @@ def test_work_in_slices_rests_between_them(monkeypatch: pytest.MonkeyPatch) -> N
             await pace.pause()
 
     asyncio.run(work())
-    expected = [bodies.REST * 0.0006, bodies.REST * 0.0005, bodies.LONG_REST * 0.010]
-    assert clock.slept_s == pytest.approx(expected)
+    assert clock.slept_s == pytest.approx([bodies.REST * one for one in (0.0006, 0.0005, 0.010)])
+    clock.now_s += 0.0001
+    assert pace.rest_s() == pytest.approx(bodies.LONG_REST * 0.010)
+
+
+def test_the_next_body_waits_for_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    short, long = Pace(), Pace()
+    clock.now_s += 0.001
+    assert short.rest_s() == pytest.approx(bodies.REST * 0.001)
+    clock.now_s += 0.1
+    assert long.rest_s() == bodies.MAX_REST_S == 1
 
 
 @pytest.mark.parametrize(

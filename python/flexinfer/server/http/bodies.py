@@ -30,6 +30,7 @@ SLICE_S = 0.0005
 LONG_SLICE_S = 0.002
 LONG_REST = 100
 """The same after a slice that could not be cut: those must be too rare to be seen by others."""
+MAX_REST_S = 1.0
 PIECE_BYTES = 128 << 10
 
 
@@ -38,17 +39,23 @@ class Pace:
 
     def __init__(self) -> None:
         self._since_s = time.thread_time()
+        self._longest_s = 0.0
 
     async def pause(self) -> None:
         """To be called often: leaves the loop to others when a slice has been worked."""
-        if time.thread_time() - self._since_s >= SLICE_S:
-            await asyncio.sleep(self.rest_s())
+        worked_s = time.thread_time() - self._since_s
+        if worked_s >= SLICE_S:
+            self._longest_s = max(self._longest_s, worked_s)
+            await asyncio.sleep(REST * worked_s)
             self._since_s = time.thread_time()
 
     def rest_s(self) -> float:
-        """What the work since the last pause costs."""
+        """At the end: how long the tenant's next body is to wait."""
         worked_s = time.thread_time() - self._since_s
-        return worked_s * (REST if worked_s < LONG_SLICE_S else LONG_REST)
+        longest_s = max(self._longest_s, worked_s)
+        if longest_s < LONG_SLICE_S:
+            return REST * worked_s
+        return min(LONG_REST * longest_s, MAX_REST_S)
 
 
 async def check_size(body: bytes, pace: Pace) -> None:
