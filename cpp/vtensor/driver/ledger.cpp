@@ -101,6 +101,12 @@ std::optional<Handle> Ledger::mapped_at(uintptr_t addr) const {
   return Handle{run.offset + (addr - run.addr) / chunk_bytes_ * chunk_bytes_};
 }
 
+std::vector<Ledger::Run> Ledger::runs() const {
+  std::vector<Run> all;
+  for (const auto& [addr, run] : segments_) all.push_back(run);
+  return all;
+}
+
 void Ledger::map(uintptr_t addr, std::span<const Handle> handles, size_t chunk_bytes) {
   require_chunk_shape(chunk_bytes);
   if (handles.empty()) return;

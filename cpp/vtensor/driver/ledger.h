@@ -1,10 +1,11 @@
 // Ledger: what is reserved, created and mapped, kept beside the real thing. It enforces rules 1, 4,
-// 6 (by refusing) and 7 of driver.h, so that a driver is a ledger plus its own calls.
+// 6 (by refusing) and 7 of driver.h, so that a driver is a ledger plus its own calls. A call is
+// checked and written down first, made then, and taken back here when the system refuses it.
 //
 // Mappings are kept as maximal segments, not as chunks: a segment is a run of chunks at consecutive
 // addresses whose handles are consecutive numbers too and whose access is the same. For the host
 // driver, where a handle is a file offset, that is what the kernel merges into one mapping (VMA),
-// so num_mappings() is its count:
+// so num_mappings() is its count (CUDA's, an offset in its window, merge here alone):
 //
 //   range    |=================================================|
 //   segments |[A RW, offsets 0..6M)[B RW, 40..42M)             |   2 segments + the rest = 3
@@ -82,6 +83,7 @@ class Ledger {
   size_t chunk_bytes() const noexcept { return chunk_bytes_; }  // 0: there has been none
   size_t num_mappings() const noexcept { return num_mappings_; }
   const std::map<uintptr_t, size_t>& ranges() const noexcept { return ranges_; }  // addr -> bytes
+  std::vector<Run> runs() const;  // all that is mapped, in address order
 
  private:
   static constexpr uint32_t kGone = std::numeric_limits<uint32_t>::max();

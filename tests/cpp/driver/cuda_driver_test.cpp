@@ -44,20 +44,20 @@ TEST_F(CudaDriverTest, AChunkIsReleasedOnlyAfterItsZeroFill) {
 }
 
 TEST_F(CudaDriverTest, OutOfMemoryCarriesBytesAndChangesNothing) {
-  standin_.set_capacity(4 * kCudaChunk);
+  standin_.set_capacity(3 * kCudaChunk + kMiB);
   const auto handles = create(3);
   try {
-    (void)driver().create(2 * kCudaChunk);
+    (void)driver().create(kCudaChunk);
     FAIL() << "created more than the capacity";
   } catch (const OutOfMemoryError& error) {
-    EXPECT_EQ(error.asked_bytes(), 2 * kCudaChunk);
-    EXPECT_EQ(error.free_bytes(), kCudaChunk);
-    EXPECT_EQ(error.budget_bytes(), 4 * kCudaChunk);
+    EXPECT_EQ(error.asked_bytes(), kCudaChunk);
+    EXPECT_EQ(error.free_bytes(), kMiB);
+    EXPECT_EQ(error.budget_bytes(), 3 * kCudaChunk + kMiB);
   }
   EXPECT_EQ(standin_.live("allocation"), 3u);
   EXPECT_EQ(standin_.live("mapping"), 3u);
   driver().release(handles[0], kCudaChunk);
-  EXPECT_NO_THROW((void)driver().create(2 * kCudaChunk));
+  EXPECT_NO_THROW((void)driver().create(kCudaChunk));
 }
 
 TEST_F(CudaDriverTest, OutOfMemoryForTheMappingItselfIsOutOfMemoryToo) {
@@ -77,16 +77,16 @@ TEST_F(CudaDriverTest, WindowReusesTheAddressesOfReleasedChunks) {
   EXPECT_EQ(standin_.live("reservation"), num_reservations);
 }
 
-TEST_F(CudaDriverTest, ChunksOfSeveralSizesLiveTogether) {
-  const Handle small = driver().create(kCudaChunk);
-  const Handle large = driver().create(32 * kMiB);  // larger than a slab
-  driver().fill(small, 0, kCudaChunk, std::byte{3});
-  driver().copy(large, 32 * kMiB - kCudaChunk, small, 0, kCudaChunk);
+TEST_F(CudaDriverTest, ChunksMayBeLargerThanASlabAndHaveOneSize) {
+  const size_t large_bytes = 32 * kMiB;
+  const Handle first = driver().create(large_bytes);
+  const Handle second = driver().create(large_bytes);
+  EXPECT_THROW((void)driver().create(kCudaChunk), std::invalid_argument);
+  driver().fill(first, 0, large_bytes, std::byte{3});
+  driver().copy(second, large_bytes - kCudaChunk, first, 0, kCudaChunk);
   std::byte last{};
-  driver().read(large, 32 * kMiB - 1, {&last, 1});
+  driver().read(second, large_bytes - 1, {&last, 1});
   EXPECT_EQ(last, std::byte{3});
-  driver().release(small, kCudaChunk);
-  driver().release(large, 32 * kMiB);
 }
 
 TEST_F(CudaDriverTest, ReleaseThatFailsKeepsTheChunkAndItsContents) {
@@ -222,7 +222,6 @@ TEST_F(CudaDriverTest, CodeThatTheDriverDoesNotKnowIsPrintedAsNumber) {
 
 TEST_F(CudaDriverTest, CallersMistakesNeverReachTheDriver) {
   const auto chunks = create(2);
-  const Handle big = driver().create(2 * kCudaChunk);
   const uintptr_t addr = driver().reserve(4 * kCudaChunk, kCudaChunk);
   const uintptr_t other = driver().reserve(kCudaChunk, kCudaChunk);
   const std::span<const Handle> one(chunks.data(), 1);
@@ -244,8 +243,7 @@ TEST_F(CudaDriverTest, CallersMistakesNeverReachTheDriver) {
       {"map across ranges", [&] { driver().map(other, chunks, kCudaChunk); }},
       {"map at an odd address", [&] { driver().map(addr + 4096, one, kCudaChunk); }},
       {"map an unknown chunk", [&] { driver().map(addr, unknown, kCudaChunk); }},
-      {"map with another size",
-       [&] { driver().map(addr + 2 * kCudaChunk, {&big, 1}, kCudaChunk); }},
+      {"map with another size", [&] { driver().map(addr + 2 * kCudaChunk, one, 2 * kCudaChunk); }},
       {"set_access on a hole",
        [&] { driver().set_access(addr + kCudaChunk, 2 * kCudaChunk, Access::kReadWrite); }},
       {"set_access on part of a chunk",

@@ -1,6 +1,5 @@
 #include "vtensor/driver/cuda/cuda_driver.h"
 
-#include <bit>
 #include <stdexcept>
 #include <utility>
 
@@ -11,21 +10,6 @@ namespace vtensor {
 namespace {
 
 using cuda::CUDA_SUCCESS;
-
-uint64_t raw(Handle handle) { return static_cast<uint64_t>(handle); }
-
-cuda::CUmemAccess_flags access_flags(Access access) {
-  switch (access) {
-    case Access::kNone:
-      return cuda::CU_MEM_ACCESS_FLAGS_PROT_NONE;
-    case Access::kRead:
-      return cuda::CU_MEM_ACCESS_FLAGS_PROT_READ;
-    case Access::kCopyOnWrite:  // refused by set_access()
-    case Access::kReadWrite:
-      break;
-  }
-  return cuda::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-}
 
 // Checked before libcuda is even opened, so that the mistake is named on every machine.
 std::shared_ptr<const CudaContext> open_context(const CudaOptions& options) {
@@ -61,7 +45,7 @@ size_t query_granularity(const CudaContext& context) {
 CudaDriver::CudaDriver(const CudaOptions& options)
     : context_(open_context(options)),
       granularity_(query_granularity(*context_)),
-      book_(granularity_),
+      ledger_(granularity_),
       window_(context_, options.window_slab_bytes) {
   const CudaContext::Scope scope(*context_);
   stream_ = create_stream();
@@ -84,14 +68,18 @@ CudaDriver::~CudaDriver() {
     const CudaContext::Scope scope(*context_);
     (void)api().cuStreamSynchronize(stream_);
     (void)api().cuStreamSynchronize(zero_stream_);
-    for (const auto& [addr, mapping] : book_.all_mappings()) {
-      (void)api().cuMemUnmap(addr, mapping.size_bytes);
+    const size_t chunk_bytes = ledger_.chunk_bytes();
+    for (const Mapping& mapping : chunks_of(ledger_.runs())) {
+      (void)api().cuMemUnmap(mapping.addr, chunk_bytes);
     }
-    for (const auto& [handle, chunk] : book_.chunks()) {
-      if (chunk.window_addr != 0) (void)api().cuMemUnmap(chunk.window_addr, chunk.size_bytes);
-      (void)api().cuMemRelease(handle);
+    for (size_t i = 0; i < allocations_.size(); ++i) {
+      if (!allocations_[i].exists) continue;
+      if (allocations_[i].in_window) {
+        (void)api().cuMemUnmap(window_.address(i * chunk_bytes), chunk_bytes);
+      }
+      (void)api().cuMemRelease(allocations_[i].handle);
     }
-    for (const auto& [addr, size_bytes] : book_.reservations()) {
+    for (const auto& [addr, size_bytes] : ledger_.ranges()) {
       (void)api().cuMemAddressFree(addr, size_bytes);
     }
     (void)api().cuStreamDestroy(stream_);
@@ -102,12 +90,7 @@ CudaDriver::~CudaDriver() {
 }
 
 uintptr_t CudaDriver::reserve(size_t size_bytes, size_t alignment_bytes) {
-  book_.check_size(size_bytes, "range size");
-  if (!std::has_single_bit(alignment_bytes) || alignment_bytes < granularity_) {
-    throw std::invalid_argument("cuda: alignment " + std::to_string(alignment_bytes) +
-                                " is not a power of two >= the granularity, " +
-                                std::to_string(granularity_));
-  }
+  ledger_.require_range_shape(size_bytes, alignment_bytes);
   const CudaContext::Scope scope(*context_);
   const auto arguments = [&] {
     return cuda_args("size", size_bytes, "alignment", alignment_bytes);
@@ -120,26 +103,46 @@ uintptr_t CudaDriver::reserve(size_t size_bytes, size_t alignment_bytes) {
     api().fail(cuda::CUDA_ERROR_NOT_SUPPORTED, "cuMemAddressReserve", arguments(),
                "the driver returned an address without the alignment asked for");
   }
-  book_.add_reservation(addr, size_bytes);
+  const std::lock_guard lock(mutex_);
+  ledger_.add_range(addr, size_bytes);
   give_back.dismiss();
   return addr;
 }
 
 void CudaDriver::free(uintptr_t addr, size_t size_bytes) {
-  book_.check_free(addr, size_bytes);
   const CudaContext::Scope scope(*context_);
+  {
+    // Forgotten first: once free, another thread may be given the same addresses.
+    const std::lock_guard lock(mutex_);
+    ledger_.remove_range(addr, size_bytes);
+  }
+  ScopeFail undo([&] {
+    const std::lock_guard lock(mutex_);
+    ledger_.add_range(addr, size_bytes);
+  });
   api().check(api().cuMemAddressFree(addr, size_bytes), "cuMemAddressFree",
               [&] { return cuda_args("addr", addr, "size", size_bytes); });
-  book_.remove_reservation(addr);
+  undo.dismiss();
 }
 
+CudaDriver::Allocation& CudaDriver::allocation(Handle handle) {
+  return allocations_[offset_of(handle) / ledger_.chunk_bytes()];
+}
+
+void CudaDriver::give_place_back(Handle handle) {
+  ledger_.begin_release(handle, ledger_.chunk_bytes());
+  ledger_.finish_release(handle);
+}
+
+// A place in the books and an address in the window, then the memory behind them. When the window
+// cannot be unmapped again, the place is lost.
 Handle CudaDriver::create(size_t chunk_bytes) {
-  book_.check_size(chunk_bytes, "chunk size");
   const CudaContext::Scope scope(*context_);
-  const auto slot = window_.acquire(chunk_bytes);
+  const auto [place, slot] = claim_place(chunk_bytes);
   bool slot_is_clean = true;
   ScopeFail give_back([&] {
-    if (slot_is_clean) window_.give_back(slot, chunk_bytes);
+    const std::lock_guard lock(mutex_);
+    if (slot_is_clean) give_place_back(place);
   });
   const auto prop = prop_on(context_->device_index());
   cuda::CUmemGenericAllocationHandle handle = 0;
@@ -153,11 +156,26 @@ Handle CudaDriver::create(size_t chunk_bytes) {
   check_create(api().cuMemsetD8Async(slot, 0, chunk_bytes, zero_stream_), "cuMemsetD8Async",
                chunk_bytes);
   num_zero_fills_.fetch_add(1);
-  book_.add_chunk(Handle{handle}, {.size_bytes = chunk_bytes, .window_addr = slot});
   unmap.dismiss();
   release.dismiss();
   give_back.dismiss();
-  return Handle{handle};
+  const std::lock_guard lock(mutex_);
+  allocation(place) = {handle, /*exists=*/true, /*in_window=*/true};
+  return place;
+}
+
+std::pair<Handle, cuda::CUdeviceptr> CudaDriver::claim_place(size_t chunk_bytes) {
+  const std::lock_guard lock(mutex_);
+  const Handle place = ledger_.add_chunk(chunk_bytes);
+  try {
+    window_.cover(offset_of(place), chunk_bytes);
+    const size_t num_places = offset_of(place) / chunk_bytes + 1;
+    if (allocations_.size() < num_places) allocations_.resize(num_places);
+  } catch (...) {
+    give_place_back(place);
+    throw;
+  }
+  return {place, window_.address(offset_of(place))};
 }
 
 void CudaDriver::check_create(cuda::CUresult code, const char* call, size_t chunk_bytes) const {
@@ -180,141 +198,54 @@ void CudaDriver::check_create(cuda::CUresult code, const char* call, size_t chun
 void CudaDriver::release(Handle handle, size_t chunk_bytes) {
   const CudaContext::Scope scope(*context_);
   finish_zero_fills();
-  const CudaBook::Chunk chunk = book_.begin_release(handle, chunk_bytes);
-  uintptr_t window_addr = chunk.window_addr;
-  ScopeFail undo([&] { book_.undo_release(handle, window_addr); });
-  if (window_addr != 0) {
+  Allocation memory;
+  uintptr_t window_addr = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    ledger_.begin_release(handle, chunk_bytes);
+    memory = allocation(handle);
+    window_addr = window_.address(offset_of(handle));
+  }
+  bool in_window = memory.in_window;
+  ScopeFail undo([&] {
+    const std::lock_guard lock(mutex_);
+    ledger_.undo_release(handle);
+    allocation(handle).in_window = in_window;
+  });
+  if (in_window) {
     api().check(api().cuMemUnmap(window_addr, chunk_bytes), "cuMemUnmap",
                 [&] { return cuda_args("window_addr", window_addr, "size", chunk_bytes); });
   }
-  const auto code = api().cuMemRelease(raw(handle));
+  const auto code = api().cuMemRelease(memory.handle);
   if (code != CUDA_SUCCESS) {
     std::string detail;
-    const CudaBook::PlacedMapping window{window_addr, {handle, chunk_bytes, Access::kReadWrite}};
-    if (window_addr != 0 && map_again(window) != CUDA_SUCCESS) {
-      window_addr = 0;
+    const Mapping window{window_addr, memory.handle, chunk_bytes, Access::kReadWrite};
+    if (in_window && map_again(window) != CUDA_SUCCESS) {
+      in_window = false;
       detail = "and the rollback failed: the chunk's contents cannot be reached any more";
     }
-    api().fail(code, "cuMemRelease", cuda_args("handle", raw(handle)), detail);
+    api().fail(code, "cuMemRelease", cuda_args("handle", memory.handle), detail);
   }
   undo.dismiss();
-  book_.finish_release(handle);
-  if (window_addr != 0) window_.give_back(window_addr, chunk_bytes);
+  const std::lock_guard lock(mutex_);
+  allocation(handle) = {};
+  ledger_.finish_release(handle);
 }
 
-void CudaDriver::map(uintptr_t addr, std::span<const Handle> handles, size_t chunk_bytes) {
-  if (handles.empty()) return;
-  const CudaContext::Scope scope(*context_);
-  finish_zero_fills();
-  book_.claim_map(addr, handles, chunk_bytes);
-  size_t num_mapped = 0;
-  auto code = CUDA_SUCCESS;
-  for (; num_mapped < handles.size(); ++num_mapped) {
-    code = api().cuMemMap(addr + num_mapped * chunk_bytes, chunk_bytes, 0, raw(handles[num_mapped]),
-                          0);
-    if (code != CUDA_SUCCESS) break;
+cuda::CUdeviceptr CudaDriver::content_addr(Handle handle, size_t offset, size_t size_bytes) {
+  const std::lock_guard lock(mutex_);
+  ledger_.require_bytes(handle, offset, size_bytes);
+  if (!allocation(handle).in_window) {
+    throw std::invalid_argument("cuda: chunk " + std::to_string(offset_of(handle)) +
+                                " cannot be reached: an earlier release of it failed half way");
   }
-  if (code == CUDA_SUCCESS) return;
-
-  const uintptr_t failed_addr = addr + num_mapped * chunk_bytes;
-  book_.forget_mappings(failed_addr, handles.size() - num_mapped);
-  size_t num_stuck = 0;
-  for (uintptr_t done_addr = addr; done_addr < failed_addr; done_addr += chunk_bytes) {
-    if (api().cuMemUnmap(done_addr, chunk_bytes) == CUDA_SUCCESS) {
-      book_.forget_mappings(done_addr, 1);
-    } else {
-      ++num_stuck;
-    }
-  }
-  api().fail(code, "cuMemMap",
-             cuda_args("addr", failed_addr, "size", chunk_bytes, "handle", raw(handles[num_mapped]),
-                       "chunk", num_mapped, "of", handles.size()),
-             num_stuck == 0 ? ""
-                            : "and the rollback failed: " + std::to_string(num_stuck) +
-                                  " chunk(s) of this call stay mapped");
-}
-
-cuda::CUresult CudaDriver::grant(uintptr_t addr, size_t size_bytes, Access access) const noexcept {
-  cuda::CUmemAccessDesc desc{};
-  desc.location = {cuda::CU_MEM_LOCATION_TYPE_DEVICE, context_->device_index()};
-  desc.flags = access_flags(access);
-  return api().cuMemSetAccess(addr, size_bytes, &desc, 1);
-}
-
-void CudaDriver::set_access(uintptr_t addr, size_t size_bytes, Access access) {
-  if (size_bytes == 0) return;
-  if (access == Access::kCopyOnWrite) {
-    throw std::invalid_argument("cuda: memory cannot be mapped copy-on-write");
-  }
-  (void)book_.check_run(addr, size_bytes, 0);
-  const CudaContext::Scope scope(*context_);
-  api().check(grant(addr, size_bytes, access), "cuMemSetAccess", [&] {
-    return cuda_args("addr", addr, "size", size_bytes, "flags",
-                     static_cast<int>(access_flags(access)));
-  });
-  book_.set_run_access(addr, size_bytes, access);
-}
-
-void CudaDriver::unmap(uintptr_t addr, size_t size_bytes, size_t chunk_bytes) {
-  if (size_bytes == 0) return;
-  book_.check_size(chunk_bytes, "chunk size");
-  const auto run = book_.check_run(addr, size_bytes, chunk_bytes);
-  const CudaContext::Scope scope(*context_);
-  unmap_run(run);
-  book_.forget_mappings(addr, run.size());
-}
-
-// One call for the run: NVIDIA's own sample (vectorAddMMAP, multiple handles behind one range) does
-// that, and one call is all-or-nothing by itself. The documentation only says "the entire
-// contiguous address range that was mapped", so a driver that refuses is taken at its word, one
-// chunk at a time.
-void CudaDriver::unmap_run(std::span<const CudaBook::PlacedMapping> run) {
-  const uintptr_t addr = run.front().addr;
-  const size_t size_bytes = run.back().addr + run.back().mapping.size_bytes - addr;
-  if (run.size() == 1 || can_unmap_runs_.load(std::memory_order_relaxed)) {
-    const auto code = api().cuMemUnmap(addr, size_bytes);
-    if (code == CUDA_SUCCESS) return;
-    if (run.size() == 1 || code != cuda::CUDA_ERROR_INVALID_VALUE) {
-      api().fail(code, "cuMemUnmap",
-                 cuda_args("addr", addr, "size", size_bytes, "chunks", run.size()));
-    }
-  }
-  unmap_one_by_one(run);
-  can_unmap_runs_.store(false, std::memory_order_relaxed);
-}
-
-void CudaDriver::unmap_one_by_one(std::span<const CudaBook::PlacedMapping> run) {
-  for (size_t i = 0; i < run.size(); ++i) {
-    const auto code = api().cuMemUnmap(run[i].addr, run[i].mapping.size_bytes);
-    if (code == CUDA_SUCCESS) continue;
-    size_t num_lost = 0;
-    for (const auto& placed : run.first(i)) {
-      if (map_again(placed) == CUDA_SUCCESS) continue;
-      book_.forget_mappings(placed.addr, 1);
-      ++num_lost;
-    }
-    api().fail(code, "cuMemUnmap",
-               cuda_args("addr", run[i].addr, "size", run[i].mapping.size_bytes, "chunk", i, "of",
-                         run.size()),
-               num_lost == 0 ? ""
-                             : "and the rollback failed: " + std::to_string(num_lost) +
-                                   " chunk(s) of this call stay unmapped");
-  }
-}
-
-cuda::CUresult CudaDriver::map_again(const CudaBook::PlacedMapping& placed) const noexcept {
-  const auto& mapping = placed.mapping;
-  auto code = api().cuMemMap(placed.addr, mapping.size_bytes, 0, raw(mapping.handle), 0);
-  if (code != CUDA_SUCCESS || mapping.access == Access::kNone) return code;
-  code = grant(placed.addr, mapping.size_bytes, mapping.access);
-  if (code != CUDA_SUCCESS) (void)api().cuMemUnmap(placed.addr, mapping.size_bytes);
-  return code;
+  return window_.address(offset_of(handle)) + offset;
 }
 
 void CudaDriver::copy(Handle dst, size_t dst_offset, Handle src, size_t src_offset,
                       size_t size_bytes) {
-  const uintptr_t dst_addr = book_.content_addr(dst, dst_offset, size_bytes);
-  const uintptr_t src_addr = book_.content_addr(src, src_offset, size_bytes);
+  const uintptr_t dst_addr = content_addr(dst, dst_offset, size_bytes);
+  const uintptr_t src_addr = content_addr(src, src_offset, size_bytes);
   if (size_bytes == 0) return;
   if (dst_addr < src_addr + size_bytes && src_addr < dst_addr + size_bytes) {
     throw std::invalid_argument(
@@ -330,7 +261,7 @@ void CudaDriver::copy(Handle dst, size_t dst_offset, Handle src, size_t src_offs
 }
 
 void CudaDriver::fill(Handle dst, size_t dst_offset, size_t size_bytes, std::byte value) {
-  const uintptr_t dst_addr = book_.content_addr(dst, dst_offset, size_bytes);
+  const uintptr_t dst_addr = content_addr(dst, dst_offset, size_bytes);
   if (size_bytes == 0) return;
   const CudaContext::Scope scope(*context_);
   finish_zero_fills();
@@ -341,7 +272,7 @@ void CudaDriver::fill(Handle dst, size_t dst_offset, size_t size_bytes, std::byt
 }
 
 void CudaDriver::read(Handle src, size_t src_offset, std::span<std::byte> out) {
-  const uintptr_t src_addr = book_.content_addr(src, src_offset, out.size());
+  const uintptr_t src_addr = content_addr(src, src_offset, out.size());
   if (out.empty()) return;
   const CudaContext::Scope scope(*context_);
   finish_zero_fills();
@@ -352,7 +283,7 @@ void CudaDriver::read(Handle src, size_t src_offset, std::span<std::byte> out) {
 }
 
 void CudaDriver::write(Handle dst, size_t dst_offset, std::span<const std::byte> in) {
-  const uintptr_t dst_addr = book_.content_addr(dst, dst_offset, in.size());
+  const uintptr_t dst_addr = content_addr(dst, dst_offset, in.size());
   if (in.empty()) return;
   const CudaContext::Scope scope(*context_);
   finish_zero_fills();

@@ -2,10 +2,13 @@
 // manager, a device; the compute capability does not matter.
 //
 // Thread-safety: as Driver: every call from any thread, calls on the same addresses or chunk
-// ordered by the caller. No lock is held during a driver call.
+// ordered by the caller. A call checks and changes the books, is made without a lock, so that the
+// worker's slow creates do not hold up a map on the step's path, and is taken back in the books
+// when the driver refuses it. (Only reserving a slab of the window holds the lock.)
 //
 // Invariants (beside Driver's rules):
-//  1. One cuMemCreate handle a chunk, because cuMemMap's offset must be 0.
+//  1. One cuMemCreate handle a chunk, because cuMemMap's offset must be 0. All chunks have one
+//     size; a Handle is the chunk's offset in the window.
 //  2. Each chunk is mapped read-write in the window (cuda_window.h) from create() to release().
 //  3. create() zero-fills: CUDA does not document that new memory is zero. It issues the fill and
 //     does not wait: map(), release() and whatever touches contents wait for all fills issued
@@ -26,13 +29,16 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
-#include "vtensor/driver/cuda/cuda_book.h"
 #include "vtensor/driver/cuda/cuda_context.h"
 #include "vtensor/driver/cuda/cuda_event.h"
 #include "vtensor/driver/cuda/cuda_window.h"
 #include "vtensor/driver/driver.h"
+#include "vtensor/driver/ledger.h"
 #include "vtensor/util/units.h"
 
 namespace vtensor {
@@ -72,7 +78,7 @@ class CudaDriver final : public Driver {
   void set_access(uintptr_t addr, size_t size_bytes, Access access) override;
   void unmap(uintptr_t addr, size_t size_bytes, size_t chunk_bytes) override;
 
-  std::optional<Handle> mapped_at(uintptr_t addr) const override { return book_.mapped_at(addr); }
+  std::optional<Handle> mapped_at(uintptr_t addr) const override;
 
   // Source and destination may lie in one chunk, but may not overlap.
   void copy(Handle dst, size_t dst_offset, Handle src, size_t src_offset,
@@ -92,9 +98,29 @@ class CudaDriver final : public Driver {
   const CudaApi& api() const noexcept { return context_->api(); }
   void check_create(cuda::CUresult code, const char* call, size_t chunk_bytes) const;
   cuda::CUresult grant(uintptr_t addr, size_t size_bytes, Access access) const noexcept;
-  cuda::CUresult map_again(const CudaBook::PlacedMapping& placed) const noexcept;
-  void unmap_run(std::span<const CudaBook::PlacedMapping> run);
-  void unmap_one_by_one(std::span<const CudaBook::PlacedMapping> run);
+  // What is behind a chunk. Not in the books, since only this driver needs it.
+  struct Allocation {
+    cuda::CUmemGenericAllocationHandle handle = 0;
+    bool exists = false;
+    bool in_window = false;  // false: lost when an undo failed too; contents cannot be reached
+  };
+  struct Mapping {  // of one chunk
+    uintptr_t addr;
+    cuda::CUmemGenericAllocationHandle handle;
+    size_t size_bytes;
+    Access access;
+  };
+
+  static uint64_t offset_of(Handle handle) { return static_cast<uint64_t>(handle); }
+  // These three require mutex_.
+  Allocation& allocation(Handle handle);
+  std::vector<Mapping> chunks_of(std::span<const Ledger::Run> runs);
+  void give_place_back(Handle handle);
+  std::pair<Handle, cuda::CUdeviceptr> claim_place(size_t chunk_bytes);
+  cuda::CUdeviceptr content_addr(Handle handle, size_t offset, size_t size_bytes);
+  cuda::CUresult map_again(const Mapping& mapping) const noexcept;
+  void unmap_from_driver(std::span<const Mapping> mappings, std::vector<uintptr_t>& lost);
+  void unmap_one_by_one(std::span<const Mapping> mappings, std::vector<uintptr_t>& lost);
   cuda::CUstream create_stream() const;
   void finish(cuda::CUstream stream) const;
   // Waits for the zero-fills that were issued so far. REQUIRES: the context is current.
@@ -102,14 +128,17 @@ class CudaDriver final : public Driver {
 
   std::shared_ptr<const CudaContext> context_;
   size_t granularity_;
-  CudaBook book_;
+  mutable std::mutex mutex_;  // guards the next three
+  Ledger ledger_;
   CudaWindow window_;
+  std::vector<Allocation> allocations_;  // by offset / chunk size
   cuda::CUstream stream_ = nullptr;
   // create()'s zero-fills: the worker's, which a copy of the step must not stand behind.
   cuda::CUstream zero_stream_ = nullptr;
   std::atomic<uint64_t> num_zero_fills_{0};
   std::atomic<uint64_t> num_zero_fills_over_{0};  // at most the truth
-  // Cleared when this driver refuses to unmap several mappings by one call; see unmap_run().
+  // Cleared when this driver refuses to unmap several mappings by one call; see
+  // unmap_from_driver().
   std::atomic<bool> can_unmap_runs_{true};
 };
 
