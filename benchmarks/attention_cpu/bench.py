@@ -10,6 +10,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from provenance import write_report
 from scenario import Setting, Shape, copy_bandwidth, medians_us, open_scenario
 
 from flexinfer.attention.host import HostAttention
+from flexinfer.attention.kv_format import KVFormat
 from flexinfer.attention.sdpa import SdpaAttention
 
 # benchmarks/serving/models.py; few layers of the others, so that the arena fits in memory.
@@ -79,12 +81,15 @@ def measure_sharing(read_gb_s: float, rounds: int) -> list[Row]:
             setting = Setting(((num_shared + 64, 1),) * 32, num_shared)
             with open_scenario(shape, dtype, setting) as scenario:
                 backend = HostAttention(scenario.layers)
-                runs = [(backend, scenario.shared_metadata()), (backend, scenario.metadata)]
-                two_phase, one_phase = medians_us(scenario, runs, rounds)
+                runs = [
+                    (scenario, backend, scenario.shared_metadata()),
+                    (scenario, backend, scenario.metadata),
+                ]
+                two_phase, one_phase = medians_us(runs, rounds)
                 del backend, runs
             with open_scenario(shape, dtype, setting, alias=False) as scenario:
                 backend = HostAttention(scenario.layers)
-                (copies,) = medians_us(scenario, [(backend, scenario.metadata)], rounds)
+                (copies,) = medians_us([(scenario, backend, scenario.metadata)], rounds)
                 del backend
             rows.append(
                 {
@@ -119,10 +124,10 @@ def measure_decodes(read_gb_s: float, rounds: int) -> list[Row]:
                     shape, dtype, Setting(lengths), layers_per_plane=layers_per_plane
                 ) as scenario:
                     runs = [
-                        (backend(scenario.layers), scenario.metadata)
+                        (scenario, backend(scenario.layers), scenario.metadata)
                         for backend in (HostAttention, SdpaAttention)
                     ]
-                    host, sdpa = medians_us(scenario, runs, rounds)
+                    host, sdpa = medians_us(runs, rounds)
                     del runs
                 num_tokens = sum(start + num_new for start, num_new in lengths)
                 gb_s = shape.kv_bytes(num_tokens, dtype) / host / 1e3
@@ -157,10 +162,10 @@ def measure_prefills(read_gb_s: float, rounds: int) -> list[Row]:
         for name, (shape, lengths) in batches.items():
             with open_scenario(shape, dtype, Setting(lengths)) as scenario:
                 runs = [
-                    (backend(scenario.layers), scenario.metadata)
+                    (scenario, backend(scenario.layers), scenario.metadata)
                     for backend in (HostAttention, SdpaAttention)
                 ]
-                host, sdpa = medians_us(scenario, runs, max(1, rounds // 2))
+                host, sdpa = medians_us(runs, max(1, rounds // 2))
                 del runs
             rows.append(
                 {
@@ -185,8 +190,8 @@ def measure_little_sharing(read_gb_s: float, rounds: int) -> list[Row]:
                 with open_scenario(SMALL, dtype, setting) as scenario:
                     backend = HostAttention(scenario.layers)
                     chosen, choice_us = scenario.chosen_metadata(backend.sharing_cost, 51)
-                    runs = [(backend, chosen), (backend, scenario.metadata)]
-                    with_choice, without = medians_us(scenario, runs, 30 * rounds)
+                    runs = [(scenario, backend, chosen), (scenario, backend, scenario.metadata)]
+                    with_choice, without = medians_us(runs, 30 * rounds)
                     del backend, runs
                 step_us = SMALL.num_layers * with_choice + choice_us
                 rows.append(
@@ -204,11 +209,45 @@ def measure_little_sharing(read_gb_s: float, rounds: int) -> list[Row]:
     return rows
 
 
+def measure_quantised(read_gb_s: float, rounds: int) -> list[Row]:
+    """Decodes of long contexts, and a chunk of a prompt, over KV as it comes and quantised."""
+    batches = {
+        "small, 4 x 8192": (SMALL, ((8192, 1),) * 4),
+        "large, 2 x 8192": (LARGE, ((8192, 1),) * 2),
+        "256 after 1024": (SMALL, ((1024, 256),)),
+    }
+    rows = []
+    for dtype_name, dtype in DTYPES.items():
+        for name, (shape, lengths) in batches.items():
+            formats = (None, KVFormat("int8", dtype), KVFormat("fp8_e4m3", dtype))
+            with ExitStack() as stack:
+                runs = []
+                for kv_format in formats:
+                    opened = open_scenario(shape, dtype, Setting(lengths), kv_format=kv_format)
+                    scenario = stack.enter_context(opened)
+                    runs.append((scenario, HostAttention(scenario.layers), scenario.metadata))
+                plain, int8, fp8 = medians_us(runs, rounds)
+                del runs
+            rows.append(
+                {
+                    "dtype": dtype_name,
+                    "batch": name,
+                    "plain_us": plain,
+                    "int8_us": int8,
+                    "fp8_e4m3_us": fp8,
+                    "int8_speedup": plain / int8,
+                    "fp8_e4m3_speedup": plain / fp8,
+                }
+            )
+    return rows
+
+
 TABLES: dict[str, Callable[[float, int], list[Row]]] = {
     "sharing": measure_sharing,
     "little_sharing": measure_little_sharing,
     "decodes": measure_decodes,
     "prefills": measure_prefills,
+    "quantised": measure_quantised,
 }
 
 

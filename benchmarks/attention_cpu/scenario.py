@@ -11,8 +11,10 @@ from statistics import median
 import torch
 
 from flexinfer.attention.base import AttentionBackend, AttentionMetadata, AttentionOptions, LayerKV
+from flexinfer.attention.kv_format import KVFormat
 from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.attention.sharing_cost import SharingCost, choose_ranges
+from flexinfer.runtime.kernels import SCALE_BYTES
 from flexinfer.vtensor import KVSpec, VTensorManager
 
 CPU = torch.device("cpu")
@@ -56,6 +58,7 @@ class Scenario:
         setting: Setting,
         *,
         alias: bool,
+        kv_format: KVFormat | None = None,
     ) -> None:
         """alias: the shared prefix is one set of chunks, mapped for each request; else copies."""
         self.manager = manager
@@ -70,7 +73,9 @@ class Scenario:
             self.vtensors.append(vtensor)
             if i == 0 and prefix and alias:
                 vtensor.record_prefix(prefix)
-        self.layers = [LayerKV(manager.k(i), manager.v(i)) for i in range(shape.num_layers)]
+        self.layers = [
+            LayerKV(manager.k(i), manager.v(i), format=kv_format) for i in range(shape.num_layers)
+        ]
         self._fill()
         segments, row = [], 0
         for vtensor, (start, num_new) in zip(self.vtensors, setting.lengths, strict=True):
@@ -92,8 +97,13 @@ class Scenario:
             # Aliased tokens are written once, by the first request.
             first = min(vtensor.num_cached_tokens, num_shared) if i else 0
             for layer in self.layers:
-                layer.k[vtensor.slot, first : lengths[0]].normal_()
-                layer.v[vtensor.slot, first : lengths[0]].normal_()
+                for part in (layer.k, layer.v):
+                    rows = part[vtensor.slot, first : lengths[0]]
+                    if layer.format is None:
+                        rows.normal_()
+                    else:
+                        numbers = torch.randn(*rows.shape[:-1], self.shape.head_dim)
+                        rows[:] = layer.format.quantise(numbers)
 
     def shared_metadata(self) -> AttentionMetadata:
         """The step with its common prefix named as one shared range, in whole tokens."""
@@ -136,35 +146,34 @@ def open_scenario(
     *,
     alias: bool = True,
     layers_per_plane: int | None = None,
+    kv_format: KVFormat | None = None,
 ) -> Iterator[Scenario]:
     """The scenario in a manager of its own, closed at the end."""
     longest = max(start + num_new for start, num_new in setting.lengths)
     spec = KVSpec(
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=str(dtype),
+        head_dim=shape.head_dim + (0 if kv_format is None else SCALE_BYTES),
+        dtype=str(dtype if kv_format is None else torch.uint8),
         max_seq_len=longest,
         layers_per_plane=layers_per_plane,
     )
     with VTensorManager(
         spec, max_requests=len(setting.lengths), memory_budget=6 * GIB, scrub="off"
     ) as manager:
-        scenario = Scenario(manager, shape, dtype, setting, alias=alias)
+        scenario = Scenario(manager, shape, dtype, setting, alias=alias, kv_format=kv_format)
         yield scenario
         scenario.layers.clear()
 
 
 def medians_us(
-    scenario: Scenario,
-    runs: Sequence[tuple[AttentionBackend, AttentionMetadata]],
-    rounds: int,
+    runs: Sequence[tuple[Scenario, AttentionBackend, AttentionMetadata]], rounds: int
 ) -> list[float]:
     """Median time a layer of each run; the runs in turn, after one round that does not count."""
     times: list[list[float]] = [[] for _ in runs]
     with torch.inference_mode():
         for round_idx in range(rounds + 1):
-            for taken, (backend, metadata) in zip(times, runs, strict=True):
+            for taken, (scenario, backend, metadata) in zip(times, runs, strict=True):
                 us = scenario.layer_us(backend, metadata)
                 if round_idx:
                     taken.append(us)

@@ -39,6 +39,17 @@ DType dtype_of(size_t index) {
   return static_cast<DType>(index);
 }
 
+KVFormat format_of(size_t index) {
+  if (index >= kNumKVFormats) throw std::invalid_argument("no KV format has this number");
+  return static_cast<KVFormat>(index);
+}
+
+nb::dict kv_formats() {
+  nb::dict found;
+  for (size_t i = 0; i < kNumKVFormats; ++i) found[kKVFormatNames[i]] = i;
+  return found;
+}
+
 nb::dict dtypes() {
   nb::dict found;
   for (size_t i = 0; i < kNumDTypes; ++i) found[kDTypeNames[i]] = i;
@@ -96,12 +107,15 @@ void bind_attention(nb::module_& m) {
           "__init__",
           [](ArenaShape* self, size_t dtype, int64_t num_slots, int64_t max_seq_len,
              int num_kv_heads, int key_dim, int value_dim, const StrideTuple& k,
-             const StrideTuple& v) {
-            new (self) ArenaShape{dtype_of(dtype), num_slots, max_seq_len,   num_kv_heads,
-                                  key_dim,         value_dim, strides_of(k), strides_of(v)};
+             const StrideTuple& v, size_t format) {
+            new (self)
+                ArenaShape{dtype_of(dtype), num_slots,     max_seq_len,   num_kv_heads,     key_dim,
+                           value_dim,       strides_of(k), strides_of(v), format_of(format)};
           },
           "dtype"_a, "num_slots"_a, "max_seq_len"_a, "num_kv_heads"_a, "key_dim"_a, "value_dim"_a,
-          "k_strides"_a, "v_strides"_a, "Strides: between slots, tokens and heads.");
+          "k_strides"_a, "v_strides"_a, "format"_a = 0,
+          "Strides: between slots, tokens and heads. format: one of KV_FORMATS; dtype: what "
+          "comes.");
   nb::class_<HostAttention>(m, "HostAttention",
                             "A step's attention over the KV arena, one call per layer.")
       .def(
@@ -337,6 +351,8 @@ NB_MODULE(_kernels, m) {
   m.doc() = "Attention and row operations on the CPU. Internal; see runtime.kernels.";
   m.def("available_isas", &isa_names, "Instruction sets that this build and this CPU both have.");
   m.attr("DTYPES") = dtypes();
+  m.attr("KV_FORMATS") = kv_formats();
+  m.attr("SCALE_BYTES") = kScaleBytes;
   bind_plan(m);
   bind_attention(m);
   bind_row_ops(m);

@@ -25,14 +25,14 @@ namespace {
 
 using TokenArray = nb::ndarray<const Token, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using GilRelease = nb::call_guard<nb::gil_scoped_release>;
-
 std::span<const Token> tokens_of(const TokenArray& array) { return {array.data(), array.size()}; }
 
 nb::dlpack::dtype dtype_of(const std::string& name) {
+  if (name == "uint8") return nb::dtype<uint8_t>();  // quantised
   if (name == "float32") return nb::dtype<float>();
   if (name == "float16") return {static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
   if (name == "bfloat16") return {static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat), 16, 1};
-  throw std::invalid_argument("no KV dtype is called '" + name + "': float32, float16 or bfloat16");
+  throw std::invalid_argument("no KV dtype is called '" + name + "'");
 }
 
 // An object with __dlpack__; it owns the view's lease. Python comes here with the GIL held, but a

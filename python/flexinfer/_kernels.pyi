@@ -14,6 +14,10 @@ def available_isas() -> list[str]:
 
 DTYPES: dict = {'float32' : 0, 'bfloat16' : 1, 'float16' : 2}
 
+KV_FORMATS: dict = {'auto' : 0, 'int8' : 1, 'fp8_e4m3' : 2}
+
+SCALE_BYTES: int = 4
+
 class Plan:
     """What one step's attention consists of, the same for all layers."""
 
@@ -34,8 +38,10 @@ class Plan:
 class ArenaShape:
     """Shape and strides, in elements, of each layer's K and V."""
 
-    def __init__(self, dtype: int, num_slots: int, max_seq_len: int, num_kv_heads: int, key_dim: int, value_dim: int, k_strides: tuple[int, int, int], v_strides: tuple[int, int, int]) -> None:
-        """Strides: between slots, tokens and heads."""
+    def __init__(self, dtype: int, num_slots: int, max_seq_len: int, num_kv_heads: int, key_dim: int, value_dim: int, k_strides: tuple[int, int, int], v_strides: tuple[int, int, int], format: int = 0) -> None:
+        """
+        Strides: between slots, tokens and heads. format: one of KV_FORMATS; dtype: what comes.
+        """
 
 class HostAttention:
     """A step's attention over the KV arena, one call per layer."""

@@ -16,6 +16,7 @@ SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 SCHEDULING_POLICIES = ("fcfs", "priority", "prefix")
 PREEMPTION_MODES = ("recompute", "swap", "auto", "off")
 SPECULATIVE_METHODS = ("ngram", "draft_model")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")
 DEFAULT_LOOKUP = 5
 
 
@@ -145,6 +146,9 @@ class EngineConfig:
     quantization: str | None = None
     """What weights are quantised to at load: "int8", or "int4" with a group size and zero points if
     wanted ("int4-g64-zp"). None or "auto": as the checkpoint is, quantised already or not."""
+    kv_cache_dtype: str = "auto"
+    """"auto": the model's; "int8" or "fp8_e4m3": a byte for each number of K and V, and a scale
+    for each token and head (on the CPU)."""
     device: str | None = None
     seed: int = 0
     max_model_len: int | None = None
@@ -252,6 +256,7 @@ class EngineConfig:
         _require_positive("max_passed_over", self.max_passed_over)
         _require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _require_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        _require_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         for name in ("swap_space", "free_memory_low", "free_memory_high", "prefix_cache_memory"):
             value = getattr(self, name)
             if isinstance(value, bool) or (isinstance(value, int) and value < 0):
@@ -272,6 +277,11 @@ class EngineConfig:
             raise ValueError(
                 "quantization does not go with tensor_parallel_size > 1: ranks read their parts as "
                 "they are"
+            )
+        if self.kv_cache_dtype != "auto":
+            raise ValueError(
+                "kv_cache_dtype does not go with tensor_parallel_size > 1: quantised KV has not "
+                "been tried on several ranks"
             )
         for name, reason in (
             ("compile", "a compiled model cannot exchange tensors"),

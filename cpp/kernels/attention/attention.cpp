@@ -48,6 +48,7 @@ class HostAttention::LayerRun {
         arena_(arena),
         inputs_(inputs),
         bytes_(element_bytes(owner.shape_.dtype)),
+        stored_bytes_(is_plain() ? bytes_ : 1),
         unit_blocks_(blocks_per_unit(num_threads)),
         num_units_(plan.tasks().size() * units_per_task()),
         scratch_floats_(scratch_floats(owner.shape_.key_dim, owner.shape_.value_dim)) {
@@ -93,6 +94,11 @@ class HostAttention::LayerRun {
   }
 
  private:
+  size_t dtype() const { return static_cast<size_t>(shape_.dtype); }
+  size_t format() const { return static_cast<size_t>(shape_.format); }
+  bool is_plain() const { return shape_.format == KVFormat::kPlain; }
+  auto quantise() const { return owner_.isa_->quantise[format()][dtype()]; }
+
   size_t units_per_task() const {
     return (plan_.head_blocks().size() + unit_blocks_ - 1) / unit_blocks_;
   }
@@ -101,7 +107,7 @@ class HostAttention::LayerRun {
   size_t blocks_per_unit(int num_threads) const {
     const size_t blocks = plan_.head_blocks().size();
     if (blocks != static_cast<size_t>(shape_.num_kv_heads)) return 1;
-    const size_t key_bytes = static_cast<size_t>(shape_.key_dim) * bytes_;
+    const size_t key_bytes = static_cast<size_t>(shape_.key_dim) * stored_bytes_;
     const size_t wanted = kUnitsPerThread * static_cast<size_t>(num_threads);
     const size_t affordable = plan_.tasks().size() * blocks / wanted;
     return std::clamp<size_t>(std::min(kRunBytes / key_bytes, affordable), 1, kMaxSideBySide);
@@ -131,8 +137,12 @@ class HostAttention::LayerRun {
       const int64_t to = segment.slot * strides.slot + (segment.start + i) * strides.token +
                          kv_head * strides.head;
       const int64_t from = kv_head * rows.head_stride + (segment.row + i) * rows.token_stride;
-      std::memcpy(at(arena, to, bytes_), at(rows.data, from, bytes_),
-                  static_cast<size_t>(width) * bytes_);
+      const char* numbers = at(rows.data, from, bytes_);
+      if (is_plain()) {
+        std::memcpy(at(arena, to, bytes_), numbers, static_cast<size_t>(width) * bytes_);
+      } else {
+        quantise()(numbers, at(arena, to, stored_bytes_), width);
+      }
     }
   }
 
@@ -147,8 +157,7 @@ class HostAttention::LayerRun {
       }
       tasks[block - first] = task_of(planned, heads);
     }
-    owner_.isa_->attend[static_cast<size_t>(shape_.dtype)](call_, tasks,
-                                                           static_cast<int>(last - first), scratch);
+    owner_.isa_->attend[format()][dtype()](call_, tasks, static_cast<int>(last - first), scratch);
     if (planned.partial < 0) return;
     for (size_t block = first; block < last; ++block) merge_complete(tasks[block - first], block);
   }
@@ -162,8 +171,8 @@ class HostAttention::LayerRun {
     task.num_tokens = planned.num_tokens;
     task.first_head = heads.first_head;
     task.num_heads = heads.num_heads;
-    task.k = at(arena_.k, base(shape_.k), bytes_);
-    task.v = at(arena_.v, base(shape_.v), bytes_);
+    task.k = at(arena_.k, base(shape_.k), stored_bytes_);
+    task.v = at(arena_.v, base(shape_.v), stored_bytes_);
     task.k_stride = shape_.k.token;
     task.v_stride = shape_.v.token;
     task.begin = planned.begin;
@@ -182,7 +191,7 @@ class HostAttention::LayerRun {
       const std::span<const int32_t> rows = plan_.partials_of(token);
       const MergeTask merge = {partials_, rows.data(),     static_cast<int>(rows.size()),
                                token,     task.first_head, task.num_heads};
-      owner_.isa_->merge[static_cast<size_t>(shape_.dtype)](call_, merge);
+      owner_.isa_->merge[dtype()](call_, merge);
     }
   }
 
@@ -192,7 +201,8 @@ class HostAttention::LayerRun {
   const LayerArena& arena_;
   const LayerInputs& inputs_;
   LayerCall call_;
-  size_t bytes_;
+  size_t bytes_;         // of a number that comes
+  size_t stored_bytes_;  // of one in the arena
   size_t unit_blocks_;
   size_t num_units_;
   size_t scratch_floats_;

@@ -34,6 +34,7 @@ struct ArenaShape {
   int value_dim = 0;
   Strides k;
   Strides v;
+  KVFormat format = KVFormat::kPlain;  // of bytes: strides count them, the scale not in a dim
 };
 
 struct LayerArena {

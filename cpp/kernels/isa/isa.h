@@ -18,11 +18,13 @@ namespace vtensor::kernels {
 struct Isa {
   const char* name;
   int lanes;  // floats in a vector
-  // Up to kMaxSideBySide tasks that differ in their KV head alone. By DType. `scratch` holds
-  // scratch_floats(key_dim, value_dim) floats, aligned to 64 bytes, any contents.
-  void (*attend[kNumDTypes])(const LayerCall&, const AttendTask* tasks, int num_tasks,
-                             float* scratch);
+  // Up to kMaxSideBySide tasks that differ in their KV head alone. By DType, of KV by KVFormat too.
+  // `scratch` holds scratch_floats(key_dim, value_dim) floats, aligned to 64 bytes, any contents.
+  void (*attend[kNumKVFormats][kNumDTypes])(const LayerCall&, const AttendTask* tasks,
+                                            int num_tasks, float* scratch);
   void (*merge[kNumDTypes])(const LayerCall&, const MergeTask&);
+  // `width` numbers of a head as bytes and their scale; none for plain KV.
+  void (*quantise[kNumKVFormats][kNumDTypes])(const void* numbers, void* row, int width);
   // Rows or tokens [begin, end).
   void (*rms_norm[kNumDTypes])(const RowCall&, int64_t begin, int64_t end);
   void (*silu_mul[kNumDTypes])(const RowCall&, int64_t begin, int64_t end);

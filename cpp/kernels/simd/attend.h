@@ -146,8 +146,8 @@ inline AttendTask part_of(const LayerCall& call, const AttendTask& task, int fir
   return part;
 }
 
-// Tasks with more rows than fit the first-level cache go part by part.
-template <class T>
+// Tasks with more rows than fit the first-level cache go part by part. KV stands as S.
+template <class T, class S>
 inline void attend_in_cache(const LayerCall& call, const AttendTask* tasks, int num_tasks,
                             float* scratch) {
   const Scratch s = lay_out(scratch, call.key_dim, call.value_dim);
@@ -156,7 +156,7 @@ inline void attend_in_cache(const LayerCall& call, const AttendTask* tasks, int 
     AttendTask parts[kMaxSideBySide];
     for (int i = 0; i < num_tasks; ++i) parts[i] = part_of(call, tasks[i], first, part_tokens);
 #if defined(VTENSOR_HAS_PAIRS)
-    if constexpr (std::is_same_v<T, BFloat16>) {
+    if constexpr (std::is_same_v<T, BFloat16> && !kHasScale<S>) {
       if (takes_pairs(call, parts[0])) {
         attend_rows<T>(call, parts, num_tasks, s, copy_queries, few_pair_rows_tile,
                        many_pair_rows_tile);
@@ -164,7 +164,7 @@ inline void attend_in_cache(const LayerCall& call, const AttendTask* tasks, int 
       }
     }
 #endif
-    attend_rows<T>(call, parts, num_tasks, s, load_queries<T>, few_rows_tile<T>, many_rows_tile<T>);
+    attend_rows<T>(call, parts, num_tasks, s, load_queries<T>, few_rows_tile<S>, many_rows_tile<S>);
   }
 }
 
@@ -183,16 +183,18 @@ inline void attend_amx(const LayerCall& call, const AttendTask& task, float* scr
 }
 #endif
 
-template <class T>
+template <class T, class S = T>
 void attend(const LayerCall& call, const AttendTask* tasks, int num_tasks, float* scratch) {
 #if defined(__AMX_BF16__)
-  if (tasks[0].num_tokens * tasks[0].num_heads >= kAmxRowsFrom<T> &&
-      call.key_dim % kAmxDepth == 0 && call.value_dim % kAmxDepth == 0) {
-    for (int i = 0; i < num_tasks; ++i) attend_amx<T>(call, tasks[i], scratch);
-    return;
+  if constexpr (!kHasScale<S>) {  // quantised KV has no tiles yet: nothing here could run them
+    if (tasks[0].num_tokens * tasks[0].num_heads >= kAmxRowsFrom<T> &&
+        call.key_dim % kAmxDepth == 0 && call.value_dim % kAmxDepth == 0) {
+      for (int i = 0; i < num_tasks; ++i) attend_amx<T>(call, tasks[i], scratch);
+      return;
+    }
   }
 #endif
-  attend_in_cache<T>(call, tasks, num_tasks, scratch);
+  attend_in_cache<T, S>(call, tasks, num_tasks, scratch);
 }
 
 // Partial results with maxima m_i, sums l_i and outputs o_i are, with m = max m_i, together

@@ -7,6 +7,7 @@
 
 #include "kernels/simd/pairs.h"
 #include "kernels/simd/softmax.h"
+#include "kernels/simd/stored_kv.h"
 
 namespace vtensor::kernels {
 namespace {
@@ -22,6 +23,7 @@ template <class T>
 VTENSOR_INLINE void prefetch_row(const T* p, int width) {
   constexpr int kLine = 64 / static_cast<int>(sizeof(T));
   for (int i = 0; i < width; i += kLine) __builtin_prefetch(p + i, 0, 2);
+  if constexpr (kHasScale<T>) __builtin_prefetch(p + width + kScaleBytes - 1, 0, 2);
 }
 
 // The next numbers of a key, for a query of float32 numbers or, as bfloat16, of pairs.
@@ -75,6 +77,19 @@ inline void dot_rows(const AttendTask& task, const Q* query, int key_dim, int va
       __builtin_memcpy(score + r * kTileTokens + j,
                        reinterpret_cast<const float*>(&sums) + r * kKeys, kKeys * sizeof(float));
     }
+  }
+}
+
+// Scores or weights of a tile times the scales of its keys or values: row[j] *= scale[j].
+template <class T>
+inline void scale_rows(const void* base, int64_t stride, int head_dim, int64_t tile, int num_keys,
+                       float* rows, int num_rows) {
+  alignas(64) float scales[kFewRowsTile] = {};
+  const T* row = static_cast<const T*>(base) + tile * stride;
+  for (int j = 0; j < num_keys; ++j) scales[j] = scale_of(row + j * stride, head_dim);
+  for (int r = 0; r < num_rows; ++r) {
+    float* p = rows + r * kTileTokens;
+    for (int j = 0; j < num_keys; j += kLanes) store(p + j, load(p + j) * load(scales + j));
   }
 }
 
@@ -139,7 +154,13 @@ void few_rows_tile(const LayerCall& call, const AttendTask& task, const Scratch&
                    tile, num_keys);
   });
   const int width = (num_keys + kLanes - 1) / kLanes * kLanes;
+  if constexpr (kHasScale<T>) {
+    scale_rows<T>(task.k, task.k_stride, key_dim, tile, num_keys, s.score, rows);
+  }
   softmax_tile<float>(call, task, s, tile, num_keys, width, 1);
+  if constexpr (kHasScale<T>) {
+    scale_rows<T>(task.v, task.v_stride, value_dim, tile, num_keys, s.score, rows);
+  }
   in_row_groups(rows, [&]<int R>(int row) {
     add_values<T, R>(task, s.score + row * kTileTokens, s.output + row * value_dim, value_dim, tile,
                      num_keys);

@@ -6,6 +6,7 @@
 
 #include "kernels/simd/gemm.h"
 #include "kernels/simd/softmax.h"
+#include "kernels/simd/stored_kv.h"
 
 namespace vtensor::kernels {
 namespace {
@@ -14,11 +15,18 @@ namespace {
 template <class T>
 VTENSOR_INLINE void pack_keys_square(const T* k, int64_t token_stride, int first, int num_keys,
                                      int head_dim, float* packed) {
+  float scales[kLanes] = {};
+  if constexpr (kHasScale<T>) {
+    for (int j = 0; j < kLanes && first + j < num_keys; ++j) {
+      scales[j] = scale_of(k + (first + j) * token_stride, head_dim);
+    }
+  }
   for (int i = 0; i < head_dim; i += kLanes) {
     Vec square[kLanes];
 #pragma GCC unroll 16
     for (int j = 0; j < kLanes; ++j) {
       square[j] = first + j < num_keys ? load(k + (first + j) * token_stride + i) : Vec{};
+      if constexpr (kHasScale<T>) square[j] *= scales[j];
     }
     transpose(square);
 #pragma GCC unroll 16
@@ -42,7 +50,11 @@ inline void pack_values(const T* v, int64_t token_stride, int num_keys, int head
                         float* packed) {
   for (int j = 0; j < num_keys; ++j) {
     const T* row = v + j * token_stride;
-    for (int i = 0; i < head_dim; i += kLanes) store(packed + j * head_dim + i, load(row + i));
+    const float scale = scale_of(row, head_dim);
+    for (int i = 0; i < head_dim; i += kLanes) {
+      const Vec x = load(row + i);
+      store(packed + j * head_dim + i, kHasScale<T> ? x * scale : x);
+    }
   }
 }
 

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
+from flexinfer.attention.kv_format import KVFormat
 from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.attention.sharing_cost import SharingCost
+from flexinfer.runtime.kernels import SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,21 @@ class LayerKV:
     """A token sees only those of its own chunk of so many tokens (Llama 4)."""
     window: int | None = None
     """The layer's sliding window, where its calls do not tell it (Phi-3.5-MoE)."""
+    format: KVFormat | None = None
+    """How numbers stand in `k` and `v`, which then are rows of uint8, scales included."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values that come."""
+        return self.k.dtype if self.format is None else self.format.dtype
+
+    @property
+    def key_dim(self) -> int:
+        return self.k.shape[3] - (0 if self.format is None else SCALE_BYTES)
+
+    @property
+    def value_dim(self) -> int:
+        return self.v.shape[3] - (0 if self.format is None else SCALE_BYTES)
 
     @property
     def stores_values(self) -> bool:
@@ -169,6 +186,8 @@ def store_kv(
     if not layer.stores:
         return
     key, value = key.transpose(0, 1), value.transpose(0, 1)
+    if layer.format is not None:
+        key, value = layer.format.quantise(key), layer.format.quantise(value)
     store_decodes(layer, key, value, metadata)
     store_prefills(layer, key, value, metadata)
 

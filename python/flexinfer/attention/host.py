@@ -20,7 +20,7 @@ from flexinfer import _kernels
 from flexinfer.attention.base import AttentionBackend, AttentionMetadata, AttentionOptions, LayerKV
 from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.attention.sharing_cost import SharingCost
-from flexinfer.runtime.kernels import DTYPES
+from flexinfer.runtime.kernels import DTYPES, KV_FORMATS
 from flexinfer.runtime.openmp import start_threads_address
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,9 @@ def unsupported_reason(layers: Sequence[LayerKV]) -> str | None:
         k, v = layer.k, layer.v
         if k.device.type != "cpu":
             return f"the KV arena is on {k.device}, not on the CPU"
-        if k.dtype not in DTYPES:
-            return f"dtype {str(k.dtype).removeprefix('torch.')} is not supported"
-        for head_dim in (k.shape[3], v.shape[3]):
+        if layer.dtype not in DTYPES:
+            return f"dtype {str(layer.dtype).removeprefix('torch.')} is not supported"
+        for head_dim in (layer.key_dim, layer.value_dim):
             if head_dim % HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
                 return (
                     f"head size {head_dim} is not a multiple of {HEAD_DIM_STEP} up to "
@@ -220,9 +220,9 @@ def make_layers(layers: Sequence[LayerKV], isa: str) -> list[HostLayer]:
             kinds[:i].count(kind),
             max_seq_len=layer.k.shape[1],
             num_kv_heads=layer.k.shape[2],
-            key_dim=layer.k.shape[3],
-            value_dim=layer.v.shape[3],
-            dtype=layer.k.dtype,
+            key_dim=layer.key_dim,
+            value_dim=layer.value_dim,
+            dtype=layer.dtype,
             stores=layer.stores,
             stores_values=layer.stores_values,
         )
@@ -233,7 +233,9 @@ def make_layers(layers: Sequence[LayerKV], isa: str) -> list[HostLayer]:
 def kind_of(layer: LayerKV) -> tuple[Any, ...]:
     """The arguments of `_kernels.ArenaShape`."""
     k, v = layer.k, layer.v
-    return (DTYPES[k.dtype], *k.shape, v.shape[3], k.stride()[:3], v.stride()[:3])
+    shape = (*k.shape[:3], layer.key_dim, layer.value_dim)
+    format_id = KV_FORMATS["auto" if layer.format is None else layer.format.name]
+    return (DTYPES[layer.dtype], *shape, k.stride()[:3], v.stride()[:3], format_id)
 
 
 def host_or_sdpa(layers: Sequence[LayerKV]) -> AttentionBackend:

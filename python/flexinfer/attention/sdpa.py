@@ -55,7 +55,7 @@ class SdpaAttention(AttentionBackend):
         layer = self.layers[layer_idx]
         store_kv(layer, key, value, metadata)
         num_heads, num_tokens, _ = query.shape
-        output = query.new_empty(num_tokens, num_heads, layer.v.shape[3])
+        output = query.new_empty(num_tokens, num_heads, layer.value_dim)
         with sdpa_kernel(CUDA_BACKENDS) if query.is_cuda else nullcontext():
             for i in range(len(metadata.segments)):
                 self.attend_segment(layer, query, output, i, options, metadata)
@@ -234,11 +234,12 @@ def folded_sdpa(
 def head_views(
     layer: LayerKV, slot: int, first: int, end: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of tokens [first, end) as [1, num_kv_heads, end - first, ...], not copied."""
-    return (
-        layer.k[slot, first:end].transpose(0, 1)[None],
-        layer.v[slot, first:end].transpose(0, 1)[None],
-    )
+    """K and V of tokens [first, end) as [1, num_kv_heads, end - first, ...]: not copied, unless
+    they are quantised."""
+    k, v = layer.k[slot, first:end], layer.v[slot, first:end]
+    if layer.format is not None:
+        k, v = layer.format.dequantise(k), layer.format.dequantise(v)
+    return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
 
 def make_band(

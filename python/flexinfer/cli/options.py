@@ -26,3 +26,4 @@ COMPILE_HELP = "Compile the model with torch.compile: slower to start, faster st
 QUANTIZATION_HELP = (
     "int8, int4, int4-g64, int4-g128 or these with zero points (int4-zp); auto: as the model is."
 )
+KV_CACHE_DTYPE_HELP = "int8 or fp8_e4m3: a byte for each number of K and V; auto: as the model's."

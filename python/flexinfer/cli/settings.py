@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from flexinfer.cli.errors import check_folder
 from flexinfer.cli.option_model import option
-from flexinfer.cli.options import COMPILE_HELP, QUANTIZATION_HELP, THREADS_HELP
+from flexinfer.cli.options import COMPILE_HELP, KV_CACHE_DTYPE_HELP, QUANTIZATION_HELP, THREADS_HELP
 
 if TYPE_CHECKING:
     from flexinfer.llm import LLM
@@ -29,6 +29,7 @@ class EngineSettings:
     ] = None
     dtype: Annotated[str, option("float32, bfloat16, float16, or auto (the model's own).")] = "auto"
     quantization: Annotated[str, option(QUANTIZATION_HELP)] = "auto"
+    kv_cache_dtype: Annotated[str, option(KV_CACHE_DTYPE_HELP)] = "auto"
     device: Annotated[
         str | None, option("cpu, cuda or cuda:N; by default a GPU if there is one.")
     ] = None
@@ -107,6 +108,7 @@ class EngineSettings:
             **source,
             dtype=self.dtype,
             quantization=self.quantization if like is None else None,
+            kv_cache_dtype=self.kv_cache_dtype,
             device=self.engine_device,
             seed=self.seed,
             max_num_seqs=self.max_num_seqs,

@@ -19,6 +19,7 @@ from flexinfer.engine.build_draft import (
 from flexinfer.engine.inputs import InputProcessor, load_tokenizer
 from flexinfer.memory.elastic import ElasticMemory
 from flexinfer.memory.epochs import kernel_epoch
+from flexinfer.memory.kv_groups import check_kv_dtype
 from flexinfer.memory.kv_setup import (
     check_kv_sizes,
     choose_max_model_len,
@@ -89,6 +90,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
     if not config.skip_tokenizer_init:
         tokenizer = load_tokenizer(config.tokenizer, config.model)
     check_draft(config, tokenizer)
+    check_kv_dtype(config, resolve_config(config.model))
     ranks: TensorParallelRanks | None = None
     if config.tensor_parallel_size > 1:
         ranks = TensorParallelRanks(config)
@@ -136,7 +138,7 @@ def _open(
         config = replace(config, async_scheduling=loaded.device.type == "cuda" and is_alone)
     draft = load_draft(config)
     kv_memory = derive_kv_memory(config, loaded, wanted_len)
-    draft_share = 0.0 if draft is None else share_of_draft(loaded, draft)
+    draft_share = 0.0 if draft is None else share_of_draft(loaded, draft, config.kv_cache_dtype)
     kv_memory, draft_memory = split_budget(kv_memory, draft_share)
     manager = make_manager(config, loaded, wanted_len, kv_memory)
     try:
@@ -191,6 +193,7 @@ def _assemble(
         config.seed,
         grammars,
         compile_model=config.compile,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     return EngineParts(
         config=config,

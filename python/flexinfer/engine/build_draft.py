@@ -57,10 +57,11 @@ def load_draft(config: EngineConfig) -> LoadedModel | None:
     return load_model(speculation.model, config.dtype, config.device)
 
 
-def share_of_draft(loaded: LoadedModel, draft: LoadedModel) -> float:
-    """Of the KV memory, the part of the draft model: both hold as many tokens."""
-    own, other = (kv_spec(one, 1, None).bytes_per_token for one in (draft, loaded))
-    return own / (own + other)
+def share_of_draft(loaded: LoadedModel, draft: LoadedModel, kv_cache_dtype: str) -> float:
+    """Of the KV memory, the part of the draft model, whose KV is never quantised: both hold as many
+    tokens."""
+    own = kv_spec(draft, 1, None).bytes_per_token
+    return own / (own + kv_spec(loaded, 1, None, kv_cache_dtype).bytes_per_token)
 
 
 def split_budget(memory: KVMemory, share: float) -> tuple[KVMemory, KVMemory]:
@@ -81,7 +82,13 @@ def make_draft_model(
 
     limit = max_positions(draft.model.config)
     max_len = max_model_len if limit is None else min(limit, max_model_len)
-    settings = replace(config, swap_space=0, preemption_mode="recompute", prefix_cache_memory=None)
+    settings = replace(
+        config,
+        swap_space=0,
+        preemption_mode="recompute",
+        prefix_cache_memory=None,
+        kv_cache_dtype="auto",
+    )
     manager = make_manager(settings, draft, max_len, memory)
     try:
         unused = GrammarCompiler(None, draft.vocab_size, draft.eos_token_ids)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from math import gcd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flexinfer.config import dtype_name
 
 if TYPE_CHECKING:
+    from flexinfer.config import EngineConfig
     from flexinfer.models.describe import LoadedModel
     from flexinfer.vtensor.spec import KVSpec
 
@@ -16,15 +17,39 @@ CUDA_WINDOW_SLACK = 256
 much, and on CUDA an address without memory faults."""
 
 
-def kv_spec(loaded: LoadedModel, max_seq_len: int, layers_per_plane: int | None) -> KVSpec:
+def check_kv_dtype(config: EngineConfig, model_config: Any) -> None:
+    """Refuse to quantise KV where it cannot be read, before any weight is. Raises ValueError."""
+    if config.kv_cache_dtype == "auto":
+        return
+    wanted = f"kv_cache_dtype {config.kv_cache_dtype!r}"
+    device = config.device or getattr(config.model, "device", "cpu")
+    if str(device) != "cpu":
+        raise ValueError(f"{wanted} is for the CPU alone: no kernel here reads it on {device}")
+    if getattr(model_config.get_text_config(), "kv_lora_rank", None):
+        raise ValueError(
+            f"{wanted} is not for model type {model_config.model_type!r}: it keeps latents (MLA), "
+            "whose values are a part of their keys and would need a scale of their own"
+        )
+
+
+def kv_spec(
+    loaded: LoadedModel,
+    max_seq_len: int,
+    layers_per_plane: int | None,
+    kv_cache_dtype: str = "auto",
+) -> KVSpec:
     """The shape of the model's KV: layers of one shape and window are a group."""
+    from flexinfer.runtime.kernels import SCALE_BYTES
     from flexinfer.vtensor import KVGroup, KVSpec
 
+    dtype, scale_bytes = dtype_name(loaded.dtype), 0
+    if kv_cache_dtype != "auto":
+        dtype, scale_bytes = "uint8", SCALE_BYTES
     layers: dict[tuple[int, int, int, int | None], list[int]] = {}
     for owner, window in _windows(loaded, max_seq_len).items():
         shape = loaded.layers[owner]
-        value_dim = 0 if shape.is_latent else shape.value_dim
-        key = (shape.num_kv_heads, shape.key_dim, value_dim, window)
+        value_dim = 0 if shape.is_latent else shape.value_dim + scale_bytes
+        key = (shape.num_kv_heads, shape.key_dim + scale_bytes, value_dim, window)
         layers.setdefault(key, []).append(owner)
     groups = [
         KVGroup(
@@ -32,7 +57,7 @@ def kv_spec(loaded: LoadedModel, max_seq_len: int, layers_per_plane: int | None)
             heads,
             key_dim,
             value_dim,
-            dtype_name(loaded.dtype),
+            dtype,
             window=window,
             layers_per_plane=layers_per_plane and gcd(layers_per_plane, len(owners)),
         )

@@ -89,7 +89,7 @@ def make_manager(
     """The vTensor manager for the model's KV."""
     from flexinfer.vtensor import VTensorManager
 
-    spec = kv_spec(loaded, max_seq_len, config.layers_per_plane)
+    spec = kv_spec(loaded, max_seq_len, config.layers_per_plane, config.kv_cache_dtype)
     if loaded.device.type == "cuda":
         chunk_bytes = parse_bytes(config.chunk_bytes or CUDA_CHUNK_BYTES, "chunk_bytes")
         spec = replace(spec, max_seq_len=whole_slot_tokens(spec, chunk_bytes))

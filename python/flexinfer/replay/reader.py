@@ -21,7 +21,7 @@ __all__ = ["FORMAT", "VERSION", "TraceHeader", "TraceReader"]
 FORMAT = "flexinfer-trace"
 VERSION = 1
 _TAIL_BYTES = 4096
-_DTYPES = {4: "float32", 2: "float16"}
+_DTYPES = {4: "float32", 2: "float16", 1: "uint8"}
 
 Record = dict[str, Any]
 

@@ -18,6 +18,7 @@ import torch
 from flexinfer import attention
 from flexinfer.attention.base import LayerKV
 from flexinfer.attention.hook import use_attention
+from flexinfer.attention.kv_format import KVFormat
 from flexinfer.models.describe import AttentionLayer, LoadedModel
 from flexinfer.models.probe import no_mask
 from flexinfer.runner.cuda_graphs import DecodeGraphs, Recorder
@@ -79,11 +80,20 @@ class PendingTokens:
         return StepResult(tokens, [SequenceFailure(*failure) for failure in failures.items()])
 
 
-def arena_of(manager: VTensorManager, layer: AttentionLayer, layer_idx: int) -> LayerKV:
+def arena_of(
+    manager: VTensorManager, layer: AttentionLayer, layer_idx: int, kv_format: KVFormat | None
+) -> LayerKV:
     """Where K and V of a layer stand."""
     k = manager.k(layer.owner)
     v = k[..., : layer.value_dim] if layer.is_latent else manager.v(layer.owner)
-    return LayerKV(k, v, stores=layer.owner == layer_idx, chunk=layer.chunk, window=layer.window)
+    return LayerKV(
+        k,
+        v,
+        stores=layer.owner == layer_idx,
+        chunk=layer.chunk,
+        window=layer.window,
+        format=kv_format,
+    )
 
 
 class ModelRunner:
@@ -98,14 +108,17 @@ class ModelRunner:
         grammars: GrammarCompiler,
         *,
         compile_model: bool = False,
+        kv_cache_dtype: str = "auto",
     ) -> None:
-        """compile_model: run the model as one graph of torch.compile, whatever the batch."""
+        """compile_model: run the model as one graph of torch.compile, whatever the batch.
+        kv_cache_dtype: "auto" is the model's; else how KV is quantised, a name of `KVFormat`."""
         self.loaded = loaded
         self.model: Any = loaded.model
         if compile_model:
             self.model = torch.compile(loaded.model, fullgraph=True, dynamic=True)
         self.sampler = Sampler(seed, loaded.device, grammars)
-        layers = [arena_of(manager, of, i) for i, of in enumerate(loaded.layers)]
+        kv_format = None if kv_cache_dtype == "auto" else KVFormat(kv_cache_dtype, loaded.dtype)
+        layers = [arena_of(manager, of, i, kv_format) for i, of in enumerate(loaded.layers)]
         self.backend = attention.create(attention_backend, layers)
         pads_rows = self.backend.takes_padding and any(
             getattr(module, "compiles_row_counts", False) for module in loaded.model.modules()

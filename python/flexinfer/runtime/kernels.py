@@ -10,6 +10,10 @@ DTYPES: dict[torch.dtype, int] = {
     getattr(torch, name): index for name, index in _kernels.DTYPES.items()
 }
 """The numbers by which the kernels know dtypes (kernels::DType)."""
+KV_FORMATS: dict[str, int] = _kernels.KV_FORMATS
+"""The same of formats of KV (kernels::KVFormat)."""
+SCALE_BYTES: int = _kernels.SCALE_BYTES
+"""Of a scale behind the bytes of a head of quantised KV."""
 
 
 def available_isas() -> list[str]:

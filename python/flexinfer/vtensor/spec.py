@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from flexinfer import _vtensor
 
-_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 _MAX_LAYERS = 1 << 16
 
 
@@ -34,7 +34,9 @@ class KVGroup:
         layers: indices of the model's layers that own KV in this group.
         key_dim: width of a key per head.
         value_dim: width of a value per head; 0: keys alone are kept, as a latent (MLA).
-        dtype: ``"float32"``, ``"float16"``, ``"bfloat16"``, or the torch dtype of that name.
+        dtype: ``"float32"``, ``"float16"``, ``"bfloat16"``, or the torch dtype of that name;
+            ``"uint8"``: rows of bytes, whose widths count whatever stands in them, as quantised KV
+            with its scales.
         window: tokens that a query reads, its own and those before it; what lies behind them is
             given back to the pool. None: a query reads all.
         layers_per_plane: as in :class:`KVSpec`; None: all layers of the group.
@@ -85,7 +87,7 @@ class KVSpec:
     """Shape of a model's KV cache: of one whose layers are all alike, or see :meth:`of_groups`.
 
     Attributes:
-        dtype: ``"float32"``, ``"float16"``, ``"bfloat16"``, or the torch dtype of that name.
+        dtype: as in :class:`KVGroup`.
         max_seq_len: tokens that one vTensor can hold.
         layers_per_plane: 1 is the dense layout (K and V of each layer in ranges of their own);
             ``num_layers``, the default, keeps all layers of a token side by side (interleaved).

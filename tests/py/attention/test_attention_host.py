@@ -18,9 +18,10 @@ transformers = pytest.importorskip("transformers")
 from flexinfer import LLM, SamplingParams, attention
 from flexinfer.attention.base import AttentionMetadata, AttentionOptions, LayerKV
 from flexinfer.attention.host import HostAttention
+from flexinfer.attention.kv_format import KVFormat
 from flexinfer.attention.sdpa import SdpaAttention
 from flexinfer.attention.segments import Segment, SharedRange
-from flexinfer.runtime.kernels import available_isas
+from flexinfer.runtime.kernels import SCALE_BYTES, available_isas
 from flexinfer.runtime.openmp import start_threads_address
 from helpers.tiny_models import CONFIGS, random_prompts
 
@@ -45,6 +46,7 @@ class Case:
     dtype: torch.dtype
     dense: bool
     options: AttentionOptions
+    kv_format: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -86,6 +88,7 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.sampled_from(list(TOLERANCE))),
         draw(st.booleans()),
         options,
+        draw(st.sampled_from([None, None, "int8", "fp8_e4m3"])),
     )
 
 
@@ -125,11 +128,19 @@ def make_arena(case: Case, generator: torch.Generator) -> torch.Tensor:
             slot = case.segments[member].slot
             part = arena[:, :, shared.start : shared.end]
             part[:, slot] = part[:, shared.slot].clone()
-    return arena.to(case.dtype)
+    if case.kv_format is None:
+        return arena.to(case.dtype)
+    stored = KVFormat(case.kv_format, case.dtype)
+    order, back = ((0, 1, 2, 3, 4),) * 2 if case.dense else ((1, 2, 0, 3, 4), (2, 0, 1, 3, 4))
+    parts = arena.permute(order).split([case.key_dim, case.value_dim], -1)
+    return torch.cat([stored.quantise(part) for part in parts], -1).permute(back)
 
 
-def layers_of(case: Case, arena: torch.Tensor) -> list[LayerKV]:
-    return [LayerKV(*arena[i].split([case.key_dim, case.value_dim], -1)) for i in range(NUM_LAYERS)]
+def layers_of(case: Case, arena: torch.Tensor, dtype: torch.dtype | None = None) -> list[LayerKV]:
+    stored = case.kv_format and KVFormat(case.kv_format, dtype or case.dtype)
+    key_bytes = case.key_dim + (SCALE_BYTES if stored else 0)
+    parts = [arena[i].tensor_split([key_bytes], -1) for i in range(NUM_LAYERS)]
+    return [LayerKV(k, v, format=stored or None) for k, v in parts]
 
 
 def copy_of(arena: torch.Tensor) -> torch.Tensor:
@@ -149,10 +160,12 @@ def expected_of(
     case: Case, arena: torch.Tensor, rows: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and arena by SDPA in float32."""
-    wide = copy_of(arena).float()
+    wide = copy_of(arena) if case.kv_format else copy_of(arena).float()
     metadata = AttentionMetadata.build(case.segments, CPU)
     q, k, v = (part.float() for part in rows)
-    output = SdpaAttention(layers_of(case, wide)).forward(1, q, k, v, case.options, metadata)
+    output = SdpaAttention(layers_of(case, wide, torch.float32)).forward(
+        1, q, k, v, case.options, metadata
+    )
     return output, wide
 
 

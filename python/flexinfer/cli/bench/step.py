@@ -16,7 +16,7 @@ import typer
 
 from flexinfer.cli.bench.step_table import profile_table
 from flexinfer.cli.errors import usage_errors
-from flexinfer.cli.options import QUANTIZATION_HELP
+from flexinfer.cli.options import KV_CACHE_DTYPE_HELP, QUANTIZATION_HELP
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +63,7 @@ def step(
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each.")] = 32,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto.")] = "auto",
     quantization: Annotated[str, typer.Option(help=QUANTIZATION_HELP)] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help=KV_CACHE_DTYPE_HELP)] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
     threads: Annotated[
         int | None, typer.Option(help="CPU threads; without it, one for each core of the quota.")
@@ -91,7 +92,7 @@ def step(
 
         num_threads = set_up_torch(threads)
         settings: dict[str, Any] = {"compile": compile_model, "threads": threads}
-        settings["quantization"] = quantization
+        settings |= {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
         if attention_backend is not None:
             settings["attention_backend"] = attention_backend
         start_s = time.perf_counter()

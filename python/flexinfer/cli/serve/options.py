@@ -14,7 +14,12 @@ from typing import Annotated, ClassVar
 import typer
 
 from flexinfer.cli.option_model import option
-from flexinfer.cli.options import COMPILE_HELP, QUANTIZATION_HELP, THREADS_HELP
+from flexinfer.cli.options import (
+    COMPILE_HELP,
+    KV_CACHE_DTYPE_HELP,
+    QUANTIZATION_HELP,
+    THREADS_HELP,
+)
 from flexinfer.cli.serve.config_file import load_config_file
 
 
@@ -56,6 +61,7 @@ class EngineOptions:
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
     panel: ClassVar[str] = "KV memory"
+    kv_cache_dtype: Annotated[str, option(KV_CACHE_DTYPE_HELP)] = "auto"
     gpu_memory_utilization: Annotated[
         float,
         option("Fraction of a GPU for weights, activations and KV, unless the KV's size is given."),

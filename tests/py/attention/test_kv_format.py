@@ -1,0 +1,71 @@
+"""Quantised KV: what stands in a row, and what it stands for."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flexinfer.attention.base import AttentionMetadata, AttentionOptions, LayerKV
+from flexinfer.attention.host import HostAttention
+from flexinfer.attention.kv_format import KVFormat
+from flexinfer.attention.segments import Segment
+from flexinfer.runtime.kernels import available_isas
+
+FORMATS = ["int8", "fp8_e4m3"]
+
+
+def store(numbers: torch.Tensor, name: str, isa: str) -> torch.Tensor:
+    """The bytes that the host kernel makes of [tokens, heads, head_dim], as K of one request."""
+    num_tokens, num_heads, head_dim = numbers.shape
+    arena = torch.full((2, 1, num_tokens, num_heads, head_dim + 4), 255, dtype=torch.uint8)
+    backend = HostAttention([LayerKV(*arena, format=KVFormat(name, numbers.dtype))], isa)
+    rows = numbers.transpose(0, 1)
+    metadata = AttentionMetadata.build([Segment(0, 0, 0, num_tokens)], torch.device("cpu"))
+    backend.forward(0, rows, rows, rows, AttentionOptions(), metadata)
+    assert torch.equal(arena[0], arena[1])
+    return arena[0, 0]
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernels_store_the_bytes_of_the_definition(
+    isa: str, name: str, dtype: torch.dtype
+) -> None:
+    """Halves between two bytes too, of which bfloat16 has many; zeros; numbers far apart."""
+    generator = torch.Generator().manual_seed(3)
+    numbers = torch.randn(400, 3, 48, generator=generator)
+    numbers *= torch.logspace(-7, 3, 400)[:, None, None]
+    numbers[7], numbers[9, 1, 5:] = 0, 0
+    numbers[20:60] *= torch.logspace(-6, 0, 48)
+    numbers = numbers.to(dtype)
+    assert torch.equal(store(numbers, name, isa), KVFormat(name, dtype).quantise(numbers))
+
+
+@pytest.mark.parametrize("isa", ["reference", *available_isas()])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_number_is_half_a_step_away_at_most_and_a_head_that_is_not_finite_stays_so(
+    isa: str, name: str
+) -> None:
+    stored = KVFormat(name, torch.float32)
+    numbers = torch.randn(30, 2, 32, generator=torch.Generator().manual_seed(1))
+    numbers[3, 0, 4], numbers[5, 1, 31], numbers[6, 0, 0] = torch.inf, torch.nan, -torch.inf
+    odd = torch.zeros(30, 2, dtype=torch.bool)
+    odd[3, 0], odd[5, 1], odd[6, 0] = True, True, True
+    rows = stored.quantise(numbers) if isa == "reference" else store(numbers, name, isa)
+    found = stored.dequantise(rows)
+    assert found[odd].isnan().all()
+    largest = numbers[~odd].abs().amax(-1, keepdim=True)
+    step = largest / 127 if name == "int8" else (numbers[~odd].abs() / 8).clamp(largest / 448 / 512)
+    assert ((found[~odd] - numbers[~odd]).abs() <= 0.501 * step).all()
+
+
+def test_head_sizes_that_no_vector_fits_go_by_sdpa(caplog: pytest.LogCaptureFixture) -> None:
+    from flexinfer import attention
+
+    arena = torch.zeros(2, 1, 8, 1, 40 + 4, dtype=torch.uint8)
+    layer = LayerKV(*arena, format=KVFormat("int8", torch.float32))
+    backend = attention.create("auto", [layer])
+    assert type(backend).__name__ == "SdpaAttention"
+    assert "head size 40 is not a multiple of 16" in caplog.text
