@@ -18,6 +18,7 @@ PREEMPTION_MODES = ("recompute", "swap", "auto", "off")
 SPECULATIVE_METHODS = ("ngram", "draft_model")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")
 DEFAULT_LOOKUP = 5
+DEFAULT_STATE_SNAPSHOT_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class SchedulerConfig:
     has_swap_space: bool = False
     enable_pre_extend: bool = True
     """Map the memory of the next steps in the background."""
+    state_snapshot_tokens: int = DEFAULT_STATE_SNAPSHOT_TOKENS
+    """See `EngineConfig`."""
     label_vtensors: bool = False
     """Tell the manager the request id of each vTensor, for a trace."""
 
@@ -157,6 +160,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     wait_for_shared_prefix: bool = True
+    state_snapshot_tokens: int = DEFAULT_STATE_SNAPSHOT_TOKENS
+    """Of models with a recurrent state: it is kept for the prefix cache at multiples of so many
+    tokens, at which prefills stop, and at the ends of prompts and turns; 0: there alone."""
     kv_cache_memory_bytes: int | str | None = None
     gpu_memory_utilization: float = 0.9
     """Part of a GPU's memory for weights, activations and KV, unless `kv_cache_memory_bytes` says
@@ -232,6 +238,12 @@ class EngineConfig:
         ):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
+        every = self.state_snapshot_tokens
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise ValueError(
+                "state_snapshot_tokens must be a number of tokens, or 0 for the ends of prompts "
+                f"and turns alone, got {every!r}"
+            )
         for name in ("kv_cache_memory_bytes", "chunk_bytes"):
             if not isinstance(getattr(self, name), (str, type(None))):
                 _require_positive(name, getattr(self, name))
@@ -350,6 +362,7 @@ class EngineConfig:
             enable_prefix_caching=self.enable_prefix_caching,
             enable_chunked_prefill=self.enable_chunked_prefill,
             wait_for_shared_prefix=self.wait_for_shared_prefix,
+            state_snapshot_tokens=self.state_snapshot_tokens,
             scheduling_policy=self.scheduling_policy,
             max_passed_over=self.max_passed_over,
             preemption_mode=self.preemption_mode,

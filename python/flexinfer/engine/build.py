@@ -17,6 +17,7 @@ from flexinfer.engine.build_draft import (
     split_budget,
 )
 from flexinfer.engine.inputs import InputProcessor, load_tokenizer
+from flexinfer.errors import UnsupportedModelError
 from flexinfer.memory.elastic import ElasticMemory
 from flexinfer.memory.epochs import kernel_epoch
 from flexinfer.memory.kv_groups import check_kv_dtype
@@ -134,8 +135,9 @@ def _open(
 ) -> EngineParts:
     """The KV memory, and all parts around it."""
     if config.async_scheduling is None:
-        is_alone = config.speculation is None and ranks is None
+        is_alone = config.speculation is None and ranks is None and not loaded.state
         config = replace(config, async_scheduling=loaded.device.type == "cuda" and is_alone)
+    _check_state(config, loaded)
     draft = load_draft(config)
     kv_memory = derive_kv_memory(config, loaded, wanted_len)
     draft_share = 0.0 if draft is None else share_of_draft(loaded, draft, config.kv_cache_dtype)
@@ -149,7 +151,8 @@ def _open(
             max_len = parts.scheduler.config.max_model_len
             model = make_draft_model(config, draft, max_len, draft_memory, draft_share)
             parts = replace(parts, draft_model=model)
-        if loaded.device.type == "cuda" and not config.enforce_eager and ranks is None:
+        has_graphs = not config.enforce_eager and ranks is None and not loaded.state
+        if loaded.device.type == "cuda" and has_graphs:
             _capture_graphs(parts)
     except BaseException:
         manager.close()
@@ -171,6 +174,27 @@ def _check(config: EngineConfig) -> EngineConfig:
     return config
 
 
+def _check_state(config: EngineConfig, loaded: LoadedModel) -> None:
+    """Refuse what does not go with a recurrent state. Raises UnsupportedModelError."""
+    if not loaded.state:
+        return
+    if config.tensor_parallel_size > 1:
+        raise UnsupportedModelError(
+            f"tensor_parallel_size > 1 does not go with {type(loaded.model).__name__}, which keeps "
+            "a recurrent state: nothing splits it over ranks"
+        )
+    for name, reason in (
+        ("speculative_config", "the state cannot go back to before a token that was rejected"),
+        ("async_scheduling", "a step would read the state that the one before it still writes"),
+        ("compile", "the layers that keep it are called part by part"),
+    ):
+        if getattr(config, name):
+            raise UnsupportedModelError(
+                f"{name} does not go with {type(loaded.model).__name__}, which keeps a recurrent "
+                f"state: {reason}"
+            )
+
+
 def _assemble(
     config: EngineConfig,
     tokenizer: Any | None,
@@ -182,9 +206,11 @@ def _assemble(
 ) -> EngineParts:
     from flexinfer.memory.torch_share import share_device
     from flexinfer.runner.model_runner import ModelRunner
+    from flexinfer.vtensor import StateLayout
 
-    max_model_len = fit_max_model_len(manager, wanted_len, config)
-    scheduler = Scheduler(config.scheduler_config(max_model_len), manager)
+    state = StateLayout.of(manager.spec, loaded.state)
+    max_model_len = fit_max_model_len(manager, wanted_len, config, state)
+    scheduler = Scheduler(config.scheduler_config(max_model_len), manager, state)
     grammars = GrammarCompiler(tokenizer, loaded.vocab_size, loaded.eos_token_ids)
     runner = ModelRunner(
         loaded,
@@ -192,6 +218,7 @@ def _assemble(
         config.attention_backend,
         config.seed,
         grammars,
+        state,
         compile_model=config.compile,
         kv_cache_dtype=config.kv_cache_dtype,
     )

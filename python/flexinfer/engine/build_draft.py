@@ -54,7 +54,13 @@ def load_draft(config: EngineConfig) -> LoadedModel | None:
     speculation = config.speculation
     if speculation is None or speculation.model is None:
         return None
-    return load_model(speculation.model, config.dtype, config.device)
+    draft = load_model(speculation.model, config.dtype, config.device)
+    if draft.state:
+        raise ValueError(
+            f"the draft model {_name(speculation.model)} keeps a recurrent state, which cannot go "
+            "back to before a token that was rejected"
+        )
+    return draft
 
 
 def share_of_draft(loaded: LoadedModel, draft: LoadedModel, kv_cache_dtype: str) -> float:

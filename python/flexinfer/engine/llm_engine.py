@@ -240,7 +240,8 @@ class LLMEngine:
         if ttl_s is not None and not ttl_s > 0:
             raise ValueError(f"ttl_s must be a positive number of seconds, got {ttl_s!r}")
         parsed = self.inputs.parse(prompt)
-        return self.manager.pin_prefix(parsed.token_ids, owner, ttl_s, parsed.cache_salt)
+        snapshots = self.scheduler.states.snapshots
+        return snapshots.pin_prefix(parsed.token_ids, owner, ttl_s, parsed.cache_salt)
 
     def unpin_prefix(self, owner: str) -> int:
         """Drop the pins of `owner`; returns how many there were."""

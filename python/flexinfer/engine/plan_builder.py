@@ -76,6 +76,7 @@ class PlanBuilder:
             scored=tuple(scored),
             new_sequences=self._introduce(sampling + scoring),
             fed=self._fed(decodes),
+            states=tuple([slots for item in items if (slots := item.request.state_slots)]),
             shared=tuple(self._shared(items, starts)),
         )
         return self._last

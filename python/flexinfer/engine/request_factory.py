@@ -97,7 +97,7 @@ class RequestFactory:
     def _check_memory(self, request: Request) -> None:
         """A request that can never fit is refused now, with the numbers."""
         num_tokens = request.max_num_tokens - 1  # the last token needs no KV
-        needed = self._parts.manager.bytes_for(num_tokens)
+        needed = self._parts.scheduler.admission.most_bytes(request)
         budget = self._parts.elastic.budget_bytes
         if needed > budget:
             raise RequestError(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from flexinfer.errors import OutOfMemoryError
 from flexinfer.memory.budget import format_bytes
-from flexinfer.scheduler.request import Request
 
 if TYPE_CHECKING:
     from flexinfer.scheduler.scheduler import Scheduler
@@ -112,10 +111,7 @@ class ElasticMemory:
 
     def _check_requests(self, budget: int) -> None:
         """No unfinished request may be left that can never fit."""
-
-        def needed(request: Request) -> int:
-            return self._manager.bytes_for(request.max_num_tokens - 1)
-
+        needed = self._scheduler.admission.most_bytes
         largest = max(self._scheduler.requests, key=needed, default=None)
         if largest is not None and needed(largest) > budget:
             raise ValueError(

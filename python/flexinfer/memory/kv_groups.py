@@ -64,7 +64,8 @@ def kv_spec(
         for (heads, key_dim, value_dim, window), owners in layers.items()
     ]
     first = groups[0]
-    if len(groups) == 1 and first.window is None and first.key_dim == first.value_dim:
+    is_uniform = len(groups) == 1 and first.window is None and first.key_dim == first.value_dim
+    if is_uniform and first.layers == tuple(range(len(first.layers))):
         return KVSpec(
             len(first.layers),
             first.num_kv_heads,

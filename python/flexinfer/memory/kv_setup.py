@@ -15,7 +15,7 @@ from flexinfer.runtime.units import parse_bytes
 
 if TYPE_CHECKING:
     from flexinfer.models.describe import LoadedModel
-    from flexinfer.vtensor import VTensorManager
+    from flexinfer.vtensor import StateLayout, VTensorManager
     from flexinfer.vtensor.spec import KVSpec
 
 logger = logging.getLogger(__name__)
@@ -83,13 +83,20 @@ def derive_kv_memory(config: EngineConfig, loaded: LoadedModel, max_seq_len: int
     )
 
 
+SLOTS_WITH_STATE = 3
+"""Of a request: its KV, the state that a step reads and the one that it writes."""
+
+
 def make_manager(
     config: EngineConfig, loaded: LoadedModel, max_seq_len: int, memory: KVMemory
 ) -> VTensorManager:
-    """The vTensor manager for the model's KV."""
-    from flexinfer.vtensor import VTensorManager
+    """The vTensor manager for the model's KV, and its recurrent states if it keeps any."""
+    from flexinfer.vtensor import StateLayout, VTensorManager
 
     spec = kv_spec(loaded, max_seq_len, config.layers_per_plane, config.kv_cache_dtype)
+    if loaded.state:
+        state = StateLayout.of(spec, loaded.state)
+        spec = replace(spec, max_seq_len=max(max_seq_len, state.num_tokens + 1))
     if loaded.device.type == "cuda":
         chunk_bytes = parse_bytes(config.chunk_bytes or CUDA_CHUNK_BYTES, "chunk_bytes")
         spec = replace(spec, max_seq_len=whole_slot_tokens(spec, chunk_bytes))
@@ -102,7 +109,7 @@ def make_manager(
     return VTensorManager(
         spec,
         device=str(loaded.device),
-        max_requests=config.max_num_seqs,
+        max_requests=config.max_num_seqs * (SLOTS_WITH_STATE if loaded.state else 1),
         memory_budget=memory.budget_bytes,
         chunk_bytes=config.chunk_bytes,
         step_tokens=_step_tokens(config),
@@ -142,15 +149,20 @@ def whole_slot_tokens(spec: KVSpec, chunk_bytes: int) -> int:
     return -(-spec.max_seq_len // unit) * unit
 
 
-def fit_max_model_len(manager: VTensorManager, wanted_len: int, config: EngineConfig) -> int:
-    """The longest request that the budget holds, at most wanted_len.
+def fit_max_model_len(
+    manager: VTensorManager, wanted_len: int, config: EngineConfig, state: StateLayout
+) -> int:
+    """The longest request that the budget holds beside its states, at most wanted_len.
 
     An explicit max_model_len that does not fit is refused: such a request would never end.
     """
+    state_bytes = state.num_bytes(manager.spec, manager.chunk_bytes)
+    if config.enable_prefix_caching:
+        state_bytes *= 2  # one may be kept as a snapshot while the next is written
     low, high = 0, wanted_len
     while low < high:
         middle = (low + high + 1) // 2
-        if manager.bytes_for(middle) <= manager.memory_budget:
+        if manager.bytes_for(middle) + state_bytes <= manager.memory_budget:
             low = middle
         else:
             high = middle - 1
@@ -159,8 +171,8 @@ def fit_max_model_len(manager: VTensorManager, wanted_len: int, config: EngineCo
     if low < 2 or config.max_model_len is not None:
         raise ValueError(
             f"the KV budget of {manager.memory_budget} bytes holds one request of {low} tokens; "
-            f"{wanted_len} tokens need {manager.bytes_for(wanted_len)} bytes: raise "
-            "kv_cache_memory_bytes or lower max_model_len"
+            f"{wanted_len} tokens need {manager.bytes_for(wanted_len) + state_bytes} bytes"
+            f"{_of_which_state(state_bytes)}: raise kv_cache_memory_bytes or lower max_model_len"
         )
     logger.warning(
         "max_model_len is %d, not the model's %d: the KV budget of %d bytes holds no more",
@@ -169,3 +181,7 @@ def fit_max_model_len(manager: VTensorManager, wanted_len: int, config: EngineCo
         manager.memory_budget,
     )
     return low
+
+
+def _of_which_state(state_bytes: int) -> str:
+    return f", {state_bytes} of them for its recurrent state," if state_bytes else ""

@@ -5,6 +5,7 @@ Each refusal is an UnsupportedModelError with the reason.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 from flexinfer.errors import UnsupportedModelError
@@ -16,6 +17,10 @@ LAYER_TYPES = (
     "indexed_attention",
     "attention",
 )
+KV_LAYER_TYPES = (*LAYER_TYPES, "hybrid", "hybrid_sliding")
+STATE_LAYER_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+"""These keep a recurrent state, by transformers' own interface where it is served (mixers.py)."""
+STATELESS_LAYER_TYPES = ("moe", "mlp", "dummy")
 
 
 def check_config(config: Any) -> None:
@@ -30,7 +35,7 @@ def check_config(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{kind} is an encoder-decoder; only decoder-only models work")
     for layer_type in getattr(text, "layer_types", None) or ():
-        if layer_type not in LAYER_TYPES:
+        if layer_type not in (*LAYER_TYPES, *STATE_LAYER_TYPES, *STATELESS_LAYER_TYPES):
             raise UnsupportedModelError(
                 f"{kind} has layers of type {layer_type!r}; "
                 "only full, sliding, chunked and indexed attention keep nothing but KV"
@@ -89,10 +94,19 @@ def check_class(model_class: Any) -> None:
     """Refuse a model class that does not go through AttentionInterface or has other state."""
     import inspect
 
+    from flexinfer.models.mixers import UPDATES
+
     name = model_class.__name__
-    if getattr(model_class, "_is_stateful", False):
+    has_mixers = _has(model_class, UPDATES)
+    if getattr(model_class, "_is_stateful", False) and not has_mixers:
         raise UnsupportedModelError(f"{name} is recurrent: it keeps a state that is no KV cache")
-    if not getattr(model_class, "_supports_attention_backend", False):
+    # Hybrids do not say it of themselves: what they really do is seen in the probe.
+    attends = has_mixers and _has(model_class, {"get_interface"})
+    if has_mixers and not attends:
+        raise UnsupportedModelError(
+            f"{name} is recurrent: it keeps a state and no KV beside which it could be kept"
+        )
+    if not (attends or getattr(model_class, "_supports_attention_backend", False)):
         raise UnsupportedModelError(
             f"{name} does not use transformers' AttentionInterface, by which FlexInfer attends"
         )
@@ -100,6 +114,16 @@ def check_class(model_class: Any) -> None:
     for needed in ("position_ids", "logits_to_keep"):
         if needed not in parameters:
             raise UnsupportedModelError(f"{name}.forward has no {needed}: no flat batch possible")
+
+
+def _has(model_class: Any, names: Set[str]) -> bool:
+    """Whether the forward of a class beside the model's uses one of these names."""
+    import sys
+
+    from flexinfer.models.mixers import names_in_forward
+
+    beside = vars(sys.modules[model_class.__module__]).values()
+    return any(isinstance(member, type) and names & names_in_forward(member) for member in beside)
 
 
 def chunk_of(config: Any, layer_idx: Any) -> int | None:

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from flexinfer.config import SUPPORTED_DTYPES, dtype_name
 from flexinfer.errors import UnsupportedModelError
-from flexinfer.models.probe import counts_calls, no_mask, probe
+from flexinfer.models.mixers import probe_state
+from flexinfer.models.probe import LayerCall, counts_calls, no_mask, probe
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
     from flexinfer.config import SchedulerConfig
+    from flexinfer.vtensor import StateTensor
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class LoadedModel:
     model: PreTrainedModel
     name: str
     layers: tuple[AttentionLayer, ...]
+    """By layer. One that does not attend beside others with a state stands for the first that does,
+    whose KV nobody asks it for."""
     dtype: torch.dtype
     """Of K and V."""
     device: torch.device
@@ -53,6 +57,8 @@ class LoadedModel:
     """Whether `layers` are in the order of attention's calls: a module calls it several times."""
     asks_cache_for_positions: bool = False
     """See `KnownPositions`."""
+    state: tuple[StateTensor, ...] = ()
+    """What it keeps of each sequence beside KV: its recurrent state."""
 
 
 def describe(model: PreTrainedModel, name: str) -> LoadedModel:
@@ -60,11 +66,17 @@ def describe(model: PreTrainedModel, name: str) -> LoadedModel:
     from flexinfer.attention.token_index import token_indexes
 
     calls = probe(model)
+    state = probe_state(model)
     num_layers = model.config.get_text_config().num_hidden_layers
-    if not calls or list(calls) != list(range(len(calls))) or len(calls) % num_layers:
+    is_regular = list(calls) == list(range(len(calls))) and len(calls) % num_layers == 0
+    if not calls or not (is_regular or state):
         raise UnsupportedModelError(
             f"{type(model).__name__} has {num_layers} layers, of which {len(calls)} use attention"
         )
+    if state:
+        _check_beside_state(model, calls)
+        last = max(*calls, *(tensor.layer for tensor in state))
+        calls = {i: calls[i if i in calls else min(calls)] for i in range(last + 1)}
     dtypes = {call.dtype for call in calls.values()}
     if len(dtypes) > 1 or dtype_name(calls[0].dtype) not in SUPPORTED_DTYPES:
         names = ", ".join(sorted(map(dtype_name, dtypes)))
@@ -98,15 +110,36 @@ def describe(model: PreTrainedModel, name: str) -> LoadedModel:
         )
         + tuple(_index_layer(index.seen.width, index.layer_idx) for index in indexes),
         dtype=calls[0].dtype,
+        state=state,
         device=model.device,
         vocab_size=model.config.get_text_config().vocab_size,
         eos_token_ids=_eos_token_ids(model),
         is_indexed=bool(indexes),
-        counts_calls=counts_calls(calls),
+        counts_calls=not state and counts_calls(calls),
         asks_cache_for_positions=bool(
             getattr(model.config.get_text_config(), "attn_temperature_tuning", False)
         ),
     )
+
+
+def _check_beside_state(model: PreTrainedModel, calls: dict[int, LayerCall]) -> None:
+    """Refuse what attends beside a state in a way that the engine does not know."""
+    from flexinfer.attention.token_index import token_indexes
+    from flexinfer.models.checks import KV_LAYER_TYPES
+
+    name = type(model).__name__
+    if counts_calls(calls) or token_indexes(model):
+        raise UnsupportedModelError(
+            f"{name} keeps a recurrent state beside attention that chooses tokens, or whose layers "
+            "do not tell themselves apart: not supported"
+        )
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    attending = {idx for idx, kind in enumerate(layer_types) if kind in KV_LAYER_TYPES}
+    if attending - set(calls):
+        raise UnsupportedModelError(
+            f"{name} does not attend in layer {min(attending - set(calls))} by transformers' "
+            "AttentionInterface"
+        )
 
 
 def _index_layer(width: int, layer_idx: int) -> AttentionLayer:

@@ -25,11 +25,13 @@ from flexinfer.runner.cuda_graphs import DecodeGraphs, Recorder
 from flexinfer.runner.inputs import InputBuilder, StepInputs, padded_count
 from flexinfer.runner.known_positions import KnownPositions
 from flexinfer.runner.plan import SampledToken, ScoredRows, SequenceFailure, StepPlan, StepResult
+from flexinfer.runner.states import StepStates
 from flexinfer.runtime.transfer import to_device
 from flexinfer.sampling.grammars import GrammarCompiler
 from flexinfer.sampling.logprobs import score_tokens
 from flexinfer.sampling.sampler import Drawn, Sampler, describe
 from flexinfer.sampling.sequences import SequenceState
+from flexinfer.vtensor import StateLayout
 
 if TYPE_CHECKING:
     from flexinfer.vtensor import VTensor, VTensorManager
@@ -106,6 +108,7 @@ class ModelRunner:
         attention_backend: str,
         seed: int,
         grammars: GrammarCompiler,
+        state: StateLayout | None = None,
         *,
         compile_model: bool = False,
         kv_cache_dtype: str = "auto",
@@ -124,6 +127,7 @@ class ModelRunner:
             getattr(module, "compiles_row_counts", False) for module in loaded.model.modules()
         )
         self.inputs = InputBuilder(loaded.device, self.backend.sharing_cost, pads_rows=pads_rows)
+        self.states = StepStates(loaded, manager, state or StateLayout())
         self.graphs: DecodeGraphs | None = None
         self._drawn: Drawn | None = None  # by the last step
 
@@ -133,7 +137,9 @@ class ModelRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor.execute`."""
-        return self.sample(self.compute(plan), plan)
+        result = self.sample(self.compute(plan), plan)
+        self.states.write()
+        return result
 
     def submit(self, plan: StepPlan) -> PendingTokens:
         """See `Executor.submit`."""
@@ -151,6 +157,7 @@ class ModelRunner:
         inputs = self.inputs.build(plan)
         if plan.fed:
             self._feed(inputs, plan.fed)
+        self.states.read(inputs.metadata.segments, plan.states)
         return self.forward(inputs)
 
     @torch.inference_mode()
@@ -185,9 +192,10 @@ class ModelRunner:
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         counts_calls = self.loaded.counts_calls
-        with use_attention(
+        attending = use_attention(
             self.loaded.model, self.backend, inputs.metadata, counts_calls=counts_calls
-        ):
+        )
+        with attending, self.states.in_force():
             cache: dict[str, Any] = {}
             if self.loaded.asks_cache_for_positions:
                 cache["past_key_values"] = KnownPositions(inputs.positions)

@@ -60,6 +60,9 @@ class StepPlan:
     fed: tuple[tuple[int, int], ...] = ()
     """(row, i): the token of this row is the i-th that the plan before this one samples, not known
     yet; `token_ids` has 0 in its place."""
+    states: tuple[tuple[int, int], ...] = ()
+    """(slot read, slot written) of each segment's recurrent state, where the model keeps one; -1:
+    there is none before its first token."""
     shared: tuple[TokenRange, ...] = ()
     """What the segments share of the KV before their new tokens; see `AttentionMetadata.shared`."""
 

@@ -5,29 +5,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from flexinfer.config import SchedulerConfig
 from flexinfer.scheduler.request import Request
+from flexinfer.scheduler.states import States
 
 if TYPE_CHECKING:
     from flexinfer.vtensor import VTensor, VTensorManager
 
 
+def release_all(vtensors: Iterable[VTensor]) -> None:
+    for vtensor in vtensors:
+        vtensor.release()
+
+
 class Admission:
     """Asks the manager for room, for cached prefixes, for vTensors."""
 
-    def __init__(self, config: SchedulerConfig, manager: VTensorManager) -> None:
+    def __init__(self, config: SchedulerConfig, manager: VTensorManager, states: States) -> None:
         self.config = config
         self.manager = manager
+        self.states = states
 
     def match(self, request: Request) -> int:
         """Tokens that the prefix cache has now and that need not be computed."""
         if not self.config.enable_prefix_caching:
             return 0
-        num_matched = self.manager.match_prefix(request.token_array, cache_salt=request.cache_salt)
-        return min(num_matched, request.num_reusable_tokens)
+        tokens = request.token_array
+        num_matched = self.manager.match_prefix(tokens, cache_salt=request.cache_salt)
+        num_matched = min(num_matched, request.num_reusable_tokens)
+        while self.states.are_kept:  # where there are windows, KV may not be usable at that length
+            num_behind = self.states.match(request, num_matched)
+            num_matched = self.manager.match_prefix(tokens[:num_behind], request.cache_salt)
+            if num_matched == num_behind:
+                break
+        return num_matched
 
     def waits_for_prefix(
         self, request: Request, num_matched: int, running: Collection[Request]
@@ -37,7 +51,7 @@ class Admission:
         An overdue request waits no more, so that waiting cannot starve it.
         """
         config = self.config
-        num_shared = num_matched + config.min_shared_tokens
+        num_shared = self.states.next_stop(num_matched + config.min_shared_tokens)
         if not (config.enable_prefix_caching and config.wait_for_shared_prefix):
             return False
         if num_shared > request.num_reusable_tokens or request.is_overdue:
@@ -73,33 +87,53 @@ class Admission:
         manager = self.manager
         needed = manager.bytes_for(request.num_tokens + 1)
         needed += request.num_forks * manager.bytes_for(1)  # a tail row each
+        needed += self.states.bytes_for(1 + request.num_forks)
         # What a window shows of the match is not what it holds in the end.
         shared = manager.bytes_for(num_matched, with_windows=False)
         if running and not self.has_room(needed - shared, running):
             return None
-        vtensor = manager.try_create(
-            request.token_array if self.config.enable_prefix_caching else None,
-            cache_salt=request.cache_salt,
-            max_cached_tokens=request.num_reusable_tokens,
-            expected_tokens=request.num_tokens,
-            label=request.request_id if self.config.label_vtensors else None,
-        )
+        vtensor = self._try_create(request)
         if vtensor is None:
             return None
         end = self._first_end(request, vtensor, needed, num_left, running)
-        if end is None or not vtensor.try_extend(end):
-            vtensor.release()
+        if end is None or not self.states.try_extend([request], [vtensor], [end]):
+            release_all([vtensor, *request.take_vtensors()])
             return None
         request.metrics.chunks_aliased += vtensor.info().chunks_aliased
         request.start(vtensor, end)
         return vtensor
 
+    def _try_create(self, request: Request) -> VTensor | None:
+        """A vTensor with the request's cached prefix, and where the model keeps a state the one
+        behind it. None: no slot is left."""
+        max_cached = request.num_reusable_tokens if self.config.enable_prefix_caching else 0
+        if self.states.are_kept:
+            max_cached = self.match(request)
+            if not self.states.open(request, max_cached):
+                max_cached = 0
+        vtensor = self.manager.try_create(
+            request.token_array,
+            cache_salt=request.cache_salt,
+            max_cached_tokens=max_cached,
+            expected_tokens=request.num_tokens,
+            label=request.request_id if self.config.label_vtensors else None,
+        )
+        if vtensor is None:
+            release_all(request.take_vtensors())
+        return vtensor
+
+    def most_bytes(self, request: Request) -> int:
+        """What the request alone, without forks, holds at most; its last token needs no KV."""
+        return self.manager.bytes_for(request.max_num_tokens - 1) + self.states.bytes_for(1)
+
     def explain_shortage(self, request: Request) -> str:
         """For the caller of a request that does not fit."""
         manager = self.manager
+        needed = manager.bytes_for(request.num_tokens)
+        needed += self.states.bytes_for(1 + request.num_forks)
         return (
             f"request {request.request_id!r} needs KV memory for {request.num_tokens} tokens "
-            f"({manager.bytes_for(request.num_tokens)} bytes), but only {manager.available_bytes} "
+            f"({needed} bytes), but only {manager.available_bytes} "
             f"bytes of the budget of {manager.memory_budget} are available"
         )
 

@@ -62,4 +62,6 @@ def next_tokens(request: Request, num_left: int) -> ScheduledRequest:
     start = request.num_launched_tokens
     num_tokens = max(request.num_tokens, start + 1)  # one may be being sampled
     end = min(num_tokens, start + num_left)
+    if request.stop_every is not None:
+        end = min(end, (start // request.stop_every + 1) * request.stop_every)
     return ScheduledRequest(request, request.vtensor, start, end, end == num_tokens)

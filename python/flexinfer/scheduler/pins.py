@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flexinfer.scheduler.snapshots import Snapshots
+
 if TYPE_CHECKING:
     from flexinfer.vtensor import VTensorManager
 
@@ -33,8 +35,9 @@ class Pins:
     2. `_wishes` is empty unless the manager is asleep: it can neither pin nor unpin then.
     """
 
-    def __init__(self, manager: VTensorManager) -> None:
+    def __init__(self, manager: VTensorManager, snapshots: Snapshots) -> None:
         self._manager = manager
+        self._snapshots = snapshots
         self._expires_at: dict[str, float] = {}  # by owner, least recently kept first
         self._wishes: dict[str, _Wish | None] = {}  # by owner; None: nothing any more
         self.num_released = 0
@@ -52,7 +55,7 @@ class Pins:
             return 0
         self.drop(owner)
         self._forget_expired()
-        num_tokens = self._manager.pin_prefix(token_ids, owner, ttl_s, cache_salt)
+        num_tokens = self._snapshots.pin_prefix(token_ids, owner, ttl_s, cache_salt)
         self._expires_at[owner] = time.monotonic() + ttl_s
         return num_tokens
 

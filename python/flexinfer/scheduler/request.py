@@ -57,6 +57,16 @@ class Request:
     vtensor: VTensor | None = None
     num_computed_tokens: int = 0
     num_launched_tokens: int = 0
+    state: VTensor | None = None
+    """The recurrent state behind the computed tokens; see states.py."""
+    next_state: VTensor | None = None
+    """Where a step writes the next one, if not in place."""
+    is_state_shared: bool = False
+    """Whether others see `state`: it is not written then."""
+    is_state_swapped: bool = False
+    """Whether `state` is in the host store."""
+    stop_every: int | None = None
+    """A step ends at multiples of so many tokens."""
     num_extended_tokens: int = 0
     """Tokens that `vtensor` backs with memory."""
     num_asked_rows: int = 0
@@ -171,16 +181,29 @@ class Request:
             num_forks=0,
             siblings=[],
             vtensor=None,
+            state=None,
+            next_state=None,
             num_scored_tokens=0,
         )
         clone.requeue()
         clone.token_ids = list(self.token_ids)
         return clone
 
-    def take_vtensor(self) -> VTensor | None:
-        """Give up the vTensor and with it all KV; the caller releases it."""
-        vtensor, self.vtensor = self.vtensor, None
-        return vtensor
+    @property
+    def state_slots(self) -> tuple[int, int] | None:
+        """The slots of the states that a step reads, -1: there is none yet, and writes. None: the
+        model keeps no state."""
+        written = self.state if self.next_state is None else self.next_state
+        if written is None:
+            return None
+        return -1 if self.state is None else self.state.slot, written.slot
+
+    def take_vtensors(self) -> list[VTensor]:
+        """Give up all memory, KV and states; the caller releases it."""
+        held = self.vtensor, self.state, self.next_state
+        self.vtensor = self.state = self.next_state = None
+        self.is_state_shared = self.is_state_swapped = False
+        return [vtensor for vtensor in held if vtensor is not None]
 
     def requeue(self) -> None:
         """Running -> waiting: all tokens are to be computed again."""

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from flexinfer.config import SchedulerConfig
 from flexinfer.errors import OutOfMemoryError
 from flexinfer.metrics.steps import StepStats
-from flexinfer.scheduler.admission import Admission
+from flexinfer.scheduler.admission import Admission, release_all
 from flexinfer.scheduler.batch import Batch, ScheduledRequest, next_tokens, plan_running
 from flexinfer.scheduler.in_flight import StepsInFlight
 from flexinfer.scheduler.pins import Pins
@@ -38,8 +38,10 @@ from flexinfer.scheduler.pre_extension import PreExtender
 from flexinfer.scheduler.preemption import Cause, Decision, PreemptionPolicy
 from flexinfer.scheduler.queue import WaitingQueue
 from flexinfer.scheduler.request import Request
+from flexinfer.scheduler.states import States
 from flexinfer.scheduler.swapped import SwappedRequests
 from flexinfer.types import FinishReason
+from flexinfer.vtensor.state import StateLayout
 
 if TYPE_CHECKING:
     from flexinfer.vtensor import VTensor, VTensorManager
@@ -52,16 +54,20 @@ logger = logging.getLogger(__name__)
 class Scheduler:
     """Owns the waiting queue and the running set; asks the manager for memory."""
 
-    def __init__(self, config: SchedulerConfig, manager: VTensorManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, manager: VTensorManager, state: StateLayout | None = None
+    ) -> None:
+        """state: where the model's recurrent state lies, if it keeps one."""
         self.config = config
         self.manager = manager
         self.waiting = WaitingQueue(config.scheduling_policy, config.max_passed_over)
         self.running: dict[str, Request] = {}
         self.preemption = PreemptionPolicy(config.preemption_mode, config.has_swap_space)
-        self.admission = Admission(config, manager)
+        self.states = States(config, manager, state or StateLayout())
+        self.admission = Admission(config, manager, self.states)
         self.swapped = SwappedRequests(self.waiting.key, self.preemption, self.admission)
         self.pre_extender = PreExtender(manager, config.max_num_batched_tokens)
-        self.pins = Pins(manager)
+        self.pins = Pins(manager, self.states.snapshots)
         self.num_prefix_waits = 0
         self.num_deferred = 0
         """Requests that the last step put off until another has computed their prefix."""
@@ -85,6 +91,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request, at the place that the policy gives it."""
+        request.stop_every = self.states.interval
         self.waiting.add(request)
 
     def schedule(self) -> Batch:
@@ -136,10 +143,11 @@ class Scheduler:
         """The step is computed: its tokens have KV. Records prompts whose prefill is complete."""
         prefilling = [item for item in batch.items if item.request.is_prefilling]
         self._in_flight.land(batch)
+        self.states.land(batch.items)
         self.pre_extender.forget(batch.items)
         for item in prefilling:
             if not item.request.is_prefilling and not item.request.is_finished:
-                self._record(item.request, item.vtensor)
+                self._record(item.request)
         self._free_landed()
 
     def drop(self, batch: Batch) -> None:
@@ -152,12 +160,11 @@ class Scheduler:
         if self._in_flight.keeps(request):
             return
         self._ended.append(request)
-        vtensor = self._leave(request)
-        if vtensor is not None:
-            try:
-                self._record(request, vtensor)
-            finally:
-                vtensor.release()
+        self._leave(request)
+        try:
+            self._record(request)
+        finally:
+            self._release(request)
 
     def abort(
         self, requests: Iterable[Request], reason: FinishReason, message: str | None = None
@@ -168,9 +175,8 @@ class Scheduler:
             if self._in_flight.keeps(request):
                 continue
             self._ended.append(request)
-            vtensor = self._leave(request)
-            if vtensor is not None:
-                self._release(vtensor)
+            self._leave(request)
+            self._release(request)
 
     def take_ended(self) -> list[Request]:
         """The requests that have ended since the last call."""
@@ -187,7 +193,7 @@ class Scheduler:
         slot is left or the parent has no KV any more; it then starts at the recorded prefix.
         """
         child.arrival_idx = parent.arrival_idx
-        vtensor = self._try_fork(parent)
+        vtensor = self._try_fork(parent, child)
         if vtensor is None:
             self.waiting.put_back(child)
             return
@@ -199,11 +205,10 @@ class Scheduler:
         """Take a running request out of the way until `resume`. It holds no memory meanwhile; what
         it has computed is recorded, and pressure evicts of it only what is needed."""
         was_swapped = request in self.swapped
-        vtensor = self._leave(request)
-        if vtensor is not None:
-            if not was_swapped:
-                self._record(request, vtensor)
-            vtensor.release()
+        self._leave(request)
+        if not was_swapped:
+            self._record(request)
+        self._release(request)
         request.requeue()
 
     def resume(self, request: Request) -> None:
@@ -213,14 +218,16 @@ class Scheduler:
         if request not in self.waiting:
             self.waiting.put_back(request)
 
-    def _try_fork(self, parent: Request) -> VTensor | None:
+    def _try_fork(self, parent: Request, child: Request) -> VTensor | None:
         if parent.request_id not in self.running or parent.vtensor is None:
             return None
         if self.num_seqs >= self.config.max_num_seqs:
             return None
         try:
+            self.states.fork(parent, child)
             return parent.vtensor.fork()
         except OutOfMemoryError:
+            release_all(child.take_vtensors())
             return None
 
     # Running requests.
@@ -243,7 +250,8 @@ class Scheduler:
         """Back the items that grow beyond their memory: all or none, in one call."""
         growing = [item for item in items if item.end > item.request.num_extended_tokens]
         ends = [item.end for item in growing]
-        if growing and not self.manager.try_extend([item.vtensor for item in growing], ends):
+        requests = (item.request for item in items)
+        if not self.states.try_extend(requests, [item.vtensor for item in growing], ends):
             return False
         for item in growing:
             item.request.num_extended_tokens = item.end
@@ -260,7 +268,7 @@ class Scheduler:
         """Take the memory of a running request; it goes on later where it was."""
         vtensor = request.vtensor
         assert vtensor is not None
-        decision = self._choose_preemption(request)
+        decision = self.swapped.choose(request)
         if decision.mode == "swap" and not self.swapped.try_move_out(request, vtensor):
             decision = Decision("recompute", "swap space is full")
         if decision.mode == "recompute":
@@ -271,16 +279,6 @@ class Scheduler:
         request.metrics.num_preemptions += 1
         self.preemption.count(decision, cause)
         logger.debug("preempted %r: %s (%s)", request.request_id, decision, cause)
-
-    def _choose_preemption(self, request: Request) -> Decision:
-        """What is recorded anyhow needs neither computing nor copying back."""
-        num_lost = request.num_computed_tokens
-        if self.preemption.mode == "auto":
-            num_lost -= min(num_lost, self.admission.match(request))
-        bytes_per_token = self.manager.spec.bytes_per_token
-        return self.preemption.choose(
-            num_lost, request.num_extended_tokens * bytes_per_token, num_lost * bytes_per_token
-        )
 
     def _schedule_swapped(self, batch: Batch) -> None:
         """Bring swapped requests back, in order, until tokens or memory run out."""
@@ -369,26 +367,25 @@ class Scheduler:
             else:
                 self.abort([request], request.finish_reason or "abort", request.stop_message)
 
-    def _leave(self, request: Request) -> VTensor | None:
-        """Out of all sets; returns the vTensor for the caller to release."""
+    def _leave(self, request: Request) -> None:
+        """Out of all sets; what it holds is still to be released."""
         if self.running.pop(request.request_id, None) is None:
             self.waiting.discard(request)
             self.swapped.discard(request)
-        vtensor = request.take_vtensor()
-        if vtensor is not None and not self.manager.asleep:
-            request.metrics.chunks_copied += vtensor.info().chunks_copied
-        return vtensor
+        if request.vtensor is not None and not self.manager.asleep:
+            request.metrics.chunks_copied += request.vtensor.info().chunks_copied
 
-    def _release(self, vtensor: VTensor) -> None:
-        """Now, or, of a sleeping pool, at the next step."""
-        if self.manager.asleep:
-            self._orphans.append(vtensor)
-        else:
-            vtensor.release()
+    def _release(self, request: Request) -> None:
+        """All that it holds, now, or, of a sleeping pool, at the next step."""
+        self._orphans += request.take_vtensors()
+        if not self.manager.asleep:
+            self.release_ended()
 
-    def _record(self, request: Request, vtensor: VTensor) -> None:
-        if self.config.enable_prefix_caching and request.num_computed_tokens > 0:
-            vtensor.record_prefix(request.token_array[: request.num_computed_tokens])
+    def _record(self, request: Request) -> None:
+        num_tokens = request.num_computed_tokens
+        if self.config.enable_prefix_caching and request.vtensor is not None and num_tokens > 0:
+            request.vtensor.record_prefix(request.token_array[:num_tokens])
+            self.states.record(request)
 
     def _fail(self, request: Request, batch: Batch) -> None:
         """It does not fit, and no other request may be preempted: waiting longer cannot help it."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sortedcontainers import SortedKeyList
 
 from flexinfer.scheduler.admission import Admission
-from flexinfer.scheduler.preemption import PreemptionPolicy
+from flexinfer.scheduler.preemption import Decision, PreemptionPolicy
 from flexinfer.scheduler.queue import SortKey
 from flexinfer.scheduler.request import Request
 
@@ -43,23 +43,42 @@ class SwappedRequests:
     def discard(self, request: Request) -> None:
         self._requests.discard(request)
 
+    def choose(self, request: Request) -> Decision:
+        """Whether a victim is to be moved out, or computed again: what is recorded anyhow needs
+        neither computing nor copying back."""
+        num_lost = request.num_computed_tokens
+        if self._policy.mode == "auto":
+            num_lost -= min(num_lost, self._admission.match(request))
+        num_bytes = request.num_extended_tokens * self._bytes_per_token
+        return self._policy.choose(num_lost, num_bytes, num_lost * self._bytes_per_token)
+
     def try_move_out(self, request: Request, vtensor: VTensor) -> bool:
         """False: no room in the store, nothing changed."""
         start_s = time.perf_counter()
         if not vtensor.try_swap_out():
             return False
+        if request.next_state is not None:
+            request.next_state.release()
+            request.next_state = None
+        if request.state is not None:  # where the store has no room for it, it stays in memory
+            request.is_state_swapped = request.state.try_swap_out()
         self._observe(request, start_s)
         self._requests.add(request)
         return True
 
     def try_move_in(self, request: Request, running: Collection[Request]) -> bool:
-        """To the same addresses. False: shortage, nothing changed."""
+        """To the same addresses. False: shortage, the request stays here."""
         vtensor = request.vtensor
         assert vtensor is not None
         needed = self._admission.manager.bytes_for(request.num_tokens + 1)
+        needed += self._admission.states.bytes_for(1)
         if running and not self._admission.has_room(needed, running):
             return False
         start_s = time.perf_counter()
+        if request.state is not None and request.is_state_swapped:
+            if not request.state.try_swap_in():
+                return False
+            request.is_state_swapped = False
         if not vtensor.try_swap_in(request.token_array[: request.num_computed_tokens]):
             return False
         self._observe(request, start_s)

@@ -29,6 +29,7 @@ from flexinfer.vtensor.manager import VTensorManager
 from flexinfer.vtensor.open_core import NO_CHUNK, kept_chunks
 from flexinfer.vtensor.settings import SimConfig, available_memory_bytes
 from flexinfer.vtensor.spec import KVGroup, KVSpec
+from flexinfer.vtensor.state import StateLayout, StateTensor
 
 __all__ = [
     "NO_CHUNK",
@@ -40,6 +41,8 @@ __all__ = [
     "PrefixInfo",
     "SimConfig",
     "Snapshot",
+    "StateLayout",
+    "StateTensor",
     "Stats",
     "VTensor",
     "VTensorInfo",

@@ -59,6 +59,12 @@ SMALL: dict[str, Any] = {
 }
 
 
+MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+}
 # Of single architectures, where the names above are not all that makes them large.
 MORE: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 16},  # its output layer takes no other width than the model's
@@ -81,6 +87,18 @@ MORE: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {"v_head_dim": 16},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
+    "bamba": {**MAMBA2, "num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "granitemoehybrid": {**MAMBA2, "layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 128},
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 4,
+        "mamba_d_state": 16,
+        "chunk_size": 8,
     },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -106,7 +124,11 @@ def tiny_config(model_type: str) -> Any:
     settings = {name: value for name, value in small.items() if has_setting(config, name)}
     settings.update(MORE.get(config.model_type, {}))
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
-    if len(kinds) > 1:
+    if (
+        len(kinds) > 1
+        and has_setting(config, "layer_types")
+        and "layers_block_type" not in settings
+    ):
         settings["layer_types"] = kinds * (4 // len(kinds) if 4 % len(kinds) == 0 else 1)
         settings["num_hidden_layers"] = len(settings["layer_types"])
     try:

@@ -56,17 +56,14 @@ def test_probe_sees_windows_and_soft_caps_of_each_layer() -> None:
     ("config", "reason"),
     [
         (lambda: tf.T5Config(), "encoder-decoder"),
-        (lambda: tf.MambaConfig(hidden_size=32, num_hidden_layers=2), "linear_attention"),
+        (lambda: tf.MambaConfig(hidden_size=32, num_hidden_layers=2), "a state and no KV"),
+        (lambda: tf.RecurrentGemmaConfig(), "a state that is no KV cache"),
         (lambda: tf.BloomConfig(hidden_size=32, n_head=2, n_layer=2), "AttentionInterface"),
         (
             lambda: tf.LlamaConfig(
                 **SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
             ),
             "dynamic rope",
-        ),
-        (
-            lambda: tf.Qwen3NextConfig(**SMALL, layer_types=["linear_attention", "full_attention"]),
-            "linear_attention",
         ),
         (lambda: tf.ViTConfig(), "no causal language model"),
     ],

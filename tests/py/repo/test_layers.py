@@ -63,7 +63,7 @@ PYTHON_ALLOWED = {
     "attention": "_kernels errors runtime",
     "layers": "_kernels attention runtime",
     "checkpoints": "errors layers runtime",
-    "models": "attention checkpoints config errors layers runtime",
+    "models": "attention checkpoints config errors layers runtime vtensor",
     "sampling": "_kernels errors runtime",
     "sampling_params": "sampling",
     "metrics": "outputs vtensor",

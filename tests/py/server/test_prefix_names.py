@@ -23,6 +23,11 @@ def test_a_prefix_is_called_after_its_first_words() -> None:
     assert name("one\n\ntwo   three") == "one two three"
 
 
+def test_the_snapshot_of_a_recurrent_state_is_called_what_it_is() -> None:
+    names = PrefixNames(TOKENIZER, shows_salted=False)
+    assert names.of([-8, -1, -1], 64, "") == "(recurrent state)"
+
+
 def test_names_can_be_put_together_where_a_node_was_split() -> None:
     tokens = TOKENIZER.encode("Story 12: once upon a time", add_special_tokens=False)
     names = PrefixNames(TOKENIZER, shows_salted=False)

@@ -75,6 +75,13 @@ class MemoryOptions:
         int | None, option("1: ranges of its own for each layer; by default all side by side.")
     ] = None
     enable_prefix_caching: Annotated[bool, option("Share the KV of equal prefixes.")] = True
+    state_snapshot_tokens: Annotated[
+        int,
+        option(
+            "Keep recurrent states for the prefix cache every so many tokens; 0: at the ends of "
+            "prompts and turns alone."
+        ),
+    ] = 1024
     prefix_cache_memory: Annotated[
         str | None,
         option(

@@ -33,6 +33,8 @@ class PrefixNames:
         a space where a word does. "" if there are no words, or none that this reader may see."""
         if self._tokenizer is None or not first_tokens or (cache_salt and not self._shows_salted):
             return ""
+        if first_tokens[0] < 0:  # no token: a snapshot, recorded under a digest
+            return "(recurrent state)"
         words = self._words(tuple(first_tokens))
         is_cut = words.strip() and (len(words) > MAX_CHARS or num_tokens > len(first_tokens))
         return f"{words[:MAX_CHARS].rstrip()}…" if is_cut else words

@@ -1,0 +1,203 @@
+"""Mixers: the modules of a model that carry a recurrent state from token to token, and running them
+on a flat batch.
+
+A mixer (Mamba, gated delta rule, short convolution) is transformers' own code: it takes [batch,
+tokens, width] and a cache, reads the state before the tokens there and leaves the one behind them.
+All sequences of a call have equally many tokens. So in a step of a flat batch each mixer is called
+for the parts of the batch one after the other: the decodes together, each prefill alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from flexinfer.config import dtype_name
+from flexinfer.errors import UnsupportedModelError
+from flexinfer.models.probe import HARMLESS_ARGUMENTS
+from flexinfer.vtensor import StateTensor
+
+UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})
+"""What a mixer's forward calls of its cache."""
+CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+_MAX_STATES = 4
+"""Of one kind in one layer."""
+
+Forward = Callable[..., torch.Tensor]
+RunMixer = Callable[["Mixer", Forward, torch.Tensor, dict[str, Any]], torch.Tensor]
+"""(mixer, its own forward, hidden states [1, num_tokens, width], other arguments) -> the same
+shape."""
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """One module with a state."""
+
+    module: torch.nn.Module
+    layer_idx: int
+    cache_argument: str
+    goes_on: bool
+    """Whether several tokens may follow a state. In transformers the scans of Mamba's first version
+    begin without one, and would pass over it in silence: what follows goes token by token."""
+
+
+def find_mixers(model: torch.nn.Module) -> list[Mixer]:
+    """In the model's order. Raises UnsupportedModelError for one that cannot be called by parts."""
+    mixers: list[Mixer] = []
+    inside: set[torch.nn.Module] = set()
+    for module in model.modules():
+        if not UPDATES & names_in_forward(type(module)):
+            continue
+        name = type(module).__name__
+        parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
+        arguments = [argument for argument in CACHE_ARGUMENTS if argument in parameters]
+        layer_idx = getattr(module, "layer_idx", None)
+        if module in inside or not arguments or not isinstance(layer_idx, int):
+            raise UnsupportedModelError(f"{name} keeps its state in a way that is not known")
+        inside.update(module.modules())
+        mixers.append(Mixer(module, layer_idx, arguments[0], _goes_on(type(module))))
+    return mixers
+
+
+def names_in_forward(module_class: type) -> frozenset[str]:
+    """The methods and globals that the forward of this class uses; none where it has none."""
+    forward = getattr(module_class, "forward", None)
+    forward = inspect.unwrap(forward) if callable(forward) else None
+    return frozenset(forward.__code__.co_names if isinstance(forward, FunctionType) else ())
+
+
+def _goes_on(module_class: type) -> bool:
+    """Whether its forward gives the scan of several tokens a state to begin with, if it has one."""
+    if "update_recurrent_state" not in names_in_forward(module_class):
+        return True  # a convolution alone, whose inputs are joined
+    try:
+        source = inspect.getsource(inspect.unwrap(module_class.forward))  # type: ignore[attr-defined]
+    except OSError:
+        return False
+    return re.search(r"\binitial_states?=", source) is not None
+
+
+@contextmanager
+def running_mixers(mixers: Sequence[Mixer], run: RunMixer) -> Iterator[None]:
+    """Within this context the mixers' modules are called through `run`; afterwards as before."""
+    for mixer in mixers:
+        vars(mixer.module)["forward"] = partial(_call, mixer, mixer.module.forward, run)
+    try:
+        yield
+    finally:
+        for mixer in mixers:
+            del vars(mixer.module)["forward"]
+
+
+def _call(
+    mixer: Mixer, forward: Forward, run: RunMixer, hidden_states: torch.Tensor, **kwargs: Any
+) -> torch.Tensor:
+    return run(mixer, forward, hidden_states, kwargs)
+
+
+def new_cache(num_layers: int) -> Any:
+    """A cache of transformers with an empty state in each layer."""
+    from transformers.cache_utils import Cache, LinearAttentionLayer
+
+    return Cache(layers=[LinearAttentionLayer(_MAX_STATES) for _ in range(num_layers)])
+
+
+def put_state(cache: Any, tensor: StateTensor, values: torch.Tensor, *, is_fresh: bool) -> None:
+    """Have a mixer find `values` [batch, *shape]; is_fresh: memory for what it leaves, no state."""
+    layer = cache.layers[tensor.layer]
+    layer.has_previous_state[tensor.idx] = not is_fresh
+    if tensor.kind == "conv":
+        layer.conv_states[tensor.idx] = values
+        layer.is_conv_states_initialized[tensor.idx] = True
+        layer.conv_kernel_size[tensor.idx] = values.shape[-1]
+    else:
+        layer.recurrent_states[tensor.idx] = values
+        layer.is_recurrent_states_initialized[tensor.idx] = True
+    layer.device, layer.dtype = values.device, values.dtype
+
+
+def take_state(cache: Any, tensor: StateTensor) -> torch.Tensor:
+    """What the mixer has left: [batch, *shape]."""
+    layer = cache.layers[tensor.layer]
+    states = layer.conv_states if tensor.kind == "conv" else layer.recurrent_states
+    left: torch.Tensor = states[tensor.idx]
+    return left
+
+
+def probe_state(model: Any) -> tuple[StateTensor, ...]:
+    """What the model keeps of a sequence in its mixers, seen in a forward of two tokens; nothing
+    where it has none. Raises UnsupportedModelError for what cannot be called by parts."""
+    from flexinfer.attention.hook import use_probe
+
+    mixers = find_mixers(model)
+    if not mixers:
+        return ()
+    states = StateProbe(1 + max(mixer.layer_idx for mixer in mixers))
+
+    def look(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        *others: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        if states.is_mixing:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} keeps a state inside of its attention: not supported"
+            )
+        return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
+
+    mixing = running_mixers(mixers, states.run)
+    with torch.inference_mode(), mixing, use_probe(model, look, set()):
+        model(
+            input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device),
+            position_ids=torch.arange(2, device=model.device)[None],
+            use_cache=False,
+        )
+    return states.tensors()
+
+
+class StateProbe:
+    """Runs mixers on the tokens of the probe, and looks at what they keep."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._cache = new_cache(num_layers)
+        self.is_mixing = False
+        """Whether a mixer is running."""
+
+    def run(
+        self, mixer: Mixer, forward: Forward, hidden_states: torch.Tensor, others: dict[str, Any]
+    ) -> torch.Tensor:
+        name = type(mixer.module).__name__
+        for argument, value in others.items():
+            is_known = argument in HARMLESS_ARGUMENTS or argument in CACHE_ARGUMENTS
+            if value is not None and not is_known:
+                raise UnsupportedModelError(f"{name} takes {argument!r}: not supported")
+        self.is_mixing = True
+        output = forward(hidden_states, **{mixer.cache_argument: self._cache})
+        self.is_mixing = False
+        if not isinstance(output, torch.Tensor) or output.shape[:2] != hidden_states.shape[:2]:
+            raise UnsupportedModelError(f"{name} gives more than its output: not supported")
+        return output
+
+    def tensors(self) -> tuple[StateTensor, ...]:
+        """What each sequence keeps, in the order of layers."""
+        tensors: list[StateTensor] = []
+        for layer_idx, layer in enumerate(self._cache.layers):
+            for idx in range(_MAX_STATES):
+                if layer.is_conv_states_initialized[idx]:
+                    tensors.append(_describe(layer_idx, "conv", idx, layer.conv_states[idx]))
+                if layer.is_recurrent_states_initialized[idx]:
+                    values = layer.recurrent_states[idx]
+                    tensors.append(_describe(layer_idx, "recurrent", idx, values))
+        return tuple(tensors)
+
+
+def _describe(layer_idx: int, kind: Any, idx: int, values: torch.Tensor) -> StateTensor:
+    shape = tuple(values.shape[1:])
+    return StateTensor(layer_idx, kind, shape, dtype_name(values.dtype), values.element_size(), idx)

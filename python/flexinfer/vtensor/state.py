@@ -1,0 +1,115 @@
+"""StateLayout: where the recurrent state of a sequence lies in a vTensor of its own.
+
+A state is a fixed number of bytes, whatever the length of the sequence: convolutions' last inputs
+and the matrices of linear attention or Mamba. It is kept where KV is, in chunks of the one pool
+under the one budget: a vTensor of `num_tokens` tokens, whose bytes are read as these tensors.
+
+    plane 0  [ layer 0's convolution | layer 0's matrix | layer 2's convolution | ...   ] reserved
+    plane 1  [ layer 1's matrix      | ...                                              ] reserved
+              tokens 0 ............................................... num_tokens - 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from flexinfer.vtensor.spec import KVSpec
+
+MIN_TOKENS = 8
+"""Of a state, so that a digest may be the tokens under which it is recorded."""
+ALIGNMENT_BYTES = 64
+"""Of each tensor in its plane: no kernel of torch wants more."""
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor of the state of one sequence."""
+
+    layer: int
+    kind: Literal["conv", "recurrent"]
+    shape: tuple[int, ...]
+    dtype: str
+    element_bytes: int
+    idx: int = 0
+    """Which of several that a layer has of this kind."""
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.element_bytes
+
+
+@dataclass(frozen=True)
+class StatePlane:
+    """A plane that keeps all tokens, named by the tensor at its beginning."""
+
+    layer: int
+    which: Literal["k", "v"]
+    token_bytes: int
+
+
+@dataclass(frozen=True)
+class StatePlace:
+    """Where one tensor begins in each slot of a plane."""
+
+    plane: StatePlane
+    offset_bytes: int
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """
+    Attributes:
+        tensors: what a sequence keeps.
+        places: where each of them lies.
+        num_tokens: tokens of a vTensor that holds them; 0: nothing is kept.
+    """
+
+    tensors: tuple[StateTensor, ...] = ()
+    places: tuple[StatePlace, ...] = ()
+    num_tokens: int = 0
+
+    @classmethod
+    def of(cls, spec: KVSpec, tensors: Sequence[StateTensor]) -> StateLayout:
+        """Each tensor in the plane that is then the least full for its size. Raises ValueError
+        where each plane of `spec` gives back what a window leaves: a state is kept whole."""
+        if not tensors:
+            return cls()
+        planes = list(_lasting_planes(spec))
+        if not planes:
+            raise ValueError(
+                "a recurrent state lies where KV is kept for all tokens, and each layer of this "
+                "model has a window"
+            )
+        used = dict.fromkeys(planes, 0)
+        places = []
+        for tensor in tensors:
+            plane = min(planes, key=lambda p: (used[p] + tensor.num_bytes) / p.token_bytes)
+            places.append(StatePlace(plane, used[plane]))
+            used[plane] += -(-tensor.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        num_tokens = max(MIN_TOKENS, *(-(-used[plane] // plane.token_bytes) for plane in planes))
+        return cls(tuple(tensors), tuple(places), num_tokens)
+
+    def num_bytes(self, spec: KVSpec, chunk_bytes: int) -> int:
+        """Physical bytes of one state: whole rows of chunks."""
+        num_rows = -(-self.num_tokens * spec.plane_token_bytes // chunk_bytes)
+        return num_rows * spec.row_chunks * chunk_bytes
+
+
+def _lasting_planes(spec: KVSpec) -> Iterator[StatePlane]:
+    """Planes of which nothing is given back while a vTensor lives."""
+    for group in spec.groups:
+        if group.window is not None:
+            continue
+        key_bytes = group.num_kv_heads * group.key_dim * group.element_bytes
+        value_bytes = group.num_kv_heads * group.value_dim * group.element_bytes
+        per_plane = group.layers_per_plane or len(group.layers)
+        for layer in group.layers[::per_plane]:
+            if per_plane > 1:
+                yield StatePlane(layer, "k", (key_bytes + value_bytes) * per_plane)
+                continue
+            yield StatePlane(layer, "k", key_bytes)
+            if value_bytes:
+                yield StatePlane(layer, "v", value_bytes)

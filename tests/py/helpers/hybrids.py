@@ -1,0 +1,118 @@
+"""Tiny random models that keep a recurrent state beside KV.
+
+Weights are drawn wide, so that greedy outputs vary; chunks of the scans are 8 tokens.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import transformers as tf
+
+from flexinfer import LLMEngine
+from flexinfer.config import EngineConfig
+from helpers.tiny_models import VOCAB_SIZE, continue_prompt, draw_model
+
+torch.set_num_threads(1)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_LINEAR_AND_FULL = ["linear_attention", "full_attention"]
+_DELTA: dict[str, Any] = {
+    **_COMMON,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", *_LINEAR_AND_FULL, "linear_attention"],
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+}
+
+HYBRIDS: dict[str, Any] = {
+    "qwen3_next": lambda: tf.Qwen3NextConfig(**_DELTA, **_EXPERTS),
+    "qwen3_5": lambda: tf.Qwen3_5TextConfig(**_DELTA),
+    "bamba": lambda: tf.BambaConfig(
+        **_COMMON, **_MAMBA2, num_hidden_layers=3, attn_layer_indices=[1]
+    ),
+    "granitemoehybrid": lambda: tf.GraniteMoeHybridConfig(
+        **_COMMON,
+        **_MAMBA2,
+        num_hidden_layers=4,
+        layer_types=_LINEAR_AND_FULL * 2,
+        num_local_experts=4,
+        shared_intermediate_size=64,
+        attention_multiplier=0.25,
+    ),
+    "jamba": lambda: tf.JambaConfig(
+        **_COMMON,
+        num_hidden_layers=4,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=4,
+        mamba_dt_rank=8,
+        use_mamba_kernels=False,
+    ),
+    "nemotron_h": lambda: tf.NemotronHConfig(
+        **_COMMON,
+        layers_block_type=["mamba", "moe", "attention", "mamba"],
+        head_dim=16,
+        mamba_num_heads=4,
+        mamba_head_dim=32,
+        ssm_state_size=16,
+        n_groups=2,
+        chunk_size=8,
+        use_mamba_kernels=False,
+        n_routed_experts=4,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=32,
+    ),
+}
+"""Family -> config."""
+
+
+@cache
+def make_hybrid(name: str) -> Any:
+    """The model of HYBRIDS[name]. Not to be changed."""
+    return draw_model(HYBRIDS[name]())
+
+
+@cache
+def continuation(name: str, prompt: tuple[int, ...], num_new: int) -> list[int]:
+    return continue_prompt(make_hybrid(name), prompt, num_new)
+
+
+def make_engine(name: str, **settings: Any) -> LLMEngine:
+    defaults = {
+        "max_num_seqs": 4,
+        "kv_cache_memory_bytes": 8 << 20,
+        "chunk_bytes": 4096,
+        "max_num_batched_tokens": 32,
+        "state_snapshot_tokens": 16,
+    }
+    config = {**defaults, "model": make_hybrid(name), "skip_tokenizer_init": True, **settings}
+    return LLMEngine.from_config(EngineConfig(**config))
