@@ -183,6 +183,12 @@ def _check_state(config: EngineConfig, loaded: LoadedModel) -> None:
             f"tensor_parallel_size > 1 does not go with {type(loaded.model).__name__}, which keeps "
             "a recurrent state: nothing splits it over ranks"
         )
+    if config.kv_cache_dtype != "auto":
+        raise UnsupportedModelError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r} does not go with "
+            f"{type(loaded.model).__name__}, which keeps a recurrent state: it would be laid out "
+            "among bytes"
+        )
     for name, reason in (
         ("speculative_config", "the state cannot go back to before a token that was rejected"),
         ("async_scheduling", "a step would read the state that the one before it still writes"),

@@ -180,6 +180,7 @@ def test_little_memory_is_enough_for_one_request_and_all_get_their_turn() -> Non
         ),
         ({"async_scheduling": True}, "async_scheduling does not go with Bamba"),
         ({"compile": True}, "compile does not go with Bamba"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' does not go with Bamba"),
     ],
 )
 def test_what_does_not_go_with_a_state_is_refused_by_name(
