@@ -44,6 +44,11 @@ def kv_spec(
 
     dtype, scale_bytes = dtype_name(loaded.dtype), 0
     if kv_cache_dtype != "auto":
+        if loaded.is_indexed or any(layer.is_latent for layer in loaded.layers):
+            raise ValueError(
+                f"kv_cache_dtype {kv_cache_dtype!r} is not for {loaded.name}: its latents or the "
+                "keys that an index selects are read as they are"
+            )
         dtype, scale_bytes = "uint8", SCALE_BYTES
     layers: dict[tuple[int, int, int, int | None], list[int]] = {}
     for owner, window in _windows(loaded, max_seq_len).items():

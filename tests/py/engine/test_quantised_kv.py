@@ -4,6 +4,7 @@ happens to a request."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -164,3 +165,12 @@ def test_gpus_and_latents_are_refused_before_any_weight_is_read(tmp_path: Any) -
     tf.DeepseekV3Config(num_hidden_layers=1).save_pretrained(tmp_path)  # no weights at all
     with pytest.raises(ValueError, match=r"'deepseek_v3': it keeps latents \(MLA\)"):
         LLM(str(tmp_path), kv_cache_dtype="int8", skip_tokenizer_init=True, device="cpu")
+
+
+def test_a_model_that_selects_keys_by_an_index_is_refused() -> None:
+    from flexinfer.memory.kv_groups import kv_spec
+    from flexinfer.models.describe import describe
+
+    indexed = replace(describe(make_model("llama"), "chosen"), is_indexed=True)
+    with pytest.raises(ValueError, match="'int8' is not for chosen: its latents or the keys"):
+        kv_spec(indexed, 64, None, "int8")
