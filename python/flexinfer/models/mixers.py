@@ -22,7 +22,7 @@ import torch
 
 from flexinfer.config import dtype_name
 from flexinfer.errors import UnsupportedModelError
-from flexinfer.models.probe import HARMLESS_ARGUMENTS
+from flexinfer.models.arguments import HARMLESS_ARGUMENTS
 from flexinfer.vtensor import StateTensor
 
 UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})

@@ -7,27 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.errors import UnsupportedModelError
+from flexinfer.models.arguments import HARMLESS_ARGUMENTS
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
     from flexinfer.attention.base import AttentionOptions
-
-HARMLESS_ARGUMENTS = frozenset(
-    {
-        "cache_position",
-        "dropout",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "use_cache",
-    }
-)
-"""Attention arguments that do not change the result here; others must be None."""
 
 
 @dataclass

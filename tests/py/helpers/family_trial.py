@@ -17,7 +17,7 @@ WORKS = "works"
 KINDS = {
     WORKS: "^works$",
     "refused for KV": "indexes|_attention'|sliding window|tell its layer|passes '|dynamic",
-    "refused for a state": "recurrent|state|'conv'|'hybrid|'mamba",
+    "refused for a state": "recurrent|state|'conv'|'hybrid|'mamba|of which",
     "refused: encoder-decoder": "encoder-decoder|several text models",
     "refused: attends in both directions": "both directions",
     "refused: does not use AttentionInterface": "AttentionInterface",
