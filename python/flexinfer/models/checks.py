@@ -34,7 +34,13 @@ def check_config(config: Any) -> None:
         ) from None
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{kind} is an encoder-decoder; only decoder-only models work")
-    for layer_type in getattr(text, "layer_types", None) or ():
+    layer_types = getattr(text, "layer_types", None) or ()
+    if {"linear_attention", "indexed_attention"} <= set(layer_types):
+        raise UnsupportedModelError(
+            f"{kind} keeps a recurrent state beside attention that chooses blocks of tokens: not "
+            "supported"
+        )
+    for layer_type in layer_types:
         if layer_type not in (*LAYER_TYPES, *STATE_LAYER_TYPES, *STATELESS_LAYER_TYPES):
             raise UnsupportedModelError(
                 f"{kind} has layers of type {layer_type!r}; "
