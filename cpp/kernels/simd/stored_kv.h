@@ -110,7 +110,7 @@ void quantise(const void* numbers, void* row, int width) {
   for (int i = 0; i < width; i += kLanes) {
     const Vec x = load(from + i);
     largest = max(from_bits(bits_of(x) & 0x7fffffff), largest);
-    strange += x - x;
+    strange += x * 0.0F;  // NaN where x is not finite
   }
   const float maximum = max_lane(largest), odd = sum_lanes(strange);
   const bool counts = odd == 0 && maximum >= kSmallestMaximum;
