@@ -207,9 +207,7 @@ def test_greedy_output_is_that_of_transformers(
             assert answers == [reference(name, tuple(prompt), 10) for prompt in prompts]
             prompts = [p + a + [5] for p, a in zip(prompts, answers, strict=True)]
         llm.llm_engine.manager.check_integrity()
-    if name == "mistral":  # all layers have windows, whose rows are not shared ranges
-        assert not num_calls
-    else:
+    if name != "mistral":  # whose windows of 16 tokens leave little of a prefix to be shared
         assert max(num_calls) >= 2
 
 
