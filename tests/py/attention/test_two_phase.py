@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexinfer import LLM, SamplingParams
-from flexinfer.attention import two_phase
+from flexinfer.attention import host, two_phase
 from flexinfer.attention.base import AttentionMetadata, AttentionOptions, LayerKV
 from flexinfer.attention.sdpa import SdpaAttention
 from flexinfer.attention.segments import Segment, SharedRange
@@ -168,6 +169,37 @@ def test_merged_parts_equal_the_softmax_over_all_keys(
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=1e-4, rtol=1e-5)
 
 
+WINDOWED = ("gemma2", "gpt_oss")
+"""Every other layer has a window of 16 tokens, shorter than every prompt; mistral's all have it."""
+SHARING_WINDOWS: dict[tuple[str, str], set[int | None]] = {
+    **{(name, "host"): {None} for name in ("llama", "gpt_neox", "qwen3", "gemma2", "gpt_oss")},
+    **{(name, "two_phase"): {None} for name in ("llama", "gpt_neox", "qwen3")},
+    # Torch's kernels know neither soft caps nor sinks, and what a window cuts is never shared.
+    **{(name, "two_phase"): set() for name in ("gemma2", "gpt_oss", "mistral")},
+    ("mistral", "host"): set(),
+}
+"""(model, backend) -> the windows of the layers in which ranges are shared; None: without one."""
+
+
+def record_sharing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int | None, bool]]:
+    """Whatever a layer decides in a step that has ranges: (its window, whether it shares them)."""
+    uses: list[tuple[int | None, bool]] = []
+    make_plan, allows = host.make_plan, two_phase.TwoPhasePlan.allows
+
+    def recording_plan(segments: Any, shared: Any, *args: Any) -> Any:
+        uses.append((args[2].sliding_window, len(shared) > 0))
+        return make_plan(segments, shared, *args)
+
+    def recording_allows(plan: Any, layer: LayerKV, options: AttentionOptions) -> bool:
+        allowed = allows(plan, layer, options)
+        uses.append((options.sliding_window, allowed))
+        return allowed
+
+    monkeypatch.setattr(host, "make_plan", recording_plan)
+    monkeypatch.setattr(two_phase.TwoPhasePlan, "allows", recording_allows)
+    return uses
+
+
 @pytest.mark.parametrize("layers_per_plane", [None, 1])
 @pytest.mark.parametrize("backend", ["two_phase", "host"])
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3", "mistral", "gemma2", "gpt_oss"])
@@ -186,6 +218,7 @@ def test_greedy_output_is_that_of_transformers(
         return chosen
 
     monkeypatch.setattr(inputs, "choose_ranges", choose_all)
+    uses = record_sharing(monkeypatch)
     trunk, *tails = random_prompts((40, 13, 7, 30, 22, 9, 16))
     branch = trunk + tails[2]
     prompts = [trunk + tails[0], trunk + tails[1], branch + tails[3], branch + tails[4], tails[5]]
@@ -207,8 +240,13 @@ def test_greedy_output_is_that_of_transformers(
             assert answers == [reference(name, tuple(prompt), 10) for prompt in prompts]
             prompts = [p + a + [5] for p, a in zip(prompts, answers, strict=True)]
         llm.llm_engine.manager.check_integrity()
-    if name != "mistral":  # whose windows of 16 tokens leave little of a prefix to be shared
+    assert {window for window, shares in uses if shares} == SHARING_WINDOWS[name, backend]
+    asked = {window for window, _ in uses}
+    if name == "mistral":  # dense rows of 16 tokens have been given back before a step can share
+        assert asked == {16} or (layers_per_plane == 1 and not asked)
+    else:
         assert max(num_calls) >= 2
+        assert asked == ({None, 16} if name in WINDOWED else {None})
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from flexinfer import LLMEngine, SamplingParams
 from flexinfer.sampling.params import BeamSearchParams
-from helpers.engine_kit import NUM_NEW, drain, make_engine, run, submit
+from helpers.engine_kit import NUM_NEW, drain, make_engine, preempt_at_random, run, submit
 from helpers.rank_kit import make_ranked_engine
 from helpers.tiny_models import make_model, random_prompts, reference
 
@@ -83,9 +83,7 @@ def test_forced_swaps_change_no_token(engine: LLMEngine, seed: int) -> None:
     submit(engine, PROMPTS)
     final = {}
     while engine.has_unfinished_requests():
-        running = list(engine.scheduler.running.values())
-        if running and rng.random() < 0.3:
-            engine.scheduler.preempt(rng.choice(running), "test")
+        preempt_at_random(engine, rng, 0.3)
         final.update({output.request_id: output for output in engine.step()})
     assert sum(engine.stats().preemptions["swap"].values()) > before
     for i, prompt in enumerate(PROMPTS):

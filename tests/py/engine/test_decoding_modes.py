@@ -10,22 +10,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flexinfer import BeamSearchParams, LLMEngine, SamplingParams, VTensor
-from flexinfer.config import EngineConfig
+from helpers import engine_kit
 from helpers.engine_kit import check_nothing_is_left
-from helpers.tiny_models import make_model, random_prompts
+from helpers.tiny_models import random_prompts
 
 NUM_REQUESTS = 14
 
 
 def make_engine(**settings: Any) -> LLMEngine:
-    defaults = {
-        "max_num_seqs": 8,
-        "kv_cache_memory_bytes": 16 << 20,
-        "chunk_bytes": 4096,
-        "max_model_len": 100,
-    }
-    config = {**defaults, "model": make_model("llama"), "skip_tokenizer_init": True, **settings}
-    return LLMEngine.from_config(EngineConfig(**config))
+    defaults = {"max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20, "max_model_len": 100}
+    return engine_kit.make_engine(**{**defaults, **settings})
 
 
 def random_request(rng: random.Random) -> tuple[list[int], SamplingParams | BeamSearchParams]:
@@ -87,9 +81,7 @@ def test_disturbed_requests_say_what_they_say_alone(settings: dict[str, Any], se
         while waiting and rng.random() < 0.3:
             i, (prompt, params) = waiting.pop(0)
             engine.add_request(str(i), prompt, params, priority=rng.randrange(3))
-        if engine.scheduler.running and rng.random() < 0.15:
-            victim = rng.choice(list(engine.scheduler.running.values()))
-            engine.scheduler.preempt(victim, "test")
+        engine_kit.preempt_at_random(engine, rng, 0.15)
         if rng.random() < 0.02:
             request_id = str(rng.randrange(NUM_REQUESTS))
             if engine.abort_request(request_id):

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from flexinfer import LLM, LLMEngine, SamplingParams
 from flexinfer.engine.draft_model import DraftModel
 from flexinfer.speculation.step_costs import StepCosts
-from helpers.engine_kit import check, drain, make_engine, submit
+from helpers.engine_kit import check, drain, make_engine, preempt_at_random, submit
 from helpers.tiny_models import make_model, random_prompts, reference
 
 NUM_NEW = 24
@@ -128,9 +128,7 @@ def test_preempted_requests_go_on_and_a_draft_without_memory_does_without() -> N
     submit(engine, PROMPTS, GREEDY)
     final = {}
     while engine.has_unfinished_requests():
-        running = list(engine.scheduler.running.values())
-        if running and rng.random() < 0.2:
-            engine.scheduler.preempt(rng.choice(running), "test")
+        preempt_at_random(engine, rng, 0.2)
         for output in engine.step():
             final[output.request_id] = output
         draft.manager.check_integrity()

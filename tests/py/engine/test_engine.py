@@ -12,17 +12,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flexinfer import LLMEngine, RequestError, RequestOutputKind, SamplingParams
-from flexinfer.config import EngineConfig
+from helpers import engine_kit
 from helpers.idle_manager import available_bytes
-from helpers.tiny_models import make_model, random_prompts, reference
+from helpers.tiny_models import random_prompts, reference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
 def make_engine(**settings: Any) -> LLMEngine:
-    defaults = {"max_num_seqs": 4, "kv_cache_memory_bytes": 16 << 20, "chunk_bytes": 4096}
-    config = {**defaults, "model": make_model("llama"), "skip_tokenizer_init": True, **settings}
-    return LLMEngine.from_config(EngineConfig(**config))
+    return engine_kit.make_engine(**{"kv_cache_memory_bytes": 16 << 20, **settings})
 
 
 @pytest.fixture

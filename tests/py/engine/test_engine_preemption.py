@@ -11,7 +11,15 @@ torch = pytest.importorskip("torch")
 
 from flexinfer import SamplingParams
 from flexinfer.sampling.params import BeamSearchParams
-from helpers.engine_kit import NUM_NEW, TOKEN_BYTES, check, drain, make_engine, submit
+from helpers.engine_kit import (
+    NUM_NEW,
+    TOKEN_BYTES,
+    check,
+    drain,
+    make_engine,
+    preempt_at_random,
+    submit,
+)
 from helpers.tiny_models import random_prompts, reference
 
 
@@ -32,9 +40,7 @@ def test_forced_preemption_at_random_steps_changes_no_token(mode: str, seed: int
     aborted = set()
     final: dict[str, Any] = {}
     while engine.has_unfinished_requests():
-        running = list(engine.scheduler.running.values())
-        if running and rng.random() < 0.3:
-            engine.scheduler.preempt(rng.choice(running), "test")
+        preempt_at_random(engine, rng, 0.3)
         if len(aborted) < 2 and rng.random() < 0.05:
             aborted.add(rng.choice("012345"))
             engine.abort_request(aborted)
@@ -83,14 +89,7 @@ def test_preempting_one_of_several_sequences_changes_none_of_them(params: Any, m
         rng = random.Random(5)
         engine = make_engine(preemption_mode=mode, swap_space="4MiB", max_num_seqs=6)
         submit(engine, prompts, params)
-        final: dict[str, Any] = {}
-        while engine.has_unfinished_requests():
-            running = list(engine.scheduler.running.values())
-            if preempts and running and rng.random() < 0.3:
-                engine.scheduler.preempt(rng.choice(running), "test")
-            for output in engine.step():
-                final[output.request_id] = output
-            engine.manager.check_integrity()
+        final = drain(engine, rng if preempts else None, 0.3)
         outputs[preempts] = {i: [o.token_ids for o in f.outputs] for i, f in final.items()}
         engine.close()
     assert outputs[True] == outputs[False]

@@ -42,14 +42,7 @@ def test_tokens_are_those_of_transformers_whatever_happens(name: str, caches: bo
     prompts[3][:20] = prompts[0][:20]
     prompts[4][:36] = prompts[0][:36]
     submit(engine, prompts, GREEDY)
-    final: dict[str, Any] = {}
-    while engine.has_unfinished_requests():
-        running = list(engine.scheduler.running.values())
-        if running and rng.random() < 0.1:
-            engine.scheduler.preempt(rng.choice(running), "growth")
-        for output in engine.step():
-            final[output.request_id] = output
-        engine.manager.check_integrity()
+    final = drain(engine, rng)
     check(name, final, prompts)
     engine.close()
 

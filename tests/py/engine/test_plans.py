@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from flexinfer import BeamSearchParams, LLMEngine, SamplingParams
 from flexinfer.runner.plan import StepPlan, StepResult
-from helpers.engine_kit import make_engine
+from helpers.engine_kit import make_engine, preempt_at_random
 from helpers.tiny_models import random_prompts
 
 PARAMS: list[SamplingParams | BeamSearchParams] = [
@@ -64,8 +64,8 @@ def run(engine: LLMEngine, *, preempt: bool = False) -> list[Any]:
     rng = random.Random(0)
     final = {}
     while engine.has_unfinished_requests():
-        if preempt and engine.scheduler.running and rng.random() < 0.4:
-            engine.scheduler.preempt(rng.choice(list(engine.scheduler.running.values())), "growth")
+        if preempt:
+            preempt_at_random(engine, rng, 0.4)
         for output in engine.step():
             final[output.request_id] = output
     return [

@@ -17,6 +17,7 @@ import transformers as tf
 from flexinfer import LLM, LLMEngine, SamplingParams
 from flexinfer.attention.kv_format import KVFormat
 from flexinfer.config import EngineConfig
+from helpers import engine_kit
 from helpers.engine_kit import drain, submit
 from helpers.tiny_models import make_model, random_prompts
 
@@ -49,14 +50,8 @@ def reference(name: str, kv_dtype: str, prompt: tuple[int, ...]) -> list[int]:
 
 
 def make_engine(name: str, kv_dtype: str, **settings: Any) -> LLMEngine:
-    defaults = {
-        "max_num_seqs": 4,
-        "kv_cache_memory_bytes": 8 << 20,
-        "chunk_bytes": 4096,
-        "skip_tokenizer_init": True,
-    }
-    config = {**defaults, "model": make_model(name), "kv_cache_dtype": kv_dtype, **settings}
-    return LLMEngine.from_config(EngineConfig(**config))
+    defaults = {"kv_cache_memory_bytes": 8 << 20, "kv_cache_dtype": kv_dtype}
+    return engine_kit.make_engine(name, **{**defaults, **settings})
 
 
 @pytest.mark.parametrize(
@@ -86,14 +81,7 @@ def test_tokens_are_those_of_a_cache_of_the_same_bytes(name: str, kv_dtype: str,
     prompts = random_prompts(LENGTHS, seed=seed)
     prompts[2][:50] = prompts[0][:50]
     submit(engine, prompts, SamplingParams(temperature=0, max_tokens=NUM_NEW))
-    final: dict[str, Any] = {}
-    while engine.has_unfinished_requests():
-        running = list(engine.scheduler.running.values())
-        if running and rng.random() < 0.1:
-            engine.scheduler.preempt(rng.choice(running), "test")
-        for output in engine.step():
-            final[output.request_id] = output
-        engine.manager.check_integrity()
+    final = drain(engine, rng)
     for i, prompt in enumerate(prompts):
         assert final[str(i)].outputs[0].token_ids == reference(name, kv_dtype, tuple(prompt))
     engine.close()

@@ -10,9 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flexinfer import LLMEngine, SamplingParams
-from flexinfer.config import EngineConfig
+from helpers import engine_kit
 from helpers.engine_kit import drain, submit
-from helpers.tiny_models import make_model, random_prompts, reference
+from helpers.tiny_models import random_prompts, reference
 
 NUM_NEW = 30
 WINDOW = 16
@@ -20,14 +20,8 @@ LENGTHS = (100, 60, 130, 33, 81)
 
 
 def make_engine(name: str, **settings: Any) -> LLMEngine:
-    defaults = {
-        "max_num_seqs": 4,
-        "kv_cache_memory_bytes": 8 << 20,
-        "chunk_bytes": 4096,
-        "max_num_batched_tokens": 32,
-    }
-    config = {**defaults, "model": make_model(name), "skip_tokenizer_init": True, **settings}
-    return LLMEngine.from_config(EngineConfig(**config))
+    defaults = {"kv_cache_memory_bytes": 8 << 20, "max_num_batched_tokens": 32}
+    return engine_kit.make_engine(name, **{**defaults, **settings})
 
 
 def check(name: str, final: dict[str, Any], prompts: list[list[int]]) -> None:
@@ -52,14 +46,7 @@ def test_tokens_are_those_of_transformers_whatever_happens(name: str, seed: int)
     prompts[2][:90] = prompts[0][:90]
     prompts[4] = [*prompts[1], *prompts[4]][:81]
     submit(engine, prompts, SamplingParams(temperature=0, max_tokens=NUM_NEW))
-    final: dict[str, Any] = {}
-    while engine.has_unfinished_requests():
-        running = list(engine.scheduler.running.values())
-        if running and rng.random() < 0.1:
-            engine.scheduler.preempt(rng.choice(running), "test")
-        for output in engine.step():
-            final[output.request_id] = output
-        engine.manager.check_integrity()
+    final = drain(engine, rng)
     check(name, final, prompts)
     engine.close()
 

@@ -1,8 +1,9 @@
-"""Engines over the tiny Llama with little memory, run to the end and compared with transformers."""
+"""Engines over tiny models with little memory, run to the end and compared with transformers."""
 
 from __future__ import annotations
 
 from itertools import count
+from random import Random
 from typing import Any
 
 from flexinfer import LLMEngine, SamplingParams
@@ -17,9 +18,11 @@ TOKEN_BYTES = 2 * 4 * 2 * 16 * 4
 """K and V of one token of the tiny Llama: 4 layers, 2 heads of 16, float32."""
 
 
-def make_engine(**settings: Any) -> LLMEngine:
+def make_engine(model: Any = "llama", **settings: Any) -> LLMEngine:
+    """model: one of `tiny_models.CONFIGS` by its name, or a model itself."""
     defaults = {"max_num_seqs": 4, "kv_cache_memory_bytes": 4 << 20, "chunk_bytes": 4096}
-    config = {**defaults, "model": make_model("llama"), "skip_tokenizer_init": True, **settings}
+    model = make_model(model) if isinstance(model, str) else model
+    config = {**defaults, "model": model, "skip_tokenizer_init": True, **settings}
     return LLMEngine.from_config(EngineConfig(**config))
 
 
@@ -41,10 +44,24 @@ def preempt_at_step(engine: LLMEngine, at_step: int) -> None:
     scheduler.schedule = preempting  # type: ignore[method-assign]  # of this engine, to its end
 
 
-def drain(engine: LLMEngine) -> dict[str, RequestOutput]:
-    """The last output of each request, by its id; the manager's invariants hold after each step."""
+def preempt_at_random(engine: LLMEngine, rng: Random, share: float) -> None:
+    """Preempt any of the running requests, before that share of the steps."""
+    running = list(engine.scheduler.running.values())
+    if running and rng.random() < share:
+        engine.scheduler.preempt(rng.choice(running), "test")
+
+
+def drain(
+    engine: LLMEngine, rng: Random | None = None, preempted: float = 0.1
+) -> dict[str, RequestOutput]:
+    """The last output of each request, by its id; the manager's invariants hold after each step.
+
+    rng: given one, a request is preempted before so many of the steps (`preempt_at_random`).
+    """
     final: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests():
+        if rng is not None:
+            preempt_at_random(engine, rng, preempted)
         for output in engine.step():
             final[output.request_id] = output
         engine.manager.check_integrity()

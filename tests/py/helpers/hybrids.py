@@ -12,7 +12,7 @@ import torch
 import transformers as tf
 
 from flexinfer import LLMEngine
-from flexinfer.config import EngineConfig
+from helpers import engine_kit
 from helpers.tiny_models import VOCAB_SIZE, continue_prompt, draw_model
 
 torch.set_num_threads(1)
@@ -108,11 +108,8 @@ def continuation(name: str, prompt: tuple[int, ...], num_new: int) -> list[int]:
 
 def make_engine(name: str, **settings: Any) -> LLMEngine:
     defaults = {
-        "max_num_seqs": 4,
         "kv_cache_memory_bytes": 8 << 20,
-        "chunk_bytes": 4096,
         "max_num_batched_tokens": 32,
         "state_snapshot_tokens": 16,
     }
-    config = {**defaults, "model": make_hybrid(name), "skip_tokenizer_init": True, **settings}
-    return LLMEngine.from_config(EngineConfig(**config))
+    return engine_kit.make_engine(make_hybrid(name), **{**defaults, **settings})

@@ -25,10 +25,11 @@ from flexinfer.config import EngineConfig
 from flexinfer.runner import cuda_graphs
 from flexinfer.runner.cuda_graphs import DecodeGraphs, choose_sizes
 from flexinfer.runner.inputs import StepInputs
+from helpers import engine_kit
 from helpers.engine_kit import run
 from helpers.flash_reference import FlashAttn2, TorchOperator
 from helpers.op_recorder import OpRecorder
-from helpers.tiny_models import make_model, random_prompts, reference
+from helpers.tiny_models import random_prompts, reference
 
 LIBRARY = torch.library.Library("flash_reference", "FRAGMENT")
 LIBRARY.define(
@@ -116,8 +117,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def make_engine(name: str = "llama", **settings: Any) -> LLMEngine:
     """Its slots are whole numbers of tokens, as they are on a GPU."""
     defaults = {"max_num_seqs": 6, "kv_cache_memory_bytes": 8 << 20, "chunk_bytes": 32768}
-    config = {**defaults, "model": make_model(name), "skip_tokenizer_init": True, **settings}
-    return LLMEngine.from_config(EngineConfig(**config))
+    return engine_kit.make_engine(name, **{**defaults, **settings})
 
 
 def capture(engine: LLMEngine, sizes: list[int]) -> OpRecorder:
