@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ def say(monkeypatch: pytest.MonkeyPatch, llm: AsyncLLM, text: str) -> list[Sampl
     """From now on every answer is `text`, a token at a time; returns the params asked with."""
     tokenizer: Any = llm.tokenizer
     ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    words = [tokenizer.decode([one]) for one in ids]
+    # Bytes of a character that is cut into several tokens come with its last one.
+    shown = [tokenizer.decode(ids[:end]).rstrip("\ufffd") for end in range(len(ids) + 1)]
+    words = [after.removeprefix(before) for before, after in pairwise(shown)]
     assert "".join(words) == text
     asked: list[SamplingParams] = []
 

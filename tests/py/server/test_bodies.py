@@ -164,12 +164,14 @@ def outcome(kind: type[Any], given: Any) -> Any:
         return error.errors(include_url=False)[0]["loc"]
 
 
-def test_between_large_bodies_of_a_tenant_others_have_the_loop() -> None:
+def test_between_large_bodies_of_a_tenant_others_have_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def run() -> list[str]:
         turnstile, order = Turnstile(), []
         loop = asyncio.get_running_loop()
         later: list[Any] = []
-        loop.call_later = lambda delay, call, *_: later.append(call)  # type: ignore
+        monkeypatch.setattr(loop, "call_later", lambda delay, call, *_: later.append(call))
 
         async def read(tenant: str) -> None:
             async with turnstile.reading(tenant):
