@@ -25,15 +25,8 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 MODELS = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest, RESPONSES: ResponsesRequest}
 HINTS = {
-    *("store", "metadata", "include", "truncation", "parallel_tool_calls", "prompt_cache_key"),
-    *(
-        "include_reasoning",
-        "safety_identifier",
-        "reasoning",
-        "background",
-        "max_tool_calls",
-        "add_generation_prompt",
-    ),
+    *("store", "metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"),
+    "include_reasoning",
 }
 """Of one endpoint, and without meaning for the answers of the others."""
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -27,7 +27,7 @@ from flexinfer.server.protocol.messages import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from flexinfer.server.protocol.sampling import JsonSchemaFormat, ResponseFormat
+from flexinfer.server.protocol.sampling import JsonSchemaFormat, ResponseFormat, SamplingFields
 from flexinfer.server.state import ServerState
 
 
@@ -40,15 +40,10 @@ def chat_request(state: ServerState, body: PromptFields) -> ChatRequest:
     is_begun = messages[-1].role == "assistant"  # the answer goes on where it stops
     fields: dict[str, Any] = {}
     if isinstance(body, MessagesRequest):
-        fields = {
-            "max_tokens": body.max_tokens,
-            "stop": body.stop_sequences or None,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "top_k": body.top_k,
-            "stream": body.stream,
-            "user": body.metadata.user_id if body.metadata else None,
-        }
+        fields = {name: getattr(body, name) for name in SamplingFields.model_fields}
+        fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences or None}
+        if body.metadata is not None:
+            fields["user"] = body.metadata.user_id
     tools = [Tool.of(tool, tool.input_schema) for tool in body.tools or ()]
     config = body.output_config
     form = config.format if config else None
@@ -63,7 +58,7 @@ def chat_request(state: ServerState, body: PromptFields) -> ChatRequest:
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         continue_final_message=is_begun,
         add_generation_prompt=not is_begun,
-        chat_template_kwargs=_thinking(state, body),
+        chat_template_kwargs=_template_kwargs(state, body),
         reasoning_effort=config.effort if config else None,
         include_reasoning=not (body.thinking and body.thinking.display == "omitted"),
     )
@@ -149,8 +144,8 @@ def _choice(body: PromptFields) -> ToolChoice | None:
     return "required" if choice.type == "any" else choice.type
 
 
-def _thinking(state: ServerState, body: PromptFields) -> dict[str, Any] | None:
-    """What chat templates call `enable_thinking`."""
+def _template_kwargs(state: ServerState, body: PromptFields) -> dict[str, Any] | None:
+    """With what chat templates call `enable_thinking`."""
     kind = body.thinking.type if body.thinking else "adaptive"
     if kind == "enabled" and state.reasoning is None:
         raise bad_request(
@@ -158,7 +153,8 @@ def _thinking(state: ServerState, body: PromptFields) -> dict[str, Any] | None:
             "cannot tell thoughts from the answer",
             "thinking",
         )
-    return None if kind == "adaptive" else {"enable_thinking": kind == "enabled"}
+    asked = {} if kind == "adaptive" else {"enable_thinking": kind == "enabled"}
+    return {**(body.chat_template_kwargs or {}), **asked} or None
 
 
 def _misplaced(block: Any, role: str) -> Exception:

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from flexinfer.server.protocol.base import FinishReason, FunctionName, Model, PromptLogprobs, Usage
-from flexinfer.server.protocol.sampling import Refused, SamplingFields
+from flexinfer.server.protocol.refused import Refused, RefusedDisabled
+from flexinfer.server.protocol.sampling import SamplingFields
 
 MAX_MESSAGES = 8192
 """Validating them holds up everybody, for about 10 us each."""
@@ -54,6 +55,10 @@ class Message(Model):
     reasoning_content: str | None = None
     reasoning: str | None = None
     """The same by vLLM's newer name; templates decide what becomes of it."""
+    refusal: Refused = None
+    audio: Refused = None
+    function_call: Refused = None
+    tools: Refused = None
 
     @property
     def text(self) -> str:
@@ -141,6 +146,15 @@ class ChatRequest(SamplingFields):
     text: Refused = None
     previous_response_id: Refused = None
     add_special_tokens: Refused = None
+    reasoning: Refused = None  # here it is reasoning_effort
+    system: Refused = None
+    thinking: Refused = None
+    output_config: Refused = None
+    stop_sequences: Refused = None
+    include: Refused = None
+    truncation: RefusedDisabled = None
+    background: Refused = None
+    max_tool_calls: Refused = None
 
 
 class TokenLogprob(Model):

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from flexinfer.server.protocol.base import FinishReason, Model, PromptLogprobs, TokenId, Usage
-from flexinfer.server.protocol.sampling import Refused, SamplingFields
+from flexinfer.server.protocol.refused import Refused, RefusedDisabled
+from flexinfer.server.protocol.sampling import SamplingFields
 
 
 class CompletionRequest(SamplingFields):
@@ -40,6 +41,17 @@ class CompletionRequest(SamplingFields):
     max_output_tokens: Refused = None
     text: Refused = None
     previous_response_id: Refused = None
+    reasoning: Refused = None
+    include_reasoning: Refused = None
+    add_generation_prompt: Refused = None
+    system: Refused = None
+    thinking: Refused = None
+    output_config: Refused = None
+    stop_sequences: Refused = None
+    include: Refused = None
+    truncation: RefusedDisabled = None
+    background: Refused = None
+    max_tool_calls: Refused = None
 
 
 class CompletionLogprobs(Model):

@@ -8,7 +8,15 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from flexinfer.server.protocol.base import FunctionName, Model
 from flexinfer.server.protocol.chat import MAX_MESSAGES
-from flexinfer.server.protocol.sampling import Refused
+from flexinfer.server.protocol.refused import (
+    Refused,
+    RefusedAny,
+    RefusedBut1,
+    RefusedDisabled,
+    RefusedFalse,
+    RefusedFields,
+)
+from flexinfer.server.protocol.sampling import SamplingFields
 
 
 class TextBlock(Model):
@@ -116,7 +124,7 @@ class RequestMetadata(Model):
     user_id: str | None = None
 
 
-class PromptFields(Model):
+class PromptFields(RefusedFields):
     """What decides what the model reads."""
 
     model: str
@@ -128,19 +136,49 @@ class PromptFields(Model):
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    mcp_servers: Refused = None
-    context_management: Refused = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """As vLLM has it; `thinking` is one of them."""
 
 
-class MessagesRequest(PromptFields):
+class MessagesRequest(PromptFields, SamplingFields):
+    """With the fields of how tokens are chosen that other endpoints have."""
+
+    model: str
     max_tokens: int = Field(ge=1)
-    stream: bool | None = None
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
     temperature: float | None = Field(default=None, ge=0, le=1)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0)
     metadata: RequestMetadata | None = None
-    container: Refused = None
+    # What is said otherwise here, and fields of the other endpoints.
+    n: RefusedBut1 = None
+    best_of: RefusedBut1 = None
+    stop: Refused = None  # here it is stop_sequences
+    response_format: Refused = None  # here it is output_config.format
+    use_beam_search: Refused = None
+    stream_options: Refused = None
+    reasoning_effort: Refused = None  # here it is output_config.effort
+    reasoning: Refused = None
+    include_reasoning: RefusedFalse = None
+    logprobs: RefusedAny = None
+    top_logprobs: Refused = None
+    prompt_logprobs: RefusedAny = None
+    return_token_ids: Refused = None
+    max_completion_tokens: Refused = None
+    max_output_tokens: Refused = None
+    prompt: Refused = None
+    input: Refused = None
+    instructions: Refused = None
+    text: Refused = None
+    echo: Refused = None
+    suffix: Refused = None
+    conversation: Refused = None
+    previous_response_id: Refused = None
+    continue_final_message: Refused = None
+    add_generation_prompt: RefusedFalse = None
+    add_special_tokens: Refused = None
+    include: Refused = None
+    truncation: RefusedDisabled = None
+    background: Refused = None
+    max_tool_calls: Refused = None
 
 
 class CountRequest(PromptFields):

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from flexinfer.server.protocol.base import Model, TokenId
 from flexinfer.server.protocol.chat import MAX_MESSAGES, Message, Tool
+from flexinfer.server.protocol.refused import Refused
 
 MAX_DETOKENIZED = 65_536
 """Decoding them holds up everybody, for about 0.3 us each."""
@@ -41,6 +42,8 @@ class TokenizeRequest(Model):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+    chat_template: Refused = None
+    documents: Refused = None
 
 
 class TokenizeAnswer(Model):

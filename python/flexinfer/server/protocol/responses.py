@@ -8,7 +8,8 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from flexinfer.server.protocol.base import FunctionName, Metadata, Model
 from flexinfer.server.protocol.chat import MAX_MESSAGES, Content
-from flexinfer.server.protocol.sampling import Refused, RefusedAny, SamplingFields
+from flexinfer.server.protocol.refused import Refused, RefusedAny, RefusedFalse
+from flexinfer.server.protocol.sampling import SamplingFields
 
 
 class InputMessage(Model):
@@ -149,7 +150,12 @@ class ResponsesRequest(SamplingFields):
     add_special_tokens: Refused = None
     return_token_ids: Refused = None
     use_beam_search: Refused = None
-    response_format: Refused = None
+    response_format: Refused = None  # here it is text.format
+    add_generation_prompt: RefusedFalse = None
+    system: Refused = None
+    thinking: Refused = None
+    output_config: Refused = None
+    stop_sequences: Refused = None
 
 
 class OutputText(Model):

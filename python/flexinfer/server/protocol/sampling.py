@@ -1,46 +1,17 @@
 """How tokens are chosen: the fields that all endpoints with an answer share, honoured or refused.
 
 Names and defaults are OpenAI's, those of extensions vLLM's; some are aliases that SGLang and
-llama.cpp have. A field that changes the answer and that an endpoint does not serve is declared as
-`Refused`: it is 400 by its name. Fields that nobody here knows are passed over, as in vLLM.
+llama.cpp have. What is not served is in refused.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
-from pydantic.json_schema import SkipJsonSchema
+from pydantic import Field
 
 from flexinfer.server.protocol.base import Model, TokenId
-
-
-def _refuse(value: Any) -> Any:
-    """What says nothing, such as null, false or an empty list, is let through."""
-    if value:
-        raise ValueError("this field is not supported here")
-    return value
-
-
-def _refuse_unless(is_harmless: Callable[[Any], bool]) -> AfterValidator:
-    def check(value: Any) -> Any:
-        return value if value is None or is_harmless(value) else _refuse(value or True)
-
-    return AfterValidator(check)
-
-
-Refused = Annotated[SkipJsonSchema[Any], AfterValidator(_refuse)]
-RefusedAny = Annotated[SkipJsonSchema[Any], _refuse_unless(lambda _: False)]
-"""Where zero or an empty value asks for something, too."""
-RefusedFalse = Annotated[SkipJsonSchema[Any], _refuse_unless(lambda value: value is True)]
-RefusedBut1 = Annotated[SkipJsonSchema[Any], _refuse_unless(lambda value: value == 1)]
-RefusedSpeech = Annotated[SkipJsonSchema[Any], _refuse_unless(lambda value: value == ["text"])]
-RefusedAbove0 = Annotated[
-    SkipJsonSchema[Any],
-    _refuse_unless(lambda value: isinstance(value, (int, float)) and value <= 0),
-]
-"""Where llama.cpp turns something off by a number that is not 0."""
+from flexinfer.server.protocol.refused import Refused, RefusedFields
 
 
 class StreamOptions(Model):
@@ -70,60 +41,13 @@ class StructuredOutputs(Model):
     choice: list[str] | None = Field(default=None, min_length=1, fail_fast=True)
     grammar: str | None = None
     json_object: bool | None = None
+    whitespace_pattern: Refused = None
+    disable_any_whitespace: Refused = None
+    disable_additional_properties: Refused = None
+    structural_tag: Refused = None
 
 
-class RefusedSampling(Model):
-    """Fields of vLLM, SGLang and llama.cpp that would change the answer."""
-
-    bad_words: Refused = None
-    allowed_token_ids: Refused = None
-    logits_processors: Refused = None
-    stop_regex: Refused = None
-    guided_whitespace_pattern: Refused = None
-    chat_template: Refused = None
-    kv_transfer_params: Refused = None
-    mm_processor_kwargs: Refused = None
-    vllm_xargs: Refused = None
-    lora_path: Refused = None
-    session_params: Refused = None
-    thinking_token_budget: Refused = None
-    return_tokens_as_token_ids: Refused = None
-    return_hidden_states: Refused = None
-    typical_p: Refused = None
-    mirostat: Refused = None
-    dynatemp_range: Refused = None
-    xtc_probability: Refused = None
-    dry_multiplier: Refused = None
-    samplers: Refused = None
-    functions: Refused = None
-    function_call: Refused = None
-    documents: Refused = None
-    audio: Refused = None
-    web_search_options: Refused = None
-    modalities: RefusedSpeech = None
-    prompt_embeds: Refused = None
-    logprob_token_ids: Refused = None
-    repetition_detection: Refused = None
-    spaces_between_special_tokens: RefusedFalse = None
-    custom_logit_processor: Refused = None
-    custom_params: Refused = None
-    no_stop_trim: Refused = None
-    min_new_tokens: Refused = None
-    max_new_tokens: Refused = None
-    n_predict: Refused = None
-    n_keep: Refused = None
-    n_probs: Refused = None
-    n_indent: Refused = None
-    post_sampling_probs: Refused = None
-    repeat_penalty: RefusedBut1 = None
-    top_n_sigma: RefusedAbove0 = None
-    t_max_predict_ms: Refused = None
-    return_progress: Refused = None
-    timings_per_token: Refused = None
-    lora: Refused = None
-
-
-class SamplingFields(RefusedSampling):
+class SamplingFields(RefusedFields):
     """None leaves the default to the server."""
 
     model: str | None = None
