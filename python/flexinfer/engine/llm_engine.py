@@ -25,6 +25,7 @@ from flexinfer.memory.elastic import BudgetChange
 from flexinfer.metrics.requests import RequestStats
 from flexinfer.metrics.steps import EngineStats, StepMeter, StepStats, StepTotals
 from flexinfer.outputs import RequestOutput
+from flexinfer.runtime.torch_settings import return_freed_memory
 from flexinfer.sampling.params import BeamSearchParams, SamplingParams
 from flexinfer.scheduler.request import Request
 from flexinfer.scheduler.scheduler import Batch
@@ -208,7 +209,8 @@ class LLMEngine:
         return change
 
     def sleep(self, level: int = 1) -> int:
-        """Give all physical KV memory back to the system; returns bytes.
+        """Give all physical KV memory back to the system, and what malloc keeps free for the next
+        steps; returns bytes of KV.
 
         Unfinished requests keep their state and go on after `wake_up`; recorded prefixes are saved
         with level 1, forgotten with level 2. The model's weights stay where they are.
@@ -218,6 +220,7 @@ class LLMEngine:
             self._draft_model.release_all()
         num_bytes = self._elastic.sleep(level)
         self._executor.sync()
+        return_freed_memory()
         return num_bytes
 
     def wake_up(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +117,26 @@ def test_sleep_gives_all_memory_back_and_requests_go_on(
     engine.wake_up()
     check(drain(engine), prompts)
     engine.close()
+
+
+def test_sleep_gives_back_what_malloc_keeps_for_the_next_steps() -> None:
+    """Blocks under one that lives stay in the heap when they are freed; a step's are such."""
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("not glibc")
+    engine = make_engine()
+    blocks = [bytearray(b"x" * (96 << 10)) for _ in range(640)]
+    del blocks[:-1]
+    before = resident_bytes()
+    engine.sleep()
+    assert before - resident_bytes() > 40 << 20
+    assert len(blocks) == 1
+    engine.close()
+
+
+def resident_bytes() -> int:
+    """Without shared memory, where the KV pool is."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
 def test_prefixes_survive_a_sleep_of_level_1_only() -> None:

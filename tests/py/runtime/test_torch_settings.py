@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from flexinfer.runtime.torch_settings import HUGE_PAGE_BYTES, back_by_huge_pages
+from flexinfer.runtime.torch_settings import HUGE_PAGE_BYTES, MAX_ARENAS, back_by_huge_pages
 
 
 @pytest.mark.parametrize(
@@ -122,12 +122,19 @@ def test_compiling_without_a_compiler_is_refused_before_the_model_is_read(
 
 def number_with_own_malloc(code: str) -> float:
     """What the program prints, in a process whose malloc nobody has set by the environment."""
-    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-    clean = {name: value for name, value in os.environ.items() if name not in names}
+    return float(printed_with_own_malloc(code))
+
+
+def printed_with_own_malloc(code: str) -> str:
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"
+    }
     result = subprocess.run(
         [sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True
     )
-    return float(result.stdout)
+    return result.stdout
 
 
 def test_memory_that_malloc_keeps_can_be_given_back() -> None:
@@ -147,6 +154,25 @@ def test_memory_that_malloc_keeps_can_be_given_back() -> None:
         "print(before - resident_mib())"
     )
     assert number_with_own_malloc(code) > 48
+
+
+def test_many_threads_share_few_arenas() -> None:
+    """Each arena keeps what its threads have freed: a server's resident set grew with them."""
+    if not hasattr(ctypes.CDLL(None), "malloc_info"):
+        pytest.skip("not glibc")
+    code = (
+        "import ctypes, threading\n"
+        "from flexinfer.runtime.torch_settings import set_up_torch\n"
+        "set_up_torch(1)\n"
+        "all_there = threading.Barrier(12)\n"
+        "threads = [threading.Thread(target=all_there.wait) for _ in range(12)]\n"
+        "for thread in threads: thread.start()\n"
+        "for thread in threads: thread.join()\n"
+        "libc = ctypes.CDLL(None); libc.fdopen.restype = ctypes.c_void_p\n"
+        "file = ctypes.c_void_p(libc.fdopen(1, b'w'))\n"
+        "libc.malloc_info(0, file); libc.fflush(file)"
+    )
+    assert 1 <= printed_with_own_malloc(code).count("<heap ") <= MAX_ARENAS
 
 
 def test_weights_loaded_apart_leave_no_hole_in_the_heap() -> None:
