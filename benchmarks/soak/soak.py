@@ -68,7 +68,7 @@ class Soak:
         self._num_left = num_requests
         start_s = time.monotonic()
         async with self._clients():
-            background = [self._play_with_memory(), self._sample(start_s)]
+            background = [self._play_with_memory(start_s), self._sample(start_s)]
             deadline = start_s + (seconds or float("inf"))
             callers = [self._caller(deadline) for _ in range(concurrency)]
             for failure in await _with_background(callers, background):
@@ -213,7 +213,7 @@ class Soak:
         if tuple(texts) != expected:
             self.report.problem(f"wrong: {texts} instead of {expected} for {body}")
 
-    async def _play_with_memory(self) -> None:
+    async def _play_with_memory(self, start_s: float) -> None:
         """Change the budget, empty the prefix cache, sleep and wake, for ever."""
         while True:
             for budget in BUDGETS:
@@ -225,6 +225,8 @@ class Soak:
             try:
                 await self._post("/admin/sleep", {"level": self._draw.choice((1, 2))})
                 await asyncio.sleep(0.2)
+                at_rest = (time.monotonic() - start_s, self._server.anonymous_bytes())
+                self.report.rests.append(at_rest)
             finally:
                 await self._post("/admin/wake")
 

@@ -14,7 +14,9 @@ MIN_SAMPLES = 16
 MAX_GROWTH = 1.05
 """The resident set is flat if its median in the last quarter of the time is at most this times
 the median in the second quarter. The first quarter is left out: caches fill, allocators learn."""
-NUM_BLOCKS = 30
+WARM_UP = 1 / 3
+"""Of the time, before a slope is fitted."""
+NUM_BLOCKS = 40
 """The slope is fitted to medians of so many blocks of samples: neighbouring samples say the same,
 and would make its error look smaller than it is."""
 MAX_SLOPE_MIB_PER_HOUR = 1.0
@@ -52,6 +54,22 @@ def fit_slope(times_s: Sequence[float], sizes_bytes: Sequence[float]) -> Slope:
     return Slope(slope * 3600 / (1 << 20), error * 3600 / (1 << 20))
 
 
+def slope_of(samples: Sequence[tuple[float, float]]) -> Slope | None:
+    """After the warm-up, through the medians of blocks of (seconds, bytes); None: too few."""
+    if not samples:
+        return None
+    start_s = samples[-1][0] * WARM_UP
+    late = [one for one in samples if one[0] >= start_s]
+    if len(late) < NUM_BLOCKS:
+        return None
+    cuts = [len(late) * part // NUM_BLOCKS for part in range(NUM_BLOCKS + 1)]
+    blocks = [late[first:end] for first, end in pairwise(cuts)]
+    return fit_slope(
+        [statistics.fmean(at_s for at_s, _ in block) for block in blocks],
+        [statistics.median(size for _, size in block) for block in blocks],
+    )
+
+
 @dataclass
 class SoakReport:
     """`problems` must stay empty."""
@@ -64,6 +82,8 @@ class SoakReport:
     """From a request to all of its answer, or a dialogue's, the longest."""
     samples: list[tuple[float, int, int]] = field(default_factory=list)
     """(seconds since the start, anonymous resident bytes, bytes behind the KV pool)."""
+    rests: list[tuple[float, int]] = field(default_factory=list)
+    """(seconds since the start, anonymous resident bytes) while the engine sleeps."""
     before: dict[str, int] = field(default_factory=dict)
     after: dict[str, int] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
@@ -87,16 +107,13 @@ class SoakReport:
 
     @property
     def slope(self) -> Slope | None:
-        """Of the last half of the time; None: too few samples."""
-        late = self.samples[len(self.samples) // 2 :]
-        if len(late) < NUM_BLOCKS:
-            return None
-        cuts = [len(late) * part // NUM_BLOCKS for part in range(NUM_BLOCKS + 1)]
-        blocks = [late[first:end] for first, end in pairwise(cuts)]
-        return fit_slope(
-            [statistics.fmean(at_s for at_s, _, _ in block) for block in blocks],
-            [statistics.median(size for _, size, _ in block) for block in blocks],
-        )
+        """At all times, steps with their activations among them. None: too few samples."""
+        return slope_of([(at_s, size) for at_s, size, _ in self.samples])
+
+    @property
+    def slope_at_rest(self) -> Slope | None:
+        """While the engine sleeps: what is kept, without what a step needs."""
+        return slope_of(self.rests)
 
     def judge(self) -> None:
         """Adds what the numbers themselves say: something was left behind, memory grew."""
@@ -105,11 +122,19 @@ class SoakReport:
         quarters = self.quarters_bytes
         if quarters and quarters[3] > MAX_GROWTH * quarters[1]:
             self.problem(f"the resident set grew: medians of the quarters are {quarters} bytes")
-        slope = self.slope if self.seconds >= LONG_S else None
-        if slope and slope.mib_per_hour - 2 * slope.error > MAX_SLOPE_MIB_PER_HOUR:
-            self.problem(f"the resident set grows: {slope}")
+        if self.seconds >= LONG_S:
+            self._judge_slopes()
         if failed := self.counters["request_success.error"]:
             self.problem(f"{failed} requests failed in the engine")
+
+    def _judge_slopes(self) -> None:
+        """At rest the slope is known well, and has to be small for sure; at work it must not be
+        large for sure."""
+        slope, rest = self.slope, self.slope_at_rest
+        if slope and slope.mib_per_hour - 2 * slope.error > MAX_SLOPE_MIB_PER_HOUR:
+            self.problem(f"the resident set grows: {slope}")
+        if rest and rest.mib_per_hour + 2 * rest.error > MAX_SLOPE_MIB_PER_HOUR:
+            self.problem(f"the resident set at rest may grow: {rest}")
 
     def table(self) -> str:
         """For people and for README.md."""
@@ -124,7 +149,8 @@ class SoakReport:
             if name.startswith(SHOWN_COUNTERS)
         ]
         rows += [("resident set, medians of quarters, MiB", ", ".join(mib) or "too short")]
-        rows += [("resident set, slope of the last half", str(self.slope or "too short"))]
+        rows += [("resident set, slope after a third", str(self.slope or "too short"))]
+        rows += [("  the same while asleep", str(self.slope_at_rest or "too short"))]
         if pool:
             rows += [("KV pool, least and most, MiB", f"{min(pool) >> 20}, {max(pool) >> 20}")]
         rows += [
@@ -149,8 +175,13 @@ class SoakReport:
             "resident_quarters_bytes": self.quarters_bytes,
             "resident_max_growth": MAX_GROWTH,
             "resident_slope": self.slope and self.slope._asdict(),
+            "resident_slope_at_rest": self.slope_at_rest and self.slope_at_rest._asdict(),
             "samples": {
                 "columns": ["seconds", "resident_anonymous_bytes", "pool_bytes"],
                 "rows": [[round(at_s, 1), *sizes] for at_s, *sizes in self.samples[::every]],
+            },
+            "rests": {
+                "columns": ["seconds", "resident_anonymous_bytes"],
+                "rows": [[round(at_s, 1), size] for at_s, size in self.rests],
             },
         }

@@ -50,15 +50,26 @@ def test_a_resident_set_that_grows_is_a_problem(soak: Any, late_mib: int, is_fla
 def test_an_hour_tells_a_slow_leak_by_its_slope(
     soak: Any, mib_per_hour: float, is_flat: bool
 ) -> None:
-    """Beside noise that is larger than the leak, and a first quarter that grows fast."""
+    """Beside noise that is larger than the leak, and a first quarter that grows fast; asleep there
+    is less of it."""
     report, draw = soak.SoakReport(seconds=3600.0), Random(0)
     for at_s in range(0, 3600, 2):
-        size = 300 + min(at_s, 900) / 10 + mib_per_hour * at_s / 3600 + draw.gauss(0, 1)
-        report.samples.append((float(at_s), size * MIB, 0))
+        size = 300 + min(at_s, 900) / 10 + mib_per_hour * at_s / 3600
+        report.samples.append((float(at_s), (size + draw.gauss(0, 1)) * MIB, 0))
+        report.rests.append((float(at_s), (size + draw.gauss(0, 0.1)) * MIB))
     report.judge()
     assert abs(report.slope.mib_per_hour - mib_per_hour) < 3 * report.slope.error < 1
     assert (report.problems == []) is is_flat
     assert str(report.slope) in report.table()
+
+
+def test_a_leak_that_drowns_in_activations_is_seen_while_the_engine_sleeps(soak: Any) -> None:
+    report, draw = soak.SoakReport(seconds=3600.0), Random(0)
+    for at_s in range(0, 3600, 2):
+        report.samples.append((float(at_s), (300 + at_s / 1800 + draw.gauss(0, 60)) * MIB, 0))
+        report.rests.append((float(at_s), (280 + at_s / 1800 + draw.gauss(0, 0.1)) * MIB))
+    report.judge()
+    assert [problem[:28] for problem in report.problems] == ["the resident set at rest may"]
 
 
 def test_a_failure_beside_the_callers_loses_no_numbers(soak: Any) -> None:
