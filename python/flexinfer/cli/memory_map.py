@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _SHARED = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _OWN = "abcdefghijklmnopqrstuvwxyz"
+GIVEN_BACK = "·"
+"""A place whose memory a window has left."""
 _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 
 
@@ -23,7 +25,8 @@ class MapRow:
     """The chunks behind one conversation, in the order of its tokens."""
 
     label: str
-    chunks: tuple[int, ...]
+    chunks: tuple[int | None, ...]
+    """None: given back, because a window has left it."""
     num_tokens: int = 0
 
 
@@ -91,7 +94,7 @@ def _holders(rows: Sequence[MapRow]) -> dict[int, list[str]]:
     """Chunk -> labels of the rows that it appears in."""
     holders: dict[int, list[str]] = {}
     for row in rows:
-        for chunk in dict.fromkeys(row.chunks):
+        for chunk in dict.fromkeys(chunk for chunk in row.chunks if chunk is not None):
             holders.setdefault(chunk, []).append(row.label)
     return holders
 
@@ -108,9 +111,14 @@ def render_map(rows: Sequence[MapRow], width: int = 80) -> RenderableType:
     for row in rows:
         cells = Text()
         for chunk in row.chunks:
+            if chunk is None:
+                cells.append(GIVEN_BACK, "dim")
+                continue
             cells.append(group_of[chunk].symbol, group_of[chunk].style)
         lines.extend(_wrapped(row.label, cells, indent, max(width - indent, 8)))
     lines.append(Text())
+    if any(None in row.chunks for row in rows):
+        lines.append(Text(f"{GIVEN_BACK}  given back: a window has left it"))
     lines.extend(_legend(group) for group in groups)
     return Lines(*lines)
 

@@ -279,6 +279,7 @@ class LLMEngine:
             step_tokens=self._meter.tokens.copy(),
             num_deferred=scheduler.num_deferred,
             capacity_tokens=memory.budget_bytes // self.manager.spec.bytes_per_token,
+            kv_groups=self.manager.spec.retentions(),
             speculation=None if self._speculation is None else self._speculation.stats.copy(),
         )
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from flexinfer.metrics.requests import RequestStats
     from flexinfer.metrics.speculation import SpeculationStats
     from flexinfer.vtensor import Stats, VTensorManager
+    from flexinfer.vtensor.spec import Retention
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,8 @@ class EngineStats:
     """Waiting requests whose prefix was being computed by another when last looked at."""
     capacity_tokens: int = 0
     """Tokens whose KV the budget holds."""
+    kv_groups: tuple[Retention, ...] = ()
+    """What the model's layers keep, and for how many tokens."""
     speculation: SpeculationStats | None = None
     """What was proposed ahead and what of it accepted; a copy. None without speculation."""
 

@@ -35,9 +35,9 @@ APART_BYTES = 1 << 20
 KEPT_BYTES = 256 << 20
 """Free heap that is kept for the next step's activations."""
 MAX_ARENAS = 2
-"""malloc's own default is 8 for each core, and each keeps the free memory of its own highest hour: a
-server with 15 threads held 430 MiB free beside 211 in use, and touched more of it for an hour. One
-for the main thread and one for the engine's; the others' large blocks are few."""
+"""malloc's own default is 8 for each core, and each keeps the free memory of its own highest hour:
+a server with 15 threads held 430 MiB free beside 211 in use, and touched more of it for an hour.
+One for the main thread and one for the engine's; the others' large blocks are few."""
 CACHED_PRIMITIVES = 128
 """Products that stay compiled, the latest used. oneDNN compiles one for each number of rows and
 each shape of weight, in 1 ms and 0.5 MiB. As prompts differ in length, the 1,024 of its default

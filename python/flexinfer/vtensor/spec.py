@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 
 from flexinfer import _vtensor
@@ -70,6 +70,12 @@ class KVGroup:
         """Bytes of one number."""
         return _ELEMENT_BYTES[self.dtype]
 
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V of its layers."""
+        widths = self.num_kv_heads * (self.key_dim + self.value_dim)
+        return len(self.layers) * widths * self.element_bytes
+
     def core(self) -> _vtensor.KVGroup:
         """The group as the core's own type. Raises ValueError for what does not fit in 64 bits."""
         core = _vtensor.KVGroup()
@@ -80,6 +86,24 @@ class KVGroup:
                 except TypeError:
                     raise ValueError(f"{name} does not fit in 64 bits") from None
         return core
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Layers that keep the same tokens, whatever their shapes: their place in a row of chunks.
+
+    Attributes:
+        window: as in :class:`KVGroup`.
+        token_bytes: of all these layers.
+        first_chunk: of a row, the first that is theirs.
+        num_chunks: of a row.
+    """
+
+    window: int | None
+    num_layers: int
+    token_bytes: int
+    first_chunk: int
+    num_chunks: int
 
 
 @dataclass(frozen=True)
@@ -185,6 +209,23 @@ class KVSpec:
             self.dtype,
             layers_per_plane=self.layers_per_plane,
         )
+
+    def retentions(self) -> tuple[Retention, ...]:
+        """What keeps the same tokens, in the order in which it stands in a row: first the layers
+        that keep all, then by window."""
+        found: list[Retention] = []
+        for group in sorted(self.groups, key=lambda group: group.window or 0):
+            if not found or found[-1].window != group.window:
+                first = found[-1].first_chunk + found[-1].num_chunks if found else 0
+                found.append(Retention(group.window, 0, 0, first, 0))
+            last = found[-1]
+            found[-1] = replace(
+                last,
+                num_layers=last.num_layers + len(group.layers),
+                token_bytes=last.token_bytes + group.bytes_per_token,
+                num_chunks=last.num_chunks + group.bytes_per_token // self.plane_token_bytes,
+            )
+        return tuple(found)
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -70,8 +70,10 @@ def chunk(number: int, generation: int = 0) -> dict[str, Any]:
     return {"id": number, "generation": generation, "refs": 1, "recorded": True, "sharers": []}
 
 
-def show(page: ChatPage, *vtensors: Any, prefixes: Any = (), chunks: Any = ()) -> None:
-    shown = {"row_tokens": ROW_TOKENS, "num_planes": 1}
+def show(
+    page: ChatPage, *vtensors: Any, prefixes: Any = (), chunks: Any = (), **fields: Any
+) -> None:
+    shown = {"row_tokens": ROW_TOKENS, "num_planes": 1, "chunk_bytes": 4096, **fields}
     number = page.driver.execute_script(
         MAP,
         {**shown, "vtensors": vtensors, "prefixes": list(prefixes), "chunks": list(chunks)},
@@ -190,6 +192,37 @@ def test_a_reserved_square_never_stands_on_a_line_of_its_own(page: ChatPage) -> 
                 top => top < box.offsetTop + box.offsetHeight)];"""
         )
         assert set(ghosts) <= {last}
+
+
+def test_rows_that_a_window_has_left_are_seen_as_given_back(page: ChatPage) -> None:
+    """They are no chunks: no button, no holder; what is left has its place under its tokens."""
+    groups = [{"window": None, "num_layers": 1, "row_bytes": 4096}]
+    groups.append({"window": 20, "num_layers": 5, "row_bytes": 20480})
+    full, near = [1, 2, 3, 4, 5], [None, None, None, 8, 9]
+    show(page, live(1, full) | {"groups": [full, [6, 7, 8, 9, 10]]}, groups=groups)
+    show(page, live(1, full) | {"groups": [full, near]}, groups=groups)
+    assert labels(page) == ["Request 1", "Window of 20 tokens"]
+    assert [chunk for chunk, _ in page.rows()[1]["chunks"]] == ["8", "9"]
+    assert page.text(".row.lane small") == "2 squares, 3 given back"
+    lefts = page.driver.execute_script(
+        """return [...document.querySelectorAll(".row.live .cells")].map(cells =>
+          [...cells.querySelectorAll("button, i.given-back")].map(
+            one => [one.localName, one.offsetLeft]))"""
+    )
+    assert [place for _, place in lefts[0]] == [place for _, place in lefts[1]]
+    assert [name for name, _ in lefts[1]] == ["i", "i", "i", "button", "button"]
+    assert page.text(".kind[data-kind=live] .count") == "1"
+    page.find('.lane button[data-id="9"]').click()
+    assert "20.0 KiB of physical memory in 5 planes, tokens 40 to 49" in page.text(".detail")
+
+
+def test_a_model_whose_layers_all_have_windows_has_one_row(page: ChatPage) -> None:
+    groups = [{"window": 200, "num_layers": 4, "row_bytes": 4096}]
+    kept = list(range(1, 21))
+    show(page, live(1, kept) | {"groups": [[None] * 30 + kept]}, groups=groups)
+    assert labels(page) == ["Request 1"]
+    assert page.text(".row.live small") == "200 tokens, 30 squares given back"
+    assert len(page.all(".cells .given-back")) == 30
 
 
 def test_nothing_moves_while_an_answer_comes(page: ChatPage) -> None:

@@ -1,7 +1,7 @@
 """The memory map as a picture: a row for each vTensor and prefix, a cell for each chunk.
 
-Chunks that stand in the same rows have the same colour; grey ones stand in one row alone. A prefix
-that continues another begins where its tokens do.
+Chunks that stand in the same rows have the same colour; grey ones stand in one row alone, and dots
+are what a window has left. A prefix that continues another begins where its tokens do.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ def draw_map(file: Path, report: MemoryReport) -> None:
     colours = _colours(report)
     for y, row in enumerate(rows):
         for x, chunk in enumerate(row.chunks, start=starts[y]):
+            if chunk is None:
+                axes.plot(x + 0.45, y, ".", color=OWN_COLOUR, markersize=2)
+                continue
             cell = Rectangle((x, y - 0.4), 0.9, 0.8, color=colours[chunk], linewidth=0)
             axes.add_patch(cell)
     axes.set(

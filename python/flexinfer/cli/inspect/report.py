@@ -1,13 +1,13 @@
 """MemoryReport: what a memory map says: what shares which chunks, and why a prefix stays.
 
 Made from what `GET /admin/memory` answers (docs/server.md), on which it depends alone. Chunks are
-those of the first plane; the other planes have as many.
+those of the first plane of each group of layers; its other planes have as many.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +15,23 @@ from flexinfer.cli.memory_map import MapRow
 
 MAX_NAMES = 3
 """Of prefixes that continue one; more are counted."""
+
+
+Groups = tuple[tuple[int | None, ...], ...]
+"""For each group of layers its chunks; None where a window has left a place."""
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that keep the same tokens."""
+
+    num_layers: int
+    window: int | None
+    """Tokens that they keep; None: all."""
+
+    @property
+    def label(self) -> str:
+        return "all tokens" if self.window is None else f"window {self.window:,}"
 
 
 @dataclass(frozen=True)
@@ -31,6 +48,10 @@ class VTensorUse:
     chunks: tuple[int, ...]
     num_shared_chunks: int
     """Of `chunks`: those that another live vTensor or a recorded prefix has too."""
+    groups: Groups
+    """All of its groups, where there are several or a window has left something."""
+    num_given_back: int
+    """Rows that a window has left."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +68,7 @@ class PrefixUse:
     """Its first words; "" if the server does not say."""
     tenant: str
     chunks: tuple[int, ...]
+    groups: Groups
     num_freed_chunks: int
     """Chunks that only this record holds: evicting it frees them."""
     shared_by: tuple[str, ...]
@@ -70,6 +92,8 @@ class MemoryReport:
     row_tokens: float
     """Tokens that one chunk of the first plane holds; 0 if the server does not say."""
     truncated: bool
+    groups: tuple[LayerGroup, ...]
+    """Empty if the server does not say."""
     stats: dict[str, Any]
     engine: dict[str, Any]
     vtensors: tuple[VTensorUse, ...]
@@ -85,6 +109,10 @@ class MemoryReport:
                 num_planes=int(body["num_planes"]),
                 row_tokens=float(body.get("row_tokens", 0.0)),
                 truncated=bool(body.get("truncated", False)),
+                groups=tuple(
+                    LayerGroup(int(group["num_layers"]), group["window"])
+                    for group in body.get("groups", ())
+                ),
                 stats=dict(body["stats"]),
                 engine=dict(body.get("engine", {})),
                 vtensors=_vtensors(body),
@@ -94,18 +122,23 @@ class MemoryReport:
             raise ValueError(f"this is not a memory map of flexinfer serve: {error!r}") from error
 
     def rows(self) -> list[MapRow]:
-        """Everything that refers to chunks, in order: vTensors, then prefixes."""
-        return [
-            *(MapRow(use.label, use.chunks, use.num_tokens) for use in self.vtensors),
-            *(MapRow(use.label, use.chunks, use.num_tokens) for use in self.prefixes),
-        ]
+        """Everything that refers to chunks, in order: vTensors, then prefixes; each group of layers
+        has a row of its own below the first."""
+        return [row for row, _ in self._rows()]
 
     def first_chunks(self) -> list[int]:
         """For each of `rows`, how many chunks of its prompt lie before it."""
-        starts = [
-            int(p.start_tokens // self.row_tokens) if self.row_tokens else 0 for p in self.prefixes
-        ]
-        return [0] * len(self.vtensors) + starts
+        return [first for _, first in self._rows()]
+
+    def _rows(self) -> Iterator[tuple[MapRow, int]]:
+        starts = [0] * len(self.vtensors) + [use.start_tokens for use in self.prefixes]
+        uses: tuple[VTensorUse | PrefixUse, ...] = (*self.vtensors, *self.prefixes)
+        for use, start in zip(uses, starts, strict=True):
+            first = int(start // self.row_tokens) if self.row_tokens else 0
+            chunks, *others = use.groups or (use.chunks,)
+            yield MapRow(use.label, chunks, use.num_tokens), first
+            for group, chunks in zip(self.groups[1:], others, strict=False):
+                yield MapRow(f"{use.label}, {group.label}", chunks, use.num_tokens), first
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -127,6 +160,8 @@ def _vtensors(body: Mapping[str, Any]) -> tuple[VTensorUse, ...]:
                 for idx in entry["chunks"]
                 if idx in chunks
             ),
+            groups=_groups(entry),
+            num_given_back=entry.get("rows_given_back", 0),
         )
         for entry in body["vtensors"]
     )
@@ -176,11 +211,16 @@ def _prefix(
         text=entry.get("text", ""),
         tenant=entry.get("tenant", ""),
         chunks=tuple(entry["chunks"]),
+        groups=_groups(entry),
         num_freed_chunks=0 if pinned_by else sum(chunk["refs"] == 1 for chunk in own),
         shared_by=tuple(users),
         pinned_by=pinned_by,
         kept_because=tuple(reasons),
     )
+
+
+def _groups(entry: Mapping[str, Any]) -> Groups:
+    return tuple(tuple(row) for row in entry.get("groups", ()))
 
 
 def _label(entry: Mapping[str, Any]) -> str:

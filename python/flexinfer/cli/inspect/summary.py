@@ -34,6 +34,8 @@ def _numbers(report: MemoryReport) -> Iterator[tuple[str, str]]:
     yield "", f"{size_text(stats['free_bytes'])} more kept ready"
     saved, shared = size_text(stats["saved_bytes"]), size_text(stats["shared_bytes"])
     yield "shared", f"{shared} by running requests, which saves {saved}"
+    if any(group.window is not None for group in report.groups):
+        yield "layers", _layers(report)
     if engine:
         state = ", the engine is asleep" if engine.get("is_sleeping") else ""
         counts = ("running", "waiting", "swapped")
@@ -46,6 +48,17 @@ def _numbers(report: MemoryReport) -> Iterator[tuple[str, str]]:
     evicted = stats["chunks_evicted"]
     state = "high" if is_short else "none"
     yield "pressure", f"{state}: {left}, {evicted:,} chunks evicted so far"
+
+
+def _layers(report: MemoryReport) -> str:
+    """Which layers keep what; and how much of the running requests' windows have left."""
+    parts = []
+    for group in report.groups:
+        keep = "keeps" if group.num_layers == 1 else "keep"
+        what = "all tokens" if group.window is None else f"the last {group.window:,}"
+        parts.append(f"{group.num_layers} {keep} {what}")
+    back = sum(use.num_given_back for use in report.vtensors if use.state == "live")
+    return f"{', '.join(parts)}; {back:,} rows given back by running requests"
 
 
 def _prefixes(report: MemoryReport) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typing import Any
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.engine.llm_engine import LLMEngine
 from flexinfer.server.observability.prefix_names import PrefixNames
-from flexinfer.vtensor import NO_CHUNK, Snapshot, VTensorManager, kept_chunks
+from flexinfer.vtensor import NO_CHUNK, Snapshot, VTensorManager
 
 MIN_INTERVAL_S = 0.1
 DEFAULT_MAX_ROWS = 4096
@@ -109,13 +109,29 @@ def _content(moment: Moment, max_rows: int, names: PrefixNames) -> bytes:
     """All but the head, as a JSON object."""
     manager, snapshot = moment.manager, moment.snapshot
     stats = manager.stats()
-    vtensors, num_left = _vtensors(moment, max_rows)
-    shown = {chunk for vtensor in vtensors for chunk in vtensor["chunks"]}
-    prefixes = _prefixes(snapshot, names)
-    shown.update(chunk for prefix in prefixes for chunk in prefix["chunks"])
+    retentions = manager.spec.retentions()
+    rows = _Rows(snapshot.num_planes, [each.first_chunk for each in retentions])
+    vtensors, num_left = _vtensors(moment, max_rows, rows)
+    prefixes = _prefixes(snapshot, names, rows)
+    shown = {chunk for one in (*vtensors, *prefixes) for chunk in one["chunks"]}
+    shown.update(
+        chunk
+        for one in (*vtensors, *prefixes)
+        for row in one.get("groups", ())
+        for chunk in row
+        if chunk is not None
+    )
     content = {
         "chunk_bytes": snapshot.chunk_bytes,
         "num_planes": snapshot.num_planes,
+        "groups": [
+            {
+                "window": each.window,
+                "num_layers": each.num_layers,
+                "row_bytes": each.num_chunks * snapshot.chunk_bytes,
+            }
+            for each in retentions
+        ],
         "row_tokens": round(snapshot.chunk_bytes / manager.spec.plane_token_bytes, 2),
         "truncated": num_left < 0,
         "stats": stats.as_dict(),
@@ -127,12 +143,31 @@ def _content(moment: Moment, max_rows: int, names: PrefixNames) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-def _vtensors(moment: Moment, max_rows: int) -> tuple[list[dict[str, Any]], int]:
-    """Slots with their chunks of plane 0, and how many rows more could have been shown."""
+@dataclass(frozen=True)
+class _Rows:
+    """How page tables are told: by group of layers that keep the same tokens."""
+
+    num_planes: int
+    columns: list[int]
+    """Of each group, the first."""
+
+    def of(self, table: list[int], max_rows: int | None = None) -> dict[str, Any]:
+        """`chunks` of the first group; and where there are several, or a window, `groups`, with
+        None for a row that was given back."""
+        groups = [
+            [None if chunk == NO_CHUNK else chunk for chunk in table[column :: self.num_planes]]
+            for column in self.columns
+        ]
+        groups = [row[:max_rows] for row in groups]
+        told: dict[str, Any] = {"chunks": [chunk for chunk in groups[0] if chunk is not None]}
+        return told | {"groups": groups} if len(groups) > 1 or NO_CHUNK in table else told
+
+
+def _vtensors(moment: Moment, max_rows: int, rows: _Rows) -> tuple[list[dict[str, Any]], int]:
+    """Slots with their chunks, and how many rows more could have been shown."""
     out = []
+    num_planes = moment.snapshot.num_planes
     for info in moment.snapshot.vtensors:
-        num_planes = moment.snapshot.num_planes
-        rows = kept_chunks(info.table[::num_planes])
         out.append(
             {
                 "id": info.id,
@@ -146,10 +181,10 @@ def _vtensors(moment: Moment, max_rows: int) -> tuple[list[dict[str, Any]], int]
                 "chunks_aliased": info.chunks_aliased,
                 "chunks_copied": info.chunks_copied,
                 "rows_given_back": info.table[num_planes - 1 :: num_planes].count(NO_CHUNK),
-                "chunks": rows[: max(0, max_rows)],
+                **rows.of(info.table, max(0, max_rows)),
             }
         )
-        max_rows -= len(rows)
+        max_rows -= len(info.table) // num_planes
     return out, max_rows
 
 
@@ -169,14 +204,14 @@ def _chunks(snapshot: Snapshot, shown: set[int]) -> list[dict[str, Any]]:
     ]
 
 
-def _prefixes(snapshot: Snapshot, names: PrefixNames) -> list[dict[str, Any]]:
+def _prefixes(snapshot: Snapshot, names: PrefixNames, rows: _Rows) -> list[dict[str, Any]]:
     return [
         {
             "parent": info.parent,
             "start_tokens": info.start_tokens,
             "num_tokens": info.num_tokens,
             "last_used": info.last_used,
-            "chunks": kept_chunks(info.chunks[:: snapshot.num_planes]),
+            **rows.of(info.chunks),
             "text": names.of(info.first_tokens, info.num_tokens, info.cache_salt),
             "tenant": _tenant(info.cache_salt),
             "pinned_by": info.pinned_by,

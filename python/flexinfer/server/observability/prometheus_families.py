@@ -130,6 +130,17 @@ class Maker:
 def _engine(stats: EngineStats, make: Maker) -> Iterator[Metric]:
     steps = stats.steps
     decode_tokens = steps.num_tokens - steps.num_prefill_tokens
+    yield make.gauges(
+        "kv_group_token_bytes",
+        "KV of one token in layers that keep the same tokens: the last `window`, or all.",
+        ("window", "num_layers"),
+        {
+            ("all" if each.window is None else str(each.window), str(each.num_layers)): (
+                each.token_bytes
+            )
+            for each in stats.kv_groups
+        },
+    )
     yield make.gauge("num_requests_running", "Requests that run.", stats.num_running)
     yield make.gauge("num_requests_waiting", "Requests that wait.", stats.num_waiting)
     yield make.gauges(

@@ -2,14 +2,16 @@
 import { formatBytes, formatCount, h, iconButton, replaceChildren } from "./dom.js";
 
 // `holders`: the rows that show the chunk, each with its label.
-export function showDetail(element, { id, index, map, holders, isParked, onClose }) {
+export function showDetail(element, { id, index, map, holders, bytes, isParked, onClose }) {
   const info = map.chunks.find((one) => one.id === id);
   const first = Math.round(index * map.row_tokens);
   const last = Math.round((index + 1) * map.row_tokens) - 1;
-  const planes = map.num_planes > 1 ? ` in ${map.num_planes} planes` : "";
+  const rowBytes = bytes ?? map.chunk_bytes * map.num_planes;
+  const numPlanes = rowBytes / map.chunk_bytes;
+  const planes = numPlanes > 1 ? ` in ${numPlanes} planes` : "";
   replaceChildren(element,
     h("header", {}, h("h3", {}, `Chunk ${id}`), iconButton("close", "Close the details", onClose)),
-    h("p", {}, `${formatBytes(map.chunk_bytes * map.num_planes)} of physical memory${planes}, tokens ${first} to ${last}.`),
+    h("p", {}, `${formatBytes(rowBytes)} of physical memory${planes}, tokens ${first} to ${last}.`),
     holders.length > 0 ? h("p", {}, holders.length > 1 ? `Shared by ${holders.length} rows:` : "In one row:") : null,
     h("ul", {}, holders.map(([label, kind]) => h("li", {}, h("b", {}, label), ` ${kind}`))),
     h("p", { class: "why" }, isParked ? "Left behind a slot that is parked: the next request may get it as it is." : whyKept(info)));

@@ -2,28 +2,29 @@
 //
 // A row is a contiguous range of virtual addresses: of a live vTensor, of a parked slot, or, for what only the prefix
 // cache holds, the range that a request with this prefix would get. A row lists physical chunks in the order
-// of its tokens; a chunk that stands in several rows is shared, and chunks shared by the same rows form a group.
+// of its tokens; a chunk that stands in several rows is shared, and chunks shared by the same rows have one colour.
+// Where layers have windows, a row is that of the layers that keep most, and has `lanes`: a row for each window, with
+// null where the window has left a place and its memory was given back.
 
 const GOLDEN_ANGLE = 137.508;
 
-// [{key, kind, chunks, ...}] of one map. kind: "live", "parked", "cached".
+// [{key, kind, chunks, lanes, ...}] of one map. kind: "live", "parked", "cached".
 export function rowsOf(map) {
   const rows = [];
   for (const vtensor of map.vtensors) {
     if (vtensor.chunks.length === 0) continue;
     const isLive = vtensor.id !== 0 && vtensor.state === "live";
-    rows.push({
+    rows.push(withLanes(map, {
       key: isLive ? `v${vtensor.id}` : `s${vtensor.slot}`,
       kind: isLive ? "live" : "parked",
       requestId: vtensor.request_id,
       tokens: isLive ? vtensor.num_tokens : 0,
       cachedTokens: vtensor.num_cached_tokens,
-      chunks: vtensor.chunks,
-    });
+    }, vtensor.groups ?? [vtensor.chunks]));
   }
   const live = rows.filter(({ kind }) => kind === "live");
   // What a running request has recorded of itself is its own row already.
-  const isRunning = ({ chunks }) => live.some((row) => chunks.every((id, i) => row.chunks[i] === id));
+  const isRunning = ({ chunks }) => live.some((row) => chunks.every((id, i) => id === null || row.chunks[i] === id));
   const cached = cachedRows(map).filter((row) => !isRunning(row));
   return [...live, ...cached, ...rows.filter(({ kind }) => kind === "parked")];
 }
@@ -37,24 +38,38 @@ function cachedRows(map) {
     if (isParent.has(index)) return;
     const path = [];
     for (let i = index; i >= 0; i = prefixes[i].parent) path.unshift(prefixes[i]);
-    rows.push({
+    const groups = (leaf.groups ?? [leaf.chunks]).map((_, group) => pathChunks(path, group, map.row_tokens));
+    rows.push(withLanes(map, {
       key: `p${leaf.chunks.at(-1)}`,
       kind: "cached",
       tokens: leaf.start_tokens + leaf.num_tokens,
       lastUsed: leaf.last_used,
       path,
-      chunks: pathChunks(path, map.row_tokens),
-    });
+    }, groups));
   });
   return rows;
 }
 
+// The row of the first group of layers, and below it one for each other group.
+function withLanes(map, row, groups) {
+  const bytes = (group) => map.groups?.[group]?.row_bytes ?? map.chunk_bytes * map.num_planes;
+  const window = (group) => map.groups?.[group]?.window ?? null;
+  const lanes = groups.slice(1).map((chunks, i) => (
+    { key: `${row.key}.${i + 1}`, kind: row.kind, chunks, rowBytes: bytes(i + 1), window: window(i + 1), isLane: true }));
+  return { ...row, chunks: groups[0], rowBytes: bytes(0), window: window(0), lanes };
+}
+
+// How many places of a row have no memory any more, because a window has left them.
+export function givenBack({ chunks }) {
+  return chunks.filter((id) => id === null).length;
+}
+
 // A node that starts inside a row names that row again, and its own chunk holds everything up to there.
-function pathChunks(path, rowTokens) {
+function pathChunks(path, group, rowTokens) {
   let chunks = [];
   for (const node of path) {
     const firstRow = Math.floor(node.start_tokens / rowTokens + 1e-9);
-    chunks = [...chunks.slice(0, firstRow), ...node.chunks];
+    chunks = [...chunks.slice(0, firstRow), ...(node.groups?.[group] ?? node.chunks)];
   }
   return chunks;
 }
@@ -65,7 +80,8 @@ export function chunksOf(rows) {
   for (const row of rows) {
     if (row.kind === "parked") continue; // leftovers of requests that have ended: nobody reads them
     for (const id of row.chunks) {
-      if (!chunks.has(id)) chunks.set(id, { id, rows: [], hue: null });
+      if (id === null) continue;
+      if (!chunks.has(id)) chunks.set(id, { id, rows: [], hue: null, bytes: row.rowBytes });
       const holders = chunks.get(id).rows;
       if (holders.at(-1) !== row.key) holders.push(row.key);
     }
@@ -83,10 +99,10 @@ export function chunksOf(rows) {
 }
 
 // What sharing does in all rows, live and cached; the server's own figures count running requests only.
-export function sharing(chunks, chunkBytes) {
+export function sharing(chunks) {
   const shared = [...chunks.values()].filter((chunk) => chunk.rows.length > 1);
-  const saved = shared.reduce((sum, chunk) => sum + chunk.rows.length - 1, 0);
-  return { shared_bytes: shared.length * chunkBytes, saved_bytes: saved * chunkBytes };
+  const sum = (timesOf) => shared.reduce((total, chunk) => total + timesOf(chunk) * chunk.bytes, 0);
+  return { shared_bytes: sum(() => 1), saved_bytes: sum((chunk) => chunk.rows.length - 1) };
 }
 
 // What happened between two maps, {rows, generations, stats} each: per row the events of its chunks, and the totals.
@@ -104,15 +120,15 @@ export function changesOf(before, now) {
     if (row.kind !== "live") continue;
     const old = rowsBefore.get(row.key)?.chunks ?? [];
     row.chunks.forEach((id, i) => {
-      if (old[i] === id) return;
-      const event = i < old.length ? "copied" : known.has(id) && isSame(id) ? "shared" : "new";
+      if (id === null || old[i] === id) return;
+      const event = (old[i] ?? null) !== null ? "copied" : known.has(id) && isSame(id) ? "shared" : "new";
       changes.events.set(`${row.key}/${i}`, event);
     });
     changes.mapped += Math.max(0, row.chunks.length - old.length);
   }
   const kept = new Set(now.rows.flatMap((row) => (row.kind === "parked" ? [] : row.chunks)));
   for (const row of before.rows.filter(({ kind }) => kind === "cached")) {
-    const gone = row.chunks.filter((id) => !kept.has(id) || !isSame(id));
+    const gone = row.chunks.filter((id) => id !== null && (!kept.has(id) || !isSame(id)));
     if (gone.length > 0) changes.gone.set(row.key, gone);
   }
   for (const name of ["aliased", "copied", "evicted"]) {

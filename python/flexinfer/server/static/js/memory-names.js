@@ -1,5 +1,6 @@
 // RowNames: what the rows of the map are called: after the conversation of this browser that they belong to, else after
 // their first words, where the server shows them, else by a number.
+import { formatCount } from "./dom.js";
 import { overlap } from "./memory-model.js";
 import { titleOf } from "./store.js";
 
@@ -14,7 +15,7 @@ export class RowNames {
 
   // Which conversation a row belongs to: by request id while it is live, afterwards by its chunks.
   learn(rows, generations) {
-    const unique = ({ chunks }) => chunks.map((id) => `${id}.${generations.get(id)}`); // ids are used again
+    const unique = ({ chunks }) => chunks.filter((id) => id !== null).map((id) => `${id}.${generations.get(id)}`); // ids are used again
     this.#conversations.clear();
     for (const row of rows.filter((one) => one.kind === "live")) {
       const id = this.replies.conversationOf(row.requestId);
@@ -48,6 +49,7 @@ export class RowNames {
   }
 
   of(row) {
+    if (row.isLane) return `Window of ${formatCount(row.window, "token")}`;
     const id = this.#conversations.get(row.key);
     const conversation = this.store.find(id);
     const goesOn = row.above && this.#conversations.get(row.above.key) === id; // the same talk, from another point on

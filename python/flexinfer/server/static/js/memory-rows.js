@@ -1,6 +1,7 @@
 // MemoryRows: the rows of the map and their squares. Only what has changed is drawn anew, and a map of thousands of chunks
 // shows smaller squares, and only the first ones of long rows.
 import { formatCount, h } from "./dom.js";
+import { givenBack } from "./memory-model.js";
 
 const GONE_MS = 1200; // how long an evicted chunk is still seen
 const EVENT_MS = 900;
@@ -75,10 +76,10 @@ export class MemoryRows {
     const folded = rows.filter((row) => row.isSmall || kind === "parked");
     if (nothing) nothing.hidden = rows.length > 0;
     else section.hidden = rows.length === 0;
-    setText(count, rows.length || "");
+    setText(count, rows.filter((row) => !row.isLane).length || "");
     fold.hidden = folded.length === 0;
     fold.setAttribute("aria-expanded", String(isOpen));
-    setText(fold, isOpen ? "Show fewer" : foldedText(kind, folded, rows.length));
+    setText(fold, isOpen ? "Show fewer" : foldedText(kind, folded.filter((row) => !row.isLane)));
     const shown = isOpen ? rows : rows.filter((row) => !folded.includes(row));
     const most = kind === "parked" ? Math.min(limit, MAX_PARKED) : limit;
     let anchor = null;
@@ -123,36 +124,50 @@ export class MemoryRows {
     setText(name, label);
     setText(size, sizeOf(row));
     element.style.setProperty("--depth", Math.min(row.depth ?? 0, MAX_DEPTH));
-    const shown = row.chunks.slice(0, limit);
-    const signature = [label, limit, row.kind, row.depth, row.chunks.length, ...shown.map((id) => `${id}:${chunks.get(id)?.hue}`)].join();
-    const hasEvent = shown.some((_, i) => events.has(`${row.key}/${i}`));
+    const first = firstShown(row, limit);
+    const shown = row.chunks.slice(first, first + limit);
+    const eventOf = (i) => events.get(`${row.key}/${first + i}`);
+    const signature = [label, limit, row.kind, row.depth, first, row.chunks.length, ...shown.map((id) => `${id}:${chunks.get(id)?.hue}`)].join();
+    const hasEvent = shown.some((_, i) => eventOf(i));
     if (signature === entry.signature && !hasEvent && !entry.isFresh) return;
     entry.signature = signature;
     entry.isFresh = hasEvent; // once more, to take the marks away
-    element.className = `row ${row.kind}${row.depth > 0 ? " branch" : ""}`;
+    element.className = `row ${row.kind}${row.isLane ? " lane" : row.depth > 0 ? " branch" : ""}`;
     cells.setAttribute("aria-label", `Chunks of ${label}`);
-    const buttons = [...cells.querySelectorAll("button")];
+    const squares = [...cells.querySelectorAll("button.chunk, i.given-back")];
     shown.forEach((id, i) => {
-      const button = buttons[i] ?? this.#newSquare(row, i, cells, more);
-      this.#paint(button, row, label, id, chunks.get(id), events.get(`${row.key}/${i}`));
-      if (isRecent(button)) entry.isFresh = true;
+      const square = this.#squareFor(id, row, squares[i], cells, more);
+      if (id === null) return;
+      square.dataset.index = first + i;
+      this.#paint(square, row, label, id, chunks.get(id), eventOf(i));
+      if (isRecent(square)) entry.isFresh = true;
     });
-    for (const button of buttons.slice(shown.length)) button.remove();
-    const numLeft = row.chunks.length - shown.length;
+    for (const square of squares.slice(shown.length)) square.remove();
+    const numLeft = row.chunks.length - first - shown.length;
     more.hidden = numLeft === 0;
     more.textContent = numLeft > 0 ? `+ ${numLeft.toLocaleString("en")}` : "";
-    this.#showReserved(cells, numLeft === 0 && row.kind === "live" ? GHOST_CHUNKS : 0);
+    this.#showReserved(cells, numLeft === 0 && row.kind === "live" && !row.isLane ? GHOST_CHUNKS : 0);
   }
 
-  #newSquare(row, i, cells, more) {
+  // The one that stands there already, if it is of the right kind; null: a place without memory.
+  #squareFor(id, row, square, cells, more) {
+    if (square && (square.localName === "i") === (id === null)) return square;
+    const fresh = id === null
+      ? h("i", { class: "chunk given-back", "aria-hidden": "true", title: "given back: the window has left it" })
+      : this.#newSquare(row);
+    if (square) square.replaceWith(fresh);
+    else cells.insertBefore(fresh, more);
+    return fresh;
+  }
+
+  #newSquare(row) {
     const button = h("button", {
       type: "button", tabindex: "-1",
       onclick: () => {
         this.#moveTo(button);
-        this.onSelect(row.key, i);
+        this.onSelect(row.key, Number(button.dataset.index));
       },
     });
-    cells.insertBefore(button, more);
     return button;
   }
 
@@ -247,18 +262,28 @@ export class MemoryRows {
   }
 }
 
+// Of a row that is cut, what has memory is shown, and little of what was given back before it.
+function firstShown(row, limit) {
+  if (row.chunks.length <= limit) return 0;
+  const numBack = row.chunks.findIndex((id) => id !== null);
+  return Math.max(0, (numBack < 0 ? row.chunks.length : numBack) - MIN_A_ROW);
+}
+
 function sizeOf(row) {
+  const numBack = givenBack(row);
+  if (row.isLane) return `${formatCount(row.chunks.length - numBack, "square")}, ${numBack.toLocaleString("en")} given back`;
   if (row.kind === "parked") return formatCount(row.chunks.length, "chunk");
   const cached = row.kind === "live" && row.cachedTokens ? `, ${row.cachedTokens} from the cache` : "";
-  return `${formatCount(row.tokens, "token")}${cached}`;
+  const back = numBack > 0 ? `, ${numBack.toLocaleString("en")} squares given back` : "";
+  return `${formatCount(row.tokens, "token")}${cached}${back}`;
 }
 
 function isRecent(button) {
   return Number(button.dataset.until ?? 0) > performance.now();
 }
 
-function foldedText(kind, folded, numRows) {
-  if (kind === "parked") return `Show ${formatCount(numRows, "slot")}`;
+function foldedText(kind, folded) {
+  if (kind === "parked") return `Show ${formatCount(folded.length, "slot")}`;
   return `${folded.length} more, ${formatCount(folded.reduce((sum, row) => sum + row.tokens - row.branch, 0), "token")}`;
 }
 

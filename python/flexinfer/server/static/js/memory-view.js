@@ -112,7 +112,8 @@ export class MemoryView {
     const found = rowsOf(map);
     this.names.learn(found, generations);
     const cached = arrange(found.filter(({ kind }) => kind === "cached"), map.row_tokens, (row) => this.names.isOwn(row));
-    const rows = [...found.filter(({ kind }) => kind !== "cached"), ...cached]; // each section picks its own
+    const rows = [...found.filter(({ kind }) => kind !== "cached"), ...cached] // each section picks its own
+      .flatMap((row) => [row, ...row.lanes.map((lane) => ({ ...lane, depth: row.depth, isSmall: row.isSmall }))]);
     const chunks = chunksOf(rows);
     const now = { rows, generations, stats: map.stats };
     const changes = changesOf(this.#last, now);
@@ -126,7 +127,7 @@ export class MemoryView {
   }
 
   #showFigures({ stats, engine }) {
-    const bytes = { ...stats, ...sharing(this.chunks, this.map.chunk_bytes * this.map.num_planes) };
+    const bytes = { ...stats, ...sharing(this.chunks) };
     for (const name of Object.keys(this.figures)) {
       if (name !== "hits") this.figures[name].textContent = formatBytes(bytes[`${name}_bytes`]);
     }
@@ -156,8 +157,8 @@ export class MemoryView {
   }
 
   #select(key, index) {
-    const id = this.rows.find((one) => one.key === key)?.chunks[index];
-    if (id === undefined) return;
+    const id = this.rows.find((one) => one.key === key)?.chunks[index] ?? null;
+    if (id === null) return;
     this.#selected = this.#selected?.id === id ? null : { id, key, index };
     this.#showSelection();
   }
@@ -181,6 +182,6 @@ export class MemoryView {
     const shown = JSON.stringify([id, index, holders, this.map.chunks.find((one) => one.id === id)]);
     if (shown === this.detail.dataset.shown) return; // or a screen reader would read it out at each poll
     this.detail.dataset.shown = shown;
-    showDetail(this.detail, { id, index, map: this.map, holders, isParked: !chunk, onClose: () => this.#close() });
+    showDetail(this.detail, { id, index, map: this.map, holders, bytes: chunk?.bytes, isParked: !chunk, onClose: () => this.#close() });
   }
 }

@@ -1,0 +1,116 @@
+"""The memory map of a model of which layers have a window: a row for each group of layers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from typer.testing import CliRunner
+
+torch = pytest.importorskip("torch")
+
+from flexinfer import AsyncLLM, LLMEngine, SamplingParams
+from flexinfer.cli.app import app
+from flexinfer.config import EngineConfig
+from flexinfer.server.observability.memory_map import MemoryMap
+from flexinfer.server.observability.prometheus_families import engine_families
+from helpers.engine_kit import submit
+from helpers.tiny_models import make_model, make_tokenizer, random_prompts
+
+WINDOW = 16
+CHUNK = 4096
+
+
+class Between:
+    """Two steps of an engine that the test drives: what a MemoryMap asks of an AsyncLLM."""
+
+    tokenizer = make_tokenizer()
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+
+    async def call(self, function: Callable[[LLMEngine], Any]) -> Any:
+        return function(self._engine)
+
+
+def make_engine(name: str) -> LLMEngine:
+    settings = {"kv_cache_memory_bytes": 4 << 20, "chunk_bytes": CHUNK, "max_num_seqs": 2}
+    return LLMEngine.from_config(
+        EngineConfig(model=make_model(name), skip_tokenizer_init=True, **cast(Any, settings))
+    )
+
+
+def map_of(name: str, num_steps: int) -> dict[str, Any]:
+    engine = make_engine(name)
+    submit(engine, random_prompts((100,)), SamplingParams(temperature=0, max_tokens=60))
+    for _ in range(num_steps):
+        engine.step()
+    engine.manager.drain()
+    llm = cast(AsyncLLM, Between(engine))
+    rendered = asyncio.run(MemoryMap(llm, name, shows_salted=True).render())
+    engine.close()
+    found: dict[str, Any] = json.loads(rendered.body)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"), [("gemma2", [None, WINDOW]), ("mistral", [WINDOW]), ("llama", [None])]
+)
+def test_the_map_tells_the_groups_of_layers(name: str, windows: list[int | None]) -> None:
+    found = map_of(name, 1)
+    assert [group["window"] for group in found["groups"]] == windows
+    assert sum(group["num_layers"] for group in found["groups"]) == 4
+    assert sum(group["row_bytes"] for group in found["groups"]) == CHUNK * found["num_planes"]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral"])
+def test_what_a_window_has_left_has_no_chunk_at_the_head_of_its_row(name: str) -> None:
+    found = map_of(name, 50)
+    running = next(one for one in found["vtensors"] if one["state"] == "live")
+    *full, near = running["groups"]
+    num_back = near.count(None)
+    assert near[:num_back] == [None] * num_back
+    end = running["num_tokens"] - WINDOW + 1
+    assert end - found["row_tokens"] < num_back * found["row_tokens"] <= end
+    assert num_back == running["rows_given_back"]
+    assert all(None not in row and len(row) == len(near) for row in full)
+    assert running["chunks"] == (full[0] if full else near[num_back:])
+    known = {chunk["id"] for chunk in found["chunks"]}
+    assert known >= {chunk for row in running["groups"] for chunk in row if chunk is not None}
+
+
+def test_the_metrics_tell_what_a_token_takes_in_each_group() -> None:
+    engine = make_engine("gemma2")
+    families = {family.name: family for family in engine_families(engine.stats(), "tiny")}
+    samples = families["flexinfer:kv_group_token_bytes"].samples
+    found = {(one.labels["window"], one.labels["num_layers"]): one.value for one in samples}
+    half = engine.manager.spec.bytes_per_token / 2
+    assert found == {("all", "2"): half, (str(WINDOW), "2"): half}
+    engine.close()
+
+
+def test_inspect_shows_what_was_given_back(tmp_path: Path) -> None:
+    found = map_of("gemma2", 50)
+    back = next(one for one in found["vtensors"] if one["state"] == "live")["rows_given_back"]
+    file = tmp_path / "map.json"
+    file.write_text(json.dumps(found))
+    runner = CliRunner(env={"COLUMNS": "200"})
+    short = runner.invoke(app, ["inspect", "--file", str(file)]).stdout
+    assert f"2 keep all tokens, 2 keep the last 16; {back} rows given back" in short
+    lines = runner.invoke(app, ["inspect", "--file", str(file), "--map"]).stdout.splitlines()
+    near = next(line for line in lines if line.startswith("0, window 16 "))
+    assert near.count("·") == back
+    assert "·  given back: a window has left it" in lines
+    picture = tmp_path / "map.png"
+    runner.invoke(app, ["inspect", "--file", str(file), "--picture", str(picture)])
+    assert picture.stat().st_size > 1000
+
+
+def test_layers_that_all_keep_everything_are_told_once() -> None:
+    found = map_of("llama", 2)
+    assert found["vtensors"]
+    assert all("groups" not in one for one in (*found["vtensors"], *found["prefixes"]))
