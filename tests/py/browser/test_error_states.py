@@ -209,6 +209,7 @@ window.fetch = async (path, options = {}) => {
   if (!path.startsWith("admin/memory")) return real(path, options);
   const map = await (await real(path, {...options, headers: {}})).json();
   map.num_planes = 4;
+  map.groups = [{window: null, num_layers: 4, row_bytes: 4 * map.chunk_bytes}];
   map.vtensors = Array.from({length: vtensors}, (_, i) => ({
     id: i + 1, slot: i, state: "live", request_id: `request-${i}`, num_tokens: 600,
     num_cached_tokens: 60, mapped_tokens: 600, mapped_bytes: 1, chunks_aliased: 5,
