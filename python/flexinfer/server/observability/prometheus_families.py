@@ -86,6 +86,7 @@ def engine_families(stats: EngineStats, model_name: str) -> Iterator[Metric]:
     yield from _engine(stats, make)
     if stats.requests is not None:
         yield from _requests(stats.requests, make)
+    yield _groups(stats, make)
     if stats.speculation is not None:
         yield from _speculation(stats.speculation, make)
     if stats.memory is not None:
@@ -130,17 +131,6 @@ class Maker:
 def _engine(stats: EngineStats, make: Maker) -> Iterator[Metric]:
     steps = stats.steps
     decode_tokens = steps.num_tokens - steps.num_prefill_tokens
-    yield make.gauges(
-        "kv_group_token_bytes",
-        "KV of one token in layers that keep the same tokens: the last `window`, or all.",
-        ("window", "num_layers"),
-        {
-            ("all" if each.window is None else str(each.window), str(each.num_layers)): (
-                each.token_bytes
-            )
-            for each in stats.kv_groups
-        },
-    )
     yield make.gauge("num_requests_running", "Requests that run.", stats.num_running)
     yield make.gauge("num_requests_waiting", "Requests that wait.", stats.num_waiting)
     yield make.gauges(
@@ -244,6 +234,18 @@ def _speculation(stats: SpeculationStats, make: Maker) -> Iterator[Metric]:
 
 def _bound_text(bound: float) -> str:
     return "+Inf" if math.isinf(bound) else repr(bound)
+
+
+def _groups(stats: EngineStats, make: Maker) -> Metric:
+    return make.gauges(
+        "kv_group_token_bytes",
+        "KV of one token in layers that keep the same tokens: the last `window`, or all.",
+        ("window", "num_layers"),
+        {
+            (str(each.window or "all"), str(each.num_layers)): each.token_bytes
+            for each in stats.kv_groups
+        },
+    )
 
 
 def _memory(memory: Stats, make: Maker) -> Iterator[Metric]:
