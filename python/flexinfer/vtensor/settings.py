@@ -20,7 +20,7 @@ _MAX_CHUNKS = 16_384
 MAX_ROW_TOKENS = 256
 """Tokens per row beyond which short requests hold many times what they need."""
 
-_ROWS_PER_WINDOW = 8
+_ROWS_PER_WINDOW = 16
 """With a default: a window holds up to a row more than its tokens at either end."""
 
 _logger = logging.getLogger(__name__)

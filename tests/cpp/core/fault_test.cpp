@@ -31,7 +31,8 @@ constexpr int kCallsApart = 1;
 #endif
 
 constexpr size_t kWindow = 6;
-constexpr size_t kTwoGroups = 0;  // in the place of layers_per_plane: a layer without values
+constexpr size_t kTwoGroups = 0;    // in the place of layers_per_plane: a layer without values
+constexpr size_t kStateTokens = 8;  // of the recurrent state that stands beside two groups
 
 struct FaultCase {
   std::string name;
@@ -58,9 +59,10 @@ class Scenario {
                             .layers_per_plane = std::max<size_t>(fault.layers_per_plane, 1)};
     if (fault.layers_per_plane == kTwoGroups) {  // rows of 1 + 1 + 2 chunks
       spec.groups = {{{0}, 1, 200, 200, 4, 1}, {{1}, 1, 400, 0, 4, 1, kWindow}};
+      has_state_ = true;
     }
     ManagerOptions options;
-    options.max_requests = 5;
+    options.max_requests = 7;
     options.memory_budget = 56 * kChunk;
     options.chunk_bytes = kChunk;
     options.swap_space_bytes = 64 * kChunk;
@@ -78,9 +80,12 @@ class Scenario {
 
   void run() {
     const Tokens prompt = tokens_from(0, 18);
+    Id state = first_state();
     const auto first = create(prompt, "");
     extend(first, 18);
     record(first, prompt);
+    record(state, kSnapshot);
+    state = replaced(state);  // the snapshot shows the one before
     const auto second = create(joined(prompt, tokens_from(90, 4)), "");  // match
     extend(second, 22);                                                  // copy-on-write
     std::optional<TensorView> shown;  // rows that others share are guarded from here on
@@ -124,8 +129,11 @@ class Scenario {
     step([&] { manager_->trim(); });
     release(child);
     release(adopted);
+    release(state);
     step([&] { manager_->set_memory_budget(56 * kChunk); });
     release(big);
+    if (has_state_) state = create(kSnapshot, "");
+    release(replaced(state));
     step([&] { manager_->trim(); });
   }
 
@@ -139,6 +147,19 @@ class Scenario {
 
  private:
   using Id = std::optional<VTensorId>;
+
+  // A state is a vTensor of fixed length; a step that must not write it in place makes another.
+  Id first_state() {
+    if (!has_state_) return std::nullopt;
+    const Id state = create({}, "");
+    extend(state, kStateTokens);
+    return state;
+  }
+  Id replaced(const Id& state) {
+    const Id next = first_state();
+    release(state);
+    return next;
+  }
 
   void step(const std::function<void()>& operation) {
     try {
@@ -195,7 +216,10 @@ class Scenario {
     if (is_live(id)) step([&] { manager_->release(*id); });
   }
 
+  static inline const Tokens kSnapshot = tokens_from(-100, kStateTokens);
+
   FaultyDriver* faults_ = nullptr;
+  bool has_state_ = false;
   std::shared_ptr<Manager> manager_;
 };
 
@@ -260,6 +284,9 @@ std::vector<FaultCase> fault_cases() {
         recycling.prefix_cache_chunks = 4;
         if (driver != On::kSim) {
           cases.push_back({name, driver, persistent, kind, defaults, 1});
+          if (!persistent && kind == FaultPlan::Kind::kDriverError) {
+            cases.push_back({name + "TwoGroups", driver, persistent, kind, defaults, kTwoGroups});
+          }
           continue;
         }
         cases.push_back({name + "Unparked", driver, persistent, kind, unparked, 2});

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flexinfer import LLMEngine, SamplingParams
+from flexinfer.replay.reader import TraceReader
+from flexinfer.vtensor import manager as vtensor_manager
+from flexinfer.vtensor.settings import driver_config
 from helpers import engine_kit
 from helpers.engine_kit import drain, submit
 from helpers.tiny_models import random_prompts, reference
@@ -48,6 +52,40 @@ def test_tokens_are_those_of_transformers_whatever_happens(name: str, seed: int)
     submit(engine, prompts, SamplingParams(temperature=0, max_tokens=NUM_NEW))
     final = drain(engine, rng)
     check(name, final, prompts)
+    engine.close()
+
+
+@pytest.mark.parametrize("backend", ["host", "sdpa"])
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
+def test_no_kernel_reads_below_a_window(
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has been given back faults here: a read of it would end this process."""
+    monkeypatch.setattr(
+        vtensor_manager, "driver_config", lambda device, _: driver_config(device, "guard")
+    )
+    engine = make_engine(name, attention_backend=backend)
+    prompts = random_prompts(LENGTHS)
+    submit(engine, prompts, SamplingParams(temperature=0, max_tokens=NUM_NEW))
+    check(name, drain(engine), prompts)
+    assert engine.manager.stats().chunks_given_back > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_the_steps_thread_calls_no_driver_while_windows_move(name: str, tmp_path: Path) -> None:
+    """Decodes whose every row falls due many times: the worker maps ahead of them and unmaps."""
+    engine = make_engine(name, enable_prefix_caching=False)
+    submit(engine, random_prompts((40, 25, 33)), SamplingParams(temperature=0, max_tokens=120))
+    for step in range(100):
+        if step == 30:  # all prompts are computed, and how far ahead to map is learned
+            engine.manager.start_trace(tmp_path / "steps.trace")
+        engine.step()
+        engine.manager.drain()  # the time that a larger model's step would leave the worker
+    engine.manager.stop_trace()
+    calls = [r for _, r in TraceReader(tmp_path / "steps.trace") if r["k"] == "call"]
+    assert {"map", "unmap"} <= {call["call"] for call in calls}
+    assert [call for call in calls if not call.get("worker")] == []
     engine.close()
 
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from flexinfer.vtensor import KVSpec, SimConfig, VTensorManager
+from flexinfer.vtensor import KVGroup, KVSpec, SimConfig, VTensorManager
 
 GIB = 1 << 30
 
@@ -30,6 +30,16 @@ def test_a_row_holds_at_most_256_tokens(layers_per_plane: int | None, kib: int) 
     spec = llama(layers_per_plane)
     assert chosen(spec) == kib << 10
     assert chosen(spec) // spec.plane_token_bytes <= 256
+
+
+def test_a_row_holds_at_most_a_sixteenth_of_the_smallest_window() -> None:
+    """A layer of Gemma-3-27B of each kind: 8 KiB a token."""
+    groups = [KVGroup((i,), 16, 128, 128, "bfloat16", window=w) for i, w in enumerate((1024, None))]
+    spec = KVSpec.of_groups(groups, max_seq_len=8192)
+    assert (
+        chosen(spec, 16 * GIB) // spec.plane_token_bytes == 1024 // 4
+    )  # no more than 16,384 chunks
+    assert chosen(spec, 2 * GIB) // spec.plane_token_bytes == 1024 // 16
 
 
 def test_but_the_budget_is_no_more_than_16384_chunks_for_that() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -247,6 +250,34 @@ def test_a_swapped_vtensor_comes_back_without_what_it_had_given_back() -> None:
         check_contents(vtensor)
         grow(vtensor, 140)
         check_contents(vtensor)
+
+
+READ_BELOW = """
+import numpy as np
+from flexinfer.vtensor import KVGroup, KVSpec, VTensorManager
+spec = KVSpec.of_groups([KVGroup((0,), 2, 64, 64, window=20)], max_seq_len=512)
+manager = VTensorManager(
+    spec, chunk_bytes=4096, memory_budget="1MiB", unmapped={policy!r}, from_dlpack=np.from_dlpack
+)
+vtensor = manager.create()
+vtensor.extend(100)
+vtensor.k(0)[:] = 7
+manager.forget([vtensor], [100])
+manager.drain()
+assert (vtensor.k(0)[88:] == 7).all()
+print(vtensor.k(0)[:80].any())
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "code", "output"), [("zero", 0, "False\n"), ("guard", -signal.SIGSEGV, "")]
+)
+def test_below_a_window_nothing_is_read_or_the_process_ends(
+    policy: str, code: int, output: str
+) -> None:
+    program = READ_BELOW.format(policy=policy)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (code, output), run.stderr
 
 
 @pytest.mark.parametrize("window", [0, -1, True, 1.5])
