@@ -3,77 +3,17 @@
 // kernels, it does without touching an address that they may read, waits for them, or refuses.
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <deque>
 #include <functional>
-#include <memory>
-#include <mutex>
 #include <optional>
 #include <ostream>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "tests/cpp/support/core_fixture.h"
-#include "vtensor/manager.h"
+#include "tests/cpp/support/steps_world.h"
 
 namespace vtensor {
 namespace {
-
-const KVSpec kSpec =
-    UniformKV{.num_layers = 1,
-              .num_kv_heads = 1,
-              .head_dim = 64,
-              .element_bytes = 4,
-              .max_seq_len = 256,
-              .layers_per_plane = 1};  // 256 bytes per token, 16 tokens per chunk, two planes
-constexpr size_t kTokenBytes = 256;
-constexpr uintptr_t kStream = 0;
-const Tokens kPrompt = tokens_from(0, 40);  // two whole rows and a half
-
-class StepsTest : public testing::Test {
- protected:
-  void open(const CoreOptions& core = {}) {
-    ManagerOptions options;
-    options.max_requests = 6;
-    options.chunk_bytes = kChunk;
-    options.memory_budget = 32 * kChunk;
-    options.swap_space_bytes = 64 * kChunk;
-    options.park = core.park;
-    options.alias = core.alias;
-    manager_ = Manager::open(cuda_driver(), kSpec, options);
-  }
-  const StandinControl& standin() const { return *standin_; }
-
-  bool extend(VTensorId id, size_t num_tokens) {
-    return manager_->try_extend({&id, 1}, {&num_tokens, 1});
-  }
-  VTensorId make(const Tokens& tokens) {
-    const VTensorId id = *manager_->try_create(tokens, "");
-    EXPECT_TRUE(extend(id, tokens.size()));
-    return id;
-  }
-
-  // Kernels that read everything mapped behind these vTensors, in both planes.
-  std::vector<uint64_t> launch(const std::vector<VTensorId>& ids) {
-    std::vector<uint64_t> kernels;
-    for (const VTensorId id : ids) {
-      const size_t num_bytes = manager_->info(id).mapped_tokens * kTokenBytes;
-      if (num_bytes == 0) continue;
-      for (const KV which : {KV::kKey, KV::kValue}) {
-        const uintptr_t addr = manager_->view(id, 0, which).address;
-        kernels.push_back(standin().begin_kernel(kStream, addr, num_bytes));
-      }
-    }
-    return kernels;
-  }
-
-  StandinScope standin_{On::kCuda};
-  std::shared_ptr<Manager> manager_;
-};
 
 // -------------------------------------------------------------------------------- one at a time
 
@@ -94,10 +34,10 @@ TEST_P(StepWindowTest, leaves_what_running_kernels_read_as_it_is) {
   open(GetParam().core);
   const VTensorId parked = make(tokens_from(500, 40));
   manager_->record_prefix(parked, tokens_from(500, 40));
-  const std::vector<VTensorId> ids = {*manager_->try_create(kPrompt, ""),
-                                      *manager_->try_create(kPrompt, "")};
+  const std::vector<VTensorId> ids = {*manager_->try_create(kStepPrompt, ""),
+                                      *manager_->try_create(kStepPrompt, "")};
   for (const VTensorId id : ids) EXPECT_TRUE(extend(id, 40));
-  manager_->record_prefix(ids[0], kPrompt);
+  manager_->record_prefix(ids[0], kStepPrompt);
   manager_->release(parked);
   EXPECT_EQ(manager_->stats().resident_bytes, 18 * kChunk);
 
@@ -133,7 +73,7 @@ std::vector<Window> windows() {
       {"ReleaseAndReuse", false,
        [=](Manager& manager, const Ids& ids) {
          release_all(manager, ids);
-         extend(manager, *manager.try_create(kPrompt, ""), 60);
+         extend(manager, *manager.try_create(kStepPrompt, ""), 60);
        }},
       {"ReleaseAndReuseWhenMemoryIsShort", true,
        [=](Manager& manager, const Ids& ids) {
@@ -175,7 +115,7 @@ std::vector<Window> windows() {
        {.alias = false}},
       {"Dedup", true,
        [](Manager& manager, const Ids& ids) {
-         manager.record_prefix(ids[1], kPrompt);
+         manager.record_prefix(ids[1], kStepPrompt);
          EXPECT_EQ(manager.stats().chunks_deduplicated, 4U);
        }},
       {"TruncateRecorded", true,
@@ -187,7 +127,7 @@ std::vector<Window> windows() {
       {"SwapOutAndIn", true,
        [](Manager& manager, const Ids& ids) {
          EXPECT_TRUE(manager.try_swap_out(ids[0]));
-         EXPECT_TRUE(manager.try_swap_in(ids[0], kPrompt));
+         EXPECT_TRUE(manager.try_swap_in(ids[0], kStepPrompt));
        }},
       {"Sleep", true,
        [](Manager& manager, const Ids&) {
@@ -224,7 +164,7 @@ class EndWhenWaitedFor {
 
 TEST_F(StepsTest, close_waits_for_the_kernels_of_ended_steps) {
   open();
-  const VTensorId id = make(kPrompt);
+  const VTensorId id = make(kStepPrompt);
   manager_->begin_step();
   const auto kernels = launch({id});
   manager_->end_step(kStream);
@@ -235,7 +175,7 @@ TEST_F(StepsTest, close_waits_for_the_kernels_of_ended_steps) {
 
 TEST_F(StepsTest, close_waits_for_all_kernels_of_the_device_where_a_step_was_never_ended) {
   open();
-  const VTensorId id = make(kPrompt);
+  const VTensorId id = make(kStepPrompt);
   manager_->begin_step();
   const EndWhenWaitedFor device(standin(), "cuCtxSynchronize", launch({id}));
   manager_->close();
@@ -245,7 +185,7 @@ TEST_F(StepsTest, close_waits_for_all_kernels_of_the_device_where_a_step_was_nev
 // A kernel faulted, and the fence says so when the last view of a released vTensor goes.
 TEST_F(StepsTest, a_fence_that_fails_when_a_view_goes_does_not_end_the_process) {
   open();
-  const VTensorId id = make(kPrompt);
+  const VTensorId id = make(kStepPrompt);
   const size_t free_slots = manager_->stats().num_free_slots;
   std::optional<TensorView> view = manager_->view(id, 0, KV::kKey);
   manager_->begin_step();
@@ -261,7 +201,7 @@ TEST_F(StepsTest, a_fence_that_fails_when_a_view_goes_does_not_end_the_process) 
 
 TEST_F(StepsTest, a_manager_that_goes_away_waits_too) {
   open();
-  const VTensorId id = make(kPrompt);
+  const VTensorId id = make(kStepPrompt);
   manager_->begin_step();
   const EndWhenWaitedFor device(standin(), "cuCtxSynchronize", launch({id}));
   manager_.reset();
@@ -269,7 +209,7 @@ TEST_F(StepsTest, a_manager_that_goes_away_waits_too) {
 
 TEST_F(StepsTest, an_end_that_the_driver_refuses_leaves_the_step_open_and_may_be_repeated) {
   open();
-  const VTensorId id = make(kPrompt);
+  const VTensorId id = make(kStepPrompt);
   manager_->begin_step();
   const auto kernels = launch({id});
   for (const char* function : {"cuEventCreate", "cuEventRecord"}) {
@@ -285,7 +225,7 @@ TEST_F(StepsTest, an_end_that_the_driver_refuses_leaves_the_step_open_and_may_be
 // That the tests above can fail: the same change outside of any step meets the kernel.
 TEST_F(StepsTest, without_a_step_nobody_waits_and_the_standin_catches_it) {
   open();
-  const VTensorId id = make(kPrompt);
+  const VTensorId id = make(kStepPrompt);
   const auto kernels = launch({id});
   standin().set_quiet(1);
   manager_->release(id);
@@ -295,128 +235,6 @@ TEST_F(StepsTest, without_a_step_nobody_waits_and_the_standin_catches_it) {
   manager_.reset();
   standin().reset();
 }
-
-// --------------------------------------------------------------------------------------- random
-
-// A device that ends kernels in the order of their launch, sooner or later.
-class Device {
- public:
-  explicit Device(const StandinControl& standin) : standin_(standin) {}
-  ~Device() {
-    thread_.request_stop();
-    thread_.join();
-  }
-  Device(const Device&) = delete;
-  Device& operator=(const Device&) = delete;
-
-  void add(const std::vector<uint64_t>& kernels) {
-    const std::lock_guard lock(mutex_);
-    kernels_.insert(kernels_.end(), kernels.begin(), kernels.end());
-  }
-
- private:
-  void run(const std::stop_token& stop) {
-    std::mt19937 random(5);
-    while (end_first() || !stop.stop_requested()) {
-      std::this_thread::sleep_for(std::chrono::microseconds(random() % 60));
-    }
-  }
-  bool end_first() {
-    const std::lock_guard lock(mutex_);
-    if (kernels_.empty()) return false;
-    standin_.end_kernel(kernels_.front());
-    kernels_.pop_front();
-    return true;
-  }
-
-  const StandinControl& standin_;
-  std::mutex mutex_;
-  std::deque<uint64_t> kernels_;
-  std::jthread thread_{[this](const std::stop_token& stop) { run(stop); }};
-};
-
-class RandomStepsTest : public StepsTest, public testing::WithParamInterface<CoreOptions> {
- protected:
-  // One operation that a server may ask for at any time. Refused ones change nothing.
-  void operate() {
-    const VTensorId id = live_.empty() ? 0 : live_[random_() % live_.size()];
-    const auto operation = random_() % 14;
-    if (operation < 3 || live_.empty()) return create();
-    if (operation < 6) {
-      extend(id, std::min<size_t>(manager_->info(id).num_tokens + random_() % 40, 256));
-    } else if (operation == 6) {
-      manager_->release(id);
-      std::erase(live_, id);
-    } else if (operation == 7) {
-      if (const auto child = manager_->try_fork(id)) live_.push_back(*child);
-    } else if (operation == 8) {
-      manager_->truncate(id, random_() % (manager_->info(id).num_tokens + 1));
-    } else if (operation == 9) {
-      manager_->record_prefix(id, std::span(prompt_).first(std::min<size_t>(
-                                      prompt_.size(), manager_->info(id).num_tokens)));
-    } else if (operation == 10) {
-      if (manager_->try_swap_out(id) && !manager_->try_swap_in(id, {})) {
-        manager_->release(id);
-        std::erase(live_, id);
-      }
-    } else if (operation == 11) {
-      manager_->trim();
-    } else if (operation == 12) {
-      manager_->evict(random_() % 8 * kChunk);
-    } else if (random_() % 4 == 0) {
-      manager_->sleep("");
-      manager_->wake();
-    }
-  }
-  void create() {
-    const auto id = manager_->try_create(std::span(prompt_).first(random_() % 60 + 1), "");
-    if (!id) return;
-    live_.push_back(*id);
-    extend(*id, manager_->info(*id).num_tokens + random_() % 30);
-  }
-  void operate_or_be_refused() {
-    try {
-      operate();
-    } catch (const std::invalid_argument&) {
-      // mapped memory would change while the step is open
-    }
-    manager_->check_integrity();
-  }
-
-  std::mt19937 random_{11};
-  Tokens prompt_ = tokens_from(0, 60);
-  std::vector<VTensorId> live_;
-};
-
-TEST_P(RandomStepsTest, kernels_never_lose_what_they_read) {
-  open(GetParam());
-  {
-    Device device(standin());
-    for (int step = 0; step < 150; ++step) {
-      for (auto n = random_() % 4; n > 0; --n) operate_or_be_refused();
-      if (random_() % 2 == 0) {
-        manager_->pre_extend(live_, std::vector<size_t>(live_.size(), random_() % 200));
-      }
-      manager_->begin_step();
-      const auto kernels = launch(live_);
-      for (auto n = random_() % 3; n > 0; --n) operate_or_be_refused();
-      manager_->end_step(kStream);
-      device.add(kernels);
-    }
-    manager_->close();
-  }
-  EXPECT_EQ(standin().running_kernels(), 0U);
-  EXPECT_EQ(manager_->stats().resident_bytes, 0U);
-}
-
-INSTANTIATE_TEST_SUITE_P(Options, RandomStepsTest,
-                         testing::Values(CoreOptions{}, CoreOptions{.park = false},
-                                         CoreOptions{.alias = false}),
-                         [](const auto& info) {
-                           return !info.param.park   ? "NoPark"
-                                  : info.param.alias ? "Defaults"
-                                                     : "NoAlias";
-                         });
 
 }  // namespace
 }  // namespace vtensor

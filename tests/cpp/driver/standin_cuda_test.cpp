@@ -4,104 +4,16 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <cstdlib>
 #include <functional>
-#include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include "tests/cpp/standin_cuda/standin_control.h"
-#include "vtensor/driver/cuda/cuda_context.h"
-#include "vtensor/util/units.h"
+#include "tests/cpp/support/standin_world.h"
 
 namespace vtensor {
 namespace {
-
-using namespace cuda;  // NOLINT: this file speaks the driver's own names
-
-constexpr size_t kUnit = 2 * kMiB;
-
-class StandinCudaTest : public ::testing::Test {
- protected:
-  void SetUp() override {
-    control_.reset();
-    control_.set_quiet(1);
-    api_ = CudaApi::load(STANDIN_CUDA_PATH);
-    context_ = std::make_unique<CudaContext>(api_, 0);
-    scope_ = std::make_unique<CudaContext::Scope>(*context_);
-  }
-
-  void TearDown() override {
-    scope_.reset();
-    context_.reset();
-    EXPECT_EQ(control_.live(nullptr), 0u);
-    control_.reset();
-  }
-
-  static CUmemAllocationProp prop(int device = 0) {
-    CUmemAllocationProp prop{};
-    prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-    prop.location = {CU_MEM_LOCATION_TYPE_DEVICE, device};
-    return prop;
-  }
-
-  CUdeviceptr reserve(size_t size_bytes) {
-    CUdeviceptr addr = 0;
-    EXPECT_EQ(api_->cuMemAddressReserve(&addr, size_bytes, 0, 0, 0), CUDA_SUCCESS);
-    return addr;
-  }
-
-  CUmemGenericAllocationHandle create(size_t size_bytes = kUnit) {
-    const auto properties = prop();
-    CUmemGenericAllocationHandle handle = 0;
-    EXPECT_EQ(api_->cuMemCreate(&handle, size_bytes, &properties, 0), CUDA_SUCCESS);
-    return handle;
-  }
-
-  CUresult set_access(CUdeviceptr addr, size_t size_bytes, CUmemAccess_flags flags,
-                      int device = 0) {
-    const CUmemAccessDesc desc{{CU_MEM_LOCATION_TYPE_DEVICE, device}, flags};
-    return api_->cuMemSetAccess(addr, size_bytes, &desc, 1);
-  }
-
-  // Two chunks at a range of three, read-write.
-  void map_two() {
-    addr_ = reserve(3 * kUnit);
-    for (size_t i = 0; i < 2; ++i) {
-      handles_[i] = create();
-      ASSERT_EQ(api_->cuMemMap(addr_ + i * kUnit, kUnit, 0, handles_[i], 0), CUDA_SUCCESS);
-    }
-    ASSERT_EQ(set_access(addr_, 2 * kUnit, CU_MEM_ACCESS_FLAGS_PROT_READWRITE), CUDA_SUCCESS);
-  }
-
-  void unmap_two() {
-    EXPECT_EQ(api_->cuMemUnmap(addr_, 2 * kUnit), CUDA_SUCCESS);
-    for (const auto handle : handles_) EXPECT_EQ(api_->cuMemRelease(handle), CUDA_SUCCESS);
-    EXPECT_EQ(api_->cuMemAddressFree(addr_, 3 * kUnit), CUDA_SUCCESS);
-  }
-
-  // Each must be answered with an error and counted, and must change nothing.
-  void expect_violations(
-      const std::vector<std::pair<const char*, std::function<CUresult()>>>& misuses) {
-    for (const auto& [what, misuse] : misuses) {
-      const auto violations = control_.violations();
-      const auto live = control_.live(nullptr);
-      EXPECT_NE(misuse(), CUDA_SUCCESS) << what;
-      EXPECT_EQ(control_.violations(), violations + 1) << what;
-      EXPECT_EQ(control_.live(nullptr), live) << what;
-    }
-  }
-
-  StandinControl control_;
-  std::shared_ptr<const CudaApi> api_;
-  std::unique_ptr<CudaContext> context_;
-  std::unique_ptr<CudaContext::Scope> scope_;
-  CUdeviceptr addr_ = 0;
-  CUmemGenericAllocationHandle handles_[2] = {};
-};
 
 TEST_F(StandinCudaTest, RightUseIsNoViolation) {
   map_two();
@@ -289,111 +201,6 @@ TEST_F(StandinCudaTest, EnvironmentSetsDevicesCapacityAndFailures) {
   for (const char* name : {"DEVICES", "CAPACITY_BYTES", "FAIL"}) {
     unsetenv((std::string("STANDIN_CUDA_") + name).c_str());
   }
-}
-
-// ---------------------------------------------------------------------------- kernels and streams
-
-TEST_F(StandinCudaTest, ChangesUnderAKernelInFlightAreCaught) {
-  map_two();
-  constexpr auto kRead = CU_MEM_ACCESS_FLAGS_PROT_READ;
-  const auto kernel = control_.begin_kernel(0, addr_ + kUnit - 8, 8);
-  ASSERT_NE(kernel, 0u);
-  expect_violations({{"unmap", [&] { return api_->cuMemUnmap(addr_, kUnit); }},
-                     {"unmap of a run", [&] { return api_->cuMemUnmap(addr_, 2 * kUnit); }},
-                     {"set_access", [&] { return set_access(addr_, kUnit, kRead); }}});
-  EXPECT_EQ(set_access(addr_ + kUnit, kUnit, kRead), CUDA_SUCCESS) << "the neighbour is idle";
-  control_.end_kernel(kernel);
-  EXPECT_EQ(set_access(addr_, kUnit, kRead), CUDA_SUCCESS);
-  unmap_two();
-}
-
-TEST_F(StandinCudaTest, KernelOnUnreadableMemoryIsCaught) {
-  map_two();
-  EXPECT_EQ(control_.begin_kernel(0, addr_, 3 * kUnit), 0u);
-  EXPECT_EQ(control_.violations(), 1u);
-  EXPECT_EQ(control_.running_kernels(), 0u);
-  unmap_two();
-}
-
-TEST_F(StandinCudaTest, FillUnderAKernelIsCaughtThroughAnyAlias) {
-  map_two();
-  const CUdeviceptr alias = reserve(kUnit);
-  ASSERT_EQ(api_->cuMemMap(alias, kUnit, 0, handles_[0], 0), CUDA_SUCCESS);
-  ASSERT_EQ(set_access(alias, kUnit, CU_MEM_ACCESS_FLAGS_PROT_READWRITE), CUDA_SUCCESS);
-  CUstream stream = nullptr;
-  ASSERT_EQ(api_->cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING), CUDA_SUCCESS);
-
-  const auto kernel = control_.begin_kernel(0, addr_, 64);
-  EXPECT_EQ(api_->cuMemsetD8Async(alias + 64, 0, 64, stream), CUDA_SUCCESS);
-  EXPECT_EQ(control_.violations(), 0u) << "other bytes of the chunk: the append path";
-  EXPECT_EQ(api_->cuMemsetD8Async(alias, 0, 64, stream), CUDA_SUCCESS);
-  EXPECT_EQ(control_.violations(), 1u);
-  EXPECT_EQ(api_->cuMemcpyDtoDAsync(addr_ + kUnit, alias, 64, stream), CUDA_SUCCESS);
-  EXPECT_EQ(control_.violations(), 1u) << "reading what a kernel reads is fine: copy-on-write";
-  control_.end_kernel(kernel);
-
-  EXPECT_EQ(api_->cuStreamDestroy(stream), CUDA_SUCCESS);
-  EXPECT_EQ(api_->cuMemUnmap(alias, kUnit), CUDA_SUCCESS);
-  EXPECT_EQ(api_->cuMemAddressFree(alias, kUnit), CUDA_SUCCESS);
-  unmap_two();
-}
-
-TEST_F(StandinCudaTest, LaunchThatWritesThroughOneAliasAndReadsThroughAnotherIsCaught) {
-  map_two();
-  const CUdeviceptr alias = reserve(kUnit);
-  ASSERT_EQ(api_->cuMemMap(alias, kUnit, 0, handles_[0], 0), CUDA_SUCCESS);
-  ASSERT_EQ(set_access(alias, kUnit, CU_MEM_ACCESS_FLAGS_PROT_READWRITE), CUDA_SUCCESS);
-  const uint64_t append[] = {addr_ + 128, 64};
-  const uint64_t earlier[] = {alias, 128, addr_, 192};
-  EXPECT_EQ(control_.launch(earlier, 2, append, 1), 1) << "other bytes, and its own through itself";
-  EXPECT_EQ(control_.violations(), 0u);
-  const uint64_t same[] = {alias, 129};
-  EXPECT_EQ(control_.launch(same, 1, append, 1), 0);
-  EXPECT_EQ(control_.violations(), 1u);
-  const uint64_t twice[] = {addr_, 8, alias, 8};
-  EXPECT_EQ(control_.launch(nullptr, 0, twice, 2), 0);
-  EXPECT_EQ(control_.violations(), 2u);
-  const auto kernel = control_.begin_kernel(0, alias + 128, 64);
-  EXPECT_EQ(control_.launch(nullptr, 0, append, 1), 0) << "a grid that was there before reads it";
-  control_.end_kernel(kernel);
-  EXPECT_EQ(control_.launch(nullptr, 0, append, 1), 1);
-  EXPECT_EQ(api_->cuMemUnmap(alias, kUnit), CUDA_SUCCESS);
-  EXPECT_EQ(api_->cuMemAddressFree(alias, kUnit), CUDA_SUCCESS);
-  unmap_two();
-}
-
-TEST_F(StandinCudaTest, AStreamRunsInOrder) {
-  map_two();
-  CUevent event = nullptr;
-  ASSERT_EQ(api_->cuEventCreate(&event, CU_EVENT_DISABLE_TIMING), CUDA_SUCCESS);
-  auto* first = reinterpret_cast<unsigned char*>(addr_);
-
-  const auto kernel = control_.begin_kernel(0, addr_, 64);
-  ASSERT_EQ(api_->cuEventRecord(event, nullptr), CUDA_SUCCESS);
-  ASSERT_EQ(api_->cuMemsetD8Async(addr_, 5, 64, nullptr), CUDA_SUCCESS);
-  EXPECT_EQ(api_->cuEventQuery(event), CUDA_ERROR_NOT_READY);
-  EXPECT_NE(*first, 5) << "the fill is behind the kernel";
-  control_.end_kernel(kernel);
-  EXPECT_EQ(api_->cuEventQuery(event), CUDA_SUCCESS);
-  EXPECT_EQ(*first, 5);
-  EXPECT_EQ(control_.violations(), 0u) << control_.last_violation();
-
-  EXPECT_EQ(api_->cuEventDestroy(event), CUDA_SUCCESS);
-  unmap_two();
-}
-
-TEST_F(StandinCudaTest, ForgottenKernelIsReportedInsteadOfHanging) {
-  map_two();
-  control_.set_sync_timeout_ms(10);
-  const auto kernel = control_.begin_kernel(0, addr_, 64);
-  expect_violations({{"synchronize", [&] { return api_->cuStreamSynchronize(nullptr); }}});
-  control_.end_kernel(kernel);
-  control_.set_quiet(1);
-  expect_violations({{"end twice", [&] {
-                        control_.end_kernel(kernel);
-                        return CUDA_ERROR_INVALID_HANDLE;
-                      }}});
-  unmap_two();
 }
 
 // ------------------------------------------------------------------------------- report at exit
