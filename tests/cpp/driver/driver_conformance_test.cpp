@@ -298,8 +298,8 @@ TEST_P(DriverConformance, unmapped_addresses_show_the_tail_before_and_after_a_ma
   REQUIRE_CPU_ADDRESSES();
   const auto expect_tail = [&](uintptr_t addr) {
     EXPECT_FALSE(is_writable(addr));
-    EXPECT_EQ(is_readable(addr), GetParam().tail == UnmappedPolicy::kZero);
-    if (GetParam().tail == UnmappedPolicy::kZero) {
+    EXPECT_EQ(is_readable(addr), GetParam().unmapped == UnmappedPolicy::kZero);
+    if (GetParam().unmapped == UnmappedPolicy::kZero) {
       EXPECT_EQ(byte_at(addr), 0);
     }
   };

@@ -28,7 +28,7 @@ namespace vtensor {
 struct DriverCase {
   std::string name;
   std::function<std::unique_ptr<Driver>()> make;  // with at least 64 MiB to create chunks from
-  std::optional<UnmappedPolicy> tail{};           // what unmapped addresses show, where they exist
+  std::optional<UnmappedPolicy> unmapped{};       // what unmapped addresses show, where they exist
   bool cpu_addresses = false;                     // addresses may be dereferenced by this process
   bool refuses_mapped_release = true;             // rule 6; CUDA keeps the memory instead
 };

@@ -16,7 +16,7 @@ std::shared_ptr<const CudaContext> open_context(const CudaOptions& options) {
   if (options.unmapped == UnmappedPolicy::kZero) {
     throw std::invalid_argument(
         "cuda: unmapped='zero' is not available: CUDA has no lazy zero page; use 'guard', and a "
-        "mapped, scrubbed tail for padded kernels");
+        "mapped, scrubbed rows for padded kernels");
   }
   return std::make_shared<const CudaContext>(CudaApi::load(options.libcuda_path),
                                              options.device_index);

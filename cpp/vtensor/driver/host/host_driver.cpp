@@ -224,7 +224,7 @@ void HostDriver::unmap(uintptr_t addr, size_t size_bytes, size_t chunk_bytes) {
   }
   if (before.empty()) return;
   try {
-    show_tail(addr, size_bytes);
+    show_unmapped(addr, size_bytes);
   } catch (...) {
     const std::lock_guard lock(mutex_);
     ledger_.undo_unmap(before);
@@ -302,7 +302,7 @@ void HostDriver::show(Ledger::Run run) const noexcept {
   const Access access = std::exchange(run.access, Access::kNone);
   try {
     if (access == Access::kNone) {
-      show_tail(run.addr, run.size_bytes);
+      show_unmapped(run.addr, run.size_bytes);
     } else {
       apply(run, access);
     }
@@ -311,7 +311,7 @@ void HostDriver::show(Ledger::Run run) const noexcept {
 }
 
 // Brings back what unmapped addresses show. One call over any number of chunks.
-void HostDriver::show_tail(uintptr_t addr, size_t size_bytes) const {
+void HostDriver::show_unmapped(uintptr_t addr, size_t size_bytes) const {
   const bool zero = options_.unmapped == UnmappedPolicy::kZero;
   if (mmap(pointer(addr), size_bytes, zero ? PROT_READ : PROT_NONE, kReservation | MAP_FIXED, -1,
            0) != MAP_FAILED) {

@@ -124,7 +124,7 @@ class HostDriver final : public Driver {
                                         std::vector<Ledger::Run>& after);
   void apply(const Ledger::Run& run, Access access) const;
   void show(Ledger::Run run) const noexcept;
-  void show_tail(uintptr_t addr, size_t size_bytes) const;
+  void show_unmapped(uintptr_t addr, size_t size_bytes) const;
 
   const HostOptions options_;
   const size_t page_bytes_;
