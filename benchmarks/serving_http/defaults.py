@@ -74,8 +74,10 @@ class Generator(Measured):
         raise self.fail("vLLM's load generator has ended")
 
 
-def measure(args: argparse.Namespace, model: Path, folder: Path) -> list[Row]:
-    """One row a kind of prompts, round and server; both servers are up, and one idles."""
+def server_commands(
+    args: argparse.Namespace, model: Path
+) -> tuple[list[str], list[str], dict[str, str]]:
+    """Ours, vLLM's, and vLLM's environment; --port is to be added."""
     shared = [str(model), "--dtype", args.dtype, "--host", "127.0.0.1", *args.both_args.split()]
     ours = [sys.executable, "-m", "flexinfer.cli", "serve", *shared, *args.our_args.split()]
     vllm = [str(args.vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--model", *shared]
@@ -84,6 +86,12 @@ def measure(args: argparse.Namespace, model: Path, folder: Path) -> list[Row]:
     settings |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{args.threads - 1}", "HF_HUB_OFFLINE": "1"}
     if args.vllm_preload:
         settings["LD_PRELOAD"] = args.vllm_preload
+    return ours, vllm, settings
+
+
+def measure(args: argparse.Namespace, model: Path, folder: Path) -> list[Row]:
+    """One row a kind of prompts, round and server; both servers are up, and one idles."""
+    ours, vllm, settings = server_commands(args, model)
     rows: list[Row] = []
     with (
         Server([*ours, "--port"], {}, folder / "flexinfer.log") as flexinfer,
@@ -175,8 +183,8 @@ def summarise(rows: list[Row]) -> list[Row]:
     return summary
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def arguments(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--size", default="small", help="of benchmarks/serving/models.py")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--prompts", default="random,text", help="kinds, of these two")
@@ -194,7 +202,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--both-args", default="", help="for both servers")
     parser.add_argument("--load-args", default="", help="such as --temperature=0")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    return parser.parse_args()
+    return parser
 
 
 def vllm_version(python: Path) -> str:
@@ -203,7 +211,7 @@ def vllm_version(python: Path) -> str:
 
 
 def main() -> None:
-    args = parse()
+    args = arguments((__doc__ or "").splitlines()[0]).parse_args()
     load_before = [round(value, 1) for value in os.getloadavg()]
     model = make_text_model(args.models, args.size).absolute()
     with tempfile.TemporaryDirectory(prefix="serving_http-") as folder:

@@ -63,6 +63,10 @@ class Measured:
                 one.kill()
             self.process.wait()
 
+    def pids(self) -> list[int]:
+        """Its own, and those of its children."""
+        return [one.pid for one in self._tree()]
+
     def cpu_s(self) -> float:
         """User and system time so far."""
         times = [one.cpu_times() for one in self._tree()]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,16 @@ import pytest
 pytest.importorskip("psutil")
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-NAMES = ("defaults", "processes", "text_model", "models", "workloads", "harness", "provenance")
+NAMES = (
+    "defaults",
+    "memory",
+    "processes",
+    "text_model",
+    "models",
+    "workloads",
+    "harness",
+    "provenance",
+)
 
 
 @pytest.fixture
@@ -73,3 +85,28 @@ def test_a_workload_says_how_to_sample(
 
     result = workloads.run(name, generate, 1, 0)
     assert result.num_new_tokens == 32 * 64
+
+
+def test_the_memory_of_a_server_is_that_of_all_its_processes(defaults: Any) -> None:
+    """A page that parent and child share counts once."""
+    import memory
+
+    child = subprocess.Popen([sys.executable, "-c", "import time; b = bytes(1); time.sleep(60)"])
+    try:
+        alone = memory.pss_bytes(SimpleNamespace(pids=lambda: [os.getpid()]))
+        found = memory.pss_bytes(SimpleNamespace(pids=lambda: [os.getpid(), child.pid]))
+    finally:
+        child.kill()
+        child.wait()
+    assert 0 < alone["Pss"] < found["Pss"] < alone["Pss"] + (64 << 20)
+    assert found["Pss"] == pytest.approx(
+        found["Pss_Anon"] + found["Pss_File"] + found["Pss_Shmem"], abs=1 << 20
+    )
+
+
+def test_memory_is_told_with_and_without_its_kv(defaults: Any) -> None:
+    import memory
+
+    sizes = {name: {"Pss": mib << 20} for name, mib in (("idle", 300), ("loaded", 400))}
+    row = memory.columns({**sizes, "peak": {"Pss": 500 << 20}, "kv_bytes": 100 << 20})
+    assert (row["idle_mib"], row["peak_mib"], row["peak_less_kv_mib"]) == (300, 500, 400)

@@ -134,6 +134,18 @@ def test_what_goes_on_from_the_same_start_stands_as_a_tree(page: ChatPage) -> No
     assert hues[0]["1"] == hues[1]["1"] != "null", "the common start is seen in both"
 
 
+def test_rows_under_one_system_prompt_are_called_after_where_they_part(page: ChatPage) -> None:
+    """It is shorter than a square, so that they stand in no tree."""
+    system = node([1], "You are a helpful assistant. ") | {"num_tokens": 5}
+    rest = [
+        node([2, 3, 4], "Who was Ada?", parent=0, start=5),
+        node([5, 6], "What is 17 plus 25?", parent=0, start=5),
+        node([7], "Something else"),
+    ]
+    show(page, prefixes=[system, *rest])
+    assert labels(page) == ["… Who was Ada?", "… What is 17 plus 25?", "Something else"]
+
+
 def test_fifty_prefixes_fold_the_small_ones(page: ChatPage) -> None:
     prefixes = [node(list(range(100 * i, 100 * i + i)), f"Prefix {i}") for i in range(1, 51)]
     show(page, live(1, list(range(9000, 9100))), prefixes=prefixes)

@@ -24,8 +24,24 @@ export function arrange(rows, rowTokens, isOwn) {
     below.get(above).push(row);
     below.set(row, []);
   }
+  tellApart(below.get(null));
   const inOrder = (row) => [row, ...below.get(row).sort((a, b) => b.branch - a.branch).flatMap(inOrder)];
   return below.get(null).flatMap(inOrder);
+}
+
+// Rows that begin alike, though for less than a square, as under one system prompt: called after where they part.
+function tellApart(rows) {
+  const alike = new Map();
+  for (const row of rows) alike.set(row.text, [...(alike.get(row.text) ?? []), row]);
+  for (const [text, found] of alike) {
+    if (text === "" || found.length < 2) continue;
+    const isCommon = (_, i) => found.every(({ path }) => path[i] === found[0].path[i]);
+    const parting = found[0].path.findIndex((...place) => !isCommon(...place));
+    for (const row of found) {
+      const rest = parting < 0 ? "" : wordsOf(row.path.slice(parting));
+      if (rest) row.text = `… ${rest}`;
+    }
+  }
 }
 
 function wordsOf(nodes) {
