@@ -29,6 +29,8 @@ if [ "${1:-}" = slow ]; then
   quietly pip-langchain-tests "$PY" -m pip install --disable-pip-version-check --no-deps \
     "langchain-tests==1.1.9" syrupy pytest-asyncio pytest-socket pytest-benchmark pytest-codspeed \
     pytest-recording vcrpy py-cpuinfo wrapt
+  # Not in [eval]: `make test` skips what needs it, for its size and its start of half a minute.
+  quietly pip-ray "$PY" -m pip install --disable-pip-version-check "ray[serve]==2.60.0"
   stage "Python tests marked slow (pytest)"
   status=0
   "$PY" -m pytest -m slow --durations=0 --durations-min=5 "${pytest_args[@]}" || status=$?

@@ -12,6 +12,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class _PromptOptions(TypedDict, total=False):
     cache_salt: str
     """Prefixes are shared only among prompts with the same salt (tenants never share)."""
+    output_token_ids: Sequence[int]
+    """An answer that was begun elsewhere: it goes on after these tokens, and repeats their text."""
 
 
 class TextPrompt(_PromptOptions):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flexinfer.errors import RequestError, UnsupportedModelError
@@ -16,6 +16,8 @@ class ParsedPrompt:
     text: str | None
     token_ids: list[int]
     cache_salt: str = ""
+    output_token_ids: list[int] = field(default_factory=list)
+    """Of an answer that was begun elsewhere."""
 
 
 class InputProcessor:
@@ -65,12 +67,14 @@ class InputProcessor:
         salt = prompt.get("cache_salt") or ""
         if not isinstance(salt, str):
             raise RequestError(f"cache_salt must be a string, got {salt!r}")
+        given = prompt.get("output_token_ids")
+        output_ids = self._check_ids(given, "output_token_ids") if given else []
         if "prompt_token_ids" in prompt:
-            return ParsedPrompt(
-                prompt.get("prompt"), self._check_ids(prompt["prompt_token_ids"]), salt
-            )
+            ids = self._check_ids(prompt["prompt_token_ids"])
+            return ParsedPrompt(prompt.get("prompt"), ids, salt, output_ids)
         if "prompt" in prompt:
-            return ParsedPrompt(prompt["prompt"], self._tokenize(prompt["prompt"]), salt)
+            ids = self._tokenize(prompt["prompt"])
+            return ParsedPrompt(prompt["prompt"], ids, salt, output_ids)
         raise RequestError(
             f"a prompt needs 'prompt' or 'prompt_token_ids', got the keys {sorted(prompt)}"
         )
@@ -81,10 +85,10 @@ class InputProcessor:
         tokenizer = self._require_tokenizer("a prompt as text")
         return self._check_ids(tokenizer(text).input_ids)
 
-    def _check_ids(self, token_ids: Any) -> list[int]:
+    def _check_ids(self, token_ids: Any, what: str = "a prompt") -> list[int]:
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
-            raise RequestError(f"a prompt must be text or token ids, got {token_ids!r}")
+            raise RequestError(f"{what} must be text or token ids, got {token_ids!r}")
         if not ids:
             raise RequestError("the prompt is empty")
         for token_id in ids:

@@ -96,10 +96,13 @@ class LLMEngine:
         params = params or SamplingParams()
         group = self._factory.make(request_id, prompt, params, priority)
         self._remember(group)
-        self.scheduler.add(group.leader)
+        if not group.is_finished:
+            self.scheduler.add(group.leader)
         num_samples = params.beam_width if isinstance(params, BeamSearchParams) else params.n
         most = self.max_model_len - len(group.leader.prompt_token_ids)
         self._requests.note_added(num_samples, params.max_tokens or most)
+        if group.is_finished:  # with the tokens that it was given
+            self._settled += self._outputs([group])
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._settled) or self.scheduler.has_unfinished_requests()

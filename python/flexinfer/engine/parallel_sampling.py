@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 from flexinfer.engine.group import NewToken, RequestGroup, sequence_ids
 from flexinfer.engine.output_builder import OutputBuilder
 from flexinfer.engine.stream_pace import StreamPace
+from flexinfer.errors import RequestError
 from flexinfer.outputs import CompletionOutput, RequestOutput
+from flexinfer.runner.plan import SampledToken
 from flexinfer.sampling.params import RequestOutputKind
 from flexinfer.scheduler.request import Request
 
@@ -70,6 +72,18 @@ class ParallelSampling(RequestGroup):
             if request.is_finished:
                 scheduler.finish(request)
         return num_taken
+
+    def resume(self, token_ids: Sequence[int]) -> None:
+        """Take these tokens as if they had been sampled, before there is anything to compute.
+        Raises RequestError where the answer cannot be what it would have been."""
+        leader, params = self.leader, self.params
+        if params.num_samples > 1 or params.logprobs is not None or params.prompt_logprobs:
+            raise RequestError("output_token_ids go with one sample, and without logprobs")
+        for token_id in token_ids:
+            if leader.is_finished:
+                raise RequestError(f"output_token_ids go on after their end: {leader.stop_reason}")
+            leader.append(token_id)
+            self._builders[0].update(SampledToken(leader.sampling_id, token_id))
 
     def build(self) -> RequestOutput | None:
         kind = self.params.output_kind

@@ -53,8 +53,13 @@ class RequestFactory:
         self._check_memory(leader)
         tokenizer = self._parts.tokenizer
         if isinstance(params, BeamSearchParams):
+            if parsed.output_token_ids:
+                raise RequestError("output_token_ids do not go with beam search")
             return BeamSearch(leader, parsed.text, params, tokenizer)
-        return ParallelSampling(leader, parsed.text, tokenizer, self._pace)
+        group = ParallelSampling(leader, parsed.text, tokenizer, self._pace)
+        if parsed.output_token_ids:
+            group.resume(parsed.output_token_ids)
+        return group
 
     def _check_params(self, params: SamplingParams | BeamSearchParams) -> None:
         max_num_seqs = self._limits.max_num_seqs

@@ -6,15 +6,17 @@ the last to the first, so that the beginning of a prompt outlives its end, as in
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
 
 class PrefixIndex:
-    def __init__(self, num_replicas: int, max_blocks: int) -> None:
-        """max_blocks: of each replica."""
-        self._max_blocks = max_blocks
-        self._cached: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
+    """Replicas go by numbers of the caller's; one that nothing was added for has nothing."""
+
+    def __init__(self, max_blocks: int) -> None:
+        self.max_blocks = max_blocks
+        """Of each replica."""
+        self._cached: defaultdict[int, OrderedDict[int, None]] = defaultdict(OrderedDict)
         self._owners: dict[int, set[int]] = {}
 
     def add(self, replica: int, blocks: Sequence[int]) -> None:
@@ -27,18 +29,17 @@ class PrefixIndex:
             else:
                 cached[block] = None
                 self._owners.setdefault(block, set()).add(replica)
-        while len(cached) > self._max_blocks:
+        while len(cached) > self.max_blocks:
             block, _ = cached.popitem(last=False)
             self._disown(replica, block)
 
     def clear(self, replica: int) -> None:
-        """The replica has lost everything, as when it starts anew."""
-        for block in self._cached[replica]:
+        """The replica has lost everything, as when it ends or starts anew."""
+        for block in self._cached.pop(replica, ()):
             self._disown(replica, block)
-        self._cached[replica].clear()
 
     def num_blocks(self, replica: int) -> int:
-        return len(self._cached[replica])
+        return len(self._cached.get(replica, ()))
 
     def matches(self, blocks: Sequence[int]) -> dict[int, int]:
         """replica -> how many of the first blocks it has; those that have none are left out."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flexinfer.routing.blocks import BLOCK_TOKENS
@@ -44,29 +44,30 @@ class Router(ABC):
         self._rng = random.Random(seed)
 
     @abstractmethod
-    def choose(self, prompt: RoutedPrompt, loads: Sequence[ReplicaLoad]) -> int:
-        """The replica's position in `loads`."""
+    def choose(self, prompt: RoutedPrompt, loads: Mapping[int, ReplicaLoad]) -> int:
+        """The number of one of the replicas in `loads`."""
 
 
 class RoundRobin(Router):
     _last = -1
 
-    def choose(self, prompt: RoutedPrompt, loads: Sequence[ReplicaLoad]) -> int:
-        self._last = (self._last + 1) % len(loads)
-        return self._last
+    def choose(self, prompt: RoutedPrompt, loads: Mapping[int, ReplicaLoad]) -> int:
+        self._last += 1
+        return list(loads)[self._last % len(loads)]
 
 
 class Random(Router):
-    def choose(self, prompt: RoutedPrompt, loads: Sequence[ReplicaLoad]) -> int:
-        return self._rng.randrange(len(loads))
+    def choose(self, prompt: RoutedPrompt, loads: Mapping[int, ReplicaLoad]) -> int:
+        return self._rng.choice(list(loads))
 
 
 class PowerOfTwo(Router):
-    def choose(self, prompt: RoutedPrompt, loads: Sequence[ReplicaLoad]) -> int:
-        return self._of_two(range(len(loads)), loads)
+    def choose(self, prompt: RoutedPrompt, loads: Mapping[int, ReplicaLoad]) -> int:
+        return self._of_two(loads, loads)
 
-    def _of_two(self, among: Sequence[int], loads: Sequence[ReplicaLoad]) -> int:
-        drawn = self._rng.sample(among, min(2, len(among)))
+    def _of_two(self, among: Iterable[int], loads: Mapping[int, ReplicaLoad]) -> int:
+        drawn = list(among)
+        drawn = self._rng.sample(drawn, min(2, len(drawn)))
         return min(drawn, key=lambda replica: loads[replica].num_requests)
 
 
@@ -75,18 +76,18 @@ class PrefixAffinity(PowerOfTwo):
     MAX_IMBALANCE = 32
     """Requests between the most and the least loaded replica. Ray's own default is no bound."""
 
-    def choose(self, prompt: RoutedPrompt, loads: Sequence[ReplicaLoad]) -> int:
-        counts = [load.num_requests for load in loads]
+    def choose(self, prompt: RoutedPrompt, loads: Mapping[int, ReplicaLoad]) -> int:
+        counts = [load.num_requests for load in loads.values()]
         if max(counts) - min(counts) > self.MAX_IMBALANCE:
             return super().choose(prompt, loads)
-        matches = self.index.matches(prompt.blocks)
+        matches = {r: n for r, n in self.index.matches(prompt.blocks).items() if r in loads}
         longest = max(matches.values(), default=0)
         if longest and longest >= self.MIN_MATCH * len(prompt.blocks):
             best = [replica for replica, match in matches.items() if match == longest]
             return self._of_two(best, loads)
-        sizes = [self.index.num_blocks(replica) for replica in range(len(loads))]
-        least = min(sizes)
-        return self._of_two([r for r, size in enumerate(sizes) if size == least], loads)
+        sizes = {replica: self.index.num_blocks(replica) for replica in loads}
+        least = min(sizes.values())
+        return self._of_two([r for r, size in sizes.items() if size == least], loads)
 
 
 class CachedPrefix(Router):
@@ -99,7 +100,7 @@ class CachedPrefix(Router):
     REQUEST_TOKENS = 16
     """What a running request counts as, in tokens that wait."""
 
-    def choose(self, prompt: RoutedPrompt, loads: Sequence[ReplicaLoad]) -> int:
+    def choose(self, prompt: RoutedPrompt, loads: Mapping[int, ReplicaLoad]) -> int:
         matches = self.index.matches(prompt.blocks)
 
         def cost(replica: int) -> tuple[int, float]:
@@ -108,7 +109,7 @@ class CachedPrefix(Router):
             waiting = load.num_waiting_tokens + self.REQUEST_TOKENS * load.num_requests
             return waiting + self.COMPUTED_WEIGHT * to_compute, self._rng.random()
 
-        return min(range(len(loads)), key=cost)
+        return min(loads, key=cost)
 
 
 ROUTERS: dict[str, type[Router]] = {

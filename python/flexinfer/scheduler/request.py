@@ -160,7 +160,7 @@ class Request:
         self.num_asked_rows = 0
         self.num_prefill_tokens = self.num_tokens
         if self.num_cached_tokens is None:
-            self.num_cached_tokens = vtensor.num_cached_tokens
+            self.num_cached_tokens = min(vtensor.num_cached_tokens, len(self.prompt_token_ids))
 
     def start_forked(self, parent: Request, vtensor: VTensor) -> None:
         """Straight to running, with a fork of the parent's vTensor: its KV is ours."""

@@ -46,7 +46,7 @@ PUBLIC = {
     "__version__",
 }
 # A module that needs an optional extra is skipped where the extra is not installed.
-OPTIONAL = {"fastapi", "uvicorn", "prometheus_client", "flash_attn", "matplotlib", "psutil"}
+OPTIONAL = {"fastapi", "uvicorn", "prometheus_client", "flash_attn", "matplotlib", "psutil", "ray"}
 
 MODULE_NAMES = sorted(
     info.name

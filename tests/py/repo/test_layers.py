@@ -82,8 +82,9 @@ PYTHON_ALLOWED = {
     "routing": "",
     "simulation": "config loadgen outputs routing sampling scheduler vtensor",
     "server": "async_llm engine errors memory metrics outputs sampling scheduler types vtensor",
+    "ray": "async_llm config routing server vtensor",
     "cli": "async_llm attention config conversation engine errors llm loadgen models outputs "
-    "replay routing runtime sampling scheduler server simulation types vtensor",
+    "ray replay routing runtime sampling scheduler server simulation types vtensor",
 }
 # The same inside server/ and cli/: folder, or file directly in it -> what else there it may import.
 INNER_ALLOWED = {

@@ -20,11 +20,11 @@ def prompt_of(tokens: list[int]) -> RoutedPrompt:
 
 
 def make_router(name: str, seed: int = 0, max_blocks: int = 1000) -> Router:
-    return ROUTERS[name](PrefixIndex(NUM_REPLICAS, max_blocks), seed)
+    return ROUTERS[name](PrefixIndex(max_blocks), seed)
 
 
-def idle() -> list[ReplicaLoad]:
-    return [ReplicaLoad() for _ in range(NUM_REPLICAS)]
+def idle() -> dict[int, ReplicaLoad]:
+    return {number: ReplicaLoad() for number in range(NUM_REPLICAS)}
 
 
 @given(st.lists(st.integers(0, 1), max_size=70), st.lists(st.integers(0, 1), max_size=70))
@@ -48,7 +48,7 @@ def test_the_index_is_an_lru_of_each_replica(
     max_blocks: int, steps: list[tuple[int, int, int, bool]]
 ) -> None:
     """Prompts are (text, length); blocks of two texts differ from the second on."""
-    index = PrefixIndex(2, max_blocks)
+    index = PrefixIndex(max_blocks)
     recent: list[list[tuple[int, int]]] = [[], []]  # the least recent first
     for replica, text, length, is_lost in steps:
         blocks = [(0, 0), *((text, place) for place in range(1, length))][:length]
@@ -78,7 +78,7 @@ def test_round_robin_takes_each_in_turn() -> None:
 
 
 def test_power_of_two_never_takes_the_busiest() -> None:
-    loads = [ReplicaLoad(num_requests=n) for n in (1, 9, 2, 3)]
+    loads = {r: ReplicaLoad(num_requests=n) for r, n in enumerate((1, 9, 2, 3))}
     taken = Counter(make_router("power-of-two", s).choose(prompt_of([1]), loads) for s in range(99))
     assert set(taken) == {0, 2, 3}
     assert taken[0] > taken[2] > taken[3]

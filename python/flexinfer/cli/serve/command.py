@@ -6,12 +6,18 @@ import dataclasses
 import logging
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import typer
 
 from flexinfer.cli.errors import usage_errors
 from flexinfer.cli.serve.options import ServeOptions
+from flexinfer.cli.serve.replicas import replica_options, replicas_wanted
 from flexinfer.cli.serve.settings import engine_config, server_settings
+
+if TYPE_CHECKING:
+    from flexinfer.config import EngineConfig
+    from flexinfer.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +42,9 @@ def _run(options: ServeOptions) -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # bars are not lines of a log
     config = engine_config(options)
     settings = server_settings(options, config)
+    if replicas_wanted(options):
+        _run_replicas(options, config, settings)
+        return
 
     from flexinfer.server.run import bind
 
@@ -58,6 +67,21 @@ def _run(options: ServeOptions) -> None:
             llm.shutdown()
     if code:
         raise typer.Exit(code)
+
+
+def _run_replicas(options: ServeOptions, config: EngineConfig, settings: ServerSettings) -> None:
+    """The same behind one address on Ray Serve. Raises ValueError, ImportError or OSError."""
+    from flexinfer.ray.run import serve_replicas
+
+    http_options = {"ssl_keyfile": options.ssl_keyfile, "ssl_certfile": options.ssl_certfile}
+    is_tls = settings.tls is not None
+    url = url_of(settings.host, settings.port, is_tls=is_tls)
+    serve_replicas(
+        replica_options(options, config, settings),
+        options.ray_address,
+        {name: str(path) for name, path in http_options.items() if path is not None},
+        lambda: _announce(f"Serving {settings.model_name} at {url}", options),
+    )
 
 
 def _announce(text: str, options: ServeOptions) -> None:

@@ -231,6 +231,28 @@ class LimitOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplicaFlags:
+    panel: ClassVar[str] = "Replicas on Ray Serve: needs flexinfer\\[ray], docs/scale_out.md"
+    replicas: Annotated[
+        int | None, option("So many engines behind one address; by default one, without Ray.")
+    ] = None
+    router: Annotated[
+        str,
+        option("Who gets a request: cached-prefix, power-of-two, prefix-affinity, or a class."),
+    ] = "cached-prefix"
+    ray_address: Annotated[
+        str | None, option("Of a Ray cluster, or auto; by default one of this machine's own.")
+    ] = None
+    autoscaling_config: Annotated[
+        str | None,
+        option('Ray\'s, as JSON, in place of a number: {"min_replicas": 1, "max_replicas": 4}.'),
+    ] = None
+    ray_actor_options: Annotated[
+        str | None, option('What Ray reserves for each, as JSON: {"num_cpus": 8, "num_gpus": 1}.')
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogOptions:
     panel: ClassVar[str] = "Logs and configuration"
     log_format: Annotated[str, option("text or json.")] = "text"
@@ -266,6 +288,7 @@ class ModelArgument:
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(  # the last base's fields come first in the help
     LogOptions,
+    ReplicaFlags,
     LimitOptions,
     TLSOptions,
     ServerOptions,

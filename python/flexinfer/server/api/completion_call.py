@@ -105,6 +105,8 @@ async def prepare_completion(
         )
         for one in ids
     ]
+    if body.output_token_ids and len(prompts) > 1:
+        raise bad_request("output_token_ids go with one prompt", "output_token_ids")
     shown = [decode(state, one["prompt_token_ids"]) for one in prompts] if body.echo else []
     job = Job(f"cmpl-{current_request_id()}", tenant, prompts, params, body.priority or 0)
     return CompletionCall(state, body, job, shown, int(time.time()))

@@ -74,4 +74,10 @@ def make_prompt(
             param,
             "context_length_exceeded",
         )
-    return {"prompt_token_ids": token_ids, "cache_salt": tenant_salt(tenant, cache_salt)}
+    prompt: TokensPrompt = {
+        "prompt_token_ids": token_ids,
+        "cache_salt": tenant_salt(tenant, cache_salt),
+    }
+    if fields.output_token_ids:
+        prompt["output_token_ids"] = fields.output_token_ids
+    return prompt

@@ -142,7 +142,7 @@ class EventStream(Response):
             except StopAsyncIteration:
                 return
             except Exception as error:
-                await timer.watch(send(_body(_failure(error, self._path), more=True)))
+                await timer.watch(send(_body(failure_events(error, self._path), more=True)))
                 return
             timer.since_s = timer.now_s()
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
@@ -223,7 +223,7 @@ async def start_stream(request: Request, events: Events, send_timeout_s: float) 
     return EventStream(first, events, send_timeout_s, request.url.path)
 
 
-def _failure(error: Exception, path: str) -> str:
+def failure_events(error: Exception, path: str) -> str:
     """The last events of a stream that fails."""
     known = as_api_error(error)
     if known.code == "internal_error":

@@ -73,6 +73,8 @@ class SamplingFields(RefusedFields):
     early_stopping: bool | Literal["never"] | None = None
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
+    output_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
+    """An answer that was begun elsewhere: it goes on after these tokens, and repeats their text."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=1)
     """Keep only so many tokens of the prompt: the last ones, unless `truncation_side` says so."""
     truncation_side: Literal["left", "right"] | None = None

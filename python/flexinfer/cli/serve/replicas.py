@@ -1,0 +1,62 @@
+"""What the options of `flexinfer serve` say of replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flexinfer.cli.serve.options import ServeOptions
+    from flexinfer.config import EngineConfig
+    from flexinfer.ray.options import ReplicaOptions
+    from flexinfer.server.settings import ServerSettings
+
+ONLY_WITH_REPLICAS = ("ray_address", "ray_actor_options")
+
+
+def replicas_wanted(options: ServeOptions) -> bool:
+    """Raises ValueError for options that say something of replicas where there are none."""
+    if options.replicas is not None or options.autoscaling_config is not None:
+        return True
+    for name in ONLY_WITH_REPLICAS:
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} needs --replicas")
+    if options.router != "cached-prefix":
+        raise ValueError("--router needs --replicas")
+    return False
+
+
+def replica_options(
+    options: ServeOptions, config: EngineConfig, settings: ServerSettings
+) -> ReplicaOptions:
+    """Raises ValueError, with its name, for an option that does not go with replicas."""
+    from flexinfer.ray.options import ReplicaOptions
+
+    for name in ("ssl_ca_certs", "ssl_cert_reqs"):
+        if getattr(options, name):
+            raise ValueError(f"{name} cannot be combined with replicas: Serve asks for none")
+    if settings.port == 0:
+        raise ValueError("port 0 cannot be combined with replicas: name one for Serve's proxies")
+    if options.log_format != "text":
+        raise ValueError("log_format cannot be combined with replicas: Ray writes their logs")
+    return ReplicaOptions(
+        engine=config,
+        server=dataclasses.replace(settings, tls=None),
+        replicas=1 if options.replicas is None else options.replicas,
+        router=options.router,
+        autoscaling_config=_mapping(options.autoscaling_config, "--autoscaling-config"),
+        ray_actor_options=_mapping(options.ray_actor_options, "--ray-actor-options"),
+    )
+
+
+def _mapping(text: str | None, flag: str) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{flag} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{flag} must be a JSON object, got {text}")
+    return found

@@ -1,0 +1,97 @@
+"""The Serve application: a gateway before deployments of engines. Ray does the cluster's work."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from flexinfer.ray.calls import Call, ReplicaLostError
+from flexinfer.ray.gateway import Gateway
+from flexinfer.ray.options import NEED_RAY, ROUTERS, ReplicaOptions
+from flexinfer.ray.replica import EngineReplica
+from flexinfer.server.settings import ServerSettings
+
+try:
+    from ray import serve
+    from ray.exceptions import RayActorError
+    from ray.serve.config import RequestRouterConfig
+except ImportError as error:
+    raise ModuleNotFoundError(f"{NEED_RAY} ({error})", name="ray") from None
+
+GATEWAY_REQUESTS = 100_000
+"""Replicas have bounds of their own; Serve's default is 5."""
+HEALTH_PERIOD_S = 2.0
+
+
+class GatewayDeployment:
+    """In its process Serve's router runs, and chooses a replica for each call."""
+
+    def __init__(self, replicas: Any, settings: ServerSettings) -> None:
+        self._replicas = replicas
+        self._answers = replicas.options(method_name="answer", stream=True)
+        self._settings = settings
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return Gateway(self._forward, self._pages, self._settings)
+
+    async def _forward(self, call: Call) -> AsyncGenerator[Message, None]:
+        messages = self._answers.remote(call)
+        try:
+            async for message in messages:
+                call.on_answer()
+                yield message
+        except RayActorError as error:
+            raise ReplicaLostError(str(error).partition("\n")[0]) from None
+        finally:
+            messages.cancel()
+
+    async def _pages(self) -> Iterable[tuple[str, str]]:
+        asked = self._replicas.broadcast("metrics")
+        pages = await asked.results_async(return_exceptions=True)
+        return [page for page in pages if not isinstance(page, Exception)]
+
+
+def build(options: ReplicaOptions) -> Any:
+    """Raises ImportError for a router whose package is not installed."""
+    engine, settings = options.engine, options.server
+    actor: dict[str, Any] = {"num_cpus": engine.threads or 1, **(options.ray_actor_options or {})}
+    if str(engine.device or "").startswith("cuda"):
+        actor.setdefault("num_gpus", 1)
+    scaling: dict[str, Any] = {"num_replicas": options.replicas}
+    if options.autoscaling_config is not None:
+        scaling = {"autoscaling_config": dict(options.autoscaling_config)}
+    replicas = serve.deployment(EngineReplica).options(
+        name="replicas",
+        **scaling,
+        max_ongoing_requests=engine.max_num_seqs + settings.max_queue_len + 1,
+        request_router_config=RequestRouterConfig(request_router_class=router_class(options)),
+        logging_config={"enable_access_log": False},  # replicas have their own
+        health_check_period_s=HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=settings.shutdown_timeout_s,
+        ray_actor_options=actor,
+    )
+    gateway = serve.deployment(serve.ingress()(GatewayDeployment)).options(
+        name="gateway",
+        num_replicas=1,
+        max_ongoing_requests=GATEWAY_REQUESTS,
+        graceful_shutdown_timeout_s=settings.shutdown_timeout_s,
+        logging_config={"enable_access_log": False},
+        ray_actor_options={"num_cpus": 0},
+    )
+    return gateway.bind(replicas.bind(engine, settings), settings)
+
+
+def router_class(options: ReplicaOptions) -> str:
+    """The path of the class, which is there."""
+    path = ROUTERS.get(options.router, options.router)
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise ImportError(f"the router {options.router!r} cannot be loaded: {error}") from None
+    if found is None:
+        raise ImportError(f"the router {options.router!r}: {module} has no {name}")
+    return path

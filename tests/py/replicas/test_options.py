@@ -1,0 +1,78 @@
+"""What is asked of replicas is checked before any work, by name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from flexinfer.cli.app import app
+from flexinfer.ray import build_app
+from flexinfer.ray.options import ReplicaOptions
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "replicas" / "serve.yaml"
+ENGINE = {"model": "somewhere/tiny"}
+
+
+def refusal(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exit_code == 2, result.output
+    return result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({}, "engine.model is missing"),
+        ({"engine": ENGINE, "replica": 2}, "replica is not known"),
+        ({"engine": {**ENGINE, "modle": 1}}, "engine.modle is not known"),
+        ({"engine": ENGINE, "server": {"api_key": []}}, "server.api_key is not known"),
+        ({"engine": ENGINE, "replicas": 0}, "at least 1"),
+        ({"engine": ENGINE, "replicas": 2, "autoscaling_config": {}}, "exclude each other"),
+        ({"engine": ENGINE, "router": "fastest"}, "router must be cached-prefix"),
+        ({"engine": {**ENGINE, "tensor_parallel_size": 2}}, "tensor_parallel_size cannot"),
+        ({"engine": ENGINE, "server": {"admin_api_key": "k"}}, "admin_api_key cannot"),
+        ({"engine": ENGINE, "server": {"send_timeout_s": 5}}, "send_timeout cannot"),
+        ({"engine": ENGINE, "server": {"trace_directory": Path()}}, "trace_directory cannot"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(args: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        build_app(args)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ray-address", "auto"], "--ray-address needs --replicas"),
+        (["--router", "power-of-two"], "--router needs --replicas"),
+        (["--replicas", "0", "--port", "1"], "at least 1"),
+        (["--replicas", "2", "--port", "0"], "port 0"),
+        (["--replicas", "2", "--log-format", "json"], "log_format"),
+        (["--replicas", "2", "--ray-actor-options", "[]"], "JSON object"),
+        (["--replicas", "2", "--tensor-parallel-size", "2"], "tensor_parallel_size"),
+        (["--replicas", "2", "--kv-events-config", '{"enable_kv_cache_events": true}'], "kv_ev"),
+    ],
+)
+def test_the_command_refuses_too(arguments: list[str], said: str) -> None:
+    assert said in refusal(*arguments)
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert "pip install 'flexinfer[ray]'" in refusal("--replicas", "2")
+    monkeypatch.delitem(sys.modules, "flexinfer.ray.app", raising=False)
+    with pytest.raises(ImportError, match=r"flexinfer\[ray\]"):
+        build_app({"engine": ENGINE})
+
+
+def test_the_example_is_understood() -> None:
+    (application,) = yaml.safe_load(EXAMPLE.read_text())["applications"]
+    options = ReplicaOptions.from_args(application["args"])
+    assert application["import_path"] == "flexinfer.ray:build_app"
+    assert options.server.model_name == options.engine.model
+    assert options.autoscaling_config is not None
