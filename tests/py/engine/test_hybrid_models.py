@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from flexinfer import SamplingParams, UnsupportedModelError
+from flexinfer import BeamSearchParams, SamplingParams, UnsupportedModelError
 from helpers.engine_kit import drain, submit
 from helpers.engine_kit import make_engine as make_llama_engine
 from helpers.hybrids import HYBRIDS, continuation, make_engine, make_hybrid
@@ -107,6 +107,29 @@ def test_samples_go_on_from_one_prompt_each_with_a_state_of_its_own(name: str) -
         alone = SamplingParams(temperature=1.0, max_tokens=NUM_NEW, seed=3 + idx)
         engine.add_request("0", prompt, alone)
         assert drain(engine)["0"].outputs[0].token_ids == together[idx]
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
+def test_beams_score_what_the_model_says_of_them_though_some_are_preempted(
+    name: str, mode: str
+) -> None:
+    """Beams fork and die: a state that is another beam's would give its tokens other scores."""
+    engine = make_engine(name, max_num_seqs=8, preemption_mode=mode, swap_space="8MiB")
+    prompts = random_prompts((37, 20), seed=6)
+    submit(engine, prompts, BeamSearchParams(beam_width=3, max_tokens=NUM_NEW))
+    final = drain(engine, random.Random(name), 0.3)
+    assert sum(engine.stats().preemptions[mode].values()) > 0
+    for i, prompt in enumerate(prompts):
+        beams = final[str(i)].outputs
+        assert len({tuple(beam.token_ids) for beam in beams}) == 3
+        for beam in beams:
+            ids = torch.tensor([[*prompt, *beam.token_ids]])
+            with torch.no_grad():
+                scores = make_hybrid(name)(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            expected = scores[torch.arange(NUM_NEW), ids[0, len(prompt) :]].sum().item()
+            assert beam.cumulative_logprob == pytest.approx(expected, abs=1e-3)
     engine.close()
 
 

@@ -122,6 +122,24 @@ def test_a_request_beyond_the_budget_of_full_layers_fits_with_windows() -> None:
     engine.close()
 
 
+def test_a_prompt_beyond_what_windows_allow_is_refused_before_any_work() -> None:
+    """Two layers of gemma2 keep all: they bound a request, whatever the windows give back."""
+    settings = {"kv_cache_memory_bytes": 120 << 10, "max_num_batched_tokens": 16}
+    with pytest.raises(ValueError, match=r"holds one request of \d+ tokens; 256 tokens need"):
+        make_engine("gemma2", max_model_len=256, **settings)
+    engine = make_engine("gemma2", **settings)
+    longest = engine.max_model_len
+    assert longest < 256
+    with pytest.raises(ValueError, match=f"{longest} tokens, but max_model_len is {longest}"):
+        engine.add_request("0", [1] * longest, SamplingParams(max_tokens=1))
+    engine.set_kv_cache_memory(100 << 10)
+    with pytest.raises(ValueError, match=r"'0' may need KV memory for .* the budget is 102400"):
+        engine.add_request("0", [1] * (longest - 1), SamplingParams(max_tokens=1))
+    assert not engine.has_unfinished_requests()
+    assert engine.manager.stats().num_vtensors == 0
+    engine.close()
+
+
 def test_a_conversation_goes_on_at_the_end_of_its_last_turn() -> None:
     engine = make_engine("gemma3")
     prompt = random_prompts((90,))[0]
