@@ -58,10 +58,15 @@ def find_mixers(model: torch.nn.Module) -> list[Mixer]:
             continue
         name = type(module).__name__
         parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
+        others = list(parameters.values())[2:]  # without self and hidden states
         arguments = [argument for argument in CACHE_ARGUMENTS if argument in parameters]
         layer_idx = getattr(module, "layer_idx", None)
-        if module in inside or not arguments or not isinstance(layer_idx, int):
-            raise UnsupportedModelError(f"{name} keeps its state in a way that is not known")
+        # What a mixer is called with beside hidden states is named, or a part of an attention.
+        is_part = any(p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in others)
+        if module in inside or not arguments or is_part or not isinstance(layer_idx, int):
+            raise UnsupportedModelError(
+                f"{name} keeps a recurrent state in a way that is not known: not supported"
+            )
         inside.update(module.modules())
         mixers.append(Mixer(module, layer_idx, arguments[0], _goes_on(type(module))))
     return mixers

@@ -67,6 +67,13 @@ MAMBA2: dict[str, Any] = {
 }
 # Of single architectures, where the names above are not all that makes them large.
 MORE: dict[str, dict[str, Any]] = {
+    "dbrx": {
+        "n_heads": 4,
+        "n_layers": 2,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32},
     "helium": {"head_dim": 16},  # its output layer takes no other width than the model's
     "gemma3n_text": {
         "num_kv_shared_layers": 2,

@@ -41,6 +41,7 @@ SOME = (
     "mimo_v2_flash",
     "glm_moe_dsa",
     "qwen3_next",
+    "zaya",
     "bert",
     "bloom",
 )
