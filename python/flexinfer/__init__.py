@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         VTensorError,
     )
     from flexinfer.llm import LLM
+    from flexinfer.lora.request import LoRARequest
     from flexinfer.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 _HOME_OF = {
     "LLM": "llm",
     "LLMEngine": "engine.llm_engine",
+    "LoRARequest": "lora.request",
     "AsyncLLM": "async_llm",
     "Conversation": "conversation",
     "SamplingParams": "sampling.params",
@@ -86,6 +88,7 @@ __all__ = [
     "IntegrityError",
     "KVSpec",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "MappingLimitError",
     "OutOfMemoryError",

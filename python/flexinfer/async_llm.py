@@ -20,6 +20,7 @@ from flexinfer.engine.llm_engine import LLMEngine
 from flexinfer.engine.thread import EngineThread
 from flexinfer.errors import EngineError, RequestError
 from flexinfer.llm import engine_config
+from flexinfer.lora.request import LoRARequest
 from flexinfer.outputs import BeamSearchOutput, RequestOutput, joined
 from flexinfer.sampling.grammars import COMPILE_TIMEOUT_S, CompiledGrammar
 from flexinfer.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -79,6 +80,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt: an async iterator of outputs, of the kind `output_kind` asks for.
@@ -93,7 +95,8 @@ class AsyncLLM:
         if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
             raise RequestError(f"sampling_params must be SamplingParams, got {sampling_params!r}")
         params = sampling_params or SamplingParams()
-        return self._outputs(prompt, params, params.output_kind, request_id, priority)
+        kind = params.output_kind
+        return self._outputs(prompt, params, kind, request_id, priority, lora_request)
 
     async def beam_search(
         self,
@@ -101,13 +104,14 @@ class AsyncLLM:
         params: BeamSearchParams,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> BeamSearchOutput:
         """The most probable continuations of a prompt. Cancelling it frees its memory."""
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"beam_search takes BeamSearchParams, got {params!r}")
         kind = RequestOutputKind.FINAL_ONLY
-        outputs = self._outputs(prompt, params, kind, request_id, priority)
+        outputs = self._outputs(prompt, params, kind, request_id, priority, lora_request)
         (final,) = [output async for output in outputs]
         return beam_search_output(final, params, self.tokenizer)
 
@@ -133,6 +137,18 @@ class AsyncLLM:
 
     async def is_sleeping(self) -> bool:
         return await self.call(lambda engine: engine.is_sleeping())
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter; see `LLMEngine.add_lora`."""
+        return await self.call(lambda engine: engine.add_lora(lora_request))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Let no further request choose it; see `LLMEngine.remove_lora`."""
+        return await self.call(lambda engine: engine.remove_lora(lora_id))
+
+    async def list_loras(self) -> set[int]:
+        """`lora_int_id` of those that are loaded."""
+        return await self.call(lambda engine: engine.list_loras())
 
     def shutdown(self) -> None:
         """End all requests and free everything; waits for the step under way."""
@@ -167,6 +183,7 @@ class AsyncLLM:
         kind: RequestOutputKind,
         request_id: str | None,
         priority: int,
+        lora_request: LoRARequest | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         if request_id is None:
             request_id = f"async-{next(self._request_ids)}"
@@ -175,7 +192,7 @@ class AsyncLLM:
         grammar = await self.prepare_grammar(params)
         try:
             await asyncio.wrap_future(
-                self._thread.submit(request_id, prompt, params, priority, stream.put)
+                self._thread.submit(request_id, prompt, params, priority, stream.put, lora_request)
             )
             while not finished:
                 output = await stream.get()

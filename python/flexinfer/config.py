@@ -19,6 +19,7 @@ SPECULATIVE_METHODS = ("ngram", "draft_model")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")
 DEFAULT_LOOKUP = 5
 DEFAULT_STATE_SNAPSHOT_TOKENS = 1024
+DEFAULT_MAX_LORAS = 8
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class SchedulerConfig:
     """See `EngineConfig`."""
     label_vtensors: bool = False
     """Tell the manager the request id of each vTensor, for a trace."""
+    max_loras: int = DEFAULT_MAX_LORAS
+    """Most adapters of the requests that run."""
 
     def __post_init__(self) -> None:
         _require_positive("max_model_len", self.max_model_len)
@@ -182,6 +185,11 @@ class EngineConfig:
     """CPU threads of torch and the kernels; None: one for each core that the process may use."""
     compile: bool = False
     """Compile the model with torch.compile: slower to start, faster steps."""
+    enable_lora: bool = False
+    """Requests may choose LoRA adapters; see docs/lora.md."""
+    max_loras: int = DEFAULT_MAX_LORAS
+    """Most adapters in one batch."""
+    max_lora_rank: int = 16
     scheduling_policy: str = "priority"
     """"fcfs", "priority" (of equals the first come first) or "prefix"; see queue.py."""
     max_passed_over: int = 64
@@ -229,13 +237,8 @@ class EngineConfig:
     """File to which every memory operation is written, with time and request."""
 
     def __post_init__(self) -> None:
-        _require_positive("max_num_seqs", self.max_num_seqs)
-        for name in (
-            "stream_interval",
-            "max_model_len",
-            "max_num_batched_tokens",
-            "layers_per_plane",
-        ):
+        sizes = ("max_num_seqs", "max_loras", "max_lora_rank", "max_num_batched_tokens")
+        for name in (*sizes, "stream_interval", "max_model_len", "layers_per_plane"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
         every = self.state_snapshot_tokens
@@ -276,6 +279,9 @@ class EngineConfig:
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ValueError('preemption_mode "swap" needs swap_space, in bytes')
 
+        if self.compile and self.enable_lora:
+            raise ValueError("enable_lora does not go with compile: adapters change by the step")
+
     def _check_parallel_settings(self) -> None:
         _require_positive("tensor_parallel_size", self.tensor_parallel_size)
         _require_positive("distributed_check_interval", self.distributed_check_interval)
@@ -297,6 +303,7 @@ class EngineConfig:
             )
         for name, reason in (
             ("compile", "a compiled model cannot exchange tensors"),
+            ("enable_lora", "adapters are not split over ranks"),
             ("async_scheduling", "all ranks begin a step together"),
             ("speculative_config", "what is proposed has not been tried on several ranks"),
         ):
@@ -369,6 +376,7 @@ class EngineConfig:
             has_swap_space=self.swap_space != 0,
             enable_pre_extend=self.enable_pre_extend,
             label_vtensors=self.trace is not None,
+            max_loras=self.max_loras,
         )
 
 

@@ -25,6 +25,7 @@ from flexinfer.types import ChatMessage, Messages, TokensPrompt
 
 if TYPE_CHECKING:
     from flexinfer.engine.llm_engine import LLMEngine
+    from flexinfer.lora.request import LoRARequest
 
 _pin_ids = count()
 
@@ -37,11 +38,20 @@ class Speaker(Protocol):
     def get_tokenizer(self) -> Any: ...
 
     def generate(
-        self, prompts: Any, sampling_params: Any = None, *, use_tqdm: bool = True
+        self,
+        prompts: Any,
+        sampling_params: Any = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> list[RequestOutput]: ...
 
     def stream(
-        self, prompts: Any, sampling_params: Any = None
+        self,
+        prompts: Any,
+        sampling_params: Any = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> Generator[RequestOutput, None, None]: ...
 
 
@@ -56,13 +66,19 @@ class Conversation:
     """
 
     def __init__(
-        self, llm: Speaker, history: Messages | Sequence[int] = (), cache_salt: str = ""
+        self,
+        llm: Speaker,
+        history: Messages | Sequence[int] = (),
+        cache_salt: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """`history`: messages of a chat, or token ids. Nothing is computed yet."""
         self._pin: str | None = None
         self._closed = False
         self._llm = llm
         self._cache_salt = cache_salt
+        self._lora_request = lora_request
+        self._kv_salt = llm.llm_engine.kv_salt(cache_salt, lora_request)
         if not llm.llm_engine.config.enable_prefix_caching:
             raise RequestError("a conversation needs enable_prefix_caching: it keeps its prefix")
         given: Any = history
@@ -114,7 +130,8 @@ class Conversation:
         said = CompletionOutput(0, "", [])
         is_kept = False
         try:
-            with closing(self._llm.stream([self._tokens(prompt)], params)) as outputs:
+            tokens, lora = [self._tokens(prompt)], self._lora_request
+            with closing(self._llm.stream(tokens, params, lora_request=lora)) as outputs:
                 for output in outputs:
                     for part in output.outputs:
                         said.text += part.text
@@ -161,7 +178,7 @@ class Conversation:
     def fork(self) -> Conversation:
         """A second conversation with the same past. Costs no memory and no time."""
         self._check_open()
-        fork = Conversation(self._llm, (), self._cache_salt)
+        fork = Conversation(self._llm, (), self._cache_salt, self._lora_request)
         fork._history = self._history.fork()
         fork._keep()
         return fork
@@ -202,7 +219,9 @@ class Conversation:
     def _complete(self, prompt: list[int], params: SamplingParams | None) -> RequestOutput:
         """The conversation is as before if this raises, or ends with an error."""
         _check_one_answer(params)
-        (output,) = self._llm.generate([self._tokens(prompt)], params, use_tqdm=False)
+        (output,) = self._llm.generate(
+            [self._tokens(prompt)], params, use_tqdm=False, lora_request=self._lora_request
+        )
         _check_ended_well(output.outputs[0])
         return output
 
@@ -229,7 +248,7 @@ class Conversation:
             return
         pin = f"conversation {next(_pin_ids)}"
         manager = self._llm.llm_engine.manager
-        manager.pin_prefix(self.token_ids, pin, cache_salt=self._cache_salt)
+        manager.pin_prefix(self.token_ids, pin, cache_salt=self._kv_salt)
         self._unpin()
         self._pin = pin
 

@@ -14,10 +14,12 @@ from flexinfer.engine.beam_search import beam_search_output
 from flexinfer.engine.inputs import is_single_prompt
 from flexinfer.engine.llm_engine import LLMEngine
 from flexinfer.errors import RequestError, UnsupportedModelError
+from flexinfer.lora.request import LoRARequest
 from flexinfer.outputs import BeamSearchOutput, RequestOutput
 from flexinfer.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flexinfer.types import Messages, Prompt
 
+ManyAdapters = LoRARequest | Sequence[LoRARequest | None] | None
 ManyParams = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -48,15 +50,17 @@ class LLM:
         sampling_params: ManyParams = None,
         *,
         use_tqdm: bool = True,
+        lora_request: ManyAdapters = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete one or many prompts; outputs are in the order of the prompts.
 
+        `lora_request`: the adapter of all of them, or one for each, None for those without.
         Raises RequestError, before any work, if any of the prompts cannot be served.
         """
         many = _prompts(prompts)
         params = _params_for_each(sampling_params, len(many), RequestOutputKind.FINAL_ONLY)
-        return self._final_outputs(self._add_all(many, params, priority), use_tqdm)
+        return self._final_outputs(self._add_all(many, params, priority, lora_request), use_tqdm)
 
     def beam_search(
         self,
@@ -64,6 +68,7 @@ class LLM:
         params: BeamSearchParams,
         *,
         use_tqdm: bool = True,
+        lora_request: ManyAdapters = None,
         priority: Sequence[int] | None = None,
     ) -> list[BeamSearchOutput]:
         """The most probable continuations of one or many prompts, found side by side.
@@ -77,23 +82,29 @@ class LLM:
                 "sampled, so n, best_of and the like have no meaning for them"
             )
         many = _prompts(prompts)
-        outputs = self._final_outputs(self._add_all(many, [params] * len(many), priority), use_tqdm)
+        added = self._add_all(many, [params] * len(many), priority, lora_request)
+        outputs = self._final_outputs(added, use_tqdm)
         return [beam_search_output(output, params, self.get_tokenizer()) for output in outputs]
 
     def conversation(
-        self, history: Messages | Sequence[int] = (), *, cache_salt: str = ""
+        self,
+        history: Messages | Sequence[int] = (),
+        *,
+        cache_salt: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> Conversation:
         """A conversation whose KV stays in memory between its turns, and that can be forked.
 
         `history`: its messages so far, or its token ids. Raises RequestError without prefix cache.
         """
-        return Conversation(self, history, cache_salt)
+        return Conversation(self, history, cache_salt, lora_request)
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: ManyParams = None,
         *,
+        lora_request: ManyAdapters = None,
         priority: Sequence[int] | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Complete prompts, yielding what is new of each at each step, as it comes.
@@ -104,7 +115,7 @@ class LLM:
         """
         many = _prompts(prompts)
         params = _params_for_each(sampling_params, len(many), RequestOutputKind.DELTA)
-        yield from self._run(self._add_all(many, params, priority))
+        yield from self._run(self._add_all(many, params, priority, lora_request))
 
     def chat(
         self,
@@ -112,6 +123,7 @@ class LLM:
         sampling_params: ManyParams = None,
         *,
         use_tqdm: bool = True,
+        lora_request: ManyAdapters = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -133,7 +145,7 @@ class LLM:
             }
             for conversation in _conversations(messages)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def reset_prefix_cache(self) -> int:
         """Forget all recorded prefixes; returns how many tokens they held."""
@@ -166,16 +178,24 @@ class LLM:
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams | BeamSearchParams],
         priority: Sequence[int] | None,
+        lora_request: ManyAdapters,
     ) -> list[str]:
         """Queue all prompts or, if one is refused, none."""
         priorities = [0] * len(prompts) if priority is None else list(priority)
         if len(priorities) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(priorities)} priorities")
+        adapters = lora_request if isinstance(lora_request, Sequence) else [lora_request]
+        if adapters is not lora_request:
+            adapters = list(adapters) * len(prompts)
+        if len(adapters) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(adapters)} lora_requests")
         added: list[str] = []
         try:
-            for prompt, one, rank in zip(prompts, params, priorities, strict=True):
+            for prompt, one, rank, adapter in zip(
+                prompts, params, priorities, adapters, strict=True
+            ):
                 request_id = str(next(self._request_ids))
-                self.llm_engine.add_request(request_id, prompt, one, rank)
+                self.llm_engine.add_request(request_id, prompt, one, rank, adapter)
                 added.append(request_id)
         except BaseException:
             self.llm_engine.abort_request(added)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.config import EngineConfig
@@ -18,6 +18,7 @@ from flexinfer.engine.build_draft import (
 )
 from flexinfer.engine.inputs import InputProcessor, load_tokenizer
 from flexinfer.errors import UnsupportedModelError
+from flexinfer.lora.adapters import Adapters
 from flexinfer.memory.elastic import ElasticMemory
 from flexinfer.memory.epochs import kernel_epoch
 from flexinfer.memory.kv_groups import check_kv_dtype
@@ -69,6 +70,8 @@ class EngineParts:
     """What proposes tokens, where `speculative_config` names one."""
     events: EventPublisher | None = None
     """What tells others which prefixes are recorded."""
+    adapters: Adapters = field(default_factory=Adapters)
+    """The LoRA adapters; none may be loaded unless `enable_lora` is set."""
 
 
 def build_parts(config: EngineConfig) -> EngineParts:
@@ -108,6 +111,8 @@ def build_parts(config: EngineConfig) -> EngineParts:
         parts = _open(config, tokenizer, loaded, wanted_len, ranks)
         if events is not None:
             events.start(parts.manager)
+        if config.enable_lora:
+            parts = replace(parts, adapters=Adapters(loaded, config.max_lora_rank))
         return replace(parts, events=events)
     except BaseException:
         if events is not None:
@@ -193,6 +198,7 @@ def _check_state(config: EngineConfig, loaded: LoadedModel) -> None:
         ("speculative_config", "the state cannot go back to before a token that was rejected"),
         ("async_scheduling", "a step would read the state that the one before it still writes"),
         ("compile", "the layers that keep it are called part by part"),
+        ("enable_lora", "the layers that keep it are called part by part"),
     ):
         if getattr(config, name):
             raise UnsupportedModelError(

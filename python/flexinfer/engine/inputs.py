@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexinfer.errors import RequestError, UnsupportedModelError
+from flexinfer.lora.adapters import SALT_PREFIX
 from flexinfer.types import Messages, Prompt
 
 
@@ -67,6 +68,8 @@ class InputProcessor:
         salt = prompt.get("cache_salt") or ""
         if not isinstance(salt, str):
             raise RequestError(f"cache_salt must be a string, got {salt!r}")
+        if salt.startswith(SALT_PREFIX):
+            raise RequestError(f"cache_salt {salt!r} begins as those of LoRA adapters do")
         given = prompt.get("output_token_ids")
         output_ids = self._check_ids(given, "output_token_ids") if given else []
         if "prompt_token_ids" in prompt:

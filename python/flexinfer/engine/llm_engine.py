@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from flexinfer.config import EngineConfig
 from flexinfer.engine.build import EngineParts, build_parts
+from flexinfer.engine.engine_stats import take_stats
 from flexinfer.engine.group import NewToken, RequestGroup
 from flexinfer.engine.plan_builder import PlanBuilder
 from flexinfer.engine.request_factory import RequestFactory
@@ -21,6 +21,8 @@ from flexinfer.engine.step_execution import StepExecution
 from flexinfer.engine.step_pipeline import StepPipeline
 from flexinfer.engine.stream_pace import StreamPace
 from flexinfer.errors import RequestError
+from flexinfer.lora.adapters import salt_of
+from flexinfer.lora.request import LoRARequest
 from flexinfer.memory.elastic import BudgetChange
 from flexinfer.metrics.requests import RequestStats
 from flexinfer.metrics.steps import EngineStats, StepMeter, StepStats, StepTotals
@@ -59,6 +61,7 @@ class LLMEngine:
         self._steps = StepPipeline(StepExecution(parts, self._plans), parts.config)
         self._draft_model = parts.draft_model
         self._events = parts.events
+        self.adapters = parts.adapters
         self._speculation: Speculation | None = None
         if parts.config.speculation is not None:
             self._speculation = Speculation(
@@ -91,10 +94,12 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request. Raises RequestError, before any work, if it cannot be served."""
         params = params or SamplingParams()
-        group = self._factory.make(request_id, prompt, params, priority)
+        chosen = self.adapters.chosen(lora_request)
+        group = self._factory.make(request_id, prompt, params, priority, chosen)
         self._remember(group)
         if not group.is_finished:
             self.scheduler.add(group.leader)
@@ -181,6 +186,7 @@ class LLMEngine:
         self.grammars.close()
         if self._draft_model is not None:
             self._draft_model.close()
+        self.adapters.close()
         if self._events is not None:
             self._events.close()
         self.manager.close()
@@ -253,6 +259,23 @@ class LLMEngine:
         """Drop the pins of `owner`; returns how many there were."""
         return self.manager.unpin_prefix(owner)
 
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter, as `Adapters.add` does; it stays until `remove_lora`."""
+        self.adapters.add(lora_request)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Let no further request choose it; see `Adapters.remove`."""
+        return self.adapters.remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """`lora_int_id` of those that are loaded."""
+        return self.adapters.ids
+
+    def kv_salt(self, cache_salt: str, lora_request: LoRARequest | None) -> str:
+        """Under which prefixes of such requests are recorded."""
+        return salt_of(cache_salt, self.adapters.chosen(lora_request))
+
     @property
     def step_totals(self) -> StepTotals:
         """Sums over all steps so far; changes with the next step."""
@@ -265,26 +288,8 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """All numbers at this moment. Walks all chunks: not for every step."""
-        scheduler, memory = self.scheduler, self.manager.stats()
-        return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_swapped=len(scheduler.swapped),
-            is_sleeping=self.is_sleeping(),
-            preemptions=scheduler.preemption.counts_by_mode(),
-            num_prefix_waits=scheduler.num_prefix_waits,
-            num_promoted=scheduler.waiting.num_promoted,
-            extension_depth_tokens=scheduler.pre_extender.depth.tokens,
-            steps=replace(self._meter.totals),
-            last_step=self._meter.last,
-            memory=memory,
-            requests=self._requests.copy(),
-            step_tokens=self._meter.tokens.copy(),
-            num_deferred=scheduler.num_deferred,
-            capacity_tokens=memory.budget_bytes // self.manager.spec.bytes_per_token,
-            kv_groups=self.manager.spec.retentions(),
-            speculation=None if self._speculation is None else self._speculation.stats.copy(),
-        )
+        speculation = None if self._speculation is None else self._speculation.stats.copy()
+        return take_stats(self.scheduler, self._meter, self._requests.copy(), speculation)
 
     def _settle(self) -> None:
         """Wait for the step in flight, if there is one; the next `step()` gives its outputs."""
@@ -376,11 +381,13 @@ class LLMEngine:
             if sequence_id in self._group_of:
                 raise RequestError(f"request id {sequence_id!r} is in use")
         self._groups[group.request_id] = group
+        self.adapters.begin(group.leader.adapter)
         self._group_of.update(dict.fromkeys(group.sequence_ids, group))
 
     def _forget(self, group: RequestGroup) -> None:
         """Nothing of a group outlives it: beams that a finished search still runs are freed."""
         self.scheduler.abort(group.unfinished(), "abort")
+        self.adapters.end(group.leader.adapter)
         del self._groups[group.request_id]
         for sequence_id in group.sequence_ids:
             del self._group_of[sequence_id]

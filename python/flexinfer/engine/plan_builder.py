@@ -38,6 +38,9 @@ class PlanBuilder:
 
     def build(self, items: Sequence[ScheduledRequest]) -> StepPlan:
         """The batch of `items`, one-token items first. REQUIRES: they have vTensors."""
+        has_adapters = any(item.request.adapter for item in items)
+        if has_adapters:  # side by side, so that there is one product for all of their rows
+            items = sorted(items, key=lambda item: item.request.adapter)
         decodes = [item for item in items if item.end - item.start == 1]
         prefills = [item for item in items if item.end - item.start > 1]
         items = decodes + prefills
@@ -77,6 +80,7 @@ class PlanBuilder:
             new_sequences=self._introduce(sampling + scoring),
             fed=self._fed(decodes),
             states=tuple([slots for item in items if (slots := item.request.state_slots)]),
+            adapters=tuple([item.request.adapter for item in items]) if has_adapters else (),
             shared=tuple(self._shared(items, starts)),
         )
         return self._last

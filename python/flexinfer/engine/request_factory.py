@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flexinfer.engine.beam_search import BeamSearch
 from flexinfer.engine.parallel_sampling import ParallelSampling
 from flexinfer.errors import RequestError
+from flexinfer.lora.adapters import salt_of
 from flexinfer.outputs import RequestMetrics
 from flexinfer.sampling.params import BeamSearchParams, SamplingParams
 from flexinfer.scheduler.request import Request
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from flexinfer.engine.build import EngineParts
     from flexinfer.engine.group import RequestGroup
     from flexinfer.engine.stream_pace import StreamPace
+    from flexinfer.lora.adapters import Adapter
     from flexinfer.types import Prompt
 
 
@@ -33,6 +35,7 @@ class RequestFactory:
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams,
         priority: int,
+        adapter: Adapter | None = None,
     ) -> RequestGroup:
         """Raises RequestError if it cannot be served."""
         self._check_priority(priority)
@@ -48,7 +51,8 @@ class RequestFactory:
             metrics=RequestMetrics(arrival_time=time.monotonic()),
             eos_token_ids=self._parts.loaded.eos_token_ids,
             priority=priority,
-            cache_salt=parsed.cache_salt,
+            cache_salt=salt_of(parsed.cache_salt, adapter),
+            adapter=0 if adapter is None else adapter.number,
         )
         self._check_memory(leader)
         tokenizer = self._parts.tokenizer

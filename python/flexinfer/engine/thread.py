@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from flexinfer.engine.llm_engine import LLMEngine
 from flexinfer.errors import EngineDeadError, EngineError
+from flexinfer.lora.request import LoRARequest
 from flexinfer.outputs import RequestOutput
 from flexinfer.runtime.openmp import release_threads
 from flexinfer.runtime.torch_settings import bound_primitive_caches
@@ -78,11 +79,12 @@ class EngineThread:
         params: SamplingParams | BeamSearchParams | None,
         priority: int,
         callback: Callback,
+        lora_request: LoRARequest | None = None,
     ) -> Future[None]:
         """Queue a request. The future raises RequestError if it cannot be served."""
 
         def add(engine: LLMEngine) -> None:
-            engine.add_request(request_id, prompt, params, priority)
+            engine.add_request(request_id, prompt, params, priority, lora_request)
             self._callbacks[request_id] = callback
 
         return self.call(add)

@@ -16,6 +16,7 @@ from flexinfer.attention.base import AttentionOptions
 from flexinfer.attention.hook import use_probe
 from flexinfer.layers import operators
 from flexinfer.layers import rows as row_ops
+from flexinfer.layers.adapters import Part
 from flexinfer.layers.formats import is_linear, make_linear
 from flexinfer.layers.known import ATTENTIONS, ATTENTIONS_WITH_NORMS
 from flexinfer.layers.linear import Linear
@@ -56,6 +57,13 @@ class FusedAttention(torch.nn.Module):
             "sliding_window": options.sliding_window,
             "softcap": options.softcap,
         }
+
+    @property
+    def joined(self) -> dict[str, Part]:
+        """Where the outputs of the layers stand that were joined, by their names."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        parts = (("q_proj", 0, q), ("k_proj", q, kv), ("v_proj", q + kv, kv))
+        return {name: Part("qkv_proj", first, width) for name, first, width in parts}
 
     def forward(
         self,

@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from flexinfer.layers import rows as row_ops
+from flexinfer.layers.adapters import LayerAdapters, are_in_force
 
 OPERATORS = (
     "linear(Tensor x, Tensor? residual, int layer, int out_features) -> Tensor",
@@ -49,6 +50,8 @@ class Linear(torch.nn.Module, ABC):
     bias: torch.Tensor | None
     compiles_row_counts = False
     """Whether a number of rows that was not seen before costs a compilation."""
+    adapters: LayerAdapters | None = None
+    """What is added for rows that have an adapter; None: the engine has none."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """weight: [out_features, in_features]; a subclass lays it out."""
@@ -64,9 +67,19 @@ class Linear(torch.nn.Module, ABC):
     ) -> torch.Tensor:
         """residual: [..., out_features], added to the product. gates: as `multiply_gates`, without
         a residual."""
+        if self.adapters is not None and are_in_force():
+            return self._adapted(self.adapters, x, residual, gates)
         if gates:
             return self.multiply_gates(x)
         return self.multiply(x, residual)
+
+    def _adapted(
+        self, adapters: LayerAdapters, x: torch.Tensor, residual: torch.Tensor | None, gates: bool
+    ) -> torch.Tensor:
+        """Gates are multiplied after the adapters' part, to the same bits for other rows."""
+        output = self.multiply(x, residual)
+        adapters.add_to(output, x)
+        return silu_gates(output) if gates else output
 
     @abstractmethod
     def multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -74,8 +87,7 @@ class Linear(torch.nn.Module, ABC):
 
     def multiply_gates(self, x: torch.Tensor) -> torch.Tensor:
         """silu(gates) * factors [..., out_features / 2]; the outputs are gates, then factors."""
-        gates, factors = self.multiply(x, None).chunk(2, dim=-1)
-        return row_ops.silu_mul(gates, factors)
+        return silu_gates(self.multiply(x, None))
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
@@ -117,6 +129,12 @@ class OpaqueLinear(Linear):
         else:
             output = torch.ops.flexinfer.linear(x, residual, self.number, self.out_features)
         return output
+
+
+def silu_gates(outputs: torch.Tensor) -> torch.Tensor:
+    """silu(first half) * second half."""
+    gates, factors = outputs.chunk(2, dim=-1)
+    return row_ops.silu_mul(gates, factors)
 
 
 @cache

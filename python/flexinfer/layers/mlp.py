@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from flexinfer.layers import rows as row_ops
+from flexinfer.layers.adapters import Part, are_in_force
 from flexinfer.layers.formats import is_linear, make_linear, weight_of
 from flexinfer.layers.known import GATED_MLPS
 from flexinfer.layers.linear import Linear
@@ -29,12 +30,19 @@ class GatedMLP(torch.nn.Module):
         can_gate = row_ops.supports(weight.dtype, weight.device, mlp.gate_proj.out_features)
         self._is_silu = can_gate and is_silu(mlp.act_fn)
 
+    @property
+    def joined(self) -> dict[str, Part]:
+        """Where the outputs of the layers stand that were joined, by their names."""
+        width = self.gate_up_proj.out_features // 2
+        first = Part("gate_up_proj", 0, width)
+        return {"gate_proj": first, "up_proj": first._replace(first=width)}
+
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x, residual: [1, tokens, width]; in float32 in blocks of at most BLOCK_ROWS tokens, as
-        few and as equal as can be."""
+        few and as equal as can be. Adapters stand by rows of the whole."""
         num_tokens = x.shape[-2]
         is_one_block = torch.compiler.is_compiling() or x.dtype != torch.float32
-        if is_one_block or num_tokens <= BLOCK_ROWS:
+        if is_one_block or num_tokens <= BLOCK_ROWS or are_in_force():
             return self._compute(x, residual)
         num_blocks = -(-num_tokens // BLOCK_ROWS)
         output = x.new_empty(*x.shape[:-1], self.down_proj.out_features)

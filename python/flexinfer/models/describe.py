@@ -163,6 +163,18 @@ def warm_up(loaded: LoadedModel, limits: SchedulerConfig, max_seq_len: int) -> N
     """
     import torch
 
+    num_tokens, num_rows = limits.max_num_batched_tokens, limits.max_num_seqs
+    positions = torch.arange(num_tokens, device=loaded.device) % max_seq_len
+    with torch.inference_mode():
+        logits = run_blind(loaded, positions, num_rows)
+        torch.softmax(logits.float(), dim=-1).sort(dim=-1)  # the sampler's largest temporaries
+
+
+def run_blind(loaded: LoadedModel, positions: torch.Tensor, num_logits: int) -> torch.Tensor:
+    """A forward of as many tokens as there are positions, in which nothing is attended to. Returns
+    the logits of the first rows [num_logits, vocab_size]."""
+    import torch
+
     from flexinfer.attention.hook import use_probe
 
     def look(
@@ -171,14 +183,12 @@ def warm_up(loaded: LoadedModel, limits: SchedulerConfig, max_seq_len: int) -> N
     ) -> torch.Tensor:  # fmt: skip
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
 
-    num_tokens, num_rows = limits.max_num_batched_tokens, limits.max_num_seqs
-    positions = torch.arange(num_tokens, device=loaded.device) % max_seq_len
-    with torch.inference_mode(), use_probe(loaded.model, look, set()):
-        logits = loaded.model(
+    with use_probe(loaded.model, look, set()):
+        logits: torch.Tensor = loaded.model(
             input_ids=torch.zeros_like(positions)[None],
             position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=torch.arange(num_rows, device=loaded.device),
+            logits_to_keep=torch.arange(num_logits, device=loaded.device),
             **no_mask(loaded.is_indexed, loaded.device),
         ).logits
-        torch.softmax(logits[0].float(), dim=-1).sort(dim=-1)  # the sampler's largest temporaries
+    return logits[0]

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ import torch
 from flexinfer.attention.base import AttentionMetadata
 from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.attention.sharing_cost import SharingCost, choose_ranges
+from flexinfer.layers.adapters import AdapterSpan, StepAdapters
 from flexinfer.runner.plan import StepPlan
 
 
@@ -36,6 +39,8 @@ class StepInputs:
     logits_rows: torch.Tensor
     """Rows of the batch whose logits are needed: those that sample, then those that score."""
     metadata: AttentionMetadata
+    adapters: StepAdapters | None = None
+    """None: no row has an adapter."""
 
 
 def padded_count(count: int) -> int:
@@ -90,6 +95,7 @@ class InputBuilder:
             token_ids=parts[0],
             positions=parts[1],
             logits_rows=parts[3],
+            adapters=step_adapters(plan, segments, num_rows),
             metadata=AttentionMetadata(
                 segments=segments,
                 num_decodes=num_decodes,
@@ -152,6 +158,20 @@ def flat_segments(plan: StepPlan) -> list[Segment]:
         segments.append(Segment(slot, row, start, end))
         row += end - start
     return segments
+
+
+def step_adapters(
+    plan: StepPlan, segments: Sequence[Segment], num_rows: int
+) -> StepAdapters | None:
+    """The adapters of a batch of `num_rows`; segments of one that are neighbours are one span."""
+    if not plan.adapters:
+        return None
+    spans: list[AdapterSpan] = []
+    for number, of_adapter in groupby(zip(plan.adapters, segments, strict=True), itemgetter(0)):
+        rows = [segment for _, segment in of_adapter]
+        if number:
+            spans.append(AdapterSpan(number, rows[0].row, rows[-1].row + rows[-1].num_tokens))
+    return StepAdapters(num_rows, tuple(spans))
 
 
 def _split(buffer: Any, num_tokens: int, num_decodes: int, num_rows: int) -> tuple[Any, ...]:

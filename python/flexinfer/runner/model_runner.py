@@ -19,6 +19,7 @@ from flexinfer import attention
 from flexinfer.attention.base import LayerKV
 from flexinfer.attention.hook import use_attention
 from flexinfer.attention.kv_format import KVFormat
+from flexinfer.layers.adapters import use_adapters
 from flexinfer.models.describe import AttentionLayer, LoadedModel
 from flexinfer.models.probe import no_mask
 from flexinfer.runner.cuda_graphs import DecodeGraphs, Recorder
@@ -173,6 +174,9 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits [number of logits_rows, vocab_size] of one flat batch."""
+        if inputs.adapters is not None:  # graphs know none
+            with use_adapters(inputs.adapters):
+                return self._forward(inputs)
         if self.graphs is not None and self.graphs.accepts(inputs):
             return self.graphs.run(inputs)
         return self._forward(inputs)

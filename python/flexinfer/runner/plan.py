@@ -63,6 +63,8 @@ class StepPlan:
     states: tuple[tuple[int, int], ...] = ()
     """(slot read, slot written) of each segment's recurrent state, where the model keeps one; -1:
     there is none before its first token."""
+    adapters: tuple[int, ...] = ()
+    """The LoRA adapter of each segment, 0: none; empty: no segment has one."""
     shared: tuple[TokenRange, ...] = ()
     """What the segments share of the KV before their new tokens; see `AttentionMetadata.shared`."""
 

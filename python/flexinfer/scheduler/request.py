@@ -40,6 +40,9 @@ class Request:
     priority: int = 0
     """A lower number goes first."""
     cache_salt: str = ""
+    """With the adapter's part: KV is shared among equal ones alone."""
+    adapter: int = 0
+    """The number of its LoRA adapter; 0: none."""
     arrival_idx: int = 0
     """Order of arrival, given by the scheduler."""
     deadline: int = 0

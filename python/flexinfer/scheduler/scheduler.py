@@ -317,15 +317,18 @@ class Scheduler:
         self.waiting.promote()
         match = cache(self.admission.match)
         for request in self.waiting.candidates(num_slots, match):
-            num_slots -= 1 + request.num_forks
-            if num_left == 0 or num_slots < 0:
+            if num_left == 0 or num_slots <= request.num_forks:
                 return
+            if self.admission.waits_for_adapters(request, self.running.values()):
+                if request.is_overdue:
+                    return
+                continue
             num_matched = match(request)
             if self.admission.waits_for_prefix(request, num_matched, self.running.values()):
                 self.num_prefix_waits += 1
                 self.num_deferred += 1
-                num_slots += 1 + request.num_forks
                 continue
+            num_slots -= 1 + request.num_forks
             whole_prompt = request.num_tokens - num_matched
             if not self.config.enable_chunked_prefill and whole_prompt > num_left:
                 return

@@ -36,6 +36,7 @@ PUBLIC = {
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
+    "LoRARequest",
     "SamplingParams",
     "TextPrompt",
     "TokensPrompt",

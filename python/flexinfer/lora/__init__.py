@@ -1,0 +1,1 @@
+"""LoRA: adapters that requests choose, beside the one model that all of them share."""

@@ -1,0 +1,190 @@
+"""PeftFolder: an adapter as PEFT saves it, checked against a model before its weights are read.
+
+    adapter_config.json         rank, alpha, and what else it is made of
+    adapter_model.safetensors   base_model.model.PATH.lora_A.weight [rank, in_features]
+                                base_model.model.PATH.lora_B.weight [out_features, rank]
+
+What changes an answer and is not known here is refused by its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexinfer.errors import RequestError
+from flexinfer.layers.adapters import LayerAdapters, LayerUpdate
+from flexinfer.lora.places import Places
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+HARMLESS = {
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout",
+    "fan_in_fan_out", "bias", "use_rslora", "init_lora_weights", "layers_to_transform",
+    "layers_pattern", "rank_pattern", "alpha_pattern", "megatron_core", "runtime_config",
+    "qalora_group_size", "eva_config", "ensure_weight_tying",
+}  # fmt: skip
+"""Fields that are honoured, or that training alone reads; any other must be off."""
+KEEPS_BASE = {"true", "false", "gaussian", "eva", "orthogonal"}
+"""Ways to begin a training that leave the model's own weights as they are."""
+NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
+
+
+class PeftFolder:
+    """One adapter on disk. Raises RequestError for what cannot be served with this model."""
+
+    def __init__(self, name: str, path: str, places: Places, max_rank: int) -> None:
+        """Reads the config and the header of the weights."""
+        self._who = f"LoRA adapter {name!r} ({path})"
+        self._weights = Path(path) / WEIGHTS
+        text = self._read_config(Path(path))
+        self._config: dict[str, Any] = json.loads(text)
+        self._places = places
+        self._check_config()
+        self._paths = self._check_tensors(max_rank)
+        self._text = text
+
+    def digest(self) -> str:
+        """Of config and weights: adapters with the same one give the same."""
+        digest = hashlib.blake2b(self._text, digest_size=16)
+        with self._weights.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        return digest.hexdigest()
+
+    def read(self, device: torch.device) -> list[tuple[LayerAdapters, LayerUpdate]]:
+        """The adapter's part in each layer that has one."""
+        from safetensors import safe_open
+
+        parts: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
+        layers: dict[int, LayerAdapters] = {}
+        with safe_open(self._weights, framework="pt") as file:
+            for path in self._paths:
+                place = self._places[path]
+                a, b = (file.get_tensor(_tensor(path, which)) for which in "AB")
+                b = b.float() * self._scaling(path, a.shape[0])
+                layers[id(place.adapters)] = place.adapters
+                parts.setdefault(id(place.adapters), []).append(
+                    (place.first, a.to(device, place.dtype), b.to(device, place.dtype))
+                )
+        return [(layers[key], LayerUpdate.of(of_layer)) for key, of_layer in parts.items()]
+
+    def _read_config(self, folder: Path) -> bytes:
+        if not folder.is_dir():
+            raise RequestError(f"{self._who}: there is no such folder")
+        if not self._weights.is_file():
+            why = "; save the adapter with safetensors" if list(folder.glob("*.bin")) else ""
+            raise RequestError(f"{self._who} has no {WEIGHTS}{why}")
+        try:
+            text = (folder / CONFIG).read_bytes()
+            is_mapping = isinstance(json.loads(text), dict)
+        except (OSError, ValueError) as error:
+            raise RequestError(f"{self._who}: {CONFIG} cannot be read: {error}") from None
+        if not is_mapping:
+            raise RequestError(f"{self._who}: {CONFIG} is not a mapping")
+        return text
+
+    def _check_config(self) -> None:
+        config = self._config
+        for field, known in (("peft_type", ("LORA",)), ("task_type", ("CAUSAL_LM", None))):
+            if config.get(field) not in known:
+                raise RequestError(
+                    f"{self._who} has {field} {config.get(field)!r}: only {known[0]} is supported"
+                )
+        if config.get("bias", "none") != "none":
+            raise RequestError(f"{self._who} has bias={config['bias']!r}: biases are not supported")
+        begun = config.get("init_lora_weights", True)
+        if str(begun).lower() not in KEEPS_BASE:
+            raise RequestError(
+                f"{self._who} has init_lora_weights={begun!r}, by which the model's own weights "
+                "may have changed, too: not supported; let PEFT convert it when it is saved"
+            )
+        unknown = [f for f, value in config.items() if value and f not in HARMLESS]
+        if unknown:
+            raise RequestError(f"{self._who} has {', '.join(sorted(unknown))}: not supported")
+        for field in ("r", "lora_alpha"):
+            value = config.get(field)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+                raise RequestError(f"{self._who}: {field} must be a positive number, got {value!r}")
+
+    def _check_tensors(self, max_rank: int) -> list[str]:
+        """Paths of the layers that it has products for."""
+        shapes = self._shapes()
+        paths = dict.fromkeys(found[1] for name in shapes if (found := NAME.fullmatch(name)))
+        others = [name for name in shapes if not NAME.fullmatch(name)]
+        if others:
+            raise RequestError(f"{self._who} has the weights {others[0]!r}: not supported")
+        if not paths:
+            raise RequestError(f"{self._who} has no weights")
+        for path in paths:
+            self._check_path(path)
+            a, b = (shapes.get(_tensor(path, which), ()) for which in "AB")
+            if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] == 0:
+                raise RequestError(f"{self._who}: lora_A {a} and lora_B {b} of {path} do not fit")
+            place = self._places[path]
+            if (b[0], a[1]) != (place.width, place.depth):
+                raise self._of_another_model(
+                    f"{path} has {a[1]} inputs and {b[0]} outputs in it, and {place.depth} and "
+                    f"{place.width} in the model"
+                )
+            if a[0] > max_rank:
+                raise RequestError(
+                    f"{self._who} has rank {a[0]}, and max_lora_rank is {max_rank}: raise it"
+                )
+        self._check_complete(set(paths))
+        return list(paths)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self._weights, framework="pt") as file:
+                names = file.keys()
+                return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+        except (OSError, SafetensorError) as error:
+            raise RequestError(f"{self._who}: {WEIGHTS} cannot be read: {error}") from None
+
+    def _check_path(self, path: str) -> None:
+        if path in self._places:
+            return
+        if path in self._places.others:
+            raise RequestError(
+                f"{self._who} adapts {path}: only linear layers that compute each token once are "
+                "supported, and no embedding, head or expert"
+            )
+        raise self._of_another_model(f"the model has no {path}")
+
+    def _check_complete(self, paths: set[str]) -> None:
+        """Refuse weights that lack one of the layers that the config names."""
+        config = self._config
+        targets = config.get("target_modules")
+        is_partial = config.get("layers_to_transform") is not None or config.get("exclude_modules")
+        if not isinstance(targets, list) or is_partial:
+            return
+        for path in self._places:
+            if path not in paths and any(f".{path}".endswith(f".{name}") for name in targets):
+                raise RequestError(f"{self._who} is incomplete: it has no weights for {path}")
+
+    def _of_another_model(self, why: str) -> RequestError:
+        base = self._config.get("base_model_name_or_path")
+        made_for = f" ({base!r})" if base else ""
+        return RequestError(f"{self._who} is for another model{made_for}: {why}")
+
+    def _scaling(self, path: str, rank: int) -> float:
+        """As PEFT has it; patterns name layers by the end of their paths."""
+        alpha = self._config["lora_alpha"]
+        for pattern, value in (self._config.get("alpha_pattern") or {}).items():
+            if re.fullmatch(rf"(.*\.)?({pattern})", path):
+                alpha = value
+                break
+        return float(alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank))
+
+
+def _tensor(path: str, which: str) -> str:
+    return f"base_model.model.{path}.lora_{which}.weight"
