@@ -13,17 +13,19 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 
-from attacks import NAMES, SLOW, endless
+from attacks import NAMES, ORDINARY, SLOW, endless
 
 NUM_CONNECTIONS = 4
 NUM_SLOW = 300
 BYTE_EVERY_S = 0.2
+ORDINARY_PAUSE_S = 0.5
+"""8 requests a second: as many valid ones as the attack with metadata comes to."""
 ANSWER = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 2\r\n\r\n{}"
 
 Answers = Counter[str]
 
 
-async def attack(port: int, requests: Iterator[bytes], answers: Answers) -> None:
+async def attack(port: int, requests: Iterator[bytes], answers: Answers, pause_s: float) -> None:
     """One connection after the other, since a refusal may close it."""
     while True:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
@@ -33,6 +35,7 @@ async def attack(port: int, requests: Iterator[bytes], answers: Answers) -> None
                     writer.write(next(requests))
                     await writer.drain()
                     answers[await read_answer(reader)] += 1
+                    await asyncio.sleep(pause_s)
             finally:
                 writer.close()
 
@@ -85,7 +88,8 @@ async def run(name: str, port: int, key: str, seconds: float, *, to_sink: bool) 
         if name == SLOW:
             work = [crawl(port, answers) for _ in range(NUM_SLOW)]
         else:
-            work = [attack(port, requests, answers) for _ in range(NUM_CONNECTIONS)]
+            pause_s = ORDINARY_PAUSE_S if name == ORDINARY else 0.0
+            work = [attack(port, requests, answers, pause_s) for _ in range(NUM_CONNECTIONS)]
         tasks = [asyncio.ensure_future(one) for one in work]
         print("ready", flush=True)
         await asyncio.sleep(seconds)

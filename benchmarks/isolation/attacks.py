@@ -81,7 +81,15 @@ def conversations(key: str) -> list[bytes]:
     ]
 
 
+def ordinary(key: str) -> list[bytes]:
+    """No attack: what the smaller half of `metadata` is without it."""
+    body = {"input": "a", "max_output_tokens": 1}
+    return [request("/v1/responses", json.dumps(body).encode(), key)]
+
+
+ORDINARY = "ordinary"
 ATTACKS = {
+    ORDINARY: ordinary,
     "bodies": bodies,
     "grammars": grammars,
     "metadata": metadata,
