@@ -157,12 +157,14 @@ void check_slots(const Core& core) {
   expect(broken == core.vtensors.num_broken(), "count of broken slots");
 }
 
-// What the driver says is mapped is what the page tables say. A vTensor in the worker's hands and a
-// broken slot are in between; asleep, nothing is mapped but what a failed wake() left.
+// What the driver says is mapped, and the system shows, is what the page tables say. A vTensor in
+// the worker's hands and a broken slot are in between; asleep, nothing is mapped but what a failed
+// wake() left.
 void check_mappings(const Core& core) {
   const Pool& pool = core.state.pool;
   const size_t row_chunks = pool.geometry.row_chunks;
   if (core.sleeper.is_asleep()) return;
+  std::vector<uintptr_t> addrs;
   for (SlotId slot = 0; slot < pool.vset.num_slots(); ++slot) {
     const Slot& entry = pool.vset[slot];
     const bool busy = entry.state == SlotState::kLive && core.vtensors.live_in(slot).busy;
@@ -170,13 +172,15 @@ void check_mappings(const Core& core) {
     const size_t rows = pool.vset.mapped_rows(slot);
     for (size_t i = 0; i < std::min(rows + 1, pool.geometry.max_rows()) * row_chunks; ++i) {
       const size_t row = i / row_chunks;
-      const auto mapped = pool.driver->mapped_at(pool.vset.address(i % row_chunks, slot, row));
+      addrs.push_back(pool.vset.address(i % row_chunks, slot, row));
+      const auto mapped = pool.driver->mapped_at(addrs.back());
       const bool holds = row < rows && entry.table[i] != kNoChunk;
       const bool right = holds ? mapped == pool.pset[entry.table[i]].handle : !mapped;
       expect(right, "the driver maps slot " + std::to_string(slot) + " row " + std::to_string(row) +
                         " as its page table says");
     }
   }
+  pool.driver->verify_mapped(addrs);
 }
 
 // Of a window's planes only leading rows are given back, and none that a later query reads.

@@ -33,7 +33,7 @@ std::string_view to_string(UpkeepTask::Kind kind) {
   return "release";
 }
 
-// Giving back comes first, so that nothing is scrubbed for nobody.
+// Giving back comes first, and dirty chunks go first, so that nothing is scrubbed for nobody.
 std::optional<UpkeepTask::Kind> Upkeep::next() const {
   const PSet& pset = state_.pool.pset;
   if (pset.num_free() > state_.options.max_free_chunks) return UpkeepTask::Kind::kRelease;
@@ -55,9 +55,10 @@ std::optional<UpkeepTask> Upkeep::plan() {
   const std::optional<UpkeepTask::Kind> kind = next();
   if (!kind) return std::nullopt;
   PSet& pset = state_.pool.pset;
-  const ChunkId id = *kind == UpkeepTask::Kind::kRelease ? pset.claim()
-                     : *kind == UpkeepTask::Kind::kScrub ? pset.claim_dirty()
-                                                         : pset.claim_absent();
+  const bool takes_dirty = *kind != UpkeepTask::Kind::kCreate && pset.num_dirty_free() > 0;
+  const ChunkId id = takes_dirty                           ? pset.claim_dirty()
+                     : *kind == UpkeepTask::Kind::kRelease ? pset.claim()
+                                                           : pset.claim_absent();
   const Chunk& chunk = pset[id];
   state_.claimed.insert(id);
   return UpkeepTask{*kind, {id, chunk.handle, chunk.created, false, chunk.dirty_bytes}};

@@ -94,6 +94,9 @@ class Driver {
   // What is mapped at `addr` as far as the driver knows: nothing, or a chunk. For
   // check_integrity().
   virtual std::optional<Handle> mapped_at(uintptr_t addr) const = 0;
+  // Throws IntegrityError where the system shows another chunk at one of these addresses of chunks
+  // than mapped_at() says. For check_integrity(); drivers that cannot ask the system pass.
+  virtual void verify_mapped(std::span<const uintptr_t> addrs) const { static_cast<void>(addrs); }
 
   // Contents, by chunk and offset, whether or not the chunk is mapped anywhere. Synchronous with
   // respect to the calling thread: when they return, the bytes are there.

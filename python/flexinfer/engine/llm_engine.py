@@ -249,8 +249,6 @@ class LLMEngine:
     def pin_prefix(self, prompt: Prompt, owner: str, ttl_s: float | None = None) -> int:
         """Keep the longest recorded prefix of `prompt` from eviction, for `ttl_s` seconds or until
         `unpin_prefix(owner)`; returns how many tokens are pinned."""
-        if ttl_s is not None and not ttl_s > 0:
-            raise ValueError(f"ttl_s must be a positive number of seconds, got {ttl_s!r}")
         parsed = self.inputs.parse(prompt)
         snapshots = self.scheduler.states.snapshots
         return snapshots.pin_prefix(parsed.token_ids, owner, ttl_s, parsed.cache_salt)

@@ -8,13 +8,18 @@ _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def parse_bytes(size: int | str, name: str = "size") -> int:
-    """Bytes of ``size``: an integer, or text such as ``"64KiB"``, ``"1.5GiB"``, ``"512M"``."""
-    if isinstance(size, int) and not isinstance(size, bool):
-        return size
+    """Bytes of ``size``: an integer, or text such as ``"64KiB"``, ``"1.5GiB"``, ``"512M"``; less
+    than 2**63."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(?:i?B)?\s*", str(size), re.IGNORECASE)
     try:
-        return int(float(match[1]) * _UNITS[match[2].upper()])  # type: ignore[index]
+        if isinstance(size, int) and not isinstance(size, bool):
+            num_bytes = size
+        else:
+            num_bytes = int(float(match[1]) * _UNITS[match[2].upper()])  # type: ignore[index]
+        if not 0 <= num_bytes < 1 << 63:
+            raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise ValueError(
-            f"{name} is a number of bytes or text like '64MiB', got {size!r}"
+            f"{name} is a number of bytes from 0 to 2**63 - 1, or text like '64MiB', got {size!r}"
         ) from None
+    return num_bytes

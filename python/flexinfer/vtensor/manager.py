@@ -1,6 +1,7 @@
 """VTensorManager: owns the physical chunks and the virtual ranges of one device.
 
 Thread-safety: all of it may be called from any thread. A tensor view keeps its memory alive.
+A forked child has neither: its calls raise VTensorError, and on a CPU touching a view ends it.
 Sources: vTensor (Xu et al., 2024) for the manager; PagedAttention (Kwon et al., 2023) for fork.
 """
 
@@ -257,7 +258,10 @@ class VTensorManager(OpenCore):
     def pin_prefix(
         self, tokens: Any, owner: str, ttl_s: float | None = None, cache_salt: str = ""
     ) -> int:
-        """Keep the longest recorded prefix of ``tokens`` from eviction. Returns its length."""
+        """Keep the longest recorded prefix of ``tokens`` from eviction, for ``ttl_s`` seconds or
+        until :meth:`unpin_prefix`. Returns its length. Raises ValueError for 0 seconds or less."""
+        if ttl_s is not None and not ttl_s > 0:
+            raise ValueError(f"ttl_s must be a positive number of seconds, got {ttl_s!r}")
         return self._core.pin_prefix(token_array(tokens), owner, ttl_s or 0.0, cache_salt)
 
     def unpin_prefix(self, owner: str) -> int:
@@ -314,7 +318,9 @@ class VTensorManager(OpenCore):
         Recorded prefixes and live vTensors come back by :meth:`wake`, behind the same addresses.
         ``directory``: where the contents go, as an unlinked file; None: host memory. On a CPU that
         is the same memory, and only what is returned goes back to the system: what held no KV.
-        Raises ValueError while tensor views of vTensors are alive.
+        Raises ValueError while tensor views of vTensors are alive. Where saving fails it raises,
+        awake as before; where the driver does not bring back what was given up either, it is
+        :attr:`asleep`, and :meth:`wake` may be repeated.
         """
         return self._core.sleep(directory or "")
 

@@ -210,6 +210,27 @@ TEST_P(CoreIdleTest, what_upkeep_keeps_ready_counts_as_idle) {
   }
 }
 
+TEST_P(CoreIdleTest, what_goes_back_is_not_scrubbed_before_and_clean_chunks_stay) {
+  Core core(faulty_.pool, {.park = false});
+  const VTensorId id = *core.placement.create({}, "");
+  const size_t target = 8;  // 4 chunks
+  std::optional<Extension> extension = core.extender.plan_extend({&id, 1}, {&target, 1});
+  extension->run(faulty_.faults, faulty_.pool.vset, faulty_.pool.geometry);
+  core.extender.commit(*extension);
+  core.retirement.release(id);
+  const auto run_chore = [&] {
+    std::optional<UpkeepTask> task = core.upkeep.plan();
+    task->run(faulty_.faults, kChunk);
+    core.upkeep.finish(*task);
+    return task->kind;
+  };
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(run_chore(), UpkeepTask::Kind::kScrub);
+  core.state.options.max_free_chunks = 2;
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(run_chore(), UpkeepTask::Kind::kRelease);
+  EXPECT_EQ(pset().num_free(), 2U);
+  EXPECT_FALSE(core.upkeep.next());
+}
+
 TEST_P(CoreIdleTest, a_fraction_follows_the_budget) {
   Core core(faulty_.pool, {.prefix_cache_chunks = 8, .prefix_cache_fraction = 0.25});
   ASSERT_TRUE(core.reclaimer.set_budget_chunks(20));

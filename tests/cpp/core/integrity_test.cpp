@@ -1,5 +1,6 @@
 // check_integrity() finds what has been corrupted: one field at a time, named in the error.
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <functional>
 #include <ostream>
@@ -45,6 +46,18 @@ const std::vector<Corruption> kCorruptions = {
      [](World& world, VTensorId id) {
        const Handle other = chunk_of(world, id).handle;
        world.faulty.pool.driver->map(address_of(world, id, 3), {&other, 1}, kChunk);
+     }},
+    {"UnmappedBehindTheDriver", "the system shows nothing",
+     [](World& world, VTensorId id) {
+       void* addr = reinterpret_cast<void*>(address_of(world, id, 1));
+       constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
+       ASSERT_NE(mmap(addr, kChunk, PROT_READ, kFlags, -1, 0), MAP_FAILED);
+     }},
+    {"RemappedBehindTheDriver", "the system shows the chunk at 0x0",
+     [](World& world, VTensorId id) {
+       void* from = reinterpret_cast<void*>(address_of(world, id, 0));
+       void* to = reinterpret_cast<void*>(address_of(world, id, 1));
+       ASSERT_NE(mremap(from, 0, kChunk, MREMAP_MAYMOVE | MREMAP_FIXED, to), MAP_FAILED);
      }},
     {"FrozenTokens", "froze tokens",
      [](World& world, VTensorId id) { world.core.vtensors.live(id).frozen_tokens = 11; }},

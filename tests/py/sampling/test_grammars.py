@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,8 +14,9 @@ pytest.importorskip("llguidance")
 
 from flexinfer import LLM, AsyncLLM, EngineDeadError, RequestError, SamplingParams, async_llm
 from flexinfer.cli.settings import SHIPPED_MODEL
+from flexinfer.errors import EngineError
 from flexinfer.sampling import grammars
-from flexinfer.sampling.grammars import GrammarCompiler, StructuredOutputsParams
+from flexinfer.sampling.grammars import GrammarCompiler, StructuredOutputsParams, TokenMatcher
 
 PLAIN = SamplingParams(temperature=0, max_tokens=4)
 
@@ -147,6 +148,46 @@ def test_size_has_a_limit(offline: LLM) -> None:
     choice = [f"option number {i}" for i in range(60000)]
     with pytest.raises(RequestError, match=r"choice has 1[0-9]* bytes, but .* at most 524288"):
         offline.generate("A", asking(choice=choice), use_tqdm=False)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_a_grammar_that_fails_among_twenty_rows_ends_alone(
+    offline: LLM, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rows of the step are drawn again: no grammar reads a token twice."""
+    kinds = [
+        asking(choice=["red", "green", "blue"]),
+        asking(regex="[a-f]{8,16}"),
+        asking(json={"type": "object", "properties": {"a": {"type": "integer"}}}),
+        SamplingParams(seed=3, max_tokens=8),
+    ]
+    prompts = [chr(ord("A") + i) for i in range(21)]
+    params = [kinds[i % len(kinds)] for i in range(20)]
+    plain = offline.generate(prompts[:20], params, use_tqdm=False)
+    real = TokenMatcher.allowed
+
+    def fail(self: TokenMatcher, token_ids: Sequence[int], num_drafted: int = 0) -> Any:
+        mask = real(self, token_ids, num_drafted)
+        if self in doomed and len(token_ids) >= num_tokens:
+            raise EngineError("the grammar is at a loss")
+        return mask
+
+    doomed: list[TokenMatcher] = []
+    make = GrammarCompiler.matcher
+
+    def note(self: GrammarCompiler, structure: StructuredOutputsParams) -> TokenMatcher:
+        matcher = make(self, structure)
+        if structure.source == "[x-z]{5}":
+            doomed.append(matcher)
+        return matcher
+
+    monkeypatch.setattr(GrammarCompiler, "matcher", note)
+    monkeypatch.setattr(TokenMatcher, "allowed", fail)
+    outputs = offline.generate(prompts, [*params, asking(regex="[x-z]{5}")], use_tqdm=False)
+    bad = outputs.pop().outputs[0]
+    assert (bad.finish_reason, len(bad.token_ids)) == ("error", num_tokens)
+    assert bad.stop_reason == "the grammar is at a loss"
+    assert [o.outputs for o in outputs] == [o.outputs for o in plain]
 
 
 @pytest.mark.parametrize(

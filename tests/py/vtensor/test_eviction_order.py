@@ -130,6 +130,15 @@ def test_mapping_ahead_costs_the_same_beside_many_parked_chunks() -> None:
     assert pre_extend_seconds(16_000) < 10 * pre_extend_seconds(16)  # it was 300 times as long
 
 
+@pytest.mark.parametrize("ttl_s", [0, -1, -0.5, float("nan"), float("-inf")])
+def test_a_pin_that_has_expired_is_refused(ttl_s: float) -> None:
+    with open_manager(4) as manager:
+        serve(manager, prompt(1, 2))
+        with pytest.raises(ValueError, match="ttl_s must be a positive number of seconds"):
+            manager.pin_prefix(prompt(1, 2), "owner", ttl_s)
+        assert manager.unpin_prefix("owner") == 0
+
+
 @pytest.mark.parametrize("ttl_s", [float("inf"), 1e30])
 def test_a_pin_for_good_does_not_expire(ttl_s: float) -> None:
     with open_manager(4) as manager:

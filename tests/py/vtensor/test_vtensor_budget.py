@@ -62,7 +62,7 @@ def test_a_budget_below_what_is_in_use_is_refused(manager: VTensorManager) -> No
     assert vtensor.num_tokens == 10
 
 
-@pytest.mark.parametrize("budget", [0, -1, CHUNK - 1, "no"])
+@pytest.mark.parametrize("budget", [0, -1, CHUNK - 1, "no", 2**63, 2**70])
 def test_a_budget_that_makes_no_sense_is_a_value_error(
     manager: VTensorManager, budget: Any
 ) -> None:

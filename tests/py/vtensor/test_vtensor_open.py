@@ -71,7 +71,7 @@ def test_a_spec_that_makes_no_sense_is_refused(changes: dict[str, Any], message:
     ("options", "message"),
     [
         ({"memory_budget": CHUNK - 1}, "less than one chunk"),
-        ({"memory_budget": -1}, "memory_budget must be positive"),
+        ({"memory_budget": -1}, "memory_budget is a number of bytes from 0 to"),
         ({"chunk_bytes": 5000}, "5000 is not a positive multiple of the driver's granularity 4096"),
         ({"chunk_bytes": 0}, "chunk_bytes must be positive"),
         ({"max_requests": 0}, "max_requests"),

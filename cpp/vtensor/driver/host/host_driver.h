@@ -94,6 +94,7 @@ class HostDriver final : public Driver {
     const std::lock_guard lock(mutex_);
     return ledger_.mapped_at(addr);
   }
+  void verify_mapped(std::span<const uintptr_t> addrs) const override;
   void copy(Handle dst, size_t dst_offset, Handle src, size_t src_offset,
             size_t size_bytes) override;
   void fill(Handle dst, size_t dst_offset, size_t size_bytes, std::byte value) override;

@@ -7,6 +7,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cinttypes>
+#include <cstdio>
+#include <fstream>
 #include <string>
 
 #include "vtensor/driver/host/host_call.h"
@@ -132,6 +135,27 @@ size_t HostMemfd::resident_bytes() const {
   struct stat status{};
   if (fstat(fd_, &status) != 0) fail("fstat", "vtensor");
   return static_cast<size_t>(status.st_blocks) * 512;
+}
+
+// A line is "start-end rwxp offset device inode path"; what nobody may touch shows nothing.
+std::optional<std::map<uintptr_t, HostMemfd::Extent>> HostMemfd::shown() const {
+  struct stat status{};
+  if (fstat(fd_, &status) != 0) fail("fstat", "vtensor");
+  std::map<uintptr_t, Extent> extents;
+  std::ifstream file("/proc/self/maps");
+  for (std::string line; std::getline(file, line);) {
+    if (line.find("memfd:") == std::string::npos) continue;
+    uintptr_t start = 0;
+    uintptr_t end = 0;
+    uint64_t offset = 0;
+    uint64_t inode = 0;
+    char access[5] = {};
+    constexpr const char* kForm = "%" SCNxPTR "-%" SCNxPTR " %4s %" SCNx64 " %*s %" SCNu64;
+    if (std::sscanf(line.c_str(), kForm, &start, &end, access, &offset, &inode) != 5) continue;
+    if (inode == status.st_ino && access[0] == 'r') extents[start] = {offset, end - start};
+  }
+  if (extents.erase(reinterpret_cast<uintptr_t>(window_)) == 0) return std::nullopt;
+  return extents;
 }
 
 }  // namespace vtensor

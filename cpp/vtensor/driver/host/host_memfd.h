@@ -10,6 +10,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <optional>
 
 #include "vtensor/util/units.h"
 
@@ -19,6 +21,11 @@ inline constexpr size_t kHugePageBytes = 2 * kMiB;
 
 class HostMemfd {
  public:
+  struct Extent {
+    uint64_t offset;
+    size_t size_bytes;
+  };
+
   // For up to `capacity_bytes` of memory. Throws DriverError when the system refuses the memfd or
   // the window.
   HostMemfd(size_t capacity_bytes, size_t page_bytes);
@@ -49,6 +56,9 @@ class HostMemfd {
   void leave_window(uint64_t offset, size_t size_bytes) const noexcept;
 
   size_t resident_bytes() const;  // what the system holds for the memfd
+  // Where the system shows it (/proc/self/maps), the window left out; nothing if it does not tell.
+  // Slow (0.5 us per mapping of the process); torn where others map meanwhile.
+  std::optional<std::map<uintptr_t, Extent>> shown() const;
 
  private:
   void open();

@@ -39,6 +39,9 @@ class ForwardingDriver : public Driver {
   bool has_memory() const noexcept override { return inner_->has_memory(); }
   bool remaps_in_place() const noexcept override { return inner_->remaps_in_place(); }
   std::optional<Handle> mapped_at(uintptr_t addr) const override { return inner_->mapped_at(addr); }
+  void verify_mapped(std::span<const uintptr_t> addrs) const override {
+    inner_->verify_mapped(addrs);
+  }
   size_t granularity() const noexcept override { return inner_->granularity(); }
 
   std::unique_ptr<Fence> fence(uintptr_t stream) override { return inner_->fence(stream); }
