@@ -104,6 +104,7 @@ def measure(args: argparse.Namespace, model: Path, folder: Path) -> list[Row]:
             for kind in args.prompts.split(","):
                 prompts = prompt_arguments(args, kind, round_idx, folder)
                 for name in order:
+                    time.sleep(args.pause)
                     row = run(args, generator, servers[name], model, prompts)
                     rows.append({"round": round_idx, "prompts": kind, "server": name, **row})
                     print(json.dumps(rows[-1]), flush=True)
@@ -192,6 +193,12 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--warm-ups", type=int, default=1, help="rounds before, told apart")
     parser.add_argument("--num-prompts", type=int, default=96, help="in one round")
     parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=2.0,
+        help="seconds before a run: what a server does once idle",
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of vLLM")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--models", type=Path, default=Path("build/bench/text_models"))

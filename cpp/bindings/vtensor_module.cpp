@@ -153,6 +153,7 @@ void bind_vtensors(nb::class_<Manager>& manager) {
              const std::vector<size_t>& num_tokens) { self.extend(ids, num_tokens); },
           "ids"_a, "num_tokens"_a, GilRelease())
       .def("pre_extend", &Manager::pre_extend, "ids"_a, "num_tokens"_a, GilRelease())
+      .def("set_busy", &Manager::set_busy, "busy"_a, GilRelease())
       .def("forget", &Manager::forget, "ids"_a, "num_tokens"_a, GilRelease())
       .def("drain", &Manager::drain, GilRelease())
       .def("truncate", &Manager::truncate, "id"_a, "num_tokens"_a, GilRelease())

@@ -190,6 +190,12 @@ void Manager::pre_extend(const std::vector<VTensorId>& ids, const std::vector<si
   if (options_.pre_extend) background_.post(held, ids, num_tokens);
 }
 
+void Manager::set_busy(bool busy) {
+  const Lock held = lock_awake_or_not();
+  core_.upkeep.set_busy(busy);
+  if (options_.pre_extend && !busy) background_.post(held, {}, {});
+}
+
 void Manager::forget(const std::vector<VTensorId>& ids, const std::vector<size_t>& num_tokens) {
   check_same_size(ids.size(), num_tokens.size());
   if (pool_.geometry.windows.empty()) return;

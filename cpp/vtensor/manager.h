@@ -50,6 +50,8 @@ class Manager : public std::enable_shared_from_this<Manager> {
   // Maps ahead of need on the worker, which then does its upkeep: scrubbing, creating, giving back.
   // Never fails, never waits.
   void pre_extend(const std::vector<VTensorId>& ids, const std::vector<size_t>& num_tokens);
+  // Says whether steps run: see Upkeep::set_busy(). Also while asleep. Never waits.
+  void set_busy(bool busy);
   // Says that all queries to come of ids[i] are at token num_tokens[i] or later: rows that windows
   // have left then are given back, by the worker and behind the steps that may read them. Never
   // fails, never waits.

@@ -212,8 +212,8 @@ class EngineConfig:
     eager_allocation: bool = True
     """Have the worker create chunks ahead of need, up to `free_memory_low`."""
     free_memory_low: int | str | None = None
-    """Free bytes below which the worker creates chunks; None: 2 MiB in each plane for
-    each request that may run, at most 1/16 of the budget."""
+    """Free bytes below which the worker creates chunks, a quarter of that while steps run; None:
+    2 MiB in each plane for each request that may run, at most 1/16 of the budget."""
     free_memory_high: int | str | None = None
     """Free bytes above which the worker gives chunks back to the system; None: it keeps them."""
     prefix_cache_memory: int | str | None = None

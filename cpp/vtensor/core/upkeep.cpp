@@ -33,14 +33,19 @@ std::string_view to_string(UpkeepTask::Kind kind) {
   return "release";
 }
 
+size_t Upkeep::num_kept_ready() const {
+  constexpr size_t kBusyPart = 4;
+  const size_t ready = state_.options.min_free_chunks;
+  return busy_ ? ceil_div(ready, kBusyPart) : ready;
+}
+
 // Giving back comes first, and dirty chunks go first, so that nothing is scrubbed for nobody.
 std::optional<UpkeepTask::Kind> Upkeep::next() const {
   const PSet& pset = state_.pool.pset;
   if (pset.num_free() > state_.options.max_free_chunks) return UpkeepTask::Kind::kRelease;
   if (pset.num_dirty_free() > 0 && state_.options.scrub != ScrubPolicy::kOff)
     return UpkeepTask::Kind::kScrub;
-  if (pset.num_free() < state_.options.min_free_chunks &&
-      pset.num_created() < pset.budget_chunks()) {
+  if (pset.num_free() < num_kept_ready() && pset.num_created() < pset.budget_chunks()) {
     return UpkeepTask::Kind::kCreate;
   }
   return std::nullopt;
@@ -49,8 +54,8 @@ std::optional<UpkeepTask::Kind> Upkeep::next() const {
 std::optional<UpkeepTask> Upkeep::plan() {
   if (next() == UpkeepTask::Kind::kCreate) {
     // What will be free then counts as idle too: nobody uses it.
-    const size_t min_free = state_.options.min_free_chunks, bound = reclaimer_.max_idle();
-    reclaimer_.recycle(min_free, bound - std::min(bound, min_free));
+    const size_t ready = num_kept_ready(), bound = reclaimer_.max_idle();
+    reclaimer_.recycle(ready, bound - std::min(bound, ready));
   }
   const std::optional<UpkeepTask::Kind> kind = next();
   if (!kind) return std::nullopt;

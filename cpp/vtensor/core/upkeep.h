@@ -28,6 +28,9 @@ class Upkeep {
  public:
   Upkeep(CoreState& state, Reclaimer& reclaimer) : state_(state), reclaimer_(reclaimer) {}
 
+  // While steps run a quarter of the chunks is kept ready: creating one takes a core from them, for
+  // milliseconds where the system must find the memory first. The rest follows when they are over.
+  void set_busy(bool busy) { busy_ = busy; }
   // What is most urgent, or nothing.
   std::optional<UpkeepTask::Kind> next() const;
   // The most urgent task, or nothing: to be run one at a time.
@@ -36,8 +39,11 @@ class Upkeep {
   void finish(const UpkeepTask& task);
 
  private:
+  size_t num_kept_ready() const;
+
   CoreState& state_;
   Reclaimer& reclaimer_;
+  bool busy_ = false;
 };
 
 }  // namespace vtensor

@@ -41,6 +41,7 @@ OPERATIONS = frozenset(
         "forget",
         "pre_extend",
         "release",
+        "set_busy",
         "reset_prefix_cache",
         "set_memory_budget",
         "sleep",
@@ -54,7 +55,7 @@ OPERATIONS = frozenset(
     }
 )
 """Methods of the core that change what a manager holds."""
-WAKES_WORKER = frozenset({"forget", "pre_extend"})
+WAKES_WORKER = frozenset({"forget", "pre_extend", "set_busy"})
 UNEQUAL_OUTCOMES = frozenset({"sleep"})
 """What the system really gave back differs from process to process."""
 MAY_COME_LATE = frozenset({"release", "unpin_prefix"})

@@ -358,6 +358,8 @@ class LLMEngine:
                     self._requests.note_end(output, time.monotonic(), longest)
         ended = self.scheduler.take_ended()
         self._plans.forget(ended)
+        if not self.scheduler.has_unfinished_requests():
+            self.scheduler.pre_extender.rest()
         if self._speculation is not None:
             self._speculation.forget(ended)
         return outputs

@@ -95,12 +95,14 @@ class PreExtender:
         self._chunk_bytes = manager.chunk_bytes
         self._tokens_per_row = max(1, self._chunk_bytes // self._token_bytes)
         self.depth = ExtensionDepth(self._chunk_bytes / self._token_bytes)
+        self._is_busy = False
 
     def ask(self, items: Sequence[ScheduledRequest]) -> None:
         """Ask for what the batch's requests need after this step. Never fails, never waits.
 
         A request that was asked for before is asked for again only when its row falls due.
         """
+        self._set_busy(True)
         depth = self.depth.tokens
         vtensors = []
         targets = []
@@ -118,6 +120,10 @@ class PreExtender:
         self.depth.observe_growth(num_due)
         self._manager.pre_extend(vtensors, targets)  # an empty one wakes the worker for upkeep
 
+    def rest(self) -> None:
+        """No step follows for now: the worker fills up what is kept ready."""
+        self._set_busy(False)
+
     def forget(self, items: Sequence[ScheduledRequest]) -> None:
         """Have what windows have left given back: the items are computed, and no query before their
         ends follows. Never fails, never waits."""
@@ -125,6 +131,11 @@ class PreExtender:
             return
         alive = [item for item in items if not item.vtensor.released]
         self._manager.forget([item.vtensor for item in alive], [item.end for item in alive])
+
+    def _set_busy(self, busy: bool) -> None:
+        if busy != self._is_busy:
+            self._is_busy = busy
+            self._manager.set_busy(busy)
 
     def _target(self, item: ScheduledRequest, depth: int) -> int:
         request = item.request

@@ -48,7 +48,8 @@ class VTensorManager(OpenCore):
         pre_extend: let :meth:`pre_extend` map in the background; False makes it do nothing.
         alias: share prefixes by mapping; False copies them, as a baseline.
         dedup: when a prefix is recorded that was computed twice, map both onto one set of chunks.
-        min_free_bytes: clean free bytes that the worker keeps ready (eager allocation).
+        min_free_bytes: clean free bytes that the worker keeps ready (eager allocation); see
+            :meth:`set_busy`.
         max_free_bytes: free bytes beyond which the worker gives chunks back, no less than
             `min_free_bytes`; None: it keeps them.
         prefix_cache_bytes: bytes that no vTensor uses, of recorded prefixes and parked slots, those
@@ -201,6 +202,12 @@ class VTensorManager(OpenCore):
             self._core.pre_extend(ids, num_tokens)
         except TypeError:
             raise bad_lengths(num_tokens) from None
+
+    def set_busy(self, busy: bool) -> None:
+        """Say whether steps run; none do at first. While they do, the worker keeps a quarter of
+        `min_free_bytes` ready, and fills up when they are over: creating chunks takes a core.
+        """
+        self._core.set_busy(busy)
 
     def forget(self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]) -> None:
         """Say that all queries to come of ``vtensors[i]`` are at token ``num_tokens[i]`` or later.

@@ -231,6 +231,21 @@ TEST_P(CoreIdleTest, what_goes_back_is_not_scrubbed_before_and_clean_chunks_stay
   EXPECT_FALSE(core.upkeep.next());
 }
 
+TEST_P(CoreIdleTest, while_steps_run_a_quarter_is_kept_ready) {
+  Core eager(faulty_.pool, {.min_free_chunks = 9});
+  const auto num_ready = [&](bool busy) {
+    eager.upkeep.set_busy(busy);
+    while (std::optional<UpkeepTask> task = eager.upkeep.plan()) {
+      task->run(faulty_.faults, kChunk);
+      eager.upkeep.finish(*task);
+    }
+    return pset().num_free();
+  };
+  EXPECT_EQ(num_ready(true), 3U);
+  EXPECT_EQ(num_ready(false), 9U);
+  EXPECT_EQ(num_ready(true), 9U);  // what is there stays
+}
+
 TEST_P(CoreIdleTest, a_fraction_follows_the_budget) {
   Core core(faulty_.pool, {.prefix_cache_chunks = 8, .prefix_cache_fraction = 0.25});
   ASSERT_TRUE(core.reclaimer.set_budget_chunks(20));

@@ -157,6 +157,21 @@ def test_preempted_requests_go_on_where_they_were() -> None:
     engine.close()
 
 
+def test_the_worker_is_told_when_steps_begin_and_when_they_are_over(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(engine.manager, "set_busy", told.append)
+    for i, prompt in enumerate(random_prompts((5, 9))):
+        engine.add_request(str(i), prompt, GREEDY)
+    run(engine)
+    assert told == [True, False]
+    engine.add_request("2", [1, 2, 3], GREEDY)
+    engine.step()
+    engine.abort_request("2")
+    assert told == [True, False] * 2
+
+
 def test_importing_the_package_loads_no_torch() -> None:
     code = "import flexinfer, sys; assert 'torch' not in sys.modules; print(flexinfer.__version__)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

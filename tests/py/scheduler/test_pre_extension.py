@@ -99,6 +99,7 @@ def asked(request: Request, end: int, max_step_tokens: int = 64) -> list[int]:
         spec=SimpleNamespace(plane_token_bytes=1, windows=()),
         chunk_bytes=16,
         pre_extend=lambda vtensors, targets: found.extend(targets),
+        set_busy=lambda busy: None,
     )
     vtensor: Any = None
     item = ScheduledRequest(request, vtensor, request.num_computed_tokens, end, True)

@@ -32,6 +32,17 @@ def test_equal_watermarks_that_are_no_whole_chunks_keep_nobody_waiting(name: str
     manager.close()
 
 
+def test_what_is_kept_ready_is_filled_up_when_steps_are_over() -> None:
+    with open_manager(min_free_bytes=8 * 4096) as manager:
+        manager.set_busy(True)
+        manager.pre_extend([], [])
+        manager.drain()
+        assert manager.stats().resident_bytes == 2 * 4096
+        manager.set_busy(False)
+        manager.drain()
+        assert manager.stats().resident_bytes == 8 * 4096
+
+
 def test_a_low_watermark_above_the_high_one_is_refused() -> None:
     with pytest.raises(ValueError, match="min_free_bytes 8192 is more than max_free_bytes 4096"):
         open_manager(min_free_bytes=8192, max_free_bytes=4096)
