@@ -32,6 +32,8 @@ from flexinfer.memory.kv_setup import (
 from flexinfer.runtime.device import choose_device
 from flexinfer.sampling.grammars import GrammarCompiler
 from flexinfer.scheduler.scheduler import Scheduler
+from flexinfer.speculation.drafter import NgramDrafter
+from flexinfer.speculation.speculation import Speculation
 
 if TYPE_CHECKING:
     from flexinfer.engine.draft_model import DraftModel
@@ -164,6 +166,19 @@ def _open(
         raise
     manager.pre_extend([], [])  # the worker creates the first chunks before the first request
     return parts
+
+
+def make_speculation(parts: EngineParts) -> Speculation | None:
+    """None: the config asks for none."""
+    settings = parts.config.speculation
+    if settings is None:
+        return None
+    return Speculation(
+        settings.num_speculative_tokens,
+        parts.draft_model or NgramDrafter(*settings.lookup_lengths),
+        parts.manager,
+        parts.scheduler.config.max_num_batched_tokens,
+    )
 
 
 def _check(config: EngineConfig) -> EngineConfig:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from flexinfer.config import EngineConfig
-from flexinfer.engine.build import EngineParts, build_parts
+from flexinfer.engine.build import EngineParts, build_parts, make_speculation
 from flexinfer.engine.engine_stats import take_stats
 from flexinfer.engine.group import NewToken, RequestGroup
 from flexinfer.engine.plan_builder import PlanBuilder
@@ -31,8 +31,6 @@ from flexinfer.runtime.torch_settings import return_freed_memory
 from flexinfer.sampling.params import BeamSearchParams, SamplingParams
 from flexinfer.scheduler.request import Request
 from flexinfer.scheduler.scheduler import Batch
-from flexinfer.speculation.drafter import NgramDrafter
-from flexinfer.speculation.speculation import Speculation
 from flexinfer.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -62,14 +60,7 @@ class LLMEngine:
         self._draft_model = parts.draft_model
         self._events = parts.events
         self.adapters = parts.adapters
-        self._speculation: Speculation | None = None
-        if parts.config.speculation is not None:
-            self._speculation = Speculation(
-                parts.config.speculation.num_speculative_tokens,
-                parts.draft_model or NgramDrafter(*parts.config.speculation.lookup_lengths),
-                self.manager,
-                self.scheduler.config.max_num_batched_tokens,
-            )
+        self._speculation = make_speculation(parts)
         self._settled: list[RequestOutput] = []  # outputs of a step that had to be waited for
         self._meter = StepMeter(self.manager)
         self._requests = RequestStats()
