@@ -142,7 +142,8 @@ def _pytest_in_child(tests: Sequence[str]) -> None:
 
 
 def run_cpp(tests: Sequence[str]) -> int:
-    """0: they pass; 1: some fail, or run for ever; above: it is not built."""
+    """0: they pass; 1: some fail, or run for ever; above: it is not built, or there are none."""
+    was_any_run = False
     with LOG.open("w") as log:
         built = subprocess.run(["cmake", "--build", CPP], stdout=log, stderr=log)
         if built.returncode != 0:
@@ -156,7 +157,13 @@ def run_cpp(tests: Sequence[str]) -> int:
                 return 1
             if done.returncode != 0:
                 return 1
-    return 0
+        was_any_run |= "] 0 tests from" not in _last_run(LOG)
+    return 0 if was_any_run else 3
+
+
+def _last_run(log: Path) -> str:
+    """What GoogleTest says from its last start on."""
+    return log.read_text().rpartition("Running main()")[2]
 
 
 def configure_cpp() -> None:
