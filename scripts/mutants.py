@@ -157,7 +157,7 @@ def run_cpp(tests: Sequence[str]) -> int:
                 return 1
             if done.returncode != 0:
                 return 1
-        was_any_run |= "] 0 tests from" not in _last_run(LOG)
+            was_any_run |= "] 0 tests from" not in _last_run(LOG)
     return 0 if was_any_run else 3
 
 

@@ -50,3 +50,15 @@ def say(monkeypatch: pytest.MonkeyPatch, llm: AsyncLLM, text: str) -> list[Sampl
 
     monkeypatch.setattr(llm, "generate", generate)
     return asked
+
+
+def check_admitted(llm: AsyncLLM, text: str, asked: list[SamplingParams]) -> None:
+    """Real sampling would have allowed these words."""
+    ids = llm.tokenizer(text, add_special_tokens=False).input_ids
+    ended = [*ids, llm.tokenizer.eos_token_id]
+    assert asked
+    for params in asked:
+        if params.structured_outputs is not None:
+            matcher = llm.grammars.matcher(params.structured_outputs)
+            for num_read, token in enumerate(ended):
+                assert matcher.allowed(ended[:num_read])[token]

@@ -17,7 +17,7 @@ import openai
 from flexinfer import LLM
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.cli.settings import SHIPPED_CHUNK_BYTES, SHIPPED_MODEL
-from helpers.serving import ServerProcess, make_llm
+from helpers.serving import ServerProcess, make_llm, serving, settings
 
 ADMIN_KEY = "admin-secret"
 
@@ -68,3 +68,10 @@ def llm() -> Iterator[AsyncLLM]:
     made = make_llm()
     yield made
     made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def scripted(llm: AsyncLLM) -> Iterator[str]:
+    """The URL of a server whose model a test may make say what it wants (helpers/scripted.py)."""
+    with serving(llm, settings()) as url:
+        yield url

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import openai
@@ -11,6 +12,8 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from flexinfer import LLM, SamplingParams
+from flexinfer.async_llm import AsyncLLM
+from helpers.scripted import check_admitted, say
 from helpers.serving import MODEL, ServerProcess
 
 pytestmark = pytest.mark.slow
@@ -75,7 +78,10 @@ def test_litellm_knows_a_full_context(route: dict[str, Any]) -> None:
             litellm.completion(**route, messages=[{"role": "user", "content": "a " * words}])
 
 
-OPENAI_MODES = ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "RESPONSES_TOOLS"]
+OPENAI_MODES = [
+    *("FUNCTIONS", "TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"),
+    *("RESPONSES_TOOLS", "RESPONSES_TOOLS_WITH_INBUILT_TOOLS"),
+]
 
 
 @pytest.mark.parametrize("mode", OPENAI_MODES)
@@ -103,14 +109,57 @@ def test_instructor_streams_objects_in_parts(client: openai.OpenAI, mode: str) -
 
 
 def test_instructor_uses_anthropics_tools(server: ServerProcess) -> None:
-    anthropic = pytest.importorskip("anthropic")
-    instructor = pytest.importorskip("instructor")
-    plain = anthropic.Anthropic(base_url=server.url, api_key="none")
-    made = instructor.from_anthropic(plain, mode=instructor.Mode.ANTHROPIC_TOOLS)
-    size = made.chat.completions.create(
+    size = instructor_at(server.url, "ANTHROPIC_TOOLS").chat.completions.create(
         model=MODEL, messages=CHAT, response_model=Size, max_tokens=200, max_retries=0
     )
     assert isinstance(size, Size)
+
+
+SIZE = '{"large": true, "legs": 4}'
+CALLS = f"""<tool_call>{{"name": "Size", "arguments": {SIZE}}}</tool_call>
+<tool_call>{{"name": "Size", "arguments": {SIZE}}}</tool_call>"""
+
+
+def instructor_at(url: str, mode: str) -> Any:
+    """instructor with the client that a mode is for."""
+    instructor = pytest.importorskip("instructor")
+    if not mode.startswith("ANTHROPIC"):
+        plain = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        return instructor.from_openai(plain, mode=getattr(instructor.Mode, mode))
+    anthropic = pytest.importorskip("anthropic")
+    claude = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    return instructor.from_anthropic(claude, mode=getattr(instructor.Mode, mode))
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        ("JSON", SIZE),
+        ("JSON_O1", SIZE),
+        ("MD_JSON", f"Here it is:\n```json\n{SIZE}\n```\n"),
+        ("ANTHROPIC_JSON", SIZE),
+        ("ANTHROPIC_TOOLS", SIZE),
+        ("PARALLEL_TOOLS", CALLS),
+        ("ANTHROPIC_PARALLEL_TOOLS", CALLS),
+    ],
+)
+def test_instructor_gets_what_the_model_chose(
+    mode: str, text: str, scripted: str, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modes that leave to the model what ours, a tiny one, cannot do."""
+    made, is_parallel = instructor_at(scripted, mode), "PARALLEL" in mode
+    asked = say(monkeypatch, llm, text)
+    sizes = made.chat.completions.create(
+        model=MODEL,
+        messages=CHAT,
+        response_model=Iterable[Size] if is_parallel else Size,
+        max_tokens=200,
+        max_retries=0,
+    )
+    found = list(sizes) if is_parallel else [sizes]
+    assert [one.model_dump_json() for one in found] == [SIZE.replace(" ", "")] * len(found)
+    assert len(found) == (2 if is_parallel else 1)
+    check_admitted(llm, text, asked)
 
 
 @pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])

@@ -15,10 +15,8 @@ suite = pytest.importorskip("langchain_tests.integration_tests")
 
 from langchain_openai import ChatOpenAI
 
-from flexinfer import SamplingParams
-from flexinfer.async_llm import AsyncLLM
-from helpers.scripted import say
-from helpers.serving import MODEL, ServerProcess, serving, settings
+from helpers.scripted import check_admitted, say
+from helpers.serving import MODEL, ServerProcess
 
 pytestmark = [
     pytest.mark.slow,
@@ -49,13 +47,6 @@ argument, no field beside those that a schema names, or a tool without being mad
 
 
 @pytest.fixture(scope="module")
-def scripted(llm: AsyncLLM) -> Iterator[str]:
-    """A server to put words into the model's mouth."""
-    with serving(llm, settings()) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
 def quote(server: ServerProcess) -> int:
     """The token that ends a text in JSON."""
     body = {"prompt": '"', "add_special_tokens": False}
@@ -72,18 +63,6 @@ def record_mode() -> str:
 @pytest.fixture(scope="module")
 def vcr_cassette_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("cassettes"))
-
-
-def check_admitted(llm: AsyncLLM, text: str, asked: list[SamplingParams]) -> None:
-    """Real sampling would have allowed these words."""
-    ids = llm.tokenizer(text, add_special_tokens=False).input_ids
-    ended = [*ids, llm.tokenizer.eos_token_id]
-    assert asked
-    for params in asked:
-        if params.structured_outputs is not None:
-            matcher = llm.grammars.matcher(params.structured_outputs)
-            for num_read, token in enumerate(ended):
-                assert matcher.allowed(ended[:num_read])[token]
 
 
 class Chat(suite.ChatModelIntegrationTests):  # type: ignore[misc]
