@@ -144,11 +144,15 @@ class GrammarCompiler:
                 self._pool = ThreadPoolExecutor(NUM_THREADS, "flexinfer-grammar")
             return self._pool.submit(self.compile, params)
 
+    def find(self, params: StructuredOutputsParams) -> CompiledGrammar | None:
+        """What was compiled of it, if it is still kept."""
+        with self._lock:
+            return self._find(_key(params))
+
     def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
         """In this thread, or found. Raises RequestError for what cannot be compiled."""
         key = _key(params)
-        with self._lock:
-            compiled = self._find(key)
+        compiled = self.find(params)
         if compiled is None:
             compiled = CompiledGrammar(self._compile(params))
             with self._lock:
@@ -269,7 +273,7 @@ class TokenMatcher:
         num_drawn = len(output_token_ids) - num_drafted
         new = list(output_token_ids[self._num_read : num_drawn])
         if new and not self._matcher.is_stopped() and not self._matcher.consume_tokens(new):
-            raise EngineError(f"structured output went wrong: {_first_line(self._matcher)}")
+            raise EngineError(self._why())
         self._num_read += len(new)
         drafted = list(output_token_ids[num_drawn:])
         if drafted and (
@@ -280,10 +284,16 @@ class TokenMatcher:
             self._matcher.consume_tokens(drafted)
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise EngineError(f"{TOO_COMPLEX}: {_first_line(self._matcher)}")
+            raise EngineError(self._why())
         if drafted and not self._matcher.rollback(num_drafted):
-            raise EngineError(f"structured output went wrong: {_first_line(self._matcher)}")
+            raise EngineError(self._why())
         return np.unpackbits(mask, bitorder="little")[: self._vocab_size].view(np.bool_)
+
+    def _why(self) -> str:
+        """It stopped at a token that it has not allowed, which is our fault, or at a limit."""
+        line = _first_line(self._matcher)
+        is_wrong_token = "doesn't satisfy the grammar" in line
+        return f"{'structured output went wrong' if is_wrong_token else TOO_COMPLEX}: {line}"
 
 
 def _key(params: StructuredOutputsParams) -> GrammarKey:

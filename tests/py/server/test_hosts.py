@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import httpx
@@ -9,7 +10,7 @@ import pytest
 
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.server.settings import ServerSettings
-from helpers.serving import MODEL, serving, settings
+from helpers.serving import MODEL, ServerProcess, serving, settings
 
 REBOUND = {"Host": "evil.example:8000"}
 
@@ -43,6 +44,15 @@ def test_names_of_this_machine_are_served(host: str, http: httpx.Client) -> None
 @pytest.mark.parametrize("host", ["localhost.evil.example", "x@evil.example", "127.0.0.1.nip.io"])
 def test_names_that_look_like_this_machine_are_refused(host: str, http: httpx.Client) -> None:
     assert http.get("/v1/models", headers={"Host": host}).status_code == 403
+
+
+def test_two_names_at_once_are_nobodys(server: ServerProcess) -> None:
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port or 0), timeout=30) as connection:
+        connection.sendall(
+            b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n"
+        )
+        assert connection.recv(12) == b"HTTP/1.1 403"
 
 
 def test_allowed_names_are_served_beside_those_of_this_machine(llm: AsyncLLM) -> None:

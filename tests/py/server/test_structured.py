@@ -15,7 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexinfer import LLM, RequestError, SamplingParams
+from flexinfer.async_llm import AsyncLLM
+from flexinfer.errors import EngineError
 from flexinfer.sampling.grammars import GrammarCompiler, StructuredOutputsParams
+from flexinfer.server.http.bodies import Turnstile
 from helpers.serving import MODEL
 
 PERSON: dict[str, Any] = {
@@ -189,10 +192,47 @@ def test_what_never_ends_is_refused_in_words(structure: Any, http: httpx.Client)
     assert "no text of finite length" in error["message"]
 
 
-def test_a_grammar_that_turns_out_too_complex_is_the_callers_fault(http: httpx.Client) -> None:
-    regex = "(((((([a-z]{1,30}){1,30}){1,30}){1,30}){1,30}){1,30})"
-    body = {"prompt": "a", "max_tokens": 8, "structured_outputs": {"regex": regex}}
+WORDS = {f"p{i}": {"type": "string", "pattern": "^[a-z]{1,40}$"} for i in range(600)}
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {"regex": "(((((([a-z]{1,30}){1,30}){1,30}){1,30}){1,30}){1,30})"},
+        {"json": {"type": "object", "properties": WORDS, "additionalProperties": False}},
+    ],
+    ids=["at once", "after a token"],
+)
+def test_a_grammar_that_turns_out_too_complex_is_the_callers_fault(
+    structure: Any, http: httpx.Client
+) -> None:
+    body = {"prompt": "a", "max_tokens": 8, "structured_outputs": structure}
     answer = http.post("/v1/completions", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "structured_outputs"
     assert "too complex" in answer.json()["error"]["message"]
+
+
+def test_a_token_that_a_structure_has_not_allowed_is_our_fault(offline: LLM) -> None:
+    grammars = offline.engine.grammars
+    matcher = grammars.matcher(StructuredOutputsParams(choice=["yes"]))
+    wrong = offline.get_tokenizer()("no", add_special_tokens=False).input_ids
+    with pytest.raises(EngineError, match="went wrong"):
+        matcher.allowed(wrong)
+
+
+def test_what_is_compiled_already_waits_for_no_turn(
+    llm: AsyncLLM, scripted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[str] = []
+    take = Turnstile.turn
+
+    def turn(self: Turnstile, tenant: str) -> Any:
+        turns.append(tenant)
+        return take(self, tenant)
+
+    monkeypatch.setattr(Turnstile, "turn", turn)
+    for pattern in ("turn [0-9]", "turn [0-9]", "turn [a-z]"):
+        body = {"prompt": "a", "max_tokens": 8, "structured_outputs": {"regex": pattern}}
+        assert httpx.post(f"{scripted}/v1/completions", json=body, timeout=60).is_success
+    assert len(turns) == 2

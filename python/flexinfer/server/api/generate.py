@@ -132,10 +132,12 @@ async def _outputs(
     state: ServerState, job: Job, params: SamplingParams, prompt_idx: int, engine_id: str
 ) -> Outputs:
     """Raises APIError for a sequence that the engine ended by a failure."""
-    grammar = None
-    if params.structured_outputs is not None:
-        async with state.grammars.turn(job.tenant):
-            grammar = await state.llm.prepare_grammar(params)
+    grammar, structure = None, params.structured_outputs
+    if structure is not None:
+        grammar = state.llm.grammars.find(structure)
+        if grammar is None:  # what is compiled already waits for no turn
+            async with state.grammars.turn(job.tenant):
+                grammar = await state.llm.prepare_grammar(params)
     outputs = state.llm.generate(job.prompts[prompt_idx], params, engine_id, priority=job.priority)
     if state.tracer is not None:
         outputs = state.tracer.watch(outputs, engine_id, params)

@@ -159,13 +159,24 @@ def _field_path(location: Sequence[int | str]) -> list[str]:
     return path
 
 
+def _unrouted(request: Request, status: int) -> str | None:
+    """What to say where no route matches; None: one did."""
+    path = request.url.path[:256]
+    if status == 404:
+        return f"there is no {path} here: GET /docs names all endpoints"
+    if status == 405:
+        return f"{path} does not take {request.method}: GET /docs names all endpoints"
+    return None
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Have every error of the app answered in its endpoint's shape."""
 
     async def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         if not isinstance(error, APIError):
-            error = APIError(error.status_code, str(error.detail), headers=error.headers)
+            detail = _unrouted(request, error.status_code) or str(error.detail)
+            error = APIError(error.status_code, detail, headers=error.headers)
         return error_response(error, request.url.path)
 
     async def on_invalid(request: Request, error: Exception) -> JSONResponse:

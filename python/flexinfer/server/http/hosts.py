@@ -46,12 +46,15 @@ class HostMiddleware:
 
 
 def host_of(scope: Scope) -> str | None:
-    """The name in the Host header, in small letters, without its port; None: there is none."""
-    for key, value in scope["headers"]:
-        if key == b"host":
-            host: str = value.decode("latin-1").rpartition("@")[2].lower()
-            return host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
-    return None
+    """The name in the Host header, in small letters, without its port; None: there is none. Of
+    several, which no client sends, all: that is a name of nobody."""
+    hosts: list[str] = [
+        value.decode("latin-1") for key, value in scope["headers"] if key == b"host"
+    ]
+    if len(hosts) != 1:
+        return ", ".join(hosts) or None
+    host = hosts[0].rpartition("@")[2].lower()
+    return host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
 
 
 def is_loopback(name: str) -> bool:
