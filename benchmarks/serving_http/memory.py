@@ -34,7 +34,7 @@ from provenance import write_report
 
 Row = dict[str, Any]
 MIB = 1 << 20
-SAMPLE_INTERVAL_S = 0.1
+SAMPLE_INTERVAL_S = 0.5
 SIZES = ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem")
 COLUMNS = (
     "server",
