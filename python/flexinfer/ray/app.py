@@ -41,7 +41,8 @@ class GatewayDeployment:
         messages = self._answers.remote(call)
         try:
             async for message in messages:
-                call.on_answer()
+                if message["type"] == "http.response.start":
+                    call.on_answer()
                 yield message
         except RayActorError as error:
             raise ReplicaLostError(str(error).partition("\n")[0]) from None

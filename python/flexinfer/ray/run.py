@@ -43,7 +43,8 @@ def serve_replicas(
     app = build(options)
     if address is None:
         cpus = max(os.cpu_count() or 1, options.replicas * (options.engine.threads or 1))
-        ray.init(num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False)
+        store = OBJECT_STORE_BYTES
+        ray.init("local", num_cpus=cpus, object_store_memory=store, include_dashboard=False)
     else:
         ray.init(address)
     try:

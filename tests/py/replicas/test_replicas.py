@@ -123,4 +123,4 @@ def test_the_page_and_errors_come_through(served: str, client: openai.OpenAI) ->
     assert "<html" in httpx.get(served, timeout=60).text
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         ask(client, "word " * 5000)
-    assert httpx.get(f"{served}/ready", timeout=60).json() == {"status": "ok"}
+    assert httpx.get(f"{served}/ready", timeout=60).json() == {"status": "ready"}
