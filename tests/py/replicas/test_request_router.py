@@ -65,6 +65,8 @@ def test_prefixes_loads_and_deaths() -> None:
         ] == [(0, 0)] * 3
         assert {await choose(router, pending(str(n), LONG + str(n))) for n in range(3, 6)} == {home}
         router.on_replica_actor_died(ReplicaID(unique_id=home, deployment_id=DEPLOYMENT))
+        known = sum(router._index.num_blocks(number) for number in range(3))
+        assert known == len(pending("", LONG).args[0].routed_prompt().blocks)  # the tenant's
         assert await choose(router, pending("7")) != home
         router.update_replicas(replicas("a", "b", "d"))
         assert set(router._loads) <= set(router._numbers.values())
