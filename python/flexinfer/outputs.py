@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from flexinfer.types import FinishReason
+from flexinfer.types import CacheLimit, FinishReason
 
 
 @dataclass(slots=True)
@@ -83,6 +83,8 @@ class RequestOutput:
     """Prompt tokens whose KV was found in the prefix cache; None before the first step."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Of each prompt token, the first one's being None; None as long as they are not computed."""
+    cache_limit: CacheLimit | None = None
+    """Why `num_cached_tokens` is no larger; None before the first step."""
 
 
 def joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:

@@ -81,6 +81,7 @@ class RequestGroup(ABC):
             finished=self.is_finished,
             metrics=self.leader.metrics,
             num_cached_tokens=self.leader.num_cached_tokens,
+            cache_limit=self.leader.cache_limit,
         )
 
 

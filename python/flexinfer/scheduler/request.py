@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from flexinfer.outputs import RequestMetrics
 from flexinfer.sampling.params import SamplingParams
-from flexinfer.types import FinishReason
+from flexinfer.types import CacheLimit, FinishReason
 
 if TYPE_CHECKING:
     from flexinfer.vtensor import VTensor
@@ -78,6 +78,8 @@ class Request:
     """Tokens that were known at admission: prefill ends when these are computed."""
     num_cached_tokens: int | None = None
     """Cached tokens at the first admission."""
+    cache_limit: CacheLimit | None = None
+    """Why no more than these were."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] = field(init=False)
@@ -173,6 +175,7 @@ class Request:
         self.num_extended_tokens = parent.num_computed_tokens
         self.num_prefill_tokens = parent.num_computed_tokens
         self.num_cached_tokens = parent.num_cached_tokens
+        self.cache_limit = parent.cache_limit
 
     def clone(self, request_id: str, index: int, params: SamplingParams) -> Request:
         """Another request with the same tokens so far, without KV; the metrics are shared."""

@@ -64,10 +64,15 @@ def test_a_hit_starts_at_the_last_snapshot_at_or_below_the_match() -> None:
     engine = make_engine("bamba")
     one, other = random_prompts((60, 60), seed=2)
     other[:45] = one[:45]
-    for prompt, num_cached in ((one, 0), (other, 32), (one, 48)):
+    for prompt, num_cached, limit in (
+        (one, 0, "not recorded"),
+        (other, 32, "state"),  # KV is shared up to token 45
+        (one, 48, "state"),
+    ):
         engine.add_request("0", prompt, GREEDY)
         final = drain(engine)
         assert final["0"].num_cached_tokens == num_cached
+        assert final["0"].cache_limit == limit
         check("bamba", final, [prompt])
     engine.close()
 

@@ -150,5 +150,11 @@ def test_a_conversation_goes_on_at_the_end_of_its_last_turn() -> None:
     engine.add_request("1", again, params)
     final = drain(engine)["1"]
     assert final.num_cached_tokens == len(prompt) + NUM_NEW - 1
+    assert final.cache_limit == "not recorded"
     assert final.outputs[0].token_ids == reference("gemma3", tuple(again), NUM_NEW)
+    engine.add_request("2", [*again[:60], 1, 2], params)  # in the middle of the first prompt
+    middle = drain(engine)["2"]
+    assert (middle.num_cached_tokens, middle.cache_limit) == (0, "window")
+    engine.add_request("3", again, params)
+    assert drain(engine)["3"].cache_limit == "complete"
     engine.close()

@@ -62,6 +62,8 @@ def test_tensors_lie_apart_within_the_tokens_of_planes_that_keep_all(name: str) 
         vtensor = manager.create()
         vtensor.extend(layout.num_tokens)
         assert vtensor.info().mapped_bytes == layout.num_bytes(spec, manager.chunk_bytes)
+    if name == "interleaved":
+        assert layout.num_bytes(spec, CHUNK) > spec.row_chunks * CHUNK, "more than one row"
 
 
 def test_a_model_of_windows_alone_has_no_place_for_a_state() -> None:
