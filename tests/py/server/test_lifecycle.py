@@ -51,16 +51,30 @@ def start_stream(url: str, result: dict[str, Any]) -> threading.Thread:
 
 def test_sigterm_drains_what_runs(process: ServerProcess) -> None:
     result: dict[str, Any] = {}
-    thread = start_stream(process.url, result)
-    process.signal()
+    body = b'{"prompt": "Once", "max_tokens": 1}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    url = httpx.URL(process.url)
+    address = (url.host, url.port or 0)
+    with (
+        socket.create_connection(address, 60) as idle,
+        socket.create_connection(address, 60) as late,
+    ):
+        late.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body[:9])
+        thread = start_stream(process.url, result)
+        process.signal()
+        assert idle.recv(1) == b""  # from now on nothing begins
+        late.sendall(body[9:])
+        answer = b"".join(iter(lambda: late.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b'"shutting_down"' in answer
     thread.join(120)
     assert result == {"last": "data: [DONE]"}
     assert process.wait() == 0
     lines = [json.loads(line) for line in process.log.read_text().splitlines()]
     assert any(line["message"].startswith("Serving tiny_chat at http://") for line in lines)
-    (done,) = [line for line in lines if line.get("path") == "/v1/completions"]
-    assert done["status"] == 200
-    assert len(done["request_id"]) == 32
+    done = [line for line in lines if line.get("path") == "/v1/completions"]
+    assert sorted(line["status"] for line in done) == [200, 503]
+    assert all(len(line["request_id"]) == 32 for line in done)
 
 
 @pytest.mark.parametrize("stream", [False, True])
