@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.server.api import (
+    adapters,
     admin,
     chat,
     completions,
@@ -38,7 +39,18 @@ from flexinfer.server.protocol.messages import MessagesError
 from flexinfer.server.settings import ServerSettings
 from flexinfer.server.state import ServerState
 
-ROUTERS = (health, models, chat, completions, responses, messages, conversations, tokenize, admin)
+ROUTERS = (
+    health,
+    models,
+    chat,
+    completions,
+    responses,
+    messages,
+    conversations,
+    tokenize,
+    adapters,
+    admin,
+)
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": description}
     for status, description in {

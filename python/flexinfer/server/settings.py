@@ -31,6 +31,8 @@ class ServerSettings:
     """Whether the model may choose to call; otherwise callers must force or forbid it."""
     reasoning_parser: str | None = None
     """The form of the model's reasoning: a name in parsing/reasoning.py; None: it is content."""
+    lora_modules: tuple[tuple[str, str], ...] = ()
+    """Name and folder of the LoRA adapters that are served from the start."""
     max_request_bytes: int = 8 << 20
     """Bound on one request's body."""
     max_prompt_tokens: int | None = None
@@ -89,6 +91,10 @@ class ServerSettings:
         for name in ("default_ttl_s", "max_ttl_s", "send_timeout_s", "receive_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
+        adapters = [name for name, _ in self.lora_modules]
+        for name in adapters:
+            if adapters.count(name) > 1 or name in self.served_model_names:
+                raise ValueError(f"the name {name!r} is given to more than one model or adapter")
         self._check_keys()
         tool_format(self.tool_call_parser)
         if self.reasoning_parser is not None:

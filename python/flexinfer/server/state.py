@@ -23,6 +23,7 @@ from flexinfer.server.observability.tracing import RequestTracer
 from flexinfer.server.parsing.reasoning import reasoning_form
 from flexinfer.server.parsing.tool_formats import tool_format
 from flexinfer.server.settings import ServerSettings
+from flexinfer.server.stores.adapters import ServedAdapters
 from flexinfer.server.stores.conversations import ConversationStore
 from flexinfer.server.stores.responses import ResponseStore
 from flexinfer.server.stores.shares import equal_share
@@ -52,6 +53,7 @@ class ServerState:
         self.limits = Limits(
             llm.config.max_num_seqs, settings.max_queue_len, settings.max_key_concurrency
         )
+        self.adapters = ServedAdapters(llm, settings)
         self.large_bodies = Turnstile()
         self.grammars = Turnstile()
         self.conversations = ConversationStore(llm, settings)
@@ -101,8 +103,9 @@ class ServerState:
         self.check_model(model)
 
     def check_model(self, model: str | None) -> None:
-        if model is not None and model not in self.settings.served_model_names:
-            known = ", ".join(map(repr, self.settings.served_model_names))
+        names = (*self.settings.served_model_names, *self.adapters)
+        if model is not None and model not in names:
+            known = ", ".join(map(repr, names))
             raise APIError(
                 404,
                 f"the model {model!r} is not served here; served: {known}",

@@ -74,6 +74,20 @@ def test_a_list_in_the_environment_is_json_or_words(
     assert server_settings(given, engine_config(given)).api_keys == ("a", "b")
 
 
+def test_adapters_are_names_and_folders() -> None:
+    words = ("--lora-modules", "a=x/y", "--lora-modules", "b=z=1")
+    given = options("--enable-lora", *words)
+    found = server_settings(given, engine_config(given)).lora_modules
+    assert found == (("a", "x/y"), ("b", "z=1"))
+    for wrong, message in (
+        (words, "needs --enable-lora"),
+        (("--enable-lora", "--lora-modules", "a"), "takes NAME=FOLDER, got 'a'"),
+    ):
+        given = options(*wrong)
+        with pytest.raises(ValueError, match=message):
+            server_settings(given, engine_config(given))
+
+
 @pytest.mark.parametrize("text", ['["a", 5]', '["a"'])
 def test_half_a_list_of_keys_is_refused(text: str) -> None:
     given = options("--api-key", text)

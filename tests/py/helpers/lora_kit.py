@@ -36,6 +36,21 @@ def draw_adapter(
     return tensors
 
 
+def write_config(folder: Path, targets: tuple[str, ...], rank: int, **config: Any) -> None:
+    """adapter_config.json, with these fields in place of the usual ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": list(targets),
+        "bias": "none",
+        **config,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+
+
 def save_adapter(
     folder: Path,
     model_name: str = "llama",
@@ -45,18 +60,7 @@ def save_adapter(
     **config: Any,
 ) -> Path:
     """config: fields of adapter_config.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    fields = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": model_name,
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "target_modules": list(targets),
-        "bias": "none",
-        **config,
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    write_config(folder, targets, rank, **{"base_model_name_or_path": model_name, **config})
     tensors = draw_adapter(make_model(model_name), targets, rank, seed)
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder

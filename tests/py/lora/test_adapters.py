@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file
 
 from flexinfer import LLM, LoRARequest, RequestError, SamplingParams, UnsupportedModelError
+from flexinfer.config import EngineConfig
 from flexinfer.layers.linear import Linear
 from helpers.engine_kit import drain, make_engine
 from helpers.lora_kit import merged_reference, save_adapter
@@ -260,9 +261,9 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="enable_lora does not go with compile"):
         make_engine(enable_lora=True, compile=True)
     with pytest.raises(ValueError, match="enable_lora does not go with tensor_parallel_size"):
-        make_engine(enable_lora=True, model="m", tensor_parallel_size=2)
+        EngineConfig("m", enable_lora=True, tensor_parallel_size=2)
     with pytest.raises(ValueError, match="max_loras must be a positive"):
-        make_engine(max_loras=0)
+        EngineConfig("m", max_loras=0)
 
 
 def test_models_with_a_state_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import os
@@ -60,6 +61,7 @@ def _run(options: ServeOptions) -> None:
         llm = AsyncLLM.from_engine_args(config)
         try:
             app = create_app(llm, settings)
+            asyncio.run(app.state.flexinfer.adapters.load_all(settings.lora_modules))
             url = url_of(host, port, is_tls=settings.tls is not None)
             _announce(f"Serving {settings.model_name} at {url}", options)
             code = serve(app, sock)

@@ -107,6 +107,18 @@ class MemoryOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    panel: ClassVar[str] = "LoRA adapters"
+    enable_lora: Annotated[bool, option("Requests may choose LoRA adapters: docs/lora.md.")] = False
+    lora_modules: Annotated[
+        list[str] | None,
+        option("NAME=FOLDER of an adapter to serve as the model NAME; may be given several times."),
+    ] = None
+    max_loras: Annotated[int, option("Maximum number of adapters in one batch.", min=1)] = 8
+    max_lora_rank: Annotated[int, option("Maximum rank of an adapter.", min=1)] = 16
+
+
+@dataclass(frozen=True, kw_only=True)
 class SchedulingOptions:
     panel: ClassVar[str] = "Scheduling"
     max_num_seqs: Annotated[int, option("Maximum number of sequences that run at once.")] = 64
@@ -293,6 +305,7 @@ class ServeOptions(  # the last base's fields come first in the help
     TLSOptions,
     ServerOptions,
     SchedulingOptions,
+    AdapterOptions,
     MemoryOptions,
     EngineOptions,
     ModelArgument,

@@ -44,6 +44,7 @@ def server_settings(options: ServeOptions, config: EngineConfig) -> ServerSettin
     names = options.served_model_name or _names_of(str(config.model), options.model)
     translated = {
         "served_model_names": tuple(names),
+        "lora_modules": _adapters(options),
         "api_keys": _list(options.api_key, "--api-key"),
         "chat_template": _template(options.chat_template),
         "allowed_hosts": _list(options.allowed_hosts, "--allowed-hosts"),
@@ -90,6 +91,19 @@ def _list(given: Sequence[str] | None, flag: str) -> tuple[str, ...]:
     if not all(isinstance(word, str) for word in found):
         raise ValueError(f"{flag} {text!r} is not a JSON list of strings")
     return tuple(found)
+
+
+def _adapters(options: ServeOptions) -> tuple[tuple[str, str], ...]:
+    """Name and folder of each, given as NAME=FOLDER."""
+    pairs = []
+    for given in _list(options.lora_modules, "--lora-modules"):
+        name, _, folder = given.partition("=")
+        if not name or not folder:
+            raise ValueError(f"--lora-modules takes NAME=FOLDER, got {given!r}")
+        pairs.append((name, folder))
+    if pairs and not options.enable_lora:
+        raise ValueError("--lora-modules needs --enable-lora")
+    return tuple(pairs)
 
 
 def _names_of(folder: str, model: str | None) -> list[str]:

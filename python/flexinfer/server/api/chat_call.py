@@ -109,7 +109,8 @@ async def prepare_chat(
         param="messages",
         fields=body,
     )
-    job = Job(f"chatcmpl-{current_request_id()}", tenant, [prompt], params, body.priority or 0)
+    name, adapter = f"chatcmpl-{current_request_id()}", state.adapters.get(body.model)
+    job = Job(name, tenant, [prompt], params, body.priority or 0, adapter)
     return ChatCall(state, body, job, reading, messages, conversation)
 
 

@@ -8,6 +8,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from flexinfer.lora.request import LoRARequest
 from flexinfer.outputs import BeamSearchOutput, RequestOutput
 from flexinfer.sampling.grammars import TOO_COMPLEX
 from flexinfer.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -33,6 +34,7 @@ class Job:
     prompts: Sequence[TokensPrompt]
     params: SamplingParams | BeamSearchParams
     priority: int = 0
+    lora_request: LoRARequest | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -138,7 +140,13 @@ async def _outputs(
         if grammar is None:  # what is compiled already waits for no turn
             async with state.grammars.turn(job.tenant):
                 grammar = await state.llm.prepare_grammar(params)
-    outputs = state.llm.generate(job.prompts[prompt_idx], params, engine_id, priority=job.priority)
+    outputs = state.llm.generate(
+        job.prompts[prompt_idx],
+        params,
+        engine_id,
+        lora_request=job.lora_request,
+        priority=job.priority,
+    )
     if state.tracer is not None:
         outputs = state.tracer.watch(outputs, engine_id, params)
     async with aclosing(outputs):
@@ -152,7 +160,11 @@ async def _beams(
     state: ServerState, job: Job, params: BeamSearchParams, prompt_idx: int, engine_id: str
 ) -> BeamSearchOutput:
     search = state.llm.beam_search(
-        job.prompts[prompt_idx], params, engine_id, priority=job.priority
+        job.prompts[prompt_idx],
+        params,
+        engine_id,
+        lora_request=job.lora_request,
+        priority=job.priority,
     )
     if state.tracer is not None:
         return await state.tracer.watch_beams(search, engine_id, params)

@@ -13,8 +13,9 @@ router = APIRouter(prefix="/v1/models", tags=["models"])
 @router.get("/", include_in_schema=False)  # else it would be the model without a name
 @router.get("")
 async def list_models(state: State) -> ModelList:
-    """All names under which the one model is served."""
-    return ModelList(data=[_card(state, name) for name in state.settings.served_model_names])
+    """All names under which the one model is served, and its adapters."""
+    names = (*state.settings.served_model_names, *state.adapters)
+    return ModelList(data=[_card(state, name) for name in names])
 
 
 @router.get("/{name:path}")
@@ -24,9 +25,11 @@ async def get_model(state: State, name: str) -> ModelCard:
 
 
 def _card(state: ServerState, name: str) -> ModelCard:
+    adapter = state.adapters.get(name)
     return ModelCard(
         id=name,
         created=state.created,
-        root=state.settings.model_name,
+        root=state.settings.model_name if adapter is None else adapter.lora_path,
+        parent=None if adapter is None else state.settings.model_name,
         max_model_len=state.llm.max_model_len,
     )

@@ -20,7 +20,7 @@ OPEN_PATHS = frozenset(
     {"/", "/health", "/ping", "/ready", "/version", "/metrics", "/openapi.json", "/docs"}
 )
 KEYED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
-ADMIN_PREFIX = "/admin/"
+ADMIN_PATHS = ("/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 MEMORY_MAP_PATH = "/admin/memory"
 
 
@@ -44,7 +44,7 @@ class AuthMiddleware:
     def _check(self, scope: Scope) -> str:
         """The tenant; raises APIError. Paths that need no key have the tenant ""."""
         path = scope["path"]
-        if path.startswith(ADMIN_PREFIX):
+        if path.startswith(ADMIN_PATHS):
             self._check_admin(scope)
             return ""
         if not path.startswith(KEYED_PREFIXES) or not self._tenant_of:

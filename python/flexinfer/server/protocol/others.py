@@ -20,12 +20,24 @@ class ModelCard(Model):
     created: int
     owned_by: str = "flexinfer"
     root: str
+    parent: str | None = None
+    """The model that an adapter belongs to."""
     max_model_len: int
 
 
 class ModelList(Model):
     object: Literal["list"] = "list"
     data: list[ModelCard]
+
+
+class LoadAdapterRequest(Model):
+    lora_name: str
+    lora_path: str
+    """A folder on the server's machine."""
+
+
+class UnloadAdapterRequest(Model):
+    lora_name: str
 
 
 class TokenizeRequest(Model):

@@ -1,0 +1,139 @@
+"""LoRA adapters over HTTP: chosen by `model`, loaded and unloaded while serving, behind a key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("fastapi")
+
+import httpx
+from safetensors.torch import save_file
+
+from flexinfer.async_llm import AsyncLLM
+from flexinfer.cli.settings import SHIPPED_MODEL
+from flexinfer.server.app import create_app
+from flexinfer.server.settings import ServerSettings
+from helpers.lora_kit import draw_adapter, write_config
+from helpers.serving import MODEL, make_llm
+
+ADMIN = {"Authorization": "Bearer admin"}
+QUESTION = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of the shipped model that changes what it says."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("adapter")
+    targets = ("q_proj", "v_proj", "down_proj")
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL)
+    write_config(folder, targets, rank=4)
+    save_file(draw_adapter(model, targets, 4, seed=1), folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[AsyncLLM]:
+    made = make_llm(enable_lora=True)
+    yield made
+    made.shutdown()
+
+
+def client_of(llm: AsyncLLM) -> httpx.AsyncClient:
+    settings = ServerSettings(served_model_names=(MODEL,), admin_api_key="admin")
+    transport = httpx.ASGITransport(app=create_app(llm, settings))
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=60)
+
+
+async def load(client: httpx.AsyncClient, name: str, folder: Path) -> httpx.Response:
+    body = {"lora_name": name, "lora_path": str(folder)}
+    return await client.post("/v1/load_lora_adapter", json=body, headers=ADMIN)
+
+
+async def unload(client: httpx.AsyncClient, name: str) -> httpx.Response:
+    return await client.post("/v1/unload_lora_adapter", json={"lora_name": name}, headers=ADMIN)
+
+
+async def say(client: httpx.AsyncClient, model: str) -> list[str]:
+    """What each endpoint answers."""
+    common: dict[str, Any] = {"model": model, "temperature": 0}
+    bodies = {
+        "/v1/completions": {"prompt": "Hello", "max_tokens": 8},
+        "/v1/chat/completions": {"messages": QUESTION, "max_tokens": 8},
+        "/v1/responses": {"input": "Hello", "max_output_tokens": 16},
+        "/v1/messages": {"messages": QUESTION, "max_tokens": 8},
+    }
+    answers = []
+    for path, body in bodies.items():
+        found = (await client.post(path, json=common | body)).raise_for_status().json()
+        parts = found.get("choices") or found.get("content") or found.get("output") or []
+        answers.append(str([{**part, "id": None} for part in parts]))
+    return answers
+
+
+def test_adapters_come_and_go_and_are_chosen_by_model(llm: AsyncLLM, folder: Path) -> None:
+    async def visit() -> None:
+        async with client_of(llm) as client:
+            plain = await say(client, MODEL)
+            assert (await load(client, "mine", folder)).text.startswith("Success: LoRA adapter")
+            cards = (await client.get("/v1/models")).json()["data"]
+            assert [(card["id"], card["parent"]) for card in cards] == [
+                (MODEL, None),
+                ("mine", MODEL),
+            ]
+            assert cards[1]["root"] == str(folder)
+            adapted = await say(client, "mine")
+            assert all(one != other for one, other in zip(adapted, plain, strict=True))
+            assert await say(client, MODEL) == plain
+            taken = await load(client, "mine", folder)
+            assert (taken.status_code, taken.json()["error"]["param"]) == (400, "lora_name")
+            assert (await unload(client, "mine")).status_code == 200
+            assert (await unload(client, "mine")).status_code == 404
+            gone = await client.post("/v1/completions", json={"model": "mine", "prompt": "Hello"})
+            assert gone.status_code == 404
+        assert await llm.list_loras() == set()
+
+    asyncio.run(visit())
+
+
+def test_a_conversation_keeps_the_kv_of_its_adapter(llm: AsyncLLM, folder: Path) -> None:
+    async def visit() -> None:
+        async with client_of(llm) as client:
+            await load(client, "mine", folder)
+            made = (await client.post("/v1/conversations", json={})).json()["id"]
+            body = {"messages": QUESTION, "conversation": made, "max_tokens": 8}
+            await client.post("/v1/chat/completions", json=body | {"model": "mine"})
+            found = (await client.get(f"/v1/conversations/{made}")).json()
+            assert found["pinned_tokens"] > 0
+            await unload(client, "mine")
+
+    asyncio.run(visit())
+
+
+def test_only_the_admin_key_loads_and_what_cannot_be_served_is_said(
+    llm: AsyncLLM, folder: Path
+) -> None:
+    async def visit() -> None:
+        async with client_of(llm) as client:
+            body = {"lora_name": "mine", "lora_path": str(folder)}
+            assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 401
+            for path in ("/v1/load_lora_adapter/", "/v1//load_lora_adapter"):
+                assert (await client.post(path, json=body)).status_code in (401, 404)
+            nothing = await load(client, "other", folder / "nothing")
+            assert nothing.status_code == 400
+            assert "no such folder" in nothing.json()["error"]["message"]
+            assert (await client.get("/v1/models/other")).status_code == 404
+
+    asyncio.run(visit())
+
+
+def test_names_are_given_once() -> None:
+    with pytest.raises(ValueError, match="'a' is given to more than one"):
+        ServerSettings(served_model_names=("a",), lora_modules=(("a", "x"),))
