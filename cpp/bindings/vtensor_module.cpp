@@ -14,6 +14,7 @@
 #include "bindings/driver_config.h"
 #include "bindings/errors.h"
 #include "bindings/insight.h"
+#include "bindings/parcel.h"
 #include "vtensor/driver/host/host_memory.h"
 #include "vtensor/manager.h"
 
@@ -135,11 +136,13 @@ void bind_vtensors(nb::class_<Manager>& manager) {
       .def(
           "try_create",
           [](Manager& self, const TokenArray& tokens, const std::string& cache_salt,
-             size_t expected_tokens) {
+             size_t expected_tokens, bool to_export) {
             const nb::gil_scoped_release unlocked;
-            return self.try_create(tokens_of(tokens), cache_salt, expected_tokens);
+            return self.try_create(tokens_of(tokens), cache_salt, expected_tokens, to_export);
           },
-          "tokens"_a, "cache_salt"_a, "expected_tokens"_a = 0)
+          "tokens"_a, "cache_salt"_a, "expected_tokens"_a = 0, "to_export"_a = false)
+      .def("try_export", &Manager::try_export, "id"_a, GilRelease())
+      .def("try_adopt", &Manager::try_adopt, "parcel"_a, "cache_salt"_a, GilRelease())
       .def("try_fork", &Manager::try_fork, "id"_a, GilRelease())
       .def("release", &Manager::release, "id"_a, GilRelease())
       .def(
@@ -276,6 +279,7 @@ NB_MODULE(_vtensor, m) {
   m.doc() = "The vTensor Manager. Use it through flexinfer.vtensor.";
   vtensor::bind_errors(m);
   vtensor::bind_values(m);
+  vtensor::bind_parcel(m);
   vtensor::bind_insight(m);
   vtensor::bind_manager(m);
   m.attr("NO_CHUNK") = vtensor::kNoChunk;  // in page tables: a window has left the row behind

@@ -108,13 +108,15 @@ void Manager::expire_pins() {
 }
 
 std::optional<VTensorId> Manager::try_create(std::span<const Token> tokens, const std::string& salt,
-                                             size_t expected_tokens) {
+                                             size_t expected_tokens, bool to_export) {
   const Lock held = lock();
+  if (to_export) check_hands_over();
   const Stopwatch watch(exposed_ns_);
   TraceOp op(*trace_, core_.state, "create");
   op.tokens(tokens).put("salt", salt).put("expected", expected_tokens);
   expire_pins();
-  const std::optional<VTensorId> id = core_.placement.create(tokens, salt, expected_tokens);
+  const std::optional<VTensorId> id =
+      core_.placement.create(tokens, salt, expected_tokens, to_export);
   op.put("result", id.value_or(kNoVTensor));
   return id;
 }

@@ -41,7 +41,7 @@ class Manager : public std::enable_shared_from_this<Manager> {
   Manager& operator=(const Manager&) = delete;
 
   std::optional<VTensorId> try_create(std::span<const Token> tokens, const std::string& salt,
-                                      size_t expected_tokens = 0);
+                                      size_t expected_tokens = 0, bool to_export = false);
   std::optional<VTensorId> try_fork(VTensorId id);
   void release(VTensorId id);
   bool try_extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);
@@ -85,6 +85,12 @@ class Manager : public std::enable_shared_from_this<Manager> {
   // Events since the last call, once there are any or the time is over; nullopt when nobody watches
   // (any more) and all events have been taken.
   std::optional<std::vector<BlockEvent>> take_block_events(double timeout_seconds);
+
+  // To another process and from one, as descriptors of memory: see core/handover.h. A vTensor that
+  // was created `to_export` goes without a copy. Both give nothing, with nothing changed, when
+  // memory (or slots) are short, and throw std::invalid_argument where the driver cannot do it.
+  std::optional<Parcel> try_export(VTensorId id);
+  std::optional<VTensorId> try_adopt(const Parcel& parcel, const std::string& salt);
 
   // Moves a vTensor's contents to the swap store and gives its chunks up; it keeps its addresses.
   // False: the store is too full, nothing changed. Requires: no views of it.
@@ -167,6 +173,7 @@ class Manager : public std::enable_shared_from_this<Manager> {
   }
   void end_view(SlotId slot) noexcept;
   void expire_pins();
+  void check_hands_over() const;
   void stop_watching();  // Requires: the mutex is held.
 
   KVSpec spec_;

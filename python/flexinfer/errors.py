@@ -8,6 +8,7 @@
         ├── ReleasedError           a vTensor or manager was used after release   (+ LookupError)
         ├── IntegrityError          check_integrity() found a broken invariant
         ├── UnsupportedModelError   the model's attention cannot run here         (+ ValueError)
+        ├── HandoverError           a parcel of KV that cannot be adopted here    (+ ValueError)
         ├── TraceError              a trace file that cannot be replayed          (+ ValueError)
         ├── RequestError            a request that can never be served            (+ ValueError)
         └── EngineError             the step that computed a request failed       (+ RuntimeError)
@@ -32,6 +33,7 @@ __all__ = [
     "DriverError",
     "EngineDeadError",
     "EngineError",
+    "HandoverError",
     "IntegrityError",
     "MappingLimitError",
     "OutOfMemoryError",
@@ -46,6 +48,10 @@ __all__ = [
 
 class UnsupportedModelError(VTensorError, ValueError):
     """The model's architecture or attention cannot run on vTensors."""
+
+
+class HandoverError(VTensorError, ValueError):
+    """A parcel of KV that cannot be handed over, or adopted here; the message says why."""
 
 
 class TraceError(VTensorError, ValueError):

@@ -9,6 +9,7 @@
 #include "vtensor/core/core_state.h"
 #include "vtensor/core/extender.h"
 #include "vtensor/core/forgetter.h"
+#include "vtensor/core/handover.h"
 #include "vtensor/core/placement.h"
 #include "vtensor/core/reclaimer.h"
 #include "vtensor/core/recorder.h"
@@ -36,6 +37,7 @@ struct Core {
   Extender extender{state, vtensors, retirement, reclaimer};
   Shield shield{state, vtensors, extender};
   Placement placement{state, vtensors, retirement, forgetter, extender, shield};
+  Handover handover{state, vtensors, reclaimer, extender, shield, placement};
   Recorder recorder{state, vtensors, shield};
   Swapper swapper{state, vtensors, reclaimer, extender};
   Sleeper sleeper{state, vtensors, retirement, reclaimer};

@@ -34,6 +34,13 @@ struct CoreState {
   Epochs epochs;                        // steps whose kernels may be running
   std::unordered_set<ChunkId> claimed;  // by extensions and upkeep that are planned, not finished
   uint64_t plan = 0;                    // which plan_extend() is under way; see VTensor::plan
+  uint64_t num_aparts = 0;              // numbers given out
+
+  // With room for all that a vTensor holds, and a row that is copied beside it.
+  Apart apart(uint64_t number) const {
+    const Geometry& geometry = pool.geometry;
+    return {number, number == 0 ? 0 : (geometry.max_rows() + 1) * geometry.row_bytes()};
+  }
 };
 
 }  // namespace vtensor

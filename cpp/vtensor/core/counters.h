@@ -20,7 +20,10 @@ namespace vtensor {
   X(chunks_given_back, "given_back")     /* behind a window */                                \
   X(prefix_window_tokens, "")            /* recorded, but without the rows of a window */     \
   X(chunks_swapped_out, "swapped_out")                                                        \
-  X(chunks_swapped_in, "swapped_in")
+  X(chunks_swapped_in, "swapped_in")                                                          \
+  X(chunks_sent, "sent")                  /* to another process, as they are */               \
+  X(chunks_sent_copied, "copied_to_send") /* to another process, copied first */              \
+  X(chunks_received, "received")          /* from another process */
 
 struct CoreCounters {
 #define X(name, trace_name) size_t name = 0;

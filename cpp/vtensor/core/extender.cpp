@@ -85,6 +85,7 @@ bool Extender::take_back_row(VTensor& vtensor) {
     const Chunk& chunk = pool_.pset[last_row[i]];
     const size_t written = pool_.geometry.bytes_used(first + i, vtensor.num_tokens);
     if (chunk.appender != kNoVTensor || chunk.written_bytes != written) return false;
+    if (chunk.sealed) return false;
   }
   // A view may write to what others see in this row, and what is guarded cannot be written:
   // shield.h.
@@ -111,6 +112,7 @@ ExtensionPart Extender::outline(const VTensor& vtensor, size_t num_tokens) const
   part.vtensor = vtensor.id;
   part.slot = vtensor.slot;
   part.tenant = vtensor.tenant;
+  part.apart = state_.apart(vtensor.apart);
   part.num_tokens = num_tokens;
   part.first_row = pool_.vset.mapped_rows(vtensor.slot);
   const size_t rows = geometry.rows_for(num_tokens);
@@ -134,7 +136,7 @@ void Extender::add_copies(ExtensionPart& part, const VTensor& vtensor) const {
 // Fills the blank claims. Requires: as many chunks are claimable.
 void Extender::claim_for(ExtensionPart& part) {
   for (std::vector<Claim>* claims : {&part.copies, &part.rows}) {
-    *claims = p_claim(pool_, claims->size(), state_.options.scrub, part.tenant).value();
+    *claims = p_claim(pool_, claims->size(), state_.options.scrub, part.tenant, part.apart).value();
     for (const Claim& claim : *claims) state_.claimed.insert(claim.id);
   }
   vtensors_.live(part.vtensor).busy = true;

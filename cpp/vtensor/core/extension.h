@@ -19,6 +19,7 @@ struct ExtensionPart {
   VTensorId vtensor = kNoVTensor;
   SlotId slot = 0;
   uint64_t tenant = 0;
+  Apart apart{};          // where its new chunks lie
   size_t num_tokens = 0;  // declared length after commit; 0 = unchanged (pre-extension)
 
   size_t first_row = 0;

@@ -68,8 +68,12 @@ void check_chunks(const Core& core) {
     expect(chunk.pins == counted[id].pins, "pin count of " + name);
     expect(chunk.parked_refs == counted[id].parked_refs, "count of parked entries of " + name);
     expect(pset.is_free(id) == (chunk.created && chunk.refs() == 0), "1, free set and " + name);
-    expect(pset.is_dirty_free(id) == (pset.is_free(id) && chunk.dirty_bytes > 0),
+    expect(pset.is_dirty_free(id) == (pset.is_free(id) && chunk.dirty_bytes > 0 && !chunk.apart),
            "set of free chunks to scrub and " + name);
+    expect(pset.is_apart_free(id) == (pset.is_free(id) && chunk.apart),
+           "set of free chunks to give back and " + name);
+    expect(!chunk.sealed || chunk.appender == kNoVTensor, "sealed " + name + " is not written");
+    expect(!chunk.sealed || chunk.apart, "sealed " + name + " stands apart");
     expect(pset.is_absent(id) == (!chunk.created && chunk.refs() == 0),
            "set of ids without memory and " + name);
     expect(chunk.appender != kNoVTensor || core.state.claimed.contains(id) || chunk.refs() == 0 ||
@@ -90,7 +94,8 @@ void check_chunks(const Core& core) {
     recorded += static_cast<size_t>(chunk.tree_refs > 0);
     shared += static_cast<size_t>(chunk.shared());
     saved += chunk.saved();
-    dirty_free += static_cast<size_t>(chunk.created && chunk.refs() == 0 && chunk.dirty_bytes > 0);
+    dirty_free += static_cast<size_t>(chunk.created && chunk.refs() == 0 && chunk.dirty_bytes > 0 &&
+                                      !chunk.apart);
   }
   expect(pset.num_free() == free, "2, the free set is the set of chunks without references");
   expect(pset.num_dirty_free() == dirty_free, "count of free chunks to scrub");

@@ -28,7 +28,7 @@ Placement::Fit Placement::fit(SlotId slot, std::span<const ChunkId> table, size_
     while (keep_rows < end_rows &&
            std::ranges::all_of(
                std::span(mapped).subspan(keep_rows * row_chunks, row_chunks),
-               [&](ChunkId id) { return id != kNoChunk && pool_.pset[id].is_private(); })) {
+               [&](ChunkId id) { return id != kNoChunk && pool_.pset[id].is_recyclable(); })) {
       ++keep_rows;
     }
   }
@@ -131,7 +131,7 @@ VTensor& Placement::open(SlotId slot, const std::string& salt, size_t num_tokens
 }
 
 std::optional<VTensorId> Placement::create(std::span<const Token> tokens, const std::string& salt,
-                                           size_t expected_tokens) {
+                                           size_t expected_tokens, bool apart) {
   const Geometry& geometry = pool_.geometry;
   if (tokens.size() > geometry.max_tokens) {
     throw std::invalid_argument("a prompt of " + std::to_string(tokens.size()) +
@@ -143,6 +143,7 @@ std::optional<VTensorId> Placement::create(std::span<const Token> tokens, const 
       geometry.rows_for(std::min(std::max(tokens.size(), expected_tokens), geometry.max_tokens));
   const std::optional<VTensorId> id =
       state_.options.alias ? create_alias(match, salt, wanted_rows) : create_copy(match, salt);
+  if (id && apart) keep_apart(vtensors_.live(*id));
   if (id && !tokens.empty()) {
     ++state_.counters.prefix_queries;
     state_.counters.prefix_query_tokens += tokens.size();
@@ -150,6 +151,19 @@ std::optional<VTensorId> Placement::create(std::span<const Token> tokens, const 
     state_.counters.prefix_window_tokens += match.num_recorded - match.num_tokens;
   }
   return id;
+}
+
+// Rows kept from a parked slot are the pool's. Where they stay they are copied when they are sent.
+void Placement::keep_apart(VTensor& vtensor) {
+  vtensor.apart = ++state_.num_aparts;
+  try {
+    vtensors_.shrink(vtensor.slot, pool_.geometry.rows_for(vtensor.num_tokens));
+  } catch (const BrokenMapping&) {
+    throw;
+  } catch (const Error&) {
+    return;
+  }
+  vtensors_.update_write_limit(vtensor);
 }
 
 std::optional<VTensorId> Placement::fork(VTensorId parent_id) {

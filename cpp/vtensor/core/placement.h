@@ -28,11 +28,16 @@ class Placement {
   // A vTensor that aliases the longest recorded prefix of `tokens`, or nothing when no slot is
   // left. Its num_tokens is the length of that prefix. `expected_tokens`: how long it will become,
   // as far as known: the fitting parked slot is chosen by that.
+  // `apart`: its chunks are created where they can be handed to another process.
   std::optional<VTensorId> create(std::span<const Token> tokens, const std::string& salt,
-                                  size_t expected_tokens = 0);
+                                  size_t expected_tokens = 0, bool apart = false);
   // A vTensor with the same contents, or nothing when no slot is left. The last chunk is copied
   // when either of the two first writes to it.
   std::optional<VTensorId> fork(VTensorId id);
+  // A vTensor whose rows are the match's chunks, behind a slot, or nothing when none is left. Takes
+  // over the match's references.
+  std::optional<VTensorId> create_alias(const RTree::Match& match, const std::string& salt,
+                                        size_t wanted_rows);
 
  private:
   struct Fit {  // how well a parked slot suits a new vTensor
@@ -49,8 +54,7 @@ class Placement {
   void adopt(const Fit& fit, std::span<const ChunkId> table, uint64_t tenant);
   std::optional<SlotId> place(std::span<const ChunkId> table, size_t wanted_rows, uint64_t tenant);
   VTensor& open(SlotId slot, const std::string& salt, size_t num_tokens, size_t aliased_rows);
-  std::optional<VTensorId> create_alias(const RTree::Match& match, const std::string& salt,
-                                        size_t wanted_rows);
+  void keep_apart(VTensor& vtensor);
   std::optional<VTensorId> create_copy(const RTree::Match& match, const std::string& salt);
 
   CoreState& state_;

@@ -157,8 +157,17 @@ void Reclaimer::release_created_beyond(size_t num_chunks) {
   }
 }
 
-void Reclaimer::release_free_chunk() {
-  const ChunkId id = pool_.pset.take_free();
+void Reclaimer::release_apart() {
+  try {
+    while (pool_.pset.num_apart_free() > 0) release_chunk(pool_.pset.take_apart());
+  } catch (const std::exception&) {
+    return;  // for the next time
+  }
+}
+
+void Reclaimer::release_free_chunk() { release_chunk(pool_.pset.take_free()); }
+
+void Reclaimer::release_chunk(ChunkId id) {
   try {
     pool_.driver->release(pool_.pset[id].handle, pool_.geometry.chunk_bytes);
   } catch (...) {

@@ -43,6 +43,8 @@ class Reclaimer {
   size_t evict(size_t num_chunks);
   // Gives free chunks back to the system while more than `num_chunks` are created.
   void release_created_beyond(size_t num_chunks);
+  // Gives free chunks back whose memory stands apart; what the driver refuses waits.
+  void release_apart();
   // Gives free chunks (and those of parked slots) back to the system. Returns bytes.
   size_t trim();
   // False: more than that is in use, nothing changed.
@@ -55,6 +57,7 @@ class Reclaimer {
   void reclaim_surplus(size_t num_chunks, bool created);
   void reclaim_parked_private(size_t num_chunks, bool created);
   void release_free_chunk();
+  void release_chunk(ChunkId id);
   void shrink_parked(SlotId slot, size_t keep_rows);
   void unmap_parked(size_t first_row, size_t last_row, std::span<const ChunkId> chunks);
   void evict_recorded(size_t num_chunks, bool any = false);

@@ -40,6 +40,18 @@ size_t Shield::before_sharing(VTensor& vtensor, size_t num_tokens) {
   return shared;
 }
 
+void Shield::before_sending(VTensor& vtensor) {
+  const size_t row = pool_.geometry.full_rows(vtensor.num_tokens);
+  const bool ends_in_row = row < pool_.geometry.rows_for(vtensor.num_tokens);
+  vtensor.frozen_tokens = vtensor.num_tokens;
+  if (ends_in_row && !vtensor.last_row_shared) {
+    give_up_row(vtensor, row);
+  } else {
+    vtensors_.freeze_rows(vtensor, row);
+    vtensors_.update_write_limit(vtensor);
+  }
+}
+
 bool Shield::appends_to_shared(const VTensor& vtensor, size_t row) const {
   const size_t row_chunks = pool_.geometry.row_chunks;
   if (row >= pool_.vset.mapped_rows(vtensor.slot)) return false;

@@ -33,6 +33,9 @@ class Shield {
   // whole rows only while views are alive and it is longer: it still writes to the row that
   // follows.
   size_t before_sharing(VTensor& vtensor, size_t num_tokens);
+  // Before another process may go on where this one ends: it never writes again to the rows that it
+  // has. Requires: no views, not busy.
+  void before_sending(VTensor& vtensor);
 
  private:
   bool appends_to_shared(const VTensor& vtensor, size_t row) const;

@@ -105,7 +105,7 @@ void Sleeper::release_chunk(ChunkId id) {
   Chunk& chunk = pool_.pset[id];
   try {
     pool_.driver->release(chunk.handle, pool_.geometry.chunk_bytes);
-    chunk.created = false;
+    chunk.created = chunk.apart = chunk.sealed = false;  // wake() creates the pool's
   } catch (const std::exception&) {
     return;
   }

@@ -42,6 +42,7 @@ size_t Upkeep::num_kept_ready() const {
 // Giving back comes first, and dirty chunks go first, so that nothing is scrubbed for nobody.
 std::optional<UpkeepTask::Kind> Upkeep::next() const {
   const PSet& pset = state_.pool.pset;
+  if (pset.num_apart_free() > 0) return UpkeepTask::Kind::kRelease;
   if (pset.num_free() > state_.options.max_free_chunks) return UpkeepTask::Kind::kRelease;
   if (pset.num_dirty_free() > 0 && state_.options.scrub != ScrubPolicy::kOff)
     return UpkeepTask::Kind::kScrub;
@@ -61,12 +62,15 @@ std::optional<UpkeepTask> Upkeep::plan() {
   if (!kind) return std::nullopt;
   PSet& pset = state_.pool.pset;
   const bool takes_dirty = *kind != UpkeepTask::Kind::kCreate && pset.num_dirty_free() > 0;
-  const ChunkId id = takes_dirty                           ? pset.claim_dirty()
+  const ChunkId id = pset.num_apart_free() > 0             ? pset.claim_apart()
+                     : takes_dirty                         ? pset.claim_dirty()
                      : *kind == UpkeepTask::Kind::kRelease ? pset.claim()
                                                            : pset.claim_absent();
   const Chunk& chunk = pset[id];
   state_.claimed.insert(id);
-  return UpkeepTask{*kind, {id, chunk.handle, chunk.created, false, chunk.dirty_bytes}};
+  Claim claim{id, chunk.handle, chunk.created, false, chunk.dirty_bytes};
+  claim.is_apart = chunk.apart;
+  return UpkeepTask{*kind, claim};
 }
 
 void Upkeep::finish(const UpkeepTask& task) {
@@ -75,6 +79,7 @@ void Upkeep::finish(const UpkeepTask& task) {
   chunk.handle = task.claim.handle;
   chunk.created = task.claim.created;
   chunk.dirty_bytes = task.claim.dirty_bytes;
+  chunk.apart = task.claim.created && task.claim.is_apart;
   state_.pool.pset.unclaim(task.claim.id);
 }
 

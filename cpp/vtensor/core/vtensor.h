@@ -43,6 +43,7 @@ struct alignas(64) VTensor {
   size_t forgotten_tokens = 0;   // noted: no query before this one follows; 0: nothing is due
   uint64_t forgotten_epoch = 0;  // the last one that may read what is due
   bool forget_posted = false;    // the worker has been told
+  uint64_t apart = 0;            // its chunks are created apart, under this number; 0: the pool's
   uint64_t tenant = 0;
   std::string salt;
   size_t chunks_aliased = 0;

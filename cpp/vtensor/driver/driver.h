@@ -25,6 +25,8 @@
 //  9. Where remaps_in_place(): whoever reads a range during remap() or set_access() sees the old
 //     bytes or the new ones, never a hole; and what is written to a range with kCopyOnWrite stays
 //     in that range, a page at a time, until it is unmapped or has another access.
+// 10. Where hands_over(): a chunk that was sent or received is released as any other, and its
+//     memory goes back to the system with the last process that holds it, however that ends.
 //
 // Errors: std::invalid_argument for a caller mistake, OutOfMemoryError where create() finds no
 // memory, DriverError (call, code, arguments) for everything else.
@@ -37,8 +39,10 @@
 #include <span>
 #include <stdexcept>
 #include <string_view>
+#include <vector>
 
 #include "vtensor/driver/fence.h"
+#include "vtensor/driver/sent_chunks.h"
 
 namespace vtensor {
 
@@ -55,6 +59,12 @@ struct Device {
   enum class Type : int { kCpu = 1, kCuda = 2 };
   Type type = Type::kCpu;
   int index = 0;
+};
+
+// Memory apart from other chunks', so that it can be sent without showing these. 0: none.
+struct Apart {
+  uint64_t number = 0;        // chunks of one number lie together
+  size_t capacity_bytes = 0;  // of these chunks, at once
 };
 
 class Driver {
@@ -106,6 +116,18 @@ class Driver {
   virtual void read(Handle src, size_t src_offset, std::span<std::byte> out) = 0;
   virtual void write(Handle dst, size_t dst_offset, std::span<const std::byte> in) = 0;
 
+  // Whether chunks can be handed to other processes; else the four below throw std::logic_error.
+  virtual bool hands_over() const noexcept { return false; }
+  // As create(), where it can be sent.
+  virtual Handle create_apart(size_t chunk_bytes, Apart apart);
+  // Of each of these chunks: whether sending all of them shows no other chunk with it.
+  virtual std::vector<bool> sendable(std::span<const Handle> handles) const;
+  // Requires: each is sendable(). They may no longer share files with chunks created later.
+  virtual SentChunks send(std::span<const Handle> handles);
+  // The chunks behind these places. Throws std::invalid_argument for files that hold no chunks, or
+  // could lose them while they are mapped here.
+  virtual std::vector<Handle> receive(const SentChunks& sent, size_t chunk_bytes);
+
   // A fence after all kernels issued to `stream` so far; nullptr: they are over when they return.
   virtual std::unique_ptr<Fence> fence(uintptr_t stream) {
     static_cast<void>(stream);
@@ -117,6 +139,19 @@ class Driver {
 
 inline void Driver::remap(uintptr_t, std::span<const Handle>, size_t, Access) {
   throw std::logic_error("this driver cannot remap in place");
+}
+
+inline Handle Driver::create_apart(size_t, Apart) {
+  throw std::logic_error("this driver cannot hand chunks over");
+}
+inline std::vector<bool> Driver::sendable(std::span<const Handle>) const {
+  throw std::logic_error("this driver cannot hand chunks over");
+}
+inline SentChunks Driver::send(std::span<const Handle>) {
+  throw std::logic_error("this driver cannot hand chunks over");
+}
+inline std::vector<Handle> Driver::receive(const SentChunks&, size_t) {
+  throw std::logic_error("this driver cannot hand chunks over");
 }
 
 }  // namespace vtensor

@@ -26,13 +26,15 @@ enum class CallKind {
   kRead,
   kWrite,
   kRemap,
+  kSend,
+  kReceive,
 };
 
-inline constexpr size_t kNumCallKinds = 12;
+inline constexpr size_t kNumCallKinds = 14;
 
 inline constexpr std::array<std::string_view, kNumCallKinds> kCallNames = {
-    "reserve", "free", "create", "release", "map",   "set_access",
-    "unmap",   "copy", "fill",   "read",    "write", "remap"};
+    "reserve", "free", "create", "release", "map",   "set_access", "unmap",
+    "copy",    "fill", "read",   "write",   "remap", "send",       "receive"};
 
 constexpr size_t call_idx(CallKind kind) { return static_cast<size_t>(kind); }
 constexpr std::string_view call_name(CallKind kind) { return kCallNames[call_idx(kind)]; }

@@ -71,20 +71,27 @@ Handle Ledger::add_chunk(size_t chunk_bytes) {
   return Handle{place * chunk_bytes};
 }
 
+void Ledger::add_chunk_at(Handle handle, size_t chunk_bytes) {
+  require_chunk_shape(chunk_bytes);
+  chunk_bytes_ = chunk_bytes;
+  num_maps_at_.emplace(number(handle), 0);
+}
+
 void Ledger::begin_release(Handle handle, size_t chunk_bytes) {
   require_chunk_shape(chunk_bytes);
   if (const uint32_t count = num_maps(handle); count > 0) {
     refuse("chunk " + hex_text(number(handle)) + " is still mapped " + std::to_string(count) +
            " times");
   }
-  num_maps_[number(handle) / chunk_bytes_] = kGone;
+  *find_maps(number(handle)) = kGone;
 }
 
 void Ledger::finish_release(Handle handle) {
+  if (num_maps_at_.erase(number(handle)) > 0) return;
   free_.insert(static_cast<uint32_t>(number(handle) / chunk_bytes_));
 }
 
-void Ledger::undo_release(Handle handle) noexcept { num_maps_[number(handle) / chunk_bytes_] = 0; }
+void Ledger::undo_release(Handle handle) noexcept { *find_maps(number(handle)) = 0; }
 
 void Ledger::require_bytes(Handle handle, size_t offset_bytes, size_t size_bytes) const {
   num_maps(handle);  // throws when there is no such chunk
@@ -192,14 +199,21 @@ bool Ledger::continues(const Run& first, const Run& second) const {
          first.access == second.access;
 }
 
-// How often the chunk is mapped. Throws when there is no such chunk.
+// How often the chunk is mapped; nullptr: there never was one of that number.
+uint32_t* Ledger::find_maps(uint64_t offset) {
+  if (const auto at = num_maps_at_.find(offset); at != num_maps_at_.end()) return &at->second;
+  const bool known =
+      chunk_bytes_ != 0 && offset % chunk_bytes_ == 0 && offset / chunk_bytes_ < num_maps_.size();
+  return known ? &num_maps_[offset / chunk_bytes_] : nullptr;
+}
+
+// The same. Throws when there is no such chunk.
 uint32_t Ledger::num_maps(Handle handle) const {
-  const uint64_t offset = number(handle);
-  const bool known = chunk_bytes_ != 0 && offset % chunk_bytes_ == 0 &&
-                     offset / chunk_bytes_ < num_maps_.size() &&
-                     num_maps_[offset / chunk_bytes_] != kGone;
-  if (!known) refuse("unknown or released chunk " + hex_text(offset));
-  return num_maps_[offset / chunk_bytes_];
+  const uint32_t* count = const_cast<Ledger*>(this)->find_maps(number(handle));
+  if (count == nullptr || *count == kGone) {
+    refuse("unknown or released chunk " + hex_text(number(handle)));
+  }
+  return *count;
 }
 
 // [addr, addr + size) is mapped without holes and begins and ends between chunks.
@@ -261,9 +275,8 @@ void Ledger::insert(Span range, const Run& run) {
 }
 
 void Ledger::count_maps(const Run& run, bool add) {
-  const size_t first = run.offset / chunk_bytes_;
-  for (size_t place = first; place < first + run.size_bytes / chunk_bytes_; ++place) {
-    num_maps_[place] += add ? 1U : -1U;
+  for (size_t done = 0; done < run.size_bytes; done += chunk_bytes_) {
+    *find_maps(run.offset + done) += add ? 1U : -1U;
   }
 }
 

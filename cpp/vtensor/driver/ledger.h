@@ -27,6 +27,7 @@
 #include <map>
 #include <optional>
 #include <span>
+#include <unordered_map>
 #include <vector>
 
 #include "vtensor/driver/driver.h"
@@ -59,6 +60,8 @@ class Ledger {
   // The chunk at the lowest free multiple of chunk_bytes, so that chunks created one after the
   // other are consecutive: such chunks map in one call and merge into one mapping.
   Handle add_chunk(size_t chunk_bytes);
+  // A chunk of the caller's numbering, above all that add_chunk() gives.
+  void add_chunk_at(Handle handle, size_t chunk_bytes);
   // The chunk, mapped nowhere, is gone for all callers; then finish_release() gives its place to
   // others, or undo_release() brings it back.
   void begin_release(Handle handle, size_t chunk_bytes);
@@ -95,6 +98,7 @@ class Ledger {
 
   Span range_around(uintptr_t addr, size_t size_bytes) const;
   bool continues(const Run& first, const Run& second) const;
+  uint32_t* find_maps(uint64_t offset);
   uint32_t num_maps(Handle handle) const;
   void require_covered(uintptr_t addr, size_t size_bytes) const;
   std::vector<Run> carve(uintptr_t addr, uintptr_t end);
@@ -111,6 +115,7 @@ class Ledger {
   size_t chunk_bytes_ = 0;
   std::vector<uint32_t> num_maps_;  // by place of the chunk; kGone: there is none
   IdSet free_;                      // places below num_maps_.size() that a new chunk may have
+  std::unordered_map<uint64_t, uint32_t> num_maps_at_;  // the same, of add_chunk_at()
   Segments segments_;
   size_t num_mappings_ = 0;
 };

@@ -22,6 +22,9 @@ struct Claim {
   bool created = false;      // memory is behind it
   bool scrub = false;        // zero the dirty bytes before use
   uint32_t dirty_bytes = 0;  // leading bytes that may be non-zero
+  bool renew = false;        // the memory is not for this owner: give it back, and create other
+  bool is_apart = false;     // the memory stands apart from the pool's
+  Apart apart{};             // where memory is to be created
 };
 
 // When a chunk that changes hands is zero-filled first.
@@ -37,14 +40,15 @@ std::optional<SlotId> v_alloc(Pool& pool);
 void v_free(Pool& pool, SlotId slot);
 
 // pAlloc, bookkeeping: `num_chunks` chunks with one table reference each, or nothing (and nothing
-// changed) when neither free chunks nor the budget suffice.
+// changed) when neither free chunks nor the budget suffice. `apart`: of other memory than the
+// pool's.
 std::optional<std::vector<Claim>> p_claim(Pool& pool, size_t num_chunks, ScrubPolicy policy,
-                                          uint64_t tenant);
+                                          uint64_t tenant, Apart apart = {});
 // Asked between chunks: whether to leave off, because somebody waits.
 using GiveWay = std::function<bool()>;
-// pAlloc, driver: creates what has no memory and scrubs what is dirty. Returns whether it came to
-// its end. If not, or on failure, the claims say which chunks exist by now; the caller unclaims all
-// of them.
+// pAlloc, driver: creates what has no memory of its own and scrubs what is dirty. Returns whether
+// it came to its end. If not, or on failure, the claims say which chunks exist by now; the caller
+// unclaims all of them.
 bool p_create(Driver& driver, size_t chunk_bytes, std::span<Claim> claims,
               const GiveWay& give_way = nullptr);
 // Writes what p_create() did back to the pSet.

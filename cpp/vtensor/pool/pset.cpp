@@ -21,6 +21,7 @@ void PSet::change(ChunkId id, Change&& apply) {
   if (chunk.refs() == 0) {
     chunk.appender = kNoVTensor;
     chunk.written_bytes = 0;  // nobody goes on there
+    chunk.sealed = false;
     put_back(id);
   }
 }
@@ -36,6 +37,7 @@ void PSet::reset(ChunkId id) { chunks_[id] = Chunk{.generation = chunks_[id].gen
 
 void PSet::take_out(ChunkId id) {
   if (dirty_free_.contains(id)) dirty_free_.erase(id);
+  if (apart_free_.contains(id)) apart_free_.erase(id);
 }
 
 ChunkId PSet::claim() {
@@ -61,6 +63,8 @@ ChunkId PSet::claim_dirty() {
   free_.erase(id);
   return claimed(id);
 }
+
+ChunkId PSet::claim_apart() { return claimed(take_apart()); }
 
 void PSet::unclaim(ChunkId id) {
   if (chunks_[id].created) {
@@ -113,9 +117,19 @@ ChunkId PSet::take_free() {
   return id;
 }
 
+ChunkId PSet::take_apart() {
+  const ChunkId id = apart_free_.pop_lowest();
+  free_.erase(id);
+  return id;
+}
+
 void PSet::put_back(ChunkId id) {
   free_.insert(id);
-  if (chunks_[id].dirty_bytes > 0) dirty_free_.insert(id);
+  if (chunks_[id].apart) {
+    apart_free_.insert(id);
+  } else if (chunks_[id].dirty_bytes > 0) {
+    dirty_free_.insert(id);
+  }
 }
 
 void PSet::forget(ChunkId id) {

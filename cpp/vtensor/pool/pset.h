@@ -10,7 +10,9 @@
 // Invariants:
 //  1. a chunk is free exactly when it has memory and table_refs + tree_refs == 0;
 //  2. num_created() == num_free() + num_referenced(), and num_created() <= budget_chunks();
-//  3. a chunk has at most one appender, a vTensor whose page table names it.
+//  3. a chunk has at most one appender, a vTensor whose page table names it;
+//  4. memory that stands apart (driver.h) serves one owner: a free chunk's is given back, and other
+//     memory created, before the chunk serves another.
 #pragma once
 
 #include <cstddef>
@@ -36,8 +38,10 @@ struct Chunk {
   uint32_t table_refs = 0;          // page-table entries that name this chunk
   uint32_t parked_refs = 0;         // of them, those of parked slots
   uint32_t tree_refs = 0;           // rTree entries that name this chunk
-  uint32_t pins : 31 = 0;           // pinned rTree entries that name this chunk
+  uint32_t pins : 29 = 0;           // pinned rTree entries that name this chunk
   bool created : 1 = false;         // memory is behind it
+  bool apart : 1 = false;           // which is not the pool's: others may hold it; never recycled
+  bool sealed : 1 = false;          // never written again: somebody else may go on there
   uint32_t written_bytes = 0;       // watermark; exact while there is no appender
   uint32_t dirty_bytes = 0;         // leading bytes that may be non-zero
   VTensorId appender = kNoVTensor;  // may write beyond what is recorded
@@ -50,6 +54,7 @@ struct Chunk {
   // No vTensor uses it: recorded prefixes and parked slots alone hold it, unpinned.
   bool idle() const { return refs() > 0 && uses() == 0 && pins == 0; }
   bool is_private() const { return table_refs == 1 && tree_refs == 0; }
+  bool is_recyclable() const { return is_private() && !apart; }
   bool shared() const { return uses() > 1; }
   // Chunks that the sharing of this one saves.
   uint32_t saved() const { return shared() ? uses() - 1 : 0; }
@@ -77,6 +82,8 @@ class PSet {
   bool is_absent(ChunkId id) const { return absent_.contains(id); }
   size_t num_dirty_free() const { return dirty_free_.size(); }
   bool is_dirty_free(ChunkId id) const { return dirty_free_.contains(id); }
+  size_t num_apart_free() const { return apart_free_.size(); }
+  bool is_apart_free(ChunkId id) const { return apart_free_.contains(id); }
   size_t num_idle() const { return num_idle_; }  // see Chunk::idle()
   size_t num_idle_unrecorded() const { return num_idle_unrecorded_; }
   size_t num_shared() const { return num_shared_; }      // see Chunk::shared()
@@ -93,6 +100,8 @@ class PSet {
   ChunkId claim_absent();
   // Claims a free chunk that holds old data. Requires: num_dirty_free() > 0.
   ChunkId claim_dirty();
+  // Claims a free chunk whose memory is to be given back. Requires: num_apart_free() > 0.
+  ChunkId claim_apart();
   // Undoes the creation part of a claim whose driver call failed, and drops its table reference.
   void unclaim(ChunkId id);
 
@@ -110,6 +119,8 @@ class PSet {
   // Takes the free chunk with the highest id out, for release to the system. It counts as created
   // until forget() or put_back(). Requires: num_free() > 0.
   ChunkId take_free();
+  // The same, of one whose memory stands apart. Requires: num_apart_free() > 0.
+  ChunkId take_apart();
   void put_back(ChunkId id);
   void forget(ChunkId id);
 
@@ -123,7 +134,8 @@ class PSet {
 
   std::vector<Chunk> chunks_;
   IdSet free_;
-  IdSet dirty_free_;  // of free_, those with dirty bytes
+  IdSet dirty_free_;  // of free_, those of the pool's memory with dirty bytes
+  IdSet apart_free_;  // of free_, those with other memory
   IdSet absent_;      // ids below chunks_.size() without memory
   size_t budget_chunks_;
   size_t num_created_ = 0;

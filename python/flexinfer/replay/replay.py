@@ -121,12 +121,12 @@ class _Replay:
         self._run_op: dict[str, Callable[[Record], None]] = {
             "create": self._create,
             "fork": self._fork,
+            "adopt": self._adopt,
             "release": self._release,
             "extend": self._extend,
-            "pre_extend": lambda record: None,  # map_ahead tells when it took effect
+            **dict.fromkeys(("pre_extend", "map_ahead_failed", "export"), lambda record: None),
             "map_ahead": self._map_ahead,
             "forget": self._forget,
-            "map_ahead_failed": lambda record: None,
             "upkeep": self._upkeep,
             "begin_step": lambda record: self._manager.begin_step(),
             "end_step": lambda record: self._manager.end_step(),
@@ -237,9 +237,9 @@ class _Replay:
             self._report.replayed.num_shortages += 1
             return
         vtensor = self._manager.try_create(
-            self._reader.tokens(record),
+            self._reader.tokens(record) if "tokens" in record else None,
             cache_salt=record["salt"],
-            expected_tokens=record["expected"],
+            expected_tokens=record.get("expected", 0),
         )
         if vtensor is None:
             self._short(record, record["result"])
@@ -247,6 +247,12 @@ class _Replay:
             return
         cached = vtensor.num_cached_tokens
         self._live[record["result"]] = _Live(vtensor, cached, cached)
+
+    def _adopt(self, record: Record) -> None:
+        """KV of another process, which is not there now: the same length, in memory of its own."""
+        self._create(record)
+        if live := self._live.get(record["result"]):
+            live.num_tokens = record["n"] if live.vtensor.try_extend(record["n"]) else 0
 
     def _fork(self, record: Record) -> None:
         if not record["result"]:

@@ -27,6 +27,7 @@ from flexinfer.runtime.units import parse_bytes
 from flexinfer.vtensor.handle import VTensor
 from flexinfer.vtensor.manager import VTensorManager
 from flexinfer.vtensor.open_core import NO_CHUNK, kept_chunks
+from flexinfer.vtensor.parcel import Parcel
 from flexinfer.vtensor.settings import SimConfig, available_memory_bytes
 from flexinfer.vtensor.spec import KVGroup, KVSpec
 from flexinfer.vtensor.state import StateLayout, StateTensor
@@ -38,6 +39,7 @@ __all__ = [
     "KVGroup",
     "KVSpec",
     "MappingTimes",
+    "Parcel",
     "PrefixInfo",
     "SimConfig",
     "Snapshot",

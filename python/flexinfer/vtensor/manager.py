@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from flexinfer import _vtensor
-from flexinfer.errors import OutOfMemoryError
+from flexinfer.errors import HandoverError, OutOfMemoryError
 from flexinfer.runtime.units import parse_bytes
 from flexinfer.vtensor.arguments import bad_lengths, check_length, token_array
 from flexinfer.vtensor.handle import VTensor
 from flexinfer.vtensor.open_core import OpenCore, torch_or_dlpack
+from flexinfer.vtensor.parcel import Parcel, layout_of
 from flexinfer.vtensor.settings import (
     SimConfig,
     choice,
@@ -134,6 +135,7 @@ class VTensorManager(OpenCore):
         cache_salt: str = "",
         max_cached_tokens: int | None = None,
         expected_tokens: int = 0,
+        to_export: bool = False,
         label: str | None = None,
     ) -> VTensor:
         """A vTensor that aliases the longest recorded prefix of ``tokens``.
@@ -144,6 +146,8 @@ class VTensorManager(OpenCore):
             max_cached_tokens: bound on the match; an engine, which must compute at least the last
                 prompt token, passes ``len(tokens) - 1``.
             expected_tokens: how long it will become, if known: chooses the fitting parked slot.
+            to_export: its KV goes where :meth:`export` need not copy it, into fresh memory of its
+                own: 0.1 ms per MiB of page faults more than memory that is reused.
             label: what it is called in a trace, such as a request id; see :meth:`label`.
 
         Raises OutOfMemoryError when no slot is left, ValueError for more than max_seq_len tokens.
@@ -153,6 +157,7 @@ class VTensorManager(OpenCore):
             cache_salt=cache_salt,
             max_cached_tokens=max_cached_tokens,
             expected_tokens=expected_tokens,
+            to_export=to_export,
             label=label,
         )
         if vtensor is None:
@@ -166,13 +171,15 @@ class VTensorManager(OpenCore):
         cache_salt: str = "",
         max_cached_tokens: int | None = None,
         expected_tokens: int = 0,
+        to_export: bool = False,
         label: str | None = None,
     ) -> VTensor | None:
         """As :meth:`create`; None when no slot is left."""
         wanted = token_array(() if tokens is None else tokens)
         if max_cached_tokens is not None:
             wanted = wanted[: max(0, max_cached_tokens)]
-        created = self._core.try_create(wanted, cache_salt, check_length(expected_tokens))
+        expected = check_length(expected_tokens)
+        created = self._core.try_create(wanted, cache_salt, expected, to_export)
         if created is None:
             return None
         vtensor = VTensor(self, created)  # first: it releases itself should its label be refused
@@ -278,6 +285,45 @@ class VTensorManager(OpenCore):
     def reset_prefix_cache(self) -> int:
         """Forget every prefix that is not pinned. Returns the number of tokens forgotten."""
         return self._core.reset_prefix_cache()
+
+    # ------------------------------------------------------------------------------- hand-over
+
+    @property
+    def layout(self) -> str:
+        """Which parcels fit."""
+        return layout_of(self.spec, self.chunk_bytes)
+
+    def export(self, vtensor: VTensor) -> Parcel:
+        """The KV of a vTensor for another process here. Only what shares files with others' KV is
+        copied. It stays, and goes on in a copy of its last row. Raises OutOfMemoryError, ValueError
+        where it is empty, swapped out or has views, or the device cannot hand memory over."""
+        (vtensor_id,) = self._ids([vtensor])
+        core = self._core.try_export(vtensor_id)
+        if core is None:
+            raise OutOfMemoryError("memory is short for copies of what is exported")
+        return Parcel(core, self.layout)
+
+    def export_prefix(self, tokens: Any, cache_salt: str = "") -> Parcel | None:
+        """As :meth:`export`, of the longest recorded prefix of ``tokens``; None: there is none."""
+        vtensor = self.create(tokens, cache_salt=cache_salt)
+        try:
+            return self.export(vtensor) if vtensor.num_tokens > 0 else None
+        finally:
+            vtensor.release()
+
+    def adopt(self, parcel: Parcel, cache_salt: str = "") -> VTensor:
+        """A vTensor of what another process has exported, in the same memory. Raises HandoverError,
+        with nothing mapped, for a parcel that does not fit, OutOfMemoryError when it is short."""
+        if parcel.layout != self.layout:
+            raise HandoverError("the parcel's heads, dtype, layers per plane or chunk_bytes differ")
+        try:
+            adopted = self._core.try_adopt(parcel._open(), cache_salt)
+        except ValueError as error:
+            raise HandoverError(str(error)) from None
+        if adopted is None:
+            raise OutOfMemoryError(f"no slot or memory is left for {parcel.num_chunks} chunks")
+        parcel.close()
+        return VTensor(self, adopted)
 
     # --------------------------------------------------------------------------------- memory
 

@@ -74,6 +74,7 @@ PYTHON_ALLOWED = {
     "runner": "attention layers models runtime sampling vtensor",
     "distributed": "config errors layers memory models runner runtime sampling vtensor",
     "replay": "errors vtensor",
+    "handover": "errors vtensor",
     "engine": "attention checkpoints config distributed errors events lora memory metrics models "
     "outputs runner runtime sampling scheduler speculation types vtensor",
     "conversation": "engine errors lora outputs sampling types",

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "vtensor/driver/host/host_driver.h"
+#include "vtensor/driver/host/host_handle.h"
 #include "vtensor/util/error.h"
 #include "vtensor/util/text.h"
 
@@ -25,17 +26,28 @@ std::string text(std::optional<Handle> handle) {
 
 }  // namespace
 
+// What the system shows at `addr`, of the file where the driver has mapped something. Each file is
+// read when it is first asked for; nullopt in `read`: it does not tell.
+std::optional<Handle> HostDriver::shown_handle(uintptr_t addr, Readings& read) const {
+  const std::optional<Handle> mapped = mapped_at(addr);
+  const bool apart = mapped && is_apart(*mapped);
+  const uint64_t file = apart ? number(apart_handle(parcel_idx(*mapped), 0)) : 0;
+  if (!read.contains(file)) read[file] = extent_of_mapped(file).memory.shown();
+  if (!read[file]) return mapped;
+  const std::optional<Handle> shown = shown_at(*read[file], addr);
+  return apart && shown ? Handle{file + number(*shown)} : shown;
+}
+
 // Read again where something is wrong: a mapping that another thread makes elsewhere may have torn
 // the first reading.
 void HostDriver::verify_mapped(std::span<const uintptr_t> addrs) const {
   for (int readings_left = 3;;) {
-    const auto extents = memfd_.shown();
-    if (!extents) return;
+    Readings read;
     const auto wrong = std::ranges::find_if(
-        addrs, [&](uintptr_t addr) { return shown_at(*extents, addr) != mapped_at(addr); });
+        addrs, [&](uintptr_t addr) { return shown_handle(addr, read) != mapped_at(addr); });
     if (wrong == addrs.end()) return;
     if (--readings_left > 0) continue;
-    throw IntegrityError("the system shows " + text(shown_at(*extents, *wrong)) + " at " +
+    throw IntegrityError("the system shows " + text(shown_handle(*wrong, read)) + " at " +
                          hex_text(*wrong) + ", where the driver has mapped " +
                          text(mapped_at(*wrong)));
   }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "vtensor/driver/host/host_call.h"
+#include "vtensor/driver/host/host_handle.h"
 #include "vtensor/driver/host/host_memory.h"
 #include "vtensor/util/error.h"
 #include "vtensor/util/text.h"
@@ -19,8 +20,6 @@ namespace vtensor {
 namespace {
 
 constexpr size_t kMemoryCreditBytes = 64 * kMiB;
-
-uint64_t number(Handle handle) { return static_cast<uint64_t>(handle); }
 
 int protection(Access access) {
   if (access == Access::kNone) return PROT_NONE;
@@ -84,7 +83,7 @@ void HostDriver::free(uintptr_t addr, size_t size_bytes) {
 Handle HostDriver::create(size_t chunk_bytes) {
   const Handle handle = claim(chunk_bytes);
   try {
-    commit(number(handle), chunk_bytes);
+    commit(memfd_, number(handle), chunk_bytes);
   } catch (...) {
     unclaim(handle, chunk_bytes);
     throw;
@@ -93,37 +92,43 @@ Handle HostDriver::create(size_t chunk_bytes) {
 }
 
 void HostDriver::release(Handle handle, size_t chunk_bytes) {
+  HostParcel* parcel = nullptr;
   {
     const std::lock_guard lock(mutex_);
     ledger_.begin_release(handle, chunk_bytes);
+    if (is_apart(handle)) parcel = parcels_[parcel_idx(handle)].get();
   }
   // A forked child shares the file: its copy of the bookkeeping must not punch its parent's memory.
   if (getpid() != owner_pid_) return;
   try {
-    memfd_.punch(number(handle), chunk_bytes);
+    parcel != nullptr ? parcel->drop(parcel_offset(handle), chunk_bytes)
+                      : memfd_.punch(number(handle), chunk_bytes);
   } catch (...) {
     const std::lock_guard lock(mutex_);
     ledger_.undo_release(handle);
     throw;
   }
-  const std::lock_guard lock(mutex_);
-  ledger_.finish_release(handle);
-  created_bytes_ -= chunk_bytes;
+  finish_release(handle, chunk_bytes);
+}
+
+// Its bytes must be below the cap, and to be had.
+void HostDriver::require_capacity(size_t size_bytes) {
+  const size_t free_bytes = capacity_bytes_ - created_bytes_;
+  if (size_bytes > free_bytes) {
+    throw OutOfMemoryError(size_bytes, free_bytes, capacity_bytes_,
+                           "the host driver's capacity_bytes is reached");
+  }
+  if (size_bytes > memory_credit_bytes_) {
+    require_memory(size_bytes);
+    memory_credit_bytes_ = std::max(size_bytes, kMemoryCreditBytes);
+  }
 }
 
 // Takes a place in the file and its bytes out of the cap, or throws OutOfMemoryError.
 Handle HostDriver::claim(size_t chunk_bytes) {
   const std::lock_guard lock(mutex_);
   ledger_.require_chunk_shape(chunk_bytes);
-  const size_t free_bytes = capacity_bytes_ - created_bytes_;
-  if (chunk_bytes > free_bytes) {
-    throw OutOfMemoryError(chunk_bytes, free_bytes, capacity_bytes_,
-                           "the host driver's capacity_bytes is reached");
-  }
-  if (chunk_bytes > memory_credit_bytes_) {
-    require_memory(chunk_bytes);
-    memory_credit_bytes_ = std::max(chunk_bytes, kMemoryCreditBytes);
-  }
+  require_capacity(chunk_bytes);
   const Handle handle = ledger_.add_chunk(chunk_bytes);
   created_bytes_ += chunk_bytes;
   memory_credit_bytes_ -= chunk_bytes;
@@ -131,10 +136,20 @@ Handle HostDriver::claim(size_t chunk_bytes) {
 }
 
 void HostDriver::unclaim(Handle handle, size_t chunk_bytes) {
+  {
+    const std::lock_guard lock(mutex_);
+    ledger_.begin_release(handle, chunk_bytes);
+  }
+  finish_release(handle, chunk_bytes);
+}
+
+void HostDriver::finish_release(Handle handle, size_t chunk_bytes) {
   const std::lock_guard lock(mutex_);
-  ledger_.begin_release(handle, chunk_bytes);
   ledger_.finish_release(handle);
   created_bytes_ -= chunk_bytes;
+  if (!is_apart(handle)) return;
+  parcels_[parcel_idx(handle)]->forget_place(parcel_offset(handle));
+  drop_parcel_if_empty(parcel_idx(handle));
 }
 
 // In a container nobody fails an allocation: the kernel kills. So ask before taking.
@@ -150,15 +165,15 @@ void HostDriver::require_memory(size_t size_bytes) {
 }
 
 // Backs an extent with zeroed memory, all of it or nothing.
-void HostDriver::commit(uint64_t offset, size_t size_bytes) {
+void HostDriver::commit(HostMemfd& memory, uint64_t offset, size_t size_bytes) {
   try {
     if (huge_pages_ && size_bytes % kHugePageBytes == 0) {
-      if (memfd_.commit_huge(offset, size_bytes)) return;
+      if (memory.commit_huge(offset, size_bytes)) return;
       require_memory(size_bytes);  // a refused collapse can be the first sign of shortage
     }
-    memfd_.commit_small(offset, size_bytes);
+    memory.commit_small(offset, size_bytes);
   } catch (...) {
-    memfd_.punch(offset, size_bytes);
+    memory.punch(offset, size_bytes);
     throw;
   }
 }
@@ -270,11 +285,12 @@ void HostDriver::remap(uintptr_t addr, std::span<const Handle> handles, size_t c
   }
 }
 
-// The count includes the window.
+// The count includes the windows.
 void HostDriver::require_mappings_left(size_t num_mappings) const {
-  if (num_mappings + 1 <= mapping_limit_) return;
+  const size_t num_held = num_mappings + num_windows();
+  if (num_held <= mapping_limit_) return;
   throw MappingLimitError(
-      "mmap", ENOMEM, "ENOMEM", "num_mappings=" + std::to_string(num_mappings + 1),
+      "mmap", ENOMEM, "ENOMEM", "num_mappings=" + std::to_string(num_held),
       "the driver's limit of " + std::to_string(mapping_limit_) +
           " mappings is reached; it is kept below vm.max_map_count = " +
           std::to_string(max_map_count(options_.system_root)) +
@@ -284,12 +300,13 @@ void HostDriver::require_mappings_left(size_t num_mappings) const {
 // Changes the access of one run; run.access is what it has now.
 void HostDriver::apply(const Ledger::Run& run, Access access) const {
   if (run.access == access) return;
+  const Extent extent = extent_of_mapped(run.offset);
   if (access == Access::kCopyOnWrite) {
-    memfd_.map_private_at(run.addr, run.offset, run.size_bytes);
+    extent.memory.map_private_at(run.addr, extent.offset, run.size_bytes);
     return;
   }
   if (run.access == Access::kNone || run.access == Access::kCopyOnWrite) {
-    memfd_.map_at(run.addr, run.offset, run.size_bytes);
+    extent.memory.map_at(run.addr, extent.offset, run.size_bytes);
     if (access == Access::kReadWrite) return;  // as the window
   }
   if (mprotect(pointer(run.addr), run.size_bytes, protection(access)) != 0) {
@@ -326,55 +343,6 @@ void HostDriver::show_unmapped(uintptr_t addr, size_t size_bytes) const {
   }
 }
 
-// --- contents ---
-
-// A chunk's bytes have been touched in the window: see HostMemfd::leave_window(). Only where a
-// chunk is huge pages, which come back by one fault each (3 us); small ones would cost 1 us each.
-void HostDriver::forget(Handle handle) const noexcept {
-  if (!huge_pages_) return;
-  size_t size_bytes = 0;
-  {
-    const std::lock_guard lock(mutex_);
-    size_bytes = ledger_.chunk_bytes();
-  }
-  if (size_bytes % kHugePageBytes == 0) memfd_.leave_window(number(handle), size_bytes);
-}
-
-std::byte* HostDriver::bytes_at(Handle handle, size_t offset, size_t size_bytes) const {
-  const std::lock_guard lock(mutex_);
-  ledger_.require_bytes(handle, offset, size_bytes);
-  return memfd_.at(number(handle) + offset);
-}
-
-void HostDriver::copy(Handle dst, size_t dst_offset, Handle src, size_t src_offset,
-                      size_t size_bytes) {
-  const std::byte* from = bytes_at(src, src_offset, size_bytes);
-  std::byte* to = bytes_at(dst, dst_offset, size_bytes);
-  std::memmove(to, from, size_bytes);
-  forget(src);
-  forget(dst);
-}
-
-void HostDriver::fill(Handle dst, size_t dst_offset, size_t size_bytes, std::byte value) {
-  std::byte* to = bytes_at(dst, dst_offset, size_bytes);
-  std::memset(to, static_cast<int>(value), size_bytes);
-  forget(dst);
-}
-
-void HostDriver::read(Handle src, size_t src_offset, std::span<std::byte> out) {
-  const std::byte* from = bytes_at(src, src_offset, out.size());
-  if (out.empty()) return;
-  std::memcpy(out.data(), from, out.size());
-  forget(src);
-}
-
-void HostDriver::write(Handle dst, size_t dst_offset, std::span<const std::byte> in) {
-  std::byte* to = bytes_at(dst, dst_offset, in.size());
-  if (in.empty()) return;
-  std::memcpy(to, in.data(), in.size());
-  forget(dst);
-}
-
 // --- counts ---
 
 size_t HostDriver::created_bytes() const {
@@ -384,7 +352,7 @@ size_t HostDriver::created_bytes() const {
 
 size_t HostDriver::num_mappings() const {
   const std::lock_guard lock(mutex_);
-  return ledger_.num_mappings() + 1;
+  return ledger_.num_mappings() + num_windows();
 }
 
 }  // namespace vtensor

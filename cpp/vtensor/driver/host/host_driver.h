@@ -10,8 +10,11 @@
 //   range A  [chunk 3][chunk 0][chunk 1][ rest       ]  reserve, map, set_access
 //   range B  [chunk 3][ rest                         ]  the same chunk, shared
 //
+// Chunks that may go to another process are places in files of their own (host_parcel.h), each with
+// a window; a Handle then names the file too.
+//
 // Thread-safety: as driver.h says. One mutex guards the bookkeeping; it is not held during system
-// calls, except a reading of /proc once every 64 MiB created.
+// calls, except a reading of /proc once every 64 MiB created, and the opening of parcels.
 //
 // Fork: a child has neither the window nor the mapped chunks (touching them faults), so it can not
 // write into its parent's cache by accident; it must not use the driver. Core dumps leave the
@@ -32,15 +35,19 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "vtensor/driver/driver.h"
 #include "vtensor/driver/host/host_memfd.h"
+#include "vtensor/driver/host/host_parcel.h"
 #include "vtensor/driver/ledger.h"
 
 namespace vtensor {
@@ -90,6 +97,12 @@ class HostDriver final : public Driver {
   void remap(uintptr_t addr, std::span<const Handle> handles, size_t chunk_bytes,
              Access access) override;
 
+  bool hands_over() const noexcept override { return true; }
+  Handle create_apart(size_t chunk_bytes, Apart apart) override;
+  std::vector<bool> sendable(std::span<const Handle> handles) const override;
+  SentChunks send(std::span<const Handle> handles) override;
+  std::vector<Handle> receive(const SentChunks& sent, size_t chunk_bytes) override;
+
   std::optional<Handle> mapped_at(uintptr_t addr) const override {
     const std::lock_guard lock(mutex_);
     return ledger_.mapped_at(addr);
@@ -103,7 +116,7 @@ class HostDriver final : public Driver {
 
   size_t capacity_bytes() const noexcept { return capacity_bytes_; }
   size_t created_bytes() const;
-  size_t resident_bytes() const { return memfd_.resident_bytes(); }  // what the system holds
+  size_t resident_bytes() const;  // what the system holds
   size_t mapping_limit() const noexcept { return mapping_limit_; }
   size_t num_mappings() const;  // never less than the kernel's count for this driver
   // Chunks of whole 2 MiB really become huge pages: the kernel has been tried.
@@ -113,10 +126,30 @@ class HostDriver final : public Driver {
   std::byte* bytes_at(Handle handle, size_t offset, size_t size_bytes) const;
   void forget(Handle handle) const noexcept;
 
+  // Where a chunk's bytes are.
+  struct Extent {
+    const HostMemfd& memory;
+    uint64_t offset;
+  };
+  Extent extent_of(uint64_t number) const;         // Requires: the mutex is held.
+  Extent extent_of_mapped(uint64_t number) const;  // Takes it if it must.
+
+  // Where the system shows each file, by the handle of its first byte.
+  using Readings = std::map<uint64_t, std::optional<std::map<uintptr_t, HostMemfd::Extent>>>;
+  std::optional<Handle> shown_handle(uintptr_t addr, Readings& read) const;
+
+  void require_capacity(size_t size_bytes);
   Handle claim(size_t chunk_bytes);
+  Handle claim_apart(size_t chunk_bytes, Apart apart);
+  uint32_t add_parcel(std::unique_ptr<HostParcel> parcel);
+  void drop_parcel_if_empty(uint32_t idx);
+  void add_received(std::vector<std::unique_ptr<HostParcel>>& parcels, const SentChunks& sent,
+                    size_t chunk_bytes, std::vector<Handle>& handles);
   void unclaim(Handle handle, size_t chunk_bytes);
+  void finish_release(Handle handle, size_t chunk_bytes);
+  size_t num_windows() const { return 1 + parcels_.size() - free_parcels_.size(); }
   void require_memory(size_t size_bytes);
-  void commit(uint64_t offset, size_t size_bytes);
+  void commit(HostMemfd& memory, uint64_t offset, size_t size_bytes);
   bool probe_huge_pages();
 
   void require_mappings_left(size_t num_mappings) const;
@@ -139,6 +172,9 @@ class HostDriver final : public Driver {
   Ledger ledger_;
   size_t created_bytes_ = 0;
   size_t memory_credit_bytes_ = 0;  // may be created before /proc is read again
+  std::vector<std::unique_ptr<HostParcel>> parcels_;
+  IdSet free_parcels_;                               // places in parcels_ that are empty
+  std::unordered_map<uint64_t, uint32_t> unfilled_;  // by Apart::number: where chunks go now
 };
 
 }  // namespace vtensor

@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <fstream>
 #include <string>
+#include <utility>
 
 #include "vtensor/driver/host/host_call.h"
 #include "vtensor/util/error.h"
@@ -36,36 +37,42 @@ HostMemfd::HostMemfd(size_t capacity_bytes, size_t page_bytes)
     : capacity_bytes_(capacity_bytes),
       page_bytes_(page_bytes),
       space_bytes_(space_for(capacity_bytes)) {
-  try {
-    open();
-  } catch (...) {
-    close();
-    throw;
+  create_file();
+  open_window();
+}
+
+HostMemfd::HostMemfd(FileDescriptor file, size_t space_bytes, size_t page_bytes)
+    : capacity_bytes_(space_bytes),
+      page_bytes_(page_bytes),
+      space_bytes_(space_bytes),
+      file_(std::move(file)) {
+  open_window();
+}
+
+HostMemfd::~HostMemfd() { munmap(window_, space_bytes_); }
+
+void HostMemfd::create_file() {
+  file_ = FileDescriptor(memfd_create("vtensor", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (fd() < 0) fail("memfd_create", "vtensor");
+  // Its size once and for all: growing it later would wait for other threads' fallocate.
+  if (ftruncate(fd(), static_cast<off_t>(space_bytes_)) != 0) {
+    fail("ftruncate", "size_bytes=" + std::to_string(space_bytes_));
   }
 }
 
-HostMemfd::~HostMemfd() { close(); }
-
-void HostMemfd::open() {
-  const std::string arguments = "size_bytes=" + std::to_string(space_bytes_);
-  fd_ = memfd_create("vtensor", MFD_CLOEXEC);
-  if (fd_ < 0) fail("memfd_create", "vtensor");
-  // Its size once and for all: growing it later would wait for other threads' fallocate.
-  if (ftruncate(fd_, static_cast<off_t>(space_bytes_)) != 0) fail("ftruncate", arguments);
+void HostMemfd::open_window() {
   const uintptr_t addr = reserve_aligned(space_bytes_, kHugePageBytes, PROT_NONE, page_bytes_);
-  window_ = static_cast<std::byte*>(pointer(addr));
-  if (mmap(window_, space_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE,
-           fd_, 0) == MAP_FAILED) {
-    fail("mmap", arguments);
+  if (mmap(pointer(addr), space_bytes_, PROT_READ | PROT_WRITE,
+           MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd(), 0) == MAP_FAILED) {
+    const int code = errno;
+    munmap(pointer(addr), space_bytes_);
+    errno = code;
+    fail("mmap", "size_bytes=" + std::to_string(space_bytes_));
   }
+  window_ = static_cast<std::byte*>(pointer(addr));
   // Every mapping of a chunk is cloned from the window and inherits these two.
   madvise(window_, space_bytes_, MADV_DONTDUMP);
   madvise(window_, space_bytes_, MADV_DONTFORK);
-}
-
-void HostMemfd::close() noexcept {
-  if (window_ != nullptr) munmap(window_, space_bytes_);
-  if (fd_ >= 0) ::close(fd_);
 }
 
 // In pieces, because fallocate drops all its work when a signal arrives, and a profiler sends many.
@@ -73,7 +80,7 @@ void HostMemfd::commit_small(uint64_t offset, size_t size_bytes) {
   for (size_t done = 0; done < size_bytes; done += kHugePageBytes) {
     const auto start = static_cast<off_t>(offset + done);
     const auto length = static_cast<off_t>(std::min(kHugePageBytes, size_bytes - done));
-    if (uninterrupted([&] { return fallocate(fd_, 0, start, length); }) == 0) continue;
+    if (uninterrupted([&] { return fallocate(fd(), 0, start, length); }) == 0) continue;
     if (errno == ENOSPC || errno == ENOMEM) {
       const std::string name = errno_text(errno);
       throw OutOfMemoryError(size_bytes, done, capacity_bytes_, "fallocate: " + name);
@@ -98,7 +105,7 @@ bool HostMemfd::commit_huge(uint64_t offset, size_t size_bytes) {
 
 void HostMemfd::punch(uint64_t offset, size_t size_bytes) {
   const int rc = uninterrupted([&] {
-    return fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+    return fallocate(fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
                      static_cast<off_t>(size_bytes));
   });
   if (rc != 0) {
@@ -118,7 +125,7 @@ void HostMemfd::map_at(uintptr_t addr, uint64_t offset, size_t size_bytes) const
 
 void HostMemfd::map_private_at(uintptr_t addr, uint64_t offset, size_t size_bytes) const {
   if (mmap(pointer(addr), size_bytes, PROT_READ | PROT_WRITE,
-           MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd_,
+           MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd(),
            static_cast<off_t>(offset)) == MAP_FAILED) {
     fail_mapping("mmap", span_text(addr, size_bytes));
   }
@@ -133,14 +140,14 @@ void HostMemfd::leave_window(uint64_t offset, size_t size_bytes) const noexcept 
 
 size_t HostMemfd::resident_bytes() const {
   struct stat status{};
-  if (fstat(fd_, &status) != 0) fail("fstat", "vtensor");
+  if (fstat(fd(), &status) != 0) fail("fstat", "vtensor");
   return static_cast<size_t>(status.st_blocks) * 512;
 }
 
 // A line is "start-end rwxp offset device inode path"; what nobody may touch shows nothing.
 std::optional<std::map<uintptr_t, HostMemfd::Extent>> HostMemfd::shown() const {
   struct stat status{};
-  if (fstat(fd_, &status) != 0) fail("fstat", "vtensor");
+  if (fstat(fd(), &status) != 0) fail("fstat", "vtensor");
   std::map<uintptr_t, Extent> extents;
   std::ifstream file("/proc/self/maps");
   for (std::string line; std::getline(file, line);) {

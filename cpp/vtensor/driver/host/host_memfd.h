@@ -13,6 +13,7 @@
 #include <map>
 #include <optional>
 
+#include "vtensor/util/file_descriptor.h"
 #include "vtensor/util/units.h"
 
 namespace vtensor {
@@ -29,10 +30,13 @@ class HostMemfd {
   // For up to `capacity_bytes` of memory. Throws DriverError when the system refuses the memfd or
   // the window.
   HostMemfd(size_t capacity_bytes, size_t page_bytes);
+  // What another process has given us, `space_bytes` of it. Throws DriverError.
+  HostMemfd(FileDescriptor file, size_t space_bytes, size_t page_bytes);
   ~HostMemfd();  // the memory goes back when the last mapping of it is gone
   HostMemfd(const HostMemfd&) = delete;
   HostMemfd& operator=(const HostMemfd&) = delete;
 
+  int fd() const noexcept { return file_.get(); }
   size_t space_bytes() const noexcept { return space_bytes_; }
   std::byte* at(uint64_t offset) const noexcept { return window_ + offset; }
 
@@ -61,13 +65,13 @@ class HostMemfd {
   std::optional<std::map<uintptr_t, Extent>> shown() const;
 
  private:
-  void open();
-  void close() noexcept;
+  void create_file();
+  void open_window();
 
   const size_t capacity_bytes_;
   const size_t page_bytes_;
   const size_t space_bytes_;  // of the file and the window
-  int fd_ = -1;
+  FileDescriptor file_;
   std::byte* window_ = nullptr;
 };
 

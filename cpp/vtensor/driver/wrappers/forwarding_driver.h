@@ -107,6 +107,33 @@ class ForwardingDriver : public Driver {
            [&] { inner_->remap(addr, handles, chunk_bytes, access); });
   }
 
+  bool hands_over() const noexcept override { return inner_->hands_over(); }
+  std::vector<bool> sendable(std::span<const Handle> handles) const override {
+    return inner_->sendable(handles);
+  }
+
+  Handle create_apart(size_t chunk_bytes, Apart apart) override {
+    DriverCall call{
+        .kind = CallKind::kCreate, .size_bytes = chunk_bytes, .chunk_bytes = chunk_bytes};
+    around(call, [&] { call.handle = inner_->create_apart(chunk_bytes, apart); });
+    return call.handle;
+  }
+
+  SentChunks send(std::span<const Handle> handles) override {
+    SentChunks sent;
+    around({.kind = CallKind::kSend, .handles = handles}, [&] { sent = inner_->send(handles); });
+    return sent;
+  }
+
+  std::vector<Handle> receive(const SentChunks& sent, size_t chunk_bytes) override {
+    std::vector<Handle> handles;
+    around({.kind = CallKind::kReceive,
+            .size_bytes = sent.places.size() * chunk_bytes,
+            .chunk_bytes = chunk_bytes},
+           [&] { handles = inner_->receive(sent, chunk_bytes); });
+    return handles;
+  }
+
   void copy(Handle dst, size_t dst_offset, Handle src, size_t src_offset,
             size_t size_bytes) override {
     around({.kind = CallKind::kCopy,

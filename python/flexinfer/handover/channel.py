@@ -1,0 +1,141 @@
+"""Channel: messages with open files between two processes of one machine, over a Unix socket.
+
+    8 bytes "FXHAND1\\n" | 4 bytes: length of the header | header, JSON   + files (SCM_RIGHTS)
+
+Only processes of the same user are spoken to. One thread at a time at either end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from flexinfer.errors import HandoverError
+
+MAGIC = b"FXHAND1\n"
+MAX_HEADER_BYTES = 64 << 20
+MAX_FILES = 250
+"""In one message; Linux takes 253."""
+
+
+class Channel:
+    """One end of a connection. Its errors are HandoverError; the connection is of no more use."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float | None) -> None:
+        """`timeout_s`: how long one message may take, and how long one is waited for."""
+        connection.settimeout(timeout_s)
+        self._socket = connection
+        _check_user(connection)
+
+    @classmethod
+    def connect(cls, path: str, timeout_s: float | None) -> Self:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(timeout_s)
+            connection.connect(path)
+            return cls(connection, timeout_s)
+        except OSError as error:
+            connection.close()
+            raise HandoverError(f"nobody answers at {path}: {error}") from None
+        except HandoverError:
+            connection.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def interrupt(self) -> None:
+        """End what another thread waits for."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def send(self, header: dict[str, Any], files: Sequence[int] = ()) -> None:
+        """The descriptors stay the caller's; the receiver has its own."""
+        if len(files) > MAX_FILES:
+            raise HandoverError(f"{len(files)} files are more than one message can take")
+        body = json.dumps({**header, "num_files": len(files)}, separators=(",", ":")).encode()
+        start = MAGIC + struct.pack(">I", len(body))
+        try:
+            if files:
+                sent = socket.send_fds(self._socket, [start], list(files))
+            else:
+                sent = self._socket.send(start)
+            self._socket.sendall(start[sent:] + body)
+        except OSError as error:
+            raise HandoverError(f"the other process is gone: {error}") from None
+
+    def receive(self) -> tuple[dict[str, Any], list[int]]:
+        """A header and the descriptors that came with it, which are the caller's to close."""
+        files: list[int] = []
+        try:
+            start = self._receive(len(MAGIC) + 4, files)
+            if not start.startswith(MAGIC):
+                raise HandoverError("the other process does not speak this protocol")
+            (length,) = struct.unpack(">I", start[len(MAGIC) :])
+            if length > MAX_HEADER_BYTES:
+                raise HandoverError(f"a header of {length} bytes is too long")
+            header = json.loads(self._receive(length, files))
+            if not isinstance(header, dict) or header.get("num_files") != len(files):
+                raise HandoverError(
+                    f"{len(files)} files came with a message, not as many as it says"
+                )
+            return header, files
+        except HandoverError:
+            close_files(files)
+            raise
+        except (OSError, ValueError, RecursionError) as error:
+            close_files(files)
+            raise HandoverError(f"a message could not be received: {error}") from None
+
+    def _receive(self, num_bytes: int, files: list[int]) -> bytes:
+        room = socket.CMSG_SPACE((MAX_FILES + 3) * struct.calcsize("i"))
+        received = bytearray()
+        while len(received) < num_bytes:
+            part, ancillary, flags, _ = self._socket.recvmsg(
+                min(num_bytes - len(received), 1 << 20), room, socket.MSG_CMSG_CLOEXEC
+            )
+            for level, kind, data in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    count = len(data) // struct.calcsize("i")
+                    files += struct.unpack(f"{count}i", data[: count * struct.calcsize("i")])
+            if flags & socket.MSG_CTRUNC:
+                raise HandoverError(
+                    "a message with too many open files, or none can be opened here"
+                )
+            if not part:
+                raise HandoverError(
+                    f"the other process ended within a message, after {len(received)} of "
+                    f"{num_bytes} bytes"
+                )
+            received += part
+        return bytes(received)
+
+
+def close_files(files: Sequence[int]) -> None:
+    for file in files:
+        with suppress(OSError):
+            os.close(file)
+
+
+def _check_user(connection: socket.socket) -> None:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    _, user, _ = struct.unpack("3i", credentials)
+    if user != os.getuid():
+        raise HandoverError(f"the other process is user {user}'s, not ours")
