@@ -229,6 +229,9 @@ class PagedManager:
     def pre_extend(self, requests: Sequence[PagedRequest], num_tokens: Sequence[int]) -> None:
         """A page costs nothing that could be done ahead."""
 
+    def set_busy(self, busy: bool) -> None:
+        """All pages are there from the start."""
+
     def shared_ranges(self, requests: Any, num_tokens: Any) -> list[Any]:
         return []
 

@@ -36,7 +36,13 @@ std::string_view to_string(UpkeepTask::Kind kind) {
 size_t Upkeep::num_kept_ready() const {
   constexpr size_t kBusyPart = 4;
   const size_t ready = state_.options.min_free_chunks;
-  return busy_ ? ceil_div(ready, kBusyPart) : ready;
+  return busy_ == true ? ceil_div(ready, kBusyPart) : ready;
+}
+
+bool Upkeep::may_create() const {
+  const PSet& pset = state_.pool.pset;
+  if (pset.num_created() >= pset.budget_chunks()) return false;
+  return busy_ != false || pset.num_free() + reclaimer_.num_idle() < reclaimer_.max_idle();
 }
 
 // Giving back comes first, and dirty chunks go first, so that nothing is scrubbed for nobody.
@@ -46,14 +52,12 @@ std::optional<UpkeepTask::Kind> Upkeep::next() const {
   if (pset.num_free() > state_.options.max_free_chunks) return UpkeepTask::Kind::kRelease;
   if (pset.num_dirty_free() > 0 && state_.options.scrub != ScrubPolicy::kOff)
     return UpkeepTask::Kind::kScrub;
-  if (pset.num_free() < num_kept_ready() && pset.num_created() < pset.budget_chunks()) {
-    return UpkeepTask::Kind::kCreate;
-  }
+  if (pset.num_free() < num_kept_ready() && may_create()) return UpkeepTask::Kind::kCreate;
   return std::nullopt;
 }
 
 std::optional<UpkeepTask> Upkeep::plan() {
-  if (next() == UpkeepTask::Kind::kCreate) {
+  if (busy_ != false && next() == UpkeepTask::Kind::kCreate) {
     // What will be free then counts as idle too: nobody uses it.
     const size_t ready = num_kept_ready(), bound = reclaimer_.max_idle();
     reclaimer_.recycle(ready, bound - std::min(bound, ready));

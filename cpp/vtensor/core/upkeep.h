@@ -29,7 +29,8 @@ class Upkeep {
   Upkeep(CoreState& state, Reclaimer& reclaimer) : state_(state), reclaimer_(reclaimer) {}
 
   // While steps run a quarter of the chunks is kept ready: creating one takes a core from them, for
-  // milliseconds where the system must find the memory first. The rest follows when they are over.
+  // milliseconds where the system must find the memory first. The rest follows when they are over,
+  // within the bound on what nobody uses, and nothing that is cached goes for it.
   void set_busy(bool busy) { busy_ = busy; }
   // What is most urgent, or nothing.
   std::optional<UpkeepTask::Kind> next() const;
@@ -40,10 +41,11 @@ class Upkeep {
 
  private:
   size_t num_kept_ready() const;
+  bool may_create() const;
 
   CoreState& state_;
   Reclaimer& reclaimer_;
-  bool busy_ = false;
+  std::optional<bool> busy_;  // nothing until somebody says
 };
 
 }  // namespace vtensor

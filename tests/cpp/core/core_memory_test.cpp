@@ -246,6 +246,27 @@ TEST_P(CoreIdleTest, while_steps_run_a_quarter_is_kept_ready) {
   EXPECT_EQ(num_ready(true), 9U);  // what is there stays
 }
 
+TEST_P(CoreIdleTest, what_is_kept_ready_between_steps_takes_nothing_that_is_cached) {
+  Core eager(faulty_.pool, {.min_free_chunks = 6, .prefix_cache_chunks = 7});
+  const VTensorId id = *eager.placement.create(tokens_from(0, 8), "");
+  const size_t target = 8;  // 4 chunks
+  std::optional<Extension> extension = eager.extender.plan_extend({&id, 1}, {&target, 1});
+  extension->run(faulty_.faults, faulty_.pool.vset, faulty_.pool.geometry);
+  eager.extender.commit(*extension);
+  eager.recorder.record_prefix(id, tokens_from(0, 8));
+  eager.retirement.release(id);
+  const auto num_ready = [&](bool busy) {
+    eager.upkeep.set_busy(busy);
+    while (std::optional<UpkeepTask> task = eager.upkeep.plan()) {
+      task->run(faulty_.faults, kChunk);
+      eager.upkeep.finish(*task);
+    }
+    return pset().num_free();
+  };
+  EXPECT_EQ(num_ready(false), 3U);
+  EXPECT_EQ(recorded_tokens(), 8U);
+}
+
 TEST_P(CoreIdleTest, a_fraction_follows_the_budget) {
   Core core(faulty_.pool, {.prefix_cache_chunks = 8, .prefix_cache_fraction = 0.25});
   ASSERT_TRUE(core.reclaimer.set_budget_chunks(20));

@@ -255,7 +255,16 @@ def test_the_guide_says_what_squares_mean_and_points_at_them(page: ChatPage) -> 
     assert not page.find(".legend").is_displayed(), "the map comes first"
     page.find(".guide summary").click()
     words = page.texts(".legend b")
-    assert words == ["own", "shared", "new", "copied", "evicted", "parked", "reserved"]
+    assert words == [
+        "own",
+        "shared",
+        "new",
+        "copied",
+        "evicted",
+        "parked",
+        "reserved",
+        "given back",
+    ]
     ActionChains(page.driver).move_to_element(page.all(".legend li")[0]).perform()
     page.until(lambda: page.find(".grid").get_attribute("data-only") == "own")
     page.driver.refresh()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import os
@@ -46,6 +45,8 @@ def _run(options: ServeOptions) -> None:
     if replicas_wanted(options):
         _run_replicas(options, config, settings)
         return
+
+    import asyncio
 
     from flexinfer.server.run import bind
 
