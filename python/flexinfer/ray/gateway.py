@@ -17,6 +17,7 @@ from flexinfer.ray.calls import Call, ReplicaLostError, prompt_text
 from flexinfer.ray.metrics import merged
 from flexinfer.ray.streams import AnswerStream
 from flexinfer.server.http.auth import AuthMiddleware, tenant_salt
+from flexinfer.server.http.bodies import Pace, check_size
 from flexinfer.server.http.errors import APIError, as_api_error, error_response
 from flexinfer.server.http.limits import BodyLimitMiddleware
 from flexinfer.server.http.streaming import ClientGoneError, failure_events, until_disconnect
@@ -79,7 +80,9 @@ class Gateway:
             await page(scope, receive, send)
             return
         request = Request(scope, receive)
-        call, fields = _call_of(scope, await request.body())
+        body = await request.body()
+        await check_size(body, Pace())  # before it is read here, beside everybody's streams
+        call, fields = _call_of(scope, body)
         stream = AnswerStream.of(scope["path"], fields)
         with suppress(ClientGoneError):
             await until_disconnect(request, self._answer(call, stream, _Answer(scope, send)))

@@ -216,6 +216,13 @@ async def test_what_one_server_remembers_is_refused(
     assert not replicas.calls
 
 
+async def test_a_body_with_too_much_in_it_is_not_read_by_the_gateway(llm: AsyncLLM) -> None:
+    replicas = Replicas(llm)
+    answer = await post(replicas, {**CHAT, "metadata": [{}] * 20_000})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "request_too_large")
+    assert not replicas.calls
+
+
 async def test_keys_are_checked_and_are_salts(llm: AsyncLLM) -> None:
     replicas = Replicas(llm, api_keys=("one", "two"))
     assert (await post(replicas, CHAT)).status_code == 401
