@@ -28,6 +28,7 @@ TARGETS = {
     "gpt_neox": ("query_key_value", "dense"),
     "phi": ("q_proj", "v_proj", "dense", "fc1", "fc2"),
     "gpt_oss": ATTENTION,
+    "mixtral": ATTENTION,
 }
 
 
