@@ -24,32 +24,34 @@ LOAD = """
 import json, sys
 from flexinfer.runtime.torch_settings import set_up_torch
 set_up_torch(1)
-from flexinfer.models.loading import load_model, resolve_config
-resolve_config(sys.argv[1])
-import transformers.models.llama.modeling_llama
+from flexinfer.models.loading import load_model
+
+small, large = sys.argv[1:]
+load_model(small)  # what is loaded of libraries only then
 
 def kib(name):
     line = next(line for line in open("/proc/self/status") if line.startswith(name))
     return int(line.split()[1])
 
+open("/proc/self/clear_refs", "w").write("5")  # the peak is of what follows
 before = kib("VmRSS")
-loaded = load_model(sys.argv[1])
+loaded = load_model(large)
 print(json.dumps({"peak": kib("VmHWM") - before, "after": kib("VmRSS") - before}))
 """
 
 
-def write_large(path: Path) -> int:
+def write(path: Path, num_layers: int) -> int:
     """A file of Q8_0; returns the bytes of its layers. All rows are the same: nobody computes."""
     config = tf.LlamaConfig(
         vocab_size=256,
         hidden_size=WIDTH,
         intermediate_size=HIDDEN,
-        num_hidden_layers=NUM_LAYERS,
+        num_hidden_layers=num_layers,
         num_attention_heads=16,
     )
     with torch.device("meta"):
         model = tf.AutoModelForCausalLM.from_config(config)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, NUM_LAYERS)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, num_layers)
     writer = writer_of(path, model)
     rows = np.asarray(gguf.quants.quantize(np.linspace(-1, 1, HIDDEN, dtype="f"), Type.Q8_0))
     for name, weight in model.state_dict().items():
@@ -65,11 +67,11 @@ def write_large(path: Path) -> int:
 
 
 def test_a_quantised_file_is_read_a_layer_at_a_time(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    size = write_large(path)
-    result = subprocess.run(
-        [sys.executable, "-c", LOAD, str(path)], capture_output=True, text=True, check=True
-    )
+    small, large = tmp_path / "small.gguf", tmp_path / "large.gguf"
+    write(small, 1)
+    size = write(large, NUM_LAYERS)
+    command = [sys.executable, "-c", LOAD, str(small), str(large)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
     kib = json.loads(result.stdout.splitlines()[-1])
     # A layer: its integers, its bfloat16 numbers, and those once more, joined for the trial.
     layer = LAYER_WEIGHTS * (1 + 2 + 2)
