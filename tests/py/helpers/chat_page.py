@@ -32,6 +32,9 @@ window.fetch = async (path, options = {}) => {
 """The shipped model answers in a few words, too soon to stop it or to look at its memory. This page
 asks for long answers, and reads no more than their first words until it is stopped."""
 
+TEXTS = """return [...arguments].map(
+  element => element.checkVisibility() ? element.innerText.trim() : "")"""
+
 
 class ChatPage:
     def __init__(self, driver: Chrome, url: str) -> None:
@@ -65,10 +68,16 @@ class ChatPage:
         return self.driver.find_elements(By.CSS_SELECTOR, selector)
 
     def text(self, selector: str) -> str:
-        return self.find(selector).text
+        return self._read(self.find(selector))[0]
 
     def texts(self, selector: str) -> list[str]:
-        return [element.text for element in self.all(selector)]
+        return self._read(*self.all(selector))
+
+    def _read(self, *elements: WebElement) -> list[str]:
+        """As a person reads them, once they have appeared: selenium's own `text` of a row that is
+        at the start of its animation, and transparent, is empty."""
+        found: list[str] = self.driver.execute_script(TEXTS, *elements)
+        return found
 
     def set_offline(self, offline: bool) -> None:
         conditions = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
