@@ -10,17 +10,23 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def from_mapping(cls: type[T], option: str, given: Any) -> T:
-    """Raises ValueError, naming the option and what is wrong with it."""
-    if isinstance(given, cls):
-        return given
+def read_mapping(option: str, given: Any) -> Mapping[str, Any]:
+    """A mapping, or what its JSON says. Raises ValueError, naming the option, for anything else."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
         except ValueError as error:
             raise ValueError(f"{option} is no JSON: {error}") from None
     if not isinstance(given, Mapping):
-        raise ValueError(f"{option} must be a mapping, got {given!r}")
+        raise ValueError(f"{option} must be a mapping (a JSON object), got {given!r}")
+    return given
+
+
+def from_mapping(cls: type[T], option: str, given: Any) -> T:
+    """Raises ValueError, naming the option and what is wrong with it."""
+    if isinstance(given, cls):
+        return given
+    given = read_mapping(option, given)
     known = fields(cls)  # type: ignore[arg-type]
     names = [item.name for item in known]
     unknown = sorted(map(str, given.keys() - set(names)))

@@ -147,7 +147,7 @@ class VTensorManager(OpenCore):
                 prompt token, passes ``len(tokens) - 1``.
             expected_tokens: how long it will become, if known: chooses the fitting parked slot.
             to_export: its KV goes where :meth:`export` need not copy it, into fresh memory of its
-                own: 0.1 ms per MiB of page faults more than memory that is reused.
+                own, which costs page faults where other KV reuses memory.
             label: what it is called in a trace, such as a request id; see :meth:`label`.
 
         Raises OutOfMemoryError when no slot is left, ValueError for more than max_seq_len tokens.

@@ -111,8 +111,8 @@ def _unpacked(runs: Sequence[int]) -> Iterator[tuple[int, int]]:
     for i in range(0, len(runs), 4):
         file, offset, step, count = runs[i : i + 4]
         total += count
-        if total > MAX_CHUNKS:
-            raise ValueError(f"more than {MAX_CHUNKS} chunks")
+        if count < 1 or total > MAX_CHUNKS:
+            raise ValueError(f"not 1 to {MAX_CHUNKS} chunks")
         for k in range(count):
             yield file, offset + k * step
 

@@ -118,6 +118,18 @@ class CoreIdleTest : public CoreTest {
   CoreIdleTest() : CoreTest({.prefix_cache_chunks = 8}) {}
 
   size_t recorded_tokens() { return faulty_.pool.rtree.num_tokens(); }
+
+  void run_upkeep(Core& core) {
+    while (std::optional<UpkeepTask> task = core.upkeep.plan()) {
+      task->run(faulty_.faults, kChunk);
+      core.upkeep.finish(*task);
+    }
+  }
+  size_t num_ready(Core& core, bool busy) {
+    core.upkeep.set_busy(busy);
+    run_upkeep(core);
+    return pset().num_free();
+  }
 };
 
 TEST_P(CoreIdleTest, beyond_the_bound_idle_chunks_are_reused_before_any_is_created) {
@@ -188,12 +200,6 @@ TEST_P(CoreIdleTest, kept_ready_chunks_come_from_idle_ones_first) {
 TEST_P(CoreIdleTest, what_upkeep_keeps_ready_counts_as_idle) {
   CoreOptions options{.min_free_chunks = 3, .prefix_cache_chunks = 5};
   Core eager(faulty_.pool, options);
-  const auto run_chores = [&] {
-    while (std::optional<UpkeepTask> task = eager.upkeep.plan()) {
-      task->run(faulty_.faults, kChunk);
-      eager.upkeep.finish(*task);
-    }
-  };
   for (Token first = 0; first < 600; first += 100) {
     const Tokens tokens = tokens_from(first, 8);
     const VTensorId id = *eager.placement.create(tokens, "");
@@ -202,7 +208,7 @@ TEST_P(CoreIdleTest, what_upkeep_keeps_ready_counts_as_idle) {
     ASSERT_TRUE(extension);
     extension->run(faulty_.faults, faulty_.pool.vset, faulty_.pool.geometry);
     eager.extender.commit(*extension);
-    run_chores();
+    run_upkeep(eager);
     EXPECT_EQ(pset().num_free(), 3U);
     EXPECT_LE(pset().num_created(), 4U + 5U);
     eager.recorder.record_prefix(id, tokens);
@@ -233,17 +239,9 @@ TEST_P(CoreIdleTest, what_goes_back_is_not_scrubbed_before_and_clean_chunks_stay
 
 TEST_P(CoreIdleTest, while_steps_run_a_quarter_is_kept_ready) {
   Core eager(faulty_.pool, {.min_free_chunks = 9});
-  const auto num_ready = [&](bool busy) {
-    eager.upkeep.set_busy(busy);
-    while (std::optional<UpkeepTask> task = eager.upkeep.plan()) {
-      task->run(faulty_.faults, kChunk);
-      eager.upkeep.finish(*task);
-    }
-    return pset().num_free();
-  };
-  EXPECT_EQ(num_ready(true), 3U);
-  EXPECT_EQ(num_ready(false), 9U);
-  EXPECT_EQ(num_ready(true), 9U);  // what is there stays
+  EXPECT_EQ(num_ready(eager, true), 3U);
+  EXPECT_EQ(num_ready(eager, false), 9U);
+  EXPECT_EQ(num_ready(eager, true), 9U);  // what is there stays
 }
 
 TEST_P(CoreIdleTest, what_is_kept_ready_between_steps_takes_nothing_that_is_cached) {
@@ -255,15 +253,7 @@ TEST_P(CoreIdleTest, what_is_kept_ready_between_steps_takes_nothing_that_is_cach
   eager.extender.commit(*extension);
   eager.recorder.record_prefix(id, tokens_from(0, 8));
   eager.retirement.release(id);
-  const auto num_ready = [&](bool busy) {
-    eager.upkeep.set_busy(busy);
-    while (std::optional<UpkeepTask> task = eager.upkeep.plan()) {
-      task->run(faulty_.faults, kChunk);
-      eager.upkeep.finish(*task);
-    }
-    return pset().num_free();
-  };
-  EXPECT_EQ(num_ready(false), 3U);
+  EXPECT_EQ(num_ready(eager, false), 3U);
   EXPECT_EQ(recorded_tokens(), 8U);
 }
 

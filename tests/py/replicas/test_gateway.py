@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -46,7 +46,7 @@ def llm() -> Iterable[AsyncLLM]:
 class Replicas:
     """Forwards to one app; of attempt number i only the first `deaths[i]` messages arrive."""
 
-    def __init__(self, llm: AsyncLLM, deaths: list[int] = [], **given: Any) -> None:  # noqa: B006
+    def __init__(self, llm: AsyncLLM, deaths: Sequence[int] = (), **given: Any) -> None:
         self.settings = settings(**given)
         self.app = create_app(llm, self.settings)
         self.deaths = list(deaths)

@@ -247,7 +247,9 @@ def test_a_parcel_is_adopted_once() -> None:
 
 
 def test_a_description_that_is_none_is_refused() -> None:
-    for bad in ({}, {"places": [0], "is_there": [], "num_tokens": 1, "continues": 1, "layout": ""}):
+    other = {"is_there": [], "num_tokens": 1, "continues": 1, "layout": ""}
+    below_nothing = [0, 0, 1, -(1 << 40), 0, 0, 1, 1 << 40]  # chunks, together 0
+    for bad in ({}, {"places": [0], **other}, {"places": below_nothing, **other}):
         with pytest.raises(HandoverError, match="badly described"):
             Parcel.from_files(bad, [])
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from flexinfer.runtime.json_options import read_mapping
 
 if TYPE_CHECKING:
     from flexinfer.cli.serve.options import ServeOptions
@@ -50,13 +52,5 @@ def replica_options(
     )
 
 
-def _mapping(text: str | None, flag: str) -> dict[str, Any] | None:
-    if text is None:
-        return None
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{flag} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{flag} must be a JSON object, got {text}")
-    return found
+def _mapping(text: str | None, flag: str) -> Mapping[str, Any] | None:
+    return None if text is None else read_mapping(flag, text)
