@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexinfer.events.config import KVEventsConfig
+from flexinfer.handover.roles import check_role
 from flexinfer.runtime.json_options import from_mapping
 
 DEFAULT_MAX_NUM_SEQS = 64
@@ -56,13 +57,13 @@ class SchedulerConfig:
     """Tell the manager the request id of each vTensor, for a trace."""
     max_loras: int = DEFAULT_MAX_LORAS
     """Most adapters of the requests that run."""
+    to_export: bool = False
+    """What is computed goes to another process: it lies apart, and is pinned until then."""
 
     def __post_init__(self) -> None:
-        _require_positive("max_model_len", self.max_model_len)
-        _require_positive("max_num_seqs", self.max_num_seqs)
-        _require_positive("max_num_batched_tokens", self.max_num_batched_tokens)
-        _require_positive("min_shared_tokens", self.min_shared_tokens)
-        _require_positive("max_passed_over", self.max_passed_over)
+        sizes = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "min_shared_tokens")
+        for name in (*sizes, "max_passed_over"):
+            _require_positive(name, getattr(self, name))
         _require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _require_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         if not 0.0 <= self.admission_reserve < 1.0:
@@ -233,6 +234,8 @@ class EngineConfig:
     kv_events_config: KVEventsConfig | Mapping[str, Any] | str | None = None
     """Publish which blocks of tokens are cached, for routers: a mapping with vLLM's names, or its
     JSON; see `KVEventsConfig`."""
+    role: str = "both"
+    """"prefill": computes KV for other processes; "decode": takes theirs; "both": neither."""
     trace: str | None = None
     """File to which every memory operation is written, with time and request."""
 
@@ -252,6 +255,7 @@ class EngineConfig:
                 _require_positive(name, getattr(self, name))
         self._check_memory_settings()
         self._check_parallel_settings()
+        check_role(self)
         self._check_gpu_settings()
         self._check_speculation()
         if self.kv_events_config is not None:
@@ -278,7 +282,6 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a number of bytes, got {value!r}")
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ValueError('preemption_mode "swap" needs swap_space, in bytes')
-
         if self.compile and self.enable_lora:
             raise ValueError("enable_lora does not go with compile: adapters change by the step")
 
@@ -377,6 +380,7 @@ class EngineConfig:
             enable_pre_extend=self.enable_pre_extend,
             label_vtensors=self.trace is not None,
             max_loras=self.max_loras,
+            to_export=self.role == "prefill",
         )
 
 

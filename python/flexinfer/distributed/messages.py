@@ -98,16 +98,23 @@ def versions() -> dict[str, str]:
 def fingerprint(model: Any) -> str:
     """Of a model's config and weight files: names, sizes, heads and ends. Reads few bytes."""
     folder = Path(os.fspath(model))
+    if folder.is_file():  # GGUF: all in one
+        return _ends(hashlib.sha256(), folder).hexdigest()
     if not folder.is_dir():
         from transformers.utils.hub import cached_file
 
         folder = Path(str(cached_file(os.fspath(model), "config.json"))).parent
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(SAMPLE_BYTES))
-            file.seek(max(0, size - SAMPLE_BYTES))
-            digest.update(file.read())
+        _ends(digest, path)
     return digest.hexdigest()
+
+
+def _ends(digest: hashlib._Hash, path: Path) -> hashlib._Hash:
+    size = path.stat().st_size
+    digest.update(f"{path.name} {size}".encode())
+    with path.open("rb") as file:
+        digest.update(file.read(SAMPLE_BYTES))
+        file.seek(max(0, size - SAMPLE_BYTES))
+        digest.update(file.read())
+    return digest

@@ -18,6 +18,7 @@ from flexinfer.engine.build_draft import (
 )
 from flexinfer.engine.inputs import InputProcessor, load_tokenizer
 from flexinfer.errors import UnsupportedModelError
+from flexinfer.handover.roles import check_device
 from flexinfer.lora.adapters import Adapters
 from flexinfer.memory.elastic import ElasticMemory
 from flexinfer.memory.epochs import kernel_epoch
@@ -144,6 +145,7 @@ def _open(
     if config.async_scheduling is None:
         is_alone = config.speculation is None and ranks is None and not loaded.state
         config = replace(config, async_scheduling=loaded.device.type == "cuda" and is_alone)
+    check_device(config.role, str(loaded.device))
     _check_state(config, loaded)
     draft = load_draft(config)
     kv_memory = derive_kv_memory(config, loaded, wanted_len)
@@ -188,6 +190,7 @@ def _check(config: EngineConfig) -> EngineConfig:
     attention.check_name(config.attention_backend)
     is_loaded = not isinstance(config.model, (str, os.PathLike))
     config = replace(config, device=choose_device(config.device, is_loaded=is_loaded))
+    check_device(config.role, config.device)
     if config.compile:
         check_can_compile(str(config.device).partition(":")[0])
     check_kv_sizes(config)
@@ -202,6 +205,11 @@ def _check_state(config: EngineConfig, loaded: LoadedModel) -> None:
         raise UnsupportedModelError(
             f"tensor_parallel_size > 1 does not go with {type(loaded.model).__name__}, which keeps "
             "a recurrent state: nothing splits it over ranks"
+        )
+    if config.role != "both":
+        raise UnsupportedModelError(
+            f"role {config.role!r} does not go with {type(loaded.model).__name__}, which keeps a "
+            "recurrent state: only KV is handed over"
         )
     if config.kv_cache_dtype != "auto":
         raise UnsupportedModelError(

@@ -15,6 +15,7 @@ from flexinfer.config import EngineConfig
 from flexinfer.engine.build import EngineParts, build_parts, make_speculation
 from flexinfer.engine.engine_stats import take_stats
 from flexinfer.engine.group import NewToken, RequestGroup
+from flexinfer.engine.handover import EngineHandover
 from flexinfer.engine.plan_builder import PlanBuilder
 from flexinfer.engine.request_factory import RequestFactory
 from flexinfer.engine.step_execution import StepExecution
@@ -60,6 +61,7 @@ class LLMEngine:
         self._draft_model = parts.draft_model
         self._events = parts.events
         self.adapters = parts.adapters
+        self.handover = EngineHandover(parts)
         self._speculation = make_speculation(parts)
         self._settled: list[RequestOutput] = []  # outputs of a step that had to be waited for
         self._meter = StepMeter(self.manager)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from flexinfer.errors import HandoverError
 from flexinfer.handover.channel import Channel, close_files
@@ -19,48 +19,65 @@ class Identity:
     """A digest of the weights and of what computes with them."""
     tokenizer: str
 
-    def check(self, header: dict[str, Any]) -> None:
+    def check(self, other: Identity) -> None:
         """Raises HandoverError for another model's or tokenizer's KV."""
-        for name, own in (("model", self.model), ("tokenizer", self.tokenizer)):
-            if header.get(name) != own:
+        for name in ("model", "tokenizer"):
+            theirs, own = getattr(other, name), getattr(self, name)
+            if theirs != own:
                 raise HandoverError(
-                    f"the parcel's {name} is {header.get(name)!r}, where this process has {own!r}"
+                    f"the parcel's {name} is {theirs!r}, where this process has {own!r}"
                 )
 
 
-def send_parcel(
-    channel: Channel, identity: Identity, parcel: Parcel, tokens: Sequence[int], salt: str = ""
-) -> None:
-    """Send what is the KV of these tokens. The parcel stays open: close it afterwards."""
-    if len(tokens) != parcel.num_tokens:
-        raise HandoverError(f"{len(tokens)} tokens for a parcel of {parcel.num_tokens}")
-    header = {
-        "model": identity.model,
-        "tokenizer": identity.tokenizer,
-        "salt": salt,
-        "tokens": [int(token) for token in tokens],
-        "parcel": parcel.describe(),
-    }
-    channel.send(header, parcel.files)
+@dataclass(frozen=True)
+class Delivery:
+    """A parcel, and what it is the KV of."""
 
+    identity: Identity
+    """Of the engine that computed it."""
+    tokens: Sequence[int]
+    salt: str
+    """Only requests with the same one may find it."""
+    parcel: Parcel
 
-def adopt_parcel(
-    header: dict[str, Any], files: list[int], identity: Identity, manager: VTensorManager
-) -> tuple[VTensor, list[int]]:
-    """The vTensor of a message that :func:`send_parcel` sent, and its tokens. Closes the files.
+    def __post_init__(self) -> None:
+        if len(self.tokens) != self.parcel.num_tokens:
+            raise HandoverError(
+                f"{len(self.tokens)} tokens for a parcel of {self.parcel.num_tokens}"
+            )
 
-    Raises HandoverError, with nothing mapped, for what is not this engine's KV.
-    """
-    try:
-        identity.check(header)
-        tokens, salt = header.get("tokens"), header.get("salt")
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise HandoverError("a parcel's tokens are not a list of numbers")
-        if not isinstance(salt, str) or not isinstance(header.get("parcel"), dict):
-            raise HandoverError("a message holds no parcel")
-        parcel = Parcel.from_files(header["parcel"], files)
-        if len(tokens) != parcel.num_tokens:
-            raise HandoverError(f"{len(tokens)} tokens for a parcel of {parcel.num_tokens}")
-        return manager.adopt(parcel, salt), tokens
-    finally:
-        close_files(files)
+    def send(self, channel: Channel) -> None:
+        """To another process. The parcel stays open: `close` it afterwards."""
+        header = {
+            "model": self.identity.model,
+            "tokenizer": self.identity.tokenizer,
+            "salt": self.salt,
+            "tokens": [int(token) for token in self.tokens],
+            "parcel": self.parcel.describe(),
+        }
+        channel.send(header, self.parcel.files)
+
+    @classmethod
+    def from_message(cls, header: dict[str, Any], files: list[int]) -> Self:
+        """What `send` sent, as a channel received it. Closes the files, whatever comes of it.
+        Raises HandoverError for what is no delivery."""
+        try:
+            tokens, salt = header.get("tokens"), header.get("salt")
+            if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+                raise HandoverError("a parcel's tokens are not a list of numbers")
+            if not isinstance(salt, str) or not isinstance(header.get("parcel"), dict):
+                raise HandoverError("a message holds no parcel")
+            sender = Identity(str(header.get("model")), str(header.get("tokenizer")))
+            return cls(sender, tokens, salt, Parcel.from_files(header["parcel"], files))
+        finally:
+            close_files(files)
+
+    def adopt(self, identity: Identity, manager: VTensorManager) -> VTensor:
+        """As :meth:`VTensorManager.adopt`, for an engine of this identity. Raises HandoverError,
+        with nothing mapped, for what is not its KV."""
+        identity.check(self.identity)
+        return manager.adopt(self.parcel, self.salt)
+
+    def close(self) -> None:
+        """Nobody adopts it any more here; what was sent stays."""
+        self.parcel.close()

@@ -144,6 +144,7 @@ class Admission:
             cache_salt=request.cache_salt,
             max_cached_tokens=max_cached,
             expected_tokens=request.num_tokens,
+            to_export=self.config.to_export,
             label=request.request_id if self.config.label_vtensors else None,
         )
         if vtensor is None:

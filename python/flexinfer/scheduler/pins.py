@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING
 from flexinfer.scheduler.snapshots import Snapshots
 
 if TYPE_CHECKING:
+    from flexinfer.scheduler.request import Request
     from flexinfer.vtensor import VTensorManager
+
+EXPORT_TTL_S = 30.0
+"""How long a finished prefill waits for the process that it is for."""
+
+
+def export_owner(request_id: str) -> str:
+    """Who pins what a request has computed, or will find, of another process's."""
+    return f"export/{request_id}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +44,12 @@ class Pins:
     2. `_wishes` is empty unless the manager is asleep: it can neither pin nor unpin then.
     """
 
-    def __init__(self, manager: VTensorManager, snapshots: Snapshots) -> None:
+    def __init__(
+        self, manager: VTensorManager, snapshots: Snapshots, *, to_export: bool = False
+    ) -> None:
+        """to_export: what requests compute is kept for a while when it is recorded."""
         self._manager = manager
+        self._to_export = to_export
         self._snapshots = snapshots
         self._expires_at: dict[str, float] = {}  # by owner, least recently kept first
         self._wishes: dict[str, _Wish | None] = {}  # by owner; None: nothing any more
@@ -58,6 +71,12 @@ class Pins:
         num_tokens = self._snapshots.pin_prefix(token_ids, owner, ttl_s, cache_salt)
         self._expires_at[owner] = time.monotonic() + ttl_s
         return num_tokens
+
+    def keep_to_export(self, request: Request) -> None:
+        """What is recorded of the request stays until it is exported, if that is what it is for."""
+        if self._to_export:
+            tokens = request.token_array[: request.num_computed_tokens]
+            self.keep(export_owner(request.request_id), tokens, EXPORT_TTL_S, request.cache_salt)
 
     def drop(self, owner: str) -> None:
         """Let the owner's prefix be evicted; asleep: at `wake_up`. Unknown owners are passed

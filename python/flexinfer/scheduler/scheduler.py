@@ -67,7 +67,7 @@ class Scheduler:
         self.admission = Admission(config, manager, self.states)
         self.swapped = SwappedRequests(self.waiting.key, self.preemption, self.admission)
         self.pre_extender = PreExtender(manager, config.max_num_batched_tokens)
-        self.pins = Pins(manager, self.states.snapshots)
+        self.pins = Pins(manager, self.states.snapshots, to_export=config.to_export)
         self.num_prefix_waits = 0
         self.num_deferred = 0
         """Requests that the last step put off until another has computed their prefix."""
@@ -388,6 +388,7 @@ class Scheduler:
         num_tokens = request.num_computed_tokens
         if self.config.enable_prefix_caching and request.vtensor is not None and num_tokens > 0:
             request.vtensor.record_prefix(request.token_array[:num_tokens])
+            self.pins.keep_to_export(request)
             self.states.record(request)
 
     def _fail(self, request: Request, batch: Batch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from flexinfer.errors import HandoverError
 from flexinfer.handover.channel import Channel, close_files
-from flexinfer.handover.parcels import adopt_parcel, send_parcel
+from flexinfer.handover.parcels import Delivery
 from helpers import handover_peer
 from helpers.handover_peer import (
     IDENTITY,
@@ -95,7 +95,7 @@ def test_a_receiver_that_is_killed_takes_nothing_along(
             for name in RECEIVER_STEPS:
                 peer.wait_for(name)
                 if name == "connected":
-                    send_parcel(channel, IDENTITY, parcel, TOKENS)
+                    Delivery(IDENTITY, TOKENS, "", parcel).send(channel)
                     parcel.close()
                 if name == last_step:
                     break
@@ -138,8 +138,9 @@ def test_what_a_killed_sender_has_sent_stays(
             peer.kill()
             header, files = channel.receive()
         watcher = watch(files[0])
-        vtensor, tokens = adopt_parcel(header, files, IDENTITY, manager)
-        assert tokens == TOKENS
+        delivery = Delivery.from_message(header, files)
+        assert delivery.tokens == TOKENS
+        vtensor = delivery.adopt(IDENTITY, manager)
         write(vtensor, 10, 14, 2)
         assert values(vtensor) == [1] * 10 + [2] * 4
         assert manager.stats().chunks_copied == 0
@@ -159,7 +160,7 @@ def test_the_memory_is_counted_once(peers: dict[str, Peer], tmp_path: Path) -> N
             peer.wait_for("connected")
             alone = _parcel_pss("self")
             with_parcel = manager.export(vtensor)
-            send_parcel(channel, IDENTITY, with_parcel, TOKENS)
+            Delivery(IDENTITY, TOKENS, "", with_parcel).send(channel)
             with_parcel.close()
             for name in ("received", "adopted"):
                 peer.go_on()
@@ -179,8 +180,10 @@ def test_a_parcel_of_another_engine_is_refused(peers: dict[str, Peer], tmp_path:
     peer.accept().close()
     with peer.accept() as channel, open_manager() as manager:
         header, files = channel.receive()
+        delivery = Delivery.from_message(header, files)
         with pytest.raises(HandoverError, match="the parcel's model is 'model'"):
-            adopt_parcel(header, files, handover_peer.Identity("other", "tokenizer"), manager)
+            delivery.adopt(handover_peer.Identity("other", "tokenizer"), manager)
+        delivery.close()
         assert manager.stats().chunks_received == 0
 
 

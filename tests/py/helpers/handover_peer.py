@@ -10,7 +10,7 @@ import sys
 import numpy
 
 from flexinfer.handover.channel import Channel
-from flexinfer.handover.parcels import Identity, adopt_parcel, send_parcel
+from flexinfer.handover.parcels import Delivery, Identity
 from flexinfer.vtensor import KVSpec, VTensor, VTensorManager
 
 CHUNK = 4096
@@ -53,7 +53,7 @@ def receive(path: str) -> None:
         step("connected")
         header, files = channel.receive()
         step("received")
-        vtensor, _ = adopt_parcel(header, files, IDENTITY, manager)
+        vtensor = Delivery.from_message(header, files).adopt(IDENTITY, manager)
         assert values(vtensor) == [1] * 10
         step("adopted")
         write(vtensor, 10, 14, 2)
@@ -76,7 +76,7 @@ def send(path: str) -> None:
             )  # what follows is no message: a sender that dies in one
             step("begun")
         with Channel.connect(path, 30) as channel:
-            send_parcel(channel, IDENTITY, parcel, TOKENS)
+            Delivery(IDENTITY, TOKENS, "", parcel).send(channel)
             step("sent")
             parcel.close()
             vtensor.release()

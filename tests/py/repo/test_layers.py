@@ -56,7 +56,7 @@ PYTHON_ALLOWED = {
     "errors": "_vtensor",
     "outputs": "types",
     "events": "runtime vtensor",
-    "config": "events runtime",
+    "config": "events handover runtime",
     "runtime": "_kernels",
     "vtensor": "_vtensor errors runtime",
     "vattention": "vtensor",
@@ -75,8 +75,8 @@ PYTHON_ALLOWED = {
     "distributed": "config errors layers memory models runner runtime sampling vtensor",
     "replay": "errors vtensor",
     "handover": "errors vtensor",
-    "engine": "attention checkpoints config distributed errors events lora memory metrics models "
-    "outputs runner runtime sampling scheduler speculation types vtensor",
+    "engine": "attention checkpoints config distributed errors events handover lora memory metrics "
+    "models outputs runner runtime sampling scheduler speculation types vtensor",
     "conversation": "engine errors lora outputs sampling types",
     "llm": "config conversation engine errors lora outputs sampling types",
     "async_llm": "config engine errors llm lora outputs sampling types",
