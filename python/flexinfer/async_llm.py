@@ -20,6 +20,7 @@ from flexinfer.engine.llm_engine import LLMEngine
 from flexinfer.engine.thread import EngineThread
 from flexinfer.errors import EngineError, RequestError
 from flexinfer.llm import engine_config
+from flexinfer.lora.adapters import Adapter, Choice
 from flexinfer.lora.request import LoRARequest
 from flexinfer.outputs import BeamSearchOutput, RequestOutput, joined
 from flexinfer.sampling.grammars import COMPILE_TIMEOUT_S, CompiledGrammar
@@ -54,6 +55,7 @@ class AsyncLLM:
         self.inputs = engine.inputs
         self.max_model_len = engine.max_model_len
         self.grammars = engine.grammars
+        self._adapters = engine.adapters
         self._thread = EngineThread(engine)
         self._request_ids = count()
         self._lock = threading.Lock()  # callers may have loops in several threads
@@ -80,7 +82,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        lora_request: LoRARequest | None = None,
+        lora_request: Choice = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt: an async iterator of outputs, of the kind `output_kind` asks for.
@@ -104,7 +106,7 @@ class AsyncLLM:
         params: BeamSearchParams,
         request_id: str | None = None,
         *,
-        lora_request: LoRARequest | None = None,
+        lora_request: Choice = None,
         priority: int = 0,
     ) -> BeamSearchOutput:
         """The most probable continuations of a prompt. Cancelling it frees its memory."""
@@ -139,8 +141,9 @@ class AsyncLLM:
         return await self.call(lambda engine: engine.is_sleeping())
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter; see `LLMEngine.add_lora`."""
-        return await self.call(lambda engine: engine.add_lora(lora_request))
+        """Load an adapter; it stays until `remove_lora`. Raises RequestError."""
+        await self.load_adapter(lora_request)
+        return True
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Let no further request choose it; see `LLMEngine.remove_lora`."""
@@ -183,16 +186,19 @@ class AsyncLLM:
         kind: RequestOutputKind,
         request_id: str | None,
         priority: int,
-        lora_request: LoRARequest | None,
+        lora_request: Choice,
     ) -> AsyncGenerator[RequestOutput, None]:
         if request_id is None:
             request_id = f"async-{next(self._request_ids)}"
         stream = _Stream(self._mailbox(), latest_only=kind is RequestOutputKind.CUMULATIVE)
         finished = False
         grammar = await self.prepare_grammar(params)
+        chosen = lora_request
+        if isinstance(chosen, LoRARequest):
+            chosen = await self.load_adapter(chosen)
         try:
             await asyncio.wrap_future(
-                self._thread.submit(request_id, prompt, params, priority, stream.put, lora_request)
+                self._thread.submit(request_id, prompt, params, priority, stream.put, chosen)
             )
             while not finished:
                 output = await stream.get()
@@ -202,6 +208,21 @@ class AsyncLLM:
             del grammar  # until here the engine found it compiled
             if not finished:
                 self._thread.drop(request_id, stream.put)
+
+    async def load_adapter(self, lora_request: LoRARequest) -> Adapter:
+        """The loaded adapter. Its files are read in no thread that others wait for; `generate`
+        does so itself, and takes what this returns in the place of the request. Raises
+        RequestError."""
+        found = self._adapters.find(lora_request)
+        if found is not None:
+            return found
+        try:
+            future = self._adapters.prepare(lora_request)
+        except RuntimeError:  # the engine is closed, and says so itself
+            return await self.call(lambda engine: engine.adapters.add(lora_request))
+        # Others may wait for the same files: who goes does not take them along.
+        adapter = await asyncio.shield(asyncio.wrap_future(future))
+        return await self.call(lambda engine: engine.adapters.load(adapter))
 
     async def prepare_grammar(
         self, params: SamplingParams | BeamSearchParams

@@ -22,7 +22,7 @@ from flexinfer.engine.step_execution import StepExecution
 from flexinfer.engine.step_pipeline import StepPipeline
 from flexinfer.engine.stream_pace import StreamPace
 from flexinfer.errors import RequestError
-from flexinfer.lora.adapters import salt_of
+from flexinfer.lora.adapters import Choice, salt_of
 from flexinfer.lora.request import LoRARequest
 from flexinfer.memory.elastic import BudgetChange
 from flexinfer.metrics.requests import RequestStats
@@ -87,13 +87,14 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams | None = None,
         priority: int = 0,
-        lora_request: LoRARequest | None = None,
+        lora_request: Choice = None,
     ) -> None:
         """Queue a request. Raises RequestError, before any work, if it cannot be served."""
         params = params or SamplingParams()
         chosen = self.adapters.chosen(lora_request)
         group = self._factory.make(request_id, prompt, params, priority, chosen)
         self._remember(group)
+        self.adapters.begin(chosen)
         if not group.is_finished:
             self.scheduler.add(group.leader)
         num_samples = params.beam_width if isinstance(params, BeamSearchParams) else params.n
@@ -374,7 +375,6 @@ class LLMEngine:
             if sequence_id in self._group_of:
                 raise RequestError(f"request id {sequence_id!r} is in use")
         self._groups[group.request_id] = group
-        self.adapters.begin(group.leader.adapter)
         self._group_of.update(dict.fromkeys(group.sequence_ids, group))
 
     def _forget(self, group: RequestGroup) -> None:

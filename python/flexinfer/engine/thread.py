@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from flexinfer.engine.llm_engine import LLMEngine
 from flexinfer.errors import EngineDeadError, EngineError
-from flexinfer.lora.request import LoRARequest
+from flexinfer.lora.adapters import Choice
 from flexinfer.outputs import RequestOutput
 from flexinfer.runtime.openmp import release_threads
 from flexinfer.runtime.torch_settings import bound_primitive_caches
@@ -79,7 +79,7 @@ class EngineThread:
         params: SamplingParams | BeamSearchParams | None,
         priority: int,
         callback: Callback,
-        lora_request: LoRARequest | None = None,
+        lora_request: Choice = None,
     ) -> Future[None]:
         """Queue a request. The future raises RequestError if it cannot be served."""
 

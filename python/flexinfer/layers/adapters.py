@@ -71,6 +71,11 @@ class LayerUpdate:
             start += b.shape[1]
         return cls(torch.cat([a for _, a, _ in parts]), tuple(columns))
 
+    def to(self, device: torch.device) -> LayerUpdate:
+        """The same there; itself, if it is there."""
+        columns = (column._replace(b=column.b.to(device)) for column in self.columns)
+        return LayerUpdate(self.a.to(device), tuple(columns))
+
     def add_to(self, output: torch.Tensor, x: torch.Tensor) -> None:
         """output: [rows, out_features], changed; x: [rows, in_features]."""
         hidden = torch.nn.functional.linear(x, self.a)

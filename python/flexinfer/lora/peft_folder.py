@@ -35,6 +35,8 @@ KEEPS_BASE = {"true", "false", "gaussian", "eva", "orthogonal"}
 """Ways to begin a training that leave the model's own weights as they are."""
 NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 
+Updates = list[tuple[LayerAdapters, LayerUpdate]]
+
 
 class PeftFolder:
     """One adapter on disk. Raises RequestError for what cannot be served with this model."""
@@ -58,7 +60,7 @@ class PeftFolder:
                 digest.update(block)
         return digest.hexdigest()
 
-    def read(self, device: torch.device) -> list[tuple[LayerAdapters, LayerUpdate]]:
+    def read(self) -> Updates:
         """The adapter's part in each layer that has one."""
         from safetensors import safe_open
 
@@ -71,7 +73,7 @@ class PeftFolder:
                 b = b.float() * self._scaling(path, a.shape[0])
                 layers[id(place.adapters)] = place.adapters
                 parts.setdefault(id(place.adapters), []).append(
-                    (place.first, a.to(device, place.dtype), b.to(device, place.dtype))
+                    (place.first, a.to(place.dtype), b.to(place.dtype))
                 )
         return [(layers[key], LayerUpdate.of(of_layer)) for key, of_layer in parts.items()]
 

@@ -65,11 +65,6 @@ class Places:
     def __iter__(self) -> Iterator[str]:
         return iter(self._by_path)
 
-    def forget(self, number: int) -> None:
-        """Drop what this adapter adds, wherever it does."""
-        for place in self._by_path.values():
-            place.adapters.updates.pop(number, None)
-
     def close(self) -> None:
         """The model is as it was before."""
         while self._undo:

@@ -44,6 +44,13 @@ def release_threads() -> bool:
     return False
 
 
+def use_one_thread() -> None:
+    """Have all that the calling thread computes from now on run in it alone. Where it has not
+    used torch yet, its first operator would undo this: ask torch for something before."""
+    for library in _runtimes():
+        library.omp_set_num_threads(1)
+
+
 def _runtimes() -> Iterator[ctypes.CDLL]:
     """Those in this process; torch's own copy comes first where there are several."""
     maps = Path("/proc/self/maps")

@@ -13,6 +13,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from flexinfer.async_llm import AsyncLLM
+from flexinfer.lora.adapters import Adapter
 from flexinfer.server.chat_renderer import ChatRenderer
 from flexinfer.server.http.bodies import Turnstile
 from flexinfer.server.http.errors import APIError
@@ -101,6 +102,12 @@ class ServerState:
                 headers={"Retry-After": "5"},
             )
         self.check_model(model)
+
+    def choose(self, model: str | None) -> Adapter | None:
+        """The adapter of this name; None for the model itself. Raises APIError for a name that is
+        not served, or no longer."""
+        self.check_model(model)
+        return self.adapters.get(model)
 
     def check_model(self, model: str | None) -> None:
         names = (*self.settings.served_model_names, *self.adapters)

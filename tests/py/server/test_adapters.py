@@ -137,3 +137,91 @@ def test_only_the_admin_key_loads_and_what_cannot_be_served_is_said(
 def test_names_are_given_once() -> None:
     with pytest.raises(ValueError, match="'a' is given to more than one"):
         ServerSettings(served_model_names=("a",), lora_modules=(("a", "x"),))
+
+
+class HeldChats:
+    """Rendering of chats, which waits until `go` is set."""
+
+    def __init__(self, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go = asyncio.Event(), asyncio.Event()
+        chat = client._transport.app.state.flexinfer.chat  # type: ignore[attr-defined]
+        render = chat.render
+
+        async def held(*given: Any, **named: Any) -> Any:
+            self.begun.set()
+            await self.go.wait()
+            return await render(*given, **named)
+
+        monkeypatch.setattr(chat, "render", held)
+
+
+def test_a_name_that_goes_while_a_request_is_read_is_not_answered_by_the_model_itself(
+    llm: AsyncLLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def visit() -> None:
+        async with client_of(llm) as client:
+            await load(client, "mine", folder)
+            chats = HeldChats(client, monkeypatch)
+            body = {"model": "mine", "messages": QUESTION, "max_tokens": 4}
+            asked = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+            await chats.begun.wait()
+            await unload(client, "mine")
+            chats.go.set()
+            answer = await asked
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+    asyncio.run(visit())
+
+
+def test_a_request_that_has_chosen_is_served_by_an_adapter_that_goes_before_the_engine_has_it(
+    llm: AsyncLLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def visit() -> None:
+        async with client_of(llm) as client:
+            await load(client, "mine", folder)
+            body = {"model": "mine", "prompt": "Hello", "max_tokens": 8, "temperature": 0}
+            expected = (await client.post("/v1/completions", json=body)).json()["choices"]
+            begun, go = asyncio.Event(), asyncio.Event()
+
+            async def held(_: Any) -> None:
+                begun.set()
+                await go.wait()
+
+            monkeypatch.setattr(llm, "prepare_grammar", held)
+            asked = asyncio.create_task(client.post("/v1/completions", json=body))
+            await begun.wait()
+            await unload(client, "mine")
+            go.set()
+            assert (await asked).json()["choices"] == expected
+        assert await llm.list_loras() == set()
+
+    asyncio.run(visit())
+
+
+def test_a_name_is_taken_while_it_is_loaded_and_served_only_then(
+    llm: AsyncLLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def visit() -> None:
+        begun, go = asyncio.Event(), asyncio.Event()
+        load_adapter = llm.load_adapter
+
+        async def held(request: Any) -> Any:
+            begun.set()
+            await go.wait()
+            return await load_adapter(request)
+
+        monkeypatch.setattr(llm, "load_adapter", held)
+        async with client_of(llm) as client:
+            loading = asyncio.create_task(load(client, "mine", folder))
+            await begun.wait()
+            assert (await load(client, "mine", folder)).status_code == 400
+            assert (await unload(client, "mine")).status_code == 404
+            body = {"model": "mine", "prompt": "Hello", "max_tokens": 1}
+            assert (await client.post("/v1/completions", json=body)).status_code == 404
+            go.set()
+            assert (await loading).status_code == 200
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            assert (await unload(client, "mine")).status_code == 200
+        assert await llm.list_loras() == set()
+
+    asyncio.run(asyncio.wait_for(visit(), 20))

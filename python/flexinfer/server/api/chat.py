@@ -110,5 +110,5 @@ async def _keep(call: ChatCall, answer: AnswerMessage, token_ids: Sequence[int])
         call.conversation,
         [*call.messages, said],
         [*prompt["prompt_token_ids"], *token_ids],
-        await call.state.adapters.kv_salt(prompt["cache_salt"], call.job.lora_request),
+        call.state.adapters.kv_salt(prompt["cache_salt"], call.job.adapter),
     )

@@ -109,7 +109,7 @@ async def prepare_chat(
         param="messages",
         fields=body,
     )
-    name, adapter = f"chatcmpl-{current_request_id()}", state.adapters.get(body.model)
+    name, adapter = f"chatcmpl-{current_request_id()}", state.choose(body.model)
     job = Job(name, tenant, [prompt], params, body.priority or 0, adapter)
     return ChatCall(state, body, job, reading, messages, conversation)
 

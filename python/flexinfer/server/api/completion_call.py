@@ -108,7 +108,7 @@ async def prepare_completion(
     if body.output_token_ids and len(prompts) > 1:
         raise bad_request("output_token_ids go with one prompt", "output_token_ids")
     shown = [decode(state, one["prompt_token_ids"]) for one in prompts] if body.echo else []
-    name, adapter = f"cmpl-{current_request_id()}", state.adapters.get(body.model)
+    name, adapter = f"cmpl-{current_request_id()}", state.choose(body.model)
     job = Job(name, tenant, prompts, params, body.priority or 0, adapter)
     return CompletionCall(state, body, job, shown, int(time.time()))
 

@@ -8,7 +8,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from flexinfer.lora.request import LoRARequest
+from flexinfer.lora.adapters import Adapter
 from flexinfer.outputs import BeamSearchOutput, RequestOutput
 from flexinfer.sampling.grammars import TOO_COMPLEX
 from flexinfer.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -34,7 +34,7 @@ class Job:
     prompts: Sequence[TokensPrompt]
     params: SamplingParams | BeamSearchParams
     priority: int = 0
-    lora_request: LoRARequest | None = None
+    adapter: Adapter | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -144,7 +144,7 @@ async def _outputs(
         job.prompts[prompt_idx],
         params,
         engine_id,
-        lora_request=job.lora_request,
+        lora_request=job.adapter,
         priority=job.priority,
     )
     if state.tracer is not None:
@@ -163,7 +163,7 @@ async def _beams(
         job.prompts[prompt_idx],
         params,
         engine_id,
-        lora_request=job.lora_request,
+        lora_request=job.adapter,
         priority=job.priority,
     )
     if state.tracer is not None:

@@ -29,7 +29,7 @@ def _card(state: ServerState, name: str) -> ModelCard:
     return ModelCard(
         id=name,
         created=state.created,
-        root=state.settings.model_name if adapter is None else adapter.lora_path,
+        root=state.settings.model_name if adapter is None else adapter.request.lora_path,
         parent=None if adapter is None else state.settings.model_name,
         max_model_len=state.llm.max_model_len,
     )

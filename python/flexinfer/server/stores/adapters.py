@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from flexinfer.async_llm import AsyncLLM
+from flexinfer.lora.adapters import Adapter, salt_of
 from flexinfer.lora.request import LoRARequest
 from flexinfer.server.http.errors import APIError, bad_request
 from flexinfer.server.settings import ServerSettings
@@ -13,7 +14,7 @@ from flexinfer.server.settings import ServerSettings
 
 class ServedAdapters:
     """
-    Invariant: the engine has loaded those that are here, or is about to.
+    Invariant: the engine has loaded those in `_by_name`, and no other for this server.
     """
 
     def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
@@ -21,48 +22,51 @@ class ServedAdapters:
         self._llm = llm
         self._model_names = settings.served_model_names
         self._ids = count(1)
-        self._by_name: dict[str, LoRARequest] = {}
+        self._by_name: dict[str, Adapter] = {}
+        self._loading: set[str] = set()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._by_name)
 
-    def get(self, name: str | None) -> LoRARequest | None:
-        """None for the name of the model itself."""
+    def get(self, name: str | None) -> Adapter | None:
+        """None for the name of the model itself. Who has it may use it, removed or not."""
         return None if name is None else self._by_name.get(name)
 
     async def load_all(self, modules: Sequence[tuple[str, str]]) -> None:
         """Raises ValueError for a (name, folder) that cannot be served."""
         for name, folder in modules:
-            request = LoRARequest(name, next(self._ids), folder)
-            await self._llm.add_lora(request)
-            self._by_name[name] = request
+            await self._load(name, folder)
 
     async def load(self, name: str, folder: str) -> None:
         """Raises APIError for a name that is taken, and for what cannot be served."""
-        if name in self._by_name or name in self._model_names:
+        if name in (*self._by_name, *self._loading, *self._model_names):
             raise bad_request(f"the name {name!r} is taken: unload that adapter first", "lora_name")
+        self._loading.add(name)
         try:
-            request = LoRARequest(name, next(self._ids), folder)
-            self._by_name[name] = request  # from now on the name is taken
-            await self._llm.add_lora(request)
+            await self._load(name, folder)
         except ValueError as error:
-            self._by_name.pop(name, None)
             raise bad_request(str(error)) from None
+        finally:
+            self._loading.discard(name)
 
     async def unload(self, name: str) -> None:
         """Requests that have chosen it are served to their end. Raises APIError for none here."""
-        request = self._by_name.pop(name, None)
-        if request is None:
+        adapter = self._by_name.pop(name, None)
+        if adapter is None:
             raise APIError(
                 404,
                 f"there is no adapter {name!r}; loaded: {', '.join(map(repr, self._by_name))}",
                 param="lora_name",
                 code="adapter_not_found",
             )
-        await self._llm.remove_lora(request.lora_int_id)
+        await self._llm.remove_lora(adapter.request.lora_int_id)
 
-    async def kv_salt(self, cache_salt: str, request: LoRARequest | None) -> str:
+    def kv_salt(self, cache_salt: str, adapter: Adapter | None) -> str:
         """Under which the prefixes of such requests are recorded."""
-        if request is None or self._by_name.get(request.lora_name) is not request:
+        if adapter is None or self._by_name.get(adapter.request.lora_name) is not adapter:
             return cache_salt  # nobody can go on with an adapter that was unloaded
-        return await self._llm.call(lambda engine: engine.kv_salt(cache_salt, request))
+        return salt_of(cache_salt, adapter)
+
+    async def _load(self, name: str, folder: str) -> None:
+        request = LoRARequest(name, next(self._ids), folder)
+        self._by_name[name] = await self._llm.load_adapter(request)
