@@ -27,7 +27,8 @@ from flexinfer import UnsupportedModelError
 from flexinfer.attention.base import LayerKV
 from flexinfer.attention.flash import FlashAttention
 from flexinfer.attention.flash_kernels import Flash2, Flash3
-from flexinfer.attention.hook import use_attention
+from flexinfer.attention.hook import NAMES, use_attention
+from flexinfer.attention.token_index import index_tokens
 from flexinfer.attention.torch_flash import TorchFlash
 from flexinfer.models.probe import probe
 from flexinfer.runner.cuda_graphs import DecodeGraphs
@@ -174,6 +175,7 @@ def test_what_a_capture_cannot_record_is_seen(culprit: Any, message: str) -> Non
 def of_several_shapes(model: Any) -> bool:
     """Whether flash kernels are not for it (attention/select.py), or not for its chunks."""
     try:
+        index_tokens(model, NAMES)
         calls = probe(model).values()
     except UnsupportedModelError:
         return False
