@@ -15,7 +15,7 @@ struct DriverConfig {
   std::string kind = "host";  // host | sim | cuda
   int device_index = 0;
   size_t capacity_bytes = 0;
-  UnmappedPolicy unmapped = UnmappedPolicy::kZero;
+  UnmappedPolicy unmapped = kDefaultUnmapped;
   bool huge_pages = true;
   size_t mapping_limit = 0;
   size_t granularity_bytes = 4096;  // sim

@@ -54,6 +54,14 @@ enum class Access { kNone, kRead, kReadWrite, kCopyOnWrite };
 // What the unmapped part of a reserved range does when read.
 enum class UnmappedPolicy { kGuard, kZero };
 
+// Of host memory, unless somebody chooses. In sanitizer builds what reads where nothing is mapped,
+// such as below a window, is to be found out.
+#ifdef VTENSOR_SANITIZED
+inline constexpr UnmappedPolicy kDefaultUnmapped = UnmappedPolicy::kGuard;
+#else
+inline constexpr UnmappedPolicy kDefaultUnmapped = UnmappedPolicy::kZero;
+#endif
+
 // Device of the memory, in DLPack's numbering.
 struct Device {
   enum class Type : int { kCpu = 1, kCuda = 2 };

@@ -43,6 +43,7 @@ class VTensorManager(OpenCore):
             2 MiB on CUDA). Default: 2 MiB, less where the budget or the range is small or a row
             would hold more than 256 tokens, but no more than 16,384 chunks for that.
         unmapped: what the rest of a range does when read: ``"zero"`` or ``"guard"`` (faults).
+            Default: ``"zero"``, and ``"guard"`` on CUDA and in sanitizer builds.
         scrub: zero-fill a chunk that changes hands: between any two owners (``"owner"``), between
             tenants, that is cache salts (``"tenant"``), or never (``"off"``).
         park: keep released slots mapped for the next request (deferred reclamation).

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from flexinfer import _vtensor
@@ -22,6 +24,8 @@ MAX_ROW_TOKENS = 256
 
 _ROWS_PER_WINDOW = 16
 """With a default: a window holds up to a row more than its tokens at either end."""
+
+_MAP_COUNT = Path("/proc/sys/vm/max_map_count")
 
 _logger = logging.getLogger(__name__)
 
@@ -75,9 +79,10 @@ def driver_config(device: str, unmapped: str | None) -> _vtensor.DriverConfig:
     config = _vtensor.DriverConfig()
     config.kind = "host" if match[1] == "cpu" else match[1]
     config.device_index = int(match[2] or 0)
-    config.unmapped = choice(
-        _vtensor.UnmappedPolicy, unmapped or ("guard" if match[1] == "cuda" else "zero"), "unmapped"
-    )
+    if match[1] == "cuda":
+        unmapped = unmapped or "guard"
+    if unmapped is not None:
+        config.unmapped = choice(_vtensor.UnmappedPolicy, unmapped, "unmapped")
     return config
 
 
@@ -96,8 +101,9 @@ def choose_chunk_bytes(
     """The chunk size asked for, or a default. Warns where a row holds more than MAX_ROW_TOKENS.
 
     The default is 2 MiB, halved until a row holds no more than MAX_ROW_TOKENS, unless the budget
-    would be more than 16,384 chunks then; and until the budget holds 64 chunks per plane and a
-    range one chunk. On CUDA it is 2 MiB, the granularity.
+    would be more than 16,384 chunks before; until it holds no more than a sixteenth of the smallest
+    window, unless these would be more than the system allows mappings for; and until the budget
+    holds 64 chunks per plane and a range one chunk. On CUDA it is 2 MiB, the granularity.
     """
     if chunk_bytes is not None:
         size = parse_bytes(chunk_bytes, "chunk_bytes")
@@ -124,11 +130,21 @@ def _default_chunk_bytes(spec: KVSpec, driver: _vtensor.DriverConfig, budget: in
         return size
     range_bytes = spec.max_seq_len * spec.plane_token_bytes
     limit = min(budget // (64 * spec.row_chunks), range_bytes)
-    row_tokens = min([MAX_ROW_TOKENS, *(window // _ROWS_PER_WINDOW for window in spec.windows)])
-    row_limit = max(row_tokens * spec.plane_token_bytes, budget // _MAX_CHUNKS)
-    while size > min(limit, row_limit) and size > 4096:
+    token_bytes = spec.plane_token_bytes
+    limit = min(limit, max(MAX_ROW_TOKENS * token_bytes, budget // _MAX_CHUNKS))
+    if spec.windows:
+        row_bytes = spec.windows[0] // _ROWS_PER_WINDOW * token_bytes
+        limit = min(limit, max(row_bytes, budget // _max_window_chunks()))
+    while size > limit and size > 4096:
         size //= 2
     return size
+
+
+def _max_window_chunks() -> int:
+    """A quarter of the mappings that the system allows a process, where that is more."""
+    with suppress(OSError, ValueError):
+        return max(_MAX_CHUNKS, int(_MAP_COUNT.read_text()) // 4)
+    return _MAX_CHUNKS
 
 
 def choose_layers_per_plane(spec: KVSpec, chunk_bytes: int) -> int:

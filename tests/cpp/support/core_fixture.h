@@ -58,7 +58,7 @@ inline std::unique_ptr<Driver> sim_driver() {
   return std::make_unique<SimDriver>(SimOptions{.capacity_bytes = 256 * kMiB});
 }
 
-inline std::unique_ptr<Driver> host_driver(UnmappedPolicy unmapped = UnmappedPolicy::kZero) {
+inline std::unique_ptr<Driver> host_driver(UnmappedPolicy unmapped = kDefaultUnmapped) {
   return std::make_unique<HostDriver>(
       HostOptions{.capacity_bytes = 64 * kMiB, .unmapped = unmapped, .huge_pages = false});
 }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
-from flexinfer.vtensor import KVGroup, KVSpec, SimConfig, VTensorManager
+from flexinfer.vtensor import KVGroup, KVSpec, SimConfig, VTensorManager, settings
 
 GIB = 1 << 30
 
@@ -32,14 +33,36 @@ def test_a_row_holds_at_most_256_tokens(layers_per_plane: int | None, kib: int) 
     assert chosen(spec) // spec.plane_token_bytes <= 256
 
 
-def test_a_row_holds_at_most_a_sixteenth_of_the_smallest_window() -> None:
-    """A layer of Gemma-3-27B of each kind: 8 KiB a token."""
-    groups = [KVGroup((i,), 16, 128, 128, "bfloat16", window=w) for i, w in enumerate((1024, None))]
-    spec = KVSpec.of_groups(groups, max_seq_len=8192)
-    assert (
-        chosen(spec, 16 * GIB) // spec.plane_token_bytes == 1024 // 4
-    )  # no more than 16,384 chunks
-    assert chosen(spec, 2 * GIB) // spec.plane_token_bytes == 1024 // 16
+def gemma() -> KVSpec:
+    """Gemma-3-27B's shape: planes of 2 layers, 16 KiB a token."""
+    kinds = (tuple(range(52)), 1024), (tuple(range(52, 62)), None)
+    groups = [KVGroup(layers, 16, 128, 128, "bfloat16", window=w) for layers, w in kinds]
+    return KVSpec.of_groups(groups, max_seq_len=32_768)
+
+
+@pytest.mark.parametrize(
+    ("budget_gib", "map_count", "row_tokens"),
+    [
+        (16, "65530", 64),
+        (31, "65530", 64),
+        (32, "65530", 128),  # of 1 MiB it would be more chunks than half of the mappings
+        (32, "1048576", 64),
+        (256, "1048576", 64),
+        (32, "", 128),
+    ],
+)
+def test_a_row_holds_at_most_a_sixteenth_of_the_smallest_window(
+    budget_gib: int,
+    map_count: str,
+    row_tokens: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But for more chunks than there may be mappings."""
+    (tmp_path / "max_map_count").write_text(map_count)
+    monkeypatch.setattr(settings, "_MAP_COUNT", tmp_path / "max_map_count")
+    spec = gemma()
+    assert chosen(spec, budget_gib * GIB) // spec.plane_token_bytes == row_tokens
 
 
 def test_but_the_budget_is_no_more_than_16384_chunks_for_that() -> None:

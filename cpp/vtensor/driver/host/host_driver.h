@@ -54,7 +54,7 @@ namespace vtensor {
 
 struct HostOptions {
   size_t capacity_bytes = 0;  // cap on created chunks; 0: three quarters of the available memory
-  UnmappedPolicy unmapped = UnmappedPolicy::kZero;
+  UnmappedPolicy unmapped = kDefaultUnmapped;
   bool huge_pages = true;    // use them where the kernel can
   size_t mapping_limit = 0;  // mappings held by this driver; 0: 75 % of vm.max_map_count, less the
                              // mappings that the process has already
