@@ -241,11 +241,9 @@ def _assemble(
 ) -> EngineParts:
     from flexinfer.memory.torch_share import share_device
     from flexinfer.runner.model_runner import ModelRunner
-    from flexinfer.vtensor import StateLayout
 
-    state = StateLayout.of(manager.spec, loaded.state)
-    max_model_len = fit_max_model_len(manager, wanted_len, config, state)
-    scheduler = Scheduler(config.scheduler_config(max_model_len), manager, state)
+    max_model_len = fit_max_model_len(manager, wanted_len, config)
+    scheduler = Scheduler(config.scheduler_config(max_model_len), manager)
     grammars = GrammarCompiler(tokenizer, loaded.vocab_size, loaded.eos_token_ids)
     runner = ModelRunner(
         loaded,
@@ -253,7 +251,6 @@ def _assemble(
         config.attention_backend,
         config.seed,
         grammars,
-        state,
         compile_model=config.compile,
         kv_cache_dtype=config.kv_cache_dtype,
     )

@@ -38,9 +38,10 @@ def kv_spec(
     layers_per_plane: int | None,
     kv_cache_dtype: str = "auto",
 ) -> KVSpec:
-    """The shape of the model's KV: layers of one shape and window are a group."""
+    """The shape of the model's KV: layers of one shape and window are a group, and those that keep
+    a recurrent state."""
     from flexinfer.runtime.kernels import SCALE_BYTES
-    from flexinfer.vtensor import KVGroup, KVSpec
+    from flexinfer.vtensor import KVGroup, KVSpec, StateGroup, StateLayout
 
     dtype, scale_bytes = dtype_name(loaded.dtype), 0
     if kv_cache_dtype != "auto":
@@ -68,6 +69,10 @@ def kv_spec(
         )
         for (heads, key_dim, value_dim, window), owners in layers.items()
     ]
+    if loaded.state:
+        least_len = StateLayout.of(groups, loaded.state).num_tokens + 1
+        states = StateGroup(loaded.state)
+        return KVSpec.of_groups([*groups, states], max(max_seq_len, least_len))
     first = groups[0]
     is_uniform = len(groups) == 1 and first.window is None and first.key_dim == first.value_dim
     if is_uniform and first.layers == tuple(range(len(first.layers))):

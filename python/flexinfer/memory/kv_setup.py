@@ -15,7 +15,7 @@ from flexinfer.runtime.units import parse_bytes
 
 if TYPE_CHECKING:
     from flexinfer.models.describe import LoadedModel
-    from flexinfer.vtensor import StateLayout, VTensorManager
+    from flexinfer.vtensor import VTensorManager
     from flexinfer.vtensor.spec import KVSpec
 
 logger = logging.getLogger(__name__)
@@ -91,12 +91,9 @@ def make_manager(
     config: EngineConfig, loaded: LoadedModel, max_seq_len: int, memory: KVMemory
 ) -> VTensorManager:
     """The vTensor manager for the model's KV, and its recurrent states if it keeps any."""
-    from flexinfer.vtensor import StateLayout, VTensorManager
+    from flexinfer.vtensor import VTensorManager
 
     spec = kv_spec(loaded, max_seq_len, config.layers_per_plane, config.kv_cache_dtype)
-    if loaded.state:
-        state = StateLayout.of(spec, loaded.state)
-        spec = replace(spec, max_seq_len=max(max_seq_len, state.num_tokens + 1))
     if loaded.device.type == "cuda":
         chunk_bytes = parse_bytes(config.chunk_bytes or CUDA_CHUNK_BYTES, "chunk_bytes")
         spec = replace(spec, max_seq_len=whole_slot_tokens(spec, chunk_bytes))
@@ -150,14 +147,12 @@ def whole_slot_tokens(spec: KVSpec, chunk_bytes: int) -> int:
     return -(-spec.max_seq_len // unit) * unit
 
 
-def fit_max_model_len(
-    manager: VTensorManager, wanted_len: int, config: EngineConfig, state: StateLayout
-) -> int:
+def fit_max_model_len(manager: VTensorManager, wanted_len: int, config: EngineConfig) -> int:
     """The longest request that the budget holds beside its states, at most wanted_len.
 
     An explicit max_model_len that does not fit is refused: such a request would never end.
     """
-    state_bytes = state.num_bytes(manager.spec, manager.chunk_bytes)
+    state_bytes = manager.spec.state_bytes(manager.chunk_bytes)
     if config.enable_prefix_caching:
         state_bytes *= 2  # one may be kept as a snapshot while the next is written
     low, high = 0, wanted_len

@@ -32,7 +32,6 @@ from flexinfer.sampling.grammars import GrammarCompiler
 from flexinfer.sampling.logprobs import score_tokens
 from flexinfer.sampling.sampler import Drawn, Sampler, describe
 from flexinfer.sampling.sequences import SequenceState
-from flexinfer.vtensor import StateLayout
 
 if TYPE_CHECKING:
     from flexinfer.vtensor import VTensor, VTensorManager
@@ -109,7 +108,6 @@ class ModelRunner:
         attention_backend: str,
         seed: int,
         grammars: GrammarCompiler,
-        state: StateLayout | None = None,
         *,
         compile_model: bool = False,
         kv_cache_dtype: str = "auto",
@@ -128,7 +126,7 @@ class ModelRunner:
             getattr(module, "compiles_row_counts", False) for module in loaded.model.modules()
         )
         self.inputs = InputBuilder(loaded.device, self.backend.sharing_cost, pads_rows=pads_rows)
-        self.states = StepStates(loaded, manager, state or StateLayout())
+        self.states = StepStates(loaded, manager)
         self.graphs: DecodeGraphs | None = None
         self._drawn: Drawn | None = None  # by the last step
 

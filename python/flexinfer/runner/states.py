@@ -30,7 +30,7 @@ from flexinfer.runtime.transfer import to_device
 
 if TYPE_CHECKING:
     from flexinfer.models.describe import LoadedModel
-    from flexinfer.vtensor import StateLayout, VTensorManager
+    from flexinfer.vtensor import VTensorManager
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class Part:
 class StepStates:
     """The states of one model in one arena."""
 
-    def __init__(self, loaded: LoadedModel, manager: VTensorManager, layout: StateLayout) -> None:
-        self.layout = layout
+    def __init__(self, loaded: LoadedModel, manager: VTensorManager) -> None:
+        self.layout = layout = manager.spec.state
         self._device = loaded.device
         self._mixers = find_mixers(loaded.model) if layout.tensors else []
         self._num_layers = 1 + max((tensor.layer for tensor in layout.tensors), default=-1)

@@ -41,7 +41,6 @@ from flexinfer.scheduler.request import Request
 from flexinfer.scheduler.states import States
 from flexinfer.scheduler.swapped import SwappedRequests
 from flexinfer.types import FinishReason
-from flexinfer.vtensor.state import StateLayout
 
 if TYPE_CHECKING:
     from flexinfer.vtensor import VTensor, VTensorManager
@@ -54,16 +53,13 @@ logger = logging.getLogger(__name__)
 class Scheduler:
     """Owns the waiting queue and the running set; asks the manager for memory."""
 
-    def __init__(
-        self, config: SchedulerConfig, manager: VTensorManager, state: StateLayout | None = None
-    ) -> None:
-        """state: where the model's recurrent state lies, if it keeps one."""
+    def __init__(self, config: SchedulerConfig, manager: VTensorManager) -> None:
         self.config = config
         self.manager = manager
         self.waiting = WaitingQueue(config.scheduling_policy, config.max_passed_over)
         self.running: dict[str, Request] = {}
         self.preemption = PreemptionPolicy(config.preemption_mode, config.has_swap_space)
-        self.states = States(config, manager, state or StateLayout())
+        self.states = States(config, manager)
         self.admission = Admission(config, manager, self.states)
         self.swapped = SwappedRequests(self.waiting.key, self.preemption, self.admission)
         self.pre_extender = PreExtender(manager, config.max_num_batched_tokens)

@@ -1,6 +1,6 @@
 """States: the recurrent states of requests, for models that keep one beside KV. No torch.
 
-A state is a vTensor of its own (`StateLayout`) whose bytes each step replaces. A step reads the
+A state is a vTensor of its own (`KVSpec.state`) whose bytes each step replaces. A step reads the
 state behind the tokens that are computed and writes the one behind its own:
 
     request.state        -- read -->  step  -- write -->  request.next_state, or the same in place
@@ -24,7 +24,7 @@ from flexinfer.scheduler.request import Request
 from flexinfer.scheduler.snapshots import Snapshots
 
 if TYPE_CHECKING:
-    from flexinfer.vtensor import StateLayout, VTensor, VTensorManager
+    from flexinfer.vtensor import VTensor, VTensorManager
 
 
 class States:
@@ -34,13 +34,11 @@ class States:
     2. What is recorded or forked is not written any more (`request.is_state_shared`).
     """
 
-    def __init__(
-        self, config: SchedulerConfig, manager: VTensorManager, layout: StateLayout
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, manager: VTensorManager) -> None:
         self._manager = manager
         self._labels = config.label_vtensors
-        self._num_tokens = layout.num_tokens
-        self._num_bytes = layout.num_bytes(manager.spec, manager.chunk_bytes)
+        self._num_tokens = manager.spec.state.num_tokens
+        self._num_bytes = manager.spec.state_bytes(manager.chunk_bytes)
         self._records = config.enable_prefix_caching and self.are_kept
         self.interval: int | None = None
         """A step of a request ends at multiples of so many tokens, and a snapshot is taken there;
@@ -48,7 +46,7 @@ class States:
         if self._records and config.enable_chunked_prefill:
             self.interval = config.state_snapshot_tokens or None
         max_count = max(1, manager.memory_budget // max(1, self._num_bytes))
-        self.snapshots = Snapshots(manager, layout.num_tokens, max_count)
+        self.snapshots = Snapshots(manager, self._num_tokens, max_count)
 
     @property
     def are_kept(self) -> bool:

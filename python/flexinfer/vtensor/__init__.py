@@ -24,13 +24,14 @@ from flexinfer._vtensor import (
     VTensorInfo,
 )
 from flexinfer.runtime.units import parse_bytes
+from flexinfer.vtensor.groups import KVGroup
 from flexinfer.vtensor.handle import VTensor
 from flexinfer.vtensor.manager import VTensorManager
 from flexinfer.vtensor.open_core import NO_CHUNK, kept_chunks
 from flexinfer.vtensor.parcel import Parcel
 from flexinfer.vtensor.settings import SimConfig, available_memory_bytes
-from flexinfer.vtensor.spec import KVGroup, KVSpec
-from flexinfer.vtensor.state import StateLayout, StateTensor
+from flexinfer.vtensor.spec import KVSpec
+from flexinfer.vtensor.state import StateGroup, StateLayout, StateTensor
 
 __all__ = [
     "NO_CHUNK",
@@ -43,6 +44,7 @@ __all__ = [
     "PrefixInfo",
     "SimConfig",
     "Snapshot",
+    "StateGroup",
     "StateLayout",
     "StateTensor",
     "Stats",

@@ -7,85 +7,10 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 
 from flexinfer import _vtensor
+from flexinfer.vtensor.groups import ELEMENT_BYTES, KVGroup, check_int, dtype_name, set_fields
+from flexinfer.vtensor.state import StateGroup, StateLayout, StateTensor
 
-_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 _MAX_LAYERS = 1 << 16
-
-
-def _dtype_name(dtype: object) -> str:
-    """``"float32"`` of itself or of the torch dtype. Raises ValueError for what KV cannot be."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in _ELEMENT_BYTES:
-        known = ", ".join(_ELEMENT_BYTES)
-        raise ValueError(f"dtype {name!r} is not supported for KV; choose one of {known}")
-    return name
-
-
-def _check_int(name: str, value: object, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-
-
-@dataclass(frozen=True)
-class KVGroup:
-    """Layers that keep KV in one shape.
-
-    Attributes:
-        layers: indices of the model's layers that own KV in this group.
-        key_dim: width of a key per head.
-        value_dim: width of a value per head; 0: keys alone are kept, as a latent (MLA).
-        dtype: ``"float32"``, ``"float16"``, ``"bfloat16"``, or the torch dtype of that name;
-            ``"uint8"``: rows of bytes, whose widths count whatever stands in them, as quantised KV
-            with its scales.
-        window: tokens that a query reads, its own and those before it; what lies behind them is
-            given back to the pool. None: a query reads all.
-        layers_per_plane: as in :class:`KVSpec`; None: all layers of the group.
-    """
-
-    layers: tuple[int, ...]
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: str = "float32"
-    window: int | None = None
-    layers_per_plane: int | None = None
-
-    def __post_init__(self) -> None:
-        _set(self, layers=tuple(self.layers), dtype=_dtype_name(self.dtype))
-        if not self.layers:
-            raise ValueError("a group of KV has at least one layer, got none")
-        for layer in self.layers:
-            _check_int("a layer", layer, 0)
-        _check_int("num_kv_heads", self.num_kv_heads)
-        _check_int("key_dim", self.key_dim)
-        _check_int("value_dim", self.value_dim, 0)
-        if self.window is not None:
-            _check_int("window", self.window)
-        if self.layers_per_plane is None:
-            _set(self, layers_per_plane=len(self.layers))
-        _check_int("layers_per_plane", self.layers_per_plane)
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of one number."""
-        return _ELEMENT_BYTES[self.dtype]
-
-    @property
-    def bytes_per_token(self) -> int:
-        """K and V of its layers."""
-        widths = self.num_kv_heads * (self.key_dim + self.value_dim)
-        return len(self.layers) * widths * self.element_bytes
-
-    def core(self) -> _vtensor.KVGroup:
-        """The group as the core's own type. Raises ValueError for what does not fit in 64 bits."""
-        core = _vtensor.KVGroup()
-        for name in (*(given.name for given in fields(self)), "element_bytes"):
-            if hasattr(core, name):
-                try:
-                    setattr(core, name, getattr(self, name) or 0)
-                except TypeError:
-                    raise ValueError(f"{name} does not fit in 64 bits") from None
-        return core
 
 
 @dataclass(frozen=True)
@@ -118,6 +43,8 @@ class KVSpec:
         groups: layers of one shape each. The fields above are those of the first group where there
             are several, but for ``num_layers``, which counts all that keep KV.
         mixed: the groups that were given; none: all layers are alike.
+        states: what layers with a state keep of each sequence (:class:`StateGroup`).
+        state: where these lie, in a vTensor of its own for each sequence.
         element_bytes: bytes of one number.
         bytes_per_token: bytes of one token: K and V of all layers.
         num_planes: virtual ranges of one vTensor.
@@ -133,6 +60,7 @@ class KVSpec:
     max_seq_len: int = 4096
     layers_per_plane: int | None = None
     mixed: tuple[KVGroup, ...] = ()
+    states: tuple[StateTensor, ...] = ()
 
     groups: tuple[KVGroup, ...] = field(init=False, repr=False, compare=False)
     element_bytes: int = field(init=False, repr=False, compare=False)
@@ -140,49 +68,61 @@ class KVSpec:
     num_planes: int = field(init=False, repr=False, compare=False)
     row_chunks: int = field(init=False, repr=False, compare=False)
     plane_token_bytes: int = field(init=False, repr=False, compare=False)
+    state: StateLayout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _set(self, dtype=_dtype_name(self.dtype))
+        set_fields(self, dtype=dtype_name(self.dtype))
         if self.layers_per_plane is None:
-            _set(self, layers_per_plane=self.num_layers)
+            set_fields(self, layers_per_plane=self.num_layers)
         for given in fields(self):
-            if given.init and given.name not in ("dtype", "mixed"):
-                _check_int(given.name, getattr(self, given.name))
+            if given.init and given.name not in ("dtype", "mixed", "states"):
+                check_int(given.name, getattr(self, given.name))
         if self.num_layers > _MAX_LAYERS:
             raise ValueError(f"num_layers {self.num_layers} overflows: at most {_MAX_LAYERS}")
-        _set(self, groups=self.mixed or (self._uniform(),))
+        set_fields(self, groups=self.mixed or (self._uniform(),))
         core = self.core()
-        _set(
+        set_fields(
             self,
-            element_bytes=_ELEMENT_BYTES[self.dtype],
+            element_bytes=ELEMENT_BYTES[self.dtype],
             bytes_per_token=core.bytes_per_token(),
             num_planes=core.num_planes(),
             row_chunks=core.row_chunks(),
             plane_token_bytes=core.token_bytes(),
+            state=StateLayout.of(self.groups, self.states),
         )
+        if self.state.num_tokens > self.max_seq_len:
+            raise ValueError(
+                f"the state of a sequence takes the room of {self.state.num_tokens} tokens, more "
+                f"than max_seq_len {self.max_seq_len}, which a vTensor holds: raise it"
+            )
 
     @classmethod
     def of_groups(
-        cls, groups: Iterable[KVGroup], max_seq_len: int = 4096, num_layers: int | None = None
+        cls,
+        groups: Iterable[KVGroup | StateGroup],
+        max_seq_len: int = 4096,
+        num_layers: int | None = None,
     ) -> KVSpec:
-        """A cache whose layers differ: each layer that keeps KV stands in one group.
+        """A cache whose layers differ: each layer that keeps KV stands in one group of KV, and one
+        that keeps a state in one of states (some keep both).
 
-        ``num_layers``: how many layers there are, if each of them must have KV of its own.
-        Raises ValueError for a layer that stands in two groups, or in none.
+        ``num_layers``: how many layers there are, if each of them must have something of its own.
+        Raises ValueError for a layer that stands in two groups, or in none, and for a state that no
+        vTensor of max_seq_len tokens has room for.
         """
-        groups = tuple(groups)
-        if not groups:
+        given = tuple(groups)
+        of_kv = tuple(group for group in given if isinstance(group, KVGroup))
+        states = tuple(group for group in given if isinstance(group, StateGroup))
+        if not of_kv:
             raise ValueError("a KV cache has at least one group of layers, got none")
-        layers = sorted(layer for group in groups for layer in group.layers)
-        twice = [layer for layer, other in pairwise(layers) if layer == other]
-        if twice:
-            raise ValueError(f"layer {twice[0]} stands in the groups of KV twice")
+        layers = _layers_once("KV", of_kv)
+        kept = set(layers) | set(_layers_once("states", states))
         wanted = set() if num_layers is None else set(range(num_layers))
-        if num_layers is not None and set(layers) != wanted:
-            odd = min(set(layers) ^ wanted)
+        if num_layers is not None and kept != wanted:
+            odd = min(kept ^ wanted)
             what = "is missing from the groups" if odd in wanted else "is not one of the model's"
             raise ValueError(f"layer {odd} {what} of KV; the model has {num_layers} layers")
-        first = groups[0]
+        first = of_kv[0]
         return cls(
             len(layers),
             first.num_kv_heads,
@@ -190,7 +130,8 @@ class KVSpec:
             first.dtype,
             max_seq_len,
             first.layers_per_plane,
-            groups,
+            of_kv,
+            tuple(tensor for group in states for tensor in group.tensors),
         )
 
     def group_of(self, layer: int) -> KVGroup:
@@ -209,6 +150,11 @@ class KVSpec:
             self.dtype,
             layers_per_plane=self.layers_per_plane,
         )
+
+    def state_bytes(self, chunk_bytes: int) -> int:
+        """Physical bytes of the state of one sequence: whole rows of chunks. 0: none is kept."""
+        num_rows = -(-self.state.num_tokens * self.plane_token_bytes // chunk_bytes)
+        return num_rows * self.row_chunks * chunk_bytes
 
     def retentions(self) -> tuple[Retention, ...]:
         """What keeps the same tokens, in the order in which it stands in a row: first the layers
@@ -245,6 +191,9 @@ class KVSpec:
         return core
 
 
-def _set(target: object, **values: object) -> None:
-    for name, value in values.items():
-        object.__setattr__(target, name, value)
+def _layers_once(what: str, groups: Iterable[KVGroup | StateGroup]) -> list[int]:
+    layers = sorted(layer for group in groups for layer in group.layers)
+    twice = [layer for layer, other in pairwise(layers) if layer == other]
+    if twice:
+        raise ValueError(f"layer {twice[0]} stands in the groups of {what} twice")
+    return layers

@@ -1,4 +1,4 @@
-"""StateLayout: where the recurrent state of a sequence lies in a vTensor of its own.
+"""StateGroup: layers that keep a recurrent state; StateLayout: where that of a sequence lies.
 
 A state is a fixed number of bytes, whatever the length of the sequence: convolutions' last inputs
 and the matrices of linear attention or Mamba. It is kept where KV is, in chunks of the one pool
@@ -11,12 +11,12 @@ under the one budget: a vTensor of `num_tokens` tokens, whose bytes are read as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import ClassVar, Literal
 
-from flexinfer.vtensor.spec import KVSpec
+from flexinfer.vtensor.groups import KVGroup, check_int, set_fields
 
 MIN_TOKENS = 8
 """Of a state, so that a digest may be the tokens under which it is recorded."""
@@ -39,6 +39,29 @@ class StateTensor:
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * self.element_bytes
+
+
+@dataclass(frozen=True)
+class StateGroup:
+    """Layers that keep a state: so many bytes of each sequence, which each step replaces."""
+
+    tensors: tuple[StateTensor, ...]
+
+    retention: ClassVar[Literal["state"]] = "state"
+
+    def __post_init__(self) -> None:
+        set_fields(self, tensors=tuple(self.tensors))
+        if not self.tensors:
+            raise ValueError("a group of states has at least one tensor, got none")
+        for tensor in self.tensors:
+            check_int("a layer", tensor.layer, 0)
+            if tensor.num_bytes < 1:
+                raise ValueError(f"the state of layer {tensor.layer} has no bytes: {tensor}")
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Ascending."""
+        return tuple(sorted({tensor.layer for tensor in self.tensors}))
 
 
 @dataclass(frozen=True)
@@ -72,12 +95,12 @@ class StateLayout:
     num_tokens: int = 0
 
     @classmethod
-    def of(cls, spec: KVSpec, tensors: Sequence[StateTensor]) -> StateLayout:
+    def of(cls, groups: Iterable[KVGroup], tensors: Sequence[StateTensor]) -> StateLayout:
         """Each tensor in the plane that is then the least full for its size. Raises ValueError
-        where each plane of `spec` gives back what a window leaves: a state is kept whole."""
+        where each plane of `groups` gives back what a window leaves: a state is kept whole."""
         if not tensors:
             return cls()
-        planes = list(_lasting_planes(spec))
+        planes = list(_lasting_planes(groups))
         if not planes:
             raise ValueError(
                 "a recurrent state lies where KV is kept for all tokens, and each layer of this "
@@ -92,15 +115,10 @@ class StateLayout:
         num_tokens = max(MIN_TOKENS, *(-(-used[plane] // plane.token_bytes) for plane in planes))
         return cls(tuple(tensors), tuple(places), num_tokens)
 
-    def num_bytes(self, spec: KVSpec, chunk_bytes: int) -> int:
-        """Physical bytes of one state: whole rows of chunks."""
-        num_rows = -(-self.num_tokens * spec.plane_token_bytes // chunk_bytes)
-        return num_rows * spec.row_chunks * chunk_bytes
 
-
-def _lasting_planes(spec: KVSpec) -> Iterator[StatePlane]:
+def _lasting_planes(groups: Iterable[KVGroup]) -> Iterator[StatePlane]:
     """Planes of which nothing is given back while a vTensor lives."""
-    for group in spec.groups:
+    for group in groups:
         if group.window is not None:
             continue
         key_bytes = group.num_kv_heads * group.key_dim * group.element_bytes

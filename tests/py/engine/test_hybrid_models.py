@@ -175,8 +175,8 @@ def test_states_sleep_and_wake_with_the_pool() -> None:
 
 def test_little_memory_is_enough_for_one_request_and_all_get_their_turn() -> None:
     engine = make_engine("bamba")
-    layout, manager = engine.runner.states.layout, engine.manager
-    state_bytes = layout.num_bytes(manager.spec, manager.chunk_bytes)
+    manager = engine.manager
+    state_bytes = manager.spec.state_bytes(manager.chunk_bytes)
     engine.close()
     budget = manager.bytes_for(100) + 2 * state_bytes
     engine = make_engine("bamba", kv_cache_memory_bytes=budget, max_model_len=100)

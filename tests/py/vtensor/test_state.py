@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import random
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from flexinfer.scheduler.snapshots import Snapshots
-from flexinfer.vtensor import KVGroup, KVSpec, StateLayout, StateTensor, VTensor, VTensorManager
+from flexinfer.vtensor import (
+    KVGroup,
+    KVSpec,
+    StateGroup,
+    StateLayout,
+    StateTensor,
+    VTensor,
+    VTensorManager,
+)
 
 CHUNK = 4096
 CONV = StateTensor(0, "conv", (24, 4), "float32", 4)
@@ -45,7 +54,8 @@ def read(vtensor: VTensor, layout: StateLayout) -> set[float]:
 def test_tensors_lie_apart_within_the_tokens_of_planes_that_keep_all(name: str) -> None:
     spec = SPECS[name]
     tensors = [CONV, MATRIX, StateTensor(3, "conv", (5,), "bfloat16", 2), MATRIX]
-    layout = StateLayout.of(spec, tensors)
+    spec = KVSpec.of_groups([*spec.groups, StateGroup(tuple(tensors))], 256)
+    layout = spec.state
     ends: dict[Any, int] = {}
     for tensor, place in zip(layout.tensors, layout.places, strict=True):
         assert place.offset_bytes % 64 == 0
@@ -61,16 +71,66 @@ def test_tensors_lie_apart_within_the_tokens_of_planes_that_keep_all(name: str) 
             assert (base % CHUNK == 0) or plane.which == "v"
         vtensor = manager.create()
         vtensor.extend(layout.num_tokens)
-        assert vtensor.info().mapped_bytes == layout.num_bytes(spec, manager.chunk_bytes)
+        assert vtensor.info().mapped_bytes == spec.state_bytes(manager.chunk_bytes)
     if name == "interleaved":
-        assert layout.num_bytes(spec, CHUNK) > spec.row_chunks * CHUNK, "more than one row"
+        assert spec.state_bytes(CHUNK) > spec.row_chunks * CHUNK, "more than one row"
 
 
 def test_a_model_of_windows_alone_has_no_place_for_a_state() -> None:
-    spec = KVSpec.of_groups([KVGroup((0,), 1, 8, 8, window=4)])
+    near = KVGroup((0,), 1, 8, 8, window=4)
     with pytest.raises(ValueError, match="each layer of this model has a window"):
-        StateLayout.of(spec, [CONV])
-    assert StateLayout.of(spec, []).num_tokens == 0
+        KVSpec.of_groups([near, StateGroup((CONV,))])
+    assert KVSpec.of_groups([near]).state.num_tokens == 0
+
+
+def test_a_spec_has_groups_of_each_retention() -> None:
+    """A layer may keep both, as Falcon-H1's do."""
+    kv = [KVGroup((0, 2), 2, 16, 16), KVGroup((1,), 2, 16, 16, window=8)]
+    states = StateGroup((MATRIX, CONV))
+    assert [group.retention for group in (*kv, states)] == ["full", "window", "state"]
+    assert states.layers == (0, 2)
+    spec = KVSpec.of_groups([*kv, states], num_layers=3)
+    assert spec.groups == tuple(kv)
+    assert spec.state.tensors == spec.states == (MATRIX, CONV)
+    assert spec.state_bytes(CHUNK) % (spec.row_chunks * CHUNK) == 0 < spec.state_bytes(CHUNK)
+
+
+LARGE = StateTensor(0, "conv", (9**5,), "uint8", 1)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([StateGroup((CONV,))], "at least one group of layers"),
+        (
+            [KVGroup((1,), 2, 16, 16), StateGroup((CONV,)), StateGroup((CONV,))],
+            "layer 0 stands in the groups of states twice",
+        ),
+        ([KVGroup((1,), 2, 16, 16), StateGroup((CONV,))], "layer 2 is missing"),
+        (
+            [KVGroup((1, 2), 2, 16, 16), StateGroup((LARGE,))],
+            "takes the room of 116 tokens, more than max_seq_len 100",
+        ),
+    ],
+)
+def test_states_that_do_not_fit_are_refused(groups: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVSpec.of_groups(groups, 100, num_layers=3)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ((), "at least one tensor"),
+        ((StateTensor(-1, "conv", (2,), "float32", 4),), "a layer must be an integer of at least"),
+        ((StateTensor(1, "conv", (2, 0), "float32", 4),), "the state of layer 1 has no bytes"),
+    ],
+)
+def test_a_group_of_states_that_makes_no_sense_is_refused(
+    tensors: tuple[StateTensor, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        StateGroup(tensors)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -78,9 +138,8 @@ def test_a_model_of_windows_alone_has_no_place_for_a_state() -> None:
 def test_a_snapshot_is_found_whole_or_not_at_all(name: str, seed: int) -> None:
     """Against a dictionary, with a budget that evicts, swapping and sleeping in between."""
     rng = random.Random(f"{name} {seed}")
-    spec = SPECS[name]
-    layout = StateLayout.of(spec, [CONV, MATRIX])
-    state_bytes = layout.num_bytes(spec, CHUNK)
+    spec = replace(SPECS[name], states=(CONV, MATRIX))
+    layout, state_bytes = spec.state, spec.state_bytes(CHUNK)
     with open_manager(spec, memory_budget=6 * state_bytes, swap_space=4 * state_bytes) as manager:
         snapshots = Snapshots(manager, layout.num_tokens, max_count=6)
         written: dict[tuple[str, tuple[int, ...]], float] = {}
@@ -125,8 +184,8 @@ def test_a_snapshot_is_found_whole_or_not_at_all(name: str, seed: int) -> None:
 
 def test_no_prompt_finds_a_state() -> None:
     """The numbers under which it is recorded are below 0, as no token is."""
-    spec = SPECS["interleaved"]
-    layout = StateLayout.of(spec, [CONV])
+    spec = replace(SPECS["interleaved"], states=(CONV,))
+    layout = spec.state
     with open_manager(spec) as manager:
         snapshots = Snapshots(manager, layout.num_tokens, max_count=6)
         state = manager.create()
@@ -134,14 +193,17 @@ def test_no_prompt_finds_a_state() -> None:
         snapshots.add(array("i", [1, 2, 3]), "", state)
         (prefix,) = manager.snapshot().prefixes
         assert all(token < 0 for token in prefix.first_tokens)
+        assert snapshots.open(array("i", [1, 2, 3]), "") is not None
+        stats = manager.stats()
+        assert stats.prefix_queries == stats.prefix_hit_tokens == 0, "prompts alone are counted"
         assert snapshots.longest(array("i", [1, 2, 3, 4]), "", 4) == 3
         assert snapshots.longest(array("i", [1, 2, 3, 4]), "", 2) == 0
         assert snapshots.longest(array("i", [1, 2, 4, 4]), "", 4) == 0
 
 
 def test_a_pinned_prefix_keeps_its_last_state() -> None:
-    spec = SPECS["interleaved"]
-    layout = StateLayout.of(spec, [CONV])
+    spec = replace(SPECS["interleaved"], states=(CONV,))
+    layout = spec.state
     tokens = array("i", range(20))
     with open_manager(spec) as manager:
         snapshots = Snapshots(manager, layout.num_tokens, max_count=6)
