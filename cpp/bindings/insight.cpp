@@ -50,6 +50,8 @@ void bind_snapshot(nb::module_& m) {
       .def_prop_ro("state", [](const VTensorInfo& info) { return to_string(info.state); })
       .def_ro("num_tokens", &VTensorInfo::num_tokens)
       .def_ro("num_cached_tokens", &VTensorInfo::num_cached_tokens)
+      .def_ro("num_cut_tokens", &VTensorInfo::num_cut_tokens)
+      .def_ro("cut_by_window", &VTensorInfo::cut_by_window)
       .def_ro("mapped_tokens", &VTensorInfo::mapped_tokens)
       .def_ro("mapped_bytes", &VTensorInfo::mapped_bytes)
       .def_ro("chunks_aliased", &VTensorInfo::chunks_aliased)

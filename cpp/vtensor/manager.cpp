@@ -248,9 +248,10 @@ size_t Manager::record_prefix(VTensorId id, std::span<const Token> tokens) {
 size_t Manager::match_prefix(std::span<const Token> tokens, const std::string& salt) {
   const Lock held = lock();
   TraceOp op(*trace_, core_.state, "match_prefix");
-  const size_t matched = pool_.rtree.usable(pool_.rtree.match(salt, tokens)).num_tokens;
-  op.tokens(tokens).put("salt", salt).put("result", matched);
-  return matched;
+  const RTree::Match match = pool_.rtree.usable(pool_.rtree.match(salt, tokens));
+  op.tokens(tokens).put("salt", salt).put("result", match.num_tokens);
+  op.put("recorded", match.num_recorded).put("cut_by_window", match.cut_by_window);
+  return match.num_tokens;
 }
 
 size_t Manager::pin_prefix(std::span<const Token> tokens, const std::string& owner,

@@ -18,7 +18,7 @@ namespace vtensor {
   X(chunks_deduplicated, "deduplicated") /* given up for equal chunks of a recorded prefix */ \
   X(dedup_failures, "dedup_failures")    /* the driver failed; the vTensor kept its chunks */ \
   X(chunks_given_back, "given_back")     /* behind a window */                                \
-  X(prefix_window_tokens, "")            /* recorded, but without the rows of a window */     \
+  X(prefix_window_tokens, "cut")         /* recorded, but without the rows of a window */     \
   X(chunks_swapped_out, "swapped_out")                                                        \
   X(chunks_swapped_in, "swapped_in")                                                          \
   X(chunks_sent, "sent")                  /* to another process, as they are */               \

@@ -144,7 +144,13 @@ std::optional<VTensorId> Placement::create(std::span<const Token> tokens, const 
   const std::optional<VTensorId> id =
       state_.options.alias ? create_alias(match, salt, wanted_rows) : create_copy(match, salt);
   if (id && apart) keep_apart(vtensors_.live(*id));
-  if (id && !tokens.empty()) {
+  if (id) {
+    VTensor& vtensor = vtensors_.live(*id);
+    vtensor.num_cut_tokens = match.num_recorded - match.num_tokens;
+    vtensor.cut_by_window = match.cut_by_window;
+  }
+  // Numbers below 0 are no tokens but names of what is recorded under them, and are not counted.
+  if (id && !tokens.empty() && tokens.front() >= 0) {
     ++state_.counters.prefix_queries;
     state_.counters.prefix_query_tokens += tokens.size();
     state_.counters.prefix_hit_tokens += match.num_tokens;

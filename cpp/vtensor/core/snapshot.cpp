@@ -52,6 +52,8 @@ VTensorInfo describe(const Core& core, const VTensor& vtensor) {
   info.id = vtensor.id;
   info.num_tokens = vtensor.num_tokens;
   info.num_cached_tokens = vtensor.num_cached_tokens;
+  info.num_cut_tokens = vtensor.num_cut_tokens;
+  info.cut_by_window = vtensor.cut_by_window;
   info.chunks_aliased = vtensor.chunks_aliased;
   info.chunks_copied = vtensor.chunks_copied;
   return info;

@@ -29,6 +29,8 @@ struct VTensorInfo {
   SlotState state = SlotState::kLive;
   size_t num_tokens = 0;
   size_t num_cached_tokens = 0;
+  size_t num_cut_tokens = 0;  // recorded beyond these, but without rows that a window reads
+  size_t cut_by_window = 0;   // of so many tokens; 0: nothing was cut
   size_t mapped_tokens = 0;
   size_t mapped_bytes = 0;
   size_t chunks_aliased = 0;

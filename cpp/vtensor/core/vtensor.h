@@ -37,6 +37,8 @@ struct alignas(64) VTensor {
   size_t forget_at = SIZE_MAX;  // computed tokens with which rows leave a window; see forgetter.h
   size_t frozen_tokens = 0;
   size_t num_cached_tokens = 0;  // found recorded at creation
+  size_t num_cut_tokens = 0;     // recorded beyond these, but without rows of a window
+  size_t cut_by_window = 0;      // its tokens; 0: nothing was cut
   std::vector<ChunkId> kept;     // swapped: its first rows, which others hold too; row-major
   std::vector<SwapStore::Ticket> swapped;  // the rows that follow: one per chunk
   size_t past_tokens = 0;        // no query before this one follows, by the last that was said

@@ -62,6 +62,7 @@ class RTree {
     size_t num_tokens = 0;
     std::vector<ChunkId> table;  // rows_for(num_tokens) rows, row-major over columns
     size_t num_recorded = 0;     // before usable() has shortened it
+    size_t cut_by_window = 0;    // tokens of the window for which it was; 0: it was not
   };
   struct Pin {
     RNode* node;

@@ -19,6 +19,7 @@ RTree::Match RTree::usable(Match match) const {
       continue;
     }
     match.num_tokens = geometry_.tokens_in(row - 1);  // without the row that is missing
+    match.cut_by_window = window->num_tokens;
     window = geometry_.windows.begin();
   }
   match.table.resize(geometry_.rows_for(match.num_tokens) * row_chunks);

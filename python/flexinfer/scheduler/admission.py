@@ -100,7 +100,6 @@ class Admission:
         shared = manager.bytes_for(num_matched, with_windows=False)
         if running and not self.has_room(needed - shared, running):
             return None
-        before = self._num_cut_tokens()
         vtensor = self._try_create(request)
         if vtensor is None:
             return None
@@ -110,26 +109,22 @@ class Admission:
             return None
         request.metrics.chunks_aliased += vtensor.info().chunks_aliased
         if request.cache_limit is None:
-            request.cache_limit = self._cache_limit(request, vtensor, before)
+            request.cache_limit = self._cache_limit(request, vtensor)
         request.start(vtensor, end)
         return vtensor
 
-    def _cache_limit(self, request: Request, vtensor: VTensor, num_cut_before: int) -> CacheLimit:
-        """Why no more of the request is shared. num_cut_before: `_num_cut_tokens` before that."""
+    def _cache_limit(self, request: Request, vtensor: VTensor) -> CacheLimit:
+        """Why no more of the request is shared."""
         if not self.config.enable_prefix_caching:
             return "off"
         if vtensor.num_cached_tokens >= request.num_reusable_tokens:
             return "complete"
-        if self._num_cut_tokens() > num_cut_before:
+        if vtensor.info().cut_by_window:
             return "window"
         if self.states.are_kept:  # KV was asked for up to the last state alone
             num_usable = self.manager.match_prefix(request.token_array, request.cache_salt)
             return "state" if num_usable > vtensor.num_cached_tokens else "not recorded"
         return "not recorded"
-
-    def _num_cut_tokens(self) -> int:
-        """Tokens that were found recorded, of all requests so far, but without a window's rows."""
-        return self.manager.stats().prefix_window_tokens if self.manager.spec.windows else 0
 
     def _try_create(self, request: Request) -> VTensor | None:
         """A vTensor with the request's cached prefix, and where the model keeps a state the one

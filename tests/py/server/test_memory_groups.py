@@ -93,6 +93,31 @@ def test_the_metrics_tell_what_a_token_takes_in_each_group() -> None:
     engine.close()
 
 
+def test_inspect_says_which_window_made_a_match_shorter(tmp_path: Path) -> None:
+    """A beginning that ends where the windows of the whole prompt have left it."""
+    engine = make_engine("gemma2")
+    (prompt,) = random_prompts((100,))
+    params = SamplingParams(temperature=0, max_tokens=2)
+    submit(engine, [prompt], params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    submit(engine, [[*prompt[:60], 1]], params)
+    engine.step()
+    llm = cast(AsyncLLM, Between(engine))
+    rendered = asyncio.run(MemoryMap(llm, "tiny", shows_salted=True).render())
+    engine.close()
+    file = tmp_path / "map.json"
+    file.write_bytes(rendered.body)
+    running = next(one for one in json.loads(rendered.body)["vtensors"] if one["state"] == "live")
+    assert (running["num_cached_tokens"], running["num_cut_tokens"]) == (0, 60)
+    assert running["cut_by_window"] == WINDOW
+    runner = CliRunner(env={"COLUMNS": "200"})
+    assert (
+        "0 of 60 (window 16)"
+        in runner.invoke(app, ["inspect", "--file", str(file), "--tables"]).stdout
+    )
+
+
 def test_inspect_shows_what_was_given_back(tmp_path: Path) -> None:
     found = map_of("gemma2", 50)
     back = next(one for one in found["vtensors"] if one["state"] == "live")["rows_given_back"]

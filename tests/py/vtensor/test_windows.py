@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from flexinfer.replay.reader import TraceReader
 from flexinfer.vtensor import KVGroup, KVSpec, VTensor, VTensorManager
 
 CHUNK = 4096
@@ -163,6 +165,7 @@ def test_a_recorded_prefix_is_usable_where_its_windows_are() -> None:
         second = manager.create([*prompt[:60], 7, 8])
         assert second.num_cached_tokens == 40
         assert manager.stats().prefix_window_tokens == before + 20
+        assert (second.info().num_cut_tokens, second.info().cut_by_window) == (20, WINDOW)
         grow(second, 60)
         check_contents(second)
         second.record_prefix(prompt[:60])  # its rows take the place of those that were gone
@@ -170,8 +173,31 @@ def test_a_recorded_prefix_is_usable_where_its_windows_are() -> None:
         first.release()
         third = manager.create([*prompt, 101])
         assert third.num_cached_tokens == 100
+        assert (third.info().num_cut_tokens, third.info().cut_by_window) == (0, 0)
         check_contents(third)
         manager.check_integrity()
+
+
+def test_a_trace_says_which_window_made_a_match_shorter(tmp_path: Path) -> None:
+    prompt = list(range(1, 101))
+    wide = KVGroup((2,), num_kv_heads=2, key_dim=64, value_dim=64, window=70)
+    with manager_of(FULL, NEAR, wide) as manager:
+        first = manager.create(prompt)
+        first.extend(60)
+        manager.forget([first], [60])  # the narrow window keeps rows from token 40 on
+        manager.drain()
+        first.extend(100)
+        first.record_prefix(prompt)
+        manager.start_trace(tmp_path / "trace")
+        asked = prompt[:62], prompt[:45]
+        found = [manager.create(tokens) for tokens in asked]
+        matched = [manager.match_prefix(tokens) for tokens in asked]
+        manager.stop_trace()
+    assert matched == [vtensor.num_cached_tokens for vtensor in found] == [62, 0]
+    ops = [record for _, record in TraceReader(tmp_path / "trace") if record["k"] == "op"]
+    assert [op.get("cut") for op in ops if op["op"] == "create"] == [None, 45]
+    told = [(op["recorded"], op["cut_by_window"]) for op in ops if op["op"] == "match_prefix"]
+    assert told == [(62, 0), (45, WINDOW)]
 
 
 def test_eviction_takes_first_what_no_window_reads_at_the_end() -> None:

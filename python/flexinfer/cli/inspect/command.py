@@ -122,7 +122,11 @@ def _numbers(report: MemoryReport) -> str:
 def _vtensor_table(report: MemoryReport) -> Table:
     table = _table("vTensors", "", "state", "tokens", "cached", "chunks", "shared")
     for use in report.vtensors:
-        numbers = (use.num_tokens, use.num_cached_tokens, len(use.chunks), use.num_shared_chunks)
+        cached = str(use.num_cached_tokens)
+        if use.cut_by_window:
+            recorded = use.num_cached_tokens + use.num_cut_tokens
+            cached = f"{cached} of {recorded} (window {use.cut_by_window:,})"
+        numbers = (use.num_tokens, cached, len(use.chunks), use.num_shared_chunks)
         _add(table, use.label, use.state, *numbers)
     return table
 

@@ -45,6 +45,9 @@ class VTensorUse:
     state: str
     num_tokens: int
     num_cached_tokens: int
+    num_cut_tokens: int
+    """That were recorded beyond these, but without rows which a window reads."""
+    cut_by_window: int | None
     chunks: tuple[int, ...]
     num_shared_chunks: int
     """Of `chunks`: those that another live vTensor or a recorded prefix has too."""
@@ -154,6 +157,8 @@ def _vtensors(body: Mapping[str, Any]) -> tuple[VTensorUse, ...]:
             state=entry["state"],
             num_tokens=entry["num_tokens"],
             num_cached_tokens=entry["num_cached_tokens"],
+            num_cut_tokens=entry.get("num_cut_tokens", 0),
+            cut_by_window=entry.get("cut_by_window"),
             chunks=tuple(entry["chunks"]),
             num_shared_chunks=sum(
                 len(chunks[idx]["sharers"]) > 1 or chunks[idx]["recorded"]

@@ -176,6 +176,8 @@ def _vtensors(moment: Moment, max_rows: int, rows: _Rows) -> tuple[list[dict[str
                 "request_id": moment.request_of.get(info.id) if info.id else None,
                 "num_tokens": info.num_tokens,
                 "num_cached_tokens": info.num_cached_tokens,
+                "num_cut_tokens": info.num_cut_tokens,
+                "cut_by_window": info.cut_by_window or None,
                 "mapped_tokens": info.mapped_tokens,
                 "mapped_bytes": info.mapped_bytes,
                 "chunks_aliased": info.chunks_aliased,
