@@ -25,7 +25,7 @@ def main(model_types: list[str]) -> None:
     import transformers
 
     from helpers.every_architecture import MODEL_TYPES
-    from helpers.family_trial import KINDS, WORKS, kind_of, try_family
+    from helpers.family_trial import KINDS, count_sentences, kind_of, try_family
 
     warnings.filterwarnings("ignore")
     logging.disable(logging.ERROR)
@@ -40,7 +40,7 @@ def main(model_types: list[str]) -> None:
         version = transformers.__version__
         lines = [
             f"{text}{TABLE}\n",
-            f"{counts[WORKS]} of {len(verdicts)} work, by transformers {version}.\n",
+            count_sentences(counts, version),
             "| what | architectures |\n|---|---|",
             *(f"| {kind} | {counts[kind]} |" for kind in KINDS),
             "",

@@ -71,7 +71,7 @@ def choose_cuda(name: str, layers: Sequence[LayerKV]) -> AttentionBackend:
     """The attention for an arena on a GPU: flash kernels if any work, else plain SDPA; the reasons
     are logged, once, as a warning where something slower than asked for is taken."""
     k = layers[0].k
-    reason = unsupported(k) or of_several_shapes(layers)
+    reason = of_latents(layers) or unsupported(k) or of_several_shapes(layers)
     if reason is not None:
         logger.warning("attention through torch's SDPA, request by request: %s", reason)
         return SdpaAttention(layers)
@@ -145,6 +145,16 @@ def unsupported(arena: torch.Tensor) -> str | None:
     if head_dim > MAX_HEAD_DIM or head_dim % 8:
         return f"flash kernels know head sizes up to {MAX_HEAD_DIM} in steps of 8, not {head_dim}"
     return None
+
+
+def of_latents(layers: Sequence[LayerKV]) -> str | None:
+    """Why no kernel here reads values that are a part of their keys (MLA); None: there are none."""
+    if all(layer.k.data_ptr() != layer.v.data_ptr() for layer in layers):
+        return None
+    return (
+        "flash kernels know no latents (MLA), and FlashMLA, which does, reads whole pages of 64 "
+        "tokens by a block table: the last of a range may have no memory"
+    )
 
 
 def of_several_shapes(layers: Sequence[LayerKV]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 import torch
@@ -60,6 +61,18 @@ def kind_of(verdict: str) -> str:
         if re.search(pattern, verdict):
             return kind
     raise ValueError(f"a verdict of no kind, to be added to KINDS: {verdict}")
+
+
+def count_sentences(counts: Counter[str], version: str) -> str:
+    """What the page says above its table."""
+    total = sum(counts.values())
+    for_what_they_keep = counts["refused for KV"] + counts["refused for a state"]
+    others = total - counts[WORKS] - for_what_they_keep - counts["not tried"]
+    return (
+        f"{counts[WORKS]} of {total} work, by transformers {version}. {others} are refused for "
+        f"another reason than what\nthey keep of a sequence, and {for_what_they_keep} for that: "
+        "KV of a kind that is not known, or a state.\n"
+    )
 
 
 def serve(model: Any, prompts: list[list[int]]) -> list[list[int]]:
