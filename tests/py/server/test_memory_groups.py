@@ -19,6 +19,7 @@ from flexinfer.config import EngineConfig
 from flexinfer.server.observability.memory_map import MemoryMap
 from flexinfer.server.observability.prometheus_families import engine_families
 from helpers.engine_kit import submit
+from helpers.hybrids import make_engine as make_hybrid_engine
 from helpers.tiny_models import make_model, make_tokenizer, random_prompts
 
 WINDOW = 16
@@ -37,8 +38,8 @@ class Between:
         return function(self._engine)
 
 
-def make_engine(name: str) -> LLMEngine:
-    settings = {"kv_cache_memory_bytes": 4 << 20, "chunk_bytes": CHUNK, "max_num_seqs": 2}
+def make_engine(name: str, **others: int) -> LLMEngine:
+    settings = {"kv_cache_memory_bytes": 4 << 20, "chunk_bytes": CHUNK, "max_num_seqs": 2, **others}
     return LLMEngine.from_config(
         EngineConfig(model=make_model(name), skip_tokenizer_init=True, **cast(Any, settings))
     )
@@ -83,6 +84,27 @@ def test_what_a_window_has_left_has_no_chunk_at_the_head_of_its_row(name: str) -
     assert known >= {chunk for row in running["groups"] for chunk in row if chunk is not None}
 
 
+def test_the_map_and_inspect_say_whose_state_a_vtensor_holds(tmp_path: Path) -> None:
+    engine = make_hybrid_engine("bamba", enable_prefix_caching=False)
+    submit(engine, random_prompts((20, 30)), SamplingParams(temperature=0, max_tokens=9))
+    for _ in range(4):
+        engine.step()
+    llm = cast(AsyncLLM, Between(engine))
+    body = asyncio.run(MemoryMap(llm, "tiny", shows_salted=True).render()).body
+    engine.close()
+    live = [one for one in json.loads(body)["vtensors"] if one["state"] == "live"]
+    assert sorted(one["request_id"] for one in live if one["request_id"]) == ["0", "1"]
+    states = [one for one in live if one["state_of"]]
+    assert sorted(one["state_of"] for one in states) == ["0", "1"]
+    assert {one["num_tokens"] for one in states} == {engine.manager.spec.state.num_tokens}
+    file = tmp_path / "map.json"
+    file.write_bytes(body)
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(
+        app, ["inspect", "--file", str(file), "--tables"]
+    )
+    assert "0, state" in shown.stdout
+
+
 def test_the_metrics_tell_what_a_token_takes_in_each_group() -> None:
     engine = make_engine("gemma2")
     families = {family.name: family for family in engine_families(engine.stats(), "tiny")}
@@ -95,12 +117,13 @@ def test_the_metrics_tell_what_a_token_takes_in_each_group() -> None:
 
 def test_inspect_says_which_window_made_a_match_shorter(tmp_path: Path) -> None:
     """A beginning that ends where the windows of the whole prompt have left it."""
-    engine = make_engine("gemma2")
+    engine = make_engine("gemma2", max_num_batched_tokens=32)
     (prompt,) = random_prompts((100,))
     params = SamplingParams(temperature=0, max_tokens=2)
     submit(engine, [prompt], params)
     while engine.has_unfinished_requests():
         engine.step()
+        engine.manager.drain()  # what a part of the prompt has left is gone before it is recorded
     submit(engine, [[*prompt[:60], 1]], params)
     engine.step()
     llm = cast(AsyncLLM, Between(engine))

@@ -231,6 +231,8 @@ def _groups(entry: Mapping[str, Any]) -> Groups:
 def _label(entry: Mapping[str, Any]) -> str:
     if entry.get("request_id"):
         return str(entry["request_id"])
+    if entry.get("state_of"):
+        return f"{entry['state_of']}, state"
     if entry["id"]:
         return f"vTensor {entry['id']}"
     return f"slot {entry['slot']} ({entry['state']})"

@@ -31,6 +31,8 @@ class Moment:
     snapshot: Snapshot
     request_of: dict[int, str]
     """vTensor id -> request id."""
+    state_of: dict[int, str]
+    """The same of recurrent states."""
     engine: dict[str, Any]
 
 
@@ -94,6 +96,12 @@ def _moment(engine: LLMEngine) -> Moment:
             request.vtensor.id: request.request_id
             for request in scheduler.requests
             if request.vtensor is not None
+        },
+        {
+            state.id: request.request_id
+            for request in scheduler.requests
+            for state in (request.state, request.next_state)
+            if state is not None
         },
         {
             "num_running": len(scheduler.running),
@@ -174,6 +182,7 @@ def _vtensors(moment: Moment, max_rows: int, rows: _Rows) -> tuple[list[dict[str
                 "slot": info.slot,
                 "state": info.state,
                 "request_id": moment.request_of.get(info.id) if info.id else None,
+                "state_of": moment.state_of.get(info.id) if info.id else None,
                 "num_tokens": info.num_tokens,
                 "num_cached_tokens": info.num_cached_tokens,
                 "num_cut_tokens": info.num_cut_tokens,

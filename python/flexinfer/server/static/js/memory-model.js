@@ -18,6 +18,7 @@ export function rowsOf(map) {
       key: isLive ? `v${vtensor.id}` : `s${vtensor.slot}`,
       kind: isLive ? "live" : "parked",
       requestId: vtensor.request_id,
+      isState: Boolean(vtensor.state_of),
       tokens: isLive ? vtensor.num_tokens : 0,
       cachedTokens: vtensor.num_cached_tokens,
     }, vtensor.groups ?? [vtensor.chunks]));

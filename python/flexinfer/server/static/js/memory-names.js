@@ -55,6 +55,7 @@ export class RowNames {
     const goesOn = row.above && this.#conversations.get(row.above.key) === id; // the same talk, from another point on
     if (conversation && !goesOn) return titleOf(conversation);
     if (row.kind === "parked") return `Slot ${row.key.slice(1)}`;
+    if (row.isState) return `State ${row.key.slice(1)}`;
     if (row.kind === "live") return `Request ${row.key.slice(1)}`;
     if (row.text) return row.above ? `… ${row.text}` : row.text;
     return row.above ? `… from token ${row.branch} on` : `Prefix ${this.#numberOf(row)}`;
