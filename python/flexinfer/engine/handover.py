@@ -79,14 +79,14 @@ class EngineHandover:
         OutOfMemoryError where running requests need the memory or no slot is left.
         """
         self.check()
-        delivery_bytes = delivery.parcel.num_chunks * self._parts.manager.chunk_bytes
+        num_bytes = self.num_bytes(delivery)
         vocab_size = self._parts.loaded.vocab_size
         if not all(0 <= token < vocab_size for token in delivery.tokens):
             raise HandoverError(f"a parcel has tokens that are not in [0, {vocab_size})")
         scheduler = self._parts.scheduler
-        if not scheduler.admission.has_room(delivery_bytes, scheduler.running.values()):
+        if not scheduler.admission.has_room(num_bytes, scheduler.running.values()):
             raise OutOfMemoryError(
-                f"{delivery_bytes} bytes of KV have no room beside the requests that run"
+                f"{num_bytes} bytes of KV have no room beside the requests that run"
             )
         vtensor = delivery.adopt(self.identity, self._parts.manager)
         try:
@@ -99,6 +99,15 @@ class EngineHandover:
     def let_go(self, request_id: str) -> None:
         """Let what was kept for a request be evicted: it has been exported, or found."""
         self._parts.scheduler.pins.drop(export_owner(request_id))
+
+    def num_bytes(self, delivery: Delivery) -> int:
+        """Of KV, in whole chunks."""
+        return delivery.parcel.num_chunks * self._parts.manager.chunk_bytes
+
+    @property
+    def layout(self) -> str:
+        """Which parcels fit: `VTensorManager.layout`."""
+        return self._parts.manager.layout
 
     def check(self) -> None:
         """Raises HandoverError, with the reason, where this engine hands nothing over."""

@@ -24,6 +24,10 @@ MAX_FILES = 250
 """In one message; Linux takes 253."""
 
 
+class ChannelTimeoutError(HandoverError):
+    """Nothing came, or could be sent, in time."""
+
+
 class Channel:
     """One end of a connection. Its errors are HandoverError; the connection is of no more use."""
 
@@ -42,7 +46,7 @@ class Channel:
             return cls(connection, timeout_s)
         except OSError as error:
             connection.close()
-            raise HandoverError(f"nobody answers at {path}: {error}") from None
+            raise _failure(f"nobody answers at {path}", error) from None
         except HandoverError:
             connection.close()
             raise
@@ -60,6 +64,14 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
+
+    def fileno(self) -> int:
+        """Readable once the other side has sent something, or has gone."""
+        return self._socket.fileno()
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """From now on."""
+        self._socket.settimeout(timeout_s)
 
     def interrupt(self) -> None:
         """End what another thread waits for."""
@@ -79,7 +91,7 @@ class Channel:
                 sent = self._socket.send(start)
             self._socket.sendall(start[sent:] + body)
         except OSError as error:
-            raise HandoverError(f"the other process is gone: {error}") from None
+            raise _failure("the other process is gone", error) from None
 
     def receive(self) -> tuple[dict[str, Any], list[int]]:
         """A header and the descriptors that came with it, which are the caller's to close."""
@@ -102,7 +114,7 @@ class Channel:
             raise
         except (OSError, ValueError, RecursionError) as error:
             close_files(files)
-            raise HandoverError(f"a message could not be received: {error}") from None
+            raise _failure("a message could not be received", error) from None
 
     def _receive(self, num_bytes: int, files: list[int]) -> bytes:
         room = socket.CMSG_SPACE((MAX_FILES + 3) * struct.calcsize("i"))
@@ -126,6 +138,11 @@ class Channel:
                 )
             received += part
         return bytes(received)
+
+
+def _failure(what: str, error: Exception) -> HandoverError:
+    kind = ChannelTimeoutError if isinstance(error, TimeoutError) else HandoverError
+    return kind(f"{what}: {error}")
 
 
 def close_files(files: Sequence[int]) -> None:

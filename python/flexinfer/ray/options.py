@@ -69,6 +69,10 @@ class ReplicaOptions:
                 engine.kv_events_config is not None,
                 "all replicas would publish at the same endpoint",
             ),
+            "role": (
+                engine.role != "both" or server.role != "both",
+                "KV is handed over between two servers of one machine",
+            ),
             "enable_lora": (engine.enable_lora, "adapters would be loaded by one replica alone"),
             "admin_api_key": (server.admin_api_key is not None, "/admin acts on one engine"),
             "trace_directory": (server.trace_directory is not None, "/admin acts on one engine"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from importlib.metadata import version
 from typing import Any
 
@@ -74,8 +74,11 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
+        async with nullcontext() if state.prefiller is None else state.prefiller.serving():
+            yield
         state.is_draining = True
+        if state.partner is not None:
+            state.partner.close()
         if state.tracer is not None:
             await asyncio.to_thread(state.tracer.shutdown)
 
@@ -114,7 +117,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     if state.tracer is not None:
         app.add_middleware(TraceContextMiddleware)
     app.add_middleware(AccessLogMiddleware)
-    register_metrics(app, llm, settings.model_name)
+    register_metrics(app, llm, settings.model_name, state.handover_stats)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 

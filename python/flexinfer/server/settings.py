@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from flexinfer.server.handover.socket_path import check_path
 from flexinfer.server.http.hosts import is_loopback
 from flexinfer.server.http.tls import TLSSettings
 from flexinfer.server.observability.tracing import check_endpoint
@@ -33,6 +34,14 @@ class ServerSettings:
     """The form of the model's reasoning: a name in parsing/reasoning.py; None: it is content."""
     lora_modules: tuple[tuple[str, str], ...] = ()
     """Name and folder of the LoRA adapters that are served from the start."""
+    role: str = "both"
+    """As the engine's: "prefill" takes no requests of clients, "decode" has a partner."""
+    handover_socket: Path | None = None
+    """Where a server that prefills listens, and one that decodes asks."""
+    handover_timeout_s: float = 30.0
+    """How long one prompt may take there; after that it is prefilled here."""
+    handover_min_tokens: int = 64
+    """Prompts with fewer tokens that are not cached are prefilled here."""
     max_request_bytes: int = 8 << 20
     """Bound on one request's body."""
     max_prompt_tokens: int | None = None
@@ -81,14 +90,15 @@ class ServerSettings:
         for name in ("max_request_bytes", "max_logprobs", "max_conversations", "max_stored_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_prompt_tokens", "max_n", "max_key_concurrency"):
+        for name in ("max_prompt_tokens", "max_n", "max_key_concurrency", "handover_min_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         for name in ("max_queue_len", "max_stored_responses", "shutdown_timeout_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("default_ttl_s", "max_ttl_s", "send_timeout_s", "receive_timeout_s"):
+        times = ("default_ttl_s", "max_ttl_s", "send_timeout_s", "receive_timeout_s")
+        for name in (*times, "handover_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
         adapters = [name for name, _ in self.lora_modules]
@@ -96,11 +106,25 @@ class ServerSettings:
             if adapters.count(name) > 1 or name in self.served_model_names:
                 raise ValueError(f"the name {name!r} is given to more than one model or adapter")
         self._check_keys()
+        self._check_role()
         tool_format(self.tool_call_parser)
         if self.reasoning_parser is not None:
             reasoning_form(self.reasoning_parser)
         if self.otlp_traces_endpoint is not None:
             check_endpoint(self.otlp_traces_endpoint)
+
+    def _check_role(self) -> None:
+        if self.role == "both" and self.handover_socket is not None:
+            raise ValueError(
+                "handover_socket needs role 'prefill' (listens there) or 'decode' (asks there)"
+            )
+        if self.role != "both" and self.handover_socket is None:
+            raise ValueError(
+                f"role {self.role!r} needs handover_socket: the path of a Unix socket at which the "
+                "prefilling server listens and the decoding ones ask"
+            )
+        if self.handover_socket is not None:
+            check_path(self.handover_socket)
 
     @property
     def checks_hosts(self) -> bool:

@@ -15,6 +15,9 @@ from fastapi import Depends, Request
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.lora.adapters import Adapter
 from flexinfer.server.chat_renderer import ChatRenderer
+from flexinfer.server.handover.partner import PrefillPartner
+from flexinfer.server.handover.prefiller import Prefiller
+from flexinfer.server.handover.stats import HandoverStats
 from flexinfer.server.http.bodies import Turnstile
 from flexinfer.server.http.errors import APIError
 from flexinfer.server.http.limits import Limits
@@ -68,10 +71,27 @@ class ServerState:
         )
         endpoint = settings.otlp_traces_endpoint
         self.tracer = RequestTracer(endpoint, settings.model_name) if endpoint else None
+        if llm.config.role != settings.role:
+            raise ValueError(
+                f"the engine's role is {llm.config.role!r}, the server's {settings.role!r}"
+            )
+        path = settings.handover_socket
+        self.prefiller = Prefiller(llm, path) if path and settings.role == "prefill" else None
+        self.partner: PrefillPartner | None = None
+        if path and settings.role == "decode":
+            self.partner = PrefillPartner(
+                llm, path, settings.handover_timeout_s, settings.handover_min_tokens
+            )
         self.is_draining = False
         """The server is going down: new requests are refused."""
         self.trace_path: Path | None = None
         self._engine_ids: set[str] = set()
+
+    @property
+    def handover_stats(self) -> HandoverStats | None:
+        """None: nothing is handed over."""
+        connector = self.prefiller or self.partner
+        return None if connector is None else connector.stats
 
     @property
     def max_n(self) -> int:
@@ -100,6 +120,13 @@ class ServerState:
                 "the server is shutting down: try another one, or try again later",
                 code="shutting_down",
                 headers={"Retry-After": "5"},
+            )
+        if self.prefiller is not None:
+            raise APIError(
+                403,
+                "this server prefills for others (--role prefill) and answers no clients: ask one "
+                "that decodes (--role decode)",
+                code="wrong_role",
             )
         self.check_model(model)
 

@@ -83,8 +83,8 @@ PYTHON_ALLOWED = {
     "loadgen": "",
     "routing": "",
     "simulation": "config loadgen outputs routing sampling scheduler vtensor",
-    "server": "async_llm engine errors lora memory metrics outputs sampling scheduler types "
-    "vtensor",
+    "server": "async_llm engine errors handover lora memory metrics outputs sampling scheduler "
+    "types vtensor",
     "ray": "async_llm config routing server vtensor",
     "cli": "async_llm attention config conversation engine errors llm loadgen models outputs "
     "ray replay routing runtime sampling scheduler server simulation types vtensor",
@@ -93,14 +93,15 @@ PYTHON_ALLOWED = {
 INNER_ALLOWED = {
     "server": {
         "protocol": "",
-        "observability": "",
+        "handover": "",
+        "observability": "handover",
         "http": "observability",
         "parsing": "",
-        "settings": "http observability parsing",
+        "settings": "handover http observability parsing",
         "chat_renderer": "http protocol",
         "token_bytes": "",
         "stores": "http observability protocol settings",
-        "state": "chat_renderer http observability parsing settings stores token_bytes",
+        "state": "chat_renderer handover http observability parsing settings stores token_bytes",
         "api": "chat_renderer http observability parsing protocol state stores token_bytes",
         "app": "api http observability protocol settings state",
         "run": "http state",

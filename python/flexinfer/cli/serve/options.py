@@ -265,6 +265,24 @@ class ReplicaFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoleOptions:
+    panel: ClassVar[str] = "Prefill here, decode there: docs/scale_out.md"
+    role: Annotated[
+        str,
+        option("prefill: computes prompts for others; decode: has prompts computed; both: alone."),
+    ] = "both"
+    handover_socket: Annotated[
+        Path | None, option("Unix socket where the former listens, and the latter ask.")
+    ] = None
+    handover_timeout: Annotated[
+        float, option("Seconds until a prompt that does not come is computed here.")
+    ] = 30.0
+    handover_min_tokens: Annotated[
+        int, option("Prompts with fewer tokens that are not cached are computed here.", min=1)
+    ] = 64
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogOptions:
     panel: ClassVar[str] = "Logs and configuration"
     log_format: Annotated[str, option("text or json.")] = "text"
@@ -300,6 +318,7 @@ class ModelArgument:
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(  # the last base's fields come first in the help
     LogOptions,
+    RoleOptions,
     ReplicaFlags,
     LimitOptions,
     TLSOptions,

@@ -60,6 +60,7 @@ def server_settings(options: ServeOptions, config: EngineConfig) -> ServerSettin
         "default_ttl_s": options.conversation_ttl,
         "max_ttl_s": max(86400.0, options.conversation_ttl),
         "max_stored_bytes": parse_bytes(options.max_stored_bytes, "max_stored_bytes"),
+        "handover_timeout_s": options.handover_timeout,
         "send_timeout_s": options.send_timeout,
         "receive_timeout_s": options.receive_timeout,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -149,7 +149,7 @@ async def _outputs(
     )
     if state.tracer is not None:
         outputs = state.tracer.watch(outputs, engine_id, params)
-    async with aclosing(outputs):
+    async with _prefilled(state, job, prompt_idx, engine_id), aclosing(outputs):
         async for output in outputs:
             _check(output)
             yield prompt_idx, output
@@ -159,16 +159,29 @@ async def _outputs(
 async def _beams(
     state: ServerState, job: Job, params: BeamSearchParams, prompt_idx: int, engine_id: str
 ) -> BeamSearchOutput:
-    search = state.llm.beam_search(
-        job.prompts[prompt_idx],
-        params,
-        engine_id,
-        lora_request=job.adapter,
-        priority=job.priority,
-    )
-    if state.tracer is not None:
-        return await state.tracer.watch_beams(search, engine_id, params)
-    return await search
+    async with _prefilled(state, job, prompt_idx, engine_id):
+        search = state.llm.beam_search(
+            job.prompts[prompt_idx],
+            params,
+            engine_id,
+            lora_request=job.adapter,
+            priority=job.priority,
+        )
+        if state.tracer is not None:
+            return await state.tracer.watch_beams(search, engine_id, params)
+        return await search
+
+
+def _prefilled(
+    state: ServerState, job: Job, prompt_idx: int, engine_id: str
+) -> AbstractAsyncContextManager[None]:
+    """Within it the prompt's KV is there, if another server computes it for this one."""
+    params = job.params
+    is_scored = isinstance(params, SamplingParams) and params.prompt_logprobs is not None
+    # An adapter may not be loaded there; prompts to be scored are computed where that is done.
+    if state.partner is None or job.adapter is not None or is_scored:
+        return nullcontext()
+    return state.partner.prefilled(job.prompts[prompt_idx], engine_id)
 
 
 def _check(output: RequestOutput) -> None:

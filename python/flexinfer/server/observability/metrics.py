@@ -18,13 +18,19 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
 from flexinfer.errors import EngineDeadError
-from flexinfer.server.observability.prometheus_families import PREFIX, Maker, engine_families
+from flexinfer.server.observability.prometheus_families import (
+    PREFIX,
+    Maker,
+    engine_families,
+    handover_families,
+)
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from flexinfer.async_llm import AsyncLLM
     from flexinfer.metrics.steps import EngineStats
+    from flexinfer.server.handover.stats import HandoverStats
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +41,11 @@ SCRAPE_TIMEOUT_S = 5.0
 class EngineCollector:
     """The engine's numbers as of the last `refresh`. Used from one event loop."""
 
-    def __init__(self, engine: AsyncLLM, model_name: str) -> None:
+    def __init__(
+        self, engine: AsyncLLM, model_name: str, handover: HandoverStats | None = None
+    ) -> None:
         self._engine = engine
+        self._handover = handover
         self._model_name = model_name
         self._stats: EngineStats | None = None
 
@@ -56,6 +65,8 @@ class EngineCollector:
         yield Maker(self._model_name).gauge(
             "engine_up", "1: the engine serves.", self._engine.is_running
         )
+        if self._handover is not None:
+            yield from handover_families(self._handover, Maker(self._model_name))
         if self._stats is not None:
             yield from engine_families(self._stats, self._model_name)
 
@@ -91,14 +102,16 @@ class HttpCounter:
             self._counter.labels(scope["method"], route, str(status)).inc()
 
 
-def register_metrics(app: FastAPI, engine: AsyncLLM, model_name: str = "") -> None:
+def register_metrics(
+    app: FastAPI, engine: AsyncLLM, model_name: str = "", handover: HandoverStats | None = None
+) -> None:
     """Add GET /metrics to `app`, and the counting of its answers.
 
     Called after all other middleware was added, it counts what that refuses too.
     """
 
     registry = CollectorRegistry(auto_describe=False)
-    collector = EngineCollector(engine, model_name)
+    collector = EngineCollector(engine, model_name, handover)
     registry.register(collector)
     ProcessCollector(registry=registry)
     counter = Counter(

@@ -1,0 +1,1 @@
+"""Prefill here, decode there: servers of one machine that hand each other's KV over."""

@@ -1,0 +1,211 @@
+"""PrefillPartner: has prompts computed by a server that prefills, and adopts their KV.
+
+Nothing that the partner does or leaves undone reaches a client: what it does not bring in time is
+computed here. It is asked for all of a prompt but the last token, which is computed here: its
+logits, and the first token of the answer, are wanted where the request's sampling is known. For
+one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from flexinfer.async_llm import AsyncLLM
+from flexinfer.engine.llm_engine import LLMEngine
+from flexinfer.errors import EngineError, HandoverError, OutOfMemoryError
+from flexinfer.handover.channel import Channel, ChannelTimeoutError, close_files
+from flexinfer.handover.parcels import Delivery, Identity
+from flexinfer.server.handover.stats import HandoverStats
+from flexinfer.types import TokensPrompt
+
+logger = logging.getLogger(__name__)
+
+ACCEPT_TIMEOUT_S = 2.0
+"""A partner that is alive says within this time whether it will prefill a prompt."""
+MAX_BACKOFF_S = 30.0
+"""How long a partner that was slow several times is not asked, at most."""
+
+
+class PrefillPartner:
+    """The server that listens at `path`, whether it is there or not."""
+
+    def __init__(self, llm: AsyncLLM, path: Path, timeout_s: float, min_tokens: int) -> None:
+        """timeout_s: for one prompt. min_tokens: fewer that are not cached are computed here."""
+        self.stats = HandoverStats()
+        self._llm = llm
+        self._path = path
+        self._timeout_s = timeout_s
+        self._min_tokens = min_tokens
+        self._threads = ThreadPoolExecutor(llm.config.max_num_seqs, "flexinfer-handover")
+        self._backoff_s = 0.0
+        self._avoided_until = 0.0
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @asynccontextmanager
+    async def prefilled(self, prompt: TokensPrompt, request_id: str) -> AsyncIterator[None]:
+        """Within it, the request finds what the partner has computed, if that went well."""
+        is_kept = await self._have_prefilled(prompt, request_id)
+        try:
+            yield
+        finally:
+            if is_kept:
+                with suppress(EngineError):
+                    await self._llm.call(lambda engine: engine.handover.let_go(request_id))
+
+    async def _have_prefilled(self, prompt: TokensPrompt, request_id: str) -> bool:
+        reason = "lost"
+        error: Exception
+        try:
+            ask = await self._question(prompt)
+            if ask is None:
+                return False
+            if time.monotonic() < self._avoided_until:
+                self.stats.failures["avoided"] += 1
+                return False
+            delivery = await self._fetch(ask)
+            reason = "unfit"
+            num_bytes = await self._llm.call(lambda engine: _adopt(engine, delivery, request_id))
+            self._backoff_s = 0.0
+            self.stats.parcels_adopted += 1
+            self.stats.bytes_adopted += num_bytes
+            self.stats.tokens_adopted += len(delivery.tokens)
+            return True
+        except _PartnerError as failure:
+            reason, error = failure.reason, failure
+        except (ChannelTimeoutError, TimeoutError) as failure:
+            reason, error = "slow", failure
+            self._backoff_s = min(MAX_BACKOFF_S, max(1.0, 2 * self._backoff_s))
+            self._avoided_until = time.monotonic() + self._backoff_s
+        except OutOfMemoryError as failure:
+            reason, error = "no room", failure
+        except (HandoverError, OSError) as failure:
+            error = failure
+        except EngineError:
+            return False  # the request will meet it
+        self.stats.failures[reason] += 1
+        logger.warning("a prompt is prefilled here: %s: %s", reason, error)
+        return False
+
+    async def _question(self, prompt: TokensPrompt) -> dict[str, Any] | None:
+        """What to ask; None: too little of the prompt has to be computed."""
+        output_ids = prompt.get("output_token_ids") or ()
+        tokens = [*prompt["prompt_token_ids"], *output_ids][:-1]
+        salt = prompt.get("cache_salt") or ""
+        if len(tokens) < self._min_tokens:
+            return None
+        handover, num_missing = await self._llm.call(
+            lambda engine: (engine.handover, _num_missing(engine, tokens, salt))
+        )
+        if num_missing < self._min_tokens:
+            return None
+        identity = handover.identity
+        return {
+            "prefill": tokens,
+            "salt": salt,
+            "model": identity.model,
+            "tokenizer": identity.tokenizer,
+            "layout": handover.layout,
+        }
+
+    async def _fetch(self, ask: dict[str, Any]) -> Delivery:
+        """Raises HandoverError, TimeoutError; the thread that waits is ended in any case."""
+        loop = asyncio.get_running_loop()
+        exchange = _Exchange(str(self._path), ask, self._timeout_s)
+        waiting = loop.run_in_executor(self._threads, exchange.run)
+        try:
+            return await asyncio.wait_for(asyncio.shield(waiting), self._timeout_s)
+        except BaseException:
+            exchange.interrupt()
+            waiting.add_done_callback(_close_late)
+            raise
+
+
+class _Exchange:
+    """One question and its answer, in a thread of its own."""
+
+    def __init__(self, path: str, ask: dict[str, Any], timeout_s: float) -> None:
+        self._path = path
+        self._ask = ask
+        self._timeout_s = timeout_s
+        self._channel: Channel | None = None
+        self._is_over = False
+
+    def run(self) -> Delivery:
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            channel = Channel.connect(self._path, min(ACCEPT_TIMEOUT_S, self._timeout_s))
+        except ChannelTimeoutError:
+            raise
+        except HandoverError as error:
+            raise _PartnerError("unreachable", str(error)) from None
+        with channel:
+            self._channel = channel
+            if self._is_over:
+                raise ChannelTimeoutError("nobody waits any more")
+            channel.send(self._ask)
+            answer, files = channel.receive()
+            close_files(files)
+            _check(answer, "accepted")
+            channel.set_timeout(max(0.001, deadline - time.monotonic()))
+            header, files = channel.receive()
+            if "parcel" not in header:
+                close_files(files)
+                _check(header, "parcel")
+            delivery = Delivery.from_message(header, files)
+        asked = Identity(self._ask["model"], self._ask["tokenizer"])
+        if delivery.salt != self._ask["salt"] or delivery.identity != asked:
+            delivery.close()
+            raise HandoverError("the partner sent the KV of another tenant or model")
+        if self._ask["prefill"][: len(delivery.tokens)] != delivery.tokens:
+            delivery.close()
+            raise HandoverError("the partner sent the KV of another prompt")
+        return delivery
+
+    def interrupt(self) -> None:
+        """From any thread."""
+        self._is_over = True
+        if self._channel is not None:
+            self._channel.interrupt()
+
+
+class _PartnerError(HandoverError):
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def _num_missing(engine: LLMEngine, tokens: list[int], salt: str) -> int:
+    """Tokens that would have to be computed; 0 while it sleeps: its requests wait anyway."""
+    if engine.is_sleeping():
+        return 0
+    return len(tokens) - engine.manager.match_prefix(tokens, salt)
+
+
+def _adopt(engine: LLMEngine, delivery: Delivery, request_id: str) -> int:
+    """In the engine's thread; returns bytes. A delivery that nobody adopts goes with its last
+    reference: closing it elsewhere could meet this."""
+    num_bytes = engine.handover.num_bytes(delivery)
+    engine.handover.adopt(delivery, request_id)
+    return num_bytes
+
+
+def _check(answer: dict[str, Any], wanted: str) -> None:
+    if "refused" in answer:
+        raise _PartnerError("refused", str(answer["refused"]))
+    if wanted not in answer:
+        raise HandoverError("the partner does not speak this protocol")
+
+
+def _close_late(waiting: asyncio.Future[Delivery]) -> None:
+    """What came when nobody waited any more goes back."""
+    if not waiting.cancelled() and waiting.exception() is None:
+        waiting.result().close()

@@ -1,0 +1,172 @@
+"""Prefiller: computes prompts for servers that decode, and hands their KV over.
+
+    decoding server                                   prefilling server
+    {"prefill": [tokens], salt, model, ...}   -->     checked before any work
+                                              <--     {"accepted": true} or {"refused": "why"}
+                                                      the prompt runs like any other request
+                                              <--     the delivery, with its files
+
+One connection a prompt. Who asks and goes away ends its prefill. For one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flexinfer.async_llm import AsyncLLM
+from flexinfer.engine.handover import EngineHandover
+from flexinfer.errors import EngineError, HandoverError, OutOfMemoryError, RequestError
+from flexinfer.handover.channel import Channel, close_files
+from flexinfer.handover.parcels import Delivery, Identity
+from flexinfer.sampling.params import RequestOutputKind, SamplingParams
+from flexinfer.server.handover.socket_path import listen
+from flexinfer.server.handover.stats import HandoverStats
+from flexinfer.types import TokensPrompt
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+MESSAGE_TIMEOUT_S = 5.0
+"""For one message from or to a process that has connected."""
+NUM_THREADS = 8
+"""Most messages that are read or written, and exports that are made, at a time."""
+PREFILL = SamplingParams(
+    temperature=0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+)
+"""The token behind the prompt is drawn from logits that come with it, and left out: the receiver
+draws it, where the request's sampling is known."""
+
+
+class Prefiller:
+    """Listens while `serving`; refuses more than as many prompts as may run at once."""
+
+    def __init__(self, llm: AsyncLLM, path: Path) -> None:
+        self.stats = HandoverStats()
+        self._llm = llm
+        self._path = path
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "flexinfer-handover")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._numbers = count()
+        self._num_active = 0
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Raises OSError or ValueError where it cannot listen."""
+        handover = await self._llm.call(lambda engine: engine.handover)
+        listener = listen(self._path)
+        accepting = asyncio.ensure_future(self._accept(listener, handover))
+        try:
+            yield
+        finally:
+            for task in (accepting, *self._tasks):
+                task.cancel()
+            await asyncio.gather(accepting, *self._tasks, return_exceptions=True)
+            listener.close()
+            with suppress(OSError):
+                self._path.unlink()
+            self._threads.shutdown(wait=False)
+
+    async def _accept(self, listener: socket.socket, handover: EngineHandover) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError:  # no file is left to open: some will be
+                logger.warning("a decoding server cannot be answered", exc_info=True)
+                await asyncio.sleep(0.1)
+                continue
+            task = asyncio.ensure_future(self._answer(connection, handover))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, connection: socket.socket, handover: EngineHandover) -> None:
+        with connection:
+            try:
+                channel = Channel(connection, MESSAGE_TIMEOUT_S)
+                try:
+                    await self._serve(channel, handover)
+                except (HandoverError, OutOfMemoryError, RequestError, EngineError) as error:
+                    await self._in_thread(channel.send, {"refused": str(error)})
+            except HandoverError as error:
+                logger.info("a decoding server has gone: %s", error)
+            except Exception:
+                logger.exception("a prompt could not be prefilled for another server")
+
+    async def _serve(self, channel: Channel, handover: EngineHandover) -> None:
+        header, files = await self._in_thread(channel.receive)
+        close_files(files)
+        handover.check()
+        prompt = _prompt_of(header)
+        handover.identity.check(Identity(str(header.get("model")), str(header.get("tokenizer"))))
+        if header.get("layout") != handover.layout:
+            raise HandoverError("heads, dtype, layers per plane or chunk_bytes differ")
+        if self._num_active >= self._llm.config.max_num_seqs:
+            raise HandoverError(f"{self._num_active} prompts are being prefilled already")
+        request_id = f"handover-{next(self._numbers)}"
+        self._num_active += 1
+        try:
+            await self._in_thread(channel.send, {"accepted": True})
+            if not await self._prefill(prompt, request_id, channel):
+                return
+            delivery = await self._in_thread(handover.export, prompt)
+        finally:
+            self._num_active -= 1
+            await self._llm.call(lambda engine: engine.handover.let_go(request_id))
+        if delivery is None:
+            raise HandoverError("the prompt's KV was evicted before it could be sent")
+        num_copied, num_bytes = delivery.parcel.num_copied, handover.num_bytes(delivery)
+        await self._in_thread(_send, delivery, channel)
+        self.stats.parcels_sent += 1
+        self.stats.bytes_sent += num_bytes
+        self.stats.chunks_copied += num_copied
+
+    async def _prefill(self, prompt: TokensPrompt, request_id: str, channel: Channel) -> bool:
+        """False: nobody waits for it any more."""
+        loop = asyncio.get_running_loop()
+        has_gone: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(channel.fileno(), has_gone.cancel)
+        running = asyncio.ensure_future(self._run(prompt, request_id))
+        try:
+            await asyncio.wait({has_gone, running}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                return False
+            running.result()
+            return True
+        finally:
+            loop.remove_reader(channel.fileno())
+            running.cancel()
+
+    async def _run(self, prompt: TokensPrompt, request_id: str) -> None:
+        async with aclosing(self._llm.generate(prompt, PREFILL, request_id)) as outputs:
+            (final,) = [output async for output in outputs]
+        (completion,) = final.outputs
+        if completion.finish_reason in ("abort", "error"):
+            raise HandoverError(f"the prompt could not be computed: {completion.stop_reason}")
+
+    async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, function, *arguments)
+
+
+def _send(delivery: Delivery, channel: Channel) -> None:
+    """And close it, in one thread: nobody else may have its files meanwhile."""
+    try:
+        delivery.send(channel)
+    finally:
+        delivery.close()
+
+
+def _prompt_of(header: dict[str, Any]) -> TokensPrompt:
+    """What is checked of it when it is queued is not checked here."""
+    tokens, salt = header.get("prefill"), header.get("salt")
+    if not isinstance(tokens, list) or not isinstance(salt, str):
+        raise HandoverError("the message asks for no prefill")
+    return {"prompt_token_ids": tokens, "cache_salt": salt}
