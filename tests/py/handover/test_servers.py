@@ -28,7 +28,7 @@ from flexinfer.server.app import create_app
 from flexinfer.server.handover import partner as partner_module
 from flexinfer.server.handover.partner import PrefillPartner
 from flexinfer.server.handover.prefiller import PREFILL
-from flexinfer.server.handover.socket_path import check_free, listen
+from flexinfer.server.handover.socket_path import listen
 from helpers.serving import make_llm, serving, settings
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -351,33 +351,6 @@ def test_only_so_many_are_taken_and_who_asks_and_goes_ends_its_prefill(
             goes_on.set()
             num_tokens = held.result()
         assert asyncio.run(prefiller.call(look)) == (num_tokens, False, 0)
-
-
-@pytest.mark.parametrize(
-    ("changed", "why"),
-    [
-        ({"role": "prefill"}, "role 'prefill' needs handover_socket"),
-        ({"role": "decode"}, "role 'decode' needs handover_socket"),
-        ({"handover_socket": Path("/tmp/x")}, "handover_socket needs role"),
-        ({"role": "decode", "handover_socket": Path("/tmp/" + "x" * 110)}, "longer than the 107"),
-        ({"role": "decode", "handover_socket": Path("/nowhere/x")}, "there is no folder"),
-        ({"role": "decode", "handover_socket": Path(__file__)}, "is there, and is no socket"),
-        ({"handover_timeout_s": 0}, "handover_timeout_s must be more than 0"),
-        ({"handover_min_tokens": 0}, "handover_min_tokens must be at least 1"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(changed: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        settings(**changed)
-
-
-def test_two_servers_do_not_listen_at_one_socket(path: Path) -> None:
-    with listen(path) as listener:
-        with pytest.raises(OSError, match="in use: a server listens there"):
-            check_free(path)
-        assert path.stat().st_mode & 0o777 == 0o600
-        listener.close()
-    listen(path).close()  # what a killed server has left
 
 
 def test_an_engine_of_another_role_than_its_server_is_refused(decoder: AsyncLLM) -> None:

@@ -1,0 +1,42 @@
+"""What `flexinfer serve` is told of its role: refused by name where it does not go together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("fastapi")
+
+from flexinfer.server.handover.socket_path import check_free, listen
+from helpers.serving import settings
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"role": "prefill"}, "role 'prefill' needs handover_socket"),
+        ({"role": "decode"}, "role 'decode' needs handover_socket"),
+        ({"handover_socket": Path("/tmp/x")}, "handover_socket needs role"),
+        ({"role": "decode", "handover_socket": Path("/tmp/" + "x" * 110)}, "longer than the 107"),
+        ({"role": "decode", "handover_socket": Path("/nowhere/x")}, "there is no folder"),
+        ({"role": "decode", "handover_socket": Path(__file__)}, "is there, and is no socket"),
+        ({"handover_timeout_s": 0}, "handover_timeout_s must be more than 0"),
+        ({"handover_min_tokens": 0}, "handover_min_tokens must be at least 1"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(changed: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        settings(**changed)
+
+
+def test_two_servers_do_not_listen_at_one_socket(tmp_path: Path) -> None:
+    path = tmp_path / "kv.sock"
+    with listen(path) as listener:
+        with pytest.raises(OSError, match="in use: a server listens there"):
+            check_free(path)
+        assert path.stat().st_mode & 0o777 == 0o600
+        listener.close()
+    listen(path).close()  # what a killed server has left
