@@ -8,7 +8,7 @@ setup_venv dev
 rm -rf build/dist build/installed
 stage "build the wheel"
 quietly pip-wheel "$PY" -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation \
-  -C build-dir=build/wheel -w build/dist .
+  -C build-dir=build/wheel -C cmake.define.VTENSOR_WERROR=ON -w build/dist .
 quietly pip-target "$PY" -m pip install --disable-pip-version-check --no-deps --target build/installed build/dist/*.whl
 stage "generate text with it"
 # -S: without the hook of the editable flexinfer in .venv.

