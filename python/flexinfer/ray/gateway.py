@@ -3,6 +3,7 @@ and tries again where a replica has died. Without Ray in it."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 """Replicas that may die of a request, or beside it, until it is answered by 503."""
+PAGES_TIMEOUT_S = 5.0
+"""For the metrics of all replicas: less than the 10 s that Prometheus waits."""
 SENT = (
     *("type", "http_version", "method", "scheme", "path", "raw_path", "root_path"),
     *("query_string", "headers", "client", "server"),
@@ -76,7 +79,8 @@ class Gateway:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/metrics":
-            page = Response(merged(await self._pages()), media_type="text/plain; version=0.0.4")
+            text = merged(await _in_time(self._pages()))
+            page = Response(text, media_type="text/plain; version=0.0.4")
             await page(scope, receive, send)
             return
         request = Request(scope, receive)
@@ -169,6 +173,15 @@ def _call_of(scope: Scope, body: bytes) -> tuple[Call, dict[str, Any]]:
     text = prompt_text(fields) or scope["path"]
     sent = {name: scope[name] for name in SENT if name in scope}
     return Call(sent, body, salt + text, salt), fields
+
+
+async def _in_time(pages: Awaitable[Iterable[tuple[str, str]]]) -> Iterable[tuple[str, str]]:
+    """Raises APIError 503 where a replica hangs: scrapes that wait for it would pile up."""
+    try:
+        return await asyncio.wait_for(pages, PAGES_TIMEOUT_S)
+    except TimeoutError:
+        reason = f"a replica has not given its metrics within {PAGES_TIMEOUT_S:g} s"
+        raise APIError(503, reason, code="replica_hangs") from None
 
 
 async def _live(receive: Receive, send: Send) -> None:

@@ -13,6 +13,7 @@ import pytest
 from starlette.types import Message
 
 from flexinfer.async_llm import AsyncLLM
+from flexinfer.ray import gateway
 from flexinfer.ray.calls import Call, ReplicaLostError
 from flexinfer.ray.gateway import MAX_ATTEMPTS, Gateway
 from flexinfer.ray.replica import answer_of
@@ -183,8 +184,8 @@ async def test_who_goes_away_ends_the_request(llm: AsyncLLM) -> None:
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "root_path": ""}
     scope |= {"headers": [(b"host", b"localhost"), (b"content-type", b"application/json")]}
     scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http"}
-    gateway = Gateway(replicas.forward, replicas.pages, replicas.settings)
-    await asyncio.wait_for(gateway(scope, receive, send), 60)
+    app = Gateway(replicas.forward, replicas.pages, replicas.settings)
+    await asyncio.wait_for(app(scope, receive, send), 60)
     assert replicas.num_closed == 1
     assert not await llm.call(lambda engine: engine.get_num_unfinished_requests())
 
@@ -195,6 +196,27 @@ async def test_numbers_of_all_replicas_are_told_apart(llm: AsyncLLM) -> None:
     assert page.count("# TYPE n_total counter") == 1
     assert 'n_total{model_name="m",replica="a"} 1.0' in page
     assert 'n_total{model_name="m",replica="b"} 2.0' in page
+
+
+async def test_a_replica_that_hangs_ends_no_scrape_late(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_up: list[bool] = []
+
+    async def hang() -> list[tuple[str, str]]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.append(True)
+        return []
+
+    monkeypatch.setattr(gateway, "PAGES_TIMEOUT_S", 0.01)
+    replicas = Replicas(llm)
+    monkeypatch.setattr(replicas, "pages", hang)
+    async with replicas.client() as client:
+        answer = await asyncio.wait_for(client.get("/metrics"), 10)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_hangs")
+    assert given_up == [True]
 
 
 @pytest.mark.parametrize(
