@@ -100,8 +100,8 @@ def receive_planes(
     """A vTensor of what was sent, its tokens and its salt. Raises HandoverError for another
     engine's KV, OutOfMemoryError where it is short: the sender is told both."""
     try:
-        check_planes(manager)
         header = json.loads(peer.receive_text())
+        check_planes(manager)
         identity.check(Identity(str(header.get("model")), str(header.get("tokenizer"))))
         if header["planes"] != _plane_layout(manager):
             raise HandoverError("the planes' heads, dtype or layers differ")

@@ -140,3 +140,15 @@ def test_tokens_must_be_those_that_the_vtensor_has(peers: tuple[Peer, Peer]) -> 
         vtensor = filled(manager)
         with pytest.raises(HandoverError, match="3 tokens for a vTensor of 21"):
             send_planes(peers[0], IDENTITY, vtensor, TOKENS[:3])
+
+
+def test_a_receiver_whose_kv_is_not_whole_planes_says_so(peers: tuple[Peer, Peer]) -> None:
+    windowed = KVSpec.of_groups([KVGroup((0,), 2, 16, 16, window=8)], max_seq_len=64)
+    with open_manager(spec_of(4)) as sender, open_manager(windowed) as receiver:
+        vtensor = filled(sender)
+        sent, received = together(
+            lambda: send_planes(peers[0], IDENTITY, vtensor, TOKENS),
+            lambda: receive_planes(peers[1], IDENTITY, receiver),
+        )
+        assert "window" in str(received)
+        assert str(received) in str(sent)
