@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 from batches import IGNORE, batches, draw, encode, pad
 from dialogues import HELD_OUT
+from optimizers import build_optimizers, rate_factor
 from safetensors.torch import save_file
 from tokenizer import BEGIN, END, PAD, build_tokenizer, save_tokenizer
 from tokenizers import Tokenizer
@@ -44,29 +44,6 @@ def build_config(tokenizer: Tokenizer) -> LlamaConfig:
         eos_token_id=tokenizer.token_to_id(END),
         pad_token_id=tokenizer.token_to_id(PAD),
     )
-
-
-def build_optimizers(
-    model: LlamaForCausalLM, muon_rate: float, adam_rate: float
-) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
-    inner = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    chosen = {id(p) for p in inner}
-    other = [p for p in model.parameters() if id(p) not in chosen]
-    adam = torch.optim.AdamW(other, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    if not muon_rate:
-        adam.add_param_group({"params": inner, "weight_decay": 0.05})
-        return [adam]
-    muon = torch.optim.Muon(inner, lr=muon_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
-    return [adam, muon]
-
-
-def rate_factor(progress: float, warmup: float = 0.01) -> float:
-    """Linear warm-up, a plateau, then a cosine decay to two per cent."""
-    if progress < warmup:
-        return (progress + 1e-4) / warmup
-    decay = min(max((progress - 0.3) / 0.7, 0.0), 1.0)
-    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * decay))
 
 
 def step_loss(

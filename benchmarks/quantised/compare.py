@@ -1,0 +1,187 @@
+"""Quantised weights against llama.cpp's, one round an invocation; see README.md beside this file.
+
+python benchmarks/quantised/compare.py --llama-bin DIR --json FILE [--folder DIR] [--layers N]
+
+Rounds that are in the file already count too, and the medians are taken anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+
+import httpx
+from load import NUM_BATCH, NUM_NEW, NUM_PROMPT, REPETITIONS, prompts_of
+from model import KINDS, make_model
+from provenance import write_report
+
+HERE = Path(__file__).resolve().parent
+MEASURES = ("decode", "prefill", "batch")
+START_S = 60
+Round = dict[str, dict[str, Any]]
+"""Of each engine and way, tokens a second of each measure, several times each."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make the model if need be, run one round, print all rounds' medians, write them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--llama-bin", type=Path, required=True, help="where llama-bench is")
+    parser.add_argument("--json", type=Path, required=True, help="the numbers, kept and added to")
+    parser.add_argument("--folder", type=Path, default=Path("build/quantised"), help="for models")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--ways", default=",".join(KINDS))
+    parser.add_argument("--measures", default=",".join(MEASURES))
+    parser.add_argument("--make-only", action="store_true", help="the model, and nothing measured")
+    arguments = parser.parse_args(argv)
+    load_before = os.getloadavg()
+    folder = make_model(arguments.folder, arguments.layers, arguments.llama_bin)
+    if arguments.make_only:
+        return
+    rounds = _rounds_in(arguments.json)
+    # Who is first takes turns: a machine's speed changes in minutes.
+    sides = [_ours, _llama] if len(rounds) % 2 == 0 else [_llama, _ours]
+    measures = arguments.measures.split(",")
+    found: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "load_before": [round(value, 1) for value in load_before],
+    }
+    for way in arguments.ways.split(","):
+        for side in sides:
+            found |= side(folder, way, measures, arguments)
+    rounds.append(found)
+    table = _table(rounds)
+    _show(table)
+    body = {"layers": arguments.layers, "medians": table, "rounds": rounds}
+    write_report(arguments.json, "quantised", body, load_before=load_before)
+
+
+def _rounds_in(path: Path) -> list[Round]:
+    return json.loads(path.read_text())["rounds"] if path.exists() else []
+
+
+def _ours(folder: Path, way: str, measures: list[str], arguments: argparse.Namespace) -> Round:
+    command = [sys.executable, HERE / "ours.py", folder, way, str(arguments.threads)]
+    done = subprocess.run([*command, *measures], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return {f"flexinfer {way}": json.loads(done.stdout.splitlines()[-1])}
+
+
+def _llama(folder: Path, way: str, measures: list[str], arguments: argparse.Namespace) -> Round:
+    kind = KINDS[way]
+    model, found = folder / f"{kind}.gguf", dict[str, Any]()
+    if "decode" in measures:
+        found["decode"] = _bench(model, arguments, ["-p", "0", "-n", str(NUM_NEW)])
+    if "prefill" in measures:
+        found["prefill"] = _bench(model, arguments, ["-p", str(NUM_PROMPT), "-n", "0"])
+    if "batch" in measures:
+        found["batch"] = [_serve_batch(model, arguments)]
+    return {f"llama.cpp {kind}": found}
+
+
+def _bench(model: Path, arguments: argparse.Namespace, what: list[str]) -> list[float]:
+    """Tokens a second of each repetition, by llama-bench."""
+    command = [arguments.llama_bin / "llama-bench", "-m", model, "-t", str(arguments.threads)]
+    options = ["-r", str(REPETITIONS), "-fa", "on", "-o", "json", *what]
+    done = subprocess.run([*command, *options], check=True, capture_output=True, text=True)
+    samples: list[float] = json.loads(done.stdout)[0]["samples_ts"]
+    return samples
+
+
+def _serve_batch(model: Path, arguments: argparse.Namespace) -> float:
+    """Tokens a second of all requests at once, by llama-server."""
+    count, length, num_new = NUM_BATCH
+    body = {"n_predict": num_new, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+    with _server(model, count, arguments) as url, httpx.Client(timeout=150) as client:
+
+        def ask(prompt: list[int]) -> int:
+            answer = client.post(f"{url}/completion", json={"prompt": prompt, **body})
+            return int(answer.raise_for_status().json()["tokens_predicted"])
+
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(ask, prompts_of(2, 8)))
+            begun = time.perf_counter()
+            num_tokens = sum(pool.map(ask, prompts_of(count, length)))
+            seconds = time.perf_counter() - begun
+    if num_tokens != count * num_new:
+        raise RuntimeError(f"llama-server gave {num_tokens} tokens of {count * num_new}")
+    return num_tokens / seconds
+
+
+@contextmanager
+def _server(model: Path, num_slots: int, arguments: argparse.Namespace) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    threads = str(arguments.threads)
+    command = [arguments.llama_bin / "llama-server", "-m", model, "--host", "127.0.0.1"]
+    command += ["--port", str(port), "-t", threads, "-tb", threads, "-np", str(num_slots)]
+    command += ["-c", str(num_slots * 128), "-cb", "-fa", "on", "--kv-unified", "--offline"]
+    process = subprocess.Popen(
+        [*command, "--no-webui"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and process.poll() is None:
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            time.sleep(0.1)
+        else:
+            raise RuntimeError("llama-server does not start")
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _table(rounds: list[Round]) -> dict[str, Any]:
+    """Medians of the rounds' medians, and the ratio to llama.cpp of each round."""
+    table: dict[str, Any] = {}
+    for way, kind in KINDS.items():
+        for measure in MEASURES:
+            pairs = [
+                (statistics.median(ours), statistics.median(theirs))
+                for one in rounds
+                if (ours := one.get(f"flexinfer {way}", {}).get(measure))
+                and (theirs := one.get(f"llama.cpp {kind}", {}).get(measure))
+            ]
+            if pairs:
+                ratios = sorted(ours / theirs for ours, theirs in pairs)
+                table[f"{measure} {way}"] = {
+                    "flexinfer": statistics.median(ours for ours, _ in pairs),
+                    "llama.cpp": statistics.median(theirs for _, theirs in pairs),
+                    "ratio": statistics.median(ratios),
+                    "ratios": ratios,
+                }
+    return table
+
+
+def _show(table: dict[str, Any]) -> None:
+    print("| | FlexInfer | llama.cpp | ratio |\n|---|---|---|---|")
+    for name, row in table.items():
+        low, high = row["ratios"][0], row["ratios"][-1]
+        print(
+            f"| {name} | {row['flexinfer']:.1f} | {row['llama.cpp']:.1f} | "
+            f"{row['ratio']:.2f} ({low:.2f} to {high:.2f}) |"
+        )
+
+
+if __name__ == "__main__":
+    main()

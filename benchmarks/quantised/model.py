@@ -1,0 +1,114 @@
+"""The model that is compared: layers as those of Llama 3.2 1B, random weights, as a folder for
+FlexInfer and as GGUF files for llama.cpp, with the same numbers before quantisation."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 32_000
+KINDS = {"int8": "Q8_0", "int4": "Q4_0"}
+"""Our name -> llama.cpp's."""
+
+
+def make_model(folder: Path, num_layers: int, llama_bin: Path) -> Path:
+    """The folder with the model in it; what is missing is made."""
+    path = folder / f"layers-{num_layers}"
+    if not (path / "model.safetensors").exists():
+        _draw(num_layers).save_pretrained(path)
+    plain = path / "BF16.gguf"
+    if not plain.exists():
+        write_gguf(path, plain)
+    for kind in KINDS.values():
+        quantised = path / f"{kind}.gguf"
+        if not quantised.exists():
+            # As ours: the head has 8 bits.
+            options = ["--output-tensor-type", "q8_0"]
+            command = [llama_bin / "llama-quantize", *options, plain, quantised, kind, "2"]
+            subprocess.run(command, check=True, capture_output=True)
+    return path
+
+
+def _draw(num_layers: int) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=num_layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=3,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.02)
+        else:
+            parameter.data.fill_(1)
+    return model
+
+
+def write_gguf(folder: Path, target: Path) -> None:
+    import gguf
+    import numpy as np
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    writer = gguf.GGUFWriter(target, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    _add_tokenizer(writer, config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            own = names.get_name(name, try_suffixes=(".weight",))
+            tensor = file.get_tensor(name)
+            for part, count in heads.items():
+                if f".{part}." in own:  # llama.cpp rotates neighbours
+                    tensor = tensor.view(count, 2, -1, tensor.shape[1]).transpose(1, 2)
+                    tensor = tensor.reshape(-1, tensor.shape[-1])
+            if tensor.dim() == 1:
+                writer.add_tensor(own, tensor.float().numpy())
+            else:
+                rows = tensor.contiguous().view(torch.uint16).numpy().view(np.uint8)
+                writer.add_tensor(own, rows, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_tokenizer(writer: Any, vocab_size: int) -> None:
+    """Byte-level, with words of no meaning: prompts are token ids."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    special = ["<unk>", "<s>", "</s>", "<pad>"]
+    tokens = [*special, *sorted(ByteLevel.alphabet()), "aa"]
+    tokens += [f"word{i}" for i in range(vocab_size - len(tokens))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * len(special) + [1] * (vocab_size - len(special)))
+    writer.add_token_merges(["a a"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)

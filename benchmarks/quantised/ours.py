@@ -1,0 +1,99 @@
+"""FlexInfer's side of compare.py: one process, one way to quantise; prints a JSON object.
+
+python ours.py FOLDER QUANTIZATION THREADS MEASURE...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
+
+from load import NUM_BATCH, NUM_NEW, NUM_PROMPT, REPETITIONS, prompts_of
+from process_memory import MIB, PeakMemory
+
+from flexinfer import LLM, SamplingParams
+
+KV_BYTES = 256 << 20
+
+
+def main() -> None:
+    """Load, measure, and tell."""
+    folder, quantization, threads, *measures = sys.argv[1:]
+    begun = time.monotonic()
+    llm = LLM(
+        folder,
+        quantization=quantization,
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        max_model_len=1024,
+        kv_cache_memory_bytes=KV_BYTES,
+        threads=int(threads),
+    )
+    llm.llm_engine.warm_up()
+    found: dict[str, Any] = {"load_s": time.monotonic() - begun}
+    generate(llm, 1, 16, 4)
+    if "decode" in measures:
+        found["decode"] = [decode_rate(llm, 1) for _ in range(REPETITIONS)]
+    if "prefill" in measures:
+        times = [generate(llm, 1, NUM_PROMPT, 1) for _ in range(REPETITIONS)]
+        found["prefill"] = [NUM_PROMPT / seconds for seconds in times]
+    if "batch" in measures:
+        count, length, num_new = NUM_BATCH
+        found["batch"] = [count * num_new / generate(llm, count, length, num_new)]
+    found |= memory_of(llm)
+    print(json.dumps(found))
+    llm.close()
+
+
+def generate(llm: LLM, count: int, length: int, num_new: int) -> float:
+    """Seconds for so many prompts, from nothing to the last token."""
+    params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
+    prompts = [{"prompt_token_ids": ids} for ids in prompts_of(count, length)]
+    begun = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+    return time.perf_counter() - begun
+
+
+def decode_rate(llm: LLM, length: int) -> float:
+    """Tokens a second from the first token to the last."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW + 1, ignore_eos=True)
+    (prompt,) = prompts_of(1, length)
+    llm.llm_engine.add_request("decode", prompt, params)
+    llm.llm_engine.step()
+    begun = time.perf_counter()
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    return NUM_NEW / (time.perf_counter() - begun)
+
+
+def memory_of(llm: LLM) -> dict[str, float]:
+    """MiB: what the process holds after all that, its weights as they are laid out, its KV."""
+    seen: set[int] = set()
+    weights = 0
+    for module in llm.llm_engine.loaded.model.modules():
+        own = getattr(module, "nbytes", None)
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if own is not None and not tensors:
+            weights += own
+        for tensor in tensors:
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                weights += tensor.nbytes
+    kv = llm.llm_engine.manager.stats().resident_bytes
+    resident = PeakMemory().see()
+    return {
+        "resident_mib": resident / MIB,
+        "weights_mib": weights / MIB,
+        "kv_mib": kv / MIB,
+        "beside_mib": (resident - weights - kv) / MIB,
+    }
+
+
+if __name__ == "__main__":
+    main()
