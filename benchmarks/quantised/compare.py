@@ -15,10 +15,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +45,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=Path("build/quantised"), help="for models")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--ways", default=",".join(KINDS))
     parser.add_argument("--measures", default=",".join(MEASURES))
-    parser.add_argument("--make-only", action="store_true", help="the model, and nothing measured")
+    parser.add_argument("--when", type=Path, help="measure when this file is there, all loaded")
     arguments = parser.parse_args(argv)
-    load_before = os.getloadavg()
     folder = make_model(arguments.folder, arguments.layers, arguments.llama_bin)
-    if arguments.make_only:
-        return
     rounds = _rounds_in(arguments.json)
-    # Who is first takes turns: a machine's speed changes in minutes.
-    sides = [_ours, _llama] if len(rounds) % 2 == 0 else [_llama, _ours]
-    measures = arguments.measures.split(",")
-    found: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "load_before": [round(value, 1) for value in load_before],
-    }
-    for way in arguments.ways.split(","):
-        for side in sides:
-            found |= side(folder, way, measures, arguments)
+    with ExitStack() as stack:
+        ours = {way: stack.enter_context(Ours(folder, way, arguments.threads)) for way in KINDS}
+        while arguments.when is not None and not arguments.when.exists():
+            time.sleep(0.1)
+        load_before = os.getloadavg()
+        found: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds")}
+        for way, kind in KINDS.items():
+            sides: dict[str, Callable[[str], Any]] = {
+                f"flexinfer {way}": ours[way].measure,
+                f"llama.cpp {kind}": partial(_llama, folder / f"{kind}.gguf", arguments),
+            }
+            # Who is first takes turns: a machine's speed changes in minutes.
+            order = list(sides) if len(rounds) % 2 == 0 else list(sides)[::-1]
+            for measure in arguments.measures.split(","):
+                for side in order:
+                    found.setdefault(side, {})[measure] = sides[side](measure)
+            found[f"flexinfer {way}"] |= ours[way].measure("memory") | ours[way].loaded
     rounds.append(found)
     table = _table(rounds)
     _show(table)
@@ -74,24 +78,48 @@ def _rounds_in(path: Path) -> list[Round]:
     return json.loads(path.read_text())["rounds"] if path.exists() else []
 
 
-def _ours(folder: Path, way: str, measures: list[str], arguments: argparse.Namespace) -> Round:
-    command = [sys.executable, HERE / "ours.py", folder, way, str(arguments.threads)]
-    done = subprocess.run([*command, *measures], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    return {f"flexinfer {way}": json.loads(done.stdout.splitlines()[-1])}
+class Ours:
+    """A process with the model loaded, for the time of a `with`."""
+
+    def __init__(self, folder: Path, way: str, threads: int) -> None:
+        """It begins to load."""
+        self._process = subprocess.Popen(
+            [sys.executable, HERE / "ours.py", folder, way, str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.loaded: dict[str, float] = {}
+
+    def __enter__(self) -> Ours:
+        self.loaded = self._read()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def measure(self, name: str) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{name}\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("FlexInfer's process has ended")
+        return json.loads(line)
 
 
-def _llama(folder: Path, way: str, measures: list[str], arguments: argparse.Namespace) -> Round:
-    kind = KINDS[way]
-    model, found = folder / f"{kind}.gguf", dict[str, Any]()
-    if "decode" in measures:
-        found["decode"] = _bench(model, arguments, ["-p", "0", "-n", str(NUM_NEW)])
-    if "prefill" in measures:
-        found["prefill"] = _bench(model, arguments, ["-p", str(NUM_PROMPT), "-n", "0"])
-    if "batch" in measures:
-        found["batch"] = [_serve_batch(model, arguments)]
-    return {f"llama.cpp {kind}": found}
+def _llama(model: Path, arguments: argparse.Namespace, measure: str) -> list[float]:
+    if measure == "batch":
+        return [_serve_batch(model, arguments)]
+    asked = {
+        "decode": ["-p", "0", "-n", str(NUM_NEW)],
+        "prefill": ["-p", str(NUM_PROMPT), "-n", "0"],
+    }
+    return _bench(model, arguments, asked[measure])
 
 
 def _bench(model: Path, arguments: argparse.Namespace, what: list[str]) -> list[float]:

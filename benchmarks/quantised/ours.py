@@ -1,6 +1,9 @@
-"""FlexInfer's side of compare.py: one process, one way to quantise; prints a JSON object.
+"""FlexInfer's side of compare.py: one process, one way to quantise.
 
-python ours.py FOLDER QUANTIZATION THREADS MEASURE...
+python ours.py FOLDER QUANTIZATION THREADS
+
+It loads, says so in a line of JSON, and answers each line of its input, the name of a measure, with
+another.
 """
 
 from __future__ import annotations
@@ -9,7 +12,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 
@@ -22,8 +24,8 @@ KV_BYTES = 256 << 20
 
 
 def main() -> None:
-    """Load, measure, and tell."""
-    folder, quantization, threads, *measures = sys.argv[1:]
+    """Load, and measure what is asked for."""
+    folder, quantization, threads = sys.argv[1:]
     begun = time.monotonic()
     llm = LLM(
         folder,
@@ -36,19 +38,27 @@ def main() -> None:
         threads=int(threads),
     )
     llm.llm_engine.warm_up()
-    found: dict[str, Any] = {"load_s": time.monotonic() - begun}
     generate(llm, 1, 16, 4)
-    if "decode" in measures:
-        found["decode"] = [decode_rate(llm, 1) for _ in range(REPETITIONS)]
-    if "prefill" in measures:
-        times = [generate(llm, 1, NUM_PROMPT, 1) for _ in range(REPETITIONS)]
-        found["prefill"] = [NUM_PROMPT / seconds for seconds in times]
-    if "batch" in measures:
-        count, length, num_new = NUM_BATCH
-        found["batch"] = [count * num_new / generate(llm, count, length, num_new)]
-    found |= memory_of(llm)
-    print(json.dumps(found))
+    print(json.dumps({"load_s": time.monotonic() - begun}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(MEASURES[line.strip()](llm)), flush=True)
     llm.close()
+
+
+def decode(llm: LLM) -> list[float]:
+    """Tokens a second from the first token to the last."""
+    return [decode_rate(llm, 1) for _ in range(REPETITIONS)]
+
+
+def prefill(llm: LLM) -> list[float]:
+    """Tokens of the prompt a second."""
+    return [NUM_PROMPT / generate(llm, 1, NUM_PROMPT, 1) for _ in range(REPETITIONS)]
+
+
+def batch(llm: LLM) -> list[float]:
+    """New tokens a second of all requests at once."""
+    count, length, num_new = NUM_BATCH
+    return [count * num_new / generate(llm, count, length, num_new)]
 
 
 def generate(llm: LLM, count: int, length: int, num_new: int) -> float:
@@ -94,6 +104,8 @@ def memory_of(llm: LLM) -> dict[str, float]:
         "beside_mib": (resident - weights - kv) / MIB,
     }
 
+
+MEASURES = {"decode": decode, "prefill": prefill, "batch": batch, "memory": memory_of}
 
 if __name__ == "__main__":
     main()
