@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import socket
 import statistics
 import subprocess
@@ -46,12 +47,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--measures", default=",".join(MEASURES))
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "processor"),
+        default="wall",
+        help="processor: for one thread on a machine where others work, too; not for batch",
+    )
     parser.add_argument("--when", type=Path, help="measure when this file is there, all loaded")
     arguments = parser.parse_args(argv)
     folder = make_model(arguments.folder, arguments.layers, arguments.llama_bin)
     rounds = _rounds_in(arguments.json)
     with ExitStack() as stack:
-        ours = {way: stack.enter_context(Ours(folder, way, arguments.threads)) for way in KINDS}
+        threads, clock = arguments.threads, arguments.clock
+        ours = {way: stack.enter_context(Ours(folder, way, threads, clock)) for way in KINDS}
         while arguments.when is not None and not arguments.when.exists():
             time.sleep(0.1)
         load_before = os.getloadavg()
@@ -81,10 +89,10 @@ def _rounds_in(path: Path) -> list[Round]:
 class Ours:
     """A process with the model loaded, for the time of a `with`."""
 
-    def __init__(self, folder: Path, way: str, threads: int) -> None:
+    def __init__(self, folder: Path, way: str, threads: int, clock: str) -> None:
         """It begins to load."""
         self._process = subprocess.Popen(
-            [sys.executable, HERE / "ours.py", folder, way, str(threads)],
+            [sys.executable, HERE / "ours.py", folder, way, str(threads), clock],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -115,20 +123,30 @@ class Ours:
 def _llama(model: Path, arguments: argparse.Namespace, measure: str) -> list[float]:
     if measure == "batch":
         return [_serve_batch(model, arguments)]
-    asked = {
-        "decode": ["-p", "0", "-n", str(NUM_NEW)],
-        "prefill": ["-p", str(NUM_PROMPT), "-n", "0"],
-    }
-    return _bench(model, arguments, asked[measure])
+    option, count = ("-n", NUM_NEW) if measure == "decode" else ("-p", NUM_PROMPT)
+    if arguments.clock == "wall":
+        return _bench(model, arguments, option, count)[0]
+    rates = []
+    for _ in range(REPETITIONS):
+        # What loading takes falls out of the difference.
+        seconds = [_bench(model, arguments, option, n)[1] for n in (count // 2, count + count // 2)]
+        rates.append(count / (seconds[1] - seconds[0]))
+    return rates
 
 
-def _bench(model: Path, arguments: argparse.Namespace, what: list[str]) -> list[float]:
-    """Tokens a second of each repetition, by llama-bench."""
+def _bench(
+    model: Path, arguments: argparse.Namespace, option: str, count: int
+) -> tuple[list[float], float]:
+    """Tokens a second of each repetition, by llama-bench, and the processor's time for it all."""
     command = [arguments.llama_bin / "llama-bench", "-m", model, "-t", str(arguments.threads)]
-    options = ["-r", str(REPETITIONS), "-fa", "on", "-o", "json", *what]
+    other = "-p" if option == "-n" else "-n"
+    options = ["-fa", "on", "-o", "json", option, str(count), other, "0"]
+    options += ["-r", str(REPETITIONS)] if arguments.clock == "wall" else ["-r", "1", "--no-warmup"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([*command, *options], check=True, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     samples: list[float] = json.loads(done.stdout)[0]["samples_ts"]
-    return samples
+    return samples, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def _serve_batch(model: Path, arguments: argparse.Namespace) -> float:
