@@ -55,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--when", type=Path, help="measure when this file is there, all loaded")
     arguments = parser.parse_args(argv)
+    if arguments.clock == "processor" and (arguments.threads, "batch" in arguments.measures) != (
+        1,
+        False,
+    ):
+        parser.error("the processor's time is compared of one thread, without batch")
     folder = make_model(arguments.folder, arguments.layers, arguments.llama_bin)
     rounds = _rounds_in(arguments.json)
     with ExitStack() as stack:
