@@ -347,7 +347,11 @@ def test_only_so_many_are_taken_and_who_asks_and_goes_ends_its_prefill(
                     assert word in other.receive()[0], number
                 for other in others:
                     other.close()
-            time.sleep(0.05)  # for the server to see that nobody is there
+            # Each of the 8 is queued, dropped and let go.
+            deadline = time.monotonic() + TIMEOUT_S
+            while prefiller._thread._commands.qsize() < 3 * 8:
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
             goes_on.set()
             num_tokens = held.result()
         assert asyncio.run(prefiller.call(look)) == (num_tokens, False, 0)
