@@ -33,8 +33,8 @@ struct Isa {
   int panel_columns[kNumDTypes];
   // Panels [begin, end), for all rows. None for float16.
   void (*linear[kNumDTypes])(const LinearCall&, int64_t num_rows, int64_t begin, int64_t end);
-  // For at least kMinManyRows rows on AMX, with a depth that is a multiple of kPanelDepth, else
-  // none. `scratch`: kSplitFloats in float32, none in bfloat16. Gates: in bfloat16.
+  // For at least kMinManyRows rows with a depth that is a multiple of kPanelDepth: on AMX, and by
+  // pairs in bfloat16. `scratch`: kSplitFloats in float32, none in bfloat16. Gates: in bfloat16.
   void (*linear_many[kNumDTypes])(const LinearCall&, const LinearBlock&, float* scratch);
   // The maxima of a row's blocks (kSampleBlock), and its values as float32 if they are not; false
   // for a NaN.

@@ -9,6 +9,7 @@
 #endif
 #include "kernels/simd/attend.h"
 #include "kernels/simd/linear.h"
+#include "kernels/simd/pair_many_linear.h"
 #include "kernels/simd/rows.h"
 #include "kernels/simd/sampling.h"
 
@@ -32,6 +33,8 @@ constexpr Isa make_isa(const char* name) {
           {linear<float>, linear<BFloat16>, nullptr},
 #if defined(__AMX_BF16__)
           {amx_split_linear, amx_many_linear, nullptr},
+#elif defined(VTENSOR_HAS_PAIRS)
+          {nullptr, pair_many_linear, nullptr},
 #else
           {},
 #endif

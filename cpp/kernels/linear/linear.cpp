@@ -12,8 +12,13 @@ namespace {
 constexpr int64_t kWorkPerThread = 64 << 10;
 // Up to here the kernel for few rows is faster, by DType.
 constexpr int64_t kMaxFewRows[] = {64, 48, 0};
-// Rows that the kernels for many of them compute at once.
+// Rows that the kernels for many of them compute at once, and of a block.
 constexpr int64_t kRowStep = kMinManyRows;
+constexpr int64_t kBlockRows = 256;
+// More parts than threads: one that is kept from its CPU leaves the rest to the others.
+constexpr int64_t kPartsPerThread = 4;
+
+int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
 }  // namespace
 
@@ -28,16 +33,16 @@ void Linear::forward(DType dtype, const LinearCall& call, int64_t num_rows, int 
   const auto compute = isa_->linear[static_cast<size_t>(dtype)];
   const int64_t width = panel_columns(dtype);
   const int64_t num_panels = (call.columns + width - 1) / width;
+  const int64_t threads = parallel_.can_fork() ? num_threads : 1;
   const int64_t worth = 1 + num_rows * call.depth * call.columns / kWorkPerThread;
-  const int64_t parts =
-      parallel_.can_fork() ? std::min({worth, int64_t{num_threads}, num_panels}) : 1;
+  const int64_t parts = std::min({worth, kPartsPerThread * threads, num_panels});
   std::atomic<int64_t> next{0};
   auto work = [&] {
     for (int64_t part = next++; part < parts; part = next++) {
       compute(call, num_rows, num_panels * part / parts, num_panels * (part + 1) / parts);
     }
   };
-  parallel_.run(static_cast<int>(parts), work);
+  parallel_.run(static_cast<int>(std::min(threads, parts)), work);
 }
 
 int Linear::panel_columns(DType dtype) const {
@@ -48,32 +53,40 @@ bool Linear::has_many_rows(DType dtype, int64_t depth) const {
   return isa_->linear_many[static_cast<size_t>(dtype)] != nullptr && depth % kPanelDepth == 0;
 }
 
-// Each thread has a share of the rows or of the panels, of which there is more: what a thread
-// splits of the other in float32 is split by each.
+// Threads draw blocks of rows, cut by panels where there are more of them: what a thread splits of
+// a block in float32 is split once. One that another process keeps from its CPU delays one block.
 void Linear::forward_many(DType dtype, const LinearCall& call, int64_t num_rows,
                           int num_threads) const {
   const auto compute = isa_->linear_many[static_cast<size_t>(dtype)];
   const int64_t width = panel_columns(dtype);
   const int64_t num_panels = (call.columns + width - 1) / width;
+  const int64_t threads = parallel_.can_fork() ? num_threads : 1;
+  const int64_t steps = parts_of(num_rows, kRowStep);
   const bool by_rows = num_rows >= call.columns;
-  const int64_t units = by_rows ? (num_rows + kRowStep - 1) / kRowStep : num_panels;
-  const int64_t parts = parallel_.can_fork() ? std::min(int64_t{num_threads}, units) : 1;
+  const int64_t blocks = parts_of(num_rows, kBlockRows);
+  const int64_t row_parts = by_rows ? std::min(parts_of(blocks, threads) * threads, steps) : blocks;
+  const int64_t wanted = std::max(threads, parts_of(kPartsPerThread * threads, row_parts));
+  const int64_t panel_parts = by_rows ? 1 : std::min(wanted, num_panels);
+  const int64_t parts = row_parts * panel_parts;
+  const int64_t workers = std::min(threads, parts);
   const int64_t scratch_floats = dtype == DType::kFloat32 ? kSplitFloats : 0;
   const auto free_scratch = [](float* p) { ::operator delete[](p, std::align_val_t{64}); };
   const std::unique_ptr<float[], decltype(free_scratch)> scratch(
-      new (std::align_val_t{64}) float[static_cast<size_t>(parts * scratch_floats)], free_scratch);
-  std::atomic<int64_t> next{0};
+      new (std::align_val_t{64}) float[static_cast<size_t>(workers * scratch_floats)],
+      free_scratch);
+  std::atomic<int64_t> next{0}, next_worker{0};
   auto work = [&] {
+    float* own = scratch.get() + next_worker++ * scratch_floats;
     for (int64_t part = next++; part < parts; part = next++) {
-      const int64_t first = units * part / parts, last = units * (part + 1) / parts;
-      LinearBlock block = {0, num_rows, first, last};
-      if (by_rows) {
-        block = {first * kRowStep, std::min(last * kRowStep, num_rows), 0, num_panels};
-      }
-      compute(call, block, scratch.get() + part * scratch_floats);
+      const int64_t i = part / panel_parts, j = part % panel_parts;
+      compute(call,
+              {steps * i / row_parts * kRowStep,
+               std::min(steps * (i + 1) / row_parts * kRowStep, num_rows),
+               num_panels * j / panel_parts, num_panels * (j + 1) / panel_parts},
+              own);
     }
   };
-  parallel_.run(static_cast<int>(parts), work);
+  parallel_.run(static_cast<int>(workers), work);
 }
 
 }  // namespace vtensor::kernels

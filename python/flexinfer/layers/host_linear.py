@@ -1,5 +1,5 @@
-"""HostLinear: an OneDnnLinear that does the few rows of a decode step by our own kernel, and with
-AMX the many of a prefill.
+"""HostLinear: an OneDnnLinear that does the few rows of a decode step by our own kernel, and the
+many of a prefill where AMX or products of bfloat16 pairs are.
 
 A decode step is bound by reading the weights. oneDNN and MKL reach their speed with hundreds of
 rows; with 1 to 64 of them they take up to twice as long as reading takes
@@ -11,8 +11,10 @@ each shape.
 A prefill is bound by arithmetic. AMX multiplies bfloat16 alone, but sixteen times as fast as
 AVX-512 float32: the kernel takes each float32 number for the sum of three bfloat16 ones and adds up
 six products of them, which gives float32's accuracy (simd/amx_split_linear.h). oneDNN does not. In
-bfloat16 it keeps the tiles busier than oneDNN (simd/amx_many_linear.h), and computes the gates of
-an MLP with the product that they come from.
+bfloat16 it keeps the tiles busier than oneDNN (simd/amx_many_linear.h). By pairs it is as fast as
+oneDNN (simd/pair_many_linear.h), but hands its blocks to whichever thread runs: oneDNN gives each
+thread half, and waits for the one that another process keeps from its CPU. Both compute the gates
+of an MLP with the product that they come from.
 """
 
 from __future__ import annotations
@@ -94,6 +96,7 @@ class HostLinear(OneDnnLinear):
         self._dtype = weight.dtype
         self._max_rows = MAX_ROWS[weight.dtype]
         self._has_many_rows = kernel().has_many_rows(DTYPES[weight.dtype], self.in_features)
+        self.compiles_row_counts = not self._has_many_rows
         self._panels: int = torch.ops.mkldnn.data_ptr(self.weight)
 
     def multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -133,9 +136,9 @@ def multiply_panels(
     dtype, columns = output.dtype, output.shape[-1] * (2 if gates else 1)
     if gates and (residual is not None or not can_gate(x, columns)):
         raise ValueError(
-            f"gates take no residual, more than {MAX_ROWS[torch.bfloat16]} rows of bfloat16, AMX, "
-            f"and a multiple of {2 * panel_columns(torch.bfloat16)} outputs; got {tuple(x.shape)} "
-            f"{x.dtype} and {columns} outputs on {kernel().isa}"
+            f"gates take no residual, more than {MAX_ROWS[torch.bfloat16]} rows of bfloat16, a "
+            f"kernel for many of them, and a multiple of {2 * panel_columns(torch.bfloat16)} "
+            f"outputs; got {tuple(x.shape)} {x.dtype} and {columns} outputs on {kernel().isa}"
         )
     if x.dtype != dtype or not x.is_cpu or x.shape != (*output.shape[:-1], depth):
         raise ValueError(

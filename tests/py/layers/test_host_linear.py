@@ -100,16 +100,17 @@ def test_errors_of_float32_are_those_of_sums_of_blocks(isa: str, depth: int) -> 
 @given(
     rows=st.one_of(st.integers(49, 130), st.sampled_from([255, 257, 500, 900])),
     depth=st.sampled_from([32, 96, 512, 1408, 2816]),
-    columns=st.sampled_from([64, 128, 704]),
+    num_panels=st.sampled_from([2, 4, 22]),
     has_bias=st.booleans(),
     is_slice=st.booleans(),
 )
 def test_gates_are_the_same_bits_as_in_two_passes(
-    isa: str, rows: int, depth: int, columns: int, has_bias: bool, is_slice: bool
+    isa: str, rows: int, depth: int, num_panels: int, has_bias: bool, is_slice: bool
 ) -> None:
     if not host_linear.kernel().has_many_rows(DTYPES[torch.bfloat16], depth):
-        pytest.skip("no AMX")
+        pytest.skip(f"{isa} has no kernel for many rows of bfloat16")
     torch.manual_seed(rows)
+    columns = num_panels * host_linear.panel_columns(torch.bfloat16)
     weight = (torch.randn(columns, depth) / depth**0.5).bfloat16()
     bias = torch.randn(columns).bfloat16() if has_bias else None
     x = torch.randn(rows, depth + 16 * is_slice).bfloat16()[:, :depth]
@@ -131,7 +132,7 @@ def test_a_row_of_bfloat16_is_the_same_bits_among_whatever_rows(
     isa: str, rows: int, cut: float, depth: int, columns: int
 ) -> None:
     if not host_linear.kernel().has_many_rows(DTYPES[torch.bfloat16], depth):
-        pytest.skip("no AMX")
+        pytest.skip(f"{isa} has no kernel for many rows of bfloat16")
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, depth).bfloat16(), torch.randn(columns, depth).bfloat16()
     at_once, in_two = (torch.empty(rows, columns, dtype=x.dtype) for _ in range(2))
@@ -217,8 +218,8 @@ def test_gates_that_the_kernel_does_not_take_are_refused(
         multiply_panels(x, 0, 32, None, residual, output, gates=True)
 
 
-def test_gates_without_amx_are_refused(isa: str) -> None:
-    if isa == "amx":
+def test_gates_without_a_kernel_for_many_rows_are_refused(isa: str) -> None:
+    if host_linear.kernel().has_many_rows(DTYPES[torch.bfloat16], 32):
         pytest.skip("it has them")
     x = z(64, 32, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=f"on {isa}"):
@@ -238,6 +239,8 @@ def test_layers_that_share_their_memory_with_onednn(
     if not host_linear.supports(linear.weight):
         pytest.skip("not this order of oneDNN's, or a CPU without AVX-512 or AMX")
     layer = HostLinear(linear.weight, linear.bias)
+    has_many_rows = host_linear.kernel().has_many_rows(DTYPES[dtype], shape[1])
+    assert layer.compiles_row_counts is not has_many_rows
     bounds = {"atol": 0.04, "rtol": 0.02} if dtype == torch.bfloat16 else {}
     for rows in (0, 1, 5, 32, 48, 49, 64, 65, 100):
         x, residual = torch.randn(rows, shape[1]).to(dtype), torch.randn(rows, shape[0]).to(dtype)
