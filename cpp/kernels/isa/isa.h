@@ -33,6 +33,8 @@ struct Isa {
   int panel_columns[kNumDTypes];
   // Panels [begin, end), for all rows. None for float16.
   void (*linear[kNumDTypes])(const LinearCall&, int64_t num_rows, int64_t begin, int64_t end);
+  // Up to so many rows `linear` is faster than `linear_many`.
+  int64_t max_few_rows[kNumDTypes];
   // For at least kMinManyRows rows with a depth that is a multiple of kPanelDepth: on AMX, and by
   // pairs in bfloat16. `scratch`: kSplitFloats in float32, none in bfloat16. Gates: in bfloat16.
   void (*linear_many[kNumDTypes])(const LinearCall&, const LinearBlock&, float* scratch);

@@ -32,10 +32,13 @@ constexpr Isa make_isa(const char* name) {
           {kPanelColumns<float>, kPanelColumns<BFloat16>, 0},
           {linear<float>, linear<BFloat16>, nullptr},
 #if defined(__AMX_BF16__)
+          {64, 48, 0},
           {amx_split_linear, amx_many_linear, nullptr},
 #elif defined(VTENSOR_HAS_PAIRS)
+          {0, kMinManyRows - 1, 0},
           {nullptr, pair_many_linear, nullptr},
 #else
+          {},
           {},
 #endif
           {read_row<float>, read_row<BFloat16>, read_row<Float16>},

@@ -10,8 +10,6 @@ namespace {
 
 // Fewer multiplications are done sooner than another thread wakes.
 constexpr int64_t kWorkPerThread = 64 << 10;
-// Up to here the kernel for few rows is faster, by DType.
-constexpr int64_t kMaxFewRows[] = {64, 48, 0};
 // Rows that the kernels for many of them compute at once, and of a block.
 constexpr int64_t kRowStep = kMinManyRows;
 constexpr int64_t kBlockRows = 256;
@@ -25,7 +23,7 @@ int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part
 // Each thread has panels that are neighbours: while one is multiplied, the next is on its way.
 void Linear::forward(DType dtype, const LinearCall& call, int64_t num_rows, int num_threads) const {
   if (num_rows <= 0) return;
-  const int64_t max_few_rows = call.gates ? 0 : kMaxFewRows[static_cast<size_t>(dtype)];
+  const int64_t max_few_rows = call.gates ? 0 : isa_->max_few_rows[static_cast<size_t>(dtype)];
   if (num_rows > max_few_rows && has_many_rows(dtype, call.depth)) {
     forward_many(dtype, call, num_rows, num_threads);
     return;

@@ -1,5 +1,5 @@
-// Linear: linear layers with packed weights on the CPU, for the few rows of a decode step and, where
-// AMX or products of bfloat16 pairs are, the many of a prefill.
+// Linear: linear layers with packed weights on the CPU, for the few rows of a decode step and,
+// where AMX or products of bfloat16 pairs are, the many of a prefill.
 //
 // A decode step reads each weight once for a few rows: the packed weight is one stream of memory,
 // and all rows are multiplied with a panel of it while it is in the cache. Needs no torch:
