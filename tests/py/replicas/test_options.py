@@ -55,6 +55,7 @@ def test_what_cannot_be_is_refused_by_name(args: dict[str, Any], said: str) -> N
         (["--replicas", "2", "--log-format", "json"], "log_format"),
         (["--replicas", "2", "--ray-actor-options", "[]"], "JSON object"),
         (["--replicas", "2", "--tensor-parallel-size", "2"], "tensor_parallel_size"),
+        (["--replicas", "2", "--role", "decode", "--handover-socket", "/tmp/kv"], "role cannot"),
         (["--replicas", "2", "--kv-events-config", '{"enable_kv_cache_events": true}'], "kv_ev"),
     ],
 )
