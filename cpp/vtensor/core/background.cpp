@@ -89,7 +89,12 @@ void Background::give_back(const std::vector<VTensorId>& ids) {
     lock.lock();
     hidden_ns_ += spent_ns;
     num_failures_ += failed ? 1 : 0;
-    failed ? core_.forgetter.abandon(*rows, broken) : core_.forgetter.commit(*rows);
+    if (failed) {
+      core_.forgetter.abandon(*rows, broken);
+    } else {
+      const TraceOp op(trace_, core_.state, "give_back", id);
+      core_.forgetter.commit(*rows);
+    }
     gives_back_ = false;
     progress_.notify_all();
   }

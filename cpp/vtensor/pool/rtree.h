@@ -58,11 +58,17 @@ struct RNode {
 
 class RTree {
  public:
+  // Where a node of a match begins inside a row: what stands in that row before the node.
+  struct Seam {
+    size_t num_tokens = 0;
+    std::vector<ChunkId> row;
+  };
   struct Match {
     size_t num_tokens = 0;
     std::vector<ChunkId> table;  // rows_for(num_tokens) rows, row-major over columns
     size_t num_recorded = 0;     // before usable() has shortened it
     size_t cut_by_window = 0;    // tokens of the window for which it was; 0: it was not
+    std::vector<Seam> seams;     // ascending; of interest to windows alone, and empty without any
   };
   struct Pin {
     RNode* node;
@@ -133,6 +139,7 @@ class RTree {
   RNode& split(RNode& node, size_t num_tokens);
   void heal(RNode& node, size_t num_tokens, std::span<const ChunkId> table);
   size_t thin(RNode& leaf);
+  void shorten(Match& match, size_t row) const;
   bool can_grow(const RNode& node, std::span<const ChunkId> table) const;
   void grow(RNode& node, std::span<const Token> tokens, std::span<const ChunkId> table);
   RNode& add_child(RNode& parent, std::span<const Token> tokens, std::span<const ChunkId> table);

@@ -6,6 +6,23 @@
 
 namespace vtensor {
 
+// Makes a match do without what stands in `row` now: it ends before the row, or inside of it where
+// an older node ends there, whose chunks hold what the later one's have lost.
+void RTree::shorten(Match& match, size_t row) const {
+  std::vector<Seam>& seams = match.seams;
+  const auto is_beyond = [&](const Seam& seam) { return seam.num_tokens >= match.num_tokens; };
+  while (!seams.empty() && is_beyond(seams.back())) seams.pop_back();
+  while (!seams.empty() && geometry_.full_rows(seams.back().num_tokens) > row) seams.pop_back();
+  if (seams.empty() || geometry_.full_rows(seams.back().num_tokens) < row) {
+    match.num_tokens = geometry_.tokens_in(row);
+    return;
+  }
+  match.num_tokens = seams.back().num_tokens;
+  std::copy(seams.back().row.begin(), seams.back().row.end(),
+            match.table.begin() + static_cast<ptrdiff_t>(row * geometry_.row_chunks));
+  seams.pop_back();
+}
+
 RTree::Match RTree::usable(Match match) const {
   const size_t row_chunks = geometry_.row_chunks;
   for (auto window = geometry_.windows.begin(); window != geometry_.windows.end();) {
@@ -18,7 +35,7 @@ RTree::Match RTree::usable(Match match) const {
       ++window;
       continue;
     }
-    match.num_tokens = geometry_.tokens_in(row - 1);  // without the row that is missing
+    shorten(match, row - 1);
     match.cut_by_window = window->num_tokens;
     window = geometry_.windows.begin();
   }

@@ -15,12 +15,15 @@ from flexinfer.vtensor import DriverCalls, VTensorManager
 SAMPLE_EVERY = 64
 """Operations between two samples of waste."""
 MAY_BE_SHORT = {"create", "fork", "extend", "swap_in", "swap_out", "set_budget"}
+NOT_RUN = ("pre_extend", "map_ahead_failed", "give_back", "export")
+"""Operations whose effect is another's, or elsewhere."""
 CHUNK_COUNTERS = {
     "aliased": "chunks_aliased",
     "copied": "chunks_copied",
     "evicted": "chunks_evicted",
     "adopted": "chunks_adopted",
     "deduplicated": "chunks_deduplicated",
+    "given_back": "chunks_given_back",
     "swapped_out": "chunks_swapped_out",
     "swapped_in": "chunks_swapped_in",
     "hit": "prefix_hit_tokens",

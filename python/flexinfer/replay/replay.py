@@ -5,9 +5,8 @@ To reproduce a bug, and to ask what another chunk size, layout, budget or policy
     report = replay("serving.trace", chunk_bytes="64KiB")
     print(report.replayed.peak_resident_bytes, report.recorded.peak_resident_bytes)
 
-Operations run one after another in the order in which they took effect, without the pauses between
-them. What the background worker mapped ahead is handed to the worker again and waited for, so that
-a replay with the recorded settings gives the recorded numbers.
+Operations run one after another in the order in which they took effect, without pauses. What the
+background worker mapped ahead, or gave back, is handed to the worker again and waited for.
 
 A replay launches no kernels: those of a step are over when the step ends. Where another setting
 makes memory short that was not, the replay notes a shortage and goes on; it schedules nothing.
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexinfer.errors import OutOfMemoryError
-from flexinfer.replay.meter import ReplayMeter
+from flexinfer.replay.meter import NOT_RUN, ReplayMeter
 from flexinfer.replay.reader import Record, TraceReader
 from flexinfer.replay.report import ReplayReport, Shortage, Totals
 from flexinfer.vtensor import SimConfig, VTensor, VTensorManager, parse_bytes
@@ -124,7 +123,7 @@ class _Replay:
             "adopt": self._adopt,
             "release": self._release,
             "extend": self._extend,
-            **dict.fromkeys(("pre_extend", "map_ahead_failed", "export"), lambda record: None),
+            **dict.fromkeys(NOT_RUN, lambda record: None),
             "map_ahead": self._map_ahead,
             "forget": self._forget,
             "upkeep": self._upkeep,
@@ -317,6 +316,7 @@ class _Replay:
         pairs = zip(record["ids"], record["n"], strict=True)
         told = [(live, n) for recorded_id, n in pairs if (live := self._find(recorded_id))]
         self._manager.forget([live.vtensor for live, _ in told], [n for _, n in told])
+        self._manager.drain()
 
     def _truncate(self, record: Record) -> None:
         live = self._find(record["id"])

@@ -21,6 +21,7 @@ class Totals:
     chunks_evicted: int = 0
     chunks_adopted: int = 0
     chunks_deduplicated: int = 0
+    chunks_given_back: int = 0
     chunks_swapped_out: int = 0
     chunks_swapped_in: int = 0
     num_shortages: int = 0

@@ -22,6 +22,7 @@ COUNTERS = [
     "chunks_evicted",
     "chunks_adopted",
     "chunks_deduplicated",
+    "chunks_given_back",
     "chunks_swapped_out",
     "chunks_swapped_in",
 ]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from flexinfer.replay.reader import TraceReader
+from flexinfer.replay.replay import replay
 from flexinfer.vtensor import KVGroup, KVSpec, VTensor, VTensorManager
 
 CHUNK = 4096
@@ -178,6 +179,25 @@ def test_a_recorded_prefix_is_usable_where_its_windows_are() -> None:
         manager.check_integrity()
 
 
+@pytest.mark.parametrize("turn", [56, 57, 60, 61])
+def test_the_end_of_a_turn_stays_usable_inside_of_a_row(turn: int) -> None:
+    """What goes on behind it has given back the row in which it ends; the turn's own is there."""
+    prompt = list(range(1, 101))
+    with manager_of() as manager:
+        vtensor = manager.create(prompt)
+        grow(vtensor, turn)
+        vtensor.record_prefix(prompt[:turn])
+        grow(vtensor, 100)
+        vtensor.record_prefix(prompt)
+        assert [manager.match_prefix(prompt[:n]) for n in (turn, turn + 1, 80)] == [turn] * 3
+        other = manager.create([*prompt[:80], 7])
+        assert (other.num_cached_tokens, other.info().num_cut_tokens) == (turn, 80 - turn)
+        check_contents(other)
+        grow(other, 90)
+        check_contents(other)
+        check_contents(vtensor)
+
+
 def test_a_trace_says_which_window_made_a_match_shorter(tmp_path: Path) -> None:
     prompt = list(range(1, 101))
     wide = KVGroup((2,), num_kv_heads=2, key_dim=64, value_dim=64, window=70)
@@ -198,6 +218,26 @@ def test_a_trace_says_which_window_made_a_match_shorter(tmp_path: Path) -> None:
     assert [op.get("cut") for op in ops if op["op"] == "create"] == [None, 45]
     told = [(op["recorded"], op["cut_by_window"]) for op in ops if op["op"] == "match_prefix"]
     assert told == [(62, 0), (45, WINDOW)]
+
+
+def test_a_replay_gives_back_what_the_recorded_run_did(tmp_path: Path) -> None:
+    prompt = list(range(1, 101))
+    with manager_of() as manager:
+        manager.start_trace(tmp_path / "trace")
+        for end in (60, 100, 90):  # the second goes on with the first, the third beside them
+            vtensor = manager.create(prompt[:end])
+            for length in range(vtensor.num_tokens, end + 1):
+                vtensor.extend(length)
+                manager.forget([vtensor], [length])
+                manager.drain()
+            vtensor.record_prefix(prompt[:end])
+        manager.pin_prefix(prompt, "me")
+        stats = manager.stats()
+    report = replay(tmp_path / "trace")
+    for run in (report.recorded, report.replayed):
+        assert run.chunks_given_back == stats.chunks_given_back > 0
+        assert run.prefix_hit_tokens == stats.prefix_hit_tokens == 120
+    assert report.recorded.peak_resident_bytes == report.replayed.peak_resident_bytes
 
 
 def test_eviction_takes_first_what_no_window_reads_at_the_end() -> None:
