@@ -41,7 +41,7 @@ DEVICE = torch.device("cuda", 0) if HAS_CUDA else torch.device("meta")
 """torch's CPU build cannot index what pretends to be CUDA's: tensors without a device stand in."""
 MAX_SEQ_LEN = 256
 COPIES = ("aten::_to_copy", "aten::copy_", "aten::_copy_from")
-ASKS_THE_GPU = {"jetmoe", "xmod"}
+ASKS_THE_GPU = {"dbrx", "jetmoe", "xmod"}
 """Their code asks which rows an expert, or a language, gets."""
 if hasattr(modeling_aria, "sequential_experts_gemm"):  # as in transformers 5.17
     ASKS_THE_GPU.add("aria_text")
@@ -173,12 +173,13 @@ def test_what_a_capture_cannot_record_is_seen(culprit: Any, message: str) -> Non
 
 
 def of_several_shapes(model: Any) -> bool:
-    """Whether flash kernels are not for it (attention/select.py), or not for its chunks."""
+    """Whether flash kernels are not for it (attention/select.py), or not for its chunks, or the
+    engine refuses it."""
     try:
         index_tokens(model, NAMES)
         calls = probe(model).values()
     except UnsupportedModelError:
-        return False
+        return True
     widths = {width for call in calls for width in (call.key_dim, call.value_dim)}
     heads = {call.num_kv_heads for call in calls}
     return len(widths) > 1 or len(heads) > 1 or any(call.chunk for call in calls)
