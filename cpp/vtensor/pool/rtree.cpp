@@ -83,10 +83,7 @@ RTree::Match RTree::match(const std::string& salt, std::span<const Token> tokens
     const bool ends_inside = length < node->tokens.size();
     node = &touch_head(*node, length);
     const size_t first_row = geometry_.full_rows(node->start);
-    const auto row = found.table.begin() + static_cast<ptrdiff_t>(first_row * row_chunks);
-    if (!geometry_.windows.empty() && row < found.table.end()) {
-      found.seams.push_back({found.num_tokens, {row, found.table.end()}});
-    }
+    keep_seam(found, first_row);
     found.num_tokens += length;
     const size_t end_row = geometry_.rows_for(found.num_tokens);
     found.table.resize(end_row * row_chunks);

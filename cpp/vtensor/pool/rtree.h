@@ -139,6 +139,7 @@ class RTree {
   RNode& split(RNode& node, size_t num_tokens);
   void heal(RNode& node, size_t num_tokens, std::span<const ChunkId> table);
   size_t thin(RNode& leaf);
+  void keep_seam(Match& match, size_t first_row) const;
   void shorten(Match& match, size_t row) const;
   bool can_grow(const RNode& node, std::span<const ChunkId> table) const;
   void grow(RNode& node, std::span<const Token> tokens, std::span<const ChunkId> table);

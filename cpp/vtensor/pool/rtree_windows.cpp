@@ -6,6 +6,14 @@
 
 namespace vtensor {
 
+// Before the match gets a node whose rows begin with `first_row`.
+void RTree::keep_seam(Match& match, size_t first_row) const {
+  const size_t first = first_row * geometry_.row_chunks;
+  if (geometry_.windows.empty() || first >= match.table.size()) return;
+  const auto row = match.table.begin() + static_cast<ptrdiff_t>(first);
+  match.seams.push_back({match.num_tokens, {row, match.table.end()}});
+}
+
 // Makes a match do without what stands in `row` now: it ends before the row, or inside of it where
 // an older node ends there, whose chunks hold what the later one's have lost.
 void RTree::shorten(Match& match, size_t row) const {
