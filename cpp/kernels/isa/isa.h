@@ -35,7 +35,7 @@ struct Isa {
   void (*linear[kNumDTypes])(const LinearCall&, int64_t num_rows, int64_t begin, int64_t end);
   // Up to so many rows `linear` is faster than `linear_many`.
   int64_t max_few_rows[kNumDTypes];
-  // For at least kMinManyRows rows with a depth that is a multiple of kPanelDepth: on AMX, and by
+  // With a depth that is a multiple of kPanelDepth: on AMX, for at least kMinManyRows rows, and by
   // pairs in bfloat16. `scratch`: kSplitFloats in float32, none in bfloat16. Gates: in bfloat16.
   void (*linear_many[kNumDTypes])(const LinearCall&, const LinearBlock&, float* scratch);
   // The maxima of a row's blocks (kSampleBlock), and its values as float32 if they are not; false

@@ -35,7 +35,7 @@ constexpr Isa make_isa(const char* name) {
           {64, 48, 0},
           {amx_split_linear, amx_many_linear, nullptr},
 #elif defined(VTENSOR_HAS_PAIRS)
-          {0, kMinManyRows - 1, 0},
+          {0, 15, 0},
           {nullptr, pair_many_linear, nullptr},
 #else
           {},
