@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -33,7 +34,7 @@ def open_manager(spec: KVSpec, **options: Any) -> VTensorManager:
 
 
 @pytest.fixture(scope="module")
-def peers() -> tuple[Peer, Peer]:
+def peers() -> Iterator[tuple[Peer, Peer]]:
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as threads:
         making = [
@@ -41,7 +42,9 @@ def peers() -> tuple[Peer, Peer]:
             for rank in (0, 1)
         ]
         first, second = (made.result() for made in making)
-    return Peer(first, 1), Peer(second, 0)
+    yield Peer(first, 1), Peer(second, 0)
+    del first, second, making, store
+    gc.collect()  # their sockets: others count open files
 
 
 def together(send: Callable[[], Any], receive: Callable[[], Any]) -> tuple[Any, Any]:

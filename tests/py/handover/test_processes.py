@@ -3,6 +3,7 @@ nothing is left when it has released what it had."""
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
@@ -63,6 +64,7 @@ class Peer:
 
 @pytest.fixture
 def peers(tmp_path: Path) -> Iterator[dict[str, Peer]]:
+    gc.collect()  # what other tests have left open goes now, and not meanwhile
     before = len(os.listdir("/proc/self/fd"))
     started: dict[str, Peer] = {}
     for role in ("send", "receive"):
