@@ -107,7 +107,7 @@ class PrefillPartner:
         )
         if num_missing < self._min_tokens:
             return None
-        identity = handover.identity
+        identity = await asyncio.to_thread(lambda: handover.identity)  # reads files, once
         return {
             "prefill": tokens,
             "salt": salt,

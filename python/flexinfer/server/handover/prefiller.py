@@ -61,6 +61,7 @@ class Prefiller:
     async def serving(self) -> AsyncIterator[None]:
         """Raises OSError or ValueError where it cannot listen."""
         handover = await self._llm.call(lambda engine: engine.handover)
+        await self._in_thread(lambda: handover.identity)  # reads files, once: not when it is asked
         listener = listen(self._path)
         accepting = asyncio.ensure_future(self._accept(listener, handover))
         try:
