@@ -79,7 +79,7 @@ class PagedRequest:
 
     def info(self) -> SimpleNamespace:
         num_shared = self.num_cached_tokens // self.manager.page_tokens
-        return SimpleNamespace(chunks_aliased=num_shared, chunks_copied=0)
+        return SimpleNamespace(chunks_aliased=num_shared, chunks_copied=0, cut_by_window=0)
 
     def extend(self, num_tokens: int) -> None:
         if not self.try_extend(num_tokens):

@@ -21,8 +21,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from flexinfer import AsyncLLM, SamplingParams
 from flexinfer.scheduler.preemption import all_counts
+from flexinfer.server.handover.stats import HandoverStats
 from flexinfer.server.observability import prometheus_families as families_module
 from flexinfer.server.observability.metrics import register_metrics
+from flexinfer.server.observability.prometheus_families import Maker, handover_families
 from helpers.tiny_models import make_model, random_prompts
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -306,9 +308,12 @@ def test_every_metric_is_documented_and_no_other(names: set[str]) -> None:
     documented = set(re.findall(r"^\| `(flexinfer:\w+)`", text, re.MULTILINE))
     suffixes = ("_bucket", "_count", "_sum", "_created")
     exposed = {n for n in names if n.startswith("flexinfer:") and not n.endswith(suffixes)}
+    stats = handover_families(HandoverStats(), Maker("model"))
+    handover = {f"{family.name}_total" for family in stats}
+    assert handover < documented  # of servers with a role
     speculation = {name for name in documented if name.startswith("flexinfer:spec_decode_")}
     assert len(speculation) == 4  # not of this server
-    assert documented - speculation == exposed
+    assert documented - speculation - handover == exposed
 
 
 def run_and(run: Callable[[], Any]) -> Any:
