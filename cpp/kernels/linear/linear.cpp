@@ -20,7 +20,7 @@ int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part
 
 }  // namespace
 
-// Each thread has panels that are neighbours: while one is multiplied, the next is on its way.
+// Threads draw panels that are neighbours: while one is multiplied, the next is on its way.
 void Linear::forward(DType dtype, const LinearCall& call, int64_t num_rows, int num_threads) const {
   if (num_rows <= 0) return;
   const int64_t max_few_rows = call.gates ? 0 : isa_->max_few_rows[static_cast<size_t>(dtype)];
@@ -30,7 +30,7 @@ void Linear::forward(DType dtype, const LinearCall& call, int64_t num_rows, int 
   }
   const auto compute = isa_->linear[static_cast<size_t>(dtype)];
   const int64_t width = panel_columns(dtype);
-  const int64_t num_panels = (call.columns + width - 1) / width;
+  const int64_t num_panels = parts_of(call.columns, width);
   const int64_t threads = parallel_.can_fork() ? num_threads : 1;
   const int64_t worth = 1 + num_rows * call.depth * call.columns / kWorkPerThread;
   const int64_t parts = std::min({worth, kPartsPerThread * threads, num_panels});
@@ -51,19 +51,20 @@ bool Linear::has_many_rows(DType dtype, int64_t depth) const {
   return isa_->linear_many[static_cast<size_t>(dtype)] != nullptr && depth % kPanelDepth == 0;
 }
 
-// Threads draw blocks of rows, cut by panels where there are more of them: what a thread splits of
-// a block in float32 is split once. One that another process keeps from its CPU delays one block.
+// Threads draw blocks of rows, cut by panels where there are more of these than rows.
 void Linear::forward_many(DType dtype, const LinearCall& call, int64_t num_rows,
                           int num_threads) const {
   const auto compute = isa_->linear_many[static_cast<size_t>(dtype)];
   const int64_t width = panel_columns(dtype);
-  const int64_t num_panels = (call.columns + width - 1) / width;
+  const int64_t num_panels = parts_of(call.columns, width);
   const int64_t threads = parallel_.can_fork() ? num_threads : 1;
   const int64_t steps = parts_of(num_rows, kRowStep);
   const bool by_rows = num_rows >= call.columns;
   const int64_t blocks = parts_of(num_rows, kBlockRows);
   const int64_t row_parts = by_rows ? std::min(parts_of(blocks, threads) * threads, steps) : blocks;
-  const int64_t wanted = std::max(threads, parts_of(kPartsPerThread * threads, row_parts));
+  // In float32 each part splits its block's rows anew.
+  const int64_t per_thread = dtype == DType::kFloat32 ? 1 : kPartsPerThread;
+  const int64_t wanted = std::max(threads, parts_of(per_thread * threads, row_parts));
   const int64_t panel_parts = by_rows ? 1 : std::min(wanted, num_panels);
   const int64_t parts = row_parts * panel_parts;
   const int64_t workers = std::min(threads, parts);
