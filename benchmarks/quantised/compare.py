@@ -11,29 +11,29 @@ import argparse
 import json
 import os
 import resource
-import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "serving_http"))
 
 import httpx
 from load import NUM_BATCH, NUM_NEW, NUM_PROMPT, REPETITIONS, prompts_of
 from model import KINDS, make_model
+from processes import Server
 from provenance import write_report
 
 HERE = Path(__file__).resolve().parent
 MEASURES = ("decode", "prefill", "batch")
-START_S = 60
 Round = dict[str, dict[str, Any]]
 """Of each engine and way, tokens a second of each measure, several times each."""
 
@@ -53,7 +53,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         default="wall",
         help="processor: for one thread on a machine where others work, too; not for batch",
     )
-    parser.add_argument("--when", type=Path, help="measure when this file is there, all loaded")
     arguments = parser.parse_args(argv)
     if arguments.clock == "processor" and (arguments.threads, "batch" in arguments.measures) != (
         1,
@@ -65,8 +64,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ExitStack() as stack:
         threads, clock = arguments.threads, arguments.clock
         ours = {way: stack.enter_context(Ours(folder, way, threads, clock)) for way in KINDS}
-        while arguments.when is not None and not arguments.when.exists():
-            time.sleep(0.1)
         load_before = os.getloadavg()
         found: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds")}
         for way, kind in KINDS.items():
@@ -158,10 +155,17 @@ def _serve_batch(model: Path, arguments: argparse.Namespace) -> float:
     """Tokens a second of all requests at once, by llama-server."""
     count, length, num_new = NUM_BATCH
     body = {"n_predict": num_new, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
-    with _server(model, count, arguments) as url, httpx.Client(timeout=150) as client:
+    threads = str(arguments.threads)
+    command = [str(arguments.llama_bin / "llama-server"), "-m", str(model), "--host", "127.0.0.1"]
+    command += ["-t", threads, "-tb", threads, "-np", str(count), "-c", str(count * 128), "-cb"]
+    command += ["-fa", "on", "--kv-unified", "--offline", "--no-webui", "--port"]
+    with (
+        Server(command, {}, model.with_suffix(".log")) as server,
+        httpx.Client(timeout=150) as client,
+    ):
 
         def ask(prompt: list[int]) -> int:
-            answer = client.post(f"{url}/completion", json={"prompt": prompt, **body})
+            answer = client.post(f"{server.url}/completion", json={"prompt": prompt, **body})
             return int(answer.raise_for_status().json()["tokens_predicted"])
 
         with ThreadPoolExecutor(count) as pool:
@@ -172,34 +176,6 @@ def _serve_batch(model: Path, arguments: argparse.Namespace) -> float:
     if num_tokens != count * num_new:
         raise RuntimeError(f"llama-server gave {num_tokens} tokens of {count * num_new}")
     return num_tokens / seconds
-
-
-@contextmanager
-def _server(model: Path, num_slots: int, arguments: argparse.Namespace) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    threads = str(arguments.threads)
-    command = [arguments.llama_bin / "llama-server", "-m", model, "--host", "127.0.0.1"]
-    command += ["--port", str(port), "-t", threads, "-tb", threads, "-np", str(num_slots)]
-    command += ["-c", str(num_slots * 128), "-cb", "-fa", "on", "--kv-unified", "--offline"]
-    process = subprocess.Popen(
-        [*command, "--no-webui"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline and process.poll() is None:
-            with suppress(httpx.TransportError):
-                if httpx.get(f"{url}/health").status_code == 200:
-                    break
-            time.sleep(0.1)
-        else:
-            raise RuntimeError("llama-server does not start")
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def _table(rounds: list[Round]) -> dict[str, Any]:

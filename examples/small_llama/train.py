@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import signal
 import sys
 import time
@@ -211,10 +210,7 @@ def main() -> None:
     parser.add_argument("--adam-rate", type=float, default=3e-3)
     parser.add_argument("--save-every", type=float, default=4, help="minutes between checkpoints")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pid-file", type=Path, help="for those who pause it")
     arguments = parser.parse_args()
-    if arguments.pid_file is not None:
-        arguments.pid_file.write_text(f"{os.getpid()}\n")
     torch.set_num_threads(arguments.threads)
     training = Training(arguments.folder, arguments.muon_rate, arguments.adam_rate, arguments.seed)
     print(
