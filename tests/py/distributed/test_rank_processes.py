@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("torch")
@@ -20,7 +22,7 @@ from helpers.tiny_models import reference
 
 PROMPT = list(range(20))
 SCRIPT = """
-import os, sys
+import os, psutil, sys
 from flexinfer import LLM, SamplingParams
 llm = LLM(sys.argv[1], tensor_parallel_size=2, skip_tokenizer_init=True, device="cpu", threads=1,
           kv_cache_memory_bytes=1 << 20, chunk_bytes=4096)
@@ -28,8 +30,7 @@ params = SamplingParams(temperature=0, max_tokens=5)
 (output,) = llm.generate([{"prompt_token_ids": list(range(20))}], params, use_tqdm=False)
 print("rank", os.environ.get("RANK", 0), output.outputs[0].token_ids, flush=True)
 if sys.argv[2:] == ["die"]:
-    print(*[pid for task in os.listdir("/proc/self/task")
-            for pid in open(f"/proc/self/task/{task}/children").read().split()], flush=True)
+    print(*[child.pid for child in psutil.Process().children()], flush=True)
     os.kill(os.getpid(), 9)
 llm.close()
 """
@@ -85,8 +86,10 @@ def test_ranks_end_when_rank_0_is_killed(tmp_path: Path) -> None:
     assert result.returncode == -signal.SIGKILL
     (rank,) = result.stdout.splitlines()[-1].split()
     ended = threading.Event()
-    for _ in range(50):
-        if not Path(f"/proc/{rank}").exists() or "Z" in Path(f"/proc/{rank}/stat").read_text():
-            return
-        ended.wait(0.1)
-    raise AssertionError("rank 1 has outlived rank 0 by 5 s")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(int(rank))
+        for _ in range(50):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return
+            ended.wait(0.1)
+        raise AssertionError("rank 1 has outlived rank 0 by 5 s")
