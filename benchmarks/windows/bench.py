@@ -106,16 +106,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     windowed = generate(shape.spec(end, shape.window), prompt, end, step)
     large = generate(shape.spec(end, shape.window), prompt, end, step, LARGE_CHUNK)
     full = generate(shape.spec(end, None), prompt, end, step)
-    rows = [_row(shape, *pair) for pair in zip(windowed, full, strict=True)]
+    rows = [_row(shape, *of_step) for of_step in zip(windowed, large, full, strict=True)]
     generated = [row for row in rows if row["num_tokens"] > prompt]
     every = max(1, len(rows) // 64)
     report = {
         "shape": asdict(shape) | {"dtype": "bfloat16", "chunk_bytes": _chunk_bytes(shape, end)},
         "prompt_tokens": prompt,
         "largest_ratio": max(row["ratio"] for row in generated),
-        "largest_ratio_with_2_mib_chunks": max(
-            _ratio(shape, point) for point in large if point.num_tokens > prompt
-        ),
+        "largest_ratio_with_2_mib_chunks": max(row["ratio_with_2_mib"] for row in generated),
         "largest_resident_ratio": round(
             max(row["resident_bytes"] / row["formula_bytes"] for row in generated), 4
         ),
@@ -135,10 +133,12 @@ def _ratio(shape: Shape, point: Point) -> float:
     return round(point.mapped_bytes / shape.formula(point.num_tokens), 4)
 
 
-def _row(shape: Shape, windowed: Point, full: Point) -> dict[str, Any]:
+def _row(shape: Shape, windowed: Point, large: Point, full: Point) -> dict[str, Any]:
     return asdict(windowed) | {
         "formula_bytes": shape.formula(windowed.num_tokens),
         "ratio": _ratio(shape, windowed),
+        "mapped_bytes_with_2_mib": large.mapped_bytes,
+        "ratio_with_2_mib": _ratio(shape, large),
         "mapped_bytes_all_full": full.mapped_bytes,
         "resident_bytes_all_full": full.resident_bytes,
     }
@@ -158,13 +158,19 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _print(report: dict[str, Any]) -> None:
-    print("| tokens | formula, GiB | held, GiB | ratio | resident, GiB | all full, GiB |")
-    print("|---|---|---|---|---|---|")
+    print("| tokens | formula, GiB | held, GiB | ratio | with 2 MiB | ratio | all full, GiB |")
+    print("|---|---|---|---|---|---|---|")
     points = report["points"]
     for row in [*points[:: max(1, len(points) // 8)], points[-1]]:
-        sizes = ("formula_bytes", "mapped_bytes", "resident_bytes", "mapped_bytes_all_full")
-        formula, held, resident, full = (f"{row[name] / GIB:.2f}" for name in sizes)
-        cells = (f"{row['num_tokens']:,}", formula, held, f"{row['ratio']:.3f}", resident, full)
+        sizes = (
+            "formula_bytes",
+            "mapped_bytes",
+            "mapped_bytes_with_2_mib",
+            "mapped_bytes_all_full",
+        )
+        formula, held, large, full = (f"{row[name] / GIB:.2f}" for name in sizes)
+        ratio, large_ratio = (f"{row[name]:.3f}" for name in ("ratio", "ratio_with_2_mib"))
+        cells = (f"{row['num_tokens']:,}", formula, held, ratio, large, large_ratio, full)
         print(f"| {' | '.join(cells)} |")
     print(f"largest ratio while generating: {report['largest_ratio']}", file=sys.stderr)
     large = report["largest_ratio_with_2_mib_chunks"]
@@ -180,6 +186,7 @@ def _plot(report: dict[str, Any], file: Path) -> None:
     for name, label, style in (
         ("resident_bytes_all_full", "all layers keep all", "-"),
         ("resident_bytes", "windows give memory back", "-"),
+        ("mapped_bytes_with_2_mib", "the same in chunks of 2 MiB", "--"),
         ("formula_bytes", "what the windows need (formula)", ":"),
     ):
         axis.plot(tokens, [row[name] / GIB for row in points], style, label=label)

@@ -21,7 +21,7 @@ void check_group(const KVGroup& group, size_t max_seq_len) {
   check_positive(group.element_bytes, "element_bytes");
   check_positive(max_seq_len, "max_seq_len");
   check_positive(group.layers_per_plane, "layers_per_plane");
-  if (group.layers.size() % group.layers_per_plane != 0) {
+  if (group.window == 0 && group.layers.size() % group.layers_per_plane != 0) {
     throw std::invalid_argument("layers_per_plane " + std::to_string(group.layers_per_plane) +
                                 " does not divide num_layers " +
                                 std::to_string(group.layers.size()));
@@ -44,9 +44,15 @@ size_t KVGroup::bytes_of(KV which) const {
                      element_bytes, "a token's bytes");
 }
 
+size_t KVGroup::num_places() const {
+  const size_t num_planes =
+      layers.size() / layers_per_plane + static_cast<size_t>(layers.size() % layers_per_plane > 0);
+  return checked_mul(num_planes, layers_per_plane, "layers_per_plane");
+}
+
 size_t KVGroup::bytes_per_token() const {
-  const size_t keys = checked_mul(bytes_of(KV::kKey), layers.size(), "a token's bytes");
-  const size_t values = checked_mul(bytes_of(KV::kValue), layers.size(), "a token's bytes");
+  const size_t keys = checked_mul(bytes_of(KV::kKey), num_places(), "a token's bytes");
+  const size_t values = checked_mul(bytes_of(KV::kValue), num_places(), "a token's bytes");
   return checked_add(keys, values, "a token's bytes");
 }
 
@@ -55,7 +61,7 @@ std::vector<size_t> KVGroup::plane_token_bytes() const {
   const size_t values = bytes_of(KV::kValue);
   std::vector<size_t> planes;
   if (layers_per_plane > 1) {
-    planes.assign(layers.size() / layers_per_plane, (keys + values) * layers_per_plane);
+    planes.assign(num_places() / layers_per_plane, (keys + values) * layers_per_plane);
     return planes;
   }
   for (size_t i = 0; i < layers.size(); ++i) {

@@ -6,6 +6,9 @@
 //   layers_per_plane == n   interleaved: one plane holds n layers, K and V side by side,
 //                           [tokens, n, heads x key_dim + heads x value_dim]
 //
+// Where the layers are no multiple of n, the last plane has places that stay empty. Only groups
+// with a window may: others would lose that memory with every token.
+//
 // Immutable values; safe from every thread.
 #pragma once
 
@@ -32,7 +35,8 @@ struct KVGroup {
   size_t dim(KV which) const { return which == KV::kKey ? key_dim : value_dim; }
   // Of one layer and one token. These throw std::invalid_argument on overflow.
   size_t bytes_of(KV which) const;
-  size_t bytes_per_token() const;  // of all layers
+  size_t num_places() const;       // for layers in all planes, empty ones among them
+  size_t bytes_per_token() const;  // of all places
   std::vector<size_t> plane_token_bytes() const;
 };
 

@@ -92,10 +92,12 @@ def make_manager(
 ) -> VTensorManager:
     """The vTensor manager for the model's KV, and its recurrent states if it keeps any."""
     from flexinfer.vtensor import VTensorManager
+    from flexinfer.vtensor.settings import shorten_rows
 
     spec = kv_spec(loaded, max_seq_len, config.layers_per_plane, config.kv_cache_dtype)
     if loaded.device.type == "cuda":
         chunk_bytes = parse_bytes(config.chunk_bytes or CUDA_CHUNK_BYTES, "chunk_bytes")
+        spec = shorten_rows(spec, chunk_bytes)
         spec = replace(spec, max_seq_len=whole_slot_tokens(spec, chunk_bytes))
     low_bytes, high_bytes = choose_eager_bytes(
         config.free_memory_low,

@@ -37,7 +37,8 @@ class KVGroup:
             with its scales.
         window: tokens that a query reads, its own and those before it; what lies behind them is
             given back to the pool. None: a query reads all.
-        layers_per_plane: as in :class:`KVSpec`; None: all layers of the group.
+        layers_per_plane: as in :class:`KVSpec`; None: all layers of the group. Where there is a
+            window the layers need not be a multiple of it: the last plane has room for more then.
     """
 
     layers: tuple[int, ...]
@@ -74,10 +75,15 @@ class KVGroup:
         return ELEMENT_BYTES[self.dtype]
 
     @property
+    def layer_bytes(self) -> int:
+        """K and V of one token in one layer."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim) * self.element_bytes
+
+    @property
     def bytes_per_token(self) -> int:
-        """K and V of its layers."""
-        widths = self.num_kv_heads * (self.key_dim + self.value_dim)
-        return len(self.layers) * widths * self.element_bytes
+        """K and V of its layers, and what the last plane has room for beside them."""
+        per_plane = self.layers_per_plane or len(self.layers)
+        return -(-len(self.layers) // per_plane) * per_plane * self.layer_bytes
 
     def core(self) -> _vtensor.KVGroup:
         """The group as the core's own type. Raises ValueError for what does not fit in 64 bits."""

@@ -21,7 +21,7 @@ from flexinfer.vtensor.settings import (
     SimConfig,
     choice,
     choose_budget,
-    choose_chunk_bytes,
+    choose_layout,
     driver_config,
     simulate,
 )
@@ -91,7 +91,6 @@ class VTensorManager(OpenCore):
         from_dlpack: Callable[[Any], Any] | None = None,
     ) -> None:
         self._closed = True  # until it is open
-        self.spec = spec
         self._from_dlpack = from_dlpack or torch_or_dlpack
         driver = driver_config(device, unmapped)
         if sim is not None:
@@ -100,8 +99,8 @@ class VTensorManager(OpenCore):
             simulate(sim, driver)
         options = _vtensor.ManagerOptions()
         options.max_requests = max_requests
-        options.memory_budget = choose_budget(memory_budget)
-        options.chunk_bytes = choose_chunk_bytes(chunk_bytes, spec, driver, options.memory_budget)
+        budget = options.memory_budget = choose_budget(memory_budget)
+        options.chunk_bytes, self.spec = choose_layout(chunk_bytes, spec, driver, budget)
         if step_tokens is not None:
             options.step_tokens = check_length(step_tokens)
         options.scrub = choice(_vtensor.ScrubPolicy, scrub, "scrub")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 from typing import Any, Literal
 
 from flexinfer import _vtensor
 from flexinfer.runtime.units import parse_bytes
 from flexinfer.vtensor.spec import KVSpec
+from flexinfer.vtensor.state import lasting_planes
 
 HUGE_PAGE_BYTES = 2 << 20
 _DEFAULT_BUDGET_FRACTION = 0.5
@@ -24,6 +26,9 @@ MAX_ROW_TOKENS = 256
 
 _ROWS_PER_WINDOW = 16
 """With a default: a window holds up to a row more than its tokens at either end."""
+
+_MAX_COLUMNS = 64
+"""Chunks of a row in one plane, beyond which no shorter row is looked for."""
 
 _MAP_COUNT = Path("/proc/sys/vm/max_map_count")
 
@@ -95,10 +100,30 @@ def choose_budget(memory_budget: int | str | None) -> int:
     return budget
 
 
+def choose_layout(
+    chunk_bytes: int | str | None, spec: KVSpec, driver: _vtensor.DriverConfig, budget: int
+) -> tuple[int, KVSpec]:
+    """The chunk size, and the spec with planes that suit it. Warns where a row holds more than
+    MAX_ROW_TOKENS and smaller chunks are possible."""
+    size = choose_chunk_bytes(chunk_bytes, spec, driver, budget)
+    fitted = shorten_rows(spec, size)
+    row_tokens = size // fitted.plane_token_bytes
+    if row_tokens > MAX_ROW_TOKENS and size > driver.granularity_bytes:
+        _logger.warning(
+            "a chunk of %d bytes holds %d tokens of a plane: a request of 16 tokens takes what %d "
+            "would. Use smaller chunks (chunk_bytes) or more layers per plane (now %d)",
+            size,
+            row_tokens,
+            row_tokens,
+            fitted.layers_per_plane,
+        )
+    return size, fitted
+
+
 def choose_chunk_bytes(
     chunk_bytes: int | str | None, spec: KVSpec, driver: _vtensor.DriverConfig, budget: int
 ) -> int:
-    """The chunk size asked for, or a default. Warns where a row holds more than MAX_ROW_TOKENS.
+    """The chunk size asked for, or a default.
 
     The default is 2 MiB, halved until a row holds no more than MAX_ROW_TOKENS, unless the budget
     would be more than 16,384 chunks before; until it holds no more than a sixteenth of the smallest
@@ -109,19 +134,46 @@ def choose_chunk_bytes(
         size = parse_bytes(chunk_bytes, "chunk_bytes")
         if size < 1:
             raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes!r}")
-    else:
-        size = _default_chunk_bytes(spec, driver, budget)
-    row_tokens = size // spec.plane_token_bytes
-    if row_tokens > MAX_ROW_TOKENS and size > driver.granularity_bytes:
-        _logger.warning(
-            "a chunk of %d bytes holds %d tokens of a plane: a request of 16 tokens takes what %d "
-            "would. Use smaller chunks (chunk_bytes) or more layers per plane (now %d)",
-            size,
-            row_tokens,
-            row_tokens,
-            spec.layers_per_plane,
-        )
-    return size
+        return size
+    return _default_chunk_bytes(spec, driver, budget)
+
+
+def shorten_rows(spec: KVSpec, chunk_bytes: int) -> KVSpec:
+    """The spec, with room left over in the planes of windows where a request then holds less.
+
+    A row holds as many tokens as fit in a chunk of the planes' greatest common divisor, and a
+    window holds up to a row more than its tokens. 52 layers and 10 have 2 in common, 55 and 10 have
+    5: where a row is more than a sixteenth of the window, room for three layers that do not exist
+    is less than what the shorter row saves. Planes that keep all have none to spare.
+    """
+    lasting = [plane.token_bytes for plane in lasting_planes(spec.groups)]
+    if not lasting or not spec.windows:
+        return spec
+    if chunk_bytes * _ROWS_PER_WINDOW <= spec.windows[0] * spec.plane_token_bytes:
+        return spec
+    longest = gcd(*lasting)
+    units = (longest // columns for columns in range(1, _MAX_COLUMNS) if longest % columns == 0)
+    padded = (_padded(spec, unit) for unit in units if unit > spec.plane_token_bytes)
+    return min((spec, *padded), key=lambda made: _held_bytes(made, chunk_bytes))
+
+
+def _padded(spec: KVSpec, unit: int) -> KVSpec:
+    """Planes of windows that hold all layers of a group made multiples of `unit` bytes a token."""
+    groups = []
+    for group in spec.groups:
+        if group.window is not None and group.layers_per_plane == len(group.layers):
+            step = unit // gcd(unit, group.layer_bytes)
+            room = -(-len(group.layers) // step) * step
+            group = replace(group, layers_per_plane=room)
+        groups.append(group)
+    return replace(spec, mixed=tuple(groups), layers_per_plane=groups[0].layers_per_plane)
+
+
+def _held_bytes(spec: KVSpec, chunk_bytes: int) -> float:
+    """Of a long request, but for the tokens of layers that keep all: windows, a row, its state."""
+    row_tokens = chunk_bytes / spec.plane_token_bytes
+    kept = sum(of.token_bytes * ((of.window or 0) + row_tokens) for of in spec.retentions())
+    return kept + spec.state_bytes(chunk_bytes)
 
 
 def _default_chunk_bytes(spec: KVSpec, driver: _vtensor.DriverConfig, budget: int) -> int:

@@ -46,7 +46,8 @@ class KVSpec:
         states: what layers with a state keep of each sequence (:class:`StateGroup`).
         state: where these lie, in a vTensor of its own for each sequence.
         element_bytes: bytes of one number.
-        bytes_per_token: bytes of one token: K and V of all layers.
+        bytes_per_token: bytes of one token: K and V of all layers, and room that is left over in
+            planes of layers with a window (:class:`KVGroup`).
         num_planes: virtual ranges of one vTensor.
         row_chunks: chunks of a row, the least that a vTensor grows by: one per plane, and more for
             planes with larger tokens than others.

@@ -100,7 +100,7 @@ class StateLayout:
         where each plane of `groups` gives back what a window leaves: a state is kept whole."""
         if not tensors:
             return cls()
-        planes = list(_lasting_planes(groups))
+        planes = list(lasting_planes(groups))
         if not planes:
             raise ValueError(
                 "a recurrent state lies where KV is kept for all tokens, and each layer of this "
@@ -116,7 +116,7 @@ class StateLayout:
         return cls(tuple(tensors), tuple(places), num_tokens)
 
 
-def _lasting_planes(groups: Iterable[KVGroup]) -> Iterator[StatePlane]:
+def lasting_planes(groups: Iterable[KVGroup]) -> Iterator[StatePlane]:
     """Planes of which nothing is given back while a vTensor lives."""
     for group in groups:
         if group.window is not None:

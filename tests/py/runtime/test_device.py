@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ torch = pytest.importorskip("torch")
 from flexinfer import LLMEngine
 from flexinfer.config import EngineConfig
 from flexinfer.memory.budget import choose_kv_memory
-from flexinfer.memory.kv_setup import whole_slot_tokens
+from flexinfer.memory.kv_setup import make_manager, whole_slot_tokens
 from flexinfer.models.describe import warm_up
 from flexinfer.models.loading import load_model
 from flexinfer.runtime.device import choose_device
 from flexinfer.vtensor import KVSpec
+from flexinfer.vtensor.settings import shorten_rows
 from helpers.tiny_models import make_model
 
 GIB = 1 << 30
@@ -92,6 +94,30 @@ def test_a_slot_of_whole_chunks_is_whole_tokens(
     assert num_tokens >= max_seq_len
     assert num_tokens * spec.plane_token_bytes % chunk_bytes == 0
     assert num_tokens - max_seq_len < chunk_bytes
+
+
+def test_a_slot_on_a_gpu_is_whole_tokens_of_the_rows_that_the_manager_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gemma-3-4B: room for a 30th layer with a window makes rows of 102 tokens in place of 512."""
+    layers = [
+        SimpleNamespace(
+            owner=idx, window=None if idx % 6 == 5 else 1024, chunk=None, num_kv_heads=4,
+            key_dim=256, value_dim=256, is_latent=False,
+        )
+        for idx in range(34)
+    ]  # fmt: skip
+    loaded = SimpleNamespace(
+        layers=layers, device=torch.device("cuda"), dtype=torch.bfloat16, is_indexed=False, state=()
+    )
+    opened: list[KVSpec] = []
+    monkeypatch.setattr("flexinfer.vtensor.VTensorManager", lambda spec, **_: opened.append(spec))
+    memory = choose_kv_memory(None, 60 * GIB, gpu_bytes=80 * GIB, gpu_memory_utilization=0.9)
+    make_manager(EngineConfig(model="x"), loaded, 32_768, memory)  # type: ignore[arg-type]
+    (spec,) = opened
+    assert (2 << 20) // spec.plane_token_bytes == 102
+    assert shorten_rows(spec, 2 << 20) is spec
+    assert spec.max_seq_len * spec.plane_token_bytes % (2 << 20) == 0
 
 
 def test_the_warm_up_runs_the_largest_step() -> None:

@@ -65,6 +65,28 @@ def test_a_row_holds_at_most_a_sixteenth_of_the_smallest_window(
     assert chosen(spec, budget_gib * GIB) // spec.plane_token_bytes == row_tokens
 
 
+@pytest.mark.parametrize(
+    ("chunk_kib", "places", "row_tokens"),
+    [(1024, 52, 64), (2048, 55, 51)],  # 2 divides 52 and 10, 5 divides 55 and 10
+)
+def test_planes_of_windows_have_room_for_more_layers_where_rows_are_shorter_for_it(
+    chunk_kib: int, places: int, row_tokens: int
+) -> None:
+    chunk_bytes = chunk_kib << 10
+    with VTensorManager(gemma(), "sim", memory_budget=8 * GIB, chunk_bytes=chunk_bytes) as manager:
+        near, full = manager.spec.groups
+        assert (near.layers_per_plane, full.layers_per_plane) == (places, 10)
+        assert chunk_bytes // manager.spec.plane_token_bytes == row_tokens
+
+
+@pytest.mark.parametrize("window", [None, 1024])
+def test_one_group_stays_as_it_is_given(window: int | None) -> None:
+    group = KVGroup(tuple(range(31)), 4, 64, 64, "bfloat16", window=window)
+    spec = KVSpec.of_groups([group], 4096)
+    with VTensorManager(spec, "sim", memory_budget=8 * GIB, chunk_bytes=2 << 20) as manager:
+        assert manager.spec is spec
+
+
 def test_but_the_budget_is_no_more_than_16384_chunks_for_that() -> None:
     assert chosen(llama(1), budget=16 * GIB) == 1 << 20
 

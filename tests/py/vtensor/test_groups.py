@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ CHUNK = 4096
 
 FULL = KVGroup((0, 2), num_kv_heads=2, key_dim=64, value_dim=64)
 HALF = KVGroup((1,), num_kv_heads=1, key_dim=96, value_dim=32, dtype="float16")
+PADDED = replace(HALF, layers=(1, 4, 5), window=200, layers_per_plane=2)
 LATENT = KVGroup((3,), num_kv_heads=1, key_dim=288, value_dim=0)
 
 
@@ -40,14 +42,15 @@ def test_each_layer_has_the_shape_and_the_dtype_of_its_group() -> None:
             vtensor.k(4)
 
 
-def test_no_two_tensors_overlap_and_the_arena_shows_what_the_views_do() -> None:
-    with manager_of(FULL, HALF, LATENT) as manager:
+@pytest.mark.parametrize("half", [HALF, PADDED], ids=["dense", "with room for a layer more"])
+def test_no_two_tensors_overlap_and_the_arena_shows_what_the_views_do(half: KVGroup) -> None:
+    with manager_of(FULL, half, LATENT) as manager:
         vtensors = [manager.create() for _ in range(3)]
         manager.extend(vtensors, [128] * 3)
         tensors = [
             (layer, which, vtensor)
             for vtensor in vtensors
-            for layer in range(4)
+            for layer in sorted({0, 2, 3, *half.layers})
             for which in ("k", "v")
             if layer != 3 or which == "k"
         ]
@@ -76,6 +79,15 @@ def test_planes_of_one_token_size_take_a_chunk_of_each_row() -> None:
     few = KVGroup((10, 11), num_kv_heads=1, key_dim=64, value_dim=64)
     spec = KVSpec.of_groups([many, few], num_layers=12)
     assert (spec.num_planes, spec.row_chunks, spec.plane_token_bytes) == (2, 6, 1024)
+
+
+def test_only_planes_of_windows_have_room_left_over() -> None:
+    """Three layers in planes of two: a window pays for the fourth with its tokens alone."""
+    spec = KVSpec.of_groups([PADDED, FULL, LATENT], 64)
+    assert spec.bytes_per_token == 4 * 256 + 2 * 1024 + 1152
+    assert spec.num_planes == 2 + 1 + 1
+    with pytest.raises(ValueError, match="layers_per_plane 2 does not divide num_layers 3"):
+        KVSpec.of_groups([replace(PADDED, window=None)], 64)
 
 
 def test_one_group_given_is_the_spec_of_a_uniform_model() -> None:

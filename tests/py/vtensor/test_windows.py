@@ -371,3 +371,20 @@ def test_a_model_like_gemma_3_holds_little_more_than_its_windows() -> None:
         formula = layer_bytes * (32_769 + 5 * 1024)
         assert formula < manager.stats().mapped_bytes + layer_bytes * 256
         assert manager.stats().mapped_bytes <= 1.1 * formula
+
+
+def test_of_gemma_3_27b_in_chunks_of_2_mib_too() -> None:
+    """52 layers with a window and 10 without, just after a prompt of two windows: the worst."""
+    near = KVGroup(tuple(range(52)), 16, 128, 128, "bfloat16", window=1024)
+    full = KVGroup(tuple(range(52, 62)), 16, 128, 128, "bfloat16")
+    spec = KVSpec.of_groups([near, full], max_seq_len=33_000)
+    options = {"memory_budget": "8GiB", "chunk_bytes": 2 << 20, "step_tokens": 512}
+    with VTensorManager(spec, "sim", max_requests=1, **options) as manager:  # type: ignore[arg-type]
+        vtensor = manager.create()
+        for length in [*range(512, 2048, 512), *range(2048, 2560)]:
+            vtensor.extend(length)
+            manager.forget([vtensor], [length])
+            manager.drain()
+            formula = near.layer_bytes * (52 * min(length, 1024) + 10 * length)
+            assert manager.stats().mapped_bytes <= 1.1 * formula or length <= 2048
+        assert manager.stats().mapped_bytes <= manager.bytes_for(length)
