@@ -228,7 +228,7 @@ class EngineConfig:
     """Processes that share the model: each has its part of the weights and of the KV heads. Sizes
     of memory are those of each of them; see docs/scale_out.md."""
     distributed_timeout_s: float = 30.0
-    """Seconds after which a process that does not take part in a step is held to hang."""
+    """Seconds after which a process that does not take part in a sum is held to hang."""
     distributed_check_interval: int = 1000
     """Steps between two comparisons of what the processes' managers hold."""
     kv_events_config: KVEventsConfig | Mapping[str, Any] | str | None = None

@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flexinfer.distributed.messages import Step
-from flexinfer.layers.parallel import CollectiveError
+from flexinfer.layers.exchanges import CollectiveError, Exchanges, StepFailedError, exchanges_of
 
 if TYPE_CHECKING:
+    import torch
+
     from flexinfer.distributed.operations import RecordingCore
     from flexinfer.distributed.ranks import Ranks
     from flexinfer.runner.model_runner import ModelRunner, PendingTokens
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class TensorParallelExecutor:
-    """Rank 0's. A failure of the model ends the engine: the other ranks cannot be called back.
+    """Rank 0's. Where the model fails on one rank, the step has failed on all of them, which are
+    ready for the next.
 
     Not thread-safe: one step at a time.
     """
@@ -38,6 +41,7 @@ class TensorParallelExecutor:
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._check_interval = check_interval
+        self._exchanges = exchanges_of(runner.loaded.model)
         self._num_steps = 0
 
     @property
@@ -45,7 +49,7 @@ class TensorParallelExecutor:
         return self._runner.uses_shared_ranges
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """See `Executor.execute`. Raises RankError."""
+        """See `Executor.execute`. Raises RankError, StepFailedError where another rank failed."""
         return self.submit(plan).result()
 
     def submit(self, plan: StepPlan) -> PendingTokens:
@@ -54,12 +58,12 @@ class TensorParallelExecutor:
         self._num_steps += 1
         self._send(plan=_without_sampling(plan), is_checked=is_checked)
         try:
-            logits = self._runner.compute(plan)
+            logits = compute_part(self._runner, self._exchanges, plan)
         except CollectiveError as error:
             raise self._ranks.explain(error) from error
-        except Exception as error:
-            message = f"failed in its part of a step: {type(error).__name__}: {error}"
-            raise self._ranks.fail(message) from error
+        except StepFailedError as error:
+            message = self._ranks.wait_step_failed(error.rank, self._num_steps, self._timeout_s)
+            raise StepFailedError(error.rank, message) from None
         return self._runner.begin_sampling(logits, plan)
 
     def forget(self, sampling_ids: Sequence[int]) -> None:
@@ -72,8 +76,22 @@ class TensorParallelExecutor:
 
     def _send(self, plan: StepPlan | None, *, is_checked: bool) -> None:
         books = self._recording.books() if is_checked else None
-        step = Step(self._recording.take(), plan, books, is_answered=plan is None)
+        operations = self._recording.take()
+        step = Step(self._num_steps, operations, plan, books, is_answered=plan is None)
         self._ranks.send(step)
+
+
+def compute_part(runner: ModelRunner, exchanges: Exchanges, plan: StepPlan) -> torch.Tensor:
+    """This rank's part of a step, on any rank: logits on rank 0. Where it raises anything but a
+    CollectiveError, no rank waits for this one."""
+    exchanges.begin()
+    try:
+        return runner.compute(plan)
+    except (CollectiveError, StepFailedError):
+        raise
+    except Exception:
+        exchanges.abandon(*runner.inputs.count_rows(plan))
+        raise
 
 
 def _without_sampling(plan: StepPlan) -> StepPlan:

@@ -56,12 +56,21 @@ class OpenManager:
 class Step:
     """To all ranks, one a step: what rank 0's manager has done since, and what to compute now."""
 
+    number: int
     operations: list[Operation]
     plan: StepPlan | None = None
     books: str | None = None
     """To be compared."""
     is_answered: bool = False
     """Whether a `Done` is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """From a rank: it could not compute its part of this step, and goes on with the next."""
+
+    number: int
+    message: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from flexinfer.distributed.messages import (
     Progress,
     Setup,
     Step,
+    StepFailed,
     Stop,
     fingerprint,
 )
@@ -36,7 +37,9 @@ from flexinfer.distributed.operations import Replica
 
 if TYPE_CHECKING:
     from flexinfer.config import EngineConfig
+    from flexinfer.layers.exchanges import Exchanges
     from flexinfer.runner.model_runner import ModelRunner
+    from flexinfer.runner.plan import StepPlan
     from flexinfer.vtensor import VTensorManager
 
 logger = logging.getLogger(__name__)
@@ -56,7 +59,7 @@ def serve_rank(config: EngineConfig | None = None) -> None:
     except (EOFError, ConnectionError):
         logger.debug("rank 0 has gone", exc_info=True)
     except Exception as error:
-        from flexinfer.layers.parallel import CollectiveError
+        from flexinfer.layers.exchanges import CollectiveError
 
         logger.debug("rank %d fails", meeting.rank, exc_info=True)
         is_victim = isinstance(error, CollectiveError)
@@ -126,8 +129,9 @@ def _expect(connection: Connection, kind: type) -> Any:
 
 
 def _follow(connection: Connection, runner: ModelRunner, replica: Replica) -> None:
-    import torch
+    from flexinfer.layers.exchanges import exchanges_of
 
+    exchanges = exchanges_of(runner.loaded.model)
     while True:
         message: Any = connection.recv()
         if isinstance(message, Stop):
@@ -138,11 +142,30 @@ def _follow(connection: Connection, runner: ModelRunner, replica: Replica) -> No
         if message.books is not None:
             replica.check(message.books)
         if message.plan is not None:
-            runner.compute(message.plan)
-            if runner.loaded.device.type == "cuda":
-                torch.cuda.synchronize(runner.loaded.device)  # as rank 0, which reads tokens
+            why = _compute(runner, exchanges, message.plan)
+            if why:
+                connection.send(StepFailed(message.number, why))
         if message.is_answered:
             connection.send(Done())
+
+
+def _compute(runner: ModelRunner, exchanges: Exchanges, plan: StepPlan) -> str:
+    """This rank's part of a step; returns why it failed, or nothing. Raises CollectiveError."""
+    import torch
+
+    from flexinfer.distributed.executor import compute_part
+    from flexinfer.layers.exchanges import CollectiveError
+
+    try:
+        compute_part(runner, exchanges, plan)
+        if runner.loaded.device.type == "cuda":
+            torch.cuda.synchronize(runner.loaded.device)  # as rank 0, which reads tokens
+    except CollectiveError:
+        raise
+    except Exception as error:
+        logger.debug("a part of a step has failed", exc_info=True)
+        return f"failed in its part of a step: {type(error).__name__}: {error}"
+    return ""
 
 
 def rank_device(device: str, rank: int) -> str:

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 
-from flexinfer.distributed.messages import Done, Failed, Progress, Step, Stop
+from flexinfer.distributed.messages import Done, Failed, Progress, Step, StepFailed, Stop
 from flexinfer.errors import RankError
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ class Ranks:
         self._changed = threading.Condition()
         self._num_done = dict.fromkeys(connections, 0)
         self._reports: dict[int, Failed] = {}
+        self._failed_steps: dict[int, StepFailed] = {}  # of each rank the last
         self._failure: RankError | None = None
         self._is_closing = False
         self.on_failure: Callable[[], None] | None = None
@@ -92,16 +93,22 @@ class Ranks:
                 self._num_done[rank] -= 1
         self.check()
 
+    def wait_step_failed(self, rank: int, number: int, timeout_s: float) -> str:
+        """Why this rank could not compute its part of step `number`. Raises RankError."""
+
+        def is_told() -> bool:
+            told = self._failed_steps.get(rank)
+            return self._failure is not None or (told is not None and told.number == number)
+
+        with self._changed:
+            if not self._changed.wait_for(is_told, timeout_s):
+                self._fail(RankError(rank, f"has not said for {timeout_s:g} s why a step failed"))
+        self.check()
+        return self._failed_steps[rank].message
+
     def explain(self, error: Exception) -> RankError:
         """Which rank is to blame for an error of this one's collectives. The engine ends."""
         return self._cause(0, f"could not reach the others: {error}")
-
-    def fail(self, message: str) -> RankError:
-        """Rank 0 itself cannot go on, and the others wait for it."""
-        with self._changed:
-            self._fail(RankError(0, message))
-        assert self._failure is not None
-        return self._failure
 
     def close(self) -> None:
         """End all ranks; returns when those started here have ended. May be called again."""
@@ -169,6 +176,10 @@ class Ranks:
         elif isinstance(message, Done):
             with self._changed:
                 self._num_done[rank] += 1
+                self._changed.notify_all()
+        elif isinstance(message, StepFailed):
+            with self._changed:
+                self._failed_steps[rank] = message
                 self._changed.notify_all()
         elif isinstance(message, Failed):
             with self._changed:

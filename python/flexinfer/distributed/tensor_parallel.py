@@ -79,7 +79,7 @@ class TensorParallelRanks:
     def load(self) -> LoadedModel:
         """This rank's part of the model; returns when all have theirs."""
         from flexinfer.distributed.rank import rank_device
-        from flexinfer.layers.parallel import CollectiveError
+        from flexinfer.layers.exchanges import CollectiveError
         from flexinfer.models.describe import describe
         from flexinfer.models.loading import load_part_of_model
         from flexinfer.models.sharding import RankOf

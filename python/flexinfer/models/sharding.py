@@ -58,6 +58,11 @@ def check_plan(config: Any, num_ranks: int) -> None:
             f"{kind}: its tensor-parallel plan does not split {missing[0]!r} by heads; it runs "
             "with tensor_parallel_size=1 only"
         )
+    if (_model_class(config)._tp_plan or {}).get("lm_head") != HEAD:
+        raise UnsupportedModelError(
+            f"{kind}: its tensor-parallel plan does not split its head by tokens; it runs with "
+            "tensor_parallel_size=1 only"
+        )
     num_heads = text.num_attention_heads
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
     if num_heads % num_ranks:
@@ -83,9 +88,8 @@ def load_part(name: str, config: Any, dtype: torch.dtype, part: RankOf) -> Any:
     REQUIRES: torch.distributed's default group is that of the ranks.
     """
     from transformers.distributed.configuration_utils import DistributedConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    base: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    base: Any = _model_class(config)
 
     class Part(base):  # type: ignore[misc]
         """Loads on CPUs without a device map, for which transformers would want accelerate."""
@@ -119,6 +123,15 @@ def load_part(name: str, config: Any, dtype: torch.dtype, part: RankOf) -> Any:
 def split_layers(model: Any, part: RankOf) -> int:
     """Put layers of ours in the place of transformers' hooks; fuse what can be fused. Returns the
     bytes of this rank's weights."""
+    from flexinfer.layers.exchanges import Exchanges
+    from flexinfer.layers.parallel import (
+        GatheredLinear,
+        ReducedLinear,
+        ReducedModule,
+        VocabEmbedding,
+    )
+
+    exchanges = Exchanges(part.rank, part.num_ranks)
     styles = {name: style for name, style in _styles(model).items() if style is not None}
     modules = dict(model.named_modules())
     first_token, num_tokens = 0, 0
@@ -147,35 +160,25 @@ def split_layers(model: Any, part: RankOf) -> int:
         if name not in modules or style not in ("rowwise", "moe_tp_experts", EMBEDDING, HEAD):
             continue  # a parameter, or whole as it is
         module = model.get_submodule(name)
-        replacement: torch.nn.Module | None = _reduced(module, style, part)
+        whole: torch.nn.Module
         if style == EMBEDDING:
-            replacement = _vocab_embedding(module, first_token, num_tokens)
-        if style == HEAD:
-            replacement = _gathered(module, model.config.get_text_config().vocab_size, part)
-        if replacement is not None:
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, replacement)
+            whole = VocabEmbedding(module, first_token, num_tokens, exchanges)
+        elif style == HEAD:
+            vocab_size = model.config.get_text_config().vocab_size
+            whole = GatheredLinear(module, vocab_size, exchanges)
+        elif style == "rowwise":
+            whole = ReducedLinear(module, exchanges)
+        else:
+            whole = ReducedModule(module, exchanges)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, whole)
     return sum(weights.values())
 
 
-def _reduced(module: Any, style: str, part: RankOf) -> torch.nn.Module | None:
-    from flexinfer.layers.parallel import ReducedLinear, ReducedModule
+def _model_class(config: Any) -> Any:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if style == "rowwise":
-        return ReducedLinear(module, part.rank)
-    return ReducedModule(module) if style == "moe_tp_experts" else None
-
-
-def _vocab_embedding(module: Any, first_token: int, num_tokens: int) -> torch.nn.Module:
-    from flexinfer.layers.parallel import VocabEmbedding
-
-    return VocabEmbedding(module, first_token, num_tokens)
-
-
-def _gathered(module: Any, vocab_size: int, part: RankOf) -> torch.nn.Module:
-    from flexinfer.layers.parallel import GatheredLinear
-
-    return GatheredLinear(module, vocab_size, part.rank, part.num_ranks)
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def _styles(model: Any) -> dict[str, str | None]:

@@ -71,6 +71,12 @@ class InputBuilder:
         self._host = self._new_host(1024)
         self._copied: torch.cuda.Event | None = None
 
+    def count_rows(self, plan: StepPlan) -> tuple[int, int]:
+        """How many rows `build` makes of a plan: tokens, and those whose logits are needed."""
+        num_tokens = len(plan.token_ids) // 4
+        num_logits = len(plan.sampled_rows) + sum(s.end - s.start for s in plan.scored)
+        return self._count(num_tokens), self._count(num_logits)
+
     def build(self, plan: StepPlan) -> StepInputs:
         segments = flat_segments(plan)
         token_ids = np.frombuffer(plan.token_ids, np.int32)
@@ -78,8 +84,8 @@ class InputBuilder:
         rows = list(plan.sampled_rows)
         for scored in plan.scored:
             rows += range(scored.row, scored.row + scored.end - scored.start)
-        num_rows = self._count(num_tokens)
-        rows += [0] * (self._count(len(rows)) - len(rows))
+        num_rows, num_logits = self.count_rows(plan)
+        rows += [0] * (num_logits - len(rows))
         host = self._host_buffer(2 * num_rows + num_decodes + len(rows))
         ids, positions, slots, logits_rows = _split(host, num_rows, num_decodes, len(rows))
         ids[:num_tokens] = token_ids

@@ -105,12 +105,14 @@ def test_a_bad_file_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_options_become_settings(tmp_path: Path) -> None:
     given = options(
-        "--max-request-bytes", "1MiB", "--no-enable-prefix-caching", "--swap-space", "0"
+        *("--max-request-bytes", "1MiB", "--no-enable-prefix-caching", "--swap-space", "0"),
+        *("--distributed-timeout", "2.5"),
     )
     assert (given.threads, given.compile) == (None, False)
     config = engine_config(given)
     made = server_settings(given, config)
     assert made.model_name == "tiny_chat"
+    assert config.distributed_timeout_s == 2.5
     assert made.max_request_bytes == 1 << 20
     assert not config.enable_prefix_caching
     with pytest.raises(ValueError, match="chat template"):

@@ -41,6 +41,9 @@ class EngineOptions:
         int,
         option("Processes that share the model, each with a part of weights and KV heads."),
     ] = 1
+    distributed_timeout: Annotated[
+        float, option("Seconds after which one of them that does not answer is held to hang.")
+    ] = 30.0
     max_model_len: Annotated[
         int | None, option("Maximum number of tokens per request, prompt and answer together.")
     ] = None

@@ -30,6 +30,7 @@ def engine_config(options: ServeOptions) -> EngineConfig:
         "device": opened.engine_device,
         "chunk_bytes": opened.engine_chunk_bytes,
         "swap_space": _bytes(options.swap_space),
+        "distributed_timeout_s": options.distributed_timeout,
         "prefix_cache_memory": cache if cache is None else _bytes(cache),
     }
     return EngineConfig(**_same_names(options, EngineConfig) | translated)
