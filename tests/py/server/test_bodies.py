@@ -79,6 +79,21 @@ def test_one_long_text_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(parted) == 1
 
 
+@pytest.mark.parametrize(
+    ("mark", "bound"),
+    [("{", "MAX_CONTAINERS"), ("[", "MAX_CONTAINERS"), (",", "MAX_VALUES")],
+)
+def test_each_mark_counts_and_no_other_character(
+    mark: str, bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, bound, 100)
+    monkeypatch.setattr(bodies, "PIECE_BYTES", 257)
+    others = bytes(set(range(256)) - set(b"{[,")) * 20
+    for num_marks, is_within in ((100, True), (101, False)):
+        body = others + mark.encode() * num_marks + others
+        assert asyncio.run(bodies._is_within_bounds(body, Pace())) == is_within
+
+
 class Clock:
     """The time of a thread that does nothing else but what a test says, and what was slept."""
 
@@ -105,6 +120,23 @@ def test_work_in_slices_rests_between_them(monkeypatch: pytest.MonkeyPatch) -> N
     assert clock.slept_s == pytest.approx([bodies.REST * one for one in (0.0006, 0.0005, 0.010)])
     clock.now_s += 0.0001
     assert pace.rest_s() == pytest.approx(bodies.LONG_REST * 0.010)
+
+
+def test_the_parsers_one_call_has_the_loop_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was done before and after it is not added to the time for which others wait."""
+    clock = Clock(monkeypatch)
+    parse = bodies.from_json
+    parsed_after: list[int] = []
+
+    def slowly(text: bytes) -> Any:
+        parsed_after.append(len(clock.slept_s))
+        clock.now_s += 0.001
+        return parse(text)
+
+    monkeypatch.setattr(bodies, "from_json", slowly)
+    asyncio.run(bodies.read_large(b'"' + b"a" * bodies.LARGE_BYTES + b'"', None, Pace()))
+    assert parsed_after == [1]
+    assert clock.slept_s == pytest.approx([0, bodies.REST * 0.001])
 
 
 def test_the_next_body_waits_for_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,3 +139,14 @@ def test_without_allowed_origins_no_page_may_call(server: ServerProcess) -> None
     answer = preflight(server.url, "https://a.example")
     assert answer.status_code == 405
     assert "access-control-allow-origin" not in answer.headers
+
+
+def test_a_request_that_comes_byte_by_byte_is_answered(server: ServerProcess) -> None:
+    body = json.dumps({**STREAM, "stream": False}).encode()
+    head = (f"Content-Length: {len(body)}", "Content-Type: application/json", "Connection: close")
+    with connect(server.url) as sock:
+        for byte in post(body, *head):
+            sock.sendall(bytes([byte]))
+        answer = b"".join(iter(lambda: sock.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"]

@@ -1,5 +1,8 @@
 """Connection: uvicorn's HTTP protocol, with an end to requests that arrive too slowly.
 
+Hundreds that send a byte now and then would keep the event loop busy: their bytes are left to
+gather in the kernel.
+
 uvicorn waits for a request's head and body without bound, so that a few hundred idle sockets could
 hold what the process may open. Needs httptools. It also passes over the offer to change to HTTP/2
 (h2c) that Java's HttpClient makes: the parser would take the body for the other protocol's bytes.
@@ -15,6 +18,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MIN_BYTES_PER_S = 16 << 10
 """A body may take `receive_timeout_s`, and a second more per so many bytes."""
+SMALL_PIECE_BYTES = 1024
+NUM_SMALL_PIECES = 4
+"""In a row, of one request, that are read as they come; then ever more are awaited."""
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 1.0
 _OFFER = re.compile(rb"^Upgrade(?=:[ \t]*h2c[ \t]*\r?$)", re.IGNORECASE | re.MULTILINE)
 _HIDDEN = b"X-Offer"  # as long as the name that it replaces
 _TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -29,6 +37,7 @@ class Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._deadline_s = 0.0
         self._in_request = False
+        self._num_small_pieces = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -44,6 +53,23 @@ class Connection(HttpToolsProtocol):
             if self._timer is None:  # it may be less than the beginning of a request
                 self._expect()
         super().data_received(data)
+        self._let_pieces_gather(len(data))
+
+    def _let_pieces_gather(self, num_bytes: int) -> None:
+        """A request that comes byte by byte costs as much each time as one that comes whole."""
+        if not self._in_request or num_bytes >= SMALL_PIECE_BYTES or self.flow.read_paused:
+            self._num_small_pieces = 0
+            return
+        self._num_small_pieces += 1
+        num_pauses = self._num_small_pieces - NUM_SMALL_PIECES
+        if num_pauses > 0 and not self.transport.is_closing():
+            self.transport.pause_reading()
+            pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(num_pauses, 10))
+            self.loop.call_later(pause_s, self._read_on)
+
+    def _read_on(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def on_message_begin(self) -> None:
         self._in_request = True

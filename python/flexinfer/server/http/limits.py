@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import Counter, deque
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flexinfer.server.http.errors import APIError, bad_request, error_response
+from flexinfer.server.http.uploads import Uploads
 
 MAX_RETRY_AFTER_S = 60
 PACE_WINDOW = 64
@@ -87,11 +89,13 @@ class Limits:
 
 
 class BodyLimitMiddleware:
-    """Answers 413 to bodies above a size, whether they say their length or not."""
+    """Answers 413 to bodies above a size, whether they say their length or not; reads those that
+    are long at a tenant's pace."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._uploads = Uploads()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -102,6 +106,7 @@ class BodyLimitMiddleware:
             await error_response(self._too_large(), scope["path"])(scope, receive, send)
             return
         num_bytes = 0
+        tenant = scope.get("state", {}).get("tenant", "")
 
         async def counted() -> Message:
             nonlocal num_bytes
@@ -109,6 +114,8 @@ class BodyLimitMiddleware:
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
                 raise self._too_large()
+            if message.get("more_body"):
+                await asyncio.sleep(self._uploads.delay_s(tenant, len(message["body"])))
             return message
 
         await self._app(scope, counted, send)
