@@ -119,12 +119,14 @@ class Scenario:
 
     def decode_step_windows(self) -> dict[str, Series]:
         """As `decode_step`, with two groups, one of them with a window that moves: try_extend, and
-        the forget that follows the step. What is due goes in the worker, between the steps here."""
+        what the scheduler calls after the step, forget_ids; four windows leave a row in each. The
+        worker gives these back, between the steps here."""
         extend, forget = Series(), Series()
         num_tokens = NUM_REQUESTS * (self._rounds + 4 * WINDOW)
         with self._setting.windowed.manager(NUM_REQUESTS, num_tokens) as manager:
             vtensors = [manager.create() for _ in range(NUM_REQUESTS)]
-            ends = [2 * WINDOW] * NUM_REQUESTS
+            ids = [vtensor.id for vtensor in vtensors]
+            ends = [2 * WINDOW + idx % CHUNK_TOKENS for idx in range(NUM_REQUESTS)]
             manager.extend(vtensors, ends)
             for step in range(self._rounds):
                 if step % CHUNK_TOKENS == 0:
@@ -132,7 +134,7 @@ class Scenario:
                 ends = [end + 1 for end in ends]
                 manager.drain()
                 _check(timed(extend, manager, manager.try_extend, vtensors, ends))
-                timed(forget, manager, manager.forget, vtensors, ends)
+                timed(forget, manager, manager.forget_ids, ids, ends)
             manager.drain()
             _check(self._rounds < CHUNK_TOKENS or manager.stats().chunks_given_back > 0)
         return {"decode_step_256_windows_us": extend, "forget_256_us": forget}

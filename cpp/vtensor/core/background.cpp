@@ -55,10 +55,10 @@ void Background::post_forget(const Lock&, std::span<const VTensorId> ids,
                              std::span<const size_t> num_tokens) {
   std::vector<VTensorId> due;
   for (size_t i = 0; i < ids.size(); ++i) {
-    if (!core_.vtensors.is_live(ids[i])) continue;
-    VTensor& vtensor = core_.vtensors.known(ids[i]);
-    if (num_tokens[i] < vtensor.forget_at && vtensor.forgotten_tokens == 0) continue;
-    if (core_.forgetter.note(vtensor, num_tokens[i])) due.push_back(ids[i]);
+    VTensor* const vtensor = core_.vtensors.find(ids[i]);
+    if (vtensor == nullptr) continue;
+    if (num_tokens[i] < vtensor->forget_at && vtensor->forgotten_tokens == 0) continue;
+    if (core_.forgetter.note(*vtensor, num_tokens[i])) due.push_back(ids[i]);
   }
   if (due.empty()) return;
   worker_.post([this, due = std::move(due)] { give_back(due); });

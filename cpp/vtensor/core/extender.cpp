@@ -25,13 +25,13 @@ void declare(VTensor& vtensor, size_t num_tokens) {
 
 bool Extender::extend_in_place(std::span<const VTensorId> ids, std::span<const size_t> num_tokens) {
   check_same_size(ids.size(), num_tokens.size());
+  found_.resize(ids.size());
   for (size_t i = 0; i < ids.size(); ++i) {
-    const VTensor& vtensor = vtensors_.resident(ids[i]);
+    VTensor& vtensor = vtensors_.resident(ids[i]);
     if (num_tokens[i] > std::max(vtensor.write_limit, vtensor.num_tokens)) return false;
+    found_[i] = &vtensor;
   }
-  for (size_t i = 0; i < ids.size(); ++i) {
-    declare(vtensors_.known(ids[i]), num_tokens[i]);
-  }
+  for (size_t i = 0; i < ids.size(); ++i) declare(*found_[i], num_tokens[i]);
   return true;
 }
 

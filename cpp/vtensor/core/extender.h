@@ -77,6 +77,7 @@ class Extender {
   Retirement& retirement_;
   Reclaimer& reclaimer_;
   std::string last_shortage_;
+  std::vector<VTensor*> found_;  // of one extend_in_place(), for the next one to reuse
 };
 
 }  // namespace vtensor

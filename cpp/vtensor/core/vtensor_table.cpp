@@ -22,6 +22,12 @@ bool VTensorTable::is_live(VTensorId id) const {
   return pool_.vset[slot].state == SlotState::kLive && vtensors_[slot].id == id;
 }
 
+VTensor* VTensorTable::find(VTensorId id) {
+  const auto slot = static_cast<SlotId>(id % pool_.vset.num_slots());
+  const bool is_live = vtensors_[slot].id == id && pool_.vset[slot].state == SlotState::kLive;
+  return is_live ? &vtensors_[slot] : nullptr;
+}
+
 VTensor& VTensorTable::live(VTensorId id) {
   const auto slot = static_cast<SlotId>(id % pool_.vset.num_slots());
   if (is_live(id)) return vtensors_[slot];

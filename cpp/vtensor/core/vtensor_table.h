@@ -31,6 +31,8 @@ class VTensorTable {
   // Requires: the id is live. No check: the fast path of a decode step.
   VTensor& known(VTensorId id) { return vtensors_[id % vtensors_.size()]; }
   bool is_live(VTensorId id) const;
+  // nullptr where it is not. As live(), it divides once: what a decode step asks of each request.
+  VTensor* find(VTensorId id);
   std::vector<VTensorId> live_ids() const;
 
   // A blank vTensor in a slot that has just become live.

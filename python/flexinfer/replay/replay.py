@@ -314,8 +314,8 @@ class _Replay:
 
     def _forget(self, record: Record) -> None:
         pairs = zip(record["ids"], record["n"], strict=True)
-        told = [(live, n) for recorded_id, n in pairs if (live := self._find(recorded_id))]
-        self._manager.forget([live.vtensor for live, _ in told], [n for _, n in told])
+        told = [(self._find(idx), n) for idx, n in pairs if idx not in self._gone]
+        self._manager.forget([live.vtensor for live, _ in told if live], [n for _, n in told])
         self._manager.drain()
 
     def _truncate(self, record: Record) -> None:

@@ -129,8 +129,8 @@ class PreExtender:
         ends follows. Never fails, never waits."""
         if not self._has_windows:
             return
-        alive = [item for item in items if not item.vtensor.released]
-        self._manager.forget([item.vtensor for item in alive], [item.end for item in alive])
+        ids = [item.vtensor.id for item in items]  # released ones too: nothing happens to these
+        self._manager.forget_ids(ids, [item.end for item in items])
 
     def _set_busy(self, busy: bool) -> None:
         if busy != self._is_busy:

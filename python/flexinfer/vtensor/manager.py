@@ -224,11 +224,7 @@ class VTensorManager(OpenCore):
         is read there is as `unmapped` says. Never fails, never waits; where no group has a window
         nothing happens.
         """
-        ids = self._ids(vtensors)
-        try:
-            self._core.forget(ids, num_tokens)
-        except TypeError:
-            raise bad_lengths(num_tokens) from None
+        self.forget_ids(self._ids(vtensors), num_tokens)
 
     def shared_ranges(
         self, vtensors: Sequence[VTensor], num_tokens: Sequence[int]

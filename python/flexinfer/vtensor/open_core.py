@@ -85,6 +85,14 @@ class OpenCore:
         except TypeError:  # checked afterwards: a decode step of many requests pays for it
             raise bad_lengths(num_tokens) from None
 
+    def forget_ids(self, ids: Sequence[int], num_tokens: Sequence[int]) -> None:
+        """As :meth:`VTensorManager.forget`, by ids: what a scheduler of many requests calls after
+        each step. Those of vTensors that have been released are passed over."""
+        try:
+            self._core.forget(ids, num_tokens)
+        except TypeError:
+            raise bad_lengths(num_tokens) from None
+
     def _got_memory_back(self) -> bool:
         """After a shortage: whether :attr:`on_shortage` has found something that the budget allows
         to be taken. Not asked where the budget itself is used up."""

@@ -60,11 +60,10 @@ class ManagerMachine(RuleBasedStateMachine):
     @initialize()
     def open(self) -> None:
         setup = self.setup
-        self.spec = setup.spec()
         self.full_budget = setup.budget_chunks * setup.chunk_bytes
         self.swap_space = self.full_budget // 2
         self.manager = VTensorManager(
-            self.spec,
+            setup.spec(),
             max_requests=setup.max_requests,
             memory_budget=self.full_budget,
             chunk_bytes=setup.chunk_bytes,
@@ -77,6 +76,7 @@ class ManagerMachine(RuleBasedStateMachine):
             swap_space=self.swap_space,
             **kv_device.options(),
         )
+        self.spec = self.manager.spec  # planes of windows may have got room for more layers
 
     # ---------------------------------------------------------------------------------- helpers
 

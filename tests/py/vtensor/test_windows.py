@@ -240,6 +240,23 @@ def test_a_replay_gives_back_what_the_recorded_run_did(tmp_path: Path) -> None:
     assert report.recorded.peak_resident_bytes == report.replayed.peak_resident_bytes
 
 
+def test_what_has_ended_meanwhile_is_passed_over(tmp_path: Path) -> None:
+    """A scheduler says of a step's vTensors where they stand, whichever have ended in it."""
+    with manager_of() as manager:
+        manager.start_trace(tmp_path / "trace")
+        first, second = manager.create(), manager.create()
+        manager.extend([first, second], [100, 100])
+        first.release()
+        manager.forget_ids([first.id, second.id], [100, 100])
+        manager.drain()
+        given_back = manager.stats().chunks_given_back
+        with pytest.raises(ValueError, match="num_tokens must be integers of at least 0"):
+            manager.forget_ids([second.id], [-1])
+    assert given_back == 2 * ((100 + 1 - WINDOW) // ROW)
+    report = replay(tmp_path / "trace")
+    assert (report.replayed.chunks_given_back, report.num_skipped) == (given_back, 0)
+
+
 def test_eviction_takes_first_what_no_window_reads_at_the_end() -> None:
     prompt = list(range(1, 101))
     with manager_of() as manager:
@@ -350,41 +367,3 @@ def test_below_a_window_nothing_is_read_or_the_process_ends(
 def test_a_window_that_makes_no_sense_is_refused(window: Any) -> None:
     with pytest.raises(ValueError, match="window must be an integer of at least 1"):
         KVGroup((0,), 1, 64, 64, window=window)
-
-
-def test_a_model_like_gemma_3_holds_little_more_than_its_windows() -> None:
-    """32K tokens, five layers with a window of 1,024 to one that keeps all, chunks by default."""
-    near = KVGroup(tuple(range(5)), 16, 128, 128, "bfloat16", window=1024, layers_per_plane=1)
-    full = KVGroup((5,), 16, 128, 128, "bfloat16", layers_per_plane=1)
-    spec = KVSpec.of_groups([near, full], max_seq_len=33_000)
-    with VTensorManager(spec, "sim", max_requests=1, memory_budget="8GiB") as manager:
-        vtensor = manager.create()
-        layer_bytes = spec.bytes_per_token // 6
-        for length in [*range(512, 32_001, 512), *range(32_001, 32_769, 16)]:
-            step = length - vtensor.num_tokens
-            vtensor.extend(length)
-            held = layer_bytes * (length + 5 * min(length, 1024 + step))
-            if length > 8192:
-                assert manager.stats().mapped_bytes <= 1.1 * held
-            manager.forget([vtensor], [length])
-            manager.drain()
-        formula = layer_bytes * (32_769 + 5 * 1024)
-        assert formula < manager.stats().mapped_bytes + layer_bytes * 256
-        assert manager.stats().mapped_bytes <= 1.1 * formula
-
-
-def test_of_gemma_3_27b_in_chunks_of_2_mib_too() -> None:
-    """52 layers with a window and 10 without, just after a prompt of two windows: the worst."""
-    near = KVGroup(tuple(range(52)), 16, 128, 128, "bfloat16", window=1024)
-    full = KVGroup(tuple(range(52, 62)), 16, 128, 128, "bfloat16")
-    spec = KVSpec.of_groups([near, full], max_seq_len=33_000)
-    options = {"memory_budget": "8GiB", "chunk_bytes": 2 << 20, "step_tokens": 512}
-    with VTensorManager(spec, "sim", max_requests=1, **options) as manager:  # type: ignore[arg-type]
-        vtensor = manager.create()
-        for length in [*range(512, 2048, 512), *range(2048, 2560)]:
-            vtensor.extend(length)
-            manager.forget([vtensor], [length])
-            manager.drain()
-            formula = near.layer_bytes * (52 * min(length, 1024) + 10 * length)
-            assert manager.stats().mapped_bytes <= 1.1 * formula or length <= 2048
-        assert manager.stats().mapped_bytes <= manager.bytes_for(length)
