@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message
@@ -49,10 +49,11 @@ class GatewayDeployment:
         finally:
             messages.cancel()
 
-    async def _pages(self) -> Iterable[tuple[str, str]]:
+    async def _pages(self) -> Sequence[Awaitable[tuple[str, str]]]:
         asked = self._replicas.broadcast("metrics")
-        pages = await asked.results_async(return_exceptions=True)
-        return [page for page in pages if not isinstance(page, Exception)]
+        # `results_async` gives all answers or, where one hangs, none: until Serve gives each.
+        answers = await asked._fetch_replica_results_async()
+        return [answer.get_async() for answer in answers]
 
 
 def build(options: ReplicaOptions) -> Any:

@@ -3,10 +3,9 @@ and tries again where a replica has died. Without Ray in it."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -15,7 +14,7 @@ from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flexinfer.ray.calls import Call, ReplicaLostError, prompt_text
-from flexinfer.ray.metrics import merged
+from flexinfer.ray.metrics import Pages, ReplicaMetrics
 from flexinfer.ray.streams import AnswerStream
 from flexinfer.server.http.auth import AuthMiddleware, tenant_salt
 from flexinfer.server.http.bodies import Pace, check_size
@@ -28,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 """Replicas that may die of a request, or beside it, until it is answered by 503."""
-PAGES_TIMEOUT_S = 5.0
-"""For the metrics of all replicas: less than the 10 s that Prometheus waits."""
 SENT = (
     *("type", "http_version", "method", "scheme", "path", "raw_path", "root_path"),
     *("query_string", "headers", "client", "server"),
@@ -53,14 +50,13 @@ CANNOT_GO_ON = (
 
 Forward = Callable[[Call], AsyncGenerator[Message, None]]
 """To some replica. Raises ReplicaLostError."""
-Pages = Callable[[], Awaitable[Iterable[tuple[str, str]]]]
 
 
 class Gateway:
     def __init__(self, forward: Forward, pages: Pages, settings: ServerSettings) -> None:
         """`pages`: the metrics of all replicas."""
         self._forward = forward
-        self._pages = pages
+        self._metrics = ReplicaMetrics(pages)
         self._checked: ASGIApp = AuthMiddleware(
             BodyLimitMiddleware(self._serve, settings.max_request_bytes), settings.api_keys, None
         )
@@ -79,7 +75,11 @@ class Gateway:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/metrics":
-            text = merged(await _in_time(self._pages()))
+            try:
+                text = await self._metrics.page()
+            except TimeoutError:
+                reason = "the replicas cannot be asked for their metrics: Ray does not answer"
+                raise APIError(503, reason, code="ray_hangs") from None
             page = Response(text, media_type="text/plain; version=0.0.4")
             await page(scope, receive, send)
             return
@@ -173,15 +173,6 @@ def _call_of(scope: Scope, body: bytes) -> tuple[Call, dict[str, Any]]:
     text = prompt_text(fields) or scope["path"]
     sent = {name: scope[name] for name in SENT if name in scope}
     return Call(sent, body, salt + text, salt), fields
-
-
-async def _in_time(pages: Awaitable[Iterable[tuple[str, str]]]) -> Iterable[tuple[str, str]]:
-    """Raises APIError 503 where a replica hangs: scrapes that wait for it would pile up."""
-    try:
-        return await asyncio.wait_for(pages, PAGES_TIMEOUT_S)
-    except TimeoutError:
-        reason = f"a replica has not given its metrics within {PAGES_TIMEOUT_S:g} s"
-        raise APIError(503, reason, code="replica_hangs") from None
 
 
 async def _live(receive: Receive, send: Send) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterable, Sequence
+import re
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from starlette.types import Message
 
 from flexinfer.async_llm import AsyncLLM
-from flexinfer.ray import gateway
+from flexinfer.ray import metrics
 from flexinfer.ray.calls import Call, ReplicaLostError
 from flexinfer.ray.gateway import MAX_ATTEMPTS, Gateway
 from flexinfer.ray.replica import answer_of
@@ -52,6 +53,7 @@ class Replicas:
         self.app = create_app(llm, self.settings)
         self.deaths = list(deaths)
         self.calls: list[Call] = []
+        self.asked: Any = self.pages
         self.num_closed = 0
 
     async def forward(self, call: Call) -> AsyncGenerator[Message, None]:
@@ -67,12 +69,16 @@ class Replicas:
         finally:
             self.num_closed += 1
 
-    async def pages(self) -> list[tuple[str, str]]:
-        page = '# HELP n How many.\n# TYPE n counter\nn_total{model_name="m"} %d\n'
-        return [("a", page % 1), ("b", page % 2)]
+    async def pages(self) -> list[Awaitable[tuple[str, str]]]:
+        return [self.page("a", 1), self.page("b", 2)]
+
+    async def page(self, name: str, count: int) -> tuple[str, str]:
+        text = '# HELP n How many.\n# TYPE n counter\nn_total{model_name="m"} %d\n'
+        return name, text % count
 
     def client(self) -> httpx.AsyncClient:
-        transport = httpx.ASGITransport(Gateway(self.forward, self.pages, self.settings))
+        app = Gateway(self.forward, lambda: self.asked(), self.settings)
+        transport = httpx.ASGITransport(app)
         return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60)
 
 
@@ -196,27 +202,58 @@ async def test_numbers_of_all_replicas_are_told_apart(llm: AsyncLLM) -> None:
     assert page.count("# TYPE n_total counter") == 1
     assert 'n_total{model_name="m",replica="a"} 1.0' in page
     assert 'n_total{model_name="m",replica="b"} 2.0' in page
+    assert up_of(page) == {"a": 1, "b": 1}
 
 
-async def test_a_replica_that_hangs_ends_no_scrape_late(
+def up_of(page: str) -> dict[str, int]:
+    found = re.findall(r'^flexinfer:replica_up{replica="(\S+)"} (\d)', page, re.MULTILINE)
+    return {name: int(value) for name, value in found}
+
+
+async def test_a_replica_that_hangs_is_named_beside_what_the_others_say(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_up: list[bool] = []
+    replicas = Replicas(llm)
 
-    async def hang() -> list[tuple[str, str]]:
+    async def hang() -> tuple[str, str]:
         try:
             await asyncio.Event().wait()
         finally:
             given_up.append(True)
-        return []
+        raise AssertionError
 
-    monkeypatch.setattr(gateway, "PAGES_TIMEOUT_S", 0.01)
+    async def fail() -> tuple[str, str]:
+        raise ReplicaLostError("killed")
+
+    async def one_hangs() -> list[Awaitable[tuple[str, str]]]:
+        return [hang(), replicas.page("b", 3)]
+
+    async def all_are_gone() -> list[Awaitable[tuple[str, str]]]:
+        return [fail(), hang(), hang()]
+
+    async with replicas.client() as client:
+        await client.get("/metrics")
+        monkeypatch.setattr(metrics, "PAGES_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(replicas, "asked", one_hangs)
+        page = (await asyncio.wait_for(client.get("/metrics"), 10)).text
+        assert up_of(page) == {"a": 0, "b": 1}
+        assert 'n_total{model_name="m",replica="b"} 3.0' in page
+        assert given_up == [True]
+        monkeypatch.setattr(replicas, "asked", all_are_gone)
+        page = (await asyncio.wait_for(client.get("/metrics"), 10)).text
+        assert up_of(page) == {"a": 0, "b": 0, "unknown-0": 0}
+
+
+async def test_a_cluster_that_hangs_ends_no_scrape_late(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replicas = Replicas(llm)
-    monkeypatch.setattr(replicas, "pages", hang)
+    monkeypatch.setattr(metrics, "PAGES_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(replicas, "asked", asyncio.Event().wait)
     async with replicas.client() as client:
         answer = await asyncio.wait_for(client.get("/metrics"), 10)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_hangs")
-    assert given_up == [True]
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "ray_hangs")
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,18 @@ def test_both_answer_and_a_prefix_stays_where_it_is(served: str, client: openai.
     assert all(one.cached_tokens > 100 for one in cached)
 
 
+def test_a_replica_that_hangs_is_told_of_beside_the_other(served: str) -> None:
+    before = numbers(served, "flexinfer:replica_up")
+    assert list(before.values()) == [1, 1]
+    hanging = min(before)
+    os.kill(hanging, signal.SIGSTOP)
+    try:
+        assert numbers(served, "flexinfer:replica_up") == {**before, hanging: 0}
+        assert list(numbers(served, "flexinfer:engine_up")) == [max(before)]
+    finally:
+        os.kill(hanging, signal.SIGCONT)
+
+
 def test_a_broken_stream_goes_on_elsewhere(
     served: str, client: openai.OpenAI, expected: str
 ) -> None:
