@@ -237,6 +237,21 @@ def test_a_model_whose_layers_all_have_windows_has_one_row(page: ChatPage) -> No
     assert len(page.all(".cells .given-back")) == 30
 
 
+def test_a_recurrent_state_has_a_row_of_its_own(page: ChatPage) -> None:
+    """Beside the request that it is of, and recorded as a snapshot that both hold."""
+    whose = {"request_id": None, "state_of": live(1, [])["request_id"]}
+    shared = chunk(4) | {"refs": 2, "sharers": [2]}
+    snapshot = node([4, 5], "(recurrent state)")
+    state = live(2, [3, 4]) | whose
+    show(page, live(1, [1, 2]), state, prefixes=[snapshot], chunks=[shared])
+    assert labels(page) == ["Request 1", "State 2", "(recurrent state)"]
+    assert page.text(".kind[data-kind=live] .count") == "2"
+    page.find('.live button[data-id="4"]').click()
+    detail = page.text(".detail")
+    assert "State 2" in detail
+    assert "(recurrent state)" in detail
+
+
 def test_nothing_moves_while_an_answer_comes(page: ChatPage) -> None:
     page.send("Hello! My name is Ada.")
     page.until(lambda: not page.all(".row.live"))

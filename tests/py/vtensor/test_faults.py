@@ -7,13 +7,14 @@ error classes, their attributes, and a manager that goes on working.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 
 from flexinfer import _vtensor, _vtensor_testing
 from flexinfer.errors import DriverError, OutOfMemoryError, VTensorError
-from flexinfer.vtensor import KVSpec, VTensorManager
+from flexinfer.vtensor import KVGroup, KVSpec, StateGroup, StateTensor, VTensorManager
 from helpers import device_param as kv_device
 
 pytestmark = pytest.mark.usefixtures("kv_device")
@@ -21,6 +22,15 @@ pytestmark = pytest.mark.usefixtures("kv_device")
 CHUNK = 4096
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=32, max_seq_len=64, layers_per_plane=1)
 PROMPT = list(range(40))
+GROUPS = KVSpec.of_groups(
+    [
+        KVGroup((0,), 2, 32, 32, layers_per_plane=1),
+        KVGroup((1, 2, 3), 1, 32, 32, window=12, layers_per_plane=4),  # with room for a layer
+        StateGroup((StateTensor(4, "recurrent", (30, 40), "float32", 4),)),
+    ],
+    max_seq_len=64,
+)
+"""A layer that keeps all, windows that move, and a state."""
 
 
 class FaultyManager(VTensorManager):
@@ -35,9 +45,9 @@ class FaultyManager(VTensorManager):
         return super()._open(driver, options)
 
 
-def open_manager(**options: Any) -> FaultyManager:
+def open_manager(spec: KVSpec = SPEC, **options: Any) -> FaultyManager:
     defaults: dict[str, Any] = {"max_requests": 4, "memory_budget": 64 * CHUNK}
-    return FaultyManager(SPEC, chunk_bytes=CHUNK, **{**defaults, **kv_device.options(), **options})
+    return FaultyManager(spec, chunk_bytes=CHUNK, **{**defaults, **kv_device.options(), **options})
 
 
 def test_a_driver_error_names_call_code_and_arguments() -> None:
@@ -157,10 +167,15 @@ def serve(manager: FaultyManager, step: Callable[[Callable[[], Any]], Any]) -> N
     step(lambda: first.record_prefix(PROMPT[: first.num_tokens]))
     second = step(lambda: manager.create(PROMPT))
     child = step(lambda: first.fork())
+    serve_state(manager, step)
     vtensors = [vtensor for vtensor in (first, second, child) if vtensor is not None]
     for vtensor in vtensors:
         step(lambda vtensor=vtensor: vtensor.extend(vtensor.num_tokens + 1))
-    step(lambda: vtensors[-1].truncate(vtensors[-1].num_tokens // 3))
+    step(lambda: manager.forget(vtensors, [vtensor.num_tokens for vtensor in vtensors]))
+    step(manager.drain)
+    last = vtensors[-1]
+    keeps_all = not manager.spec.windows
+    step(lambda: last.truncate(last.num_tokens // 3 if keeps_all else max(0, last.num_tokens - 1)))
     step(lambda: setattr(manager, "memory_budget", 40 * CHUNK))
     step(lambda: manager.evict(4 * CHUNK))
     step(first.release)
@@ -170,17 +185,41 @@ def serve(manager: FaultyManager, step: Callable[[Callable[[], Any]], Any]) -> N
         step(lambda: third.extend(50))
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("out_of_memory", [False, True])
-@pytest.mark.parametrize("park", [False, True])
-def test_every_call_may_fail(out_of_memory: bool, persistent: bool, park: bool) -> None:
-    with open_manager(park=park) as manager:
+def serve_state(manager: FaultyManager, step: Callable[[Callable[[], Any]], Any]) -> None:
+    """A recurrent state, a snapshot of it, and what goes on from there."""
+    length = manager.spec.state.num_tokens
+    state = step(lambda: manager.create()) if length else None
+    if state is None:
+        return
+    step(lambda: state.extend(length))
+    snapshot = list(range(-length, 0))
+    step(lambda: state.record_prefix(snapshot[: state.num_tokens]))
+    step(state.release)
+    found = step(lambda: manager.create(snapshot))
+    if found is not None:
+        step(found.release)
+
+
+CASES = {
+    **{f"one group {case}": (SPEC, *case) for case in product([False, True], repeat=3)},
+    **{f"groups {case}": (GROUPS, False, *case) for case in [(False, True), (True, False)]},
+}
+
+
+@pytest.mark.parametrize(
+    ("spec", "out_of_memory", "persistent", "park"), CASES.values(), ids=CASES.keys()
+)
+def test_every_call_may_fail(
+    spec: KVSpec, out_of_memory: bool, persistent: bool, park: bool
+) -> None:
+    with open_manager(spec, park=park) as manager:
         before = manager.faults.num_calls()
         serve(manager, lambda operation: operation())
         num_calls = manager.faults.num_calls() - before
+        assert bool(spec.windows) == (manager.stats().chunks_given_back > 0)
 
     for k in range(1, num_calls + 1):
-        manager = open_manager(park=park)
+        manager = open_manager(spec, park=park)
 
         def step(operation: Callable[[], Any], manager: FaultyManager = manager) -> Any:
             try:
