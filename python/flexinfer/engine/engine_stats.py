@@ -36,5 +36,6 @@ def take_stats(
         num_deferred=scheduler.num_deferred,
         capacity_tokens=memory.budget_bytes // manager.spec.bytes_per_token,
         kv_groups=manager.spec.retentions(),
+        kv_state_bytes=manager.spec.state_bytes(manager.chunk_bytes),
         speculation=speculation,
     )

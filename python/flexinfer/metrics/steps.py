@@ -81,6 +81,8 @@ class EngineStats:
     """Tokens whose KV the budget holds."""
     kv_groups: tuple[Retention, ...] = ()
     """What the model's layers keep, and for how many tokens."""
+    kv_state_bytes: int = 0
+    """Physical bytes of the recurrent state of one sequence; 0: none is kept."""
     speculation: SpeculationStats | None = None
     """What was proposed ahead and what of it accepted; a copy. None without speculation."""
 

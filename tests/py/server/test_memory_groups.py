@@ -115,6 +115,21 @@ def test_the_metrics_tell_what_a_token_takes_in_each_group() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("make", [make_engine, make_hybrid_engine])
+def test_the_metrics_tell_what_the_state_of_a_sequence_takes(
+    make: Callable[[str], LLMEngine],
+) -> None:
+    engine = make("gemma2" if make is make_engine else "bamba")
+    families = {family.name: family for family in engine_families(engine.stats(), "tiny")}
+    (sample,) = families["flexinfer:kv_state_bytes"].samples
+    vtensor = engine.manager.create()
+    vtensor.extend(engine.manager.spec.state.num_tokens)
+    assert sample.value == vtensor.info().mapped_bytes
+    assert (sample.value > 0) == (make is make_hybrid_engine)
+    vtensor.release()
+    engine.close()
+
+
 def test_inspect_says_which_window_made_a_match_shorter(tmp_path: Path) -> None:
     """A beginning that ends where the windows of the whole prompt have left it."""
     engine = make_engine("gemma2", max_num_batched_tokens=32)

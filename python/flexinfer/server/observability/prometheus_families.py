@@ -89,6 +89,7 @@ def engine_families(stats: EngineStats, model_name: str) -> Iterator[Metric]:
     if stats.requests is not None:
         yield from _requests(stats.requests, make)
     yield _groups(stats, make)
+    yield _states(stats, make)
     if stats.speculation is not None:
         yield from _speculation(stats.speculation, make)
     if stats.memory is not None:
@@ -276,6 +277,14 @@ def _groups(stats: EngineStats, make: Maker) -> Metric:
             (str(each.window or "all"), str(each.num_layers)): each.token_bytes
             for each in stats.kv_groups
         },
+    )
+
+
+def _states(stats: EngineStats, make: Maker) -> Metric:
+    return make.gauge(
+        "kv_state_bytes",
+        "Physical: the recurrent state of one sequence; a model without has 0.",
+        stats.kv_state_bytes,
     )
 
 
