@@ -191,7 +191,7 @@ def test_an_engine_that_sleeps_is_said_and_woken(
     other.until(lambda: other.text(".model"))
     other.console()
     admin = {"Authorization": "Bearer two"}
-    httpx.post(f"{other.url}/admin/sleep", headers=admin).raise_for_status()
+    httpx.post(f"{other.url}/admin/sleep", headers=admin, timeout=60).raise_for_status()
     other.until(lambda: "sleeps" in other.text("#memory .notice"))
     assert "sleeps" in other.text(".composer .notice")
     other.find("#composer-text").send_keys("Hello! My name is Ada.", Keys.ENTER)

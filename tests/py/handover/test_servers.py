@@ -7,7 +7,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,13 +25,22 @@ from flexinfer.async_llm import AsyncLLM
 from flexinfer.handover.channel import Channel
 from flexinfer.server.app import create_app
 from flexinfer.server.handover import partner as partner_module
+from flexinfer.server.handover import prefiller as prefiller_module
 from flexinfer.server.handover.partner import PrefillPartner
 from flexinfer.server.handover.prefiller import PREFILL
 from flexinfer.server.handover.socket_path import listen
 from helpers.serving import make_llm, serving, settings
+from helpers.waiting import until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is given up because this machine is slow."""
+    monkeypatch.setattr(partner_module, "ACCEPT_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(prefiller_module, "MESSAGE_TIMEOUT_S", TIMEOUT_S)
 
 
 def prompt_of(number: int, length: int = 120) -> list[int]:
@@ -125,7 +133,8 @@ def test_a_prompt_is_prefilled_there_and_decoded_here(
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "wrong_role")
         assert answer["choices"][0]["token_ids"] == expected(single, prompt)
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == len(prompt) - 1
-        assert metric(there, "parcels", "sent") == metric(here, "parcels", "adopted") == 1
+        assert metric(here, "parcels", "adopted") == 1
+        until(lambda: metric(there, "parcels", "sent") == 1, "the count of what was sent")
         assert metric(there, "bytes", "sent") == metric(here, "bytes", "adopted") > 0
         assert metric(there, "chunks_copied") == 0
         assert metric(here, "tokens") == len(prompt) - 1
@@ -237,14 +246,17 @@ def test_whatever_the_partner_does_the_prompt_is_computed_here(
     path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(partner_module, "ACCEPT_TIMEOUT_S", 0.1)
+    is_slow = reason == "slow"
+    if is_slow:
+        monkeypatch.setattr(partner_module, "ACCEPT_TIMEOUT_S", 0.1)
     number = 100 + 2 * [one for one, _ in PARTNERS].index(behave)
     prompts = [prompt_of(number), prompt_of(number + 1)]
-    partner = PrefillPartner(decoder, path, 0.2, 64)
+    partner = PrefillPartner(decoder, path, 0.2 if is_slow else TIMEOUT_S, 64)
+    partner._backoff_s = partner_module.MAX_BACKOFF_S  # it is not asked again while this test runs
     with fake_partner(path, behave) as asked:
         found = run_with(partner, decoder, *prompts)
     assert found == [expected(single, prompt) for prompt in prompts]
-    if reason == "slow":  # it is not asked again at once
+    if is_slow:
         assert partner.stats.failures == {"slow": 1, "avoided": 1}
         assert len(asked) == 1
     else:
@@ -348,10 +360,7 @@ def test_only_so_many_are_taken_and_who_asks_and_goes_ends_its_prefill(
                 for other in others:
                     other.close()
             # Each of the 8 is queued, dropped and let go.
-            deadline = time.monotonic() + TIMEOUT_S
-            while prefiller._thread._commands.qsize() < 3 * 8:
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
+            until(lambda: prefiller._thread._commands.qsize() >= 3 * 8, "24 commands")
             goes_on.set()
             num_tokens = held.result()
         assert asyncio.run(prefiller.call(look)) == (num_tokens, False, 0)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from functools import cache
-from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
@@ -14,6 +14,7 @@ import transformers as tf
 
 from flexinfer import LLMEngine
 from flexinfer.config import EngineConfig
+from helpers.open_files import open_files
 from helpers.tiny_models import CONFIGS, make_model
 
 CONFIGS.setdefault(
@@ -91,15 +92,8 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
 
 
-def open_things() -> list[str]:
+def open_things() -> Counter[tuple[str, int]]:
     """Sockets and memory files that this process has open, those of garbage left out."""
     gc.collect()
-    found = []
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            target = str(link.readlink())
-        except OSError:
-            continue
-        if target.startswith(("socket:", "/memfd:")):
-            found.append(target)
-    return sorted(found)
+    found = open_files()
+    return Counter({one: found[one] for one in found if one[0].startswith(("socket:", "/memfd:"))})

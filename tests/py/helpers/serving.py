@@ -27,8 +27,11 @@ from flexinfer.server.app import create_app
 from flexinfer.server.run import bind
 from flexinfer.server.settings import ServerSettings
 
-START_TIMEOUT_S = 120
+START_TIMEOUT_S = 300
 MODEL = "tiny_chat"
+CONNECTIONS = httpx.Limits(keepalive_expiry=1.0)
+"""Of clients that tests share. By default both sides give an idle connection up after 5 s, and the
+server may do so while a request is on its way."""
 
 
 class ServerProcess:
@@ -68,7 +71,7 @@ class ServerProcess:
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 
-    def wait(self, timeout_s: float = 120) -> int:
+    def wait(self, timeout_s: float = 300) -> int:
         return self.process.wait(timeout_s)
 
     def __exit__(self, *_: object) -> None:

@@ -20,7 +20,7 @@ from helpers.tiny_models import random_prompts, reference
 
 PROMPT = random_prompts((20,))[0]
 NUM_NEW = 12
-WAIT_S = 20
+WAIT_S = 120
 
 
 class HeldReads:

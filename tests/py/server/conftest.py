@@ -17,7 +17,7 @@ import openai
 from flexinfer import LLM
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.cli.settings import SHIPPED_CHUNK_BYTES, SHIPPED_MODEL
-from helpers.serving import ServerProcess, make_llm, serving, settings
+from helpers.serving import CONNECTIONS, ServerProcess, make_llm, serving, settings
 
 ADMIN_KEY = "admin-secret"
 
@@ -37,19 +37,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="session")
 def client(server: ServerProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    http = openai.DefaultHttpxClient(limits=CONNECTIONS)
+    url = f"{server.url}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
 
 
 @pytest.fixture(scope="session")
 def http(server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=60, limits=CONNECTIONS) as client:
         yield client
 
 
 @pytest.fixture(scope="session")
 def admin(server: ServerProcess) -> Iterator[httpx.Client]:
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-    with httpx.Client(base_url=server.url, timeout=60, headers=headers) as client:
+    with httpx.Client(
+        base_url=server.url, timeout=60, limits=CONNECTIONS, headers=headers
+    ) as client:
         yield client
 
 

@@ -224,4 +224,4 @@ def test_a_name_is_taken_while_it_is_loaded_and_served_only_then(
             assert (await unload(client, "mine")).status_code == 200
         assert await llm.list_loras() == set()
 
-    asyncio.run(asyncio.wait_for(visit(), 20))
+    asyncio.run(asyncio.wait_for(visit(), 120))

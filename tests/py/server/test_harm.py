@@ -8,10 +8,12 @@ import shutil
 import socket
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from flexinfer.async_llm import AsyncLLM
@@ -19,10 +21,17 @@ from flexinfer.server.http.limits import Limits
 from flexinfer.server.parsing.pieces import read_whole
 from flexinfer.server.parsing.tool_formats import tool_format
 from helpers.serving import MODEL, ServerProcess, serving, settings
+from helpers.waiting import until
 
 HELLO = [{"role": "user", "content": "hello"}]
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 JSON = {"content-type": "application/json"}
+
+
+def cpu_s(server: ServerProcess) -> float:
+    """What the process has computed, whatever else ran on its cores."""
+    times = psutil.Process(server.process.pid).cpu_times()
+    return float(times.user + times.system)
 
 
 @pytest.mark.parametrize(
@@ -38,14 +47,14 @@ JSON = {"content-type": "application/json"}
     ],
 )
 def test_many_faults_are_refused_at_the_first(
-    path: str, body: dict[str, Any], http: httpx.Client
+    path: str, body: dict[str, Any], http: httpx.Client, server: ServerProcess
 ) -> None:
     text = json.dumps(body)
-    start_s = time.monotonic()
+    before_s = cpu_s(server)
     answer = http.post(path, content=text, headers=JSON)
     assert answer.status_code == 400
     assert len(answer.content) < 1000
-    assert time.monotonic() - start_s < 3  # a union without a discriminator takes over 10 s
+    assert cpu_s(server) - before_s < 3  # a union without a discriminator takes over 10 s
 
 
 @pytest.mark.parametrize(
@@ -177,7 +186,8 @@ def test_one_key_cannot_take_the_conversations_of_another(llm: AsyncLLM) -> None
             message = {"role": "user", "content": "x" * size}
             headers = {"Authorization": f"Bearer {key}"}
             body = {"messages": [message]}
-            return httpx.post(f"{url}/v1/conversations", json=body, headers=headers).status_code
+            answer = httpx.post(f"{url}/v1/conversations", json=body, headers=headers, timeout=60)
+            return answer.status_code
 
         assert [make("a"), make("a"), make("a")] == [200, 200, 429]
         assert [make("b", 15_000), make("b", 5_000)] == [429, 200]
@@ -194,7 +204,8 @@ def test_stored_responses_are_bounded_by_bytes_per_key(llm: AsyncLLM) -> None:
 
         def is_kept(key: str, response_id: str) -> bool:
             headers = {"Authorization": f"Bearer {key}"}
-            return httpx.get(f"{url}/v1/responses/{response_id}", headers=headers).is_success
+            kept = httpx.get(f"{url}/v1/responses/{response_id}", headers=headers, timeout=60)
+            return kept.is_success
 
         first, other = ask("a", 1), ask("b", 1)
         last = [ask("a", 900) for _ in range(6)][-1]
@@ -223,7 +234,11 @@ def test_retry_after_is_the_queue_over_its_pace(monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory: pytest.TempPathFactory) -> Any:
     log: Path = tmp_path_factory.mktemp("impatient") / "log"
-    with ServerProcess(log, "--receive-timeout", "1", "--kv-cache-memory-bytes", "32MiB") as made:
+    with ServerProcess(
+        log,
+        *("--receive-timeout", "1", "--kv-cache-memory-bytes", "32MiB"),
+        FLEXINFER_ADMIN_API_KEY="admin",
+    ) as made:
         yield made.wait_until_ready()
 
 
@@ -243,19 +258,27 @@ def test_a_request_that_does_not_arrive_is_ended(
     sent: bytes, answer: bytes, impatient: ServerProcess
 ) -> None:
     url = httpx.URL(impatient.url)
-    with socket.create_connection((url.host, url.port or 0), timeout=10) as connection:
+    start_s = time.monotonic()
+    with socket.create_connection((url.host, url.port or 0), timeout=25) as connection:
         connection.sendall(sent)
-        start_s = time.monotonic()
-        assert connection.recv(12) == answer
-        assert 0.5 < time.monotonic() - start_s < 5
+        assert connection.recv(12) == answer  # by default it would take 30 s
+        assert time.monotonic() - start_s > 0.5
 
 
 def test_an_answer_may_take_longer_than_a_request(impatient: ServerProcess) -> None:
-    body = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True}
-    start_s = time.monotonic()
-    answer = httpx.post(f"{impatient.url}/v1/completions", json=body, timeout=60)
-    assert answer.json()["usage"]["completion_tokens"] == 1500
-    assert time.monotonic() - start_s > 1
+    """The engine sleeps meanwhile."""
+    body = {"prompt": "a", "max_tokens": 2, "ignore_eos": True}
+    headers = {"Authorization": "Bearer admin"}
+    with (
+        httpx.Client(base_url=impatient.url, timeout=60, headers=headers) as admin,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        admin.post("/admin/sleep").raise_for_status()
+        asked = threads.submit(httpx.post, f"{impatient.url}/v1/completions", json=body, timeout=60)
+        until(lambda: admin.get("/admin/memory").json()["engine"]["num_waiting"], "the request")
+        time.sleep(1.2)
+        admin.post("/admin/wake").raise_for_status()
+        assert asked.result().json()["usage"]["completion_tokens"] == 2
 
 
 # Java's HttpClient offers to change to HTTP/2.

@@ -60,7 +60,7 @@ def test_allowed_names_are_served_beside_those_of_this_machine(llm: AsyncLLM) ->
     with serving(llm, allowed) as url:
 
         def status(host: str) -> int:
-            return httpx.get(f"{url}/v1/models", headers={"Host": host}).status_code
+            return httpx.get(f"{url}/v1/models", headers={"Host": host}, timeout=60).status_code
 
         hosts = ["LLM.example:80", "a.b.inside.example", "localhost", "inside.example", "a.example"]
         assert [status(host) for host in hosts] == [200, 200, 200, 403, 403]

@@ -50,7 +50,7 @@ argument, no field beside those that a schema names, or a tool without being mad
 def quote(server: ServerProcess) -> int:
     """The token that ends a text in JSON."""
     body = {"prompt": '"', "add_special_tokens": False}
-    (token,) = httpx.post(f"{server.url}/tokenize", json=body).json()["tokens"]
+    (token,) = httpx.post(f"{server.url}/tokenize", json=body, timeout=60).json()["tokens"]
     return int(token)
 
 

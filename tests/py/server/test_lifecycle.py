@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 
 from flexinfer.server.run import ENGINE_FAILED
 from helpers.serving import ServerProcess
+from helpers.waiting import until
 
 LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 
@@ -113,21 +113,20 @@ def test_the_log_has_the_tokens_of_a_stream_that_was_left(server: ServerProcess)
 
 def lines_of(server: ServerProcess, request_id: str) -> list[dict[str, Any]]:
     """Of a log in JSON, what is said of one request; waits until there is something."""
-    deadline = time.monotonic() + 60
-    found: list[dict[str, Any]] = []
-    while not found and time.monotonic() < deadline:
-        time.sleep(0.05)
+
+    def said() -> list[dict[str, Any]]:
         whole = server.log.read_text().rpartition("\n")[0]
         lines = [json.loads(line) for line in whole.splitlines()]
-        found = [line for line in lines if line.get("request_id") == request_id]
-    return found
+        return [line for line in lines if line.get("request_id") == request_id]
+
+    return until(said, "a line in the log")
 
 
 def test_a_second_sigterm_stops_at_once(process: ServerProcess) -> None:
     result: dict[str, Any] = {}
     thread = start_stream(process.url, result)
     process.signal()
-    time.sleep(0.1)
+    until(lambda: "shutting down" in process.log.read_text(), "the first one's effect")
     process.signal(signal.SIGINT)
     process.wait(60)
     thread.join(60)
@@ -157,7 +156,7 @@ def test_a_port_in_use_is_one_line_and_no_traceback() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "flexinfer.cli", "serve", "--port", port]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 2
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
     assert "Traceback" not in result.stderr

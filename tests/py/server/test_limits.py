@@ -7,7 +7,6 @@ import contextlib
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 from flexinfer import LLMEngine
 from flexinfer.async_llm import AsyncLLM
 from helpers.serving import MODEL, make_llm, serving, settings
+from helpers.waiting import until
 
 CHAT: Any = [{"role": "user", "content": "Tell me a long story."}]
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
@@ -157,13 +157,6 @@ def test_prompts_n_and_logprobs_are_bounded(llm: AsyncLLM) -> None:
             assert answer.json()["error"]["param"] == param
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to be"
-        time.sleep(0.01)
-
-
 def num_unfinished(url: str) -> int:
     engine = httpx.get(f"{url}/admin/memory", timeout=60).json()["engine"]
     return int(engine["num_running"] + engine["num_waiting"])
@@ -202,7 +195,7 @@ def test_a_full_queue_is_429_with_retry_after() -> None:
                     pool.submit(httpx.post, f"{url}/v1/completions", json=long, timeout=120)
                     for _ in range(3)
                 ]
-                until(lambda: num_unfinished(url) == 3)
+                until(lambda: num_unfinished(url) == 3, "three requests")
                 refused = httpx.post(
                     f"{url}/v1/completions", json={**LONG, "max_tokens": 1}, timeout=60
                 )
@@ -227,8 +220,8 @@ def test_a_client_that_goes_away_ends_its_request(llm: AsyncLLM, stream: bool) -
         head = f"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: {len(body)}\r\n"
         with socket.create_connection((host, int(port))) as sock:
             sock.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-            until(lambda: num_unfinished(url) == 1)
-        until(lambda: num_unfinished(url) == 0)
+            until(lambda: num_unfinished(url) == 1, "the request")
+        until(lambda: num_unfinished(url) == 0, "its end")
 
 
 def test_a_reader_that_reads_nothing_is_cut_off(llm: AsyncLLM) -> None:
@@ -245,7 +238,7 @@ def test_a_reader_that_reads_nothing_is_cut_off(llm: AsyncLLM) -> None:
             sock.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
             sock.settimeout(60)
             received = sock.recv(1)
-            until(lambda: num_unfinished(url) == 0)
+            until(lambda: num_unfinished(url) == 0, "its end")
             while piece := sock.recv(1 << 16):
                 received += piece
         assert b"[DONE]" not in received
@@ -284,7 +277,7 @@ def test_a_failing_step_is_500_and_the_next_request_is_served(llm: AsyncLLM, str
 
 
 def test_a_step_that_fails_in_a_stream_ends_it_with_an_error(llm: AsyncLLM) -> None:
-    with serving(llm, settings()) as url:
+    with serving(llm, settings()) as url, slow(llm):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         stream = client.completions.create(**LONG_STREAM)
         next(iter(stream))

@@ -43,7 +43,7 @@ def test_a_stream_for_http_1_0_is_one_piece_with_its_length(server: ServerProces
     assert f"content-length: {len(answer)}".encode() in head.lower()
     *events, done, end = answer.decode().split("\n\n")
     texts = [json.loads(one.removeprefix("data: "))["choices"][0]["text"] for one in events]
-    whole = httpx.post(f"{server.url}/v1/completions", json={**STREAM, "stream": False})
+    whole = httpx.post(f"{server.url}/v1/completions", json={**STREAM, "stream": False}, timeout=60)
     assert "".join(texts) == whole.json()["choices"][0]["text"]
     assert (done, end) == ("data: [DONE]", "")
 
@@ -76,15 +76,17 @@ def test_a_caller_that_stops_in_its_request_holds_up_nobody(server: ServerProces
     socks = [connect(server.url) for _ in range(8) for _ in halves]
     for sock, half in zip(socks, halves * 8, strict=True):
         sock.sendall(half)
-    answer = httpx.post(f"{server.url}/v1/completions", json={**STREAM, "stream": False})
+    answer = httpx.post(
+        f"{server.url}/v1/completions", json={**STREAM, "stream": False}, timeout=60
+    )
     for sock in socks:
         sock.close()
     assert answer.status_code == 200
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
 
 
 def test_a_form_is_told_to_be_json(server: ServerProcess) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", data={"prompt": "Once"})
+    answer = httpx.post(f"{server.url}/v1/completions", data={"prompt": "Once"}, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "unsupported_content_type"
     assert "Content-Type: application/json" in answer.json()["error"]["message"]
@@ -92,14 +94,14 @@ def test_a_form_is_told_to_be_json(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/models/", "/v1/models"])
 def test_a_slash_at_the_end_of_models_changes_nothing(server: ServerProcess, path: str) -> None:
-    answer = httpx.get(server.url + path, headers={"Accept": "text/html"})
+    answer = httpx.get(server.url + path, headers={"Accept": "text/html"}, timeout=60)
     assert answer.json()["data"][0]["id"] == MODEL
 
 
 def test_a_slash_at_the_end_of_an_endpoint_leads_to_it(server: ServerProcess) -> None:
     body = {**STREAM, "stream": False}
     url = f"{server.url}/v1/completions/"
-    answer = httpx.post(url, json=body, follow_redirects=True)
+    answer = httpx.post(url, json=body, follow_redirects=True, timeout=60)
     assert answer.history[0].status_code == 307
     assert answer.json()["object"] == "text_completion"
 
@@ -117,7 +119,7 @@ def preflight(url: str, origin: str) -> httpx.Response:
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
     }
-    return httpx.options(f"{url}/v1/chat/completions", headers=headers)
+    return httpx.options(f"{url}/v1/chat/completions", headers=headers, timeout=60)
 
 
 def test_a_page_of_an_allowed_origin_may_send_what_openais_client_sends(open_url: str) -> None:
@@ -130,7 +132,7 @@ def test_a_page_of_an_allowed_origin_may_send_what_openais_client_sends(open_url
 
 def test_errors_too_can_be_read_by_an_allowed_page(open_url: str) -> None:
     headers = {"Origin": "https://a.example"}
-    answer = httpx.post(f"{open_url}/v1/completions", json={}, headers=headers)
+    answer = httpx.post(f"{open_url}/v1/completions", json={}, headers=headers, timeout=60)
     assert answer.status_code == 400
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
 

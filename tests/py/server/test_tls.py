@@ -81,7 +81,7 @@ def test_a_caller_that_trusts_the_authority_gets_an_answer(server: TLSServer, fi
 
 def test_plain_http_gets_no_answer(server: TLSServer) -> None:
     with pytest.raises(httpx.TransportError):
-        httpx.get(server.url.replace("https://", "http://") + "/health")
+        httpx.get(server.url.replace("https://", "http://") + "/health", timeout=60)
 
 
 @pytest.mark.parametrize("command", [("inspect",), ("top", "--once"), ("chat",)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -22,6 +21,7 @@ from flexinfer.async_llm import AsyncLLM
 from flexinfer.server import settings as settings_module
 from flexinfer.server.observability import tracing
 from helpers.serving import MODEL, serving, settings
+from helpers.waiting import until
 
 HELLO = [{"role": "user", "content": "Hello! My name is Ada."}]
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -61,9 +61,7 @@ class Collector:
         ]
 
     def wait_for(self, count: int) -> list[Span]:
-        deadline = time.monotonic() + 30
-        while len(self.spans()) < count and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(lambda: len(self.spans()) >= count, f"{count} spans")
         spans = self.spans()
         assert len(spans) == count
         return spans
