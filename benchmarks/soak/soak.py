@@ -33,6 +33,8 @@ SERVER = ("--max-num-seqs", "8", "--kv-cache-memory-bytes", BUDGETS[0], "--swap-
 NUM_DISTINCT = 150
 NUM_DIALOGUES = 12
 SAMPLE_INTERVAL_S = 0.5
+LULL_INTERVAL_S = 30.0
+"""Now and then nobody asks: what is kept can be told from what is asked just then."""
 LEVEL_TIMEOUT_S = 30.0
 TIMEOUT_S = 900.0
 """Longer than any starved machine needs: how long the slowest request took is reported."""
@@ -58,6 +60,9 @@ class Soak:
         self._draw = Random(seed)
         self._pause_s = pause_s
         self._num_left = 0
+        self._num_asking = 0
+        self._may_ask = asyncio.Event()
+        self._may_ask.set()
         self._client: httpx.AsyncClient
         self._admin: httpx.AsyncClient
 
@@ -109,14 +114,18 @@ class Soak:
 
     async def _caller(self, deadline: float) -> None:
         while self._num_left > 0 and time.monotonic() < deadline:
+            await self._may_ask.wait()
             self._num_left -= 1
             if self._num_left % 500 == 0:
                 print(f"{self._num_left} left, {len(self.report.problems)} problems", flush=True)
             sent_s = time.monotonic()
+            self._num_asking += 1
             try:
                 await self._one()
             except Exception as error:
                 self.report.problem(f"lost: {type(error).__name__}: {error}")
+            finally:
+                self._num_asking -= 1
             self.report.slowest_s = max(self.report.slowest_s, time.monotonic() - sent_s)
             await asyncio.sleep(self._pause_s)
 
@@ -215,20 +224,41 @@ class Soak:
 
     async def _play_with_memory(self, start_s: float) -> None:
         """Change the budget, empty the prefix cache, sleep and wake, for ever."""
+        lull_s = start_s
         while True:
             for budget in BUDGETS:
                 await asyncio.sleep(0.5)
                 # 400: a request that runs may need more. 409: what is pinned does.
                 await self._post("/admin/budget", {"kv_cache_memory": budget}, (200, 400, 409))
             await self._post("/admin/budget", {"kv_cache_memory": BUDGETS[0]})
-            await self._post("/admin/reset_prefix_cache")
-            try:
-                await self._post("/admin/sleep", {"level": self._draw.choice((1, 2))})
-                await asyncio.sleep(0.2)
-                at_rest = (time.monotonic() - start_s, self._server.anonymous_bytes())
-                self.report.rests.append(at_rest)
-            finally:
-                await self._post("/admin/wake")
+            if time.monotonic() - lull_s > LULL_INTERVAL_S:
+                lull_s = time.monotonic()
+                async with self._lull(), self._asleep(2):
+                    at_rest = (time.monotonic() - start_s, self._server.anonymous_bytes())
+                    self.report.rests.append(at_rest)
+            async with self._asleep(self._draw.choice((1, 2))):
+                pass
+
+    @asynccontextmanager
+    async def _lull(self) -> AsyncIterator[None]:
+        """No caller waits for an answer meanwhile."""
+        self._may_ask.clear()
+        try:
+            while self._num_asking:
+                await asyncio.sleep(0.05)
+            yield
+        finally:
+            self._may_ask.set()
+
+    @asynccontextmanager
+    async def _asleep(self, level: int) -> AsyncIterator[None]:
+        await self._post("/admin/reset_prefix_cache")
+        try:
+            await self._post("/admin/sleep", {"level": level})
+            await asyncio.sleep(0.2)
+            yield
+        finally:
+            await self._post("/admin/wake")
 
     async def _sample(self, start_s: float) -> None:
         while True:

@@ -83,7 +83,7 @@ class SoakReport:
     samples: list[tuple[float, int, int]] = field(default_factory=list)
     """(seconds since the start, anonymous resident bytes, bytes behind the KV pool)."""
     rests: list[tuple[float, int]] = field(default_factory=list)
-    """(seconds since the start, anonymous resident bytes) while the engine sleeps."""
+    """(seconds since the start, anonymous resident bytes), nobody asking, the engine asleep."""
     before: dict[str, int] = field(default_factory=dict)
     after: dict[str, int] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
@@ -112,7 +112,7 @@ class SoakReport:
 
     @property
     def slope_at_rest(self) -> Slope | None:
-        """While the engine sleeps: what is kept, without what a step needs."""
+        """While nobody asks and the engine sleeps: what is kept, without what a request needs."""
         return slope_of(self.rests)
 
     def judge(self) -> None:
@@ -150,7 +150,7 @@ class SoakReport:
         ]
         rows += [("resident set, medians of quarters, MiB", ", ".join(mib) or "too short")]
         rows += [("resident set, slope after a third", str(self.slope or "too short"))]
-        rows += [("  the same while asleep", str(self.slope_at_rest or "too short"))]
+        rows += [("  the same at rest", str(self.slope_at_rest or "too short"))]
         if pool:
             rows += [("KV pool, least and most, MiB", f"{min(pool) >> 20}, {max(pool) >> 20}")]
         rows += [
