@@ -16,7 +16,13 @@ from flexinfer.vtensor import manager as vtensor_manager
 from flexinfer.vtensor.settings import driver_config
 from helpers import engine_kit
 from helpers.engine_kit import drain, submit
-from helpers.tiny_models import random_prompts, reference
+from helpers.tiny_models import (
+    CONFIGS,
+    continue_prompt,
+    draw_model,
+    random_prompts,
+    reference,
+)
 
 NUM_NEW = 30
 WINDOW = 16
@@ -52,6 +58,37 @@ def test_tokens_are_those_of_transformers_whatever_happens(name: str, seed: int)
     submit(engine, prompts, SamplingParams(temperature=0, max_tokens=NUM_NEW))
     final = drain(engine, rng)
     check(name, final, prompts)
+    engine.close()
+
+
+@pytest.mark.parametrize(("backend", "chunk_kib"), [("host", 8), ("sdpa", 64)])
+def test_room_for_a_layer_that_does_not_exist_changes_no_token(
+    backend: str, chunk_kib: int
+) -> None:
+    """Three layers of gemma2 with a window beside two: a row is shorter with room for a fourth."""
+    config = CONFIGS["gemma2"]()
+    layer_types = [*config.layer_types, "sliding_attention"]
+    config.update({"num_hidden_layers": 5, "layer_types": layer_types})
+    model = draw_model(config)
+    engine = engine_kit.make_engine(
+        model,
+        kv_cache_memory_bytes=8 << 20,
+        chunk_bytes=chunk_kib << 10,
+        attention_backend=backend,
+        preemption_mode="swap",
+        swap_space="8MiB",
+        max_num_batched_tokens=32,
+    )
+    places = {group.window: group.layers_per_plane for group in engine.manager.spec.groups}
+    assert places == {WINDOW: 4, None: 2}
+    prompts = random_prompts((100, 60, 130))
+    prompts[2][:90] = prompts[0][:90]
+    submit(engine, prompts, SamplingParams(temperature=0, max_tokens=NUM_NEW))
+    final = drain(engine, random.Random(chunk_kib))
+    for i, prompt in enumerate(prompts):
+        expected = continue_prompt(model, tuple(prompt), NUM_NEW)
+        assert final[str(i)].outputs[0].token_ids == expected
+    engine.manager.check_integrity()
     engine.close()
 
 
