@@ -61,3 +61,15 @@ def test_retry_after_is_the_time_that_the_queue_takes(
     with pytest.raises(APIError) as refused:
         held.enter_context(limits.hold("a", 1))
     assert refused.value.headers == {"Retry-After": str(seconds)}
+
+
+def test_before_anything_has_ended_retry_after_goes_by_what_runs(
+    held: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 at once have run for a second, and four times as many wait: not 256 seconds."""
+    now_s = [100.0]
+    monkeypatch.setattr(limits_module.time, "monotonic", lambda: now_s[0])
+    limits = Limits(num_running=64, num_waiting=256, per_key=None)
+    held.enter_context(limits.hold("a", 320))
+    now_s[0] += 1.0
+    assert limits.retry_after_s == 4

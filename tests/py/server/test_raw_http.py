@@ -68,6 +68,48 @@ def test_a_chunked_upload_above_the_limit_is_refused(server: ServerProcess) -> N
     assert b"request_too_large" in answer
 
 
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = post(b"2\r\n{}\r\n0\r\n", "Transfer-Encoding: chunked")
+LINES = b"".join(b"X-%d: %s\r\n" % (i, b"a" * 1000) for i in range(80))
+VALUE = b"X: " + b"a" * (64 << 10)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        HEALTH + LINES,
+        HEALTH + VALUE,
+        HEALTH + LINES + b"\r\n",
+        b"GET /" + b"a" * (64 << 10),
+    ],
+    ids=["many headers", "one without end", "whole", "long path"],
+)
+def test_a_head_beyond_the_limit_is_refused_before_its_end(
+    data: bytes, server: ServerProcess
+) -> None:
+    status = b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+    assert ask(server.url, data).count(status) == 1
+    within = HEALTH + LINES[:60_000].rpartition(b"\r\n")[0]
+    answer = ask(server.url, within + b"\r\nConnection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
+def test_a_second_head_beyond_the_limit_is_refused(server: ServerProcess) -> None:
+    with connect(server.url) as sock:
+        sock.sendall(HEALTH + b"\r\n")
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += sock.recv(65536)
+        sock.sendall(HEALTH + LINES)
+        assert sock.recv(65536).startswith(b"HTTP/1.1 431")
+
+
+@pytest.mark.parametrize("trailers", [LINES, VALUE])
+def test_trailers_count_too(trailers: bytes, server: ServerProcess) -> None:
+    """They come after the body, when an answer may have been begun."""
+    assert b"HTTP/1.1 200" not in ask(server.url, CHUNKED + trailers)
+
+
 def test_a_caller_that_stops_in_its_request_holds_up_nobody(server: ServerProcess) -> None:
     halves = [
         b"POST /v1/comp",

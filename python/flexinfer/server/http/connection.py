@@ -1,11 +1,13 @@
-"""Connection: uvicorn's HTTP protocol, with an end to requests that arrive too slowly.
+"""Connection: uvicorn's HTTP protocol, with an end to requests that arrive too slowly, and to heads
+that are too large.
 
 Hundreds that send a byte now and then would keep the event loop busy: their bytes are left to
 gather in the kernel.
 
 uvicorn waits for a request's head and body without bound, so that a few hundred idle sockets could
-hold what the process may open. Needs httptools. It also passes over the offer to change to HTTP/2
-(h2c) that Java's HttpClient makes: the parser would take the body for the other protocol's bytes.
+hold what the process may open, and keeps headers without bound. Needs httptools. It also passes
+over the offer to change to HTTP/2 (h2c) that Java's HttpClient makes: the parser would take the
+body for the other protocol's bytes.
 """
 
 from __future__ import annotations
@@ -23,9 +25,13 @@ NUM_SMALL_PIECES = 4
 """In a row, of one request, that are read as they come; then ever more are awaited."""
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
+MAX_HEAD_BYTES = 64 << 10
+"""Of a request's line and its headers; trailers count too."""
 _OFFER = re.compile(rb"^Upgrade(?=:[ \t]*h2c[ \t]*\r?$)", re.IGNORECASE | re.MULTILINE)
 _HIDDEN = b"X-Offer"  # as long as the name that it replaces
-_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_NO_MORE = b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_TIMEOUT = b"HTTP/1.1 408 Request Timeout" + _NO_MORE
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large" + _NO_MORE
 
 
 class Connection(HttpToolsProtocol):
@@ -36,7 +42,9 @@ class Connection(HttpToolsProtocol):
         self._receive_timeout_s = receive_timeout_s
         self._timer: asyncio.TimerHandle | None = None
         self._deadline_s = 0.0
-        self._in_request = False
+        self._in_request = self._in_head = False
+        self._kept_bytes = 0
+        """Of a head, or of what follows the last piece of a body: trailers."""
         self._num_small_pieces = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -52,7 +60,10 @@ class Connection(HttpToolsProtocol):
             data = _without_offer(data)
             if self._timer is None:  # it may be less than the beginning of a request
                 self._expect()
+        self._kept_bytes += len(data)
         super().data_received(data)
+        if self._kept_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(_TOO_LARGE)
         self._let_pieces_gather(len(data))
 
     def _let_pieces_gather(self, num_bytes: int) -> None:
@@ -72,17 +83,32 @@ class Connection(HttpToolsProtocol):
             self.transport.resume_reading()
 
     def on_message_begin(self) -> None:
-        self._in_request = True
+        self._in_request = self._in_head = True
         if self._timer is None:  # a second one in the same packet
             self._expect()
         super().on_message_begin()
 
+    def on_headers_complete(self) -> None:
+        if sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+            raise ValueError("the head is too large")  # for the parser, which goes no further
+        self._in_head = False
+        self._kept_bytes = 0
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._kept_bytes > MAX_HEAD_BYTES:
+            self._refuse(_TOO_LARGE)
+        else:
+            super().send_400_response(msg)
+
     def on_body(self, body: bytes) -> None:
+        self._kept_bytes = 0
         self._deadline_s += len(body) / MIN_BYTES_PER_S
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._in_request = False
+        self._kept_bytes = 0
         self._stop_timer()
         super().on_message_complete()
 
@@ -101,10 +127,17 @@ class Connection(HttpToolsProtocol):
             self._timer = self.loop.call_at(self._deadline_s, self._look)
             return
         self._timer = None
-        if self.transport.is_closing():
-            return
-        if self._in_request and (self.cycle is None or not self.cycle.response_started):
-            self.transport.write(_TIMEOUT)
+        if not self.transport.is_closing():
+            self._refuse(_TIMEOUT)
+
+    def _refuse(self, answer: bytes) -> None:
+        """Close, with an answer unless another one is due or was begun."""
+        cycle = self.cycle  # in a head the one of the request before, if there was one
+        is_free = cycle is None or (
+            cycle.response_complete if self._in_head else not cycle.response_started
+        )
+        if self._in_request and is_free:
+            self.transport.write(answer)
         self.transport.close()
 
 

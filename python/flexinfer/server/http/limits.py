@@ -56,13 +56,17 @@ class Limits:
 
     @property
     def retry_after_s(self) -> int:
-        """About how long until what waits now is served: the queue over what ends per second."""
+        """About how long until what waits now is served: the queue over what ends per second.
+
+        Until as many have ended as run at once, those that run are taken to end now.
+        """
         num_waiting = max(1, self.num_active - self._num_running)
-        num_ended = len(self._ends)
-        is_window = num_ended == self._ends.maxlen
-        since_s = self._ends[0] if is_window else self._busy_since_s
-        elapsed_s = time.monotonic() - since_s
-        seconds = elapsed_s * num_waiting / max(1, num_ended - is_window)
+        if len(self._ends) == self._ends.maxlen:
+            since_s, num_ended = self._ends[0], len(self._ends) - 1
+        else:
+            since_s = self._busy_since_s
+            num_ended = max(1, len(self._ends), min(self._num_running, self.num_active))
+        seconds = (time.monotonic() - since_s) * num_waiting / num_ended
         return min(MAX_RETRY_AFTER_S, max(1, math.ceil(seconds)))
 
     def _check(self, tenant: str, num_sequences: int) -> None:
