@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
 from itertools import count
 from types import TracebackType
 from typing import Any, TypeVar
@@ -225,16 +226,21 @@ class AsyncLLM:
         return await self.call(lambda engine: engine.adapters.load(adapter))
 
     async def prepare_grammar(
-        self, params: SamplingParams | BeamSearchParams
+        self,
+        params: SamplingParams | BeamSearchParams,
+        begun: Callable[[Future[CompiledGrammar]], None] | None = None,
     ) -> CompiledGrammar | None:
         """Compile what a request needs, in no thread that others wait for; `generate` does so
-        itself, and finds it as long as the result is kept. Raises RequestError."""
+        itself, and finds it as long as the result is kept. `begun` is told of the thread's work,
+        which a caller that goes away does not end. Raises RequestError."""
         if not isinstance(params, SamplingParams) or params.structured_outputs is None:
             return None
         try:
             future = self.grammars.prepare(params.structured_outputs)
         except RuntimeError:  # the engine is closed, and says so itself
             return None
+        if begun is not None:
+            begun(future)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), COMPILE_TIMEOUT_S)
         except TimeoutError:

@@ -14,6 +14,8 @@ from fastapi import Depends, Request
 
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.lora.adapters import Adapter
+from flexinfer.sampling.grammars import CompiledGrammar, StructuredOutputsParams
+from flexinfer.sampling.params import SamplingParams
 from flexinfer.server.chat_renderer import ChatRenderer
 from flexinfer.server.handover.partner import PrefillPartner
 from flexinfer.server.handover.prefiller import Prefiller
@@ -111,6 +113,18 @@ class ServerState:
             yield claimed
         finally:
             self._engine_ids.difference_update(claimed)
+
+    async def grammar(
+        self, tenant: str, structure: StructuredOutputsParams
+    ) -> CompiledGrammar | None:
+        """Compiled in the tenant's turn; what is compiled already waits for none. Raises
+        RequestError. None: the engine is closed."""
+        found = self.llm.grammars.find(structure)
+        if found is None:
+            async with self.grammars.turn(tenant) as work:
+                params = SamplingParams(structured_outputs=structure)
+                found = await self.llm.prepare_grammar(params, work.append)
+        return found
 
     def check_serving(self, model: str | None) -> None:
         """Raises APIError if the server is going down, or serves no such model."""

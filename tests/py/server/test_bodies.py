@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import Future
 from typing import Any
 
 import httpx
@@ -252,6 +253,52 @@ def test_a_turn_that_fails_lets_the_next_one_in(failure: type[BaseException]) ->
             pass
 
     asyncio.run(run())
+
+
+def test_a_turn_lasts_as_long_as_its_thread_though_the_caller_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        turnstile, later = Turnstile(), []
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "call_later", lambda _, call: later.append(call))
+        thread: Future[None] = Future()
+        thread.set_running_or_notify_cancel()  # nothing takes it back
+
+        async def compile_one() -> None:
+            async with turnstile.turn("a") as work:
+                work.append(thread)
+                await asyncio.wrap_future(thread)
+
+        caller = asyncio.ensure_future(compile_one())
+        await asyncio.sleep(0)
+        caller.cancel()
+        await asyncio.wait([caller])
+        await asyncio.sleep(0)
+        assert not later
+        thread.set_result(None)
+        while not later:
+            await asyncio.sleep(0)
+        later[0]()
+        async with turnstile.turn("a"):
+            pass
+
+    asyncio.run(run())
+
+
+def test_after_a_long_turn_the_tenants_next_one_waits_a_second_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> list[float]:
+        loop = asyncio.get_running_loop()
+        rests: list[float] = []
+        monkeypatch.setattr(loop, "call_later", lambda delay, *_: rests.append(delay))
+        now_s = loop.time()
+        async with Turnstile().turn("a"):
+            monkeypatch.setattr(loop, "time", lambda: now_s + 30)
+        return rests
+
+    assert asyncio.run(run()) == [bodies.MAX_REST_S]
 
 
 # Texts beyond the context are refused before they are tokenized.

@@ -236,3 +236,14 @@ def test_what_is_compiled_already_waits_for_no_turn(
         body = {"prompt": "a", "max_tokens": 8, "structured_outputs": {"regex": pattern}}
         assert httpx.post(f"{scripted}/v1/completions", json=body, timeout=60).is_success
     assert len(turns) == 2
+    tool = {"name": "turn", "parameters": {"type": "object", "properties": {"taken": {}}}}
+    forced = {
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": [{"type": "function", "function": tool}],
+        "tool_choice": "required",
+        "max_tokens": 4,
+    }
+    for _ in range(2):
+        answer = httpx.post(f"{scripted}/v1/chat/completions", json=forced, timeout=60)
+        assert answer.is_success
+    assert len(turns) == 3

@@ -80,7 +80,7 @@ async def prepare_chat(
             prompt_logprobs=body.prompt_logprobs,
             structure=tools.structure,
         )
-    await check_schemas(state, tools)
+    await check_schemas(state, tenant, tools)
     messages = [*(conversation.messages if conversation else ()), *body.messages]
     _check_number(state, messages)
     token_ids = await state.chat.render(

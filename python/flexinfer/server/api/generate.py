@@ -136,10 +136,7 @@ async def _outputs(
     """Raises APIError for a sequence that the engine ended by a failure."""
     grammar, structure = None, params.structured_outputs
     if structure is not None:
-        grammar = state.llm.grammars.find(structure)
-        if grammar is None:  # what is compiled already waits for no turn
-            async with state.grammars.turn(job.tenant):
-                grammar = await state.llm.prepare_grammar(params)
+        grammar = await state.grammar(job.tenant, structure)
     outputs = state.llm.generate(
         job.prompts[prompt_idx],
         params,

@@ -7,7 +7,6 @@ a named function   constrained to the JSON of its arguments
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,13 +90,13 @@ def tool_use(
     return ToolUse(given, required=choice == "required", parallel=parallel is not False)
 
 
-async def check_schemas(state: ServerState, tools: ToolUse) -> None:
+async def check_schemas(state: ServerState, tenant: str, tools: ToolUse) -> None:
     """Raises APIError for a forced call whose schema no grammar holds, with the tool's name."""
     structure = tools.structure
     if structure is None:
         return
     try:
-        await asyncio.wrap_future(state.llm.grammars.prepare(structure))
+        await state.grammar(tenant, structure)
     except RequestError as error:
         for tool in tools.tools:
             if tools.forced not in (None, tool.function.name):
@@ -105,7 +104,7 @@ async def check_schemas(state: ServerState, tools: ToolUse) -> None:
             alone = ToolUse((tool,), forced=tool.function.name).structure
             assert alone is not None
             try:
-                await asyncio.wrap_future(state.llm.grammars.prepare(alone))
+                await state.grammar(tenant, alone)
             except RequestError as found:
                 name = tool.function.name
                 raise bad_request(

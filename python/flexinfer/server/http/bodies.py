@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -140,15 +141,28 @@ class Turnstile:
             loop.call_soon(lambda: loop.call_later(pace.rest_s(), lock.release))
 
     @asynccontextmanager
-    async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """The tenant's turn, until the end of the `with`."""
+    async def turn(self, tenant: str) -> AsyncIterator[list[Future[Any]]]:
+        """The tenant's turn, until the ends of the `with` and of the work of threads that is put
+        into the list: that goes on though nobody waits for it any more."""
         lock = await self._lock(tenant)
         loop = asyncio.get_running_loop()
         start_s = loop.time()
+        work: list[Future[Any]] = []
+
+        def rest() -> None:
+            loop.call_later(min(REST * (loop.time() - start_s), MAX_REST_S), lock.release)
+
+        def rest_soon(_: Future[Any]) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(rest)
+
         try:
-            yield
+            yield work
         finally:
-            loop.call_later(REST * (loop.time() - start_s), lock.release)
+            if work:
+                work[-1].add_done_callback(rest_soon)
+            else:
+                rest()
 
     async def _lock(self, tenant: str) -> asyncio.Lock:
         lock = self._locks.setdefault(tenant, asyncio.Lock())
