@@ -14,6 +14,8 @@
 
 #include <stdexcept>
 
+#include "bindings/addresses.h"
+#include "bindings/decoder_layer.h"
 #include "kernels/attention/attention.h"
 #include "kernels/linear/linear.h"
 #include "kernels/linear/quantised_linear.h"
@@ -28,16 +30,6 @@ namespace {
 
 using SegmentArray = nb::ndarray<const int64_t, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
 using SharedTuple = std::tuple<int64_t, int64_t, int64_t, std::vector<int64_t>>;
-
-template <class T = void>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-DType dtype_of(size_t index) {
-  if (index >= kNumDTypes) throw std::invalid_argument("the kernels know no dtype of this number");
-  return static_cast<DType>(index);
-}
 
 KVFormat format_of(size_t index) {
   if (index >= kNumKVFormats) throw std::invalid_argument("no KV format has this number");
@@ -358,6 +350,7 @@ NB_MODULE(_kernels, m) {
   bind_row_ops(m);
   bind_linear(m);
   bind_quantised(m);
+  bind_decoder_layer(m);
   bind_sampler(m);
 }
 

@@ -110,6 +110,22 @@ class QuantisedLinear:
 def available_quantised_isas() -> list[str]:
     """Levels of the kernels for quantised weights that are here, best last."""
 
+class Product:
+    """A linear layer's weight at addresses: no copy."""
+
+    def __init__(self, *, panels: int, quantised: QuantisedWeight | None, bias: int, depth: int, columns: int) -> None: ...
+
+class DecoderLayer:
+    """A decoder layer in one call; addresses as integers."""
+
+    def __init__(self, *, dtype: int, row_ops: RowOps, linear: Linear, quantised: QuantisedLinear, input_norm: tuple[int, float], output_norm: tuple[int, float], query_norm: tuple[int, float], key_norm: tuple[int, float], qkv: Product, o: Product, gate_up: Product, down: Product, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        """Norms: address of the weight, 0 for none, and eps."""
+
+    def forward(self, attention: HostAttention, plan: Plan, layer: int, stores: bool, scaling: float, softcap: float, x: int, cos: int, sin: int, output: int, num_rows: int, num_threads: int) -> None:
+        """
+        x [rows, width] -> output [rows, width]; cos, sin [rows, head_dim]; all dense.
+        """
+
 class RowSampler:
     """One random token per row of logits."""
 

@@ -10,6 +10,8 @@ namespace {
 
 // Fewer multiplications are done sooner than another thread wakes.
 constexpr int64_t kWorkPerThread = 128 << 10;
+// More parts than threads: one that is kept from its CPU leaves the rest to the others.
+constexpr int64_t kPartsPerThread = 4;
 // Rows whose inputs are made ready at once: what they take is a few megabytes.
 constexpr int64_t kBlockRows = 240;
 
@@ -37,16 +39,16 @@ void QuantisedLinear::forward(DType dtype, const LinearCall& layer, const Quanti
       call.layer.residual =
           static_cast<const char*>(layer.residual) + first * layer.residual_stride * bytes;
     }
+    const int64_t threads = parallel_.can_fork() ? num_threads : 1;
     const int64_t worth = 1 + rows * layer.depth * layer.columns / kWorkPerThread;
-    const int64_t parts =
-        parallel_.can_fork() ? std::min({worth, int64_t{num_threads}, num_panels}) : 1;
+    const int64_t parts = std::min({worth, kPartsPerThread * threads, num_panels});
     std::atomic<int64_t> next{0};
     auto work = [&] {
       for (int64_t part = next++; part < parts; part = next++) {
         compute(call, dtype, {0, rows, num_panels * part / parts, num_panels * (part + 1) / parts});
       }
     };
-    parallel_.run(static_cast<int>(parts), work);
+    parallel_.run(static_cast<int>(std::min(threads, parts)), work);
   }
 }
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -129,6 +130,20 @@ class AttentionOptions:
         )
 
 
+class KernelCall(NamedTuple):
+    """Attention of one layer in one step, for a kernel that computes more than it."""
+
+    kernel: Any
+    plan: Any
+    layer: int
+    """Among those of `kernel`."""
+    stores: bool
+    scaling: float
+    softcap: float
+    num_tokens: int
+    """Rows of the step, with padding."""
+
+
 class AttentionBackend(ABC):
     """Writes a step's KV into the arena and attends over it. Not thread-safe."""
 
@@ -163,6 +178,19 @@ class AttentionBackend(ABC):
         contiguous.
         REQUIRES: the arena is backed for each segment up to its end.
         """
+
+    def kernel_call(
+        self,
+        layer_idx: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        options: AttentionOptions,
+        metadata: AttentionMetadata,
+    ) -> KernelCall | None:
+        """What `forward` would do with queries, keys and values of such heads, for another kernel
+        to do; None: it can only be called."""
+        return None
 
     @property
     def sharing_cost(self) -> SharingCost | None:

@@ -21,7 +21,12 @@ from typing import Any
 
 import torch
 
-from flexinfer.attention.base import AttentionBackend, AttentionMetadata, AttentionOptions
+from flexinfer.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionOptions,
+    KernelCall,
+)
 from flexinfer.attention.latent import latent_of
 from flexinfer.attention.selection import attend_selected
 from flexinfer.errors import UnsupportedModelError
@@ -79,6 +84,25 @@ def use_attention(
 def step_in_force() -> tuple[AttentionBackend, AttentionMetadata] | None:
     """Whom and what `use_attention` has set; None: nobody."""
     return _step.get()
+
+
+def kernel_call(
+    layer_idx: int,
+    num_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> KernelCall | None:
+    """What a call of attention would do in the step in force, for a kernel that computes more than
+    it; None: attention can only be called."""
+    step = _step.get()
+    if step is None or _calls.get() is not None:
+        return None
+    backend, metadata = step
+    options = _options_of(backend, layer_idx, scaling, sliding_window, softcap, None)
+    return backend.kernel_call(layer_idx, num_heads, head_dim, dtype, options, metadata)
 
 
 @contextmanager
@@ -179,10 +203,22 @@ def attention_operator(
 ) -> torch.Tensor:
     """flexinfer::attention: `AttentionBackend.forward` of the backend and the step in force."""
     backend, metadata = _require_step()
+    options = _options_of(backend, layer_idx, scaling, sliding_window, softcap, sinks)
+    return backend.forward(layer_idx, query, key, value, options, metadata)
+
+
+def _options_of(
+    backend: AttentionBackend,
+    layer_idx: int,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> AttentionOptions:
+    """Of a layer's call, with what its arena knows."""
     layer = backend.layers[layer_idx]
     window = layer.window if sliding_window is None else sliding_window
-    options = AttentionOptions(scaling, window, softcap, sinks, layer.chunk)
-    return backend.forward(layer_idx, query, key, value, options, metadata)
+    return AttentionOptions(scaling, window, softcap, sinks, layer.chunk)
 
 
 def _require_step() -> tuple[AttentionBackend, AttentionMetadata]:

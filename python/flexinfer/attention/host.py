@@ -17,7 +17,13 @@ import numpy as np
 import torch
 
 from flexinfer import _kernels
-from flexinfer.attention.base import AttentionBackend, AttentionMetadata, AttentionOptions, LayerKV
+from flexinfer.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionOptions,
+    KernelCall,
+    LayerKV,
+)
 from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.attention.sharing_cost import SharingCost
 from flexinfer.runtime.kernels import DTYPES, KV_FORMATS
@@ -133,11 +139,32 @@ class HostAttention(AttentionBackend):
             value.stride(0),
             value.stride(1),
             output.data_ptr(),
-            key_dim**-0.5 if options.scaling is None else options.scaling,
-            options.softcap or 0.0,
+            *_of_scores(options, key_dim),
             0 if sinks is None else sinks.data_ptr(),
         )
         return output
+
+    def kernel_call(
+        self,
+        layer_idx: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        options: AttentionOptions,
+        metadata: AttentionMetadata,
+    ) -> KernelCall | None:
+        layer = self._layers[layer_idx]
+        if not (
+            layer.key_dim == layer.value_dim == head_dim
+            and layer.dtype == dtype
+            and layer.stores == layer.stores_values
+            and options.sinks is None
+        ):
+            return None
+        plan = self._plan(metadata, layer, num_heads, options)
+        num_tokens = plan.num_tokens + metadata.num_padding
+        scores = _of_scores(options, head_dim)
+        return KernelCall(layer.kernel, plan, layer.index, layer.stores, *scores, num_tokens)
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.stride(2) == 1 else tensor.contiguous()
@@ -164,6 +191,12 @@ class HostAttention(AttentionBackend):
             )
             self._plans[key] = plan
         return plan
+
+
+def _of_scores(options: AttentionOptions, key_dim: int) -> tuple[float, float]:
+    """Scaling and softcap, as the kernel takes them."""
+    scaling = key_dim**-0.5 if options.scaling is None else options.scaling
+    return scaling, options.softcap or 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,8 +51,8 @@ class FusedAttention(torch.nn.Module):
         self._rotary: Rotary = names["apply_rotary_pos_emb"]
         self._eager = names.get("eager_attention_forward")
         weight = attention.o_proj.weight
-        self._rotates = row_ops.supports(weight.dtype, weight.device, self.head_dim // 2)
-        self._options = {
+        self.rotates = row_ops.supports(weight.dtype, weight.device, self.head_dim // 2)
+        self.options: dict[str, Any] = {
             "scaling": options.scaling,
             "sliding_window": options.sliding_window,
             "softcap": options.softcap,
@@ -84,7 +84,7 @@ class FusedAttention(torch.nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = attention_function(self.config._attn_implementation, self._eager)
-        output, _ = attend(self, query, key, value, attention_mask, dropout=0.0, **self._options)
+        output, _ = attend(self, query, key, value, attention_mask, dropout=0.0, **self.options)
         output = output.reshape(batch, num_tokens, -1)
         return self.o_proj(output, residual), None
 
@@ -97,7 +97,7 @@ class FusedAttention(torch.nn.Module):
         if self.q_norm is not None:
             query = self.q_norm(query.transpose(1, 2)).transpose(1, 2)
             key = self.k_norm(key.transpose(1, 2)).transpose(1, 2)
-        if not (self._rotates and qkv.shape[0] == 1 and cos.dtype == qkv.dtype):
+        if not (self.rotates and qkv.shape[0] == 1 and cos.dtype == qkv.dtype):
             return *self._rotary(query, key, cos, sin), value
         if torch.compiler.is_compiling():
             if self.q_norm is not None:

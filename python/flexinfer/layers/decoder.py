@@ -1,4 +1,5 @@
-"""FusedDecoderLayer: a decoder layer whose two additions are done by the products before them."""
+"""FusedDecoderLayer: a decoder layer whose two additions are done by the products before them, and
+which is one call of our own kernel where it can be."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ from typing import Any
 
 import torch
 
+from flexinfer.attention.hook import step_in_force
 from flexinfer.layers.attention import FusedAttention, fuse_attention
+from flexinfer.layers.decoder_kernel import DecoderKernel, make_decoder_kernel
 from flexinfer.layers.known import DECODER_LAYERS
 from flexinfer.layers.mlp import GatedMLP, fuse_mlp
 from flexinfer.layers.norm import fuse_norm
@@ -15,6 +18,9 @@ from flexinfer.layers.recognise import is_known
 
 class FusedDecoderLayer(torch.nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    runs_parts = False
+    """Whether the parts are called one by one where one call would do: for who watches them."""
 
     def __init__(self, layer: Any, attention: FusedAttention, mlp: GatedMLP) -> None:
         """layer: of Llama's kind; attention, mlp: what takes the place of its own."""
@@ -25,6 +31,8 @@ class FusedDecoderLayer(torch.nn.Module):
         self.mlp = mlp
         if hasattr(layer, "attention_type"):
             self.attention_type = layer.attention_type  # the model reads it
+        self._kernel: DecoderKernel | None = None
+        self._is_laid_out = False
 
     def forward(
         self,
@@ -35,6 +43,10 @@ class FusedDecoderLayer(torch.nn.Module):
         **others: Any,
     ) -> torch.Tensor:
         """hidden_states: [1, tokens, width]"""
+        if position_embeddings is not None and past_key_values is None:
+            output = self._in_one_call(hidden_states, position_embeddings)
+            if output is not None:
+                return output
         x, _ = self.self_attn(
             self.input_layernorm(hidden_states),
             position_embeddings,
@@ -43,6 +55,18 @@ class FusedDecoderLayer(torch.nn.Module):
             hidden_states,
         )
         return self.mlp(self.post_attention_layernorm(x), x)  # type: ignore[no-any-return]
+
+    def _in_one_call(
+        self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """None: the parts are to be called one by one."""
+        if self.runs_parts or step_in_force() is None or torch.compiler.is_compiling():
+            return None
+        if not self._is_laid_out:  # by the first step; in a trial it is not yet
+            norms = self.input_layernorm, self.post_attention_layernorm
+            self._kernel = make_decoder_kernel(self.self_attn, self.mlp, norms)
+            self._is_laid_out = True
+        return None if self._kernel is None else self._kernel.forward(x, positions)
 
 
 def fuse_decoder_layer(module: Any) -> FusedDecoderLayer | None:

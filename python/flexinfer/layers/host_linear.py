@@ -93,17 +93,27 @@ class HostLinear(OneDnnLinear):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias)
-        self._dtype = weight.dtype
+        self.dtype = weight.dtype
         self._max_rows = MAX_ROWS[weight.dtype]
         self._has_many_rows = kernel().has_many_rows(DTYPES[weight.dtype], self.in_features)
         self.compiles_row_counts = not self._has_many_rows
         self._panels: int = torch.ops.mkldnn.data_ptr(self.weight)
 
+    def product(self) -> _kernels.Product:
+        """As the kernel for a whole decoder layer takes it."""
+        return _kernels.Product(
+            panels=self._panels,
+            quantised=None,
+            bias=0 if self.bias is None else self.bias.data_ptr(),
+            depth=self.in_features,
+            columns=self.out_features,
+        )
+
     def multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         num_rows = x.numel() // self.in_features
         if num_rows > self._max_rows and not self._has_many_rows:
             return super().multiply(x, residual)
-        output = torch.empty(*x.shape[:-1], self.out_features, dtype=self._dtype)
+        output = torch.empty(*x.shape[:-1], self.out_features, dtype=self.dtype)
         multiply_panels(x, self._panels, self.in_features, self.bias, residual, output)
         return output
 
@@ -111,7 +121,7 @@ class HostLinear(OneDnnLinear):
         """In the product where it can: the same bits as in two passes."""
         if not can_gate(x, self.out_features):
             return super().multiply_gates(x)
-        output = torch.empty(*x.shape[:-1], self.out_features // 2, dtype=self._dtype)
+        output = torch.empty(*x.shape[:-1], self.out_features // 2, dtype=self.dtype)
         multiply_panels(x, self._panels, self.in_features, self.bias, None, output, gates=True)
         return output
 

@@ -28,7 +28,7 @@ class GatedMLP(torch.nn.Module):
         self.act_fn: torch.nn.Module = mlp.act_fn
         weight = mlp.gate_proj.weight
         can_gate = row_ops.supports(weight.dtype, weight.device, mlp.gate_proj.out_features)
-        self._is_silu = can_gate and is_silu(mlp.act_fn)
+        self.is_silu = can_gate and is_silu(mlp.act_fn)
 
     @property
     def joined(self) -> dict[str, Part]:
@@ -53,7 +53,7 @@ class GatedMLP(torch.nn.Module):
         return output
 
     def _compute(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        if self._is_silu:
+        if self.is_silu:
             return self.down_proj(self.gate_up_proj(x, gates=True), residual)  # type: ignore[no-any-return]
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(self.act_fn(gate) * up, residual)  # type: ignore[no-any-return]

@@ -62,6 +62,21 @@ class QuantisedLinear(OpaqueLinear):
         )
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of inputs and outputs."""
+        return self.weight.dtype
+
+    def product(self) -> _kernels.Product:
+        """As the kernel for a whole decoder layer takes it."""
+        return _kernels.Product(
+            panels=0,
+            quantised=self._weight,
+            bias=0 if self.bias is None else self.bias.data_ptr(),
+            depth=self.in_features,
+            columns=self._width,
+        )
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the weight with its scales."""
         parts = (self._words, self._scales, self._minimums, self._sums)

@@ -43,10 +43,12 @@ CPP_ALLOWED = {
     "kernels/attention": "common kernels kernels/calls kernels/isa",
     "kernels/linear": "kernels kernels/calls kernels/isa",
     "kernels/rows": "kernels kernels/calls kernels/isa",
+    "kernels/layer": "kernels kernels/calls kernels/isa kernels/attention kernels/linear "
+    "kernels/rows",
     "kernels/sampling": "kernels kernels/calls kernels/isa",
     "bindings": "vtensor vtensor/util vtensor/driver vtensor/driver/host vtensor/driver/cuda "
     "vtensor/driver/sim vtensor/driver/wrappers vtensor/pool vtensor/ops vtensor/core kernels "
-    "kernels/attention kernels/linear kernels/rows kernels/sampling",
+    "kernels/attention kernels/layer kernels/linear kernels/rows kernels/sampling",
 }
 
 # Folder below flexinfer/, or file directly in it -> what it may import, besides its own folder.
@@ -138,6 +140,7 @@ PYTHON_UNLAYERED = {"__init__"}
 MAY_IMPORT_MANAGER = {"errors", "vtensor"}
 MAY_IMPORT_KERNELS = {
     "flexinfer.attention.host",
+    "flexinfer.layers.decoder_kernel",
     "flexinfer.layers.host_linear",
     "flexinfer.layers.quantised_linear",
     "flexinfer.layers.rows",

@@ -1,0 +1,73 @@
+#include "bindings/decoder_layer.h"
+
+#include <nanobind/stl/pair.h>
+
+#include <utility>
+
+#include "bindings/addresses.h"
+#include "kernels/layer/decoder_layer.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace vtensor::kernels {
+namespace {
+
+using NormTuple = std::pair<uintptr_t, float>;
+
+Norm norm_of(const NormTuple& norm) { return {pointer(norm.first), norm.second}; }
+
+}  // namespace
+
+void bind_decoder_layer(nb::module_& m) {
+  nb::class_<Product>(m, "Product", "A linear layer's weight at addresses: no copy.")
+      .def(
+          "__init__",
+          [](Product* self, uintptr_t panels, const QuantisedWeight* quantised, uintptr_t bias,
+             int64_t depth, int64_t columns) {
+            new (self)
+                Product{pointer(panels), quantised == nullptr ? QuantisedWeight{} : *quantised,
+                        pointer(bias), depth, columns};
+          },
+          nb::kw_only(), "panels"_a, "quantised"_a.none(), "bias"_a, "depth"_a, "columns"_a);
+  nb::class_<DecoderLayer>(m, "DecoderLayer", "A decoder layer in one call; addresses as integers.")
+      .def(
+          "__init__",
+          [](DecoderLayer* self, size_t dtype, const RowOps& row_ops, const Linear& linear,
+             const QuantisedLinear& quantised, const NormTuple& input_norm,
+             const NormTuple& output_norm, const NormTuple& query_norm, const NormTuple& key_norm,
+             const Product& qkv, const Product& o, const Product& gate_up, const Product& down,
+             int num_heads, int num_kv_heads, int head_dim) {
+            const DecoderWeights weights = {norm_of(input_norm),
+                                            norm_of(output_norm),
+                                            norm_of(query_norm),
+                                            norm_of(key_norm),
+                                            qkv,
+                                            o,
+                                            gate_up,
+                                            down,
+                                            num_heads,
+                                            num_kv_heads,
+                                            head_dim};
+            new (self) DecoderLayer(dtype_of(dtype), weights, row_ops, linear, quantised);
+          },
+          nb::kw_only(), "dtype"_a, "row_ops"_a, "linear"_a, "quantised"_a, "input_norm"_a,
+          "output_norm"_a, "query_norm"_a, "key_norm"_a, "qkv"_a, "o"_a, "gate_up"_a, "down"_a,
+          "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
+          "Norms: address of the weight, 0 for none, and eps.")
+      .def(
+          "forward",
+          [](const DecoderLayer& self, HostAttention& attention, const Plan& plan, size_t layer,
+             bool stores, float scaling, float softcap, uintptr_t x, uintptr_t cos, uintptr_t sin,
+             uintptr_t output, int64_t num_rows, int num_threads) {
+            self.forward(
+                {&attention, &plan, layer, stores, scaling, softcap},
+                {pointer(x), pointer(cos), pointer(sin), pointer(output), num_rows, num_threads});
+          },
+          nb::call_guard<nb::gil_scoped_release>(), "attention"_a, "plan"_a, "layer"_a, "stores"_a,
+          "scaling"_a, "softcap"_a, "x"_a, "cos"_a, "sin"_a, "output"_a, "num_rows"_a,
+          "num_threads"_a,
+          "x [rows, width] -> output [rows, width]; cos, sin [rows, head_dim]; all dense.");
+}
+
+}  // namespace vtensor::kernels

@@ -1,0 +1,97 @@
+// DecoderLayer: a decoder layer of Llama's kind on the CPU in one call, for the rows of a decode
+// step.
+//
+//   x -> norm -> q, k, v -> rotated -> attention -> o + x = y -> norm -> gate, up -> silu -> down +
+//   y
+//
+// The same kernels in the same order as a call for each of them, so the same bits; what falls away
+// is the caller's time between them, which is a tenth of a decode step of one row.
+//
+// Thread-safety: no state but its settings; one forward() at a time for each HostAttention.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/attention/attention.h"
+#include "kernels/linear/linear.h"
+#include "kernels/linear/quantised_linear.h"
+#include "kernels/rows/row_ops.h"
+
+namespace vtensor::kernels {
+
+// A linear layer in either of its formats; no words: `panels` is the weight.
+struct Product {
+  const void* panels = nullptr;
+  QuantisedWeight quantised;
+  const void* bias = nullptr;  // [columns] or none
+  int64_t depth = 0;
+  int64_t columns = 0;  // a multiple of kHeadDimStep
+};
+
+// No weight: there is no such norm.
+struct Norm {
+  const void* weight = nullptr;  // [width]
+  float eps = 0;
+};
+
+struct DecoderWeights {
+  Norm input_norm;
+  Norm output_norm;  // before the MLP
+  Norm query_norm;   // of each head
+  Norm key_norm;
+  Product qkv;      // columns: queries, keys, values, head by head
+  Product o;        // residual added
+  Product gate_up;  // columns: gates, then as many factors
+  Product down;     // residual added
+  int num_heads = 0;
+  int num_kv_heads = 0;
+  int head_dim = 0;  // a multiple of 2 * kHeadDimStep
+};
+
+// One step's rows of one layer; all dense, of one dtype.
+struct DecoderCall {
+  const void* x = nullptr;    // [rows, width]
+  const void* cos = nullptr;  // [rows, head_dim]
+  const void* sin = nullptr;
+  void* output = nullptr;  // [rows, width]; not x
+  int64_t num_rows = 0;    // those of the plan, then padding
+  int num_threads = 1;
+};
+
+// How it attends; scaling and softcap as in LayerInputs.
+struct DecoderAttention {
+  HostAttention* kernel = nullptr;
+  const Plan* plan = nullptr;
+  size_t layer = 0;    // among those of `kernel`
+  bool stores = true;  // false: K and V stand in the arena already
+  float scaling = 1;
+  float softcap = 0;
+};
+
+class DecoderLayer {
+ public:
+  // The three tell instruction sets and threads. REQUIRES: dtype float32 or bfloat16.
+  DecoderLayer(DType dtype, const DecoderWeights& weights, const RowOps& row_ops,
+               const Linear& linear, const QuantisedLinear& quantised)
+      : dtype_(dtype),
+        weights_(weights),
+        row_ops_(row_ops),
+        linear_(linear),
+        quantised_(quantised) {}
+
+  // REQUIRES: the kernel's layers have this dtype and these heads.
+  // Throws std::invalid_argument as HostAttention::forward, and for fewer rows than the plan's;
+  // std::bad_alloc where there is no memory for what lies between the products.
+  void forward(const DecoderAttention& attention, const DecoderCall& call) const;
+
+ private:
+  class Run;
+
+  DType dtype_;
+  DecoderWeights weights_;
+  RowOps row_ops_;
+  Linear linear_;
+  QuantisedLinear quantised_;
+};
+
+}  // namespace vtensor::kernels

@@ -1,0 +1,154 @@
+"""DecoderKernel: a decoder layer in one call of our own kernel, for the few rows of a decode step.
+
+A layer is nine calls of kernels, and what Python takes between them, 0.12 ms, was a tenth of a
+decode step of one request. The kernel (cpp/kernels/layer) makes the same calls in the same order:
+the same bits. Where a layer has parts that the kernel does not know, or a step wants something
+else, the parts are called one by one, which also is the reference of the tests.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flexinfer import _kernels
+from flexinfer.attention.hook import kernel_call
+from flexinfer.layers import host_linear, quantised_linear, rows
+from flexinfer.layers.adapters import are_in_force
+from flexinfer.layers.attention import FusedAttention
+from flexinfer.layers.host_linear import HostLinear
+from flexinfer.layers.linear import Linear
+from flexinfer.layers.mlp import GatedMLP
+from flexinfer.layers.norm import RMSNorm
+from flexinfer.layers.quantised_linear import QuantisedLinear
+from flexinfer.runtime.kernels import DTYPES
+
+MAX_ROWS = min(host_linear.MAX_ROWS.values())
+"""With more, layers have other ways, and the time between calls is little beside them."""
+NO_NORM = (0, 0.0)
+
+
+class DecoderKernel:
+    """REQUIRES parts that `make_decoder_kernel` has accepted, and that live as long."""
+
+    def __init__(
+        self, attention: FusedAttention, mlp: GatedMLP, norms: tuple[RMSNorm, RMSNorm]
+    ) -> None:
+        """norms: before attention, before the MLP."""
+        self._attention = attention
+        self._dtype = norms[0].weight.dtype
+        self._width = norms[0].weight.shape[0]
+        self._options = attention.options
+        self._kernel = _kernels.DecoderLayer(
+            dtype=DTYPES[self._dtype],
+            row_ops=rows.kernel(),
+            linear=host_linear.kernel(),
+            quantised=quantised_linear.kernel(),
+            input_norm=_norm(norms[0]),
+            output_norm=_norm(norms[1]),
+            query_norm=_norm(attention.q_norm),
+            key_norm=_norm(attention.k_norm),
+            qkv=_product(attention.qkv_proj),
+            o=_product(attention.o_proj),
+            gate_up=_product(mlp.gate_up_proj),
+            down=_product(mlp.down_proj),
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+        )
+
+    def forward(
+        self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """x: [1, tokens, width]; positions: cos and sin [1, tokens, head_dim]. None: this step is
+        for the parts one by one."""
+        attention, dtype, (cos, sin) = self._attention, self._dtype, positions
+        num_rows = x.shape[1]
+        if not (
+            num_rows <= MAX_ROWS
+            and x.shape == (1, num_rows, self._width)
+            and cos.shape == sin.shape == (1, num_rows, attention.head_dim)
+            and x.dtype == cos.dtype == sin.dtype == dtype
+            and x.is_contiguous()
+            and not are_in_force()
+        ):
+            return None
+        call = kernel_call(
+            attention.layer_idx, attention.num_heads, attention.head_dim, dtype, **self._options
+        )
+        if call is None or call.num_tokens != num_rows:
+            return None
+        cos, sin = cos.contiguous(), sin.contiguous()
+        output = torch.empty_like(x)
+        self._kernel.forward(
+            call.kernel,
+            call.plan,
+            call.layer,
+            call.stores,
+            call.scaling,
+            call.softcap,
+            x.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            output.data_ptr(),
+            num_rows,
+            torch.get_num_threads(),
+        )
+        return output
+
+
+def make_decoder_kernel(
+    attention: FusedAttention, mlp: GatedMLP, norms: tuple[torch.nn.Module, torch.nn.Module]
+) -> DecoderKernel | None:
+    """None: a part is of a kind that the kernel does not know."""
+    own_norms = [*norms, *(n for n in (attention.q_norm, attention.k_norm) if n is not None)]
+    linears = _linears(attention, mlp)
+    if not (all(type(n) is RMSNorm for n in own_norms) and all(map(_is_known, linears))):
+        return None
+    if not _shapes_fit(attention, mlp, own_norms):
+        return None
+    dtypes = {part.weight.dtype for part in own_norms} | {_dtype(part) for part in linears}
+    if len(dtypes) != 1 or not (attention.rotates and mlp.is_silu):
+        return None
+    first, second = norms
+    assert isinstance(first, RMSNorm)
+    assert isinstance(second, RMSNorm)
+    return DecoderKernel(attention, mlp, (first, second))
+
+
+def _shapes_fit(attention: FusedAttention, mlp: GatedMLP, norms: list[torch.nn.Module]) -> bool:
+    """The kernel trusts its addresses: what it will read must be there."""
+    width, dim = attention.o_proj.out_features, attention.head_dim
+    num_columns = (attention.num_heads + 2 * attention.num_kv_heads) * dim
+    shapes = [(part.out_features, part.in_features) for part in _linears(attention, mlp)]
+    hidden = mlp.down_proj.in_features
+    return shapes == [
+        (num_columns, width),
+        (width, attention.num_heads * dim),
+        (2 * hidden, width),
+        (width, hidden),
+    ] and [n.weight.shape for n in norms] == [(width,)] * 2 + [(dim,)] * (len(norms) - 2)
+
+
+def _linears(attention: FusedAttention, mlp: GatedMLP) -> list[Linear]:
+    return [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
+
+
+def _is_known(linear: Linear) -> bool:
+    """In a format of our own kernels, without outputs that only fill it up."""
+    if linear.out_features % quantised_linear.COLUMNS_STEP:
+        return False
+    return type(linear) is HostLinear or type(linear) is QuantisedLinear
+
+
+def _dtype(linear: Linear) -> torch.dtype:
+    assert isinstance(linear, HostLinear | QuantisedLinear)
+    return linear.dtype
+
+
+def _norm(norm: RMSNorm | None) -> tuple[int, float]:
+    return NO_NORM if norm is None else (norm.weight.data_ptr(), norm.variance_epsilon)
+
+
+def _product(linear: Linear) -> _kernels.Product:
+    assert isinstance(linear, HostLinear | QuantisedLinear)
+    return linear.product()

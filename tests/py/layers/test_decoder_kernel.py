@@ -1,0 +1,134 @@
+"""A decoder layer in one call gives the bits of its parts called one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import transformers as tf
+
+from flexinfer import LLM, SamplingParams
+from flexinfer.layers.decoder import FusedDecoderLayer
+from flexinfer.layers.decoder_kernel import MAX_ROWS, DecoderKernel
+from flexinfer.layers.host_linear import supports
+from helpers.tiny_models import draw_model
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: tf.LlamaConfig(**SIZES),
+    "biases": lambda: tf.LlamaConfig(**SIZES, attention_bias=True),
+    "norms": lambda: tf.Qwen3Config(**SIZES),
+    "window": lambda: tf.MistralConfig(**SIZES, sliding_window=16),
+}
+PROMPTS = [list(range(3, 3 + length)) for length in (1, 7, 20, MAX_ROWS + 9, 33)]
+PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp(name) for name in CONFIGS}
+    for name, folder in made.items():
+        draw_model(CONFIGS[name]()).save_pretrained(folder)
+    return made
+
+
+@pytest.fixture
+def kernel_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each call that was one call."""
+    rows: list[int] = []
+    forward = DecoderKernel.forward
+
+    def counted(self: DecoderKernel, x: torch.Tensor, positions: Any) -> torch.Tensor | None:
+        output = forward(self, x, positions)
+        if output is not None:
+            rows.append(x.shape[1])
+        return output
+
+    monkeypatch.setattr(DecoderKernel, "forward", counted)
+    return rows
+
+
+def load(folder: Path, **settings: Any) -> LLM:
+    defaults = {
+        "skip_tokenizer_init": True,
+        "threads": 2,
+        "kv_cache_memory_bytes": 1 << 20,
+        "enable_prefix_caching": False,
+    }
+    return LLM(str(folder), **{**defaults, **settings})
+
+
+def fused(llm: LLM) -> list[FusedDecoderLayer]:
+    layers = llm.llm_engine.loaded.model.modules()
+    return [layer for layer in layers if isinstance(layer, FusedDecoderLayer)]
+
+
+def answers(llm: LLM) -> list[Any]:
+    prompts: Any = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+    return [(out.outputs[0].token_ids, out.outputs[0].logprobs) for out in outputs]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "auto"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_gives_the_bits_of_its_parts(
+    folders: dict[str, Path], kernel_rows: list[int], name: str, quantization: str, dtype: str
+) -> None:
+    with load(folders[name], quantization=quantization, dtype=dtype) as llm:
+        layers = fused(llm)
+        assert len(layers) == 2
+        found = answers(llm)
+        if quantization != "auto" or supports(torch.zeros(192, 64, dtype=getattr(torch, dtype))):
+            assert kernel_rows
+        assert max(kernel_rows, default=0) <= MAX_ROWS
+        kernel_rows.clear()
+        for layer in layers:
+            layer.runs_parts = True
+        assert answers(llm) == found
+        assert not kernel_rows
+
+
+def test_kv_of_bytes_goes_the_same_way(folders: dict[str, Path], kernel_rows: list[int]) -> None:
+    with load(folders["llama"], quantization="int8", kv_cache_dtype="int8") as llm:
+        found = answers(llm)
+        assert kernel_rows
+        for layer in fused(llm):
+            layer.runs_parts = True
+        assert answers(llm) == found
+
+
+def test_other_activations_and_narrow_heads_run_in_parts(
+    folders: dict[str, Path], kernel_rows: list[int], tmp_path: Path
+) -> None:
+    config = tf.LlamaConfig(**{**SIZES, "head_dim": 16}, hidden_act="gelu")
+    draw_model(config).save_pretrained(tmp_path)
+    with load(tmp_path, quantization="int8") as llm:
+        answers(llm)
+    assert not kernel_rows
+
+
+def test_a_layer_of_an_unknown_format_runs_in_parts(
+    folders: dict[str, Path], kernel_rows: list[int]
+) -> None:
+    with load(folders["llama"], quantization="int8") as llm:
+        for layer in fused(llm):
+            layer.mlp.down_proj.__class__ = type("Other", (type(layer.mlp.down_proj),), {})
+        answers(llm)
+    assert not kernel_rows
