@@ -1,5 +1,5 @@
-// AVX-512 with products of bfloat16 pairs; CMake compiles this file with them on x86-64 if the
-// compiler knows them, elsewhere it defines nothing.
+// AVX-512 with products of bfloat16 pairs and of bytes; CMake compiles this file with them on
+// x86-64 if the compiler knows them, elsewhere it defines nothing.
 #include "kernels/isa/isa.h"
 
 #if defined(__AVX512BF16__)

@@ -7,6 +7,7 @@
 #if defined(__AMX_BF16__)
 #include "kernels/simd/amx_rows.h"
 #endif
+#include "kernels/simd/byte_rows.h"
 #include "kernels/simd/few_rows.h"
 #include "kernels/simd/many_rows.h"
 #include "kernels/simd/pair_rows.h"
@@ -160,6 +161,16 @@ inline void attend_in_cache(const LayerCall& call, const AttendTask* tasks, int 
       if (takes_pairs(call, parts[0])) {
         attend_rows<T>(call, parts, num_tasks, s, copy_queries, few_pair_rows_tile,
                        many_pair_rows_tile);
+        continue;
+      }
+    }
+#endif
+#if defined(VTENSOR_HAS_BYTES)
+    // Not for float32, which 16 bits would not do justice.
+    if constexpr (!std::is_same_v<T, float> && std::is_same_v<S, Int8>) {
+      if (parts[0].num_tokens * parts[0].num_heads < kManyRows && takes_bytes(call)) {
+        attend_tiles<T, kFewRowsTile>(call, parts, num_tasks, s, load_byte_queries<T>,
+                                      few_byte_rows_tile);
         continue;
       }
     }

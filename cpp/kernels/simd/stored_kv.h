@@ -85,11 +85,12 @@ VTENSOR_INLINE Vec load(const Float8* p) {
 }
 #endif
 
-// Nearest integers, halves to even; |v| <= 2^21.
-VTENSOR_INLINE IVec bytes_of(Vec v, const Int8* /*format*/) {
+// Halves to even; |v| <= 2^21.
+VTENSOR_INLINE IVec nearest_integers(Vec v) {
   const Vec magic = splat(0x1.8p23F);
   return reinterpret_cast<IVec>(bits_of(v + magic) - bits_of(magic));
 }
+VTENSOR_INLINE IVec bytes_of(Vec v, const Int8* /*format*/) { return nearest_integers(v); }
 
 // Nearest e4m3 numbers, halves to even; |v| below 464. Multiples of 2^-9 come by an addition.
 VTENSOR_INLINE IVec bytes_of(Vec v, const Float8* /*format*/) {

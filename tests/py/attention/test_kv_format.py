@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 from flexinfer.attention.base import AttentionMetadata, AttentionOptions, LayerKV
 from flexinfer.attention.host import HostAttention
 from flexinfer.attention.kv_format import KVFormat
+from flexinfer.attention.sdpa import SdpaAttention
 from flexinfer.attention.segments import Segment
 from flexinfer.runtime.kernels import available_isas
 
@@ -69,3 +70,53 @@ def test_head_sizes_that_no_vector_fits_go_by_sdpa(caplog: pytest.LogCaptureFixt
     backend = attention.create("auto", [layer])
     assert type(backend).__name__ == "SdpaAttention"
     assert "head size 40 is not a multiple of 16" in caplog.text
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (128, 128), (256, 64), (192, 80)])
+@pytest.mark.parametrize("group", [1, 2, 3, 7])
+def test_decodes_over_int8_lose_no_more_than_their_own_rounding(
+    isa: str, dtype: torch.dtype, key_dim: int, value_dim: int, group: int
+) -> None:
+    """A query with a number far above its others, which 8 bits would round away; a value of one key
+    that is much heavier than all others; a window; a soft cap."""
+    generator = torch.Generator().manual_seed(group)
+    stored = KVFormat("int8", dtype)
+    starts = (0, 5, 31, 150, 700)
+    widths = (key_dim, value_dim)
+    arena = [
+        stored.quantise(torch.randn(len(starts), 720, 2, width, generator=generator))
+        for width in widths
+    ]
+    query = torch.randn(2 * group, len(starts), key_dim, generator=generator)
+    query[:, :, 3] *= 30
+    rows = [torch.randn(2, len(starts), width, generator=generator) for width in widths]
+    segments = [Segment(i, i, start, start + 1) for i, start in enumerate(starts)]
+    metadata = AttentionMetadata.build(segments, torch.device("cpu"))
+    inputs = [part.to(dtype) for part in (query, *rows)]
+    for options in (AttentionOptions(), AttentionOptions(0.2, 100, 5.0)):
+        wide = [LayerKV(*(a.clone() for a in arena), format=KVFormat("int8", torch.float32))]
+        expected = SdpaAttention(wide).forward(
+            0, *(part.float() for part in inputs), options, metadata
+        )
+        layers = [LayerKV(*(a.clone() for a in arena), format=stored)]
+        output = HostAttention(layers, isa).forward(0, *inputs, options, metadata)
+        bound = 6e-3 if dtype == torch.bfloat16 else 2e-3
+        torch.testing.assert_close(output.float(), expected, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_key_or_value_that_is_not_finite_shows_in_its_request_alone(isa: str, part: int) -> None:
+    stored = KVFormat("int8", torch.bfloat16)
+    numbers = torch.randn(2, 2, 50, 1, 64, generator=torch.Generator().manual_seed(0))
+    numbers[part, 1, 17, 0, 5] = torch.inf
+    arena = stored.quantise(numbers)
+    segments = [Segment(i, i, 40, 41) for i in range(2)]
+    metadata = AttentionMetadata.build(segments, torch.device("cpu"))
+    rows = torch.ones(1, 2, 64, dtype=torch.bfloat16)
+    layer = LayerKV(*arena, format=stored)
+    output = HostAttention([layer], isa).forward(0, rows, rows, rows, AttentionOptions(), metadata)
+    assert output[0].isfinite().all()
+    assert not output[1].isfinite().any()
