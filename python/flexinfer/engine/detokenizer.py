@@ -7,7 +7,8 @@ the new text, once it does not end in an incomplete character (the technique of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 CONTEXT_TOKENS = 5
@@ -23,8 +24,7 @@ class IncrementalDetokenizer:
     def __init__(
         self, tokenizer: Any, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._decode = _decoder(tokenizer, skip_special_tokens)
         self._token_ids = list(prompt_token_ids[-CONTEXT_TOKENS:])
         self._window_start = 0
         self._num_read = len(self._token_ids)
@@ -48,13 +48,33 @@ class IncrementalDetokenizer:
         self._num_read = len(self._token_ids)
         return now[len(before) :]
 
-    def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(
-            token_ids,
-            skip_special_tokens=self._skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
-        return text
+
+def _decoder(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[int]], str]:
+    """The text of a list of tokens: `tokenizer.decode(...)`, or the call that it comes to.
+
+    transformers looks first whether it has been given an array, a batch or a mapping, which takes
+    three times as long as the text.
+    """
+    kind: Any = type(tokenizer)
+    if _only_asks_backend(kind):
+        decode = tokenizer.backend_tokenizer.decode
+        return lambda token_ids: decode(token_ids, skip_special_tokens=skip_special_tokens)
+    return lambda token_ids: tokenizer.decode(
+        token_ids,
+        skip_special_tokens=skip_special_tokens,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@cache
+def _only_asks_backend(kind: Any) -> bool:
+    """Whether `decode` without cleaning up is its backend's: of transformers' own code alone."""
+    from transformers import PreTrainedTokenizerFast as Fast
+
+    return issubclass(kind, Fast) and all(
+        getattr(kind, name) is getattr(Fast, name)
+        for name in ("decode", "_decode", "backend_tokenizer")
+    )
 
 
 class StopStrings:

@@ -12,6 +12,7 @@ pytest.importorskip("tokenizers")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexinfer.engine import detokenizer
 from flexinfer.engine.detokenizer import IncrementalDetokenizer, StopStrings
 
 TEXTS = [
@@ -76,8 +77,8 @@ def sentencepiece_like_tokenizer() -> Any:
 
 
 def stream(tokenizer: Any, prompt: list[int], token_ids: list[int], **options: Any) -> list[str]:
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt, **options)
-    return [*(detokenizer.append(t) for t in token_ids), detokenizer.flush()]
+    made = IncrementalDetokenizer(tokenizer, prompt, **options)
+    return [*(made.append(t) for t in token_ids), made.flush()]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -128,6 +129,29 @@ def test_special_tokens_are_skipped_on_request(skip: bool, text: str) -> None:
     tokenizer = byte_level_tokenizer()
     ids = [*tokenizer("a").input_ids, tokenizer.eos_token_id, *tokenizer("b").input_ids]
     assert "".join(stream(tokenizer, [], ids, skip_special_tokens=skip)) == text
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("make", [byte_level_tokenizer, sentencepiece_like_tokenizer])
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_the_backends_text_is_that_of_transformers(make: Any, skip: bool, data: Any) -> None:
+    tokenizer = make()
+    assert detokenizer._only_asks_backend(type(tokenizer))
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=12))
+    expected = tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    assert detokenizer._decoder(tokenizer, skip)(ids) == expected
+
+
+@pytest.mark.parametrize("name", ["decode", "_decode", "backend_tokenizer"])
+def test_a_tokenizer_with_a_way_of_its_own_is_asked_itself(name: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    own = type("Own", (PreTrainedTokenizerFast,), {name: lambda *_, **__: "mine"})
+    assert not detokenizer._only_asks_backend(own)
+    if name != "backend_tokenizer":
+        tokenizer = own(tokenizer_object=byte_level_tokenizer().backend_tokenizer)
+        assert detokenizer._decoder(tokenizer, True)([5]) == "mine"
 
 
 # Stop strings.
