@@ -134,10 +134,11 @@ def test_a_group_that_makes_no_sense_is_refused(changes: dict[str, Any], message
         KVSpec.of_groups([KVGroup(**shape)])
 
 
-def test_a_trace_of_groups_is_replayed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("half", [HALF, PADDED], ids=["dense", "with room for a layer more"])
+def test_a_trace_of_groups_is_replayed(half: KVGroup, tmp_path: Path) -> None:
     path = tmp_path / "groups.jsonl"
     prompt = list(range(40))
-    with manager_of(FULL, HALF, LATENT, swap_space=400 * CHUNK) as manager:
+    with manager_of(FULL, half, LATENT, swap_space=400 * CHUNK) as manager:
         manager.start_trace(path)
         first = manager.create(prompt)
         first.extend(40)
