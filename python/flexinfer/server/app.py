@@ -89,6 +89,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         lifespan=lifespan,
         redoc_url=None,
         docs_url=None,
+        openapi_url=None,  # made on the loop, which it would hold for a second: see mount_docs
     )
     app.state.flexinfer = state
     install_error_handlers(app)

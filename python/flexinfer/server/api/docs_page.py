@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 
 from flexinfer.server.api.page import HEADERS
 
@@ -25,9 +25,15 @@ td { padding: .1rem 1rem .1rem 0; vertical-align: top; }
 
 
 def mount_docs(app: FastAPI) -> None:
+    """Both in threads of their own: the document takes a second to make."""
+
     @app.get("/docs", include_in_schema=False)
     def docs() -> HTMLResponse:
         return HTMLResponse(_page(app.openapi()), headers=HEADERS)
+
+    @app.get("/openapi.json", include_in_schema=False)
+    def openapi() -> JSONResponse:
+        return JSONResponse(app.openapi())
 
 
 def _page(document: dict[str, Any]) -> str:
