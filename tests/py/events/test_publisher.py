@@ -19,7 +19,7 @@ from flexinfer.events.publisher import EventPublisher
 from flexinfer.vtensor import KVSpec, VTensorManager
 from helpers.block_subscriber import KnownBlocks
 
-TIMEOUT_MS = 20_000
+TIMEOUT_MS = 120_000
 
 
 class Subscriber:
@@ -105,7 +105,7 @@ def config_in(folder: Path, **changes: Any) -> KVEventsConfig:
 
 
 def record(manager: VTensorManager, rng: random.Random) -> None:
-    tokens = [rng.randrange(3) for _ in range(rng.randint(1, 200))]
+    tokens = [rng.randrange(3) for _ in range(rng.randint(16, 200))]  # a block, to be told
     vtensor = manager.create(tokens)
     vtensor.extend(len(tokens))
     vtensor.record_prefix(tokens)

@@ -18,7 +18,9 @@ from flexinfer.runtime.kernels import DTYPES, available_isas
 from helpers.each_isa import each_isa
 
 EXAMPLES = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 

@@ -16,7 +16,9 @@ from flexinfer.layers.quantised_linear import QuantisedLinear
 from helpers.each_isa import each_isa
 
 EXAMPLES = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 SCHEMES = ("int8", "int4", "int4-g64", "int4-g128-zp")
 

@@ -18,7 +18,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = st.sampled_from([0, 1, 3, 33, 200])
 WIDTHS = st.sampled_from([16, 48, 512, 1040])
 EXAMPLES = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from flexinfer.runtime.threads import cpu_quota
 from flexinfer.runtime.torch_settings import HUGE_PAGE_BYTES, MAX_ARENAS, back_by_huge_pages
 
 
@@ -51,8 +52,8 @@ def test_torch_is_loaded_with_these_threads(
 
 def test_threads_are_bound_but_the_process_is_not() -> None:
     cpus = sorted(os.sched_getaffinity(0))
-    if len(cpus) < 2:
-        pytest.skip("one CPU: nothing to bind")
+    if not 1 < len(cpus) == cpu_quota().num_cpus:
+        pytest.skip("one CPU, or a quota of less than all: nothing is bound")
     code = (
         "import os; from flexinfer.runtime.torch_settings import set_up_torch\n"
         f"set_up_torch({len(cpus)})\n"

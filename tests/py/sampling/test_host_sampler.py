@@ -18,7 +18,9 @@ from helpers.each_isa import each_isa
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXAMPLES = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
