@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")
 SCREENSHOTS = Path(__file__).parents[3] / "build" / "screenshots"
-ARGUMENTS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+ARGUMENTS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+    "--force-prefers-reduced-motion",  # nothing is half there, or elsewhere, while it is looked at
+)
 
 
 @pytest.fixture(scope="session")

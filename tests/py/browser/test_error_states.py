@@ -146,7 +146,7 @@ def test_too_many_requests_can_be_tried_again(page: ChatPage) -> None:
     page.find("#composer-text").send_keys("Hello! My name is Ada.", Keys.ENTER)
     page.until(lambda: "too many requests" in page.text(".message.failed .error"))
     answer_again(page)
-    page.find(".message.failed .error button").click()
+    page.click_on(".message.failed .error button")
     assert "Ada" in page.answer()
     assert len(page.all(".message")) == 2
 
@@ -173,7 +173,7 @@ def test_a_server_that_goes_is_said_and_one_that_comes_is_found(page: ChatPage) 
     page.until(lambda: page.all(".message.failed"))
     page.set_offline(False)
     page.until(lambda: not page.find(".composer .notice").is_displayed())
-    page.find(".message.failed .error button").click()
+    page.click_on(".message.failed .error button")
     assert "Ada" in page.answer()
     assert all("ERR_" in entry for entry in page.console())
 
@@ -275,16 +275,16 @@ def test_the_guide_says_what_squares_mean_and_points_at_them(page: ChatPage) -> 
 def test_a_chunk_is_marked_in_all_its_rows_under_the_pointer(page: ChatPage) -> None:
     page.send("Hello! My name is Ada.")
     page.send("What is 17 plus 25?")
-    page.all('button[aria-label="Fork the conversation here"]')[0].click()
+    page.click("Fork the conversation here", 0)
     page.send("What is my name?")
-    page.until(lambda: page.all("button.chunk.shared"))
-    page.driver.execute_script(
-        "document.querySelector('button.chunk.shared').dispatchEvent("
-        "new PointerEvent('pointerover', {bubbles: true}))"
+    page.until_nothing_runs()
+    twins = page.driver.execute_script(
+        """document.querySelector("button.chunk.shared").dispatchEvent(
+          new PointerEvent("pointerover", {bubbles: true}));
+        return [...document.querySelectorAll("button.chunk.twin")].map(twin => twin.dataset.id);"""
     )
-    twins = page.all("button.chunk.twin")
     assert len(twins) > 1
-    assert len({twin.get_attribute("data-id") for twin in twins}) == 1
+    assert len(set(twins)) == 1
 
 
 def test_a_whole_answer_is_told_to_screen_readers_once(page: ChatPage) -> None:
@@ -326,18 +326,16 @@ def test_axe_finds_nothing(page: ChatPage, dark: bool, phone: bool) -> None:
     answer_again(page)
     page.send("Hello! My name is Ada.")
     page.click("Fork the conversation here")
-    page.until(lambda: page.all("button.chunk"))
+    page.until_nothing_runs()
     found = []
     views = ["chat", "memory", "conversations"] if phone else ["chat"]
     if phone:
         page.resize(390, 844, phone=True)
     for view in views:
         if phone:
-            page.find(f'#tabs [data-view="{view}"]').click()
+            page.click_on(f'#tabs [data-view="{view}"]')
         if view == "memory" or not phone:
-            page.find("button.chunk").click()
-        still = "document.getAnimations().forEach(one => { try { one.finish(); } catch {} })"
-        page.driver.execute_script(still)
+            page.click_on("button.chunk")
         found += axe.Axe().run(page.driver)["violations"]
     problems = [
         (one["id"], node["html"][:160], node["failureSummary"][:200])
@@ -361,7 +359,7 @@ window.fetch = async (path, options = {}) => path !== "v1/chat/completions"
 def test_who_scrolls_up_is_not_taken_back_to_the_end(page: ChatPage) -> None:
     def say(text: str) -> None:
         page.driver.execute_script("window.say(arguments[0])", text)
-        page.until(lambda: text.split()[-1] in page.texts(".message.assistant .body")[-1])
+        page.until(lambda: text.split()[-1] in page.text(".message.assistant .body", -1))
 
     def distance() -> float:
         px: float = page.driver.execute_script(

@@ -160,6 +160,7 @@ def test_fifty_prefixes_fold_the_small_ones(page: ChatPage) -> None:
 
 
 def test_a_new_square_keeps_its_colour_and_gets_a_ring(page: ChatPage) -> None:
+    page.driver.execute_script("performance.now = () => 0")  # the ring stays
     show(page, live(1, [1, 2, 3]), chunks=[chunk(i) for i in range(1, 4)])
     show(
         page,
@@ -176,6 +177,39 @@ def test_a_new_square_keeps_its_colour_and_gets_a_ring(page: ChatPage) -> None:
         });"""
     )
     assert (new, old) == ([True, True], [True, False])
+
+
+def test_a_chunk_under_the_pointer_stays_marked_when_rows_are_drawn_anew(
+    page: ChatPage,
+) -> None:
+    page.driver.execute_script("let now = 0; performance.now = () => (now += 10_000)")  # no rings
+    ActionChains(page.driver).move_to_element(page.find(".model")).perform()
+    show(page, live(1, [1, 2]), live(2, [1, 3]))
+    page.driver.execute_script(
+        """document.querySelector('button[data-id="1"]').dispatchEvent(
+          new PointerEvent("pointerover", {bubbles: true}));"""
+    )
+    show(page, live(1, [1, 2]), live(2, [1, 3, 4]))
+    assert [twin.get_attribute("data-id") for twin in page.all(".twin")] == ["1", "1"]
+
+
+def test_maps_are_looked_at_one_after_the_other(page: ChatPage) -> None:
+    """Or an older one could be drawn over a newer one."""
+    page.driver.execute_script(
+        """const real = window.fetch;
+        window.running = window.most = window.looks = 0;
+        window.fetch = async (path, options) => {
+          if (!path.startsWith("admin/memory")) return real(path, options);
+          window.most = Math.max(window.most, window.running += 1);
+          const answer = await real(path, options);
+          window.running -= 1;
+          window.looks += 1;
+          return answer;
+        };
+        for (let i = 0; i < 3; i += 1) document.dispatchEvent(new Event("visibilitychange"));"""
+    )
+    page.until(lambda: page.driver.execute_script("return window.looks") >= 2)
+    assert page.driver.execute_script("return window.most") == 1
 
 
 def test_a_chunk_that_is_used_again_is_seen_to_have_been_evicted(page: ChatPage) -> None:
@@ -224,7 +258,7 @@ def test_rows_that_a_window_has_left_are_seen_as_given_back(page: ChatPage) -> N
     assert [place for _, place in lefts[0]] == [place for _, place in lefts[1]]
     assert [name for name, _ in lefts[1]] == ["i", "i", "i", "button", "button"]
     assert page.text(".kind[data-kind=live] .count") == "1"
-    page.find('.lane button[data-id="9"]').click()
+    page.click_on('.lane button[data-id="9"]')
     assert "20.0 KiB of physical memory in 5 planes, tokens 40 to 49" in page.text(".detail")
 
 
@@ -254,7 +288,7 @@ def test_a_recurrent_state_has_a_row_of_its_own(page: ChatPage) -> None:
 
 def test_nothing_moves_while_an_answer_comes(page: ChatPage) -> None:
     page.send("Hello! My name is Ada.")
-    page.until(lambda: not page.all(".row.live"))
+    page.until_nothing_runs()
     page.driver.execute_script(
         """window.shift = 0;
         new PerformanceObserver(list => list.getEntries().forEach(entry => {
@@ -262,7 +296,7 @@ def test_nothing_moves_while_an_answer_comes(page: ChatPage) -> None:
         })).observe({type: "layout-shift"});"""
     )
     page.send("What is 17 plus 25?")
-    page.until(lambda: not page.all(".row.live"))
+    page.until_nothing_runs()
     assert page.driver.execute_script("return window.shift") < 0.1
 
 

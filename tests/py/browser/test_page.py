@@ -16,6 +16,7 @@ pytestmark = pytest.mark.browser
 
 
 def test_a_message_gets_an_answer_that_streams(page: ChatPage) -> None:
+    page.draw_piece_by_piece()
     page.driver.execute_script(
         """window.seen = new Set();
         new MutationObserver(() => {
@@ -49,7 +50,7 @@ def test_an_answer_can_be_stopped(page: ChatPage) -> None:
     page.click("Stop")
     page.until(lambda: page.all(".message.assistant.stopped"))
     page.until(lambda: page.all('button[aria-label="Send"]'))
-    page.until(lambda: not [row for row in page.rows() if row["kind"] == "live"])
+    page.until_nothing_runs()
 
 
 def test_escape_stops_too(page: ChatPage) -> None:
@@ -82,12 +83,12 @@ def test_regenerate_replaces_the_last_answer_by_a_sampled_one(page: ChatPage) ->
 def test_an_answer_cut_off_by_leaving_the_page_is_a_stopped_one(page: ChatPage) -> None:
     page.ask_for_long_answers()
     page.send("Hello! My name is Ada.", wait=False)
-    page.until(lambda: page.texts(".message.assistant .body")[-1])
+    page.until(lambda: page.text(".message.assistant .body", -1))
     page.driver.refresh()
     page.until(lambda: page.all(".message.assistant.stopped"))
     assert not page.all(".message.streaming")
-    assert page.texts(".message.assistant .body")[-1], "what was said is kept"
-    page.until(lambda: not [row for row in page.rows() if row["kind"] == "live"])
+    assert page.text(".message.assistant .body", -1), "what was said is kept"
+    page.until_nothing_runs()
 
 
 def test_evicted_chunks_are_seen_to_go(page: ChatPage, server: ServerProcess) -> None:
@@ -113,9 +114,9 @@ def test_a_fork_shares_the_chunks_of_its_prefix(page: ChatPage) -> None:
     page.click("Fork the conversation here")
     assert len(page.all(".conversations li")) == 2
     assert "Ada" in page.send("What is my name?")
-    page.all(".conversations .open")[0].click()
+    page.click_on(".conversations .open")
     page.send("Remember: my city is Rome.")
-    page.until(lambda: not [row for row in page.rows() if row["kind"] == "live"])
+    page.until_nothing_runs()
 
     def shared() -> bool:
         rows = [row for row in page.rows() if row["kind"] == "cached"]
@@ -128,7 +129,7 @@ def test_a_fork_shares_the_chunks_of_its_prefix(page: ChatPage) -> None:
         return len(several) >= 2 and same_colour and all(rows[0][1] != "null" for rows in several)
 
     page.until(shared)
-    page.all("button.chunk.shared")[0].click()
+    page.click_on("button.chunk.shared")
     assert "Shared by" in page.text(".detail")
     assert "Only the prefix cache holds it" in page.text(".detail")
     assert page.text('[data-figure="saved"] dd') != "0 B"
@@ -139,7 +140,7 @@ def test_running_requests_share_chunks_while_they_run(page: ChatPage) -> None:
     page.click("Fork the conversation here")
     page.ask_for_long_answers()
     page.send("What is my name?", wait=False)
-    page.all(".conversations .open")[0].click()
+    page.click_on(".conversations .open")
     page.send("What is 17 plus 25?", wait=False)
 
     def two_live_rows() -> bool:
@@ -149,7 +150,7 @@ def test_running_requests_share_chunks_while_they_run(page: ChatPage) -> None:
         )
 
     page.until(two_live_rows)
-    assert page.all(".chunk.reserved")
+    page.until(lambda: page.all(".chunk.reserved"))
     page.until(lambda: "chunk" in page.text(".ticker"))
 
 
@@ -196,7 +197,7 @@ def test_markup_in_a_message_stays_text(page: ChatPage) -> None:
 
 def test_the_map_by_keyboard(page: ChatPage) -> None:
     page.send("Hello! My name is Ada.")
-    page.until(lambda: page.all("button.chunk"))
+    page.until_nothing_runs()
     page.driver.execute_script("document.querySelector('.row button').focus()")
     active = page.driver.switch_to.active_element
     active.send_keys(Keys.ARROW_RIGHT)

@@ -177,8 +177,8 @@ export class MemoryRows {
     const holders = chunk?.rows.length ?? 0;
     const text = `${label}, chunk ${id}${holders > 1 ? `, in ${holders} rows` : ""}`;
     if (button.dataset.id !== String(id)) button.dataset.id = id;
-    const selected = this.#selectedId === id ? " selected" : "";
-    if (event || !isRecent(button)) setClass(button, `chunk ${kind}${event ? ` ${event}` : ""}${selected}`);
+    const marks = `${this.#selectedId === id ? " selected" : ""}${this.twinsOf === String(id) ? " twin" : ""}`;
+    if (event || !isRecent(button)) setClass(button, `chunk ${kind}${event ? ` ${event}` : ""}${marks}`);
     if (event) button.dataset.until = String(performance.now() + EVENT_MS);
     if (button.dataset.hue !== String(hue)) {
       button.dataset.hue = String(hue);

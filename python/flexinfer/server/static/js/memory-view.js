@@ -25,6 +25,8 @@ export class MemoryView {
   #last = null; // {rows, generations, stats} of the map that is drawn
   #selected = null; // {id, key, index}
   #timer = null;
+  #isLooking = false; // one look at a time: an older map must not be drawn over a newer one
+  #isAskedAgain = false;
 
   // `onState({isOffline, isAsleep})` after each change of either.
   constructor(element, api, store, replies, { openSettings, onState }) {
@@ -64,6 +66,11 @@ export class MemoryView {
   }
 
   async #poll() {
+    if (this.#isLooking) {
+      this.#isAskedAgain = true;
+      return;
+    }
+    this.#isLooking = true;
     try {
       const map = await this.api.memory();
       if (map !== null) {
@@ -77,7 +84,9 @@ export class MemoryView {
     }
     this.interval = this.replies.count > 0 ? FAST_MS : SLOW_MS;
     clearTimeout(this.#timer);
-    this.#timer = setTimeout(() => this.#poll(), document.hidden ? 10 * SLOW_MS : this.interval);
+    const wait = document.hidden ? 10 * SLOW_MS : this.interval;
+    this.#timer = setTimeout(() => this.#poll(), this.#isAskedAgain ? 0 : wait);
+    this.#isLooking = this.#isAskedAgain = false;
   }
 
   #tell({ isOffline, isAsleep, error }) {
