@@ -80,6 +80,11 @@ def measure(folder: str, num_ranks: int) -> dict[str, Any]:
             rows[kind].append(step_s * 1e3)
             if engine.ranks:
                 sent[kind].append(engine.ranks.sent_bytes - before)
+        weight_bytes = (
+            max(engine.ranks.weight_bytes.values())
+            if engine.ranks
+            else sum(parameter.nbytes for parameter in engine.loaded.model.parameters())
+        )
         send_us = engine.ranks.send_s * 1e6 / sum(map(len, sent.values())) if engine.ranks else 0.0
     finally:
         engine.close()
@@ -91,6 +96,8 @@ def measure(folder: str, num_ranks: int) -> dict[str, Any]:
         "decode_bytes": statistics.median(sent["decode"] or [0.0]),
         "prefill_bytes": statistics.median(sent["prefill"] or [0.0]),
         "send_us": send_us,
+        "weight_mib": weight_bytes / 2**20,
+        "kv_bytes_per_token": engine.manager.spec.bytes_per_token,
     }
 
 

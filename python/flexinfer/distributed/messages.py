@@ -79,10 +79,11 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """From a rank: for the log."""
+class Loaded:
+    """From a rank that has its weights."""
 
-    text: str
+    num_bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ from flexinfer.distributed.group import (
 from flexinfer.distributed.messages import (
     Done,
     Failed,
+    Loaded,
     OpenManager,
     Probe,
-    Progress,
     Setup,
     Step,
     StepFailed,
@@ -89,7 +89,7 @@ def _serve(
     part = RankOf(rank, setup.num_ranks)
     model, num_bytes = load_part_of_model(config.model, config.dtype, device, part)
     seconds = time.perf_counter() - start_s
-    connection.send(Progress(f"{num_bytes / 2**20:.1f} MiB of weights after {seconds:.1f} s"))
+    connection.send(Loaded(num_bytes, seconds))
     connection.send(Done())
     runner, manager = _open(connection, config, model, setup.timeout_s)
     try:

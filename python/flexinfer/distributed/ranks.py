@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 
-from flexinfer.distributed.messages import Done, Failed, Progress, Step, StepFailed, Stop
+from flexinfer.distributed.messages import Done, Failed, Loaded, Step, StepFailed, Stop
 from flexinfer.errors import RankError
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,8 @@ class Ranks:
         self._is_closing = False
         self.on_failure: Callable[[], None] | None = None
         """Called once, by the reading thread, when a rank has failed."""
+        self.weight_bytes: dict[int, int] = {}
+        """Of each rank that has its weights."""
         self.sent_bytes = 0
         self.send_s = 0.0
         self.num_steps = 0
@@ -82,6 +84,12 @@ class Ranks:
             self.send_s += time.perf_counter() - start_s
             self.sent_bytes += len(data)
             self.num_steps += 1
+
+    def note_loaded(self, rank: int, loaded: Loaded) -> None:
+        """A rank has its weights, rank 0 or another."""
+        self.weight_bytes[rank] = loaded.num_bytes
+        mib = loaded.num_bytes / 2**20
+        logger.info("rank %d: %.1f MiB of weights after %.1f s", rank, mib, loaded.seconds)
 
     def wait_done(self, timeout_s: float) -> None:
         """Wait until each rank has said `Done` once more. Raises RankError."""
@@ -171,8 +179,8 @@ class Ranks:
                 self._blame_victim()
 
     def _note(self, rank: int, message: object) -> None:
-        if isinstance(message, Progress):
-            logger.info("rank %d: %s", rank, message.text)
+        if isinstance(message, Loaded):
+            self.note_loaded(rank, message)
         elif isinstance(message, Done):
             with self._changed:
                 self._num_done[rank] += 1

@@ -8,7 +8,6 @@ end. Imports torch late.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -23,7 +22,7 @@ from flexinfer.distributed.group import (
     leave_group,
     start_ranks,
 )
-from flexinfer.distributed.messages import OpenManager, Probe
+from flexinfer.distributed.messages import Loaded, OpenManager, Probe
 from flexinfer.distributed.operations import record_operations
 
 if TYPE_CHECKING:
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from flexinfer.models.describe import LoadedModel
     from flexinfer.runner.model_runner import ModelRunner
     from flexinfer.vtensor import VTensorManager
-
-logger = logging.getLogger(__name__)
 
 
 def rank_threads(config: EngineConfig) -> int | None:
@@ -76,6 +73,11 @@ class TensorParallelRanks:
         """Seconds that sending these took."""
         return self._ranks.send_s
 
+    @property
+    def weight_bytes(self) -> dict[int, int]:
+        """Of each rank."""
+        return self._ranks.weight_bytes
+
     def load(self) -> LoadedModel:
         """This rank's part of the model; returns when all have theirs."""
         from flexinfer.distributed.rank import rank_device
@@ -89,8 +91,7 @@ class TensorParallelRanks:
         start_s = time.perf_counter()
         part = RankOf(0, config.tensor_parallel_size)
         model, num_bytes = load_part_of_model(config.model, config.dtype, device, part)
-        seconds = time.perf_counter() - start_s
-        logger.info("rank 0: %.1f MiB of weights after %.1f s", num_bytes / 2**20, seconds)
+        self._ranks.note_loaded(0, Loaded(num_bytes, time.perf_counter() - start_s))
         self._ranks.wait_done(LOAD_TIMEOUT_S)
         self._ranks.send(Probe())
         try:

@@ -128,3 +128,27 @@ def test_a_rank_has_its_part_of_the_weights_and_of_the_kv(engine: LLMEngine) -> 
         == whole.model.layers[0].self_attn.o_proj.in_features
     )
     assert engine.manager.spec.bytes_per_token == TOKEN_BYTES
+    check_memory(engine, "llama", 2)
+
+
+@pytest.mark.slow
+def test_each_of_four_ranks_has_a_quarter_of_the_weights_and_of_the_kv() -> None:
+    engine = make_ranked_engine("four_kv_heads", 4)
+    try:
+        check_memory(engine, "four_kv_heads", 4)
+    finally:
+        engine.close()
+
+
+def check_memory(engine: LLMEngine, name: str, num_ranks: int) -> None:
+    """What a rank holds is within 5 % of its part: norms and the like are whole on all."""
+    whole = make_model(name)
+    weights = sum(parameter.nbytes for parameter in whole.parameters())
+    config = whole.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    kv = 256 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * 4
+    assert engine.ranks is not None
+    assert sorted(engine.ranks.weight_bytes) == list(range(num_ranks))
+    for of_rank in engine.ranks.weight_bytes.values():
+        held = of_rank + 256 * engine.manager.spec.bytes_per_token
+        assert held == pytest.approx((weights + kv) / num_ranks, rel=0.05)

@@ -36,6 +36,22 @@ CONFIGS.setdefault(
     ),
 )
 CONFIGS.setdefault(
+    "four_kv_heads",
+    lambda: tf.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    ),
+)
+CONFIGS.setdefault(
     "tied",
     lambda: tf.Qwen2Config(
         vocab_size=131,  # no multiple of any number of ranks
