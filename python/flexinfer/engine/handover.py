@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from flexinfer.engine.build import EngineParts
     from flexinfer.lora.request import LoRARequest
     from flexinfer.types import Prompt
+    from flexinfer.vtensor import VTensor, VTensorManager
 
 SAMPLED_WEIGHTS = 256
 """Of each tensor of a model that is no folder."""
@@ -79,22 +81,55 @@ class EngineHandover:
         OutOfMemoryError where running requests need the memory or no slot is left.
         """
         self.check()
-        num_bytes = self.num_bytes(delivery)
-        vocab_size = self._parts.loaded.vocab_size
-        if not all(0 <= token < vocab_size for token in delivery.tokens):
-            raise HandoverError(f"a parcel has tokens that are not in [0, {vocab_size})")
+        self._check_tokens(delivery.tokens)
+        self.check_room(self.num_bytes(delivery))
+        vtensor = delivery.adopt(self.identity, self.manager)
+        return self.record(vtensor, delivery.tokens, delivery.salt, request_id, keep_s)
+
+    def record(
+        self,
+        vtensor: VTensor,
+        tokens: Sequence[int],
+        salt: str,
+        request_id: str = "",
+        keep_s: float = EXPORT_TTL_S,
+    ) -> int:
+        """As `adopt`, of a vTensor with what another process has computed, which is given up."""
+        try:
+            self._check_tokens(tokens)
+            vtensor.record_prefix(tokens)
+        finally:
+            vtensor.release()
+        owner = export_owner(request_id)
+        return self._parts.scheduler.pins.keep(owner, tokens, keep_s, salt)
+
+    def recorded(self, prompt: Prompt) -> tuple[VTensor, list[int], str] | None:
+        """A vTensor of the longest recorded prefix of `prompt`, its tokens and its salt, to be read
+        and released; None: nothing is recorded. From any thread."""
+        self.check()
+        parsed = self._parts.inputs.parse(prompt)
+        vtensor = self.manager.create(parsed.token_ids, cache_salt=parsed.cache_salt)
+        if vtensor.num_tokens == 0:
+            vtensor.release()
+            return None
+        return vtensor, list(parsed.token_ids[: vtensor.num_tokens]), parsed.cache_salt
+
+    def check_room(self, num_bytes: int) -> None:
+        """Raises OutOfMemoryError where running requests need the memory."""
         scheduler = self._parts.scheduler
         if not scheduler.admission.has_room(num_bytes, scheduler.running.values()):
             raise OutOfMemoryError(
                 f"{num_bytes} bytes of KV have no room beside the requests that run"
             )
-        vtensor = delivery.adopt(self.identity, self._parts.manager)
-        try:
-            vtensor.record_prefix(delivery.tokens)
-        finally:
-            vtensor.release()
-        owner = export_owner(request_id)
-        return scheduler.pins.keep(owner, delivery.tokens, keep_s, delivery.salt)
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        vocab_size = self._parts.loaded.vocab_size
+        if not all(0 <= token < vocab_size for token in tokens):
+            raise HandoverError(f"a parcel has tokens that are not in [0, {vocab_size})")
+
+    @property
+    def manager(self) -> VTensorManager:
+        return self._parts.manager
 
     def let_go(self, request_id: str) -> None:
         """Let what was kept for a request be evicted: it has been exported, or found."""

@@ -35,7 +35,7 @@ class Channel:
         """`timeout_s`: how long one message may take, and how long one is waited for."""
         connection.settimeout(timeout_s)
         self._socket = connection
-        _check_user(connection)
+        self._check_partner()
 
     @classmethod
     def connect(cls, path: str, timeout_s: float | None) -> Self:
@@ -46,10 +46,17 @@ class Channel:
             return cls(connection, timeout_s)
         except OSError as error:
             connection.close()
-            raise _failure(f"nobody answers at {path}", error) from None
+            raise failure(f"nobody answers at {path}", error) from None
         except HandoverError:
             connection.close()
             raise
+
+    def _check_partner(self) -> None:
+        """Raises HandoverError for who is not to be spoken to."""
+        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        _, user, _ = struct.unpack("3i", credentials)
+        if user != os.getuid():
+            raise HandoverError(f"the other process is user {user}'s, not ours")
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +98,7 @@ class Channel:
                 sent = self._socket.send(start)
             self._socket.sendall(start[sent:] + body)
         except OSError as error:
-            raise _failure("the other process is gone", error) from None
+            raise failure("the other process is gone", error) from None
 
     def receive(self) -> tuple[dict[str, Any], list[int]]:
         """A header and the descriptors that came with it, which are the caller's to close."""
@@ -114,7 +121,7 @@ class Channel:
             raise
         except (OSError, ValueError, RecursionError) as error:
             close_files(files)
-            raise _failure("a message could not be received", error) from None
+            raise failure("a message could not be received", error) from None
 
     def _receive(self, num_bytes: int, files: list[int]) -> bytes:
         room = socket.CMSG_SPACE((MAX_FILES + 3) * struct.calcsize("i"))
@@ -140,7 +147,8 @@ class Channel:
         return bytes(received)
 
 
-def _failure(what: str, error: Exception) -> HandoverError:
+def failure(what: str, error: Exception) -> HandoverError:
+    """Of a connection, told as one of a hand-over."""
     kind = ChannelTimeoutError if isinstance(error, TimeoutError) else HandoverError
     return kind(f"{what}: {error}")
 
@@ -149,10 +157,3 @@ def close_files(files: Sequence[int]) -> None:
     for file in files:
         with suppress(OSError):
             os.close(file)
-
-
-def _check_user(connection: socket.socket) -> None:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    _, user, _ = struct.unpack("3i", credentials)
-    if user != os.getuid():
-        raise HandoverError(f"the other process is user {user}'s, not ours")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,15 +41,20 @@ class Peer:
 
     def send(self, *tensors: torch.Tensor) -> None:
         """All under way at once; returns when they are sent."""
-        sends = [self.group.send([each], self.rank, self.tag + i) for i, each in enumerate(tensors)]
-        for send in sends:
-            send.wait()
+        self._exchange(self.group.send, tensors)
 
     def receive(self, *tensors: torch.Tensor) -> None:
         """What `send` of as many tensors sends."""
-        parts = [self.group.recv([each], self.rank, self.tag + i) for i, each in enumerate(tensors)]
-        for part in parts:
-            part.wait()
+        self._exchange(self.group.recv, tensors)
+
+    def _exchange(self, call: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> None:
+        try:
+            under_way = [call([each], self.rank, self.tag + i) for i, each in enumerate(tensors)]
+            for each in under_way:
+                each.wait()
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise HandoverError(f"the other process is gone: {reason}") from None
 
     def send_text(self, text: str) -> None:
         import torch
@@ -82,7 +87,7 @@ def send_planes(
     header = {
         "model": identity.model,
         "tokenizer": identity.tokenizer,
-        "planes": _plane_layout(manager),
+        "planes": plane_layout(manager),
         "tokens": [int(token) for token in tokens],
         "salt": salt,
     }
@@ -103,7 +108,7 @@ def receive_planes(
         header = json.loads(peer.receive_text())
         check_planes(manager)
         identity.check(Identity(str(header.get("model")), str(header.get("tokenizer"))))
-        if header["planes"] != _plane_layout(manager):
+        if header["planes"] != plane_layout(manager):
             raise HandoverError("the planes' heads, dtype or layers differ")
         tokens, salt = [int(token) for token in header["tokens"]], str(header["salt"])
         vtensor = manager.create(cache_salt=salt, expected_tokens=len(tokens))
@@ -177,6 +182,6 @@ def _manager_of(vtensor: VTensor) -> VTensorManager:
     return manager
 
 
-def _plane_layout(manager: VTensorManager) -> str:
+def plane_layout(manager: VTensorManager) -> str:
     """Chunks may be of other sizes there."""
     return repr([manager.spec.num_planes, [repr(group) for group in manager.spec.groups]])

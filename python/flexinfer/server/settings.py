@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexinfer.server.handover.socket_path import check_path
+from flexinfer.server.handover.endpoints import Endpoint, endpoint_of
 from flexinfer.server.http.hosts import is_loopback
 from flexinfer.server.http.tls import TLSSettings
 from flexinfer.server.observability.tracing import check_endpoint
@@ -37,7 +37,11 @@ class ServerSettings:
     role: str = "both"
     """As the engine's: "prefill" takes no requests of clients, "decode" has a partner."""
     handover_socket: Path | None = None
-    """Where a server that prefills listens, and one that decodes asks."""
+    """Where a server that prefills listens, and one that decodes asks, on one machine."""
+    handover_address: str | None = None
+    """HOST:PORT, in place of a socket, between machines."""
+    handover_key: str | None = None
+    """What both sides must know there."""
     handover_timeout_s: float = 30.0
     """How long one prompt may take there; after that it is prefilled here."""
     handover_min_tokens: int = 64
@@ -114,17 +118,29 @@ class ServerSettings:
             check_endpoint(self.otlp_traces_endpoint)
 
     def _check_role(self) -> None:
-        if self.role == "both" and self.handover_socket is not None:
+        given = [n for n in ("handover_socket", "handover_address") if getattr(self, n)]
+        if self.role == "both" and given:
             raise ValueError(
-                "handover_socket needs role 'prefill' (listens there) or 'decode' (asks there)"
+                f"{given[0]} needs role 'prefill' (listens there) or 'decode' (asks there)"
             )
-        if self.role != "both" and self.handover_socket is None:
+        if self.role != "both" and not given:
             raise ValueError(
-                f"role {self.role!r} needs handover_socket: the path of a Unix socket at which the "
-                "prefilling server listens and the decoding ones ask"
+                f"role {self.role!r} needs handover_socket, the path of a Unix socket at which the "
+                "prefilling server listens and the decoding ones ask, or handover_address, "
+                "HOST:PORT, between machines"
             )
-        if self.handover_socket is not None:
-            check_path(self.handover_socket)
+        if len(given) > 1:
+            raise ValueError("handover_socket does not go with handover_address: give one of them")
+        if self.handover_key is not None and self.handover_address is None:
+            raise ValueError("handover_key needs handover_address: a socket knows its user")
+        endpoint = self.handover_endpoint
+        if endpoint is not None:
+            endpoint.check()
+
+    @property
+    def handover_endpoint(self) -> Endpoint | None:
+        """Where the partner is met; None: there is none."""
+        return endpoint_of(self.handover_socket, self.handover_address, self.handover_key)
 
     @property
     def checks_hosts(self) -> bool:

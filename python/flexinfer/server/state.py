@@ -77,12 +77,14 @@ class ServerState:
             raise ValueError(
                 f"the engine's role is {llm.config.role!r}, the server's {settings.role!r}"
             )
-        path = settings.handover_socket
-        self.prefiller = Prefiller(llm, path) if path and settings.role == "prefill" else None
+        connects_at = settings.handover_endpoint
+        self.prefiller: Prefiller | None = None
         self.partner: PrefillPartner | None = None
-        if path and settings.role == "decode":
+        if connects_at and settings.role == "prefill":
+            self.prefiller = Prefiller(llm, connects_at)
+        if connects_at and settings.role == "decode":
             self.partner = PrefillPartner(
-                llm, path, settings.handover_timeout_s, settings.handover_min_tokens
+                llm, connects_at, settings.handover_timeout_s, settings.handover_min_tokens
             )
         self.is_draining = False
         """The server is going down: new requests are refused."""

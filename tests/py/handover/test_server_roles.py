@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("fastapi")
 
+from flexinfer.server.handover.endpoints import NetworkEndpoint
 from flexinfer.server.handover.socket_path import check_free, listen
 from helpers.serving import settings
+
+SOCKET: dict[str, Any] = {"handover_socket": Path("/tmp/x")}
+ADDRESS: dict[str, Any] = {"handover_address": "10.0.0.1:7000", "handover_key": "k" * 16}
 
 
 @pytest.mark.parametrize(
@@ -23,6 +28,13 @@ from helpers.serving import settings
         ({"role": "decode", "handover_socket": Path("/tmp/" + "x" * 110)}, "longer than the 107"),
         ({"role": "decode", "handover_socket": Path("/nowhere/x")}, "there is no folder"),
         ({"role": "decode", "handover_socket": Path(__file__)}, "is there, and is no socket"),
+        ({"handover_address": "a:1"}, "handover_address needs role"),
+        ({"role": "decode", **SOCKET, **ADDRESS}, "does not go with handover_address"),
+        ({"role": "decode", **SOCKET, "handover_key": "k"}, "handover_key needs handover_address"),
+        ({"role": "decode", **ADDRESS, "handover_key": None}, "needs handover_key"),
+        ({"role": "decode", **ADDRESS, "handover_key": "short"}, "at least 16 characters"),
+        ({"role": "decode", **ADDRESS, "handover_address": "7000"}, "HOST:PORT, got '7000'"),
+        ({"role": "decode", **ADDRESS, "handover_address": "host:99999"}, "HOST:PORT"),
         ({"handover_timeout_s": 0}, "handover_timeout_s must be more than 0"),
         ({"handover_min_tokens": 0}, "handover_min_tokens must be at least 1"),
     ],
@@ -30,6 +42,13 @@ from helpers.serving import settings
 def test_settings_that_do_not_go_together_are_refused(changed: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         settings(**changed)
+
+
+def test_two_servers_do_not_listen_at_one_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(OSError, match=f"handover_address {address} cannot be listened at"):
+            NetworkEndpoint.of(address, "k" * 16).check_free()
 
 
 def test_two_servers_do_not_listen_at_one_socket(tmp_path: Path) -> None:

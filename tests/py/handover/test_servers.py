@@ -20,71 +20,25 @@ pytest.importorskip("fastapi")
 
 import httpx
 
-from flexinfer import LLM, SamplingParams
+from flexinfer import LLM
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.handover.channel import Channel
 from flexinfer.server.app import create_app
 from flexinfer.server.handover import partner as partner_module
-from flexinfer.server.handover import prefiller as prefiller_module
+from flexinfer.server.handover.endpoints import LocalEndpoint
 from flexinfer.server.handover.partner import PrefillPartner
 from flexinfer.server.handover.prefiller import PREFILL
 from flexinfer.server.handover.socket_path import listen
-from helpers.serving import make_llm, serving, settings
+from helpers.handover_servers import TIMEOUT_S, complete, expected, metric, prompt_of, run_with
+from helpers.serving import serving, settings
 from helpers.waiting import until
 
-GREEDY = SamplingParams(temperature=0, max_tokens=8)
-TIMEOUT_S = 60.0
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is given up because this machine is slow."""
-    monkeypatch.setattr(partner_module, "ACCEPT_TIMEOUT_S", TIMEOUT_S)
-    monkeypatch.setattr(prefiller_module, "MESSAGE_TIMEOUT_S", TIMEOUT_S)
-
-
-def prompt_of(number: int, length: int = 120) -> list[int]:
-    """Unlike the others from its first token on."""
-    return [3 + (number * 131 + i * i * 7) % 1000 for i in range(length)]
-
-
-@pytest.fixture(scope="module")
-def single() -> Iterator[LLM]:
-    from flexinfer.cli.settings import SHIPPED_CHUNK_BYTES, SHIPPED_MODEL
-
-    with LLM(
-        str(SHIPPED_MODEL), chunk_bytes=SHIPPED_CHUNK_BYTES, kv_cache_memory_bytes=32 << 20
-    ) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def decoder() -> Iterator[AsyncLLM]:
-    made = make_llm(role="decode")
-    yield made
-    made.shutdown()
-
-
-@pytest.fixture(scope="module")
-def prefiller() -> Iterator[AsyncLLM]:
-    made = make_llm(role="prefill")
-    yield made
-    made.shutdown()
+pytestmark = pytest.mark.usefixtures("patience")
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "kv.sock"
-
-
-def expected(single: LLM, prompt: list[int]) -> list[int]:
-    (output,) = single.generate([prompt], GREEDY, use_tqdm=False)
-    return list(output.outputs[0].token_ids)
-
-
-def complete(url: str, prompt: list[int], **more: Any) -> httpx.Response:
-    body = {"prompt": prompt, "temperature": 0, "max_tokens": 8, "return_token_ids": True, **more}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
 
 
 @contextmanager
@@ -97,30 +51,6 @@ def prefilling(llm: AsyncLLM, path: Path) -> Iterator[str]:
 def decoding(llm: AsyncLLM, path: Path, **changed: Any) -> Iterator[str]:
     with serving(llm, settings(role="decode", handover_socket=path, **changed)) as url:
         yield url
-
-
-def metric(url: str, name: str, label: str = "") -> float:
-    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
-    (line,) = [x for x in lines if x.startswith(f"flexinfer:handover_{name}_total") and label in x]
-    return float(line.rpartition(" ")[2])
-
-
-def run_with(partner: PrefillPartner, llm: AsyncLLM, *prompts: list[int]) -> list[list[int]]:
-    """Greedy tokens of a decoding server for each prompt, one after the other."""
-
-    async def run() -> list[list[int]]:
-        found = []
-        for number, prompt in enumerate(prompts):
-            async with partner.prefilled({"prompt_token_ids": prompt}, f"r{number}"):
-                outputs = llm.generate(prompt, GREEDY)
-                final = [output async for output in outputs][-1]
-                found.append(list(final.outputs[0].token_ids))
-        return found
-
-    try:
-        return asyncio.run(run())
-    finally:
-        partner.close()
 
 
 def test_a_prompt_is_prefilled_there_and_decoded_here(
@@ -251,7 +181,7 @@ def test_whatever_the_partner_does_the_prompt_is_computed_here(
         monkeypatch.setattr(partner_module, "ACCEPT_TIMEOUT_S", 0.1)
     number = 100 + 2 * [one for one, _ in PARTNERS].index(behave)
     prompts = [prompt_of(number), prompt_of(number + 1)]
-    partner = PrefillPartner(decoder, path, 0.2 if is_slow else TIMEOUT_S, 64)
+    partner = PrefillPartner(decoder, LocalEndpoint(path), 0.2 if is_slow else TIMEOUT_S, 64)
     partner._backoff_s = partner_module.MAX_BACKOFF_S  # it is not asked again while this test runs
     with fake_partner(path, behave) as asked:
         found = run_with(partner, decoder, *prompts)
@@ -267,7 +197,7 @@ def test_a_partner_that_is_not_there_costs_nothing(
     single: LLM, decoder: AsyncLLM, path: Path
 ) -> None:
     prompt = prompt_of(50)
-    partner = PrefillPartner(decoder, path, TIMEOUT_S, 64)
+    partner = PrefillPartner(decoder, LocalEndpoint(path), TIMEOUT_S, 64)
     assert run_with(partner, decoder, prompt) == [expected(single, prompt)]
     assert partner.stats.failures == {"unreachable": 1}
 
@@ -282,7 +212,7 @@ def test_memory_that_is_short_here_means_that_the_parcel_goes_back(
     from flexinfer.scheduler.admission import Admission
 
     prompt = prompt_of(60)
-    partner = PrefillPartner(decoder, path, TIMEOUT_S, 64)
+    partner = PrefillPartner(decoder, LocalEndpoint(path), TIMEOUT_S, 64)
     with prefilling(prefiller, path), monkeypatch.context() as patch:
         patch.setattr(Admission, "has_room", lambda *_: False)
         ask = asyncio.run(partner._have_prefilled({"prompt_token_ids": prompt}, "r"))
@@ -388,7 +318,7 @@ def test_a_partner_that_sends_another_prompt_is_not_believed(
         die(channel, ended)
         delivery.send(channel)
 
-    partner = PrefillPartner(decoder, path, TIMEOUT_S, 64)
+    partner = PrefillPartner(decoder, LocalEndpoint(path), TIMEOUT_S, 64)
     with fake_partner(path, send_another):
         assert run_with(partner, decoder, prompt) == [expected(single, prompt)]
     assert partner.stats.failures == {"lost": 1}

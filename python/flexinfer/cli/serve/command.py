@@ -48,11 +48,11 @@ def _run(options: ServeOptions) -> None:
 
     import asyncio
 
-    from flexinfer.server.handover.socket_path import check_free
     from flexinfer.server.run import bind
 
-    if settings.role == "prefill" and settings.handover_socket is not None:
-        check_free(settings.handover_socket)
+    endpoint = settings.handover_endpoint
+    if settings.role == "prefill" and endpoint is not None:
+        endpoint.check_free()
 
     with bind(settings.host, settings.port) as sock:
         host, port = sock.getsockname()[:2]

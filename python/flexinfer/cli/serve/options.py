@@ -277,6 +277,12 @@ class RoleOptions:
     handover_socket: Annotated[
         Path | None, option("Unix socket where the former listens, and the latter ask.")
     ] = None
+    handover_address: Annotated[
+        str | None, option("HOST:PORT in its place, between machines; needs --handover-key.")
+    ] = None
+    handover_key: Annotated[
+        str | None, option("Both sides must have the same; better in FLEXINFER_HANDOVER_KEY.")
+    ] = None
     handover_timeout: Annotated[
         float, option("Seconds until a prompt that does not come is computed here.")
     ] = 30.0

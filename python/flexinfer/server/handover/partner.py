@@ -14,14 +14,14 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from flexinfer.async_llm import AsyncLLM
+from flexinfer.engine.handover import EngineHandover
 from flexinfer.engine.llm_engine import LLMEngine
 from flexinfer.errors import EngineError, HandoverError, OutOfMemoryError
 from flexinfer.handover.channel import Channel, ChannelTimeoutError, close_files
-from flexinfer.handover.parcels import Delivery, Identity
+from flexinfer.server.handover.endpoints import Endpoint, Taken
 from flexinfer.server.handover.stats import HandoverStats
 from flexinfer.types import TokensPrompt
 
@@ -34,13 +34,15 @@ MAX_BACKOFF_S = 30.0
 
 
 class PrefillPartner:
-    """The server that listens at `path`, whether it is there or not."""
+    """The server that listens at `endpoint`, whether it is there or not."""
 
-    def __init__(self, llm: AsyncLLM, path: Path, timeout_s: float, min_tokens: int) -> None:
+    def __init__(
+        self, llm: AsyncLLM, endpoint: Endpoint, timeout_s: float, min_tokens: int
+    ) -> None:
         """timeout_s: for one prompt. min_tokens: fewer that are not cached are computed here."""
         self.stats = HandoverStats()
         self._llm = llm
-        self._path = path
+        self._endpoint = endpoint
         self._timeout_s = timeout_s
         self._min_tokens = min_tokens
         self._threads = ThreadPoolExecutor(llm.config.max_num_seqs, "flexinfer-handover")
@@ -71,13 +73,14 @@ class PrefillPartner:
             if time.monotonic() < self._avoided_until:
                 self.stats.failures["avoided"] += 1
                 return False
-            delivery = await self._fetch(ask)
+            taken = await self._fetch(ask)
             reason = "unfit"
-            num_bytes = await self._llm.call(lambda engine: _adopt(engine, delivery, request_id))
+            # What nobody adopts goes with its last reference: closing it elsewhere could meet this.
+            num_bytes = await self._llm.call(lambda e: taken.adopt(e.handover, request_id))
             self._backoff_s = 0.0
             self.stats.parcels_adopted += 1
             self.stats.bytes_adopted += num_bytes
-            self.stats.tokens_adopted += len(delivery.tokens)
+            self.stats.tokens_adopted += len(taken.tokens)
             return True
         except _PartnerError as failure:
             reason, error = failure.reason, failure
@@ -103,7 +106,7 @@ class PrefillPartner:
         if len(tokens) < self._min_tokens:
             return None
         handover, num_missing = await self._llm.call(
-            lambda engine: (engine.handover, _num_missing(engine, tokens, salt))
+            lambda engine: (engine.handover, self._num_missing(engine, tokens, salt))
         )
         if num_missing < self._min_tokens:
             return None
@@ -113,13 +116,23 @@ class PrefillPartner:
             "salt": salt,
             "model": identity.model,
             "tokenizer": identity.tokenizer,
-            "layout": handover.layout,
+            "layout": self._endpoint.layout(handover),
         }
 
-    async def _fetch(self, ask: dict[str, Any]) -> Delivery:
+    def _num_missing(self, engine: LLMEngine, tokens: list[int], salt: str) -> int:
+        """Tokens that would have to be computed; 0 while it sleeps: its requests wait anyway."""
+        if engine.is_sleeping():
+            return 0
+        num_missing = len(tokens) - engine.manager.match_prefix(tokens, salt)
+        if num_missing >= self._min_tokens:
+            self._endpoint.prepare(engine.handover, len(tokens))
+        return num_missing
+
+    async def _fetch(self, ask: dict[str, Any]) -> Taken:
         """Raises HandoverError, TimeoutError; the thread that waits is ended in any case."""
         loop = asyncio.get_running_loop()
-        exchange = _Exchange(str(self._path), ask, self._timeout_s)
+        handover = await self._llm.call(lambda engine: engine.handover)
+        exchange = _Exchange(self._endpoint, handover, ask, self._timeout_s)
         waiting = loop.run_in_executor(self._threads, exchange.run)
         try:
             return await asyncio.wait_for(asyncio.shield(waiting), self._timeout_s)
@@ -132,17 +145,20 @@ class PrefillPartner:
 class _Exchange:
     """One question and its answer, in a thread of its own."""
 
-    def __init__(self, path: str, ask: dict[str, Any], timeout_s: float) -> None:
-        self._path = path
+    def __init__(
+        self, endpoint: Endpoint, handover: EngineHandover, ask: dict[str, Any], timeout_s: float
+    ) -> None:
+        self._endpoint = endpoint
+        self._handover = handover
         self._ask = ask
         self._timeout_s = timeout_s
         self._channel: Channel | None = None
         self._is_over = False
 
-    def run(self) -> Delivery:
+    def run(self) -> Taken:
         deadline = time.monotonic() + self._timeout_s
         try:
-            channel = Channel.connect(self._path, min(ACCEPT_TIMEOUT_S, self._timeout_s))
+            channel = self._endpoint.connect(min(ACCEPT_TIMEOUT_S, self._timeout_s))
         except ChannelTimeoutError:
             raise
         except HandoverError as error:
@@ -157,18 +173,17 @@ class _Exchange:
             _check(answer, "accepted")
             channel.set_timeout(max(0.001, deadline - time.monotonic()))
             header, files = channel.receive()
-            if "parcel" not in header:
+            if "refused" in header:
                 close_files(files)
-                _check(header, "parcel")
-            delivery = Delivery.from_message(header, files)
-        asked = Identity(self._ask["model"], self._ask["tokenizer"])
-        if delivery.salt != self._ask["salt"] or delivery.identity != asked:
-            delivery.close()
-            raise HandoverError("the partner sent the KV of another tenant or model")
-        if self._ask["prefill"][: len(delivery.tokens)] != delivery.tokens:
-            delivery.close()
+                _check(header, "")
+            taken = self._endpoint.take(channel, header, files, self._handover)
+        if taken.salt != self._ask["salt"]:
+            taken.close()
+            raise HandoverError("the partner sent the KV of another tenant")
+        if self._ask["prefill"][: len(taken.tokens)] != list(taken.tokens):
+            taken.close()
             raise HandoverError("the partner sent the KV of another prompt")
-        return delivery
+        return taken
 
     def interrupt(self) -> None:
         """From any thread."""
@@ -183,21 +198,6 @@ class _PartnerError(HandoverError):
         self.reason = reason
 
 
-def _num_missing(engine: LLMEngine, tokens: list[int], salt: str) -> int:
-    """Tokens that would have to be computed; 0 while it sleeps: its requests wait anyway."""
-    if engine.is_sleeping():
-        return 0
-    return len(tokens) - engine.manager.match_prefix(tokens, salt)
-
-
-def _adopt(engine: LLMEngine, delivery: Delivery, request_id: str) -> int:
-    """In the engine's thread; returns bytes. A delivery that nobody adopts goes with its last
-    reference: closing it elsewhere could meet this."""
-    num_bytes = engine.handover.num_bytes(delivery)
-    engine.handover.adopt(delivery, request_id)
-    return num_bytes
-
-
 def _check(answer: dict[str, Any], wanted: str) -> None:
     if "refused" in answer:
         raise _PartnerError("refused", str(answer["refused"]))
@@ -205,7 +205,7 @@ def _check(answer: dict[str, Any], wanted: str) -> None:
         raise HandoverError("the partner does not speak this protocol")
 
 
-def _close_late(waiting: asyncio.Future[Delivery]) -> None:
+def _close_late(waiting: asyncio.Future[Taken]) -> None:
     """What came when nobody waited any more goes back."""
     if not waiting.cancelled() and waiting.exception() is None:
         waiting.result().close()

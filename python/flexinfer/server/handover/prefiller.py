@@ -4,7 +4,8 @@
     {"prefill": [tokens], salt, model, ...}   -->     checked before any work
                                               <--     {"accepted": true} or {"refused": "why"}
                                                       the prompt runs like any other request
-                                              <--     the delivery, with its files
+                                              <--     the delivery, with its files, or where the
+                                                      group meets that it goes through
 
 One connection a prompt. Who asks and goes away ends its prefill. For one event loop.
 """
@@ -16,18 +17,17 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from itertools import count
-from pathlib import Path
 from typing import Any, TypeVar
 
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.engine.handover import EngineHandover
 from flexinfer.errors import EngineError, HandoverError, OutOfMemoryError, RequestError
 from flexinfer.handover.channel import Channel, close_files
-from flexinfer.handover.parcels import Delivery, Identity
+from flexinfer.handover.parcels import Identity
 from flexinfer.sampling.params import RequestOutputKind, SamplingParams
-from flexinfer.server.handover.socket_path import listen
+from flexinfer.server.handover.endpoints import Endpoint
 from flexinfer.server.handover.stats import HandoverStats
 from flexinfer.types import TokensPrompt
 
@@ -48,10 +48,10 @@ draws it, where the request's sampling is known."""
 class Prefiller:
     """Listens while `serving`; refuses more than as many prompts as may run at once."""
 
-    def __init__(self, llm: AsyncLLM, path: Path) -> None:
+    def __init__(self, llm: AsyncLLM, endpoint: Endpoint) -> None:
         self.stats = HandoverStats()
         self._llm = llm
-        self._path = path
+        self._endpoint = endpoint
         self._threads = ThreadPoolExecutor(NUM_THREADS, "flexinfer-handover")
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = count()
@@ -59,10 +59,11 @@ class Prefiller:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Raises OSError or ValueError where it cannot listen."""
+        """Raises OSError or ValueError where it cannot listen, or its KV cannot go that way."""
         handover = await self._llm.call(lambda engine: engine.handover)
         await self._in_thread(lambda: handover.identity)  # reads files, once: not when it is asked
-        listener = listen(self._path)
+        self._endpoint.layout(handover)
+        listener = self._endpoint.listen()
         accepting = asyncio.ensure_future(self._accept(listener, handover))
         try:
             yield
@@ -71,8 +72,7 @@ class Prefiller:
                 task.cancel()
             await asyncio.gather(accepting, *self._tasks, return_exceptions=True)
             listener.close()
-            with suppress(OSError):
-                self._path.unlink()
+            self._endpoint.leave()
             self._threads.shutdown(wait=False)
 
     async def _accept(self, listener: socket.socket, handover: EngineHandover) -> None:
@@ -91,7 +91,12 @@ class Prefiller:
     async def _answer(self, connection: socket.socket, handover: EngineHandover) -> None:
         with connection:
             try:
-                channel = Channel(connection, MESSAGE_TIMEOUT_S)
+                accept = self._endpoint.accept
+                channel = await self._in_thread(accept, connection, MESSAGE_TIMEOUT_S)
+            except HandoverError as error:
+                logger.warning("who asks for a prefill is not answered: %s", error)
+                return
+            try:
                 try:
                     await self._serve(channel, handover)
                 except (HandoverError, OutOfMemoryError, RequestError, EngineError) as error:
@@ -107,7 +112,7 @@ class Prefiller:
         handover.check()
         prompt = _prompt_of(header)
         handover.identity.check(Identity(str(header.get("model")), str(header.get("tokenizer"))))
-        if header.get("layout") != handover.layout:
+        if header.get("layout") != self._endpoint.layout(handover):
             raise HandoverError("heads, dtype, layers per plane or chunk_bytes differ")
         if self._num_active >= self._llm.config.max_num_seqs:
             raise HandoverError(f"{self._num_active} prompts are being prefilled already")
@@ -117,17 +122,16 @@ class Prefiller:
             await self._in_thread(channel.send, {"accepted": True})
             if not await self._prefill(prompt, request_id, channel):
                 return
-            delivery = await self._in_thread(handover.export, prompt)
+            given = await self._in_thread(self._endpoint.give, handover, prompt)
         finally:
             self._num_active -= 1
             await self._llm.call(lambda engine: engine.handover.let_go(request_id))
-        if delivery is None:
+        if given is None:
             raise HandoverError("the prompt's KV was evicted before it could be sent")
-        num_copied, num_bytes = delivery.parcel.num_copied, handover.num_bytes(delivery)
-        await self._in_thread(_send, delivery, channel)
+        await self._in_thread(given.send, channel)
         self.stats.parcels_sent += 1
-        self.stats.bytes_sent += num_bytes
-        self.stats.chunks_copied += num_copied
+        self.stats.bytes_sent += given.num_bytes
+        self.stats.chunks_copied += given.num_copied
 
     async def _prefill(self, prompt: TokensPrompt, request_id: str, channel: Channel) -> bool:
         """False: nobody waits for it any more."""
@@ -155,14 +159,6 @@ class Prefiller:
     async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, function, *arguments)
-
-
-def _send(delivery: Delivery, channel: Channel) -> None:
-    """And close it, in one thread: nobody else may have its files meanwhile."""
-    try:
-        delivery.send(channel)
-    finally:
-        delivery.close()
 
 
 def _prompt_of(header: dict[str, Any]) -> TokensPrompt:
