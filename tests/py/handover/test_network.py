@@ -20,6 +20,7 @@ from flexinfer.errors import HandoverError
 from flexinfer.handover.network import NetworkChannel, inviting
 from flexinfer.server.handover.endpoints import NetworkEndpoint
 from flexinfer.server.handover.partner import PrefillPartner
+from helpers.free_port import free_port
 from helpers.handover_servers import (
     TIMEOUT_S,
     complete,
@@ -38,8 +39,7 @@ KEY = "known at both ends"
 
 @pytest.fixture
 def address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 @contextmanager

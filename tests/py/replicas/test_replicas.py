@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 from flexinfer import LLM
 from flexinfer.cli.settings import SHIPPED_CHUNK_BYTES, SHIPPED_MODEL
 from flexinfer.sampling_params import SamplingParams
+from helpers.free_port import free_port
 from helpers.serving import MODEL
 
 pytest.importorskip("ray", reason="replicas need Ray: scripts/test.sh slow installs it")
@@ -31,9 +31,7 @@ SYSTEM = "You are asked about the sea, its fish and its ships, and answer in sho
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of `flexinfer serve --replicas 2`."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("ray") / "log"
     command = [sys.executable, "-m", "flexinfer.cli", "serve", "--port", str(port)]
     command += ["--replicas", "2", "--kv-cache-memory-bytes", "64MiB"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from helpers.free_port import free_port
 from helpers.serving import MODEL, ServerProcess
 
 PROMETHEUS = shutil.which("prometheus")
@@ -49,13 +49,6 @@ def test_prometheus_can_parse_every_expression(tmp_path: Path) -> None:
     checked = subprocess.run(command, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert f"{len(found)} rules found" in checked.stdout
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 @pytest.fixture
