@@ -60,7 +60,9 @@ class FusedDecoderLayer(torch.nn.Module):
         self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor | None:
         """None: the parts are to be called one by one."""
-        if self.runs_parts or step_in_force() is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # first: the others cannot be traced
+            return None
+        if self.runs_parts or step_in_force() is None:
             return None
         if not self._is_laid_out:  # by the first step; in a trial it is not yet
             norms = self.input_layernorm, self.post_attention_layernorm

@@ -164,18 +164,18 @@ def num_unfinished(url: str) -> int:
 
 @contextlib.contextmanager
 def slow(llm: AsyncLLM) -> Iterator[Callable[[], None]]:
-    """50 ms per layer: nothing ends by itself while it is looked at. Gives what ends that."""
+    """200 ms per step: nothing ends by itself while it is looked at. Gives what ends that."""
     is_over = threading.Event()
 
     def slow_down(engine: LLMEngine) -> Callable[[], None]:
-        backend, forward = engine.runner.backend, engine.runner.backend.forward
+        runner, compute = engine.runner, engine.runner.compute
 
-        def forward_slowly(*args: Any) -> Any:
-            is_over.wait(0.05)
-            return forward(*args)
+        def compute_slowly(*args: Any) -> Any:
+            is_over.wait(0.2)
+            return compute(*args)
 
-        backend.forward = forward_slowly  # type: ignore[method-assign]
-        return lambda: setattr(backend, "forward", forward)
+        runner.compute = compute_slowly  # type: ignore[method-assign]
+        return lambda: setattr(runner, "compute", compute)
 
     repair = call(llm, slow_down)
     try:
@@ -246,13 +246,13 @@ def test_a_reader_that_reads_nothing_is_cut_off(llm: AsyncLLM) -> None:
 
 def break_model(engine: LLMEngine) -> Callable[[], None]:
     """Make the next steps fail; returns what repairs it."""
-    backend, forward = engine.runner.backend, engine.runner.backend.forward
+    runner, compute = engine.runner, engine.runner.compute
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("the device is gone")
 
-    backend.forward = broken  # type: ignore[method-assign]
-    return lambda: setattr(backend, "forward", forward)
+    runner.compute = broken  # type: ignore[method-assign]
+    return lambda: setattr(runner, "compute", compute)
 
 
 def call(llm: AsyncLLM, function: Callable[[LLMEngine], Any]) -> Any:
