@@ -205,11 +205,11 @@ VTENSOR_INLINE void load_value_words(const Int8* v, int64_t stride, int num_keys
   };
   const __m512i a = at(0), b = at(1), c = at(2), d = at(3);
   const __m512i ab = _mm512_unpacklo_epi8(a, b), cd = _mm512_unpacklo_epi8(c, d);
-  const __m512i AB = _mm512_unpackhi_epi8(a, b), CD = _mm512_unpackhi_epi8(c, d);
+  const __m512i ab_high = _mm512_unpackhi_epi8(a, b), cd_high = _mm512_unpackhi_epi8(c, d);
   words[0] = _mm512_unpacklo_epi16(ab, cd);
   words[1] = _mm512_unpackhi_epi16(ab, cd);
-  words[2] = _mm512_unpacklo_epi16(AB, CD);
-  words[3] = _mm512_unpackhi_epi16(AB, CD);
+  words[2] = _mm512_unpacklo_epi16(ab_high, cd_high);
+  words[3] = _mm512_unpackhi_epi16(ab_high, cd_high);
 }
 
 // With a mask of all lanes, as in vec.h.
