@@ -7,8 +7,6 @@ tokens that may come next, and the sampler gives all others no chance. No torch.
 from __future__ import annotations
 
 import json as json_module
-import os
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -28,8 +26,6 @@ GrammarKey = tuple[str, str, str, bool, "Preamble | None"]
 """Kind, source, whitespace pattern, lenience, preamble."""
 
 NUM_THREADS = 2
-GRAMMAR_NICENESS = 10
-"""A tenth of a core that others want, too."""
 MAX_CACHED_GRAMMARS = 128
 MAX_SOURCE_BYTES = 512 << 10
 """Half a megabyte of rules is compiled in about a second; 20,000 choices have as much."""
@@ -145,7 +141,7 @@ class GrammarCompiler:
                 done.set_result(compiled)
                 return done
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(NUM_THREADS, "flexinfer-grammar", _give_way)
+                self._pool = ThreadPoolExecutor(NUM_THREADS, "flexinfer-grammar")
             return self._pool.submit(self.compile, params)
 
     def find(self, params: StructuredOutputsParams) -> CompiledGrammar | None:
@@ -253,12 +249,6 @@ class GrammarCompiler:
             raise RequestError(
                 f"structured outputs are not possible with this tokenizer: {error}"
             ) from None
-
-
-def _give_way() -> None:
-    """This thread computes where the engine's own threads leave it a core. Linux knows threads."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), GRAMMAR_NICENESS)
 
 
 class TokenMatcher:
