@@ -80,7 +80,7 @@ def send_planes(
 ) -> None:
     """The KV of these tokens, all that the vTensor has. Raises HandoverError where the receiver
     refuses it, with its reason, and for what cannot be sent so."""
-    manager = _manager_of(vtensor)
+    manager = manager_of(vtensor)
     check_planes(manager)
     if len(tokens) != vtensor.num_tokens:
         raise HandoverError(f"{len(tokens)} tokens for a vTensor of {vtensor.num_tokens}")
@@ -155,7 +155,7 @@ class PlaneViews:
     def __enter__(self) -> list[torch.Tensor]:
         import torch
 
-        manager, vtensor = _manager_of(self._vtensor), self._vtensor
+        manager, vtensor = manager_of(self._vtensor), self._vtensor
         token_bytes = manager.spec.plane_token_bytes
         (group,) = manager.spec.groups
         for layer in group.layers:
@@ -176,7 +176,7 @@ class PlaneViews:
         self._views.clear()
 
 
-def _manager_of(vtensor: VTensor) -> VTensorManager:
+def manager_of(vtensor: VTensor) -> VTensorManager:
     manager = vtensor._manager
     assert isinstance(manager, VTensorManager)
     return manager

@@ -120,7 +120,7 @@ def test_bytes_that_come_one_by_one_are_left_to_gather() -> None:
         read_on()
         assert made.is_reading
     first_s = connection.FIRST_PAUSE_S
-    doubled = [first_s * 2.0**i for i in range(1, 9)]
+    doubled = [first_s * 2.0**i for i in range(8)]
     assert pauses_s == [min(one, connection.MAX_PAUSE_S) for one in doubled]
     made.send(b"p" * connection.SMALL_PIECE_BYTES)  # as a network cuts a long head
     made.send(b"l")

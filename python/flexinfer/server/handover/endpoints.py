@@ -13,7 +13,13 @@ from flexinfer.errors import HandoverError
 from flexinfer.handover.channel import Channel, close_files
 from flexinfer.handover.network import NetworkChannel, invited, inviting, meeting_of
 from flexinfer.handover.parcels import Delivery, Identity
-from flexinfer.handover.planes import check_planes, plane_layout, receive_planes, send_planes
+from flexinfer.handover.planes import (
+    check_planes,
+    manager_of,
+    plane_layout,
+    receive_planes,
+    send_planes,
+)
 from flexinfer.server.handover.socket_path import check_free, check_path, listen
 from flexinfer.types import TokensPrompt
 
@@ -85,8 +91,11 @@ class Endpoint(Protocol):
         """What is recorded of a prompt; None: nothing."""
         ...
 
-    def take(self, channel: Any, header: dict[str, Any], files: list[int],
-             handover: EngineHandover) -> Taken: ...  # fmt: skip
+    def take(
+        self, channel: Any, header: dict[str, Any], files: list[int], handover: EngineHandover
+    ) -> Taken:
+        """What the partner sends after this header."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -263,8 +272,7 @@ class _TakenPlanes:
 
 def _bytes_of(vtensor: VTensor) -> int:
     """Of KV, without what is left of its chunks."""
-    spec = vtensor._manager.spec
-    return int(vtensor.num_tokens * spec.bytes_per_token)
+    return vtensor.num_tokens * manager_of(vtensor).spec.bytes_per_token
 
 
 def endpoint_of(path: Path | None, address: str | None, key: str | None) -> Endpoint | None:

@@ -67,13 +67,13 @@ class PrefillPartner:
         reason = "lost"
         error: Exception
         try:
-            ask = await self._question(prompt)
-            if ask is None:
+            question = await self._question(prompt)
+            if question is None:
                 return False
             if time.monotonic() < self._avoided_until:
                 self.stats.failures["avoided"] += 1
                 return False
-            taken = await self._fetch(ask)
+            taken = await self._fetch(*question)
             reason = "unfit"
             # What nobody adopts goes with its last reference: closing it elsewhere could meet this.
             num_bytes = await self._llm.call(lambda e: taken.adopt(e.handover, request_id))
@@ -98,20 +98,26 @@ class PrefillPartner:
         logger.warning("a prompt is prefilled here: %s: %s", reason, error)
         return False
 
-    async def _question(self, prompt: TokensPrompt) -> dict[str, Any] | None:
-        """What to ask; None: too little of the prompt has to be computed."""
+    async def _question(self, prompt: TokensPrompt) -> tuple[EngineHandover, dict[str, Any]] | None:
+        """Who takes the answer, and what to ask; None: too little of the prompt has to be computed.
+        Raises OutOfMemoryError where the answer would find no room."""
         output_ids = prompt.get("output_token_ids") or ()
         tokens = [*prompt["prompt_token_ids"], *output_ids][:-1]
         salt = prompt.get("cache_salt") or ""
         if len(tokens) < self._min_tokens:
             return None
-        handover, num_missing = await self._llm.call(
-            lambda engine: (engine.handover, self._num_missing(engine, tokens, salt))
-        )
-        if num_missing < self._min_tokens:
+
+        def prepare(engine: LLMEngine) -> EngineHandover | None:
+            if _num_missing(engine, tokens, salt) < self._min_tokens:
+                return None
+            self._endpoint.prepare(engine.handover, len(tokens))
+            return engine.handover
+
+        handover = await self._llm.call(prepare)
+        if handover is None:
             return None
         identity = await asyncio.to_thread(lambda: handover.identity)  # reads files, once
-        return {
+        return handover, {
             "prefill": tokens,
             "salt": salt,
             "model": identity.model,
@@ -119,19 +125,9 @@ class PrefillPartner:
             "layout": self._endpoint.layout(handover),
         }
 
-    def _num_missing(self, engine: LLMEngine, tokens: list[int], salt: str) -> int:
-        """Tokens that would have to be computed; 0 while it sleeps: its requests wait anyway."""
-        if engine.is_sleeping():
-            return 0
-        num_missing = len(tokens) - engine.manager.match_prefix(tokens, salt)
-        if num_missing >= self._min_tokens:
-            self._endpoint.prepare(engine.handover, len(tokens))
-        return num_missing
-
-    async def _fetch(self, ask: dict[str, Any]) -> Taken:
+    async def _fetch(self, handover: EngineHandover, ask: dict[str, Any]) -> Taken:
         """Raises HandoverError, TimeoutError; the thread that waits is ended in any case."""
         loop = asyncio.get_running_loop()
-        handover = await self._llm.call(lambda engine: engine.handover)
         exchange = _Exchange(self._endpoint, handover, ask, self._timeout_s)
         waiting = loop.run_in_executor(self._threads, exchange.run)
         try:
@@ -196,6 +192,13 @@ class _PartnerError(HandoverError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+def _num_missing(engine: LLMEngine, tokens: list[int], salt: str) -> int:
+    """Tokens that would have to be computed; 0 while it sleeps: its requests wait anyway."""
+    if engine.is_sleeping():
+        return 0
+    return len(tokens) - engine.manager.match_prefix(tokens, salt)
 
 
 def _check(answer: dict[str, Any], wanted: str) -> None:

@@ -23,7 +23,7 @@ MIN_BYTES_PER_S = 16 << 10
 SMALL_PIECE_BYTES = 1024
 NUM_SMALL_PIECES = 4
 """In a row, of one request, that are read as they come; then ever more are awaited."""
-FIRST_PAUSE_S = 0.05
+FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 1.0
 MAX_HEAD_BYTES = 64 << 10
 """Of a request's line and its headers; trailers count too."""
@@ -75,7 +75,7 @@ class Connection(HttpToolsProtocol):
         num_pauses = self._num_small_pieces - NUM_SMALL_PIECES
         if num_pauses > 0 and not self.transport.is_closing():
             self.transport.pause_reading()
-            pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(num_pauses, 10))
+            pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(num_pauses - 1, 10))
             self.loop.call_later(pause_s, self._read_on)
 
     def _read_on(self) -> None:

@@ -1,8 +1,8 @@
 """Uploads: how fast one tenant's large bodies are taken in.
 
-A byte that arrives costs the event loop some 3 ns, whatever is made of it later: four connections
-that send as fast as they can would take a third of it. So a tenant may send a burst, and after it
-is read at a pace; what it sends faster waits in its own sockets.
+What arrives takes of the event loop, whatever is made of it later: four connections that sent as
+fast as they could took a third of it. So a tenant may send a burst, and after it is read at a pace;
+what it sends faster waits in its own sockets.
 """
 
 from __future__ import annotations
