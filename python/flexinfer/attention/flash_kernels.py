@@ -23,12 +23,13 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from flexinfer.attention.base import AttentionMetadata, AttentionOptions, LayerKV
 
+Kernel = TypeVar("Kernel")
 MAX_HEAD_DIM = 256
 """Of all of them."""
 SLICE_TOKENS = 256
@@ -293,7 +294,7 @@ def require(function: Callable[..., Any], arguments: tuple[str, ...]) -> Callabl
     return function
 
 
-def installed(kind: type[Flash2] | type[Flash3], module_name: str) -> Flash2 | Flash3:
+def installed(kind: Callable[..., Kernel], module_name: str) -> Kernel:
     """The kernels of an installed module. Raises ImportError, TypeError, AttributeError."""
     module = importlib.import_module(module_name)
     package = importlib.import_module(module_name.partition(".")[0])

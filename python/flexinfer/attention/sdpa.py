@@ -56,10 +56,22 @@ class SdpaAttention(AttentionBackend):
         store_kv(layer, key, value, metadata)
         num_heads, num_tokens, _ = query.shape
         output = query.new_empty(num_tokens, num_heads, layer.value_dim)
-        with sdpa_kernel(CUDA_BACKENDS) if query.is_cuda else nullcontext():
-            for i in range(len(metadata.segments)):
-                self.attend_segment(layer, query, output, i, options, metadata)
+        self.attend_segments(layer, query, output, range(len(metadata.segments)), options, metadata)
         return output
+
+    def attend_segments(
+        self,
+        layer: LayerKV,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        indices: Sequence[int],
+        options: AttentionOptions,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """These segments of the step, whose KV is stored, into their rows of `output`."""
+        with sdpa_kernel(CUDA_BACKENDS) if query.is_cuda else nullcontext():
+            for i in indices:
+                self.attend_segment(layer, query, output, i, options, metadata)
 
     def attend_segment(
         self,

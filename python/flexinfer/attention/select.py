@@ -1,6 +1,7 @@
 """Which attention a GPU gets, and why not the faster one.
 
-    auto, flash   the installed flash-attn packages, then torch's own flash kernel, then SDPA
+    auto, flash   the installed flash-attn packages, then torch's own flash kernel, then SDPA;
+                  for latents (MLA) FlashMLA, then SDPA
     sdpa          torch's own kernels: its flash kernel for float16 and bfloat16, else SDPA
 
 A kernel is taken if it gives the right answer on a small arena of the same shape and dtype: so a
@@ -16,6 +17,7 @@ from functools import partial
 
 import torch
 
+from flexinfer.attention import flash_mla
 from flexinfer.attention.base import AttentionBackend, AttentionMetadata, AttentionOptions, LayerKV
 from flexinfer.attention.flash import FlashAttention
 from flexinfer.attention.flash_kernels import (
@@ -30,6 +32,7 @@ from flexinfer.attention.flash_kernels import (
     installed,
     require,
 )
+from flexinfer.attention.flash_mla import FlashMla, FlashMlaAttention
 from flexinfer.attention.sdpa import ExactAttention, SdpaAttention
 from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.attention.torch_flash import TorchFlash, count_rows_per_slot
@@ -49,7 +52,7 @@ class Candidate:
     """A source of kernels; `load` raises ImportError, TypeError or AttributeError if it is none."""
 
     name: str
-    load: Callable[[], DecodeKernel | PrefillKernel]
+    load: Callable[[], DecodeKernel | PrefillKernel | FlashMla]
 
 
 def packages(capability: tuple[int, int]) -> list[Candidate]:
@@ -65,13 +68,16 @@ def packages(capability: tuple[int, int]) -> list[Candidate]:
 
 
 TORCH = Candidate("torch", TorchFlash)
+FLASH_MLA = Candidate("flash_mla", lambda: installed(FlashMla, "flash_mla"))
 
 
 def choose_cuda(name: str, layers: Sequence[LayerKV]) -> AttentionBackend:
     """The attention for an arena on a GPU: flash kernels if any work, else plain SDPA; the reasons
     are logged, once, as a warning where something slower than asked for is taken."""
     k = layers[0].k
-    reason = of_latents(layers) or unsupported(k) or of_several_shapes(layers)
+    if any(layer.k.data_ptr() == layer.v.data_ptr() for layer in layers):
+        return choose_latents(name, layers)
+    reason = unsupported(k) or of_several_shapes(layers)
     if reason is not None:
         logger.warning("attention through torch's SDPA, request by request: %s", reason)
         return SdpaAttention(layers)
@@ -86,6 +92,29 @@ def choose_cuda(name: str, layers: Sequence[LayerKV]) -> AttentionBackend:
         level = logging.WARNING if name == "flash" and reasons else logging.INFO
         logger.log(level, "attention: %s%s", backend.name, f" ({told})" if told else "")
     return backend
+
+
+def choose_latents(name: str, layers: Sequence[LayerKV]) -> AttentionBackend:
+    """For values that are a part of their keys (MLA), which flash kernels do not know: FlashMLA
+    where it is asked for, installed and right, else SDPA; the log says why."""
+    k = layers[0].k
+    reason = flash_mla.unsupported(layers, torch.cuda.get_device_capability(k.device))
+    reasons = [] if reason is None else [reason]
+    if name == "sdpa":
+        reasons = ["SDPA is asked for"]
+    kernel = None if reasons else load(FLASH_MLA, k, reasons)
+    if isinstance(kernel, FlashMla):
+        with torch.cuda.device(k.device):
+            works = tried(kernel.name, partial(try_latents, kernel, k), reasons)
+        if works:
+            logger.info("attention: %s", kernel.name)
+            return FlashMlaAttention(layers, kernel)
+    logger.warning(
+        "attention through torch's SDPA, request by request: flash kernels know no latents (MLA); "
+        "%s",
+        reasons[0],
+    )
+    return SdpaAttention(layers)
 
 
 def choose(
@@ -147,16 +176,6 @@ def unsupported(arena: torch.Tensor) -> str | None:
     return None
 
 
-def of_latents(layers: Sequence[LayerKV]) -> str | None:
-    """Why no kernel here reads values that are a part of their keys (MLA); None: there are none."""
-    if all(layer.k.data_ptr() != layer.v.data_ptr() for layer in layers):
-        return None
-    return (
-        "flash kernels know no latents (MLA), and FlashMLA, which does, reads whole pages of 64 "
-        "tokens by a block table: the last of a range may have no memory"
-    )
-
-
 def of_several_shapes(layers: Sequence[LayerKV]) -> str | None:
     """Why kernels that are tried on one arena may not do for all layers; None if they do."""
     shapes = {tuple(t.shape[2:]) for layer in layers for t in (layer.k, layer.v)}
@@ -167,7 +186,7 @@ def of_several_shapes(layers: Sequence[LayerKV]) -> str | None:
 
 def load(
     candidate: Candidate, arena: torch.Tensor, reasons: list[str]
-) -> DecodeKernel | PrefillKernel | None:
+) -> DecodeKernel | PrefillKernel | FlashMla | None:
     try:
         kernel = candidate.load()
     except ModuleNotFoundError as error:
@@ -246,8 +265,26 @@ def try_prefill(kernel: PrefillKernel, arena: torch.Tensor) -> float:
     return max(error, largest_error(output, expected))
 
 
+def try_latents(kernel: FlashMla, arena: torch.Tensor) -> float:
+    """Largest error of a decode within its first page and of two behind some, in slots that are no
+    whole pages, as the arena's may be."""
+    numbers, (q, k, _) = small_arena(arena, num_tokens=3, num_slots=3, tokens_per_slot=260)
+    layer = LayerKV(numbers.k, numbers.k[..., : flash_mla.WIDTHS[1]])
+    # The first has as many tokens in its last page as before it: wrong log-sum-exps would show.
+    segments = [Segment(2, 0, 127, 128), Segment(0, 1, 40, 41), Segment(1, 2, 200, 201)]
+    metadata = AttentionMetadata.build(segments, k.device)
+    options = AttentionOptions(scaling=0.25)  # some keys weigh much more than others
+    value = k[..., : layer.value_dim]
+    expected = ExactAttention([layer]).forward(0, q, k, value, options, metadata)
+    output = FlashMlaAttention([layer], kernel).forward(0, q, k, value, options, metadata)
+    return largest_error(output, expected)
+
+
 def small_arena(
-    like: torch.Tensor, num_tokens: int, num_slots: int = 2
+    like: torch.Tensor,
+    num_tokens: int,
+    num_slots: int = 2,
+    tokens_per_slot: int = TRIAL_TOKENS,
 ) -> tuple[LayerKV, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Slots with random KV, K and V interleaved; and q, k, v [heads, num_tokens, head_dim]."""
     num_kv_heads, head_dim = like.shape[2:]
@@ -257,7 +294,7 @@ def small_arena(
         numbers = torch.empty(shape, dtype=torch.float32, device=like.device)
         return numbers.uniform_(-1, 1, generator=generator).to(like.dtype)
 
-    arena = random(num_slots, TRIAL_TOKENS, 2, num_kv_heads, head_dim)
+    arena = random(num_slots, tokens_per_slot, 2, num_kv_heads, head_dim)
     q = random(2 * num_kv_heads, num_tokens, head_dim)
     k, v = random(num_kv_heads, num_tokens, head_dim), random(num_kv_heads, num_tokens, head_dim)
     return LayerKV(arena[:, :, 0], arena[:, :, 1]), (q, k, v)

@@ -69,8 +69,7 @@ class TwoPhaseAttention(SdpaAttention):
         num_heads, num_tokens, head_dim = query.shape
         output = query.new_empty(num_tokens, num_heads, head_dim)
         output[plan.rows] = attend(self._partial, plan, layer, query.transpose(0, 1), options)
-        for i in plan.others:
-            self.attend_segment(layer, query, output, i, options, metadata)
+        self.attend_segments(layer, query, output, plan.others, options, metadata)
         return output
 
     @property

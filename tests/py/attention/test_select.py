@@ -55,13 +55,6 @@ def test_the_first_kernel_that_works_is_taken_for_each_job() -> None:
     assert reasons == []
 
 
-def test_latents_go_through_sdpa_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    arena = torch.zeros(2, 64, 1, 576, dtype=torch.bfloat16)
-    layers = [LayerKV(arena, arena[..., :512])]
-    assert isinstance(choose.choose_cuda("flash", layers), SdpaAttention)
-    assert "FlashMLA, which does, reads whole pages of 64 tokens" in caplog.text
-
-
 def test_torch_alone_does_both_jobs() -> None:
     load = candidate("torch", lambda: TorchFlash(TorchOperator()))
     backend, reasons = choose.choose(half_layers(), [load])
