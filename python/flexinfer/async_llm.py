@@ -26,6 +26,7 @@ from flexinfer.lora.request import LoRARequest
 from flexinfer.outputs import BeamSearchOutput, RequestOutput, joined
 from flexinfer.sampling.grammars import COMPILE_TIMEOUT_S, CompiledGrammar
 from flexinfer.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from flexinfer.sampling.token_filter import with_bad_words_token_ids
 from flexinfer.types import Prompt
 
 Result = TypeVar("Result")
@@ -193,6 +194,8 @@ class AsyncLLM:
             request_id = f"async-{next(self._request_ids)}"
         stream = _Stream(self._mailbox(), latest_only=kind is RequestOutputKind.CUMULATIVE)
         finished = False
+        if isinstance(params, SamplingParams) and params.bad_words:
+            params = await asyncio.to_thread(with_bad_words_token_ids, params, self.tokenizer)
         grammar = await self.prepare_grammar(params)
         chosen = lora_request
         if isinstance(chosen, LoRARequest):

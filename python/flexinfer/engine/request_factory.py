@@ -11,6 +11,7 @@ from flexinfer.errors import RequestError
 from flexinfer.lora.adapters import salt_of
 from flexinfer.outputs import RequestMetrics
 from flexinfer.sampling.params import BeamSearchParams, SamplingParams
+from flexinfer.sampling.token_filter import with_bad_words_token_ids
 from flexinfer.scheduler.request import Request
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class RequestFactory:
         """Raises RequestError if it cannot be served."""
         self._check_priority(priority)
         parsed = self._parts.inputs.parse(prompt)
+        if isinstance(params, SamplingParams):
+            params = with_bad_words_token_ids(params, self._parts.tokenizer)
         self._check_params(params)
         max_model_len = self._limits.max_model_len
         max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
@@ -86,6 +89,9 @@ class RequestFactory:
             raise RequestError("stop strings need a tokenizer, and this engine has none")
         self._check_vocabulary("logit_bias", params.logit_bias or ())
         self._check_vocabulary("stop_token_ids", params.stop_ids)
+        self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+        for word in params.bad_words_token_ids or ():
+            self._check_vocabulary("bad_words", word)
 
     def _check_vocabulary(self, name: str, token_ids: Any) -> None:
         vocab_size = self._parts.loaded.vocab_size

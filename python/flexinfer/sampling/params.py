@@ -34,8 +34,8 @@ class SamplingParams:
     """Sampling of one request.
 
     Steps, in this order: logit_bias and min_tokens, repetition then frequency then presence
-    penalty, structured outputs, temperature, min_p, top_k, top_p. Log probabilities are those of
-    the model itself, before any of these steps.
+    penalty, structured outputs with allowed_token_ids and bad_words, temperature, min_p, top_k,
+    top_p. Log probabilities are those of the model itself, before any of these steps.
     """
 
     n: int = 1
@@ -77,6 +77,13 @@ class SamplingParams:
     computed then, whatever the prefix cache has."""
     logit_bias: Mapping[int, float] | None = None
     """Token id -> value added to its logit, clamped to [-100, 100]."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these are drawn; the end-of-sequence token is, too, only if it is one of them."""
+    bad_words: Sequence[str] | None = None
+    """Texts that are not said, at the beginning of a word or within one: the last token of each is
+    not drawn where it would complete it."""
+    bad_words_token_ids: Sequence[Sequence[int]] | None = None
+    """The same as tokens; the engine adds those of `bad_words`."""
     structured_outputs: StructuredOutputsParams | None = None
     """What the text must look like; the request ends when it is complete."""
     detokenize: bool = True
@@ -94,6 +101,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_ids", frozenset(self.stop_token_ids or ()))
         self._check_number()
         self._check_sampling()
+        self._check_vocabulary()
         self._check_ending()
         self._check_reporting()
 
@@ -158,6 +166,23 @@ class SamplingParams:
         for token_id, bias in (self.logit_bias or {}).items():
             _token_id("logit_bias", token_id)
             _number(f"logit_bias[{token_id}]", bias, -math.inf, math.inf, "a number")
+
+    def _check_vocabulary(self) -> None:
+        allowed = self.allowed_token_ids
+        if allowed is not None and not allowed:
+            raise ValueError("allowed_token_ids must not be empty: no token could be drawn")
+        for token_id in allowed or ():
+            _token_id("allowed_token_ids", token_id)
+        if isinstance(self.bad_words, str):
+            raise ValueError(f"bad_words must be a list of texts, got {self.bad_words!r}")
+        for text in self.bad_words or ():
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"bad_words must hold non-empty strings, got {text!r}")
+        for word in self.bad_words_token_ids or ():
+            if not word:
+                raise ValueError("bad_words_token_ids must hold non-empty lists of token ids")
+            for token_id in word:
+                _token_id("bad_words_token_ids", token_id)
 
     def _check_ending(self) -> None:
         if self.max_tokens is not None and _integer("max_tokens", self.max_tokens) < 1:

@@ -1,9 +1,9 @@
 """Sampler: from a step's logits to one token for each sequence, vectorised over the sequences.
 
 Meaning and order of the steps are vLLM's: logit bias and min_tokens; repetition, frequency,
-presence penalty; structured outputs; temperature; min_p; top_k; top_p. A token is drawn by one
-uniform number per row, looked up in the cumulative sum of its probabilities: on the CPU by a kernel
-of our own, elsewhere by torch.
+presence penalty; structured outputs and token filters; temperature; min_p; top_k; top_p. A token is
+drawn by one uniform number per row, looked up in the cumulative sum of its probabilities: on the
+CPU by a kernel of our own, elsewhere by torch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 from flexinfer.errors import VTensorError
 from flexinfer.runtime.transfer import HostCopy, to_device
 from flexinfer.sampling import host_sampler
-from flexinfer.sampling.grammars import GrammarCompiler
+from flexinfer.sampling.grammars import GrammarCompiler, TokenMatcher
 from flexinfer.sampling.logprobs import RowLogprobs, gather_logprobs
+from flexinfer.sampling.params import SamplingParams
 from flexinfer.sampling.random import uniforms
 from flexinfer.sampling.sequences import SequenceState, SequenceStates
 
@@ -109,30 +110,46 @@ class Sampler:
     def _choose(
         self, logits: torch.Tensor, states: Sequence[SequenceState]
     ) -> list[int] | HostCopy:
-        if any(state.changes_logits for state in states):
-            logits = apply_penalties(apply_bias(logits.float(), states), states)
-            logits = self._apply_structure(logits, states)
-        if host_sampler.supports(logits):
-            return choose(logits, states)
-        return HostCopy(choose_by_torch(logits.float(), states))
+        changed = [row for row, state in enumerate(states) if state.changes_logits]
+        if 2 * len(changed) > len(states) or (changed and not host_sampler.supports(logits)):
+            logits, changed = self._process(logits, states), []
+        if not host_sampler.supports(logits):
+            return HostCopy(choose_by_torch(logits.float(), states))
+        drawn = choose(logits, states)
+        if changed:  # anew: the logits of all others are read where they stand
+            of_rows = [states[row] for row in changed]
+            again = choose(self._process(logits[_ids(changed, logits)], of_rows), of_rows)
+            for row, token_id in zip(changed, again, strict=True):
+                drawn[row] = token_id
+        return drawn
 
-    def _apply_structure(
-        self, logits: torch.Tensor, states: Sequence[SequenceState]
-    ) -> torch.Tensor:
-        """Forbid what structured outputs do not allow. Returns a copy if it changes any row."""
-        rows = [i for i, state in enumerate(states) if state.params.structured_outputs]
+    def _process(self, logits: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
+        """float32 logits to choose from; `logits` stay as they are."""
+        logits = apply_penalties(apply_bias(logits.float(), states), states)
+        return self._forbid(logits, states)
+
+    def _forbid(self, logits: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
+        """Forbid what structured outputs and token filters do not allow. Returns a copy if it
+        changes any row."""
+        rows = [i for i, s in enumerate(states) if s.token_filter or s.params.structured_outputs]
         if not rows:
             return logits
-        assert self._grammars is not None
         forbidden = np.zeros(logits.shape, dtype=np.bool_)
         for row in rows:
             state = states[row]
-            if state.matcher is None:
-                structure = state.params.structured_outputs
-                assert structure is not None
-                state.matcher = self._grammars.matcher(structure)
-            forbidden[row] = ~state.matcher.allowed(state.output_token_ids, state.num_drafted)
+            if state.params.structured_outputs is not None:
+                matcher = state.matcher = state.matcher or self._new_matcher(state.params)
+                forbidden[row] = ~matcher.allowed(state.output_token_ids, state.num_drafted)
+            if state.token_filter is not None:
+                forbidden[row] |= state.token_filter.forbidden(
+                    state.output_token_ids, logits.shape[1]
+                )
         return logits.masked_fill(torch.from_numpy(forbidden).to(logits.device), -torch.inf)
+
+    def _new_matcher(self, params: SamplingParams) -> TokenMatcher:
+        assert self._grammars is not None
+        assert params.structured_outputs is not None
+        return self._grammars.matcher(params.structured_outputs)
 
 
 def _output(drawn: Drawn) -> SamplerOutput:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from flexinfer.sampling.params import SamplingParams
 from flexinfer.sampling.random import derive_seed
+from flexinfer.sampling.token_filter import TokenFilter, filters_tokens
 
 if TYPE_CHECKING:
     from flexinfer.sampling.grammars import TokenMatcher
@@ -51,6 +52,8 @@ class SequenceState:
     """The last so many of the output are only proposed: see `ahead`."""
     matcher: TokenMatcher | None = None
     """Of a sequence with structured outputs, from its first token on."""
+    token_filter: TokenFilter | None = None
+    """What allowed_token_ids and bad words forbid."""
     scores: list[RowLogprobs] | None = None
     """Of prompt tokens 1, 2, ... so far; None if they are not asked for, or were handed over."""
 
@@ -127,6 +130,7 @@ class SequenceStates:
                 changes_logits(setup.params),
                 reads_output(setup.params),
                 output_token_ids=list(setup.output_token_ids),
+                token_filter=TokenFilter(setup.params) if filters_tokens(setup.params) else None,
                 scores=None if setup.params.prompt_logprobs is None else [],
             )
 
@@ -137,7 +141,12 @@ class SequenceStates:
 
 def changes_logits(params: SamplingParams) -> bool:
     """Whether sampling is more than temperature, top_k, top_p and min_p."""
-    return bool(params.logit_bias) or params.min_tokens > 0 or reads_output(params)
+    return (
+        bool(params.logit_bias)
+        or params.min_tokens > 0
+        or filters_tokens(params)
+        or reads_output(params)
+    )
 
 
 def reads_prompt(params: SamplingParams) -> bool:
@@ -147,4 +156,8 @@ def reads_prompt(params: SamplingParams) -> bool:
 
 def reads_output(params: SamplingParams) -> bool:
     """Whether sampling needs to know the tokens generated so far."""
-    return params.has_penalties or params.structured_outputs is not None
+    return (
+        params.has_penalties
+        or params.structured_outputs is not None
+        or bool(params.bad_words_token_ids)
+    )

@@ -64,8 +64,14 @@ def test_four_ranks_hold_the_same_kv_heads_twice_where_there_are_two(name: str) 
         SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=NUM_NEW),
         BeamSearchParams(beam_width=3, max_tokens=NUM_NEW),
         SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=2, logprobs=1),
+        SamplingParams(
+            temperature=0,
+            max_tokens=NUM_NEW,
+            allowed_token_ids=range(9, 40),
+            bad_words_token_ids=[[9, 9], [11]],
+        ),
     ],
-    ids=["greedy", "n=3", "beams", "logprobs"],
+    ids=["greedy", "n=3", "beams", "logprobs", "filters"],
 )
 def test_each_decoding_mode_gives_what_one_process_gives(engine: LLMEngine, params: object) -> None:
     assert isinstance(params, (SamplingParams, BeamSearchParams))

@@ -17,7 +17,6 @@ from flexinfer.sampling import sampler as sampler_module
 from flexinfer.sampling.random import derive_seed, uniforms
 from flexinfer.sampling.sampler import (
     Sampler,
-    apply_bias,
     apply_min_p,
     apply_penalties,
     apply_top_k_top_p,
@@ -67,6 +66,13 @@ def slow_processed(logits: list[float], state: SequenceState) -> list[float]:
         count = state.output_token_ids.count(token)
         out[token] -= params.frequency_penalty * count
         out[token] -= params.presence_penalty * (count > 0)
+    for token in range(len(out)):
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            out[token] = -math.inf
+    for word in params.bad_words_token_ids or ():
+        *before, last = word
+        if not before or state.output_token_ids[-len(before) :] == before:
+            out[last] = -math.inf
     return out
 
 
@@ -97,6 +103,7 @@ def slow_support(logits: list[float], params: SamplingParams) -> set[int]:
 
 
 tokens = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=12)
+tokens |= st.lists(st.integers(0, 3), max_size=12)  # of which bad words are made
 sampling = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
@@ -108,6 +115,9 @@ sampling = st.builds(
     frequency_penalty=st.sampled_from([0.0, 0.7, -0.3]),
     logit_bias=st.none() | st.dictionaries(st.integers(0, 39), st.floats(-150, 150), max_size=3),
     min_tokens=st.integers(0, 10),
+    allowed_token_ids=st.none() | st.lists(st.integers(0, 39), min_size=25),
+    bad_words_token_ids=st.none()
+    | st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=8),
     seed=st.none() | st.integers(0, 5),
 )
 states_strategy = st.lists(
@@ -127,8 +137,9 @@ states_strategy = st.lists(
 @given(states=states_strategy, seed=st.integers(0, 10**6))
 def test_batched_equals_one_at_a_time(states: list[SequenceState], seed: int) -> None:
     logits = torch.randn(len(states), VOCAB_SIZE, generator=torch.manual_seed(seed)) * 3
-    processed = apply_penalties(apply_bias(logits, states), states)
-    chosen = Sampler(seed, torch.device("cpu")).sample(logits, states).token_ids
+    sampler = Sampler(seed, torch.device("cpu"))
+    processed = sampler._process(logits, states)
+    chosen = sampler.sample(logits, states).token_ids
     by_torch = choose_by_torch(processed, states).tolist()
     for row, state in enumerate(states):
         slow = slow_processed(logits[row].tolist(), state)

@@ -56,8 +56,6 @@ def test_no_field_of_another_endpoint_is_dropped(path: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "bad_words",
-        "allowed_token_ids",
         "kv_transfer_params",
         "functions",
         "documents",
@@ -94,6 +92,8 @@ def test_responses_refuse_what_they_do_not_serve(name: str, http: httpx.Client) 
         {"ebnf": 'root ::= "three" | "four"'},
         {"grammar": 'root ::= ("a" | "b") [0-9]'},
         {"truncate_prompt_tokens": 4},
+        {"allowed_token_ids": [70, 71, 72]},
+        {"bad_words": ["sorry"]},
     ],
 )
 def test_responses_honour_what_chats_honour(fields: dict[str, Any], http: httpx.Client) -> None:
@@ -119,6 +119,11 @@ def test_a_wrong_ebnf_is_refused(http: httpx.Client) -> None:
     [
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+        ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words": ["a" * 9000]}, "bad_words"),
         ({"cache_salt": ""}, "cache_salt"),
     ],
 )
@@ -126,6 +131,40 @@ def test_what_vllm_refuses_is_refused(
     path: str, fields: dict[str, Any], param: str, http: httpx.Client
 ) -> None:
     assert error(http, path, **fields)["param"] == param
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop": "a"},
+        {"logit_bias": {"5": 1}},
+        {"top_k": 5},
+        {"min_tokens": 2},
+        {"presence_penalty": 1.0},
+        {"allowed_token_ids": [5]},
+        {"bad_words": ["a"]},
+        {"stop_token_ids": [5]},
+    ],
+)
+def test_beams_refuse_what_says_how_to_draw(
+    path: str, fields: dict[str, Any], http: httpx.Client
+) -> None:
+    """What says nothing, such as a client's defaults, is let through."""
+    (name,) = fields
+    assert error(http, path, use_beam_search=True, n=2, **fields)["param"] == name
+    plain = {"top_k": -1, "top_p": 1.0, "presence_penalty": 0.0, "stop": [], "seed": 5}
+    body = BODIES[path] | {"use_beam_search": True, "n": 2}
+    assert http.post(path, json=body | plain).status_code == 200
+
+
+def test_beams_show_special_tokens_where_they_are_asked_for(http: httpx.Client) -> None:
+    body = {"prompt": "Once upon a time", "use_beam_search": True, "n": 3, "max_tokens": 4}
+    hidden, shown = (
+        [one["text"] for one in http.post(COMPLETIONS, json=body | fields).json()["choices"]]
+        for fields in ({}, {"skip_special_tokens": False})
+    )
+    assert [text.replace("<|end|>", "") for text in shown] == hidden != shown
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
@@ -274,4 +313,4 @@ def test_every_sampling_field_is_in_the_document(http: httpx.Client) -> None:
     assert {"stop", "regex", "structured_outputs"} <= served & set(
         schemas["ResponsesRequest"]["properties"]
     )
-    assert "bad_words" not in schemas["ChatRequest"]["properties"]
+    assert "functions" not in schemas["ChatRequest"]["properties"]

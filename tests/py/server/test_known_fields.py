@@ -238,6 +238,8 @@ def test_tokenize_knows_the_fields_of_vllms() -> None:
         {"temperature": 1.0, "seed": 5, "regex": "[ab]{12}", "presence_penalty": 2.0},
         {"stop_token_ids": [5], "include_stop_str_in_output": True, "logit_bias": {"5": 100}},
         {"truncate_prompt_tokens": 4},
+        {"allowed_token_ids": [70, 71, 72]},
+        {"bad_words": ["sorry"]},
     ],
 )
 def test_messages_honour_what_chats_honour(fields: dict[str, Any], http: httpx.Client) -> None:

@@ -238,7 +238,7 @@ def test_fields_of_other_servers_are_not_passed_over(
         {"top_n_sigma": -1},
         {"mirostat": 0},
         {"functions": []},
-        {"bad_words": None},
+        {"documents": None},
     ],
 )
 def test_what_they_leave_off_is_let_through(field: dict[str, Any], http: httpx.Client) -> None:

@@ -191,7 +191,8 @@ def beam_answer(call: ChatCall, found: BeamSearchOutput) -> ChatCompletion:
     """The n best sequences, best first."""
     num_prompt = len(call.job.prompts[0]["prompt_token_ids"])
     chosen = found.sequences[: call.body.n or 1]
-    texts = [decode(call.state, s.tokens[num_prompt:]) for s in chosen]
+    special = call.body.skip_special_tokens is False
+    texts = [decode(call.state, s.tokens[num_prompt:], special_tokens=special) for s in chosen]
     return ChatCompletion(
         id=call.job.request_id,
         created=call.created,

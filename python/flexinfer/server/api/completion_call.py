@@ -152,6 +152,7 @@ def beam_answer(call: CompletionCall, found: Sequence[BeamSearchOutput]) -> Comp
     """The n best sequences of each prompt, best first."""
     n = call.body.n or 1
     choices, num_completion = [], 0
+    special = call.body.skip_special_tokens is False
     for prompt_idx, output in enumerate(found):
         num_prompt = len(call.job.prompts[prompt_idx]["prompt_token_ids"])
         for index, sequence in enumerate(output.sequences[:n]):
@@ -160,7 +161,7 @@ def beam_answer(call: CompletionCall, found: Sequence[BeamSearchOutput]) -> Comp
             choices.append(
                 CompletionChoice(
                     index=call.index_of(prompt_idx, index),
-                    text=decode(call.state, new),
+                    text=decode(call.state, new, special_tokens=special),
                     finish_reason=sequence.finish_reason,  # type: ignore[arg-type]
                 )
             )

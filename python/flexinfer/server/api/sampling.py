@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from flexinfer.sampling.grammars import StructuredOutputsParams
 from flexinfer.sampling.params import BeamSearchParams, SamplingParams
+from flexinfer.sampling.token_filter import MAX_BAD_WORDS
 from flexinfer.server.http.errors import bad_request, invalid_field
 from flexinfer.server.protocol.sampling import ResponseFormat, SamplingFields
 from flexinfer.server.state import ServerState
 
 MAX_STOP_STRINGS = 64
-MAX_STOP_CHARS = 8192
-"""In all: each new token is searched for them, while all requests wait."""
+MAX_CHARS = 8192
+"""Of stop strings in all, and of bad words: each new token is searched for the former while all
+requests wait."""
 SAME_NAME = (
     "n",
     "best_of",
@@ -23,6 +26,8 @@ SAME_NAME = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+    "allowed_token_ids",
+    "bad_words",
     "seed",
     "stop",
     "stop_token_ids",
@@ -31,6 +36,12 @@ SAME_NAME = (
     "min_tokens",
     "skip_special_tokens",
 )
+
+NOT_FOR_BEAMS = {*SAME_NAME, "logit_bias"} - {
+    *("n", "best_of", "temperature", "seed", "ignore_eos", "include_stop_str_in_output"),
+    "skip_special_tokens",
+}
+"""The most probable sequences are searched, as the model has them: none is drawn."""
 
 
 def sampling_params(
@@ -76,6 +87,11 @@ def beam_params(
         )
     if structured_outputs(fields) is not None:
         raise bad_request("beam search does not take structured outputs", "response_format")
+    plain = SamplingParams()
+    for name in NOT_FOR_BEAMS:
+        value = getattr(fields, name)
+        if value and value != getattr(plain, name) and (name, value) != ("top_k", -1):
+            raise bad_request(f"{name} does not go with beam search", name)
     optional = {"length_penalty": fields.length_penalty, "early_stopping": fields.early_stopping}
     try:
         return BeamSearchParams(
@@ -188,14 +204,18 @@ def _check_fields(state: ServerState, fields: SamplingFields, logprobs: int | No
     if fields.stream_options is not None and not fields.stream:
         raise bad_request("stream_options is only allowed with stream", "stream_options")
     vocab_size = state.llm.inputs.vocab_size
-    unknown = next((one for one in fields.stop_token_ids or () if one >= vocab_size), None)
-    if unknown is not None:
-        raise bad_request(
-            f"stop_token_ids has {unknown}, which is not in [0, {vocab_size})", "stop_token_ids"
-        )
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        unknown = next((one for one in getattr(fields, name) or () if one >= vocab_size), None)
+        if unknown is not None:
+            raise bad_request(f"{name} has {unknown}, which is not in [0, {vocab_size})", name)
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or ()
-    if len(stops) > MAX_STOP_STRINGS:
-        raise bad_request(f"stop has more than {MAX_STOP_STRINGS} strings", "stop")
-    num_chars = sum(map(len, stops))
-    if num_chars > MAX_STOP_CHARS:
-        raise bad_request(f"stop has {num_chars} characters, of at most {MAX_STOP_CHARS}", "stop")
+    _check_texts("stop", stops, MAX_STOP_STRINGS)
+    _check_texts("bad_words", fields.bad_words or (), MAX_BAD_WORDS)
+
+
+def _check_texts(name: str, texts: Sequence[str], max_texts: int) -> None:
+    if len(texts) > max_texts:
+        raise bad_request(f"{name} has more than {max_texts} strings", name)
+    num_chars = sum(map(len, texts))
+    if num_chars > MAX_CHARS:
+        raise bad_request(f"{name} has {num_chars} characters, of at most {MAX_CHARS}", name)

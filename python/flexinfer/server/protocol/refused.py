@@ -79,8 +79,6 @@ class RefusedFields(Model):
     thread: Refused = None
     inference_geo: Refused = None
     # vLLM
-    bad_words: Refused = None
-    allowed_token_ids: Refused = None
     logits_processors: Refused = None
     guided_whitespace_pattern: Refused = None
     chat_template: Refused = None

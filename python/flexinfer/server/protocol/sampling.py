@@ -61,6 +61,8 @@ class SamplingFields(RefusedFields):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=1e-6, le=1e6)
     logit_bias: dict[str, float] | None = Field(default=None, max_length=4096)
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
