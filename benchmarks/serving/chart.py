@@ -20,7 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 IMAGE = ROOT / "docs" / "images" / "vllm.svg"
 CONDITIONS = (
     "32 requests, prompts of 64 to 512 tokens, 64 new tokens each, greedy; Llama of 8 x 512;\n"
-    "2 cores of a Xeon with AMX; {date}; medians of {count}, whiskers from lowest to highest"
+    "{date}; {cores} cores of {cpu}; medians of {count}, from lowest to highest"
 )
 FLEXINFER, VLLM = "flexinfer", "vllm-cpu-compiled"
 DTYPES = ("float32", "bfloat16")
@@ -89,7 +89,11 @@ def draw(image: Path) -> None:
             axes.text(20, y, f"{bar.median:,.0f}", va="center", color="white" if side == 0 else "k")
     axes.set_yticks(range(len(pairs)), [pair[0].dtype for pair in pairs])
     axes.invert_yaxis()
-    conditions = CONDITIONS.format(date=pairs[0][0].date, count=len(pairs[0][0].rates))
+    bar = pairs[0][0]
+    conditions = CONDITIONS.format(
+        **json.loads(bar.path.read_text())["environment"] | {"date": bar.date},
+        count=len(bar.rates),
+    )
     axes.set_xlabel(f"tokens per second\n{conditions}", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)

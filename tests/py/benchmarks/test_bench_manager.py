@@ -54,36 +54,3 @@ def test_an_unknown_device_is_refused() -> None:
     result = run(str(FOLDER / "bench.py"), "--device", "tpu")
     assert result.returncode == 2
     assert "'tpu' is not one of host, sim" in result.stderr
-
-
-STAND_IN = """
-import argparse
-
-def parser(text):
-    parser = argparse.ArgumentParser(text)
-    parser.add_argument("--prompts", type=int, default=1)
-    return parser
-
-def run(args, make, impl, version, **extra):
-    adapter = make(8192, True)
-    prompt = adapter.prepare(list(range(100)))
-    adapter.insert(prompt)
-    assert adapter.match(prompt) == 100
-    running = [adapter.alloc(adapter.prepare([n] * 50)) for n in range(4)]
-    adapter.decode_step(running, [1, 2, 3, 4])
-    adapter.decode_step(running, [1, 2, 3, 4])
-    assert [vtensor.num_tokens for vtensor in running] == [52] * 4
-    for vtensor in running:
-        adapter.free(vtensor)
-    adapter.evict(100)
-    print("done", impl, args.prompts)
-"""
-
-
-@pytest.mark.parametrize("device", ["sim", "cpu"])
-def test_the_adapter_fits_the_scenario_of_the_peers(tmp_path: Path, device: str) -> None:
-    (tmp_path / "micro_common.py").write_text(STAND_IN)
-    script = str(FOLDER / "micro_flexinfer.py")
-    result = run(script, str(tmp_path), "--device", device, "--prompts", "3")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith(f"done flexinfer-VTensorManager-{device} 3")

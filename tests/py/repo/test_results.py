@@ -1,4 +1,4 @@
-"""Every committed result says how it came about, or stands in the list of those that do not."""
+"""Every committed result says how it came about."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ sys.path.insert(0, str(ROOT / "benchmarks" / "common"))
 from provenance import REQUIRED, environment, write_report
 
 FILES = sorted(RESULTS.glob("*/*.json"))
-UNKNOWN = json.loads((RESULTS / "unknown.json").read_text(encoding="utf-8"))
-NUM_UNKNOWN = 38
-"""As many as there were when all benchmarks began to say it; only ever lowered."""
 
 
 def lacking(path: Path) -> list[str]:
@@ -27,15 +24,7 @@ def lacking(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(RESULTS)))
 def test_a_result_says_how_it_came_about(path: Path) -> None:
-    if str(path.relative_to(RESULTS)) not in UNKNOWN:
-        assert lacking(path) == []
-
-
-def test_the_list_of_unknown_ones_only_shrinks() -> None:
-    assert len(UNKNOWN) <= NUM_UNKNOWN
-    for name, provenance in UNKNOWN.items():
-        assert provenance.startswith("unknown, before 2026-")
-        assert lacking(RESULTS / name), f"take {name} off the list: it says how it came about"
+    assert lacking(path) == []
 
 
 def test_a_report_has_all_of_it(tmp_path: Path) -> None:
