@@ -140,13 +140,13 @@ def test_the_parsers_one_call_has_the_loop_for_itself(monkeypatch: pytest.Monkey
     assert clock.slept_s == pytest.approx([0, bodies.REST * 0.001])
 
 
-def test_the_next_body_waits_for_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_body_waits_for_four_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     short, long = Pace(), Pace()
     clock.now_s += 0.001
     assert short.rest_s() == pytest.approx(bodies.REST * 0.001)
     clock.now_s += 0.1
-    assert long.rest_s() == bodies.MAX_REST_S == 1
+    assert long.rest_s() == bodies.MAX_REST_S
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_after_a_long_turn_the_tenants_next_one_waits_a_second_at_most(
             monkeypatch.setattr(loop, "time", lambda: now_s + 30)
         return rests
 
-    assert asyncio.run(run()) == [bodies.MAX_REST_S]
+    assert asyncio.run(run()) == [bodies.MAX_TURN_REST_S]
 
 
 # Texts beyond the context are refused before they are tokenized.

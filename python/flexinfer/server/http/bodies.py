@@ -30,9 +30,14 @@ REST = 4
 """How much longer than a slice of a large body, or all of it, took a tenant's next one waits."""
 SLICE_S = 0.0005
 LONG_SLICE_S = 0.002
-LONG_REST = 100
-"""The same after a slice that could not be cut: those must be too rare to be seen by others."""
-MAX_REST_S = 1.0
+LONG_REST = 250
+"""The same after a slice that could not be cut: those must be too rare to be seen by others. The
+model takes longer for what can be read so long."""
+MAX_REST_S = 4.0
+TURN_REST = 20
+"""The same after a grammar, which takes a core's time."""
+MAX_TURN_REST_S = 1.0
+"""A turn's length is the clock's, which goes on while others have the cores."""
 PIECE_BYTES = 128 << 10
 BRACE_OF_BRACKET = ord("{") ^ ord("[")
 """The bit that makes a bracket a brace, and no other character."""
@@ -122,8 +127,8 @@ async def read_large(body: bytes, kind: type[BaseModel] | None, pace: Pace) -> A
 
 
 class Turnstile:
-    """One tenant's heavy work, piece by piece, for at most a part 1 / (1 + REST) of the time: large
-    bodies of the loop's, grammars of a core's. For one event loop.
+    """One tenant's heavy work, piece by piece, for a small part of the time: large bodies of the
+    loop's, grammars of a core's. For one event loop.
     """
 
     def __init__(self) -> None:
@@ -150,7 +155,8 @@ class Turnstile:
         work: list[Future[Any]] = []
 
         def rest() -> None:
-            loop.call_later(min(REST * (loop.time() - start_s), MAX_REST_S), lock.release)
+            rest_s = min(TURN_REST * (loop.time() - start_s), MAX_TURN_REST_S)
+            loop.call_later(rest_s, lock.release)
 
         def rest_soon(_: Future[Any]) -> None:
             with suppress(RuntimeError):  # the loop is closed

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 
-BYTES_PER_S = 16 << 20
-"""Millions of tokens: no engine computes as many."""
+BYTES_PER_S = 4 << 20
+"""A million of tokens: no engine computes as many."""
 BURST_BYTES = 8 << 20
 
 
