@@ -9,6 +9,7 @@ import os
 import random
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ torch = pytest.importorskip("torch")
 
 from flexinfer import LLMEngine, SamplingParams
 from flexinfer.config import EngineConfig
+from flexinfer.distributed import group
 from flexinfer.errors import RankError, UnsupportedModelError
 from helpers.rank_kit import children, folder_of, make_ranked_engine, open_things
+from helpers.rank_nursery import Nursery
 from helpers.tiny_models import make_model, random_prompts
 
 PROMPTS = random_prompts((20, 33, 7))
@@ -48,10 +51,26 @@ def check_nothing_is_left(before: set[int], things: Counter[tuple[str, int]]) ->
     assert not open_things() - things
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 50))]
-)
-def test_a_rank_killed_at_a_random_step_is_named_and_nothing_is_left(seed: int) -> None:
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as nursery:
+        yield nursery
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(50))
+def test_a_rank_killed_at_a_random_step_is_named(
+    seed: int, nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_spawn", nursery.spawn)
+    check_that_a_killed_rank_is_named(seed)
+
+
+def test_a_rank_killed_in_a_step_is_named_and_nothing_is_left() -> None:
+    check_that_a_killed_rank_is_named(0)
+
+
+def check_that_a_killed_rank_is_named(seed: int) -> None:
     before, things = children(), open_things()
     engine = make_ranked_engine(distributed_timeout_s=NEVER_S)
     (victim,) = children() - before
@@ -128,8 +147,6 @@ def test_settings_that_do_not_go_together_are_refused(
 
 
 def test_a_rank_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flexinfer.distributed import group
-
     before, things = children(), open_things()
     monkeypatch.setattr(group, "versions", lambda: {"flexinfer": "9.9.9", "torch": "1"})
     with pytest.raises(RankError, match=r"rank 1 has .* rank 0 has"):
