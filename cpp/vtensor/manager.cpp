@@ -172,7 +172,9 @@ bool Manager::try_extend(std::span<const VTensorId> ids, std::span<const size_t>
 bool Manager::extend_by_chunks(Lock& held, std::span<const VTensorId> ids,
                                std::span<const size_t> num_tokens) {
   return core_.extender.extend(ids, num_tokens, [&](Extension& extension) {
-    if (extension.num_claims() > 0) background_.run_without(held, extension);
+    if (extension.num_claims() == 0) return;
+    background_.run_without(held,
+                            [&] { extension.run(*pool_.driver, pool_.vset, pool_.geometry); });
   });
 }
 

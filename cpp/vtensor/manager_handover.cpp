@@ -19,10 +19,14 @@ std::optional<Parcel> Manager::try_export(VTensorId id) {
   TraceOp op(*trace_, core_.state, "export", id);
   wait_until_idle(held, {&id, 1});
   op.restart_counters();
-  std::optional<Parcel> parcel = core_.handover.send(id);
+  const auto run = [&](Copies& copies) {
+    background_.run_without(held, [&] { copies.run(*pool_.driver, pool_.geometry.chunk_bytes); });
+  };
+  std::optional<Parcel> parcel = core_.handover.send(id, run);
   if (!parcel && background_.holds_chunks()) {
     wait_until_quiet(held);  // somebody held what was missing, for a moment
-    parcel = core_.handover.send(id);
+    wait_until_idle(held, {&id, 1});
+    parcel = core_.handover.send(id, run);
   }
   op.put("result", parcel.has_value());
   return parcel;

@@ -26,14 +26,13 @@ void Background::wait_until_quiet(Lock& lock) {
   progress_.notify_all();
 }
 
-void Background::run_without(Lock& lock, Extension& extension) {
-  const Pool& pool = core_.state.pool;
+void Background::run_without(Lock& lock, const std::function<void()>& work) {
   lock.unlock();
   const ScopeFail end([&] {
     lock.lock();
     progress_.notify_all();  // they go on when it is committed or abandoned, and the mutex free
   });
-  extension.run(*pool.driver, pool.vset, pool.geometry);
+  work();
 }
 
 void Background::post(const Lock&, std::span<const VTensorId> ids,

@@ -13,6 +13,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <span>
 #include <string>
@@ -47,9 +48,9 @@ class Background {
   void wait_until_idle(Lock& lock, std::span<const VTensorId> ids);  // none of them is busy
   void wait_until_quiet(Lock& lock);  // no chunk is claimed, nothing is being given back
 
-  // Runs an extension in this thread; others have the mutex meanwhile. Requires: it has claims, or
+  // Does driver work in this thread; others have the mutex meanwhile. Requires: it has claims, or
   // sleep() and close() would not wait for it.
-  void run_without(Lock& lock, Extension& extension);
+  void run_without(Lock& lock, const std::function<void()>& work);
 
   // The worker, or an extension of another thread, holds chunks that others may have in a moment.
   bool holds_chunks() const { return gives_back_ || !core_.state.claimed.empty(); }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "vtensor/util/error.h"
+#include "vtensor/util/scope_fail.h"
 
 namespace vtensor {
 
@@ -12,11 +13,26 @@ namespace vtensor {
 struct Handover::Entry {
   size_t idx = 0;  // in the page table
   ChunkId chunk = kNoChunk;
-  Handle handle{};          // what is sent
+  Handle handle{};
   uint32_t used_bytes = 0;  // leading bytes that are
   bool is_copied = false;
   bool continues = false;  // nobody wrote beyond these bytes, or will
 };
+
+void Copies::run(Driver& driver, size_t chunk_bytes) {
+  p_create(driver, chunk_bytes, claims);
+  for (size_t i = 0; i < claims.size(); ++i) {
+    driver.copy(claims[i].handle, 0, sources[i], 0, used_bytes[i]);
+    claims[i].dirty_bytes = used_bytes[i];
+  }
+}
+
+// Whether somebody else writes on in this chunk, or has written beyond what is sent.
+bool Handover::is_written_elsewhere(const VTensor& vtensor, const Entry& entry) const {
+  const Chunk& chunk = pool_.pset[entry.chunk];
+  const bool is_still = chunk.appender == kNoVTensor && chunk.written_bytes <= entry.used_bytes;
+  return chunk.appender != vtensor.id && !is_still;
+}
 
 // What can be sent as it is, and what must be copied.
 std::vector<Handover::Entry> Handover::entries_of(const VTensor& vtensor) const {
@@ -26,11 +42,8 @@ std::vector<Handover::Entry> Handover::entries_of(const VTensor& vtensor) const 
   for (size_t i = 0; i < table.size(); ++i) {
     if (table[i] == kNoChunk) continue;
     const Chunk& chunk = pool_.pset[table[i]];
-    const uint32_t used = pool_.geometry.bytes_used(i, vtensor.num_tokens);
-    const bool is_own = chunk.appender == vtensor.id;
-    const bool is_still = chunk.appender == kNoVTensor && chunk.written_bytes <= used;
-    Entry entry{i, table[i], chunk.handle, used};
-    entry.is_copied = !chunk.apart || !(is_own || is_still);
+    Entry entry{i, table[i], chunk.handle, pool_.geometry.bytes_used(i, vtensor.num_tokens)};
+    entry.is_copied = !chunk.apart || is_written_elsewhere(vtensor, entry);
     entry.continues = !chunk.sealed;
     if (!entry.is_copied) apart.push_back(chunk.handle);
     entries.push_back(entry);
@@ -44,20 +57,49 @@ std::vector<Handover::Entry> Handover::entries_of(const VTensor& vtensor) const 
   return entries;
 }
 
-// Into chunks that are only there until the parcel holds them.
-void Handover::copy(std::span<Entry> entries, std::vector<Claim>& claims) {
-  p_create(*pool_.driver, pool_.geometry.chunk_bytes, claims);
-  size_t next = 0;
-  for (Entry& entry : entries) {
-    if (!entry.is_copied) continue;
-    Claim& claim = claims[next++];
-    pool_.driver->copy(claim.handle, 0, entry.handle, 0, entry.used_bytes);
-    claim.dirty_bytes = entry.used_bytes;
-    entry.handle = claim.handle;
+// Whether what is to be sent as it is still can be.
+bool Handover::is_current(const VTensor& vtensor, std::span<const Entry> entries) const {
+  std::vector<Handle> apart;
+  for (const Entry& entry : entries) {
+    if (entry.is_copied) continue;
+    if (is_written_elsewhere(vtensor, entry)) return false;
+    apart.push_back(entry.handle);
   }
+  const std::vector<bool> sendable = pool_.driver->sendable(apart);
+  return std::ranges::find(sendable, false) == sendable.end();
 }
 
-Parcel Handover::pack(const VTensor& vtensor, std::span<const Entry> entries) {
+// Into chunks that are only there until the parcel holds them. Nothing: memory is short.
+std::optional<Copies> Handover::plan(VTensor& vtensor, std::span<const Entry> entries) {
+  Copies copies;
+  for (const Entry& entry : entries) {
+    if (!entry.is_copied) continue;
+    copies.sources.push_back(entry.handle);
+    copies.used_bytes.push_back(entry.used_bytes);
+  }
+  vtensor.plan = ++state_.plan;  // its own rows are not to be taken for the copies
+  if (!reclaimer_.make_claimable(copies.sources.size())) return std::nullopt;
+  copies.claims = p_claim(pool_, copies.sources.size(), ScrubPolicy::kOff, vtensor.tenant,
+                          state_.apart(++state_.num_aparts))
+                      .value();
+  return copies;
+}
+
+// Who extends it meanwhile waits, also within the rows that it has.
+void Handover::run_beside(VTensor& vtensor, Copies& copies, const Runner& run) {
+  if (copies.claims.empty()) return;
+  for (const Claim& claim : copies.claims) state_.claimed.insert(claim.id);
+  vtensor.busy = true;
+  vtensor.write_limit = vtensor.num_tokens;
+  const ScopeFail end([&] {
+    vtensor.busy = false;
+    vtensors_.update_write_limit(vtensor);
+  });
+  run(copies);
+}
+
+Parcel Handover::pack(const VTensor& vtensor, std::span<const Entry> entries,
+                      std::span<const Claim> copies) {
   const Geometry& geometry = pool_.geometry;
   Parcel parcel;
   parcel.num_tokens = vtensor.num_tokens;
@@ -66,16 +108,16 @@ Parcel Handover::pack(const VTensor& vtensor, std::span<const Entry> entries) {
   const size_t last_row = geometry.full_rows(vtensor.num_tokens) * geometry.row_chunks;
   std::vector<Handle> handles;
   for (const Entry& entry : entries) {
-    handles.push_back(entry.handle);
+    handles.push_back(entry.is_copied ? copies[parcel.num_copied++].handle : entry.handle);
     parcel.is_there[entry.idx] = true;
-    parcel.num_copied += entry.is_copied ? 1 : 0;
     if (entry.idx >= last_row) parcel.continues = parcel.continues && entry.continues;
   }
   parcel.chunks = pool_.driver->send(handles);
   return parcel;
 }
 
-std::optional<Parcel> Handover::send(VTensorId id) {
+// As it is to be when it is sent.
+VTensor& Handover::prepared(VTensorId id) {
   VTensor& vtensor = vtensors_.resident(id);
   if (vtensor.num_tokens == 0) throw std::invalid_argument("an empty vTensor cannot be sent");
   if (pool_.vset[vtensor.slot].num_views > 0) {
@@ -86,32 +128,36 @@ std::optional<Parcel> Handover::send(VTensorId id) {
   vtensors_.shrink(vtensor.slot, pool_.geometry.rows_for(vtensor.num_tokens));
   vtensors_.update_write_limit(vtensor);
   reclaimer_.release_apart();  // else it would be sent with the rest of its file
+  return vtensor;
+}
+
+std::optional<Parcel> Handover::send(VTensorId id, const Runner& run) {
+  VTensor& vtensor = prepared(id);
   std::vector<Entry> entries = entries_of(vtensor);
-  const auto num_copied = static_cast<size_t>(std::ranges::count_if(entries, &Entry::is_copied));
-  vtensor.plan = ++state_.plan;  // its own rows are not to be taken for the copies
-  if (!reclaimer_.make_claimable(num_copied)) return std::nullopt;
-  std::vector<Claim> claims = p_claim(pool_, num_copied, ScrubPolicy::kOff, vtensor.tenant,
-                                      state_.apart(++state_.num_aparts))
-                                  .value();
+  std::optional<Copies> copies = plan(vtensor, entries);
+  if (!copies) return std::nullopt;
   std::optional<Parcel> parcel;
-  try {
-    copy(entries, claims);
-    parcel = pack(vtensor, entries);
-  } catch (const OutOfMemoryError&) {
-    extender_.unclaim(claims, vtensor.tenant);
-    return std::nullopt;
-  } catch (...) {
-    extender_.unclaim(claims, vtensor.tenant);
-    throw;
+  bool is_short = false;
+  {
+    const ScopeFail end([&] { extender_.unclaim(copies->claims, vtensor.tenant); });
+    try {
+      run_beside(vtensor, *copies, run);
+      if (is_current(vtensor, entries)) parcel = pack(vtensor, entries, copies->claims);
+    } catch (const OutOfMemoryError&) {
+      is_short = true;
+    }
   }
-  extender_.unclaim(claims, vtensor.tenant);
-  reclaimer_.release_apart();
+  reclaimer_.release_apart();  // the copies: the parcel holds them
+  if (is_short) return std::nullopt;
+  if (!parcel) {  // others have gone on where it ends: now they wait
+    return send(id, [this](Copies& all) { all.run(*pool_.driver, pool_.geometry.chunk_bytes); });
+  }
   shield_.before_sending(vtensor);
   for (const Entry& entry : entries) {
     if (!entry.is_copied) pool_.pset[entry.chunk].sealed = true;
   }
-  state_.counters.chunks_sent += entries.size() - num_copied;
-  state_.counters.chunks_sent_copied += num_copied;
+  state_.counters.chunks_sent += entries.size() - parcel->num_copied;
+  state_.counters.chunks_sent_copied += parcel->num_copied;
   return parcel;
 }
 

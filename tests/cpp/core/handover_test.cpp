@@ -4,11 +4,15 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <future>
 #include <memory>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 #include "tests/cpp/support/drivers.h"
+#include "tests/cpp/support/gated_driver.h"
 #include "vtensor/manager.h"
 
 namespace vtensor {
@@ -113,6 +117,74 @@ TEST_F(HandoverTest, ShortageIsAValueAndTheParcelStaysGood) {
   receiver_->release(busy);
   EXPECT_TRUE(receiver_->try_adopt(parcel, ""));
   check();
+}
+
+TEST_F(HandoverTest, OthersGoOnWhileItIsCopied) {
+  auto gated = std::make_unique<GatedDriver>(make_host());
+  GatedDriver& gate = *gated;
+  sender_ = open(std::move(gated));
+  const VTensorId sent = filled(false);
+  const VTensorId other = sender_->try_create({}, "").value();
+  gate.arm(CallKind::kCopy);
+  auto parcel = std::async(std::launch::async, [&] { return sender_->try_export(sent); });
+  gate.entered.get_future().wait();
+  auto others = std::async(std::launch::async, [&] {
+    extend(*sender_, other, kTokens);
+    sender_->check_integrity();
+  });
+  auto itself = std::async(std::launch::async, [&] { extend(*sender_, sent, kTokens + 1); });
+  EXPECT_EQ(others.wait_for(std::chrono::seconds(10)), std::future_status::ready);
+  EXPECT_EQ(itself.wait_for(std::chrono::milliseconds(20)), std::future_status::timeout);
+  gate.may_pass.set_value();
+  EXPECT_EQ(parcel.get()->num_tokens, kTokens);
+  others.get();
+  itself.get();
+  EXPECT_EQ(sender_->info(sent).num_tokens, kTokens + 1);
+  check();
+}
+
+// Beside a prefix that stands apart a chunk of the pool's has to be copied, and meanwhile somebody
+// writes on in that prefix: it is no longer to be sent as it is.
+TEST_F(HandoverTest, WhatAnotherWritesToWhileItIsCopiedIsCopiedToo) {
+  auto gated = std::make_unique<GatedDriver>(make_host());
+  GatedDriver& gate = *gated;
+  sender_ = open(std::move(gated));
+  const std::vector<Token> tokens(2 * kChunk / kKiB, 7);
+  const VTensorId first = sender_->try_create({}, "", 0, true).value();
+  write(*sender_, first, 0, tokens.size(), 1);
+  sender_->record_prefix(first, tokens);
+  const VTensorId sent = sender_->try_create(tokens, "").value();
+  write(*sender_, sent, tokens.size(), kTokens, 1);
+  gate.arm(CallKind::kCopy);
+  auto parcel = std::async(std::launch::async, [&] { return sender_->try_export(sent); });
+  gate.entered.get_future().wait();
+  write(*sender_, first, tokens.size(), kTokens, 2);  // in the file of the prefix
+  gate.may_pass.set_value();
+  EXPECT_EQ(parcel.get()->num_copied, 3);
+  check();
+}
+
+TEST_F(HandoverTest, ADriverThatFailsLeavesAllAsItWas) {
+  for (const auto kind : {FaultPlan::Kind::kDriverError, FaultPlan::Kind::kOutOfMemory}) {
+    auto faulty = std::make_unique<FaultyDriver>(make_host());
+    FaultyDriver& faults = *faulty;
+    sender_ = open(std::move(faulty));
+    const VTensorId sent = filled(false);
+    std::optional<Parcel> parcel;
+    for (int64_t k = 1; !parcel; ++k) {
+      faults.set_plan({.fail_at = k, .kind = kind});
+      try {
+        parcel = sender_->try_export(sent);
+      } catch (const DriverError&) {
+      }
+      faults.set_plan({});
+      check();
+    }
+    EXPECT_GE(faults.num_failed(), 7);  // three chunks created, three copied, and sent
+    EXPECT_EQ(read(*receiver_, receiver_->try_adopt(*parcel, "").value(), 0), 1);
+    sender_->trim();  // copies that the driver did not take back
+    EXPECT_EQ(sender_->stats().resident_bytes, 3 * kChunk);
+  }
 }
 
 TEST_F(HandoverTest, DriversThatCannotDoItSaySo) {

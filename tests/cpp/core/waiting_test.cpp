@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/cpp/support/gated_driver.h"
 #include "tests/cpp/support/manager_fixture.h"
 #include "vtensor/driver/call_scope.h"
 #include "vtensor/driver/wrappers/forwarding_driver.h"
@@ -20,26 +21,6 @@ namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-
-// Holds the next mapping up, once armed, until it is let through.
-class GatedDriver final : public ForwardingDriver {
- public:
-  using ForwardingDriver::ForwardingDriver;
-  std::promise<void> entered;
-  std::promise<void> may_pass;
-  void arm() { armed_ = true; }
-
- protected:
-  void before(DriverCall& call) override {
-    if (call.kind != CallKind::kMap || !armed_.exchange(false)) return;
-    entered.set_value();
-    may_pass.get_future().wait();
-  }
-  void after(DriverCall&) noexcept override {}
-
- private:
-  std::atomic<bool> armed_ = false;
-};
 
 class WaitingTest : public ManagerTest {
  protected:
