@@ -305,7 +305,6 @@ class EngineConfig:
                 "been tried on several ranks"
             )
         for name, reason in (
-            ("compile", "a compiled model cannot exchange tensors"),
             ("enable_lora", "adapters are not split over ranks"),
             ("async_scheduling", "all ranks begin a step together"),
             ("speculative_config", "what is proposed has not been tried on several ranks"),

@@ -110,12 +110,20 @@ def _open(
 
     _expect(connection, Probe)
     loaded = describe(model, str(config.model))
-    bound_waiting(timeout_s)
     opening = _expect(connection, OpenManager)
     memory = KVMemory(opening.budget_bytes, "as rank 0")
     manager = make_manager(config, loaded, opening.max_seq_len, memory)
     grammars = GrammarCompiler(None, loaded.vocab_size, loaded.eos_token_ids)
-    runner = ModelRunner(loaded, manager, config.attention_backend, config.seed, grammars)
+    runner = ModelRunner(
+        loaded,
+        manager,
+        config.attention_backend,
+        config.seed,
+        grammars,
+        compile_model=config.compile,
+    )
+    runner.compile_ahead()
+    bound_waiting(timeout_s)
     connection.send(Done())
     return runner, manager
 

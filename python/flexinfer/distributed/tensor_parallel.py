@@ -98,7 +98,6 @@ class TensorParallelRanks:
             loaded = describe(model, str(config.model))
         except CollectiveError as error:
             raise self._ranks.explain(error) from error
-        bound_waiting(config.distributed_timeout_s)
         return loaded
 
     def open(
@@ -106,8 +105,14 @@ class TensorParallelRanks:
     ) -> TensorParallelExecutor:
         """What computes on all ranks. REQUIRES: nothing has been done with the manager."""
         from flexinfer.distributed.executor import TensorParallelExecutor
+        from flexinfer.layers.exchanges import CollectiveError
 
         self._ranks.send(OpenManager(memory.budget_bytes, max_seq_len))
+        try:
+            runner.compile_ahead()
+        except CollectiveError as error:
+            raise self._ranks.explain(error) from error
+        bound_waiting(self._config.distributed_timeout_s)
         self._ranks.wait_done(LOAD_TIMEOUT_S)
         return TensorParallelExecutor(
             runner,

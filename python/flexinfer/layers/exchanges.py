@@ -7,15 +7,29 @@
 A forward is the same exchanges in the same order on all ranks, of as many rows as the step has. So
 a rank whose part fails sends zeros in those that are left: nobody waits for it, the step is lost on
 all ranks alike, and the next one finds all of them together. Not thread-safe.
+
+In a compiled model they are operators that all write to one tensor, `order`: a compiler may neither
+leave one out nor change their order, which must be the same on all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+
+OPERATORS = (
+    "rank_sum_(Tensor(a!) part, Tensor(b!) order, int exchanges) -> ()",
+    "rank_gather(Tensor part, Tensor(a!) order, int exchanges, int width) -> Tensor",
+)
+
+_exchanges: WeakValueDictionary[int, Exchanges] = WeakValueDictionary()
+_next_number = count()
 
 
 class CollectiveError(RuntimeError):
@@ -40,6 +54,10 @@ class Exchanges:
         self._logits: torch.Tensor | None = None  # a row of a rank's; known after one forward
         self._num_summed = 0
         self._is_over = False
+        register()
+        self._number = next(_next_number)
+        self._order = torch.zeros(1)
+        _exchanges[self._number] = self
 
     def begin(self) -> None:
         """A forward begins."""
@@ -48,6 +66,9 @@ class Exchanges:
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' parts [..., rows, width], in place where the part is contiguous."""
         part = part.contiguous()
+        if torch.compiler.is_compiling():
+            torch.ops.flexinfer.rank_sum_(part, self._order, self._number)
+            return part
         if self._logits is None:
             self._sums.append(part.new_zeros(part.shape[-1]))
         self._num_summed += 1
@@ -57,6 +78,11 @@ class Exchanges:
     def gather(self, part: torch.Tensor, width: int) -> torch.Tensor:
         """part: [..., ceil(width / num_ranks) or, on the last ranks, fewer] -> [..., width] on rank
         0, the part itself elsewhere. Raises StepFailedError on rank 0 where another rank failed."""
+        if torch.compiler.is_compiling():
+            whole: torch.Tensor = torch.ops.flexinfer.rank_gather(
+                part, self._order, self._number, width
+            )
+            return whole
         if self._logits is None:
             self._logits = part.new_zeros(-(-width // self.num_ranks))
         part_width = len(self._logits)
@@ -97,6 +123,45 @@ def exchanges_of(model: torch.nn.Module) -> Exchanges:
         if isinstance(found, Exchanges):
             return found
     raise ValueError(f"{type(model).__name__} is not split among ranks")
+
+
+@cache
+def register() -> torch.library.Library:
+    """Make the operators known to torch; once a process. They live as long as the library."""
+    library = torch.library.Library("flexinfer", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for operator in OPERATORS:
+        library.define(operator)  # type: ignore[no-untyped-call]
+    for name, function, shape in (
+        ("rank_sum_", _rank_sum, _rank_sum_shape),
+        ("rank_gather", _rank_gather, _rank_gather_shape),
+    ):
+        library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"flexinfer::{name}", shape, lib=library)
+    return library
+
+
+def _rank_sum(part: torch.Tensor, order: torch.Tensor, exchanges: int) -> None:
+    whole = _exchanges[exchanges].sum(part)
+    if whole is not part:  # it was not contiguous
+        part.copy_(whole)
+
+
+def _rank_sum_shape(part: torch.Tensor, order: torch.Tensor, exchanges: int) -> None:
+    pass
+
+
+def _rank_gather(
+    part: torch.Tensor, order: torch.Tensor, exchanges: int, width: int
+) -> torch.Tensor:
+    whole = _exchanges[exchanges].gather(part, width)
+    return whole.clone() if whole is part else whole  # operators give what is new
+
+
+def _rank_gather_shape(
+    part: torch.Tensor, order: torch.Tensor, exchanges: int, width: int
+) -> torch.Tensor:
+    is_whole = _exchanges[exchanges].rank == 0
+    return part.new_empty(*part.shape[:-1], width if is_whole else part.shape[-1])
 
 
 def _exchange(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

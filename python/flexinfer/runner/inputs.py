@@ -113,11 +113,13 @@ class InputBuilder:
         )
 
     def build_padding(self, num_rows: int, num_logits: int) -> StepInputs:
-        """Rows that belong to no request."""
-        zeros = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
+        """Rows that belong to no request; parts of one tensor, as those of a step, since compiled
+        models are only for what is so."""
+        zeros = torch.zeros(2 * num_rows + num_logits, dtype=torch.int64, device=self._device)
+        token_ids, positions, _, logits_rows = _split(zeros, num_rows, 0, num_logits)
         metadata = AttentionMetadata.build([], self._device)
         metadata = replace(metadata, num_padding=num_rows)
-        return StepInputs(zeros, zeros, zeros[:num_logits], metadata)
+        return StepInputs(token_ids, positions, logits_rows, metadata)
 
     def build_prompt(self, slot: int, num_tokens: int) -> StepInputs:
         """A prompt of zeros whose last logits are computed, for no request at all."""

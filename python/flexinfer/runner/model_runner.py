@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 WARM_UP_S = 1.0
 WARM_UP_ROWS = (*range(1, 65), 128, 256, 512, 1024, 2048)
 WARM_UP_LOGITS = 64
+COMPILED_SHAPES = ((8, 4), (8, 1), (8, 0), (1, 1), (1, 0))
+"""Rows, and rows with logits: to torch.compile 1 and 0 are special, and all others alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ class ModelRunner:
         kv_cache_dtype: "auto" is the model's; else how KV is quantised, a name of `KVFormat`."""
         self.loaded = loaded
         self.model: Any = loaded.model
+        self._is_compiled = compile_model
         if compile_model:
             self.model = torch.compile(loaded.model, fullgraph=True, dynamic=True)
         self.sampler = Sampler(seed, loaded.device, grammars)
@@ -191,6 +194,14 @@ class ModelRunner:
             if count > max_rows or time.monotonic() > deadline_s:
                 return
             self.forward(self.inputs.build_padding(count, min(count, WARM_UP_LOGITS)))
+
+    def compile_ahead(self) -> None:
+        """Have every graph made that steps will need, where the model is compiled; in the first
+        steps if attention takes no padding."""
+        if not (self._is_compiled and self.backend.takes_padding):
+            return
+        for num_rows, num_logits in COMPILED_SHAPES:
+            self.forward(self.inputs.build_padding(num_rows, num_logits))
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         counts_calls = self.loaded.counts_calls

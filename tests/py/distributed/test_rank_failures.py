@@ -126,7 +126,6 @@ def test_a_model_that_cannot_be_split_is_refused_before_a_process_starts(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"compile": True}, "compile does not go with"),
         ({"async_scheduling": True}, "async_scheduling does not go with"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},

@@ -35,6 +35,7 @@ TIED["vocab_size"] = 131  # no multiple of any number of ranks
 CONFIGS.setdefault("mixtral", lambda: tf.MixtralConfig(**MIXTRAL))
 CONFIGS.setdefault("four_kv_heads", lambda: tf.LlamaConfig(**SIZES, num_key_value_heads=4))
 CONFIGS.setdefault("tied", lambda: tf.Qwen2Config(**TIED))
+CONFIGS.setdefault("cohere", lambda: tf.CohereConfig(**SIZES, num_key_value_heads=2))
 
 
 @cache
