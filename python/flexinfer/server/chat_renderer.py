@@ -36,6 +36,7 @@ class ChatPrompt:
     tools: Sequence[Tool] = ()
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    documents: Sequence[Mapping[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -61,7 +62,9 @@ class ChatRenderer:
             of_inputs = inspect.signature(type(inputs).render).parameters
             self._reserved = frozenset(of_tokenizer) | frozenset(of_inputs)
         own = getattr(tokenizer, "chat_template", None)
-        self.knows_tools = "tools" in str(chat_template or own or "")
+        source = str(chat_template or own or "")
+        self.knows_tools = "tools" in source
+        self._knows_documents = "documents" in source
 
     async def render(self, prompt: ChatPrompt) -> list[int]:
         """Token ids; rendering and tokenizing run in a thread. Raises APIError, RequestError."""
@@ -76,6 +79,8 @@ class ChatRenderer:
                 f"chat_template_kwargs are for the template, and may not set {clash[0]!r}",
                 "chat_template_kwargs",
             )
+        if prompt.documents and not self._knows_documents:
+            raise bad_request("the model's chat template has no place for documents", "documents")
         messages = [as_template_message(message) for message in prompt.messages]
         tools = [tool.model_dump(exclude_none=True) for tool in prompt.tools] or None
         if not self.knows_tools:
@@ -86,6 +91,7 @@ class ChatRenderer:
                 messages,
                 self._template,
                 tools=tools,
+                documents=prompt.documents or None,
                 add_generation_prompt=prompt.add_generation_prompt,
                 continue_final_message=prompt.continue_final_message,
                 **prompt.template_kwargs,

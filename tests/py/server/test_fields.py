@@ -58,7 +58,6 @@ def test_no_field_of_another_endpoint_is_dropped(path: str) -> None:
     [
         "kv_transfer_params",
         "functions",
-        "documents",
         "stop_regex",
     ],
 )
@@ -71,7 +70,7 @@ def test_what_is_not_served_is_refused_by_name(path: str, name: str, http: httpx
 
 @pytest.mark.parametrize(
     "name",
-    ["background", "prompt", "conversation", "top_logprobs", "max_tool_calls", "response_format"],
+    ["background", "prompt", "conversation", "max_tool_calls", "response_format"],
 )
 def test_responses_refuse_what_they_do_not_serve(name: str, http: httpx.Client) -> None:
     assert error(http, RESPONSES, **{name: {"id": "x"}})["param"] == name
@@ -92,6 +91,7 @@ def test_responses_refuse_what_they_do_not_serve(name: str, http: httpx.Client) 
         {"ebnf": 'root ::= "three" | "four"'},
         {"grammar": 'root ::= ("a" | "b") [0-9]'},
         {"truncate_prompt_tokens": 4},
+        {"truncate_prompt_tokens": 4, "truncation_side": "right"},
         {"allowed_token_ids": [70, 71, 72]},
         {"bad_words": ["sorry"]},
     ],

@@ -93,16 +93,26 @@ def test_a_fault_is_named_by_its_place(http: httpx.Client) -> None:
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "'input_image' are not supported",
         ),
-        ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+        (
+            "/v1/responses",
+            {"input": [{"type": "item_reference", "id": "x"}]},
+            "items of type 'item_reference' are not supported",
+        ),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 1},
+            "'image' are not supported",
+        ),
     ],
 )
 def test_what_is_not_text_is_named_in_one_line(
     path: str, body: dict[str, Any], says: str, http: httpx.Client
 ) -> None:
-    error = http.post(path, json=body).json()["error"]
+    error = http.post(path, json={"model": "tiny_chat", **body}).json()["error"]
     assert says in error["message"]
     assert "\n" not in error["message"]
     assert "string" not in error["message"]
+    assert "more)" not in error["message"]  # it is one fault, of whatever a content may be
 
 
 def test_requests_with_one_id_are_all_served(server: ServerProcess) -> None:

@@ -209,6 +209,10 @@ def test_what_leaves_all_as_it_is_is_let_through(path: str, http: httpx.Client) 
             "disable_additional_properties",
         ),
         ("/tokenize", {"messages": SAYS, "chat_template": "x"}, "chat_template"),
+        ("/tokenize", {"messages": SAYS, "documents": [{"text": "x"}]}, "documents"),
+        (CHAT, {"documents": [{"text": "x"}]}, "documents"),
+        (COMPLETIONS, {"documents": [{"text": "x"}]}, "documents"),
+        (RESPONSES, {"documents": [{"text": "x"}]}, "documents"),
     ],
 )
 def test_within_messages_and_structures_too(

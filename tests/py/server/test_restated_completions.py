@@ -84,6 +84,21 @@ def test_a_prompt_is_truncated_at_the_side_asked_for(
     assert choice["prompt_token_ids"] == kept
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_prompt_is_truncated_to_what_leaves_room(side: str, http: httpx.Client) -> None:
+    """vLLM's -1; the same of what a chat template made."""
+    ids = [5] * 1000 + [6] * 1500
+    fields: dict[str, Any] = {"truncate_prompt_tokens": -1, "truncation_side": side}
+    choice = ask(http, prompt=ids, return_token_ids=True, **fields)["choices"][0]
+    assert choice["prompt_token_ids"] == (ids[:2043] if side == "right" else ids[-2043:])
+    words = [{"role": "user", "content": "word " * 3000}]
+    body = {"messages": words, "max_tokens": 8, "model": "tiny_chat", **fields}
+    for path, name in (("/v1/chat/completions", "prompt_tokens"), ("/v1/messages", "input_tokens")):
+        usage = http.post(path, json=body).json()["usage"]
+        num_cached = usage.get("cache_read_input_tokens", 0)
+        assert usage[name] + num_cached == 2040
+
+
 def test_a_stream_says_what_the_whole_answer_says(http: httpx.Client) -> None:
     events = stream(http)
     text = "".join(event["choices"][0]["text"] for event in events)

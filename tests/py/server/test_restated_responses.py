@@ -15,6 +15,7 @@ from helpers.endpoint import Endpoint
 PATH = "/v1/responses"
 BASE: dict[str, Any] = {"input": "Tell me a story.", "max_output_tokens": 8, "temperature": 0}
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+LOGPROBS = ["message.output_text.logprobs"]
 RESOURCE = {
     *("id", "object", "created_at", "completed_at", "status", "incomplete_details", "model"),
     *("previous_response_id", "instructions", "output", "error", "tools", "tool_choice"),
@@ -116,6 +117,24 @@ def test_events_come_in_order_and_end_with_the_response(http: httpx.Client) -> N
     assert set(events[0]["response"]) >= RESOURCE
 
 
+@pytest.mark.parametrize("num_top", [None, 0, 3])
+def test_log_probabilities_are_those_of_a_chat(num_top: int | None, http: httpx.Client) -> None:
+    fields = {"include": LOGPROBS, "top_logprobs": num_top}
+    answer = ask(http, **fields)
+    found = answer["output"][0]["content"][0]["logprobs"]
+    messages = [{"role": "user", "content": BASE["input"]}]
+    body = {"messages": messages, "max_tokens": 8, "temperature": 0, "logprobs": True}
+    chat = http.post("/v1/chat/completions", json=body | {"top_logprobs": num_top}).json()
+    assert found == chat["choices"][0]["logprobs"]["content"]
+    assert answer["top_logprobs"] == (num_top or 0)
+    events = stream(http, **fields)
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [one for event in deltas for one in event["logprobs"]] == found
+    (done,) = (event for event in events if event["type"] == "response.output_text.done")
+    assert done["logprobs"] == found
+    assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == found
+
+
 def test_a_response_is_retrieved_and_continued_and_deleted(http: httpx.Client) -> None:
     first = ask(http, input="My name is Ann.")
     where = f"{PATH}/{first['id']}"
@@ -163,7 +182,8 @@ def test_text_formats_hold(form: dict[str, Any], pattern: str, http: httpx.Clien
         ({"max_tool_calls": 3}, "max_tool_calls"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"top_logprobs": 21, "include": LOGPROBS}, "top_logprobs"),
+        ({"include": LOGPROBS, "tools": [TOOL], "tool_choice": "auto"}, "include"),
         ({"truncation": "auto"}, "truncation"),
         ({"n": 2}, "n"),
         ({"tools": [{"type": "web_search"}]}, None),

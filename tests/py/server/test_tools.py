@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import openai
 import pytest
 
+from flexinfer.engine.inputs import InputProcessor
 from flexinfer.server.api.tools import ToolUse
-from flexinfer.server.chat_renderer import with_tools_in_words
+from flexinfer.server.chat_renderer import ChatPrompt, ChatRenderer, with_tools_in_words
 from flexinfer.server.parsing.pieces import read_whole
 from flexinfer.server.parsing.tool_formats import tool_format
-from flexinfer.server.protocol.chat import Function, Tool
+from flexinfer.server.protocol.chat import Function, Message, Tool
 from helpers.serving import MODEL
+from helpers.tiny_models import make_tokenizer
 
 CHAT: Any = [{"role": "user", "content": "What is the weather?"}]
 WEATHER: Any = {
@@ -131,6 +134,16 @@ def test_a_response_calls_a_function(client: openai.OpenAI) -> None:
             pass
         (item,) = [i for i in stream.get_final_response().output if i.type == "function_call"][:1]
     check_weather(item.arguments)
+
+
+def test_documents_go_to_a_template_that_has_a_place_for_them() -> None:
+    """One that has none refuses them: tests of fields."""
+    template = "{% for d in documents %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
+    tokenizer = make_tokenizer(template)
+    renderer = ChatRenderer(InputProcessor(tokenizer, len(tokenizer), 1000), None)
+    chat = [Message(role="user", content=" hello")]
+    ids = asyncio.run(renderer.render(ChatPrompt(chat, documents=[{"text": "world"}])))
+    assert tokenizer.decode(ids) == "world hello"
 
 
 def test_a_template_without_tools_gets_them_in_words() -> None:

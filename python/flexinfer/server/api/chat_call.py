@@ -13,10 +13,10 @@ from flexinfer.sampling.params import SamplingParams
 from flexinfer.server.api import generate
 from flexinfer.server.api.generate import Job
 from flexinfer.server.api.logprobs import chat_logprobs, prompt_logprobs
-from flexinfer.server.api.prompts import decode, make_prompt
+from flexinfer.server.api.prompts import decode, make_prompt, truncated
 from flexinfer.server.api.sampling import beam_params, sampling_params
 from flexinfer.server.api.saying import Reading, Saying, reading_of
-from flexinfer.server.api.tools import check_schemas, finish_reason, tool_use
+from flexinfer.server.api.tools import ToolUse, check_schemas, finish_reason, tool_use
 from flexinfer.server.chat_renderer import ChatPrompt
 from flexinfer.server.http.errors import bad_request
 from flexinfer.server.observability.logs import current_request_id
@@ -83,17 +83,8 @@ async def prepare_chat(
     await check_schemas(state, tenant, tools)
     messages = [*(conversation.messages if conversation else ()), *body.messages]
     _check_number(state, messages)
-    token_ids = await state.chat.render(
-        ChatPrompt(
-            messages,
-            tools.tools,
-            add_generation_prompt=not body.continue_final_message
-            if body.add_generation_prompt is None
-            else body.add_generation_prompt,
-            continue_final_message=bool(body.continue_final_message),
-            template_kwargs=_template_kwargs(body),
-        )
-    )
+    token_ids = await state.chat.render(_prompt(body, messages, tools))
+    token_ids = truncated(state, body, token_ids, max_tokens)
     reading = reading_of(state, tools, token_ids, body.include_reasoning is not False)
     if isinstance(params, SamplingParams):
         params = _read_as(params, reading, body)
@@ -112,6 +103,19 @@ async def prepare_chat(
     name, adapter = f"chatcmpl-{current_request_id()}", state.choose(body.model)
     job = Job(name, tenant, [prompt], params, body.priority or 0, adapter)
     return ChatCall(state, body, job, reading, messages, conversation)
+
+
+def _prompt(body: ChatRequest, messages: Sequence[Message], tools: ToolUse) -> ChatPrompt:
+    return ChatPrompt(
+        messages,
+        tools.tools,
+        add_generation_prompt=not body.continue_final_message
+        if body.add_generation_prompt is None
+        else body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        documents=body.documents,
+        template_kwargs=_template_kwargs(body),
+    )
 
 
 def _check_number(state: ServerState, messages: Sequence[Message]) -> None:

@@ -11,7 +11,7 @@ from flexinfer.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
 from flexinfer.server.api import generate
 from flexinfer.server.api.generate import Job
 from flexinfer.server.api.logprobs import completion_logprobs, prompt_logprobs
-from flexinfer.server.api.prompts import decode, make_prompt, tokenize
+from flexinfer.server.api.prompts import decode, make_prompt, tokenize, truncated
 from flexinfer.server.api.sampling import beam_params, sampling_params
 from flexinfer.server.http.errors import bad_request
 from flexinfer.server.observability.logs import current_request_id
@@ -96,7 +96,7 @@ async def prepare_completion(
     prompts: list[TokensPrompt] = [
         make_prompt(
             state,
-            one,
+            truncated(state, body, one, max_tokens),
             tenant,
             body.cache_salt,
             max_tokens=max(1, max_tokens),

@@ -31,12 +31,11 @@ def messages_of(given: str | Sequence[InputItem]) -> list[Message]:
 
 
 def _goes_on(last: Message, item: InputItem) -> bool:
-    if last.role != "assistant" or isinstance(item, FunctionCallOutput | ReasoningItem):
+    if last.role != "assistant":
         return False
-    if isinstance(item, FunctionCallItem):
-        return True
-    is_answer = item.role == "assistant"
-    return is_answer and last.content is None and not last.tool_calls
+    if isinstance(item, InputMessage):
+        return item.role == "assistant" and last.content is None and not last.tool_calls
+    return isinstance(item, FunctionCallItem)
 
 
 def _message(item: InputItem) -> Message:
@@ -47,6 +46,7 @@ def _message(item: InputItem) -> Message:
     if isinstance(item, ReasoningItem):
         text = "".join(part.text for part in item.content or ())
         return Message(role="assistant", reasoning_content=text)
+    assert isinstance(item, FunctionCallItem)  # what is not read is refused before
     return Message(role="assistant", tool_calls=[_call(item)])
 
 

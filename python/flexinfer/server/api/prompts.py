@@ -38,6 +38,20 @@ def decode(state: ServerState, token_ids: Sequence[int], *, special_tokens: bool
     return text
 
 
+def truncated(
+    state: ServerState, fields: SamplingFields, token_ids: list[int], max_tokens: int | None
+) -> list[int]:
+    """What `truncate_prompt_tokens` keeps of a prompt."""
+    num_kept = fields.truncate_prompt_tokens
+    if num_kept is None:
+        return token_ids
+    if num_kept == -1:
+        longest = state.llm.max_model_len
+        num_kept = longest - min(max_tokens or 1, longest - 1)
+        num_kept = min(num_kept, state.settings.max_prompt_tokens or num_kept)
+    return token_ids[:num_kept] if fields.truncation_side == "right" else token_ids[-num_kept:]
+
+
 def make_prompt(
     state: ServerState,
     token_ids: Sequence[int],
@@ -48,12 +62,7 @@ def make_prompt(
     param: str,
     fields: SamplingFields,
 ) -> TokensPrompt:
-    """The prompt, truncated as `fields` ask. Raises APIError if it is empty, or too long for the
-    model or this server."""
-    num_kept = fields.truncate_prompt_tokens
-    if num_kept is not None:
-        is_right = fields.truncation_side == "right"
-        token_ids = token_ids[:num_kept] if is_right else token_ids[-num_kept:]
+    """Raises APIError for a prompt that is empty, or too long for the model or this server."""
     num_tokens, longest = len(token_ids), state.llm.max_model_len
     if not num_tokens:
         raise bad_request("the prompt is empty", param)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from flexinfer.server.observability.logs import new_id
 from flexinfer.server.parsing.pieces import Answer, CallPart, Content, TextPart
+from flexinfer.server.protocol.chat import ContentLogprob
 from flexinfer.server.protocol.responses import (
     FunctionCallItem,
     OutputItem,
@@ -20,13 +21,20 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 def items_of(
-    answer: Answer, call_ids: Sequence[str], ids: Sequence[str], status: Status
+    answer: Answer,
+    call_ids: Sequence[str],
+    ids: Sequence[str],
+    status: Status,
+    logprobs: Sequence[ContentLogprob] = (),
 ) -> list[OutputItem]:
-    """`ids`: of the items, as far as they have them yet. Only the last one may be incomplete."""
+    """`ids`: of the items, as far as they have them yet. Only the last one may be incomplete.
+    `logprobs`: of the only one."""
     parts = answer.parts or [TextPart(Content, "")]
     given = [*ids, *(new_item_id(part) for part in parts[len(ids) :])]
     names = _names_of_calls(parts, call_ids)
     items = [item_of(*one, "completed") for one in zip(parts, given, names, strict=True)]
+    if logprobs and isinstance(items[0], OutputMessage):
+        items[0].content[0].logprobs = list(logprobs)
     return [*items[:-1], items[-1].model_copy(update={"status": status})]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from flexinfer.server.api.response_items import item_of, new_item_id
 from flexinfer.server.http.streaming import event
 from flexinfer.server.parsing.pieces import Answer, CallPart, CallStart, Content, Piece, TextPart
+from flexinfer.server.protocol.chat import ContentLogprob
 from flexinfer.server.protocol.responses import Response
 
 
@@ -21,6 +22,9 @@ class ResponseStream:
         self._sequence = 0
         self.item_ids: list[str] = []
         self._call_id: str | None = None
+        self.logprobs: list[ContentLogprob] = []
+        """Of all tokens, if they are asked for; then the answer is one text."""
+        self._num_told = 0
 
     def start(self) -> list[str]:
         """Only once."""
@@ -32,9 +36,12 @@ class ResponseStream:
             self._event("response.in_progress", response=empty),
         ]
 
-    def add(self, pieces: Sequence[Piece], call_ids: Sequence[str]) -> list[str]:
-        """`call_ids`: of all calls so far."""
+    def add(
+        self, pieces: Sequence[Piece], call_ids: Sequence[str], logprobs: Sequence[ContentLogprob]
+    ) -> list[str]:
+        """`call_ids`: of all calls so far; `logprobs`: of the tokens that are new."""
         events: list[str] = []
+        self.logprobs += logprobs
         for piece in pieces:
             before = list(self._answer.parts)
             self._answer.add([piece])
@@ -46,7 +53,7 @@ class ResponseStream:
                 self._call_id = call_ids[num_calls - 1] if is_call else None
                 events += self._open(self._answer.parts[-1])
             if not isinstance(piece, CallStart):
-                extra: dict[str, Any] = {"logprobs": []} if isinstance(piece, Content) else {}
+                extra = {"logprobs": self._new_logprobs()} if isinstance(piece, Content) else {}
                 events.append(self._item_event("delta", delta=piece.text, **extra))
         return events
 
@@ -59,6 +66,12 @@ class ResponseStream:
         events += self._close(self._answer.parts[-1], done.output[-1].model_dump())
         name = "response.completed" if done.status == "completed" else "response.incomplete"
         return [*events, self._event(name, response=done.model_dump(by_alias=True))]
+
+    def _new_logprobs(self) -> list[dict[str, Any]]:
+        """Those that no event has told of."""
+        new = self.logprobs[self._num_told :]
+        self._num_told = len(self.logprobs)
+        return _dumped(new)
 
     @property
     def _where(self) -> dict[str, Any]:
@@ -90,10 +103,13 @@ class ResponseStream:
         else:
             where["content_index"] = 0
             kind = _content(part)["type"]
-            extra: dict[str, Any] = {"logprobs": []} if part.kind is Content else {}
+            whole = _content(part)
+            extra = {}
+            if part.kind is Content:
+                whole["logprobs"] = extra["logprobs"] = _dumped(self.logprobs)
             events = [
                 self._event(f"response.{kind}.done", **where, text=part.text, **extra),
-                self._event("response.content_part.done", **where, part=_content(part)),
+                self._event("response.content_part.done", **where, part=whole),
             ]
         return [
             *events,
@@ -110,6 +126,10 @@ class ResponseStream:
         data = {"type": event_type, "sequence_number": self._sequence, **fields}
         self._sequence += 1
         return event(data, event_type)
+
+
+def _dumped(logprobs: Sequence[ContentLogprob]) -> list[dict[str, Any]]:
+    return [one.model_dump() for one in logprobs]
 
 
 def _content(part: TextPart | CallPart) -> dict[str, Any]:

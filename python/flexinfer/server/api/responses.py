@@ -11,10 +11,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response as HTTPResponse
 
+from flexinfer.outputs import CompletionOutput
 from flexinfer.server.api import generate
 from flexinfer.server.api.chat_call import ChatCall, num_reasoning, prepare_chat
 from flexinfer.server.api.chat_stream import ChatStream
 from flexinfer.server.api.input_items import messages_of
+from flexinfer.server.api.logprobs import chat_logprobs
 from flexinfer.server.api.response_items import items_of
 from flexinfer.server.api.response_stream import ResponseStream
 from flexinfer.server.api.saying import Saying
@@ -30,12 +32,14 @@ from flexinfer.server.observability.logs import new_id
 from flexinfer.server.protocol.base import Usage
 from flexinfer.server.protocol.chat import (
     ChatRequest,
+    ContentLogprob,
     Message,
     NamedFunction,
     NamedToolChoice,
     Tool,
 )
 from flexinfer.server.protocol.responses import (
+    LOGPROBS,
     IncompleteDetails,
     InputTokensDetails,
     NamedTool,
@@ -67,8 +71,20 @@ class Call:
     """Of these, those of the response that this one continues."""
     empty: Response
 
+    def logprobs(self, one: CompletionOutput) -> list[ContentLogprob]:
+        """Of the tokens of an output, if they are asked for."""
+        num_top = self.chat.num_top_logprobs
+        if num_top is None or not one.logprobs:
+            return []
+        return chat_logprobs(one, num_top, self.chat.state.token_bytes).content or []
+
     def answer(
-        self, said: Saying, finish_reason: str, usage: Usage, item_ids: Sequence[str] = ()
+        self,
+        said: Saying,
+        finish_reason: str,
+        usage: Usage,
+        logprobs: Sequence[ContentLogprob],
+        item_ids: Sequence[str] = (),
     ) -> Response:
         """The finished response; it is stored unless the caller wants it not to be. `item_ids`:
         those that have been told."""
@@ -78,7 +94,7 @@ class Call:
         done = self.empty.model_copy(
             update={
                 "status": status,
-                "output": items_of(said.answer, said.call_ids, item_ids, status),
+                "output": items_of(said.answer, said.call_ids, item_ids, status, logprobs),
                 "completed_at": time.time(),
                 "incomplete_details": IncompleteDetails(reason="max_output_tokens")
                 if is_cut
@@ -126,7 +142,8 @@ async def create_response(
     said.read(output.outputs[0])
     usage = generate.usage_of([output], num_reasoning(call.chat, [said]))
     generate.log_usage(usage)
-    return call.answer(said, output.outputs[0].finish_reason or "stop", usage)
+    (one,) = output.outputs
+    return call.answer(said, one.finish_reason or "stop", usage, call.logprobs(one))
 
 
 @router.get("/{response_id}")
@@ -150,10 +167,15 @@ async def _prepare(state: ServerState, tenant: str, body: ResponsesRequest) -> C
     tools = [Tool.of(tool, tool.parameters) for tool in body.tools or ()]
     choice = body.tool_choice
     sampling = {name: getattr(body, name) for name in SamplingFields.model_fields}
+    with_logprobs = LOGPROBS in (body.include or ())
+    if body.top_logprobs and not with_logprobs:
+        raise bad_request(f"top_logprobs needs {LOGPROBS!r} in include", "top_logprobs")
     request = ChatRequest(
         **sampling | {"response_format": _format(body.text)},
         messages=[*instructions, *messages],
         max_completion_tokens=body.max_output_tokens,
+        logprobs=with_logprobs,
+        top_logprobs=body.top_logprobs if with_logprobs else None,
         chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=_effort(body.reasoning),
         include_reasoning=body.include_reasoning,
@@ -164,6 +186,11 @@ async def _prepare(state: ServerState, tenant: str, body: ResponsesRequest) -> C
         parallel_tool_calls=body.parallel_tool_calls,
     )
     prepared = await prepare_chat(state, tenant, request, None)
+    if request.logprobs and prepared.reading.parser() is not None:
+        raise bad_request(
+            "log probabilities are told of plain text: neither with tools nor beside reasoning",
+            "include",
+        )
     return Call(prepared, body, tenant, messages, len(before), _empty(prepared, body))
 
 
@@ -188,6 +215,7 @@ def _empty(prepared: ChatCall, body: ResponsesRequest) -> Response:
         frequency_penalty=body.frequency_penalty or 0.0,
         prompt_cache_key=body.prompt_cache_key,
         safety_identifier=body.safety_identifier,
+        top_logprobs=body.top_logprobs or 0,
         reasoning=body.reasoning,
         store=body.store is not False,
         user=body.user,
@@ -223,11 +251,14 @@ async def _events(call: Call) -> Events:
         async with aclosing(generate.stream(call.chat.state, call.chat.job)) as outputs:
             async for _, output in outputs:
                 pieces = stream.pieces(output)
-                events = [*writer.start(), *writer.add(pieces, stream.said().call_ids)]
+                logprobs = call.logprobs(output.outputs[0])
+                events = [*writer.start(), *writer.add(pieces, stream.said().call_ids, logprobs)]
                 if events:
                     yield "".join(events)
                 finish_reason = output.outputs[0].finish_reason or finish_reason
     finally:
         generate.log_usage(stream.usage())
-    done = call.answer(stream.said(), finish_reason, stream.usage(), writer.item_ids)
+    done = call.answer(
+        stream.said(), finish_reason, stream.usage(), writer.logprobs, writer.item_ids
+    )
     yield "".join(writer.finish(done))

@@ -40,6 +40,7 @@ async def tokenize(state: State, body: TokenizeRequest) -> TokenizeAnswer:
                 if body.add_generation_prompt is None
                 else body.add_generation_prompt,
                 continue_final_message=continues,
+                documents=body.documents,
                 template_kwargs=body.chat_template_kwargs or {},
             )
         )

@@ -135,7 +135,9 @@ def validation_error(error: RequestValidationError) -> APIError:
         return not_json(first["ctx"]["error"])
     param = ".".join(_field_path(first["loc"])) or None
     message = first["msg"].removeprefix("Value error, ")
-    more = len({tuple(_field_path(one["loc"])) for one in error.errors()}) - 1
+    paths = {tuple(_field_path(one["loc"])) for one in error.errors()}
+    # "A text or a list of ..." has a fault of its own for each of the two.
+    more = sum(not any(path == one[: len(path)] != one for one in paths) for path in paths) - 1
     where = f"{param}: " if param else ""
     return bad_request(f"{where}{message}" + (f" (and {more} more)" if more else ""), param)
 

@@ -115,6 +115,10 @@ class ConversationRef(Model):
     """Seconds that the prefix stays pinned after this turn."""
 
 
+Documents = Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+"""What an answer is to be drawn from, for chat templates that have a place for it."""
+
+
 class ChatRequest(SamplingFields):
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -131,6 +135,7 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Documents | None = None
     reasoning_effort: str | None = None
     """For the chat template, too; "none" also says enable_thinking=false."""
     include_reasoning: bool | None = None

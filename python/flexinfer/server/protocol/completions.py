@@ -29,6 +29,7 @@ class CompletionRequest(SamplingFields):
     # Fields of the other endpoints.
     reasoning_effort: Refused = None
     messages: Refused = None
+    documents: Refused = None
     max_completion_tokens: Refused = None
     top_logprobs: Refused = None
     tools: Refused = None

@@ -138,6 +138,7 @@ class PromptFields(RefusedFields):
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """As vLLM has it; `thinking` is one of them."""
+    documents: Refused = None
 
 
 class MessagesRequest(PromptFields, SamplingFields):

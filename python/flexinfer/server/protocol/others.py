@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from flexinfer.server.protocol.base import Model, TokenId
-from flexinfer.server.protocol.chat import MAX_MESSAGES, Message, Tool
+from flexinfer.server.protocol.chat import MAX_MESSAGES, Documents, Message, Tool
 from flexinfer.server.protocol.refused import Refused
 
 MAX_DETOKENIZED = 65_536
@@ -53,9 +53,9 @@ class TokenizeRequest(Model):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Documents | None = None
     return_token_strs: bool | None = None
     chat_template: Refused = None
-    documents: Refused = None
 
 
 class TokenizeAnswer(Model):

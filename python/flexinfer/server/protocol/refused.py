@@ -82,7 +82,6 @@ class RefusedFields(Model):
     logits_processors: Refused = None
     guided_whitespace_pattern: Refused = None
     chat_template: Refused = None
-    documents: Refused = None
     kv_transfer_params: Refused = None
     ec_transfer_params: Refused = None
     mm_processor_kwargs: Refused = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from flexinfer.server.protocol.base import FunctionName, Metadata, Model
-from flexinfer.server.protocol.chat import MAX_MESSAGES, Content
+from flexinfer.server.protocol.chat import MAX_MESSAGES, Content, ContentLogprob
 from flexinfer.server.protocol.refused import Refused, RefusedAny, RefusedFalse
 from flexinfer.server.protocol.sampling import SamplingFields
 
@@ -50,16 +50,29 @@ class ReasoningItem(Model):
     status: str | None = None
 
 
-def _kind_of(item: Any) -> Any:
-    """The name of an item's type, which messages may leave out."""
-    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+def _unread(kind: Any) -> Any:
+    raise ValueError(f"items of type {kind!r} are not supported: give {', '.join(READ)}")
+
+
+class UnreadItem(Model):
+    type: Annotated[Any, AfterValidator(_unread)] = None
+
+
+READ = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _kind_of(item: Any) -> str:
+    """An item's type, which messages may leave out."""
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind if kind in READ else "other"
 
 
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[UnreadItem, Tag("other")],
     Discriminator(_kind_of),
 ]
 """Chosen by its type: of a plain union all faults of all types would be found, item by item."""
@@ -106,10 +119,8 @@ def _not_cut(value: str | None) -> str | None:
     return value
 
 
-def _no_logprobs(value: list[str] | None) -> list[str] | None:
-    if "message.output_text.logprobs" in (value or ()):
-        raise ValueError("'message.output_text.logprobs' is not supported here")
-    return value
+LOGPROBS = "message.output_text.logprobs"
+"""In `include`: what tells log probabilities of a response's text."""
 
 
 class ResponsesRequest(SamplingFields):
@@ -128,7 +139,8 @@ class ResponsesRequest(SamplingFields):
     reasoning: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None
-    include: Annotated[list[str] | None, AfterValidator(_no_logprobs)] = None
+    include: list[str] | None = None
+    top_logprobs: int | None = Field(default=None, ge=0)
     truncation: Annotated[str | None, AfterValidator(_not_cut)] = None
     n: Annotated[int | None, AfterValidator(_one)] = None
     best_of: Annotated[int | None, AfterValidator(_one)] = None
@@ -138,10 +150,10 @@ class ResponsesRequest(SamplingFields):
     prompt: Refused = None
     conversation: Refused = None
     max_tool_calls: Refused = None
-    top_logprobs: Refused = None
     logprobs: Refused = None
     prompt_logprobs: RefusedAny = None
     messages: Refused = None
+    documents: Refused = None
     max_tokens: Refused = None
     max_completion_tokens: Refused = None
     echo: Refused = None
@@ -162,7 +174,7 @@ class OutputText(Model):
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Any] = Field(default_factory=list)
-    logprobs: list[Any] = Field(default_factory=list)
+    logprobs: list[ContentLogprob] = Field(default_factory=list)
 
 
 class OutputMessage(Model):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from flexinfer.server.protocol.base import Model, TokenId
 from flexinfer.server.protocol.refused import Refused, RefusedFields
@@ -47,6 +47,12 @@ class StructuredOutputs(Model):
     structural_tag: Refused = None
 
 
+def _not_none_of_it(value: int | None) -> int | None:
+    if value == 0:
+        raise ValueError("0 would leave nothing of the prompt")
+    return value
+
+
 class SamplingFields(RefusedFields):
     """None leaves the default to the server."""
 
@@ -77,8 +83,11 @@ class SamplingFields(RefusedFields):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     output_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     """An answer that was begun elsewhere: it goes on after these tokens, and repeats their text."""
-    truncate_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Keep only so many tokens of the prompt: the last ones, unless `truncation_side` says so."""
+    truncate_prompt_tokens: Annotated[int | None, AfterValidator(_not_none_of_it)] = Field(
+        default=None, ge=-1
+    )
+    """Keep only so many tokens of the prompt: the last ones, unless `truncation_side` says so. -1:
+    as many as leave room for the answer."""
     truncation_side: Literal["left", "right"] | None = None
     """Where tokens are taken away."""
     response_format: ResponseFormat | None = None
