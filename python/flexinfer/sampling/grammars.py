@@ -341,5 +341,7 @@ def _as_lark(grammar: str) -> str:
 
 
 def _first_line(matcher: LLMatcher) -> str:
-    line = matcher.get_error().partition("\n")[0] or "it stopped unexpectedly"
-    return NEVER_ENDS if line == "NoExtensionBias" else line
+    """And the reason, which regex errors have in a line further down."""
+    line, *others = matcher.get_error().splitlines() or ["it stopped unexpectedly"]
+    reason = next((other for other in others if other.startswith("error: ")), "")
+    return NEVER_ENDS if line == "NoExtensionBias" else f"{line} {reason}".strip()

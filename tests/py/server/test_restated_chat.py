@@ -180,6 +180,7 @@ def test_structures_hold(fields: dict[str, Any], pattern: str, http: httpx.Clien
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
             "tool_choice",
         ),
+        ({"tools": [TOOL], "tool_choice": {}}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"tools": [{"type": "browser"}]}, None),
         ({"logit_bias": {"1000000": 1}}, "logit_bias"),
@@ -238,3 +239,59 @@ def test_what_the_assistant_began_is_gone_on_with(http: httpx.Client) -> None:
 
 def test_a_null_tool_choice_is_none_given(http: httpx.Client) -> None:
     assert content(http, tool_choice=None, tools=None) == content(http)
+
+
+def test_what_is_wrong_is_named(http: httpx.Client) -> None:
+    def message(**fields: Any) -> str:
+        answer = http.post(PATH, json=BASE | fields)
+        assert answer.status_code == 400
+        return str(answer.json()["error"]["message"])
+
+    both = message(logit_bias={"bad1": 50, "-2": 20, "5": 1})
+    assert "'bad1', '-2'" in both
+    beyond = message(logit_bias={"1025": 1})
+    assert "1025" in beyond
+    assert "1024" in beyond
+    assert "look-around" in message(structured_outputs={"regex": "(?!x)a"})
+
+
+def test_fields_of_messages_that_nobody_knows_are_passed_over(http: httpx.Client) -> None:
+    """As in vLLM."""
+    messages = [{**message, "extra_field": "0"} for message in BASE["messages"]]
+    assert content(http, messages=messages) == content(http)
+
+
+@pytest.mark.parametrize("num_top", [None, 5])
+@pytest.mark.parametrize("n", [1, 2])
+def test_every_choice_of_a_stream_begins_and_ends_once(
+    num_top: int | None, n: int, http: httpx.Client
+) -> None:
+    fields = {"n": n, "logprobs": num_top is not None, "top_logprobs": num_top}
+    *events, last = stream(http, **fields, stream_options={"include_usage": True})
+    for index in range(n):
+        parts = [one for event in events for one in event["choices"] if one["index"] == index]
+        assert [part["delta"].get("role") for part in parts].count("assistant") == 1
+        assert sum(part["finish_reason"] is not None for part in parts) == 1
+        entries = [
+            entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]
+        ]
+        assert len(entries) == (0 if num_top is None else 10)
+        assert all(len(entry["top_logprobs"]) == num_top for entry in entries)
+    assert last["usage"]["completion_tokens"] == 10 * n
+
+
+@pytest.mark.parametrize("arguments", ["{}", ""])
+def test_a_call_without_arguments_goes_back(arguments: str, http: httpx.Client) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "noon"}
+    assert content(http, messages=[*BASE["messages"], said, result], tools=[TOOL])
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_forced_call_that_cannot_begin_is_no_text(choice: Any, http: httpx.Client) -> None:
+    fields = {"tools": [TOOL], "tool_choice": choice, "max_completion_tokens": 1}
+    (found,) = ask(http, **fields)["choices"]
+    assert found["finish_reason"] == "length"
+    assert not found["message"]["content"]
+    assert (found["message"]["tool_calls"] is None) == (choice == "required")

@@ -203,6 +203,57 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert "\n" not in error["message"]
 
 
+ASKED = {"role": "user", "content": [{"type": "input_text", "text": "Tell me a story."}]}
+SAID = {"role": "assistant", "content": [{"type": "output_text", "text": "Once upon a time"}]}
+THOUGHT: dict[str, Any] = {"type": "reasoning", "summary": [], "encrypted_content": None}
+CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [ASKED, SAID, ASKED],
+        [ASKED, {**SAID, "type": "message", "id": "msg_1", "status": "completed"}, ASKED],
+        [ASKED, SAID, THOUGHT, ASKED],
+        [ASKED, {**THOUGHT, "id": "rs_1", "status": "completed"}, SAID, ASKED],
+        [ASKED, CALLED, {**RESULT, "output": "noon"}],
+        [ASKED, CALLED, {**RESULT, "output": [{"type": "input_text", "text": "noon"}]}],
+    ],
+)
+def test_what_was_said_before_is_read_in_every_shape(given: Any, http: httpx.Client) -> None:
+    answer = ask(http, input=given)
+    assert answer["usage"]["input_tokens"] > ask(http, input=[ASKED])["usage"]["input_tokens"]
+    assert text_of(answer)
+
+
+def test_two_responses_go_on_from_one_without_its_instructions(http: httpx.Client) -> None:
+    first = ask(http, input="My name is Ann.", instructions="Say little. " * 9)
+    second, third = (
+        ask(http, input=text, previous_response_id=first["id"]) for text in ("And?", "And?")
+    )
+    assert text_of(second) == text_of(third)
+    before = first["usage"]["input_tokens"] + first["usage"]["output_tokens"]
+    assert second["usage"]["input_tokens"] < before
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 60}]
+)
+def test_whatever_a_stream_opens_it_closes(fields: dict[str, Any], http: httpx.Client) -> None:
+    closes = {"output_text.delta": "output_text.done", "content_part.added": "content_part.done"}
+    closes |= {"output_item.added": "output_item.done", "created": "completed"}
+    closes["function_call_arguments.delta"] = "function_call_arguments.done"
+    opened: list[str] = []
+    for event in stream(http, stream_options={"include_usage": True}, **fields):
+        kind = event["type"].removeprefix("response.").replace("incomplete", "completed")
+        if kind in closes and opened[-1:] != [closes[kind]]:
+            opened.append(closes[kind])
+        elif kind in closes.values():
+            assert opened.pop() == kind
+    assert not opened
+
+
 def test_what_it_continues_must_be_there(http: httpx.Client) -> None:
     answer = http.post(PATH, json=BASE | {"previous_response_id": "resp_x"})
     assert answer.status_code == 404

@@ -148,10 +148,12 @@ def _structure(name: str, kinds: dict[str, Any]) -> StructuredOutputsParams:
 
 def logit_bias(fields: SamplingFields) -> dict[int, float] | None:
     """JSON has only text as keys."""
-    try:
-        return {int(key): bias for key, bias in (fields.logit_bias or {}).items()} or None
-    except ValueError:
-        raise bad_request("the keys of logit_bias must be token ids", "logit_bias") from None
+    given = fields.logit_bias or {}
+    wrong = [key for key in given if not (key.isascii() and key.isdecimal())]
+    if wrong:
+        named = ", ".join(repr(key[:32]) for key in wrong[:8]) + (", ..." if wrong[8:] else "")
+        raise bad_request(f"the keys of logit_bias must be token ids, not {named}", "logit_bias")
+    return {int(key): bias for key, bias in given.items()} or None
 
 
 def _of_response_format(wanted: ResponseFormat | None) -> StructuredOutputsParams | None:

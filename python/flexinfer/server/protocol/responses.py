@@ -32,7 +32,7 @@ class FunctionCallItem(Model):
 class FunctionCallOutput(Model):
     type: Literal["function_call_output"]
     call_id: str
-    output: str
+    output: Content
     id: str | None = None
     status: str | None = None
 
