@@ -105,6 +105,19 @@ def test_the_first_row_stands_in_the_upper_third(
     assert top(page, "button.chunk") < 0.3 * height
 
 
+def test_figures_stand_on_one_line_on_a_phone(page: ChatPage) -> None:
+    page.resize(390, 844, phone=True)
+    page.find('#tabs [data-view="memory"]').click()
+    page.until(lambda: page.text(".figures dd") != "–")
+    tops = page.driver.execute_script(
+        """const figures = [...document.querySelector(".figures").children];
+        for (const figure of figures) figure.querySelector("dd").textContent = "1023.9 MiB";
+        return figures.map(figure => figure.getBoundingClientRect().top);"""
+    )
+    assert len(tops) == 3
+    assert len(set(tops)) == 1
+
+
 def test_rows_of_others_have_names_that_can_be_read(page: ChatPage, server: ServerProcess) -> None:
     body = {"prompt": "Dragons are large animals that", "max_tokens": 1}
     httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()

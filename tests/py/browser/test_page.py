@@ -44,6 +44,32 @@ def test_a_rate_is_shown_only_where_there_was_time_to_measure(
     assert bool(shown) == ("per second" in facts)
 
 
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_what_can_be_done_with_an_answer_is_seen_without_pointing_at_it(
+    page: ChatPage, dark: bool
+) -> None:
+    """Its icons stand out as text must, by WCAG's contrast of luminances."""
+    page.emulate(dark=dark)
+    page.send("Hello!")
+    contrasts = page.driver.execute_script(
+        """const rgb = color => color.match(/[\\d.]+/g).slice(0, 3).map(Number);
+        const light = color => rgb(color).map(value => value / 255).map(
+          value => value <= .04045 ? value / 12.92 : ((value + .055) / 1.055) ** 2.4
+        ).reduce((sum, value, i) => sum + value * [.2126, .7152, .0722][i], 0);
+        const behind = element => {
+          const color = getComputedStyle(element).backgroundColor;
+          return color === "rgba(0, 0, 0, 0)" ? behind(element.parentElement) : color;
+        };
+        return [...document.querySelectorAll(".message.assistant .actions svg")].map(icon => {
+          if (!icon.checkVisibility({opacityProperty: true})) return 0;
+          const both = [getComputedStyle(icon).stroke, behind(icon)].map(light);
+          return (Math.max(...both) + .05) / (Math.min(...both) + .05);
+        });"""
+    )
+    assert len(contrasts) == 3
+    assert min(contrasts) >= 4.5
+
+
 def test_an_answer_can_be_stopped(page: ChatPage) -> None:
     page.ask_for_long_answers()
     page.send("Hello!", wait=False)
