@@ -133,7 +133,7 @@ class LLMEngine:
 
     def _step(self, *, may_run_ahead: bool) -> list[RequestOutput]:
         self._meter.start()
-        batch = self._steps.next_batch()
+        batch = self._steps.launched or self.scheduler.schedule()
         if self._speculation is not None:
             self._speculation.draft(batch)
         requests = [item.request for item in batch.items]
@@ -285,7 +285,7 @@ class LLMEngine:
 
     def _settle(self) -> None:
         """Wait for the step in flight, if there is one; the next `step()` gives its outputs."""
-        if self._steps.is_in_flight:
+        if self._steps.launched is not None:
             self._settled += self._step(may_run_ahead=False)
 
     def _compute(self, batch: Batch, *, may_run_ahead: bool) -> list[RequestGroup]:

@@ -53,18 +53,15 @@ class StepPipeline:
         self._next: LaunchedStep | None = None
 
     @property
-    def is_in_flight(self) -> bool:
-        """Whether the next step has been launched."""
-        return self._next is not None
-
-    def next_batch(self) -> Batch:
-        """What `execute` is to be called with."""
-        return self._scheduler.schedule() if self._next is None else self._next.batch
+    def launched(self) -> Batch | None:
+        """The next step, if it is in flight."""
+        return None if self._next is None else self._next.batch
 
     def execute(
         self, batch: Batch, *, may_run_ahead: bool = True
     ) -> tuple[StepResult, list[Failure]]:
-        """The result of this batch, and what of it failed. REQUIRES: it is the `next_batch()`."""
+        """The result of this batch, and what of it failed. REQUIRES: it is the one `launched`, if
+        there is one."""
         step, self._next = self._next, None
         if step is None and not self._is_asynchronous:
             self._scheduler.pre_extend(batch)

@@ -245,13 +245,14 @@ class Scheduler:
     def _extend(self, items: list[ScheduledRequest]) -> bool:
         """Back the items that grow beyond their memory: all or none, in one call."""
         growing = [item for item in items if item.end > item.request.num_extended_tokens]
-        ends = [item.end for item in growing]
-        requests = (item.request for item in items)
-        if not self.states.try_extend(requests, [item.vtensor for item in growing], ends):
-            return False
-        for item in growing:
+        vtensors, ends = [item.vtensor for item in growing], [item.end for item in growing]
+        if self.states.are_kept:
+            backed = self.states.try_extend((item.request for item in items), vtensors, ends)
+        else:
+            backed = not growing or self.manager.try_extend(vtensors, ends)
+        for item in growing if backed else ():
             item.request.num_extended_tokens = item.end
-        return True
+        return backed
 
     # Preemption (PagedAttention, section 4.5).
 
