@@ -121,12 +121,27 @@ LATENTS: dict[str, Any] = {
     "v_head_dim": 16,
 }
 TOKENS = ("bos_token_id", "eos_token_id")
+# Without these the architecture's own defaults make no config.
+NEEDED: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+        }
+    }
+}
+
+
+def own_config(model_type: str) -> Any:
+    """The config of this architecture by its own defaults; any exception where they make none."""
+    return tf.AutoConfig.for_model(model_type, **NEEDED.get(model_type, {}))
 
 
 def tiny_config(model_type: str) -> Any:
     """The config of this architecture, with a layer of each kind that its own defaults have; any
     exception where it cannot be made so small."""
-    config = tf.AutoConfig.for_model(model_type).get_text_config()
+    config = own_config(model_type).get_text_config()
     small = {**SMALL, **(LATENTS if has_setting(config, "kv_lora_rank") else {})}
     settings = {name: value for name, value in small.items() if has_setting(config, name)}
     settings.update(MORE.get(config.model_type, {}))

@@ -7,11 +7,10 @@ from collections import Counter
 from typing import Any
 
 import torch
-import transformers as tf
 
 from flexinfer import LLM, SamplingParams, UnsupportedModelError
 from flexinfer.models.checks import check_config
-from helpers.every_architecture import tiny_config, tiny_model
+from helpers.every_architecture import own_config, tiny_config, tiny_model
 from helpers.tiny_models import random_prompts
 
 WORKS = "works"
@@ -33,7 +32,7 @@ NUM_NEW = 8
 def try_family(model_type: str) -> str:
     """`WORKS`, or why not."""
     try:
-        for config in (tf.AutoConfig.for_model, tiny_config):
+        for config in (own_config, tiny_config):
             check_config(config(model_type))
     except UnsupportedModelError as error:
         return f"refused: {error}"
