@@ -5,7 +5,7 @@ Each refusal is an UnsupportedModelError with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Collection, Set
 from typing import Any
 
 from flexinfer.errors import UnsupportedModelError
@@ -23,8 +23,11 @@ STATE_LAYER_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 STATELESS_LAYER_TYPES = ("moe", "mlp", "dummy")
 
 
-def check_config(config: Any) -> None:
-    """Refuse what cannot work, with the reason. Reads no weights."""
+def check_config(config: Any, model_class: Any = None) -> None:
+    """Refuse what cannot work, with the reason. Reads no weights.
+
+    model_class: of a model that is there; None: the one that transformers has for the config.
+    """
     kind = f"model type {config.model_type!r}"
     try:
         text = config.get_text_config()
@@ -50,20 +53,33 @@ def check_config(config: Any) -> None:
         raise UnsupportedModelError(
             f"{kind} uses dynamic rope scaling, which changes the keys of cached tokens"
         )
-    check_architecture(config)
+    check_class(model_class or causal_class(config))
 
 
-def check_architecture(config: Any) -> None:
-    """Refuse a config whose causal model class does not exist or cannot take our attention."""
+def causal_class(config: Any) -> Any:
+    """transformers' causal model class for a config; UnsupportedModelError where it has none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     try:
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
         raise UnsupportedModelError(
             f"model type {config.model_type!r} has no causal language model in transformers"
         ) from None
-    check_class(model_class)
+
+
+def check_complete(model_class: Any, missing: Collection[str]) -> None:
+    """Refuse a checkpoint without these weights of the model: transformers would draw them."""
+    if missing:
+        raise UnsupportedModelError(
+            f"the checkpoint lacks {listed(missing)}, which a {model_class.__name__} needs"
+        )
+
+
+def listed(names: Collection[str]) -> str:
+    """The first three by name, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(sorted(names)[:3])}{more}"
 
 
 def max_positions(config: Any) -> int | None:
@@ -112,14 +128,27 @@ def check_class(model_class: Any) -> None:
         raise UnsupportedModelError(
             f"{name} is recurrent: it keeps a state and no KV beside which it could be kept"
         )
-    if not (attends or getattr(model_class, "_supports_attention_backend", False)):
-        raise UnsupportedModelError(
-            f"{name} does not use transformers' AttentionInterface, by which FlexInfer attends"
-        )
+    if not (attends or _says_it_attends(model_class)):
+        raise not_attending(name)
     parameters = inspect.signature(model_class.forward).parameters
     for needed in ("position_ids", "logits_to_keep"):
         if needed not in parameters:
             raise UnsupportedModelError(f"{name}.forward has no {needed}: no flat batch possible")
+
+
+def not_attending(name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} does not use transformers' AttentionInterface, by which FlexInfer attends"
+    )
+
+
+def _says_it_attends(model_class: Any) -> bool:
+    """Whether it goes through AttentionInterface, as it says of itself; where it says nothing, as
+    its code does."""
+    flag = "_supports_attention_backend"
+    said = [vars(base)[flag] for base in model_class.__mro__ if flag in vars(base)]
+    # The last is the default of transformers' base class.
+    return bool(said[0]) if len(said) > 1 else _has(model_class, {"get_interface"})
 
 
 def _has(model_class: Any, names: Set[str]) -> bool:

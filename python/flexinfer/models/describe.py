@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexinfer.config import SUPPORTED_DTYPES, dtype_name
 from flexinfer.errors import UnsupportedModelError
+from flexinfer.models.checks import not_attending
 from flexinfer.models.mixers import probe_state
 from flexinfer.models.probe import LayerCall, counts_calls, no_mask, probe
 
@@ -43,8 +44,8 @@ class LoadedModel:
     model: PreTrainedModel
     name: str
     layers: tuple[AttentionLayer, ...]
-    """By layer. One that does not attend beside others with a state stands for the first that does,
-    whose KV nobody asks it for."""
+    """By layer. One that keeps a state alone, or attends to images alone, stands for the first that
+    attends, whose KV nobody asks it for."""
     dtype: torch.dtype
     """Of K and V."""
     device: torch.device
@@ -67,16 +68,8 @@ def describe(model: PreTrainedModel, name: str) -> LoadedModel:
 
     calls = probe(model)
     state = probe_state(model)
-    num_layers = model.config.get_text_config().num_hidden_layers
-    is_regular = list(calls) == list(range(len(calls))) and len(calls) % num_layers == 0
-    if not calls or not (is_regular or state):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has {num_layers} layers, of which {len(calls)} use attention"
-        )
-    if state:
-        _check_beside_state(model, calls)
-        last = max(*calls, *(tensor.layer for tensor in state))
-        calls = {i: calls[i if i in calls else min(calls)] for i in range(last + 1)}
+    counts = counts_calls(calls)
+    calls = _for_each_layer(model, calls, state)
     dtypes = {call.dtype for call in calls.values()}
     if len(dtypes) > 1 or dtype_name(calls[0].dtype) not in SUPPORTED_DTYPES:
         names = ", ".join(sorted(map(dtype_name, dtypes)))
@@ -115,11 +108,36 @@ def describe(model: PreTrainedModel, name: str) -> LoadedModel:
         vocab_size=model.config.get_text_config().vocab_size,
         eos_token_ids=_eos_token_ids(model),
         is_indexed=bool(indexes),
-        counts_calls=not state and counts_calls(calls),
+        counts_calls=counts,
         asks_cache_for_positions=bool(
             getattr(model.config.get_text_config(), "attn_temperature_tuning", False)
         ),
     )
+
+
+def _for_each_layer(
+    model: PreTrainedModel, calls: dict[int, LayerCall], state: tuple[StateTensor, ...]
+) -> dict[int, LayerCall]:
+    """`calls`, and for each layer without one that of the first: see `LoadedModel.layers`. Raises
+    UnsupportedModelError where such a layer keeps something that is not known."""
+    text = model.config.get_text_config()
+    num_layers = text.num_hidden_layers
+    # Mllama's that attend to an image alone are passed over where there is none.
+    passed_over = set(getattr(text, "cross_attention_layers", None) or ())
+    is_regular = list(calls) == list(range(len(calls))) and len(calls) % num_layers == 0
+    is_regular |= sorted(passed_over | set(calls)) == list(range(num_layers))
+    if not calls:
+        raise not_attending(type(model).__name__)
+    if not (is_regular or state):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {num_layers} layers, of which {len(calls)} use attention"
+        )
+    if state:
+        _check_beside_state(model, calls)
+    if not (state or passed_over):
+        return calls
+    last = max(*calls, *(tensor.layer for tensor in state))
+    return {i: calls[i if i in calls else min(calls)] for i in range(last + 1)}
 
 
 def _check_beside_state(model: PreTrainedModel, calls: dict[int, LayerCall]) -> None:

@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.errors import UnsupportedModelError
-from flexinfer.models.checks import check_class, check_config
+from flexinfer.models.checks import check_class, check_complete, check_config
 from flexinfer.models.describe import LoadedModel, describe
 
 if TYPE_CHECKING:
@@ -128,9 +128,10 @@ def resolve_config(model: Any) -> Any:
     """The config of a path, a hub id or a loaded model, checked. Reads no weights."""
     if isinstance(model, (str, os.PathLike)):
         config = load_config(os.fspath(model))
+        check_config(config)
     else:
         config = _require_model(model).config
-    check_config(config)
+        check_config(config, type(model))
     return config
 
 
@@ -163,17 +164,20 @@ def _load_weights(name: str, config: Any, dtype: Any, device: str) -> PreTrained
 
     try:
         with converting_one_by_one():
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
                 dtype=weights_dtype(config, dtype, device),
                 use_safetensors=True,
                 trust_remote_code=False,
+                output_loading_info=True,
             )
     except OSError as error:
         raise UnsupportedModelError(
             f"model {name!r} has no safetensors weights that can be read: {_first_line(error)}"
         ) from error
+    model: PreTrainedModel = loaded[0]
+    check_complete(type(model), loaded[1]["missing_keys"])
     return model
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.fuse import fuse_layers
+from flexinfer.models.checks import check_complete
 
 if TYPE_CHECKING:
     import torch
@@ -108,14 +109,16 @@ def load_part(name: str, config: Any, dtype: torch.dtype, part: RankOf) -> Any:
         prefix = _layers_prefix(base, config)
         overrides = {f"{prefix}layers.*.{name}": "replicate" for name in KEYS_AND_VALUES}
     settings = DistributedConfig(tp_size=part.num_ranks, tp_plan=overrides or None)
-    model = Part.from_pretrained(
+    model, info = Part.from_pretrained(
         name,
         config=config,
         dtype=dtype,
         distributed_config=settings,
         use_safetensors=True,
         trust_remote_code=False,
+        output_loading_info=True,
     )
+    check_complete(base, info["missing_keys"])
     model.__class__ = base
     return model
 

@@ -18,6 +18,7 @@ from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.embedding import QuantisedEmbedding
 from flexinfer.layers.formats import is_linear
 from flexinfer.layers.quantise import store
+from flexinfer.models.checks import check_complete, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -109,13 +110,11 @@ class StoredModel:
             if layer is not None and layer.bias is None:
                 sources[name] = name
                 unknown.remove(name)
-        for names, text in ((missing, "lacks"), (unknown, "has")):
-            if names:
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                raise UnsupportedModelError(
-                    f"the checkpoint {text} {', '.join(sorted(names)[:3])}{more}, which a "
-                    f"{type(self.model).__name__} {'needs' if text == 'lacks' else 'has not'}"
-                )
+        check_complete(type(self.model), missing)
+        if unknown:
+            raise UnsupportedModelError(
+                f"the checkpoint has {listed(unknown)}, which a {type(self.model).__name__} has not"
+            )
         return sources
 
     def _linear(self, bias: str) -> Any:

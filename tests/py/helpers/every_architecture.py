@@ -13,7 +13,7 @@ import transformers as tf
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from flexinfer.errors import UnsupportedModelError
-from flexinfer.models.checks import check_config
+from flexinfer.models.checks import causal_class, check_config
 
 VOCAB_SIZE = 128
 SMALL: dict[str, Any] = {
@@ -107,6 +107,8 @@ MORE: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
         "chunk_size": 8,
     },
+    # the third attends to an image alone
+    "mllama_text_model": {"num_hidden_layers": 4, "cross_attention_layers": [2]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
 }
@@ -178,13 +180,22 @@ def has_setting(config: Any, name: str) -> bool:
         return True
 
 
+def tiny_class(model_type: str, config: Any) -> Any:
+    """Of a config by `tiny_config`: the class for it, or else for the config around it."""
+    try:
+        return causal_class(config)
+    except UnsupportedModelError:
+        return causal_class(own_config(model_type))
+
+
 def tiny_model(model_type: str) -> Any:
     """float32, in evaluation mode; None: not for this engine, or not to be made so small."""
     torch.manual_seed(0)
     try:
         config = tiny_config(model_type)
-        check_config(config)
-        model: Any = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model_class = tiny_class(model_type, config)
+        check_config(config, model_class)
+        model: Any = model_class(config).float()
     except UnsupportedModelError:
         return None
     except (TypeError, ValueError, AttributeError, NotImplementedError, KeyError):

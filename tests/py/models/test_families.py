@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+tf = pytest.importorskip("transformers")
 
 from flexinfer import LLM, SamplingParams, UnsupportedModelError
 from helpers.engine_kit import preempt_at_step
+from helpers.every_architecture import tiny_config
 from helpers.families import FAMILIES, continuation, make_family
-from helpers.tiny_models import random_prompts
+from helpers.tiny_models import continue_prompt, random_prompts
 
 NUM_NEW = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW)
@@ -144,3 +146,26 @@ def test_a_model_of_a_folder_whose_layers_are_fused(name: str, tmp_path: Path) -
         is_latent = {layer.is_latent for layer in llm.llm_engine.loaded.layers}
         assert is_latent == {name == "deepseek_v2"}
         assert generate(llm, prompts) == expected(name, prompts)
+
+
+def test_the_text_model_of_a_folder_with_a_tower_for_images(tmp_path: Path) -> None:
+    """As Llama 3.2 Vision: layers that attend to an image alone are passed over."""
+    tower = {"hidden_size": 32, "intermediate_size": 32, "attention_heads": 2}
+    tower |= {"num_hidden_layers": 1, "num_global_layers": 1, "intermediate_layers_indices": [0]}
+    config = tf.MllamaConfig(
+        vision_config={**tower, "vision_output_dim": 64},
+        text_config=tiny_config("mllama").to_dict(),
+    )
+    torch.manual_seed(0)
+    model = tf.MllamaForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.generation_config.eos_token_id = model.config.text_config.eos_token_id = None
+    model.save_pretrained(tmp_path)
+    prompts = mixed_prompts()[:4]
+    with LLM(
+        str(tmp_path), skip_tokenizer_init=True, kv_cache_memory_bytes=64 << 20, max_model_len=200
+    ) as llm:
+        outputs = generate(llm, prompts)
+    assert outputs == [continue_prompt(model, tuple(prompt), NUM_NEW) for prompt in prompts]

@@ -36,11 +36,14 @@ SOME = (
     "gemma4",
     "llama4",
     "longcat_flash",
+    "mllama",
     "mimo_v2_flash",
     "glm_moe_dsa",
     "qwen3_next",
     "zaya",
     "bert",
+    "stablelm",
+    "git",
     "bloom",
 )
 

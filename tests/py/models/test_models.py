@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import transformers as tf
+from safetensors.torch import load_file, save_file
 from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -228,6 +229,33 @@ def test_only_safetensors_are_read(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(UnsupportedModelError, match="no safetensors"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [
+        (["model.norm.weight"], r"lacks model\.norm\.weight, which a LlamaForCausalLM needs"),
+        ([f"model.layers.{i}.mlp.up_proj.weight" for i in range(4)], "and 1 more"),
+    ],
+)
+def test_a_checkpoint_that_lacks_weights_is_refused(
+    tmp_path: Path, missing: list[str], named: str
+) -> None:
+    """transformers would draw them, and say so in a warning."""
+    make_model("llama").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if name not in missing}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=named):
+        load_model(tmp_path)
+
+
+def test_a_checkpoint_without_the_copy_of_a_tied_weight_is_whole(tmp_path: Path) -> None:
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    loaded = load_model(tmp_path).model
+    assert torch.equal(loaded.lm_head.weight, model.model.embed_tokens.weight)
 
 
 def test_what_is_no_model_is_refused() -> None:
