@@ -118,22 +118,26 @@ def write_record(path: Path, record: dict[str, object], append: bool) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
+def begin(arguments: argparse.Namespace) -> tuple[Tokenizer, LlamaForCausalLM]:
+    """What is trained: new, or as a folder has it."""
+    if arguments.resume:
+        tokenizer = Tokenizer.from_file(str(arguments.resume / "tokenizer.json"))
+        model = LlamaForCausalLM.from_pretrained(arguments.resume, dtype=torch.float32).train()
+    else:
+        tokenizer = build_tokenizer(seed=arguments.seed)
+        model = LlamaForCausalLM(build_config(tokenizer))
+    model.config._attn_implementation = "sdpa"
+    print(f"{model.num_parameters():,} parameters", flush=True)
+    return tokenizer, model
+
+
 def train(arguments: argparse.Namespace) -> None:
     """Run the whole recipe."""
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(arguments.threads)
     rng = random.Random(f"train {arguments.seed} {arguments.start or ''}".strip())
-    if arguments.resume:
-        tokenizer = Tokenizer.from_file(str(arguments.resume / "tokenizer.json"))
-    else:
-        tokenizer = build_tokenizer(seed=arguments.seed)
+    tokenizer, model = begin(arguments)
     pad_id = tokenizer.token_to_id(PAD)
-    if arguments.resume:
-        model = LlamaForCausalLM.from_pretrained(arguments.resume, dtype=torch.float32).train()
-    else:
-        model = LlamaForCausalLM(build_config(tokenizer))
-    model.config._attn_implementation = "sdpa"
-    print(f"{model.num_parameters():,} parameters", flush=True)
     optimizers = build_optimizers(model, arguments.muon_rate, arguments.adam_rate)
     base_rates = [[group["lr"] for group in opt.param_groups] for opt in optimizers]
     started, seen, step, shown, losses = time.time(), 0, 0, 0.0, []

@@ -41,7 +41,6 @@ PARTS = (
     "outputs",
     "rest of the step",
 )
-MODEL_PARTS = ("linear", "attention", "norm", "rotary", "embedding", "other layers")
 
 
 @dataclass(slots=True)

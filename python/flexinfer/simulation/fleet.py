@@ -53,7 +53,6 @@ class Fleet:
         num_tokens = shape.kv_cache_bytes // shape.spec.bytes_per_token
         self._index = PrefixIndex(max(1, num_tokens // BLOCK_TOKENS))
         self._router = ROUTERS[router](self._index, seed)
-        self._max_model_len = shape.scheduler.max_model_len
         self._replicas = [SimulatedReplica(shape) for _ in range(num_replicas)]
         self._loads = {number: ReplicaLoad() for number in range(num_replicas)}
         self._routed: dict[str, Routed] = {}

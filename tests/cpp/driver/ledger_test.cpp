@@ -121,30 +121,32 @@ TEST(Ledger, unmap_refuses_chunks_of_another_size) {
   EXPECT_THROW(ledger.unmap(kBase, 20, 20), std::invalid_argument);
 }
 
+struct Entry {
+  uint64_t offset;
+  Access access;
+};
+using Model = std::map<size_t, Entry>;  // position in the range -> what is mapped there
+
+size_t num_mappings(const Model& model) {
+  size_t count = 0;
+  for (size_t i = 0; i < 10; ++i) {
+    const auto entry = model.find(i);
+    const auto last = i == 0 ? model.end() : model.find(i - 1);
+    if (i == 0 || (entry == model.end()) != (last == model.end())) {
+      ++count;
+    } else if (entry != model.end() && (entry->second.offset != last->second.offset + 10 ||
+                                        entry->second.access != last->second.access)) {
+      ++count;
+    }
+  }
+  return count;
+}
+
 // Against a plain model: one entry per chunk, mappings counted from scratch.
 TEST(Ledger, random_use_agrees_with_a_model) {
-  struct Entry {
-    uint64_t offset;
-    Access access;
-    auto operator<=>(const Entry&) const = default;
-  };
   Ledger ledger = make_ledger();
-  std::map<size_t, Entry> model;  // position in the range -> what is mapped there
+  Model model;
   std::mt19937 random(11);
-  const auto model_mappings = [&] {
-    size_t count = 0;
-    for (size_t i = 0; i < 10; ++i) {
-      const auto entry = model.find(i);
-      const auto last = i == 0 ? model.end() : model.find(i - 1);
-      if (i == 0 || (entry == model.end()) != (last == model.end())) {
-        ++count;
-      } else if (entry != model.end() && (entry->second.offset != last->second.offset + 10 ||
-                                          entry->second.access != last->second.access)) {
-        ++count;
-      }
-    }
-    return count;
-  };
   for (int step = 0; step < 20000; ++step) {
     const size_t first = random() % 10;
     const size_t count = 1 + random() % (10 - first);
@@ -195,7 +197,7 @@ TEST(Ledger, random_use_agrees_with_a_model) {
           for (size_t i = 0; i < count; ++i) model.erase(first + i);
         }
     }
-    ASSERT_EQ(ledger.num_mappings(), model_mappings()) << "step " << step;
+    ASSERT_EQ(ledger.num_mappings(), num_mappings(model)) << "step " << step;
   }
   for (const auto& [i, entry] : model) ledger.unmap(kBase + 10 * i, 10, 10);
   for (uint64_t i = 0; i < 10; ++i) release(ledger, Handle{10 * i});

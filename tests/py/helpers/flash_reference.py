@@ -92,6 +92,15 @@ class Reference:
             )
         return output
 
+    def joined(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """The pages of each sequence, one behind the other."""
+        assert block_table.dtype == torch.int32
+        assert k_cache.shape[1] % 256 == 0, "pages of a multiple of 256"
+        self.check(k_cache, v_cache)
+        return tuple(x[block_table.long()].flatten(1, 2) for x in (k_cache, v_cache))
+
     def window(self, window_size: tuple[Any, Any]) -> tuple[int, int] | None:
         if window_size == (self.no_window, self.no_window):
             return None
@@ -122,10 +131,7 @@ class FlashAttn2(Reference):
         self.calls.append("with_kvcache")
         batch_size, num_queries, num_heads, head_dim = q.shape
         if block_table is not None:
-            assert block_table.dtype == torch.int32
-            assert k_cache.shape[1] % 256 == 0, "pages of a multiple of 256"
-            self.check(k_cache, v_cache)
-            k_cache, v_cache = (x[block_table.long()].flatten(1, 2) for x in (k_cache, v_cache))
+            k_cache, v_cache = self.joined(k_cache, v_cache, block_table)
         assert cache_seqlens is not None
         if isinstance(cache_seqlens, int):
             cache_seqlens = torch.full((k_cache.shape[0],), cache_seqlens, dtype=torch.int32)
@@ -140,13 +146,12 @@ class FlashAttn2(Reference):
         check_int32(cache_batch_idx, batch_size)
         assert num_heads % num_kv_heads == 0
         group = num_heads // num_kv_heads if num_queries == 1 and window_size == (-1, -1) else 1
-        num_stored = 0
+        num_stored = 0 if k is None else num_queries
         if k is not None:
             assert v is not None
             self.check(q, k, v)
             assert k.shape == v.shape == (batch_size, num_queries, num_kv_heads, head_dim)
             assert num_queries * group <= k_cache.shape[1], "the cache looks shorter than q"
-            num_stored = num_queries
         output = torch.full_like(q, torch.nan)
         lse = torch.full((batch_size, num_heads, num_queries), torch.nan)
         for i, (length, slot) in enumerate(

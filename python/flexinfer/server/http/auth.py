@@ -16,9 +16,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from flexinfer.server.http.errors import APIError, error_response
 from flexinfer.server.http.hosts import host_of, is_loopback
 
-OPEN_PATHS = frozenset(
-    {"/", "/health", "/ping", "/ready", "/version", "/metrics", "/openapi.json", "/docs"}
-)
 KEYED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
 ADMIN_PATHS = ("/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 MEMORY_MAP_PATH = "/admin/memory"
