@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flexinfer import BeamSearchParams, SamplingParams, UnsupportedModelError
+from flexinfer.replay.replay import replay
 from helpers.engine_kit import drain, submit
 from helpers.engine_kit import make_engine as make_llama_engine
 from helpers.hybrids import HYBRIDS, continuation, make_engine, make_hybrid
@@ -171,6 +173,28 @@ def test_states_sleep_and_wake_with_the_pool() -> None:
     engine.wake_up()
     check("granitemoehybrid", drain(engine), prompts)
     engine.close()
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_a_trace_of_states_is_replayed(mode: str, tmp_path: Path) -> None:
+    """Two turns, preempted at random: the replay finds the prefixes and moves the chunks of both
+    KV and states that the run did."""
+    engine = make_engine("bamba", preemption_mode=mode, swap_space="16MiB", chunk_bytes=4096)
+    engine.manager.start_trace(tmp_path / "trace.jsonl")
+    prompts = random_prompts((60, 20, 45, 33))
+    for turn in range(2):
+        submit(engine, prompts, SamplingParams(temperature=0, max_tokens=10))
+        final = drain(engine, random.Random(turn), 0.2)
+        prompts = [p + final[str(i)].outputs[0].token_ids + [1] for i, p in enumerate(prompts)]
+    stats = engine.manager.stats()
+    engine.manager.stop_trace()
+    engine.close()
+    report = replay(tmp_path / "trace.jsonl")
+    assert not report.shortages
+    for name in ("prefix_hit_tokens", "chunks_copied", "chunks_swapped_in"):
+        assert getattr(report.replayed, name) == getattr(stats, name)
+    assert stats.prefix_hit_tokens > 0
+    assert (stats.chunks_swapped_in > 0) == (mode == "swap")
 
 
 def test_little_memory_is_enough_for_one_request_and_all_get_their_turn() -> None:

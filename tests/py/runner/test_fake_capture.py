@@ -16,8 +16,8 @@ from unittest import mock
 import pytest
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
 
-import transformers as tf
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,6 +30,7 @@ from flexinfer.attention.flash_kernels import Flash2, Flash3
 from flexinfer.attention.hook import NAMES, use_attention
 from flexinfer.attention.token_index import index_tokens
 from flexinfer.attention.torch_flash import TorchFlash
+from flexinfer.models.checks import causal_class
 from flexinfer.models.probe import probe
 from flexinfer.runner.cuda_graphs import DecodeGraphs
 from flexinfer.runner.inputs import StepInputs
@@ -116,11 +117,14 @@ def torch_flash(layers: Sequence[LayerKV]) -> FlashAttention:
     return FlashAttention(layers, kernel, kernel)
 
 
-def capture(config: Any, make_backend: Callable[[Any], FlashAttention]) -> DecodeGraphs:
+def capture(
+    config: Any, make_backend: Callable[[Any], FlashAttention], model_class: Any = None
+) -> DecodeGraphs:
     """The graphs of batches of 1 and 3 of this architecture, as far as they can be recorded."""
     with pretend():
         with DEVICE:
-            model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+            make: Any = (model_class or causal_class(config))._from_config
+            model = make(config, dtype=torch.bfloat16).eval()
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -195,7 +199,7 @@ def test_which_architectures_cannot_be_captured(caplog: pytest.LogCaptureFixture
             continue
         caplog.clear()
         try:
-            graphs = capture(tiny_config(model_type), flash2)
+            graphs = capture(tiny_config(model_type), flash2, type(model))
         except Exception as error:  # it cannot even be made, or run, so small
             failed[model_type] = f"{type(error).__name__}: {error}"
             continue
