@@ -20,8 +20,10 @@ from flexinfer.errors import HandoverError
 
 MAGIC = b"FXHAND1\n"
 MAX_HEADER_BYTES = 64 << 20
-MAX_FILES = 250
-"""In one message; Linux takes 253."""
+FILES_AT_ONCE = 250
+"""Linux takes 253."""
+MAX_FILES = 4000
+"""Of one message."""
 
 
 class ChannelTimeoutError(HandoverError):
@@ -90,13 +92,12 @@ class Channel:
         if len(files) > MAX_FILES:
             raise HandoverError(f"{len(files)} files are more than one message can take")
         body = json.dumps({**header, "num_files": len(files)}, separators=(",", ":")).encode()
-        start = MAGIC + struct.pack(">I", len(body))
+        message = MAGIC + struct.pack(">I", len(body)) + body
         try:
-            if files:
-                sent = socket.send_fds(self._socket, [start], list(files))
-            else:
-                sent = self._socket.send(start)
-            self._socket.sendall(start[sent:] + body)
+            for first in range(0, len(files), FILES_AT_ONCE):
+                some = list(files[first : first + FILES_AT_ONCE])
+                message = message[socket.send_fds(self._socket, [message[:1]], some) :]
+            self._socket.sendall(message)
         except OSError as error:
             raise failure("the other process is gone", error) from None
 
@@ -124,7 +125,7 @@ class Channel:
             raise failure("a message could not be received", error) from None
 
     def _receive(self, num_bytes: int, files: list[int]) -> bytes:
-        room = socket.CMSG_SPACE((MAX_FILES + 3) * struct.calcsize("i"))
+        room = socket.CMSG_SPACE((FILES_AT_ONCE + 3) * struct.calcsize("i"))
         received = bytearray()
         while len(received) < num_bytes:
             part, ancillary, flags, _ = self._socket.recvmsg(
@@ -134,7 +135,7 @@ class Channel:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     count = len(data) // struct.calcsize("i")
                     files += struct.unpack(f"{count}i", data[: count * struct.calcsize("i")])
-            if flags & socket.MSG_CTRUNC:
+            if flags & socket.MSG_CTRUNC or len(files) > MAX_FILES:
                 raise HandoverError(
                     "a message with too many open files, or none can be opened here"
                 )

@@ -34,10 +34,10 @@ def check_role(config: Any) -> None:
 
 
 def check_device(role: str, device: str | None) -> None:
-    """Raises ValueError where the memory of that device cannot be handed over. None: not known yet,
+    """Raises ValueError where engines do not hand over that device's memory. None: not known yet,
     since a loaded model brings its own."""
     if role != "both" and device is not None and not device.startswith("cpu"):
         raise ValueError(
-            f"role {role!r} does not go with device {device!r}: only memory of the CPU can be "
-            "handed to another process so far"
+            f"role {role!r} does not go with device {device!r}: engines hand over memory of "
+            "the CPU only so far, though a VTensorManager hands over a GPU's too"
         )

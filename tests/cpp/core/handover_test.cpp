@@ -2,12 +2,15 @@
 // not fit is refused before anything is mapped, and so is a driver that cannot do it.
 #include "vtensor/core/handover.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <functional>
 #include <future>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -35,8 +38,23 @@ std::shared_ptr<Manager> open(std::unique_ptr<Driver> driver, size_t chunk_bytes
   return Manager::open(std::move(driver), spec, options);
 }
 
-class HandoverTest : public testing::Test {
+struct HandoverCase {
+  std::string name;
+  std::function<std::unique_ptr<Driver>()> make;
+};
+
+class HandoverTest : public testing::TestWithParam<HandoverCase> {
  protected:
+  static std::unique_ptr<Driver> make() { return GetParam().make(); }
+  // After each test nothing is left in the stand-in, and no rule of CUDA's was broken.
+  void TearDown() override {
+    sender_.reset();
+    receiver_.reset();
+    EXPECT_EQ(standin_.live(nullptr), 0);
+    EXPECT_EQ(standin_.live("bytes"), 0);
+    EXPECT_EQ(standin_.violations(), 0) << standin_.last_violation();
+    standin_.reset();
+  }
   static void extend(Manager& manager, VTensorId id, size_t num_tokens) {
     manager.extend({&id, 1}, {&num_tokens, 1});
   }
@@ -59,22 +77,23 @@ class HandoverTest : public testing::Test {
     receiver_->check_integrity();
   }
 
-  std::shared_ptr<Manager> sender_ = open(make_host());
-  std::shared_ptr<Manager> receiver_ = open(make_host());
+  StandinControl standin_;
+  std::shared_ptr<Manager> sender_ = open(make());
+  std::shared_ptr<Manager> receiver_ = open(make());
 };
 
-TEST_F(HandoverTest, WhatLiesApartIsTheSameMemoryThere) {
+TEST_P(HandoverTest, WhatLiesApartIsTheSameMemoryThere) {
   const VTensorId sent = filled(true);
   const Parcel parcel = sender_->try_export(sent).value();
   EXPECT_EQ(parcel.num_copied, 0);
-  EXPECT_EQ(parcel.chunks.files.size(), 1);
+  EXPECT_EQ(parcel.chunks.files.size(), GetParam().name == "Cuda" ? 3 : 1);
   const VTensorId got = receiver_->try_adopt(parcel, "").value();
   EXPECT_EQ(receiver_->info(got).num_tokens, kTokens);
   EXPECT_EQ(read(*receiver_, got, kTokens - 1), 1);
   check();
 }
 
-TEST_F(HandoverTest, EachGoesOnWithoutTheOther) {
+TEST_P(HandoverTest, EachGoesOnWithoutTheOther) {
   const VTensorId sent = filled(true);
   const VTensorId got = receiver_->try_adopt(sender_->try_export(sent).value(), "").value();
   write(*receiver_, got, kTokens, kTokens + 1, 2);
@@ -86,7 +105,7 @@ TEST_F(HandoverTest, EachGoesOnWithoutTheOther) {
   check();
 }
 
-TEST_F(HandoverTest, WhatLiesInThePoolIsCopied) {
+TEST_P(HandoverTest, WhatLiesInThePoolIsCopied) {
   const Parcel parcel = sender_->try_export(filled(false)).value();
   EXPECT_EQ(parcel.num_copied, parcel.chunks.places.size());
   const VTensorId got = receiver_->try_adopt(parcel, "").value();
@@ -94,7 +113,7 @@ TEST_F(HandoverTest, WhatLiesInThePoolIsCopied) {
   check();
 }
 
-TEST_F(HandoverTest, AParcelThatDoesNotFitMapsNothing) {
+TEST_P(HandoverTest, AParcelThatDoesNotFitMapsNothing) {
   const VTensorId sent = filled(true);
   Parcel longer = sender_->try_export(sent).value();
   longer.num_tokens = 65;
@@ -109,7 +128,7 @@ TEST_F(HandoverTest, AParcelThatDoesNotFitMapsNothing) {
   check();
 }
 
-TEST_F(HandoverTest, ShortageIsAValueAndTheParcelStaysGood) {
+TEST_P(HandoverTest, ShortageIsAValueAndTheParcelStaysGood) {
   const Parcel parcel = sender_->try_export(filled(true)).value();
   const VTensorId busy = receiver_->try_create({}, "").value();
   extend(*receiver_, busy, 15 * kChunk / kKiB);
@@ -119,8 +138,8 @@ TEST_F(HandoverTest, ShortageIsAValueAndTheParcelStaysGood) {
   check();
 }
 
-TEST_F(HandoverTest, OthersGoOnWhileItIsCopied) {
-  auto gated = std::make_unique<GatedDriver>(make_host());
+TEST_P(HandoverTest, OthersGoOnWhileItIsCopied) {
+  auto gated = std::make_unique<GatedDriver>(make());
   GatedDriver& gate = *gated;
   sender_ = open(std::move(gated));
   const VTensorId sent = filled(false);
@@ -145,8 +164,8 @@ TEST_F(HandoverTest, OthersGoOnWhileItIsCopied) {
 
 // Beside a prefix that stands apart a chunk of the pool's has to be copied, and meanwhile somebody
 // writes on in that prefix: it is no longer to be sent as it is.
-TEST_F(HandoverTest, WhatAnotherWritesToWhileItIsCopiedIsCopiedToo) {
-  auto gated = std::make_unique<GatedDriver>(make_host());
+TEST_P(HandoverTest, WhatAnotherWritesToWhileItIsCopiedIsCopiedToo) {
+  auto gated = std::make_unique<GatedDriver>(make());
   GatedDriver& gate = *gated;
   sender_ = open(std::move(gated));
   const std::vector<Token> tokens(2 * kChunk / kKiB, 7);
@@ -164,9 +183,9 @@ TEST_F(HandoverTest, WhatAnotherWritesToWhileItIsCopiedIsCopiedToo) {
   check();
 }
 
-TEST_F(HandoverTest, ADriverThatFailsLeavesAllAsItWas) {
+TEST_P(HandoverTest, ADriverThatFailsLeavesAllAsItWas) {
   for (const auto kind : {FaultPlan::Kind::kDriverError, FaultPlan::Kind::kOutOfMemory}) {
-    auto faulty = std::make_unique<FaultyDriver>(make_host());
+    auto faulty = std::make_unique<FaultyDriver>(make());
     FaultyDriver& faults = *faulty;
     sender_ = open(std::move(faulty));
     const VTensorId sent = filled(false);
@@ -187,13 +206,80 @@ TEST_F(HandoverTest, ADriverThatFailsLeavesAllAsItWas) {
   }
 }
 
-TEST_F(HandoverTest, DriversThatCannotDoItSaySo) {
+TEST_P(HandoverTest, WhatTheSenderHasReleasedStays) {
+  const VTensorId sent = filled(true);
+  Parcel parcel = sender_->try_export(sent).value();
+  sender_->release(sent);
+  sender_->close();
+  const VTensorId got = receiver_->try_adopt(parcel, "").value();
+  EXPECT_EQ(read(*receiver_, got, kTokens - 1), 1);
+  const Parcel again = receiver_->try_export(got).value();  // and goes on to somebody else
+  EXPECT_EQ(again.chunks.places.size(), 3);
+  receiver_->release(got);
+  receiver_->trim();
+  EXPECT_EQ(receiver_->stats().resident_bytes, 0);
+}
+
+TEST_P(HandoverTest, AFileThatHoldsNoChunkIsRefused) {
+  Parcel parcel = sender_->try_export(filled(true)).value();
+  parcel.chunks.files.back() = FileDescriptor(::open("/dev/null", O_RDWR | O_CLOEXEC));
+  EXPECT_THROW(receiver_->try_adopt(parcel, ""), std::invalid_argument);
+  EXPECT_EQ(receiver_->stats().resident_bytes, 0);
+  check();
+}
+
+std::unique_ptr<Driver> make_cuda_of_small_chunks() {
+  StandinControl().set_granularity(kChunk);
+  return make_cuda();
+}
+
+INSTANTIATE_TEST_SUITE_P(Drivers, HandoverTest,
+                         testing::Values(HandoverCase{"Host", [] { return make_host(); }},
+                                         HandoverCase{"Cuda", make_cuda_of_small_chunks}),
+                         [](const auto& info) { return info.param.name; });
+
+// One call of CUDA's fails, the first, the second ...: what was taken in before is given back.
+void adopt_while_one_call_fails(StandinControl& standin, const char* call) {
+  const auto sender = open(make_cuda_of_small_chunks());
+  const auto receiver = open(make_cuda_of_small_chunks());
+  const VTensorId sent = sender->try_create({}, "", 0, true).value();
+  sender->extend({&sent, 1}, {&kTokens, 1});
+  const Parcel parcel = sender->try_export(sent).value();
+  bool is_adopted = false;
+  int k = 0;
+  while (!is_adopted) {
+    standin.fail(call, ++k, cuda::CUDA_ERROR_UNKNOWN);
+    try {
+      is_adopted = receiver->try_adopt(parcel, "").has_value();
+    } catch (const std::exception&) {
+      EXPECT_EQ(receiver->stats().resident_bytes, 0) << call << " " << k;
+      EXPECT_EQ(standin.live("handle"), 3) << call << " " << k;  // the sender's
+    }
+    receiver->check_integrity();
+  }
+  EXPECT_GT(k, 3) << call;  // there are three chunks
+}
+
+TEST(CudaHandoverTest, AReceiverWhoseDriverFailsHasTakenNothing) {
+  StandinControl standin;
+  for (const char* call : {"cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"}) {
+    adopt_while_one_call_fails(standin, call);
+    EXPECT_EQ(standin.live(nullptr), 0) << call;
+    EXPECT_EQ(standin.violations(), 0) << standin.last_violation();
+    standin.reset();
+  }
+}
+
+TEST(HandoverRefusalTest, DriversThatCannotDoItSaySo) {
+  StandinControl standin;
+  standin.set_attribute(cuda::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, 0);
   for (auto make : {make_sim, make_cuda}) {
     const auto manager = open(make(), 2 * kMiB);
     EXPECT_THROW(manager->try_create({}, "", 0, true), std::invalid_argument);
     const VTensorId id = manager->try_create({}, "").value();
     EXPECT_THROW(manager->try_export(id), std::invalid_argument);
   }
+  standin.reset();
 }
 
 }  // namespace

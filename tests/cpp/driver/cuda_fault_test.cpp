@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <ostream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,10 @@ void use_everything(const CudaOptions& options, std::unique_ptr<CudaDriver>& dri
   driver->unmap(addr, kCudaChunk, kCudaChunk);
   driver->unmap(addr + kCudaChunk, 2 * kCudaChunk, kCudaChunk);
   for (const Handle chunk : chunks) driver->release(chunk, kCudaChunk);
+  const Handle apart[] = {driver->create_apart(kCudaChunk, {})};
+  const std::vector<Handle> received = driver->receive(driver->send(apart), kCudaChunk);
+  driver->release(apart[0], kCudaChunk);
+  driver->release(received[0], kCudaChunk);
   driver->free(addr, 3 * kCudaChunk);
 }
 
@@ -74,6 +79,9 @@ TEST_P(CudaFaultTest, AnyCallMayFailAtAnyTimeAndNothingLeaks) {
       } catch (const Error& error) {
         failed = true;
         EXPECT_FALSE(std::string(error.what()).empty());
+      } catch (const std::invalid_argument&) {  // so it says that a file is no chunk
+        failed = true;
+        EXPECT_EQ(code, cuda::CUDA_ERROR_INVALID_VALUE);
       }
       EXPECT_TRUE(failed || may_be_hidden) << function << " call " << nth << " code " << code;
       EXPECT_EQ(standin.violations(), 0u) << standin.last_violation();
@@ -88,18 +96,18 @@ TEST_P(CudaFaultTest, AnyCallMayFailAtAnyTimeAndNothingLeaks) {
 
 INSTANTIATE_TEST_SUITE_P(
     EachFunction, CudaFaultTest,
-    ::testing::Values(Fault{"cuInit"}, Fault{"cuGetProcAddress", true}, Fault{"cuDeviceGetCount"},
-                      Fault{"cuDeviceGet"}, Fault{"cuDeviceGetAttribute"},
-                      Fault{"cuDevicePrimaryCtxRetain"}, Fault{"cuCtxPushCurrent"},
-                      Fault{"cuCtxPopCurrent", true},
-                      Fault{"cuThreadExchangeStreamCaptureMode", true},
-                      Fault{"cuMemGetAllocationGranularity"}, Fault{"cuMemAddressReserve"},
-                      Fault{"cuMemAddressFree"}, Fault{"cuMemCreate"}, Fault{"cuMemRelease"},
-                      Fault{"cuMemMap"}, Fault{"cuMemUnmap", true}, Fault{"cuMemSetAccess"},
-                      Fault{"cuMemcpyDtoDAsync"}, Fault{"cuMemcpyHtoDAsync"},
-                      Fault{"cuMemcpyDtoHAsync"}, Fault{"cuMemsetD8Async"}, Fault{"cuStreamCreate"},
-                      Fault{"cuStreamSynchronize"}, Fault{"cuEventCreate"}, Fault{"cuEventRecord"},
-                      Fault{"cuEventQuery"}, Fault{"cuEventSynchronize"}),
+    ::testing::Values(
+        Fault{"cuInit"}, Fault{"cuGetProcAddress", true}, Fault{"cuDeviceGetCount"},
+        Fault{"cuDeviceGet"}, Fault{"cuDeviceGetAttribute"}, Fault{"cuDevicePrimaryCtxRetain"},
+        Fault{"cuCtxPushCurrent"}, Fault{"cuCtxPopCurrent", true},
+        Fault{"cuThreadExchangeStreamCaptureMode", true}, Fault{"cuMemGetAllocationGranularity"},
+        Fault{"cuMemAddressReserve"}, Fault{"cuMemAddressFree"}, Fault{"cuMemCreate"},
+        Fault{"cuMemRelease"}, Fault{"cuMemExportToShareableHandle"},
+        Fault{"cuMemImportFromShareableHandle"}, Fault{"cuMemMap"}, Fault{"cuMemUnmap", true},
+        Fault{"cuMemSetAccess"}, Fault{"cuMemcpyDtoDAsync"}, Fault{"cuMemcpyHtoDAsync"},
+        Fault{"cuMemcpyDtoHAsync"}, Fault{"cuMemsetD8Async"}, Fault{"cuStreamCreate"},
+        Fault{"cuStreamSynchronize"}, Fault{"cuEventCreate"}, Fault{"cuEventRecord"},
+        Fault{"cuEventQuery"}, Fault{"cuEventSynchronize"}),
     [](const auto& test) { return std::string(test.param.function); });
 
 }  // namespace

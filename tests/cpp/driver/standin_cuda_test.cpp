@@ -92,6 +92,39 @@ TEST_F(StandinCudaTest, PartOfALargeMappingCanNotBeUnmapped) {
   EXPECT_EQ(api_->cuMemAddressFree(addr, 2 * kUnit), CUDA_SUCCESS);
 }
 
+TEST_F(StandinCudaTest, MisuseOfSharedMemoryIsCaught) {
+  constexpr auto kFile = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  const auto plain = create(kUnit);
+  auto exportable = prop();
+  exportable.requestedHandleTypes = kFile;
+  CUmemGenericAllocationHandle own = 0;
+  ASSERT_EQ(api_->cuMemCreate(&own, kUnit, &exportable, 0), CUDA_SUCCESS);
+  int fd = -1;
+  ASSERT_EQ(api_->cuMemExportToShareableHandle(&fd, own, kFile, 0), CUDA_SUCCESS);
+  auto* const file = reinterpret_cast<void*>(static_cast<uintptr_t>(fd));
+  CUmemGenericAllocationHandle imported = 0;
+  ASSERT_EQ(api_->cuMemImportFromShareableHandle(&imported, file, kFile), CUDA_SUCCESS);
+  const auto send = [&](CUmemGenericAllocationHandle handle, auto type, unsigned flags) {
+    int sent = -1;
+    return api_->cuMemExportToShareableHandle(&sent, handle, type, flags);
+  };
+  expect_violations({
+      {"export: not created for it", [&] { return send(plain, kFile, 0); }},
+      {"export: no handle", [&] { return send(12345, kFile, 0); }},
+      {"export: flags", [&] { return send(own, kFile, 1); }},
+      {"export: type", [&] { return send(own, CU_MEM_HANDLE_TYPE_NONE, 0); }},
+      {"import: type",
+       [&] {
+         return api_->cuMemImportFromShareableHandle(&imported, file, CU_MEM_HANDLE_TYPE_NONE);
+       }},
+  });
+  EXPECT_EQ(api_->cuMemRelease(own), CUDA_SUCCESS);
+  EXPECT_EQ(api_->cuMemRelease(plain), CUDA_SUCCESS);
+  EXPECT_EQ(control_.live("bytes"), 0u);  // what remains is another process's
+  EXPECT_EQ(api_->cuMemRelease(imported), CUDA_SUCCESS);
+  close(fd);
+}
+
 TEST_F(StandinCudaTest, MisuseOfContextsAndInitIsCaught) {
   CUcontext context = nullptr;
   const auto in_new_thread = [](const std::function<CUresult()>& call) {

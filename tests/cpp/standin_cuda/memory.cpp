@@ -56,31 +56,28 @@ bool is_multiple(uint64_t value) { return value % state().granularity == 0; }
 void free_if_unused(const std::shared_ptr<Allocation>& allocation) {
   if (!allocation->released || allocation->num_mappings != 0) return;
   State& s = state();
-  (void)fallocate(s.memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, allocation->file_offset,
-                  static_cast<off_t>(allocation->size_bytes));
-  s.used_bytes[allocation->device] -= allocation->size_bytes;
+  if (allocation->shared.get() < 0) {
+    (void)fallocate(s.memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, allocation->file_offset,
+                    static_cast<off_t>(allocation->size_bytes));
+  }
+  allocation->shared = {};
+  if (!allocation->is_imported) s.used_bytes[allocation->device] -= allocation->size_bytes;
   --s.num_allocations;
 }
 
 // CUDA promises nothing about the contents of new memory, so make sure that nobody relies on zeros.
-void poison(int64_t file_offset, size_t size_bytes) {
+void poison(int fd, int64_t file_offset, size_t size_bytes) {
   const std::string junk(kPageBytes, static_cast<char>(0xCD));
   const auto last = file_offset + static_cast<int64_t>(size_bytes - kPageBytes);
-  (void)!pwrite(state().memfd, junk.data(), junk.size(), file_offset);
-  (void)!pwrite(state().memfd, junk.data(), junk.size(), last);
-}
-
-bool extend_file(size_t size_bytes) {
-  State& s = state();
-  if (s.memfd < 0) s.memfd = memfd_create("standin_cuda", MFD_CLOEXEC);
-  if (s.memfd < 0) return false;
-  return ftruncate(s.memfd, s.file_end + static_cast<off_t>(size_bytes)) == 0;
+  (void)!pwrite(fd, junk.data(), junk.size(), file_offset);
+  (void)!pwrite(fd, junk.data(), junk.size(), last);
 }
 
 CUresult check_prop(const char* function, const CUmemAllocationProp* prop) {
   if (prop == nullptr || prop->type != CU_MEM_ALLOCATION_TYPE_PINNED ||
       prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
-      prop->requestedHandleTypes != CU_MEM_HANDLE_TYPE_NONE ||
+      (prop->requestedHandleTypes != CU_MEM_HANDLE_TYPE_NONE &&
+       prop->requestedHandleTypes != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) ||
       prop->win32HandleMetaData != nullptr) {
     return violation(CUDA_ERROR_INVALID_VALUE, function, "bad allocation properties");
   }
@@ -108,6 +105,24 @@ CUresult check_idle(const char* function, uint64_t addr, size_t size_bytes) {
 }
 
 }  // namespace
+
+bool standin::extend_file(size_t size_bytes) {
+  State& s = state();
+  if (s.memfd < 0) s.memfd = memfd_create("standin_cuda", MFD_CLOEXEC);
+  if (s.memfd < 0) return false;
+  return ftruncate(s.memfd, s.file_end + static_cast<off_t>(size_bytes)) == 0;
+}
+
+uint64_t standin::add_allocation(Allocation allocation) {
+  State& s = state();
+  allocation.handle = s.next_id++;
+  allocation.file_offset = s.file_end;
+  s.file_end += static_cast<int64_t>(allocation.size_bytes);
+  ++s.num_allocations;
+  const uint64_t handle = allocation.handle;
+  s.handles.emplace(handle, std::make_shared<Allocation>(std::move(allocation)));
+  return handle;
+}
 
 bool standin::translate(uint64_t addr, size_t size_bytes, int access,
                         std::vector<Range>* physical) {
@@ -208,14 +223,16 @@ STANDIN_EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t
   if (s.used_bytes[device] + size > s.capacity_bytes || !extend_file(size)) {
     return CUDA_ERROR_OUT_OF_MEMORY;
   }
-  auto allocation = std::make_shared<Allocation>(Allocation{
-      .handle = s.next_id++, .device = device, .size_bytes = size, .file_offset = s.file_end});
-  poison(s.file_end, size);
-  s.file_end += static_cast<int64_t>(size);
+  Allocation allocation{.device = device, .size_bytes = size};
+  if (prop->requestedHandleTypes == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
+    allocation.shared = shared_file(device, size);
+    if (allocation.shared.get() < 0) return CUDA_ERROR_OUT_OF_MEMORY;
+    poison(allocation.shared.get(), 0, size);
+  } else {
+    poison(s.memfd, s.file_end, size);
+  }
   s.used_bytes[device] += size;
-  ++s.num_allocations;
-  *handle = allocation->handle;
-  s.handles.emplace(allocation->handle, std::move(allocation));
+  *handle = add_allocation(std::move(allocation));
   return CUDA_SUCCESS;
 }
 
@@ -248,6 +265,7 @@ STANDIN_EXPORT CUresult cuMemMap(CUdeviceptr ptr, size_t size, size_t offset,
   }
   const auto& allocation = it->second;
   if (size > allocation->size_bytes) {
+    if (allocation->is_imported) return CUDA_ERROR_INVALID_VALUE;  // others chose its size
     return violation(CUDA_ERROR_INVALID_VALUE, kFunction, "more than the allocation holds");
   }
   if (!inside_reservation(ptr, size)) {
@@ -259,8 +277,10 @@ STANDIN_EXPORT CUresult cuMemMap(CUdeviceptr ptr, size_t size, size_t offset,
                      range_text(ptr, size) + " has memory mapped already");
   }
   if (const auto code = check_idle(kFunction, ptr, size); code != CUDA_SUCCESS) return code;
-  void* mapped = mmap(as_pointer(ptr), size, PROT_NONE, MAP_SHARED | MAP_FIXED, s.memfd,
-                      allocation->file_offset);
+  const bool is_shared = allocation->shared.get() >= 0;
+  void* mapped =
+      mmap(as_pointer(ptr), size, PROT_NONE, MAP_SHARED | MAP_FIXED,
+           is_shared ? allocation->shared.get() : s.memfd, is_shared ? 0 : allocation->file_offset);
   if (mapped == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
   s.mappings.emplace(ptr, Mapping{size, allocation});
   ++allocation->num_mappings;

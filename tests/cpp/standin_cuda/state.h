@@ -3,7 +3,8 @@
 // Invariants:
 //  1. Everything here is read and written with State::mutex held, but for the context stack, which
 //     is each thread's own.
-//  2. Physical memory is a slice of one memfd, never used twice, and punched out when it is freed.
+//  2. Physical memory is a slice of one memfd, never used twice, and punched out when it is freed;
+//     what can be exported is a memfd of its own, named for its device.
 //  3. A stream is a queue; drain() takes from its front whatever is finished, and nothing else
 //  does.
 #pragma once
@@ -20,6 +21,7 @@
 #include <vector>
 
 #include "vtensor/driver/cuda/cuda_abi.h"
+#include "vtensor/util/file_descriptor.h"
 
 namespace standin {
 
@@ -31,10 +33,12 @@ inline constexpr int kDriverVersion = 12080;
 inline constexpr size_t kPageBytes = 4096;
 
 struct Allocation {
-  uint64_t handle;
-  int device;
-  size_t size_bytes;
-  int64_t file_offset;
+  uint64_t handle = 0;
+  int device = 0;
+  size_t size_bytes = 0;
+  int64_t file_offset = 0;           // in the one file; of shared memory a number that no other has
+  vtensor::FileDescriptor shared{};  // its own file, which other processes may have too
+  bool is_imported = false;
   bool released = false;
   size_t num_mappings = 0;
 };
@@ -135,6 +139,13 @@ std::string range_text(uint64_t addr, size_t size_bytes);
 // memory.cpp: the physical bytes behind [addr, addr + size_bytes); false unless all of it is mapped
 // with at least `access`.
 bool translate(uint64_t addr, size_t size_bytes, int access, std::vector<Range>* physical);
+// More room for physical bytes; false: there is none.
+bool extend_file(size_t size_bytes);
+// In the books, at physical bytes of its own, which extend_file() has made. Returns its handle.
+uint64_t add_allocation(Allocation allocation);
+
+// share.cpp: a file for memory that can be exported; none where the system refuses.
+vtensor::FileDescriptor shared_file(int device, size_t size_bytes);
 
 // stream.cpp
 void drain();

@@ -183,7 +183,7 @@ def test_what_a_role_does_not_go_with_is_refused_before_any_work(
 def test_a_role_on_a_device_whose_memory_stays_there_is_refused() -> None:
     from flexinfer.handover.roles import check_device
 
-    with pytest.raises(ValueError, match="only memory of the CPU"):
+    with pytest.raises(ValueError, match="hand over memory of the CPU only"):
         check_device("decode", "cuda:0")
     check_device("both", "cuda:0")
 

@@ -5,13 +5,16 @@ python handover_peer.py send|receive SOCKET
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import Any
 
 import numpy
 
 from flexinfer.handover.channel import Channel
 from flexinfer.handover.parcels import Delivery, Identity
 from flexinfer.vtensor import KVSpec, VTensor, VTensorManager
+from helpers import dlpack
 
 CHUNK = 4096
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=32, max_seq_len=64)
@@ -22,12 +25,12 @@ SENDER_STEPS = ("exported", "connected", "begun", "sent", "released")
 
 
 def open_manager() -> VTensorManager:
+    """On the stand-in for a GPU, where one is named. Without torch, which takes long to import."""
+    device: dict[str, Any] = {"from_dlpack": numpy.from_dlpack}
+    if "FLEXINFER_LIBCUDA" in os.environ:
+        device = {"device": "cuda", "from_dlpack": dlpack.host_array}
     return VTensorManager(
-        SPEC,
-        max_requests=4,
-        memory_budget=64 * CHUNK,
-        chunk_bytes=CHUNK,
-        from_dlpack=numpy.from_dlpack,  # torch would take seconds to import
+        SPEC, max_requests=4, memory_budget=64 * CHUNK, chunk_bytes=CHUNK, **device
     )
 
 

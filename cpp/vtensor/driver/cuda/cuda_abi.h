@@ -50,11 +50,15 @@ enum CUdevice_attribute : int {
   CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
   CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76,
   CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102,
+  CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103,
 };
 
 enum CUmemLocationType : int { CU_MEM_LOCATION_TYPE_DEVICE = 1 };
 enum CUmemAllocationType : int { CU_MEM_ALLOCATION_TYPE_PINNED = 1 };
-enum CUmemAllocationHandleType : int { CU_MEM_HANDLE_TYPE_NONE = 0 };
+enum CUmemAllocationHandleType : int {
+  CU_MEM_HANDLE_TYPE_NONE = 0,
+  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
+};
 enum CUmemAllocationGranularity_flags : int {
   CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0,
   CU_MEM_ALLOC_GRANULARITY_RECOMMENDED = 1,
@@ -131,6 +135,11 @@ struct CUmemAccessDesc {
     (CUmemGenericAllocationHandle * handle, size_t size, const CUmemAllocationProp* prop,         \
      unsigned long long flags))                                                                   \
   X(cuMemRelease, "cuMemRelease", (CUmemGenericAllocationHandle handle))                          \
+  X(cuMemExportToShareableHandle, "cuMemExportToShareableHandle",                                 \
+    (void* shareable, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,        \
+     unsigned long long flags))                                                                   \
+  X(cuMemImportFromShareableHandle, "cuMemImportFromShareableHandle",                             \
+    (CUmemGenericAllocationHandle * handle, void* os_handle, CUmemAllocationHandleType type))     \
   X(cuMemMap, "cuMemMap",                                                                         \
     (CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAllocationHandle handle,            \
      unsigned long long flags))                                                                   \

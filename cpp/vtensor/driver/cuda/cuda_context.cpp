@@ -46,6 +46,14 @@ void CudaContext::require_vmm() const {
   }
 }
 
+bool CudaContext::has(cuda::CUdevice_attribute attribute) const {
+  int value = 0;
+  api_->check(api_->cuDeviceGetAttribute(&value, attribute, device_), "cuDeviceGetAttribute", [&] {
+    return cuda_args("attribute", static_cast<int>(attribute), "device", device_);
+  });
+  return value != 0;
+}
+
 std::string CudaContext::device_name() const {
   std::array<char, 256> name{};
   const auto code = api_->cuDeviceGetName(name.data(), static_cast<int>(name.size()), device_);

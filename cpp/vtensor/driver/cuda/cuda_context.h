@@ -35,6 +35,8 @@ class CudaContext {
   int device_index() const noexcept { return device_index_; }
   cuda::CUdevice device() const noexcept { return device_; }
 
+  // Whether the device has what drivers with virtual memory management know. Throws DriverError.
+  bool has(cuda::CUdevice_attribute attribute) const;
   // "NVIDIA H100 80GB HBM3"
   std::string device_name() const;
 

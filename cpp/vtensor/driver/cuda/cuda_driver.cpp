@@ -45,6 +45,8 @@ size_t query_granularity(const CudaContext& context) {
 CudaDriver::CudaDriver(const CudaOptions& options)
     : context_(open_context(options)),
       granularity_(query_granularity(*context_)),
+      hands_over_(
+          context_->has(cuda::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)),
       ledger_(granularity_),
       window_(context_, options.window_slab_bytes) {
   const CudaContext::Scope scope(*context_);
@@ -129,14 +131,39 @@ CudaDriver::Allocation& CudaDriver::allocation(Handle handle) {
   return allocations_[offset_of(handle) / ledger_.chunk_bytes()];
 }
 
+const CudaDriver::Allocation& CudaDriver::allocation(Handle handle) const {
+  return allocations_[offset_of(handle) / ledger_.chunk_bytes()];
+}
+
 void CudaDriver::give_place_back(Handle handle) {
   ledger_.begin_release(handle, ledger_.chunk_bytes());
   ledger_.finish_release(handle);
 }
 
+cuda::CUmemGenericAllocationHandle CudaDriver::allocate(
+    size_t chunk_bytes, cuda::CUmemAllocationHandleType type) const {
+  auto prop = prop_on(context_->device_index());
+  prop.requestedHandleTypes = type;
+  cuda::CUmemGenericAllocationHandle handle = 0;
+  check_create(api().cuMemCreate(&handle, chunk_bytes, &prop, 0), "cuMemCreate", chunk_bytes);
+  return handle;
+}
+
+void CudaDriver::fill_with_zeros(cuda::CUdeviceptr addr, size_t chunk_bytes) {
+  check_create(api().cuMemsetD8Async(addr, 0, chunk_bytes, zero_stream_), "cuMemsetD8Async",
+               chunk_bytes);
+  num_zero_fills_.fetch_add(1);
+}
+
+Handle CudaDriver::create(size_t chunk_bytes) {
+  const auto obtain = [&] { return allocate(chunk_bytes, cuda::CU_MEM_HANDLE_TYPE_NONE); };
+  return add_chunk(chunk_bytes, obtain, /*is_new=*/true, /*can_be_sent=*/false);
+}
+
 // A place in the books and an address in the window, then the memory behind them. When the window
 // cannot be unmapped again, the place is lost.
-Handle CudaDriver::create(size_t chunk_bytes) {
+Handle CudaDriver::add_chunk(size_t chunk_bytes, const Obtain& obtain, bool is_new,
+                             bool can_be_sent) {
   const CudaContext::Scope scope(*context_);
   const auto [place, slot] = claim_place(chunk_bytes);
   bool slot_is_clean = true;
@@ -144,23 +171,18 @@ Handle CudaDriver::create(size_t chunk_bytes) {
     const std::lock_guard lock(mutex_);
     if (slot_is_clean) give_place_back(place);
   });
-  const auto prop = prop_on(context_->device_index());
-  cuda::CUmemGenericAllocationHandle handle = 0;
-  check_create(api().cuMemCreate(&handle, chunk_bytes, &prop, 0), "cuMemCreate", chunk_bytes);
+  const auto handle = obtain();
   ScopeFail release([&] { (void)api().cuMemRelease(handle); });
 
   check_create(api().cuMemMap(slot, chunk_bytes, 0, handle, 0), "cuMemMap", chunk_bytes);
   ScopeFail unmap([&] { slot_is_clean = api().cuMemUnmap(slot, chunk_bytes) == CUDA_SUCCESS; });
   check_create(grant(slot, chunk_bytes, Access::kReadWrite), "cuMemSetAccess", chunk_bytes);
-
-  check_create(api().cuMemsetD8Async(slot, 0, chunk_bytes, zero_stream_), "cuMemsetD8Async",
-               chunk_bytes);
-  num_zero_fills_.fetch_add(1);
+  if (is_new) fill_with_zeros(slot, chunk_bytes);
   unmap.dismiss();
   release.dismiss();
   give_back.dismiss();
   const std::lock_guard lock(mutex_);
-  allocation(place) = {handle, /*exists=*/true, /*in_window=*/true};
+  allocation(place) = {handle, /*exists=*/true, /*in_window=*/true, can_be_sent};
   return place;
 }
 

@@ -17,7 +17,9 @@
 //     call returns. They are not ordered after other streams' kernels.
 //  5. No call here waits for running kernels. unmap(), map() and set_access() on addresses that a
 //     kernel may read are the caller's mistake: gate them by a CudaEvent.
-//  6. A failed rollback is said in the error's text, and the books then show what really is mapped.
+//  6. A chunk that may be handed over is one descriptor, of memory that was created for that; the
+//     GPU's driver counts who has it, in all processes (cuda_handover.cpp).
+//  7. A failed rollback is said in the error's text, and the books then show what really is mapped.
 //
 // Weaker than on the host:
 //  - kGuard: a kernel that reads an unmapped address ends the whole context (illegal address).
@@ -28,6 +30,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -87,6 +90,12 @@ class CudaDriver final : public Driver {
   void read(Handle src, size_t src_offset, std::span<std::byte> out) override;
   void write(Handle dst, size_t dst_offset, std::span<const std::byte> in) override;
 
+  bool hands_over() const noexcept override { return hands_over_; }
+  Handle create_apart(size_t chunk_bytes, Apart apart) override;
+  std::vector<bool> sendable(std::span<const Handle> handles) const override;
+  SentChunks send(std::span<const Handle> handles) override;
+  std::vector<Handle> receive(const SentChunks& sent, size_t chunk_bytes) override;
+
   // `stream` is a CUstream of this device, not being captured into a graph.
   std::unique_ptr<Fence> fence(uintptr_t stream) override;
   void synchronize() override;
@@ -103,7 +112,10 @@ class CudaDriver final : public Driver {
     cuda::CUmemGenericAllocationHandle handle = 0;
     bool exists = false;
     bool in_window = false;  // false: lost when an undo failed too; contents cannot be reached
+    bool can_be_sent = false;
   };
+  // Memory for one chunk, from cuMemCreate or another process.
+  using Obtain = std::function<cuda::CUmemGenericAllocationHandle()>;
   struct Mapping {  // of one chunk
     uintptr_t addr;
     cuda::CUmemGenericAllocationHandle handle;
@@ -114,9 +126,15 @@ class CudaDriver final : public Driver {
   static uint64_t offset_of(Handle handle) { return static_cast<uint64_t>(handle); }
   // These three require mutex_.
   Allocation& allocation(Handle handle);
+  const Allocation& allocation(Handle handle) const;
   std::vector<Mapping> chunks_of(std::span<const Ledger::Run> runs);
   void give_place_back(Handle handle);
   std::pair<Handle, cuda::CUdeviceptr> claim_place(size_t chunk_bytes);
+  cuda::CUmemGenericAllocationHandle allocate(size_t chunk_bytes,
+                                              cuda::CUmemAllocationHandleType type) const;
+  cuda::CUmemGenericAllocationHandle import(int fd) const;
+  void fill_with_zeros(cuda::CUdeviceptr addr, size_t chunk_bytes);
+  Handle add_chunk(size_t chunk_bytes, const Obtain& obtain, bool is_new, bool can_be_sent);
   cuda::CUdeviceptr content_addr(Handle handle, size_t offset, size_t size_bytes);
   cuda::CUresult map_again(const Mapping& mapping) const noexcept;
   void unmap_from_driver(std::span<const Mapping> mappings, std::vector<uintptr_t>& lost);
@@ -128,6 +146,7 @@ class CudaDriver final : public Driver {
 
   std::shared_ptr<const CudaContext> context_;
   size_t granularity_;
+  bool hands_over_;
   mutable std::mutex mutex_;  // guards the next three
   Ledger ledger_;
   CudaWindow window_;
