@@ -35,6 +35,7 @@ from provenance import write_report
 Row = dict[str, Any]
 MIB = 1 << 20
 SAMPLE_INTERVAL_S = 0.5
+OURS = "flexinfer"
 SIZES = ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem")
 COLUMNS = (
     "server",
@@ -96,7 +97,7 @@ def watching(server: Server, *, is_ours: bool) -> Iterator[dict[str, int]]:
 def measure(args: Any, name: str, server: Server, generator: Generator, folder: Path) -> Row:
     """Idle, under `rounds` loads, and two seconds after them."""
     idle, rates = pss_bytes(server), []
-    with watching(server, is_ours=name == "flexinfer") as peaks:
+    with watching(server, is_ours=name == OURS) as peaks:
         for round_idx in range(args.rounds):
             prompts = prompt_arguments(args, "random", round_idx, folder)
             rates.append(run(args, generator, server, args.model, prompts)["tokens_per_s"])
@@ -107,10 +108,11 @@ def measure(args: Any, name: str, server: Server, generator: Generator, folder: 
 
 
 def columns(row: Row) -> Row:
-    """For people: MiB."""
+    """For people: MiB. Our KV is all that is shared; of vLLM's, all may have been touched."""
     sizes = {f"{name}_mib": row[name]["Pss"] / MIB for name in ("idle", "loaded", "peak")}
     kv_mib = row["kv_bytes"] / MIB
-    return {**row, **sizes, "kv_mib": kv_mib, "peak_less_kv_mib": sizes["peak_mib"] - kv_mib}
+    touched_mib = min(kv_mib, row["peak"]["Pss_Shmem"] / MIB) if row["server"] == OURS else kv_mib
+    return {**row, **sizes, "kv_mib": kv_mib, "peak_less_kv_mib": sizes["peak_mib"] - touched_mib}
 
 
 def main() -> None:
@@ -127,7 +129,7 @@ def main() -> None:
     ):
         folder = Path(name)
         with Server([*ours, "--port"], {}, folder / "flexinfer.log") as server:
-            rows.append(measure(args, "flexinfer", server, generator, folder))
+            rows.append(measure(args, OURS, server, generator, folder))
         kv_size = rows[0]["kv_bytes"]
         vllm += ["--kv-cache-memory-bytes", str(kv_size)]
         del variables["VLLM_CPU_KVCACHE_SPACE"]  # it would win

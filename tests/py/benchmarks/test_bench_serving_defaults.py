@@ -104,9 +104,13 @@ def test_the_memory_of_a_server_is_that_of_all_its_processes(defaults: Any) -> N
     )
 
 
-def test_memory_is_told_with_and_without_its_kv(defaults: Any) -> None:
+@pytest.mark.parametrize(("server", "less_kv_mib"), [("vllm", 400), ("flexinfer", 460)])
+def test_memory_is_told_with_and_without_its_kv(
+    defaults: Any, server: str, less_kv_mib: int
+) -> None:
     import memory
 
     sizes = {name: {"Pss": mib << 20} for name, mib in (("idle", 300), ("loaded", 400))}
-    row = memory.columns({**sizes, "peak": {"Pss": 500 << 20}, "kv_bytes": 100 << 20})
-    assert (row["idle_mib"], row["peak_mib"], row["peak_less_kv_mib"]) == (300, 500, 400)
+    peak = {"Pss": 500 << 20, "Pss_Shmem": 40 << 20}
+    row = memory.columns({**sizes, "server": server, "peak": peak, "kv_bytes": 100 << 20})
+    assert (row["idle_mib"], row["peak_mib"], row["peak_less_kv_mib"]) == (300, 500, less_kv_mib)
