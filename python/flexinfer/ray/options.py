@@ -75,7 +75,7 @@ class ReplicaOptions:
             ),
             "enable_lora": (engine.enable_lora, "adapters would be loaded by one replica alone"),
             "admin_api_key": (server.admin_api_key is not None, "/admin acts on one engine"),
-            "trace_directory": (server.trace_directory is not None, "/admin acts on one engine"),
+            "trace_dir": (server.trace_dir is not None, "/admin acts on one engine"),
             "tls": (server.tls is not None, "certificates are for Serve's http_options"),
             "send_timeout": (server.send_timeout_s != default.send_timeout_s, reads),
             "receive_timeout": (server.receive_timeout_s != default.receive_timeout_s, reads),

@@ -59,7 +59,7 @@ class ServerSettings:
     """Sequences of one API key at the same time; None: no bound of its own."""
     max_conversations: int = 1024
     max_stored_responses: int = 1024
-    default_ttl_s: float = 600.0
+    conversation_ttl_s: float = 600.0
     """How long an idle conversation keeps its prefix pinned."""
     max_ttl_s: float = 86400.0
     max_stored_bytes: int = 256 << 20
@@ -83,7 +83,7 @@ class ServerSettings:
     """Whether they may send cookies and TLS certificates. Keys in a header need no permission."""
     tls: TLSSettings | None = None
     """None: plain HTTP."""
-    trace_directory: Path | None = None
+    trace_dir: Path | None = None
     """Where /admin/trace may write; None: it may not."""
     otlp_traces_endpoint: str | None = None
     """URL of an OpenTelemetry collector (OTLP over HTTP) that receives a span per request."""
@@ -101,7 +101,7 @@ class ServerSettings:
         for name in ("max_queue_len", "max_stored_responses", "shutdown_timeout_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        times = ("default_ttl_s", "max_ttl_s", "send_timeout_s", "receive_timeout_s")
+        times = ("conversation_ttl_s", "max_ttl_s", "send_timeout_s", "receive_timeout_s")
         for name in (*times, "handover_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")

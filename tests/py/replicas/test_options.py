@@ -37,7 +37,7 @@ def refusal(*arguments: str) -> str:
         ({"engine": {**ENGINE, "tensor_parallel_size": 2}}, "tensor_parallel_size cannot"),
         ({"engine": ENGINE, "server": {"admin_api_key": "k"}}, "admin_api_key cannot"),
         ({"engine": ENGINE, "server": {"send_timeout_s": 5}}, "send_timeout cannot"),
-        ({"engine": ENGINE, "server": {"trace_directory": Path()}}, "trace_directory cannot"),
+        ({"engine": ENGINE, "server": {"trace_dir": Path()}}, "trace_dir cannot"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(args: dict[str, Any], said: str) -> None:

@@ -55,10 +55,9 @@ def server_settings(options: ServeOptions, config: EngineConfig) -> ServerSettin
         "tls": tls_settings(
             options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs, options.ssl_cert_reqs
         ),
-        "trace_directory": options.trace_dir,
         "shutdown_timeout_s": options.shutdown_timeout,
         "max_request_bytes": parse_bytes(options.max_request_bytes, "max_request_bytes"),
-        "default_ttl_s": options.conversation_ttl,
+        "conversation_ttl_s": options.conversation_ttl,
         "max_ttl_s": max(86400.0, options.conversation_ttl),
         "max_stored_bytes": parse_bytes(options.max_stored_bytes, "max_stored_bytes"),
         "handover_timeout_s": options.handover_timeout,

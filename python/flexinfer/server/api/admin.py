@@ -125,7 +125,7 @@ async def _change(state: ServerState, function: Callable[[LLMEngine], Result]) -
 
 
 async def _start_trace(state: ServerState, name: str) -> TraceAnswer:
-    directory = state.settings.trace_directory
+    directory = state.settings.trace_dir
     if directory is None:
         raise APIError(403, "start the server with --trace-dir for traces", code="no_trace_dir")
     path = directory / name

@@ -179,7 +179,7 @@ class ConversationStore:
         )
 
     def _ttl(self, ttl_s: float | None) -> float:
-        ttl_s = self._settings.default_ttl_s if ttl_s is None else ttl_s
+        ttl_s = self._settings.conversation_ttl_s if ttl_s is None else ttl_s
         if not 0 < ttl_s <= self._settings.max_ttl_s:
             raise bad_request(f"ttl must be in (0, {self._settings.max_ttl_s:g}] seconds", "ttl")
         return ttl_s
