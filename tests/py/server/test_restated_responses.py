@@ -10,12 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
+from flexinfer import LLM
 from helpers.endpoint import Endpoint
 
 PATH = "/v1/responses"
 BASE: dict[str, Any] = {"input": "Tell me a story.", "max_output_tokens": 8, "temperature": 0}
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 LOGPROBS = ["message.output_text.logprobs"]
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 RESOURCE = {
     *("id", "object", "created_at", "completed_at", "status", "incomplete_details", "model"),
     *("previous_response_id", "instructions", "output", "error", "tools", "tool_choice"),
@@ -284,6 +286,31 @@ def test_a_chat_is_tokenized_as_the_model_reads_it(http: httpx.Client) -> None:
     body = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
     chat = http.post("/v1/chat/completions", json=body).json()
     assert found["tokens"] == chat["prompt_token_ids"]
+
+
+@pytest.mark.parametrize("tools", [None, [FUNCTION]])
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({"add_generation_prompt": True}, None),
+        ({"add_generation_prompt": False}, None),
+        ({"add_generation_prompt": False, "continue_final_message": True}, "Sure,"),
+    ],
+)
+def test_every_way_to_end_a_prompt_is_tokenized(
+    fields: dict[str, bool], end: str | None, tools: Any, http: httpx.Client, offline: LLM
+) -> None:
+    """With tools as they are told to a template that knows none, in words before all else."""
+    messages = [{"role": "user", "content": "Hi there!"}]
+    messages += [{"role": "assistant", "content": end}] if end else []
+    body = {"messages": messages, "tools": tools, **fields}
+    found = http.post("/tokenize", json=body).json()
+    tokenizer = offline.get_tokenizer()
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **fields)
+    told = tokenizer.decode(found["tokens"])
+    assert told == text if tools is None else told.endswith(text[-20:])
+    assert ('"name": "f"' in told) == (tools is not None)
+    assert found["max_model_len"] == offline.llm_engine.max_model_len
 
 
 @pytest.mark.parametrize(
