@@ -25,7 +25,9 @@ from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.arguments import HARMLESS_ARGUMENTS
 from flexinfer.vtensor import StateTensor
 
-UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})
+LINEAR_CACHE = "set_linear_cache"
+"""What the forward of MiniMax's lightning attention calls of its own kind of cache."""
+UPDATES = frozenset({"update_conv_state", "update_recurrent_state", LINEAR_CACHE})
 """What a mixer's forward calls of its cache."""
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 _MAX_STATES = 4
@@ -47,6 +49,16 @@ class Mixer:
     goes_on: bool
     """Whether several tokens may follow a state. In transformers the scans of Mamba's first version
     begin without one, and would pass over it in silence: what follows goes token by token."""
+    is_attention: bool
+    """Whether it is called as an attention is: with a mask and position embeddings, of which it
+    makes no use here, and for a tuple."""
+
+    def call(self, forward: Callable[..., Any], hidden_states: torch.Tensor, cache: Any) -> Any:
+        """Its output for hidden states [batch, tokens, width], by its own forward."""
+        if not self.is_attention:
+            return forward(hidden_states, **{self.cache_argument: cache})
+        unused = {"position_embeddings": None, "attention_mask": None}
+        return forward(hidden_states, **unused, **{self.cache_argument: cache})[0]
 
 
 def find_mixers(model: torch.nn.Module) -> list[Mixer]:
@@ -54,7 +66,8 @@ def find_mixers(model: torch.nn.Module) -> list[Mixer]:
     mixers: list[Mixer] = []
     inside: set[torch.nn.Module] = set()
     for module in model.modules():
-        if not UPDATES & names_in_forward(type(module)):
+        updates = UPDATES & names_in_forward(type(module))
+        if not updates:
             continue
         name = type(module).__name__
         parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
@@ -62,13 +75,17 @@ def find_mixers(model: torch.nn.Module) -> list[Mixer]:
         arguments = [argument for argument in CACHE_ARGUMENTS if argument in parameters]
         layer_idx = getattr(module, "layer_idx", None)
         # What a mixer is called with beside hidden states is named, or a part of an attention.
-        is_part = any(p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in others)
+        is_attention = LINEAR_CACHE in updates
+        is_part = not is_attention and any(
+            p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in others
+        )
         if module in inside or not arguments or is_part or not isinstance(layer_idx, int):
             raise UnsupportedModelError(
                 f"{name} keeps a recurrent state in a way that is not known: not supported"
             )
         inside.update(module.modules())
-        mixers.append(Mixer(module, layer_idx, arguments[0], _goes_on(type(module))))
+        goes_on = _goes_on(type(module))
+        mixers.append(Mixer(module, layer_idx, arguments[0], goes_on, is_attention))
     return mixers
 
 
@@ -104,15 +121,31 @@ def running_mixers(mixers: Sequence[Mixer], run: RunMixer) -> Iterator[None]:
 
 def _call(
     mixer: Mixer, forward: Forward, run: RunMixer, hidden_states: torch.Tensor, **kwargs: Any
-) -> torch.Tensor:
-    return run(mixer, forward, hidden_states, kwargs)
+) -> torch.Tensor | tuple[torch.Tensor, None]:
+    output = run(mixer, forward, hidden_states, kwargs)
+    return (output, None) if mixer.is_attention else output
 
 
 def new_cache(num_layers: int) -> Any:
     """A cache of transformers with an empty state in each layer."""
     from transformers.cache_utils import Cache, LinearAttentionLayer
 
-    return Cache(layers=[LinearAttentionLayer(_MAX_STATES) for _ in range(num_layers)])
+    cache: Any = Cache(layers=[LinearAttentionLayer(_MAX_STATES) for _ in range(num_layers)])
+    cache.get_linear_cache = partial(_linear_cache, cache)
+    cache.set_linear_cache = partial(_set_linear_cache, cache)
+    return cache
+
+
+def _linear_cache(cache: Any, layer_idx: int) -> torch.Tensor | None:
+    layer = cache.layers[layer_idx]
+    state: torch.Tensor = layer.recurrent_states[0]
+    return state if layer.has_previous_state[0] else None
+
+
+def _set_linear_cache(cache: Any, layer_idx: int, state: torch.Tensor) -> None:
+    layer = cache.layers[layer_idx]
+    layer.recurrent_states[0] = state
+    layer.is_recurrent_states_initialized[0] = True
 
 
 def put_state(cache: Any, tensor: StateTensor, values: torch.Tensor, *, is_fresh: bool) -> None:
@@ -184,7 +217,7 @@ class StateProbe:
             if value is not None and not is_known:
                 raise UnsupportedModelError(f"{name} takes {argument!r}: not supported")
         self.is_mixing = True
-        output = forward(hidden_states, **{mixer.cache_argument: self._cache})
+        output = mixer.call(forward, hidden_states, self._cache)
         self.is_mixing = False
         if not isinstance(output, torch.Tensor) or output.shape[:2] != hidden_states.shape[:2]:
             raise UnsupportedModelError(f"{name} gives more than its output: not supported")

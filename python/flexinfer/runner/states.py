@@ -115,8 +115,7 @@ class StepStates:
             given = hidden_states[0, part.rows].view(part.num_seqs, -1, hidden_states.shape[-1])
             one_by_one = part.read is not None and not mixer.goes_on
             tokens = torch.split(given, 1, dim=1) if one_by_one else (given,)
-            cache = {mixer.cache_argument: part.cache}
-            result = torch.cat([forward(some, **cache) for some in tokens], dim=1)
+            result = torch.cat([mixer.call(forward, some, part.cache) for some in tokens], dim=1)
             output[0, part.rows] = result.flatten(0, 1)
         return output
 

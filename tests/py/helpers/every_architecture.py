@@ -109,6 +109,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     # the third attends to an image alone
     "mllama_text_model": {"num_hidden_layers": 4, "cross_attention_layers": [2]},
+    "minimax": {"sliding_window": None, "block_size": 8},  # as its own defaults
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
 }

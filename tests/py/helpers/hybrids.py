@@ -77,6 +77,16 @@ HYBRIDS: dict[str, Any] = {
         mamba_dt_rank=8,
         use_mamba_kernels=False,
     ),
+    # Its lightning attention keeps a matrix a head.
+    "minimax": lambda: tf.MiniMaxConfig(
+        **_COMMON,
+        num_hidden_layers=4,
+        head_dim=16,
+        block_size=8,
+        layer_types=_LINEAR_AND_FULL * 2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
     "nemotron_h": lambda: tf.NemotronHConfig(
         **_COMMON,
         layers_block_type=["mamba", "moe", "attention", "mamba"],
