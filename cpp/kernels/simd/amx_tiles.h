@@ -58,14 +58,6 @@ VTENSOR_INLINE void amx_store(float* c, int64_t columns) {
   _tile_stored(3, c + 16 * columns + 16, bytes);
 }
 
-VTENSOR_INLINE void amx_load(const float* c, int64_t columns) {
-  const int64_t bytes = columns * 4;
-  _tile_loadd(0, c, bytes);
-  _tile_loadd(1, c + 16, bytes);
-  _tile_loadd(2, c + 16 * columns, bytes);
-  _tile_loadd(3, c + 16 * columns + 16, bytes);
-}
-
 VTENSOR_INLINE void amx_zero() {
   _tile_zero(0);
   _tile_zero(1);

@@ -103,8 +103,6 @@ class TraceOp {
     if (record_) [[unlikely]]
       record_->before = record_->state.counters;
   }
-  // Nothing is written after all.
-  void cancel() { record_.reset(); }
 
  private:
   struct Record {
