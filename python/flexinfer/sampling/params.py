@@ -16,6 +16,8 @@ from flexinfer.sampling.grammars import StructuredOutputsParams
 
 GREEDY_EPS = 1e-5
 """A temperature below this is greedy (the logits would overflow)."""
+NO_TOKEN_LEFT = "the sampling parameters leave no token that could be chosen"
+"""Why a request ends whose allowed tokens, structure and bad words exclude each other."""
 
 
 class RequestOutputKind(Enum):

@@ -20,7 +20,7 @@ from flexinfer.runtime.transfer import HostCopy, to_device
 from flexinfer.sampling import host_sampler
 from flexinfer.sampling.grammars import GrammarCompiler, TokenMatcher
 from flexinfer.sampling.logprobs import RowLogprobs, gather_logprobs
-from flexinfer.sampling.params import SamplingParams
+from flexinfer.sampling.params import NO_TOKEN_LEFT, SamplingParams
 from flexinfer.sampling.random import uniforms
 from flexinfer.sampling.sequences import SequenceState, SequenceStates
 
@@ -221,7 +221,7 @@ def draw(logits: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
 def explain_failure(logits: torch.Tensor) -> str:
     """Why no token can be chosen from this row of the model's logits, [vocab_size]."""
     if bool(logits.isfinite().all()):
-        return "the sampling parameters leave no token that could be chosen"
+        return NO_TOKEN_LEFT
     return "the model computed logits that are NaN or infinite"
 
 

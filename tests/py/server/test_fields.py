@@ -105,6 +105,22 @@ def test_responses_honour_what_chats_honour(fields: dict[str, Any], http: httpx.
     assert text_of(chat) != text_of(plain)
 
 
+@pytest.mark.parametrize("path", MODELS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": [70], "regex": "[0-9]"},
+        {"allowed_token_ids": [2], "min_tokens": 3},
+        {"allowed_token_ids": [70, 71], "bad_words": ["a", "b"]},
+    ],
+)
+def test_fields_that_leave_no_token_are_the_callers_fault(
+    path: str, fields: dict[str, Any], http: httpx.Client
+) -> None:
+    """schemathesis found a 500 here."""
+    assert "leave no token" in error(http, path, **fields)["message"]
+
+
 def test_two_structures_exclude_each_other(http: httpx.Client) -> None:
     assert "exclude each other" in error(http, CHAT, regex="a", guided_choice=["b"])["message"]
 

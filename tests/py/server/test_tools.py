@@ -226,8 +226,11 @@ def test_what_no_grammar_holds_is_left_out_unless_strict(
     parameters = {"type": "object", "properties": {"v": schema}, "required": ["v"]}
     parameters["additionalProperties"] = False
     assert list(forced(client, parameters=parameters)) == ["v"]
-    with pytest.raises(openai.BadRequestError, match="the parameters of the tool 'f'"):
+    with pytest.raises(openai.BadRequestError) as caught:
         forced(client, parameters=parameters, strict=True)
+    error = caught.value.body
+    assert isinstance(error, dict)
+    assert "the parameters of the tool 'f'" in error["message"]
 
 
 def test_strict_closes_objects(client: openai.OpenAI) -> None:

@@ -11,7 +11,12 @@ from typing import Any, TypeVar
 from flexinfer.lora.adapters import Adapter
 from flexinfer.outputs import BeamSearchOutput, RequestOutput
 from flexinfer.sampling.grammars import TOO_COMPLEX
-from flexinfer.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from flexinfer.sampling.params import (
+    NO_TOKEN_LEFT,
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+)
 from flexinfer.server.http.errors import APIError, bad_request
 from flexinfer.server.observability.logs import log_with_request
 from flexinfer.server.protocol.base import CompletionTokensDetails, PromptTokensDetails, Usage
@@ -185,6 +190,8 @@ def _check(output: RequestOutput) -> None:
     for completion in output.outputs:
         if completion.finish_reason == "error" and TOO_COMPLEX in str(completion.stop_reason):
             raise bad_request(str(completion.stop_reason), "structured_outputs")
+        if completion.finish_reason == "error" and completion.stop_reason == NO_TOKEN_LEFT:
+            raise bad_request(NO_TOKEN_LEFT)
         if completion.finish_reason == "error":
             raise APIError(
                 500, f"the request failed: {completion.stop_reason}", code="engine_error"
