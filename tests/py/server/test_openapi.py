@@ -49,7 +49,8 @@ def api() -> Iterator[Any]:
     llm = make_llm(max_model_len=96, max_num_seqs=4)
     try:
         with serving(llm, server_settings(admin_api_key="admin", max_n=4)) as url:
-            schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+            # By default it gives up after 10 s, and a busy machine may take them.
+            schema = schemathesis.openapi.from_url(f"{url}/openapi.json", timeout=300)
             # These would stop the server, starve it, or write files.
             yield schema.exclude(path_regex="^/admin/(sleep|budget|trace)")
     finally:
