@@ -56,6 +56,10 @@ SMALL: dict[str, Any] = {
     "index_n_heads": 16,
     "index_head_dim": 32,
     "num_dense_layers": 1,
+    "zero_expert_num": 4,  # LongCat's
+    "num_layers": 2,
+    "linear_head_dim": 16,  # Kimi Linear's
+    "linear_num_heads": 4,
 }
 
 
@@ -109,6 +113,23 @@ MORE: dict[str, dict[str, Any]] = {
     },
     # the third attends to an image alone
     "mllama_text_model": {"num_hidden_layers": 4, "cross_attention_layers": [2]},
+    # layers with a window have heads and widths of their own
+    "dots3_note_text": {
+        "shared_experts_intermediate_size": 32,
+        "per_layer_config": {
+            layer: {
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "q_lora_rank": 48,
+                "kv_lora_rank": 48,
+                "head_dim": 32,
+                "qk_nope_head_dim": 24,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 24,
+            }
+            for layer in ("1", "3")
+        },
+    },
     "minimax": {"sliding_window": None, "block_size": 8},  # as its own defaults
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -122,6 +143,15 @@ LATENTS: dict[str, Any] = {
     "qk_rope_head_dim": 16,
     "qk_head_dim": 48,
     "v_head_dim": 16,
+}
+TOWER = {
+    "num_hidden_layers": 2,
+    "num_blocks": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "ext_pw_out_channel": 64,
+    "depthwise_separable_out_channel": 64,
+    "nemo_conv_channels": 64,
 }
 TOKENS = ("bos_token_id", "eos_token_id")
 # Without these the architecture's own defaults make no config.
@@ -163,9 +193,9 @@ def tiny_config(model_type: str) -> Any:
             raise
         tiny = type(config)(**{k: v for k, v in settings.items() if k not in TOKENS})
     for tower in ("vision_config", "audio_config"):  # of Phi-4 multimodal: 0.7 billion weights
-        for name in ("num_hidden_layers", "num_blocks"):
+        for name, value in TOWER.items():
             if hasattr(found := getattr(tiny, tower, None), name):
-                setattr(found, name, 2)
+                setattr(found, name, value)
     return tiny
 
 
