@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -159,3 +160,28 @@ def test_the_fingerprint_tells_weights_of_equal_shape_apart(tmp_path: Any) -> No
     make_model("llama", seed=1).save_pretrained(tmp_path)
     assert fingerprint(folder_of("llama")) != fingerprint(tmp_path)
     assert fingerprint(folder_of("llama")) == fingerprint(folder_of("llama"))
+
+
+def test_a_rank_of_another_model_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexinfer.distributed import rank
+    from flexinfer.distributed.messages import Setup, fingerprint
+
+    make_model("llama", seed=1).save_pretrained(tmp_path)
+    monkeypatch.setattr("flexinfer.runtime.torch_settings.set_up_torch", lambda threads: None)
+    config = EngineConfig(model=folder_of("llama"), tensor_parallel_size=2)
+    setup = Setup(config, fingerprint(config.model), 2, ("nowhere", 1), 1, 1.0)
+    own: Any = EngineConfig(model=str(tmp_path), tensor_parallel_size=2)
+    no_connection: Any = None
+    with pytest.raises(ValueError, match="is not the one that rank 0 has"):
+        rank._serve(no_connection, 1, setup, own)
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's, where rank 0 has to listen itself."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for name, value in (("ADDR", "127.0.0.1"), ("PORT", str(port))):
+            monkeypatch.setenv(f"MASTER_{name}", value)
+        monkeypatch.setenv("RANK", "0")
+        with pytest.raises(ValueError, match=f"127.0.0.1:{port} cannot be listened on: is the"):
+            group._launched_store()
