@@ -145,6 +145,7 @@ LATENTS: dict[str, Any] = {
     "v_head_dim": 16,
 }
 TOWER = {
+    "num_attention_heads": 4,
     "num_hidden_layers": 2,
     "num_blocks": 2,
     "hidden_size": 64,
