@@ -132,7 +132,7 @@ def fails_in_forward(patch: pytest.MonkeyPatch, after: int) -> None:
 STAGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "bias": lambda patch: fails_for_states(patch, sampler_module, "apply_bias"),
     "penalties": lambda patch: fails_for_states(patch, sampler_module, "apply_penalties"),
-    "structure": lambda patch: fails_for_states(patch, Sampler, "_apply_structure"),
+    "structure": lambda patch: fails_for_states(patch, Sampler, "_forbid"),
     "draw": lambda patch: fails_for_states(patch, sampler_module, "choose"),
     "logprobs": fails_in_logprobs,
     "detokeniser": lambda patch: fails_in_builder(patch, "update", 1),

@@ -10,37 +10,16 @@ from typing import Any
 
 import psutil
 import torch
-import transformers as tf
 
 from flexinfer import LLMEngine
 from flexinfer.config import EngineConfig
 from helpers.open_files import open_files
-from helpers.tiny_models import CONFIGS, make_model
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-MIXTRAL = {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
-TIED = {**SIZES, "num_key_value_heads": 1, "tie_word_embeddings": True}
-TIED["vocab_size"] = 131  # no multiple of any number of ranks
-CONFIGS.setdefault("mixtral", lambda: tf.MixtralConfig(**MIXTRAL))
-CONFIGS.setdefault("four_kv_heads", lambda: tf.LlamaConfig(**SIZES, num_key_value_heads=4))
-CONFIGS.setdefault("tied", lambda: tf.Qwen2Config(**TIED))
-CONFIGS.setdefault("cohere", lambda: tf.CohereConfig(**SIZES, num_key_value_heads=2))
+from helpers.tiny_models import make_model
 
 
 @cache
 def folder_of(name: str) -> str:
-    """The model of CONFIGS[name] as a folder of safetensors."""
+    """The tiny model of this name as a folder of safetensors."""
     import atexit
     from shutil import rmtree
 

@@ -30,6 +30,7 @@ _COMMON: dict[str, Any] = {
 }
 _WIDE = {**_COMMON, "initializer_range": 0.4}
 _GQA = {**_COMMON, "num_key_value_heads": 2}
+_SHALLOW = {**_COMMON, "num_hidden_layers": 2}
 
 CONFIGS: dict[str, Any] = {
     "llama": lambda: tf.LlamaConfig(**_GQA),
@@ -60,8 +61,22 @@ CONFIGS: dict[str, Any] = {
         sliding_window=16,
         rope_scaling=None,
     ),
+    "mixtral": lambda: tf.MixtralConfig(
+        **_SHALLOW, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2
+    ),
 }
 """Architecture -> config; those that the project promises come first."""
+MORE_CONFIGS: dict[str, Any] = {
+    "cohere": lambda: tf.CohereConfig(**_SHALLOW, num_key_value_heads=2),
+    "four_kv_heads": lambda: tf.LlamaConfig(**_SHALLOW, num_key_value_heads=4),
+    "tied": lambda: tf.Qwen2Config(
+        # The vocabulary is no multiple of any number of ranks.
+        **{**_SHALLOW, "vocab_size": 131},
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    ),
+}
+"""Those that only tests of ranks ask for."""
 
 
 def draw_model(config: Any, seed: int = 0) -> Any:
@@ -89,8 +104,8 @@ def continue_prompt(model: Any, prompt: tuple[int, ...], max_new_tokens: int) ->
 
 @cache
 def make_model(name: str, seed: int = 0) -> Any:
-    """The model of CONFIGS[name]. Not to be changed."""
-    return draw_model(CONFIGS[name](), seed)
+    """The model of this name in one of the tables. Not to be changed."""
+    return draw_model((CONFIGS | MORE_CONFIGS)[name](), seed)
 
 
 @cache
