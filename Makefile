@@ -8,7 +8,7 @@ export PYTHON JOBS PYTEST_ARGS
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-pypi-torch test-install soak mutants sanitize lint format stubs map bench families docs dev clean
+.PHONY: help demo test test-slow test-pypi-torch test-replicas test-install soak mutants sanitize lint format stubs map bench families docs dev clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -24,6 +24,9 @@ test-slow: ## the Python tests marked slow
 
 test-pypi-torch: ## the tests that ask torch for a GPU, with PyPI's CUDA build of torch (5.6 GB more)
 	@scripts/test.sh pypi-torch
+
+test-replicas: ## the tests of replicas, with Ray installed for them
+	@scripts/test.sh replicas
 
 test-install: ## what `pip install .` gives: a wheel, unpacked and used
 	@scripts/install.sh

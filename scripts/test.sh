@@ -3,6 +3,7 @@
 #
 #   scripts/test.sh             everything but the tests marked slow
 #   scripts/test.sh slow        only those marked slow, with lm-eval and heavy clients installed for them
+#   scripts/test.sh replicas    the tests of replicas, with Ray installed for them
 #   scripts/test.sh soak        only the soak, three minutes
 #   scripts/test.sh pypi-torch  the tests that ask torch for a GPU, with PyPI's CUDA build of torch
 #                               (in .venv-pypi, 5.6 GB), as a machine has it that knows PyPI alone
@@ -19,6 +20,11 @@ source "$(dirname "${BASH_SOURCE[0]}")/cpp_tests.sh"
 
 read -r -a pytest_args <<<"${PYTEST_ARGS:-}"
 
+# In no extra that tests are installed with: for its size, and its start of ten seconds.
+install_ray() {
+  quietly pip-ray "$PY" -m pip install --disable-pip-version-check "ray[serve]==2.60.0"
+}
+
 if [ "${1:-}" = slow ]; then
   begin "make test-slow"
   setup_venv eval
@@ -29,13 +35,21 @@ if [ "${1:-}" = slow ]; then
   quietly pip-langchain-tests "$PY" -m pip install --disable-pip-version-check --no-deps \
     "langchain-tests==1.1.9" syrupy pytest-asyncio pytest-socket pytest-benchmark pytest-codspeed \
     pytest-recording vcrpy py-cpuinfo wrapt
-  # Not in [eval]: `make test` skips what needs it, for its size and its start of half a minute.
-  quietly pip-ray "$PY" -m pip install --disable-pip-version-check "ray[serve]==2.60.0"
+  install_ray
   stage "Python tests marked slow (pytest)"
   status=0
   "$PY" -m pytest -m slow --durations=0 --durations-min=5 "${pytest_args[@]}" || status=$?
   [ "$status" -ne 5 ] || say "no test is marked slow"
   exit $((status == 5 ? 0 : status))
+fi
+
+if [ "${1:-}" = replicas ]; then
+  begin "make test-replicas"
+  setup_venv dev
+  install_ray
+  stage "Python: tests of replicas on Ray (pytest)"
+  "$PY" -m pytest --durations=8 --durations-min=5 "${pytest_args[@]}" tests/py/replicas tests/py/repo/test_exports.py
+  exit 0
 fi
 
 if [ "${1:-}" = soak ]; then

@@ -21,7 +21,7 @@ from flexinfer.sampling_params import SamplingParams
 from helpers.free_port import free_port
 from helpers.serving import MODEL
 
-pytest.importorskip("ray", reason="replicas need Ray: scripts/test.sh slow installs it")
+pytest.importorskip("ray", reason="replicas need Ray: make test-replicas installs it")
 pytestmark = pytest.mark.slow
 
 START_TIMEOUT_S = 150

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray", reason="replicas need Ray: scripts/test.sh slow installs it")
+pytest.importorskip("ray", reason="replicas need Ray: make test-replicas installs it")
 pytestmark = pytest.mark.slow
 
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
