@@ -61,7 +61,7 @@ class ServerState:
         )
         self.adapters = ServedAdapters(llm, settings)
         self.large_bodies = Turnstile()
-        self.grammars = Turnstile()
+        self.grammars = Turnstile(self.limits.has_others)
         self.conversations = ConversationStore(llm, settings)
         self.responses = ResponseStore(
             equal_share(

@@ -286,19 +286,30 @@ def test_a_turn_lasts_as_long_as_its_thread_though_the_caller_goes(
     asyncio.run(run())
 
 
-def test_after_a_long_turn_the_tenants_next_one_waits_a_second_at_most(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("worked_s", "has_others", "rest_s"),
+    [
+        (0.01, True, 0),  # a burst
+        (0.04, True, 0.02 / bodies.TURNS_S_PER_S),
+        (30, True, bodies.MAX_TURN_REST_S),
+        (0.04, False, 0.04 * bodies.REST),
+        (30, False, bodies.MAX_REST_ALONE_S),
+    ],
+)
+def test_after_a_turn_the_tenants_next_one_waits_for_the_sake_of_others(
+    worked_s: float, has_others: bool, rest_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> list[float]:
         loop = asyncio.get_running_loop()
         rests: list[float] = []
         monkeypatch.setattr(loop, "call_later", lambda delay, *_: rests.append(delay))
         now_s = loop.time()
-        async with Turnstile().turn("a"):
-            monkeypatch.setattr(loop, "time", lambda: now_s + 30)
+        monkeypatch.setattr(loop, "time", lambda: now_s)
+        async with Turnstile(lambda tenant: has_others).turn("a"):
+            monkeypatch.setattr(loop, "time", lambda: now_s + worked_s)
         return rests
 
-    assert asyncio.run(run()) == [bodies.MAX_TURN_REST_S]
+    assert asyncio.run(run()) == pytest.approx([rest_s])
 
 
 # Texts beyond the context are refused before they are tokenized.

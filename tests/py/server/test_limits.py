@@ -16,6 +16,7 @@ import pytest
 
 from flexinfer import LLMEngine
 from flexinfer.async_llm import AsyncLLM
+from flexinfer.server.http import limits
 from helpers.serving import MODEL, make_llm, serving, settings
 from helpers.waiting import until
 
@@ -305,3 +306,27 @@ def test_a_dead_engine_is_told_to_everybody() -> None:
         assert answer.json()["error"]["code"] == "engine_dead"
         assert httpx.get(f"{url}/health", timeout=60).status_code == 503
         assert httpx.get(f"{url}/ready", timeout=60).status_code == 503
+
+
+def test_a_tenant_has_others_while_they_were_served_of_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(limits.time, "monotonic", lambda: now_s)
+    made = limits.Limits(num_running=4, num_waiting=0, per_key=None)
+
+    def serve(tenant: str) -> None:
+        with made.hold(tenant, 1):
+            pass
+
+    serve("a")
+    assert not made.has_others("a")
+    assert made.has_others("b")
+    serve("b")
+    assert made.has_others("a")
+    now_s += limits.RECENT_S
+    serve("a")
+    assert not made.has_others("a")
+    serve("b")
+    serve("a")
+    assert made.has_others("a")

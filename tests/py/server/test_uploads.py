@@ -13,27 +13,38 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from flexinfer.server.http import connection, limits, uploads
+from flexinfer.server.http import allowance, connection, limits
+from flexinfer.server.http.allowance import Allowance
 from flexinfer.server.http.connection import Connection
-from flexinfer.server.http.limits import BodyLimitMiddleware
-from flexinfer.server.http.uploads import BURST_BYTES, BYTES_PER_S, Uploads
+from flexinfer.server.http.limits import UPLOAD_BYTES_PER_S, BodyLimitMiddleware
 
 MIB = 1 << 20
 
 
 def test_a_burst_is_free_and_what_comes_after_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
-    monkeypatch.setattr(uploads.time, "monotonic", lambda: now_s)
-    made = Uploads()
-    assert [made.delay_s("a", MIB) for _ in range(BURST_BYTES // MIB)] == [0] * (BURST_BYTES // MIB)
-    assert made.delay_s("a", MIB) == pytest.approx(MIB / BYTES_PER_S)
-    assert made.delay_s("a", MIB) == pytest.approx(2 * MIB / BYTES_PER_S)
-    assert made.delay_s("b", MIB) == 0  # a tenant of its own
-    now_s += 2 * MIB / BYTES_PER_S
-    assert made.delay_s("a", MIB) == pytest.approx(MIB / BYTES_PER_S)
+    monkeypatch.setattr(allowance.time, "monotonic", lambda: now_s)
+    made = Allowance(per_s=4, burst=8)
+    assert [made.delay_s("a", 1) for _ in range(8)] == [0] * 8
+    assert made.delay_s("a", 1) == 0.25
+    assert made.delay_s("a", 1) == 0.5
+    assert made.delay_s("b", 1) == 0  # a tenant of its own
+    now_s += 0.5
+    assert made.delay_s("a", 1) == 0.25
     now_s += 1000  # rest is not saved beyond a burst
-    assert made.delay_s("a", BURST_BYTES) == 0
-    assert made.delay_s("a", MIB) == pytest.approx(MIB / BYTES_PER_S)
+    assert made.delay_s("a", 8) == 0
+    assert made.delay_s("a", 1) == 0.25
+
+
+def test_no_delay_is_longer_than_the_longest_nor_left_for_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(allowance.time, "monotonic", lambda: now_s)
+    made = Allowance(per_s=4, burst=8, max_delay_s=3)
+    assert made.delay_s("a", 1000) == 3
+    now_s += 3
+    assert made.delay_s("a", 1) == 0.25
 
 
 @pytest.mark.parametrize(("num_bytes", "num_waits"), [(256 << 10, 0), (32 * MIB, 24 * 4 - 1)])
@@ -49,7 +60,7 @@ def test_a_tenants_body_is_read_at_the_pace_of_all_its_bodies(
         slept_s.append(seconds)
         now_s += seconds
 
-    monkeypatch.setattr(uploads.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(allowance.time, "monotonic", lambda: now_s)
     monkeypatch.setattr(limits.asyncio, "sleep", sleep)
     left = num_bytes
 
@@ -68,7 +79,7 @@ def test_a_tenants_body_is_read_at_the_pace_of_all_its_bodies(
     scope = {"type": "http", "headers": [], "path": "/", "state": {"tenant": "a"}}
     asyncio.run(BodyLimitMiddleware(app, 64 * MIB)(scope, receive, send))
     assert sum(one > 0 for one in slept_s) == num_waits
-    assert sum(slept_s) == pytest.approx(num_waits * (256 << 10) / BYTES_PER_S)
+    assert sum(slept_s) == pytest.approx(num_waits * (256 << 10) / UPLOAD_BYTES_PER_S)
 
 
 class Trickle:

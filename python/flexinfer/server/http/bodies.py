@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import BaseModel
 from pydantic_core import from_json
 
+from flexinfer.server.http.allowance import Allowance
 from flexinfer.server.http.errors import bad_request
 from flexinfer.server.http.long_lists import validate_lists
 
@@ -34,9 +35,11 @@ LONG_REST = 250
 """The same after a slice that could not be cut: those must be too rare to be seen by others. The
 model takes longer for what can be read so long."""
 MAX_REST_S = 4.0
-TURN_REST = 20
-"""The same after a grammar, which takes a core's time."""
-MAX_TURN_REST_S = 1.0
+TURNS_S_PER_S = 0.005
+"""What a tenant's grammars may take of a core for long, beyond a burst, while others are served."""
+TURNS_BURST_S = 0.02
+MAX_TURN_REST_S = 8.0
+MAX_REST_ALONE_S = 1.0
 """A turn's length is the clock's, which goes on while others have the cores."""
 PIECE_BYTES = 128 << 10
 BRACE_OF_BRACKET = ord("{") ^ ord("[")
@@ -131,8 +134,11 @@ class Turnstile:
     loop's, grammars of a core's. For one event loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_others: Callable[[str], bool] = lambda tenant: True) -> None:
+        """has_others: whether any but this tenant has been served of late."""
+        self._has_others = has_others
         self._locks: dict[str, asyncio.Lock] = {}
+        self._turns = Allowance(TURNS_S_PER_S, TURNS_BURST_S, MAX_TURN_REST_S)
 
     @asynccontextmanager
     async def reading(self, tenant: str) -> AsyncIterator[Pace]:
@@ -155,7 +161,10 @@ class Turnstile:
         work: list[Future[Any]] = []
 
         def rest() -> None:
-            rest_s = min(TURN_REST * (loop.time() - start_s), MAX_TURN_REST_S)
+            worked_s = loop.time() - start_s
+            rest_s = self._turns.delay_s(tenant, worked_s)
+            if not self._has_others(tenant):
+                rest_s = min(rest_s, REST * worked_s, MAX_REST_ALONE_S)
             loop.call_later(rest_s, lock.release)
 
         def rest_soon(_: Future[Any]) -> None:

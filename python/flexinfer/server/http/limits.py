@@ -11,12 +11,19 @@ from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from flexinfer.server.http.allowance import Allowance
 from flexinfer.server.http.errors import APIError, bad_request, error_response
-from flexinfer.server.http.uploads import Uploads
 
 MAX_RETRY_AFTER_S = 60
 PACE_WINDOW = 64
 """Sequences whose ends tell how fast a queue drains."""
+RECENT_S = 60.0
+"""A tenant that was served so long ago is there."""
+UPLOAD_BYTES_PER_S = 4 << 20
+"""Of a tenant's large bodies together: a million of tokens, which no engine computes. What arrives
+takes of the event loop, whatever is made of it later: four connections that sent as fast as they
+could took a third of it."""
+UPLOAD_BURST_BYTES = 8 << 20
 
 
 class Limits:
@@ -32,6 +39,7 @@ class Limits:
         self._num_running = num_running
         self._per_key = per_key
         self._active_of: Counter[str] = Counter()
+        self._last_s: dict[str, float] = {}  # by tenant; the latest one stands last
         self._ends: deque[float] = deque(maxlen=PACE_WINDOW)
         self._busy_since_s = 0.0
 
@@ -45,6 +53,8 @@ class Limits:
             self._busy_since_s = time.monotonic()
         self.num_active += num_sequences
         self._active_of[tenant] += num_sequences
+        self._last_s.pop(tenant, None)
+        self._last_s[tenant] = time.monotonic()
         try:
             yield
         finally:
@@ -53,6 +63,11 @@ class Limits:
             if not self._active_of[tenant]:
                 del self._active_of[tenant]
             self._ends.extend([time.monotonic()] * num_sequences)
+
+    def has_others(self, tenant: str) -> bool:
+        """Whether anybody else has been served of late."""
+        latest = next((other for other in reversed(self._last_s) if other != tenant), None)
+        return latest is not None and time.monotonic() - self._last_s[latest] < RECENT_S
 
     @property
     def retry_after_s(self) -> int:
@@ -94,12 +109,12 @@ class Limits:
 
 class BodyLimitMiddleware:
     """Answers 413 to bodies above a size, whether they say their length or not; reads those that
-    are long at a tenant's pace."""
+    are long at a tenant's pace: what it sends faster waits in its own sockets."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
-        self._uploads = Uploads()
+        self._uploads = Allowance(UPLOAD_BYTES_PER_S, UPLOAD_BURST_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
