@@ -30,14 +30,11 @@ from flexinfer.attention.base import (
 from flexinfer.attention.latent import latent_of
 from flexinfer.attention.selection import attend_selected
 from flexinfer.errors import UnsupportedModelError
+from flexinfer.runtime.torch_operators import define_operators
 
 ATTENTION_NAME = "flexinfer"
 PROBE_NAME = "flexinfer_probe"
 NAMES = (ATTENTION_NAME, PROBE_NAME)
-OPERATOR = (
-    "attention(Tensor query, Tensor key, Tensor value, int layer_idx, float? scaling, "
-    "int? sliding_window, float? softcap, Tensor? sinks) -> Tensor"
-)
 
 ProbeCall = Callable[
     [torch.nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, AttentionOptions, dict[str, Any]],
@@ -136,10 +133,7 @@ def _attend_through(model: torch.nn.Module, name: str) -> Iterator[None]:
 
 @cache
 def register() -> torch.library.Library:
-    """Make the names known to transformers and the operator to torch; once a process.
-
-    The operator lives as long as the library object that defines it: the cache keeps it.
-    """
+    """Make the names known to transformers and the operator to torch; once a process."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
@@ -147,11 +141,14 @@ def register() -> torch.library.Library:
     # The engine's name has no mask function: transformers then makes no mask and asks no question
     # of the positions, whose answer would cost a synchronisation with the GPU in every step.
     AttentionMaskInterface.register(PROBE_NAME, probe_mask)
-    library = torch.library.Library("flexinfer", "FRAGMENT")  # type: ignore[no-untyped-call]
-    library.define(OPERATOR)  # type: ignore[no-untyped-call]
-    library.impl("attention", attention_operator, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake("flexinfer::attention", attention_shape, lib=library)
-    return library
+    return define_operators(
+        (
+            "attention(Tensor query, Tensor key, Tensor value, int layer_idx, float? scaling, "
+            "int? sliding_window, float? softcap, Tensor? sinks) -> Tensor",
+            attention_operator,
+            attention_shape,
+        )
+    )
 
 
 def attention_forward(

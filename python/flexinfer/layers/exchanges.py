@@ -23,10 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-OPERATORS = (
-    "rank_sum_(Tensor(a!) part, Tensor(b!) order, int exchanges) -> ()",
-    "rank_gather(Tensor part, Tensor(a!) order, int exchanges, int width) -> Tensor",
-)
+from flexinfer.runtime.torch_operators import define_operators
 
 _exchanges: WeakValueDictionary[int, Exchanges] = WeakValueDictionary()
 _next_number = count()
@@ -127,17 +124,19 @@ def exchanges_of(model: torch.nn.Module) -> Exchanges:
 
 @cache
 def register() -> torch.library.Library:
-    """Make the operators known to torch; once a process. They live as long as the library."""
-    library = torch.library.Library("flexinfer", "FRAGMENT")  # type: ignore[no-untyped-call]
-    for operator in OPERATORS:
-        library.define(operator)  # type: ignore[no-untyped-call]
-    for name, function, shape in (
-        ("rank_sum_", _rank_sum, _rank_sum_shape),
-        ("rank_gather", _rank_gather, _rank_gather_shape),
-    ):
-        library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"flexinfer::{name}", shape, lib=library)
-    return library
+    """Make the operators known to torch; once a process."""
+    return define_operators(
+        (
+            "rank_sum_(Tensor(a!) part, Tensor(b!) order, int exchanges) -> ()",
+            _rank_sum,
+            _rank_sum_shape,
+        ),
+        (
+            "rank_gather(Tensor part, Tensor(a!) order, int exchanges, int width) -> Tensor",
+            _rank_gather,
+            _rank_gather_shape,
+        ),
+    )
 
 
 def _rank_sum(part: torch.Tensor, order: torch.Tensor, exchanges: int) -> None:

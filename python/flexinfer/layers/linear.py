@@ -23,11 +23,7 @@ import torch
 
 from flexinfer.layers import rows as row_ops
 from flexinfer.layers.adapters import LayerAdapters, are_in_force
-
-OPERATORS = (
-    "linear(Tensor x, Tensor? residual, int layer, int out_features) -> Tensor",
-    "gated_linear(Tensor x, int layer, int width) -> Tensor",
-)
+from flexinfer.runtime.torch_operators import define_operators
 
 _layers: WeakValueDictionary[int, Linear] = WeakValueDictionary()
 _next_layer = count()
@@ -139,17 +135,19 @@ def silu_gates(outputs: torch.Tensor) -> torch.Tensor:
 
 @cache
 def register() -> torch.library.Library:
-    """Make the operators known to torch; once a process. They live as long as the library."""
-    library = torch.library.Library("flexinfer", "FRAGMENT")  # type: ignore[no-untyped-call]
-    for operator in OPERATORS:
-        library.define(operator)  # type: ignore[no-untyped-call]
-    for name, function, shape in (
-        ("linear", _linear, _linear_shape),
-        ("gated_linear", _gated_linear, _gated_linear_shape),
-    ):
-        library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"flexinfer::{name}", shape, lib=library)
-    return library
+    """Make the operators known to torch; once a process."""
+    return define_operators(
+        (
+            "linear(Tensor x, Tensor? residual, int layer, int out_features) -> Tensor",
+            _linear,
+            _linear_shape,
+        ),
+        (
+            "gated_linear(Tensor x, int layer, int width) -> Tensor",
+            _gated_linear,
+            _gated_linear_shape,
+        ),
+    )
 
 
 def _linear(

@@ -13,11 +13,7 @@ from functools import cache
 import torch
 
 from flexinfer.layers import rows as row_ops
-
-OPERATORS = (
-    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
-    "rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor",
-)
+from flexinfer.runtime.torch_operators import define_operators
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -34,17 +30,15 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 @cache
 def register() -> torch.library.Library:
-    """Make the operators known to torch; once a process. They live as long as the library."""
-    library = torch.library.Library("flexinfer", "FRAGMENT")  # type: ignore[no-untyped-call]
-    for operator in OPERATORS:
-        library.define(operator)  # type: ignore[no-untyped-call]
-    for name, function, shape in (
-        ("rms_norm", row_ops.rms_norm, _rms_norm_shape),
-        ("rotate", row_ops.rotate, _rotate_shape),
-    ):
-        library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"flexinfer::{name}", shape, lib=library)
-    return library
+    """Make the operators known to torch; once a process."""
+    return define_operators(
+        (
+            "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
+            row_ops.rms_norm,
+            _rms_norm_shape,
+        ),
+        ("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", row_ops.rotate, _rotate_shape),
+    )
 
 
 def _rms_norm_shape(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
