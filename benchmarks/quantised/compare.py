@@ -1,6 +1,6 @@
 """Quantised weights against llama.cpp's, one round an invocation; see README.md beside this file.
 
-python benchmarks/quantised/compare.py --llama-bin DIR --json FILE [--folder DIR] [--layers N]
+python benchmarks/quantised/compare.py --llama-bin DIR --json FILE [--shape 7b --ways int4]
 
 Rounds that are in the file already count too, and the medians are taken anew.
 """
@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "serving_http"))
 
 import httpx
 from load import NUM_BATCH, NUM_NEW, NUM_PROMPT, REPETITIONS, prompts_of
-from model import KINDS, make_model
+from model import KINDS, SHAPES, make_model
 from processes import Server
 from provenance import write_report
 
@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--llama-bin", type=Path, required=True, help="where llama-bench is")
     parser.add_argument("--json", type=Path, required=True, help="the numbers, kept and added to")
     parser.add_argument("--folder", type=Path, default=Path("build/quantised"), help="for models")
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--layers", type=int, help="fewer than the model has")
+    parser.add_argument("--ways", default=",".join(KINDS), help="to quantise: int8, int4 or both")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--measures", default=",".join(MEASURES))
     parser.add_argument(
@@ -59,14 +61,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         False,
     ):
         parser.error("the processor's time is compared of one thread, without batch")
-    folder = make_model(arguments.folder, arguments.layers, arguments.llama_bin)
+    kinds = {way: KINDS[way] for way in arguments.ways.split(",")}
+    folder = make_model(
+        arguments.folder, arguments.shape, arguments.layers, list(kinds), arguments.llama_bin
+    )
     rounds = _rounds_in(arguments.json)
     with ExitStack() as stack:
         threads, clock = arguments.threads, arguments.clock
-        ours = {way: stack.enter_context(Ours(folder, way, threads, clock)) for way in KINDS}
+        ours = {way: stack.enter_context(Ours(folder, way, threads, clock)) for way in kinds}
         load_before = os.getloadavg()
         found: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds")}
-        for way, kind in KINDS.items():
+        for way, kind in kinds.items():
             sides: dict[str, Callable[[str], Any]] = {
                 f"flexinfer {way}": ours[way].measure,
                 f"llama.cpp {kind}": partial(_llama, folder / f"{kind}.gguf", arguments),
@@ -80,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rounds.append(found)
     table = _table(rounds)
     _show(table)
-    body = {"layers": arguments.layers, "medians": table, "rounds": rounds}
+    model = {"shape": arguments.shape, "layers": arguments.layers}
+    body = {**model, "medians": table, "rounds": rounds}
     write_report(arguments.json, "quantised", body, load_before=load_before)
 
 

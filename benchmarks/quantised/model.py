@@ -1,53 +1,64 @@
-"""The model that is compared: layers as those of Llama 3.2 1B, random weights, as a folder for
-FlexInfer and as GGUF files for llama.cpp, with the same numbers before quantisation."""
+"""The models that are compared, of known shapes and random weights: each as a folder for FlexInfer
+and as GGUF files for llama.cpp, with the same numbers before quantisation."""
 
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 VOCAB_SIZE = 32_000
+SHAPES = {
+    "1b": {"hidden_size": 2048, "num_hidden_layers": 16},
+    "3b": {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24},
+    "7b": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14_336},
+}
+"""Llama 3.2 1B and 3B, Mistral 7B, where they differ from one another."""
 KINDS = {"int8": "Q8_0", "int4": "Q4_0"}
 """Our name -> llama.cpp's."""
 
 
-def make_model(folder: Path, num_layers: int, llama_bin: Path) -> Path:
-    """The folder with the model in it; what is missing is made."""
-    path = folder / f"layers-{num_layers}"
+def make_model(
+    folder: Path, shape: str, num_layers: int | None, ways: Sequence[str], llama_bin: Path
+) -> Path:
+    """The folder with the model in it, and a GGUF file for each way; what is missing is made."""
+    path = folder / (shape if num_layers is None else f"{shape}-layers-{num_layers}")
     if not (path / "model.safetensors").exists():
-        _draw(num_layers).save_pretrained(path)
+        _draw(shape, num_layers).save_pretrained(path, max_shard_size="100GB")
     plain = path / "BF16.gguf"
-    if not plain.exists():
-        write_gguf(path, plain)
-    for kind in KINDS.values():
+    for kind in [KINDS[way] for way in ways]:
         quantised = path / f"{kind}.gguf"
         if not quantised.exists():
+            if not plain.exists():
+                write_gguf(path, plain)
             # As ours: the head has 8 bits.
             options = ["--output-tensor-type", "q8_0"]
             command = [llama_bin / "llama-quantize", *options, plain, quantised, kind, "2"]
             subprocess.run(command, check=True, capture_output=True)
+    plain.unlink(missing_ok=True)
     return path
 
 
-def _draw(num_layers: int) -> Any:
+def _draw(shape: str, num_layers: int | None) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=num_layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=3,
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 3,
+    } | SHAPES[shape]
+    if num_layers is not None:
+        settings["num_hidden_layers"] = num_layers
+    config = LlamaConfig(**settings)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     model = model.to(torch.bfloat16).to_empty(device="cpu")

@@ -28,19 +28,24 @@ def main() -> None:
     """Load, and measure what is asked for."""
     folder, quantization, threads, _ = sys.argv[1:]
     begun = time.monotonic()
-    llm = LLM(
-        folder,
-        quantization=quantization,
-        dtype="bfloat16",
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        max_model_len=1024,
-        kv_cache_memory_bytes=KV_BYTES,
-        threads=int(threads),
-    )
+    with PeakMemory() as memory:
+        llm = LLM(
+            folder,
+            quantization=quantization,
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            max_model_len=1024,
+            kv_cache_memory_bytes=KV_BYTES,
+            threads=int(threads),
+        )
     llm.llm_engine.warm_up()
     generate(llm, 1, 16, 4)
-    print(json.dumps({"load_s": time.monotonic() - begun}), flush=True)
+    loaded = {
+        "load_s": time.monotonic() - begun,
+        "load_peak_mib": memory.peak_bytes / MIB,
+    }
+    print(json.dumps(loaded), flush=True)
     for line in sys.stdin:
         print(json.dumps(MEASURES[line.strip()](llm)), flush=True)
     llm.close()
