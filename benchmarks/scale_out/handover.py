@@ -29,7 +29,8 @@ from provenance import write_report
 
 from flexinfer.handover.channel import Channel
 from flexinfer.handover.parcels import Delivery, Identity
-from flexinfer.handover.planes import Peer, PlaneViews, receive_planes, send_planes
+from flexinfer.handover.plane_views import PlaneViews
+from flexinfer.handover.planes import Peer, receive_planes, send_planes
 from flexinfer.vtensor import KVSpec, VTensor, VTensorManager
 
 IDENTITY = Identity("benchmark", "none")

@@ -1,5 +1,5 @@
 """Hand-over between machines, with one copy: a vTensor is contiguous, so each of its planes is one
-send of torch.distributed, from its own memory into the receiver's.
+send of torch.distributed, from its own memory into the receiver's (plane_views.py).
 
     sender                                         receiver
     header: identity, layout, tokens, salt   -->   checked; a vTensor is made and extended
@@ -12,7 +12,6 @@ its timeout.
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from flexinfer.errors import HandoverError, OutOfMemoryError
 from flexinfer.handover.parcels import Identity
+from flexinfer.handover.plane_views import PlaneViews, create_room, manager_of
 from flexinfer.vtensor import VTensor, VTensorManager
 
 if TYPE_CHECKING:
     import torch
 
 MAX_HEADER_BYTES = 64 << 20
+LAYOUT_DIFFERS = "the planes' heads, dtype, layers or windows differ, or with windows chunk_bytes"
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ class Peer:
 def send_planes(
     peer: Peer, identity: Identity, vtensor: VTensor, tokens: Sequence[int], salt: str = ""
 ) -> None:
-    """The KV of these tokens, all that the vTensor has. Raises HandoverError where the receiver
-    refuses it, with its reason, and for what cannot be sent so."""
+    """The KV of these tokens, which are all that the vTensor has. Raises HandoverError where the
+    receiver refuses it, with its reason, and for what cannot be sent so."""
     manager = manager_of(vtensor)
     check_planes(manager)
     if len(tokens) != vtensor.num_tokens:
@@ -109,14 +110,9 @@ def receive_planes(
         check_planes(manager)
         identity.check(Identity(str(header.get("model")), str(header.get("tokenizer"))))
         if header["planes"] != plane_layout(manager):
-            raise HandoverError("the planes' heads, dtype or layers differ")
+            raise HandoverError(LAYOUT_DIFFERS)
         tokens, salt = [int(token) for token in header["tokens"]], str(header["salt"])
-        vtensor = manager.create(cache_salt=salt, expected_tokens=len(tokens))
-        try:
-            vtensor.extend(len(tokens))
-        except BaseException:
-            vtensor.release()
-            raise
+        vtensor = create_room(manager, salt, len(tokens))
     except (HandoverError, OutOfMemoryError, ValueError, KeyError, TypeError) as error:
         peer.send_text(json.dumps(str(error)))
         raise error if isinstance(error, OutOfMemoryError) else HandoverError(str(error)) from None
@@ -136,52 +132,14 @@ def check_planes(manager: VTensorManager) -> None:
     device = manager.k(spec.groups[0].layers[0]).device
     for is_given, what in (
         (device.type != "cpu", f"they are on {device}"),
-        (bool(spec.windows), "layers with a window give rows back"),
         (bool(spec.states), "recurrent states stay behind"),
-        (len(spec.groups) > 1, "layers of several shapes have tokens of several sizes"),
     ):
         if is_given:
             raise HandoverError(f"planes cannot be sent over a network: {what}")
 
 
-class PlaneViews:
-    """The planes of a vTensor as torch tensors of bytes, [num_tokens * bytes of a token], over its
-    own memory. Valid within the `with`."""
-
-    def __init__(self, vtensor: VTensor) -> None:
-        self._vtensor = vtensor
-        self._views: list[Any] = []
-
-    def __enter__(self) -> list[torch.Tensor]:
-        import torch
-
-        manager, vtensor = manager_of(self._vtensor), self._vtensor
-        token_bytes = manager.spec.plane_token_bytes
-        (group,) = manager.spec.groups
-        for layer in group.layers:
-            self._views.append(vtensor.k(layer))
-            if group.value_dim:
-                self._views.append(vtensor.v(layer))
-        starts: list[int] = []
-        for address in sorted(view.data_ptr() for view in self._views):
-            if not starts or address - starts[-1] >= token_bytes:
-                starts.append(address)
-        num_bytes = vtensor.num_tokens * token_bytes
-        return [
-            torch.frombuffer((ctypes.c_char * num_bytes).from_address(start), dtype=torch.uint8)
-            for start in starts
-        ]
-
-    def __exit__(self, *_: object) -> None:
-        self._views.clear()
-
-
-def manager_of(vtensor: VTensor) -> VTensorManager:
-    manager = vtensor._manager
-    assert isinstance(manager, VTensorManager)
-    return manager
-
-
 def plane_layout(manager: VTensorManager) -> str:
-    """Chunks may be of other sizes there."""
-    return repr([manager.spec.num_planes, [repr(group) for group in manager.spec.groups]])
+    """Chunks may be of other sizes there, but where a window gives rows of them back."""
+    spec = manager.spec
+    rows = [manager.chunk_bytes] if spec.windows else []
+    return repr([spec.num_planes, [repr(group) for group in spec.groups], *rows])

@@ -118,6 +118,7 @@ class VTensorManager(OpenCore):
         options.swap_directory = swap_directory or ""
         self.chunk_bytes: int = options.chunk_bytes
         self.max_requests = max_requests
+        self.step_tokens = step_tokens
         self._core = self._open(driver, options)
         self._closed = False
 

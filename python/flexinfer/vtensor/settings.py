@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from flexinfer import _vtensor
 from flexinfer.runtime.units import parse_bytes
+from flexinfer.vtensor.planes import lasting_planes
 from flexinfer.vtensor.spec import KVSpec
-from flexinfer.vtensor.state import lasting_planes
 
 HUGE_PAGE_BYTES = 2 << 20
 _DEFAULT_BUDGET_FRACTION = 0.5

@@ -11,12 +11,13 @@ under the one budget: a vTensor of `num_tokens` tokens, whose bytes are read as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar, Literal
 
 from flexinfer.vtensor.groups import KVGroup, check_int, set_fields
+from flexinfer.vtensor.planes import Plane, lasting_planes
 
 MIN_TOKENS = 8
 """Of a state, so that a digest may be the tokens under which it is recorded."""
@@ -65,19 +66,10 @@ class StateGroup:
 
 
 @dataclass(frozen=True)
-class StatePlane:
-    """A plane that keeps all tokens, named by the tensor at its beginning."""
-
-    layer: int
-    which: Literal["k", "v"]
-    token_bytes: int
-
-
-@dataclass(frozen=True)
 class StatePlace:
     """Where one tensor begins in each slot of a plane."""
 
-    plane: StatePlane
+    plane: Plane
     offset_bytes: int
 
 
@@ -114,20 +106,3 @@ class StateLayout:
             used[plane] += -(-tensor.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         num_tokens = max(MIN_TOKENS, *(-(-used[plane] // plane.token_bytes) for plane in planes))
         return cls(tuple(tensors), tuple(places), num_tokens)
-
-
-def lasting_planes(groups: Iterable[KVGroup]) -> Iterator[StatePlane]:
-    """Planes of which nothing is given back while a vTensor lives."""
-    for group in groups:
-        if group.window is not None:
-            continue
-        key_bytes = group.num_kv_heads * group.key_dim * group.element_bytes
-        value_bytes = group.num_kv_heads * group.value_dim * group.element_bytes
-        per_plane = group.layers_per_plane or len(group.layers)
-        for layer in group.layers[::per_plane]:
-            if per_plane > 1:
-                yield StatePlane(layer, "k", (key_bytes + value_bytes) * per_plane)
-                continue
-            yield StatePlane(layer, "k", key_bytes)
-            if value_bytes:
-                yield StatePlane(layer, "v", value_bytes)

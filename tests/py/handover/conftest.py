@@ -10,6 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from flexinfer import LLM
     from flexinfer.async_llm import AsyncLLM
+    from flexinfer.handover.planes import Peer
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,14 @@ def prefiller() -> Iterator[AsyncLLM]:
     made = make_llm(role="prefill")
     yield made
     made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[tuple[Peer, Peer]]:
+    from helpers.gloo_pair import gloo_pair
+
+    with gloo_pair() as made:
+        yield made
 
 
 @pytest.fixture

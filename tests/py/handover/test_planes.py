@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
-import torch.distributed as dist
 
 from flexinfer.errors import HandoverError, OutOfMemoryError
 from flexinfer.handover.parcels import Identity
 from flexinfer.handover.planes import Peer, receive_planes, send_planes
-from flexinfer.vtensor import KVGroup, KVSpec, VTensor, VTensorManager
+from flexinfer.vtensor import KVSpec, VTensor, VTensorManager
+from helpers.gloo_pair import together
 
 IDENTITY = Identity("model", "tokenizer")
 TOKENS = list(range(21))
@@ -31,35 +27,6 @@ def spec_of(layers_per_plane: int) -> KVSpec:
 def open_manager(spec: KVSpec, **options: Any) -> VTensorManager:
     given = {"max_requests": 2, "memory_budget": 1 << 20, "chunk_bytes": 4096, **options}
     return VTensorManager(spec, **given)
-
-
-@pytest.fixture(scope="module")
-def peers() -> Iterator[tuple[Peer, Peer]]:
-    store = dist.HashStore()
-    with ThreadPoolExecutor(2) as threads:
-        making = [
-            threads.submit(dist.ProcessGroupGloo, store, rank, 2, timedelta(seconds=20))
-            for rank in (0, 1)
-        ]
-        first, second = (made.result() for made in making)
-    yield Peer(first, 1), Peer(second, 0)
-    del first, second, making, store
-    gc.collect()  # their sockets: others count open files
-
-
-def together(send: Callable[[], Any], receive: Callable[[], Any]) -> tuple[Any, Any]:
-    """What both came to: a result or an error."""
-
-    def outcome(act: Callable[[], Any]) -> Any:
-        try:
-            return act()
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(1) as threads:
-        sending = threads.submit(outcome, send)
-        received = outcome(receive)
-        return sending.result(), received
 
 
 def filled(manager: VTensorManager) -> VTensor:
@@ -127,31 +94,8 @@ def test_what_does_not_fit_is_refused_at_both_ends_before_a_plane_is_sent(
         assert receiver.stats().num_vtensors == 0
 
 
-def test_kv_that_is_not_whole_planes_is_refused(peers: tuple[Peer, Peer]) -> None:
-    windowed = KVSpec.of_groups([KVGroup((0,), 2, 16, 16, window=8)], max_seq_len=64)
-    several = KVSpec.of_groups([KVGroup((0,), 2, 16, 16), KVGroup((1,), 4, 16, 16)], 64)
-    for spec, why in ((windowed, "window"), (several, "several shapes")):
-        with open_manager(spec) as manager:
-            vtensor = manager.create()
-            vtensor.extend(4)
-            with pytest.raises(HandoverError, match=why):
-                send_planes(peers[0], IDENTITY, vtensor, TOKENS[:4])
-
-
 def test_tokens_must_be_those_that_the_vtensor_has(peers: tuple[Peer, Peer]) -> None:
     with open_manager(spec_of(4)) as manager:
         vtensor = filled(manager)
         with pytest.raises(HandoverError, match="3 tokens for a vTensor of 21"):
             send_planes(peers[0], IDENTITY, vtensor, TOKENS[:3])
-
-
-def test_a_receiver_whose_kv_is_not_whole_planes_says_so(peers: tuple[Peer, Peer]) -> None:
-    windowed = KVSpec.of_groups([KVGroup((0,), 2, 16, 16, window=8)], max_seq_len=64)
-    with open_manager(spec_of(4)) as sender, open_manager(windowed) as receiver:
-        vtensor = filled(sender)
-        sent, received = together(
-            lambda: send_planes(peers[0], IDENTITY, vtensor, TOKENS),
-            lambda: receive_planes(peers[1], IDENTITY, receiver),
-        )
-        assert "window" in str(received)
-        assert str(received) in str(sent)

@@ -13,13 +13,8 @@ from flexinfer.errors import HandoverError
 from flexinfer.handover.channel import Channel, close_files
 from flexinfer.handover.network import NetworkChannel, invited, inviting, meeting_of
 from flexinfer.handover.parcels import Delivery, Identity
-from flexinfer.handover.planes import (
-    check_planes,
-    manager_of,
-    plane_layout,
-    receive_planes,
-    send_planes,
-)
+from flexinfer.handover.plane_views import manager_of, num_bytes_sent
+from flexinfer.handover.planes import check_planes, plane_layout, receive_planes, send_planes
 from flexinfer.server.handover.socket_path import check_free, check_path, listen
 from flexinfer.types import TokensPrompt
 
@@ -272,7 +267,7 @@ class _TakenPlanes:
 
 def _bytes_of(vtensor: VTensor) -> int:
     """Of KV, without what is left of its chunks."""
-    return vtensor.num_tokens * manager_of(vtensor).spec.bytes_per_token
+    return num_bytes_sent(manager_of(vtensor), vtensor.num_tokens)
 
 
 def endpoint_of(path: Path | None, address: str | None, key: str | None) -> Endpoint | None:
