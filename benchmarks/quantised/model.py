@@ -19,13 +19,19 @@ KINDS = {"int8": "Q8_0", "int4": "Q4_0"}
 """Our name -> llama.cpp's."""
 
 
+def make_folder(folder: Path, shape: str, num_layers: int | None) -> Path:
+    """The model for FlexInfer, made if it is missing."""
+    path = folder / (shape if num_layers is None else f"{shape}-layers-{num_layers}")
+    if not (path / "model.safetensors").exists():
+        _draw(shape, num_layers).save_pretrained(path, max_shard_size="100GB")
+    return path
+
+
 def make_model(
     folder: Path, shape: str, num_layers: int | None, ways: Sequence[str], llama_bin: Path
 ) -> Path:
     """The folder with the model in it, and a GGUF file for each way; what is missing is made."""
-    path = folder / (shape if num_layers is None else f"{shape}-layers-{num_layers}")
-    if not (path / "model.safetensors").exists():
-        _draw(shape, num_layers).save_pretrained(path, max_shard_size="100GB")
+    path = make_folder(folder, shape, num_layers)
     plain = path / "BF16.gguf"
     for kind in [KINDS[way] for way in ways]:
         quantised = path / f"{kind}.gguf"

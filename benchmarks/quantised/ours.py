@@ -11,10 +11,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-
+from held import memory_of
 from load import NUM_BATCH, NUM_NEW, NUM_PROMPT, REPETITIONS, prompts_of
 from process_memory import MIB, PeakMemory
 
@@ -86,29 +84,6 @@ def decode_rate(llm: LLM, length: int) -> float:
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
     return NUM_NEW / (now() - begun)
-
-
-def memory_of(llm: LLM) -> dict[str, float]:
-    """MiB: what the process holds after all that, its weights as they are laid out, its KV."""
-    seen: set[int] = set()
-    weights = 0
-    for module in llm.llm_engine.loaded.model.modules():
-        own = getattr(module, "nbytes", None)
-        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if own is not None and not tensors:
-            weights += own
-        for tensor in tensors:
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                weights += tensor.nbytes
-    kv = llm.llm_engine.manager.stats().resident_bytes
-    resident = PeakMemory().see()
-    return {
-        "resident_mib": resident / MIB,
-        "weights_mib": weights / MIB,
-        "kv_mib": kv / MIB,
-        "beside_mib": (resident - weights - kv) / MIB,
-    }
 
 
 MEASURES = {"decode": decode, "prefill": prefill, "batch": batch, "memory": memory_of}

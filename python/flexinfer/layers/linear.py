@@ -46,6 +46,9 @@ class Linear(torch.nn.Module, ABC):
     bias: torch.Tensor | None
     compiles_row_counts = False
     """Whether a number of rows that was not seen before costs a compilation."""
+    block_rows: int | None = None
+    """Rows for which the kernel reads its weight once: blocks of so many cost no more than the
+    whole. None: the more at once the better."""
     adapters: LayerAdapters | None = None
     """What is added for rows that have an adapter; None: the engine has none."""
 

@@ -15,7 +15,8 @@ from flexinfer.layers.recognise import is_known
 
 BLOCK_ROWS = 1024
 """Float32 rows that are computed at once: 2,048 took 65 MiB more of memory in a model of 512 x 8
-layers. In bfloat16 oneDNN loses a tenth of its speed in blocks."""
+layers. In bfloat16 oneDNN loses a tenth of its speed in blocks; kernels that read their weight once
+for each `Linear.block_rows` lose nothing."""
 
 
 class GatedMLP(torch.nn.Module):
@@ -38,19 +39,29 @@ class GatedMLP(torch.nn.Module):
         return {"gate_proj": first, "up_proj": first._replace(first=width)}
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x, residual: [1, tokens, width]; in float32 in blocks of at most BLOCK_ROWS tokens, as
-        few and as equal as can be. Adapters stand by rows of the whole."""
+        """x, residual: [1, tokens, width]; in blocks of tokens. Adapters stand by rows of the
+        whole."""
         num_tokens = x.shape[-2]
-        is_one_block = torch.compiler.is_compiling() or x.dtype != torch.float32
-        if is_one_block or num_tokens <= BLOCK_ROWS or are_in_force():
+        block_rows = self._block_rows(num_tokens, x.dtype)
+        if num_tokens <= block_rows or are_in_force():
             return self._compute(x, residual)
-        num_blocks = -(-num_tokens // BLOCK_ROWS)
         output = x.new_empty(*x.shape[:-1], self.down_proj.out_features)
-        for i in range(num_blocks):
-            block = slice(num_tokens * i // num_blocks, num_tokens * (i + 1) // num_blocks)
+        for first in range(0, num_tokens, block_rows):
+            block = slice(first, first + block_rows)
             added = None if residual is None else residual[..., block, :]
             output[..., block, :] = self._compute(x[..., block, :], added)
         return output
+
+    def _block_rows(self, num_tokens: int, dtype: torch.dtype) -> int:
+        """Of how many rows the hidden numbers are held at once."""
+        if torch.compiler.is_compiling():
+            return num_tokens
+        of_kernels = self.gate_up_proj.block_rows, self.down_proj.block_rows
+        if of_kernels[0] is not None and of_kernels[0] == of_kernels[1]:
+            return of_kernels[0]
+        if dtype != torch.float32 or num_tokens <= BLOCK_ROWS:
+            return num_tokens
+        return -(-num_tokens // -(-num_tokens // BLOCK_ROWS))  # as few and as equal as can be
 
     def _compute(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         if self.is_silu:

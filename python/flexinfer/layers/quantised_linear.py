@@ -29,6 +29,9 @@ NIBBLES = (0, 4, 1, 5), (2, 6, 3, 7)
 class QuantisedLinear(OpaqueLinear):
     """x [..., in_features] -> [..., out_features]"""
 
+    block_rows = 240
+    """`kBlockRows` of the kernel."""
+
     def __init__(
         self, source: QuantisedTensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> None:

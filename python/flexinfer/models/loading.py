@@ -34,13 +34,16 @@ def load_model(
 
     Raises UnsupportedModelError, before any weight is read where the config tells enough.
     """
+    from flexinfer.runtime.library_pages import let_go_of_library_pages
     from flexinfer.runtime.torch_settings import large_blocks_apart, return_freed_memory
 
     config = resolve_config(model)
     with large_blocks_apart():
         loaded, name = _place(model, config, dtype, device, quantization)
+    described = describe(loaded, name)
     return_freed_memory()
-    return describe(loaded, name)
+    let_go_of_library_pages()
+    return described
 
 
 def load_part_of_model(
@@ -51,6 +54,7 @@ def load_part_of_model(
     from flexinfer.models.dtypes import weights_dtype
     from flexinfer.models.quantisation import open_checkpoint
     from flexinfer.models.sharding import load_part, split_layers
+    from flexinfer.runtime.library_pages import let_go_of_library_pages
     from flexinfer.runtime.torch_settings import large_blocks_apart, return_freed_memory
     from flexinfer.runtime.weight_files import converting_one_by_one, let_go_of_files
 
@@ -69,6 +73,7 @@ def load_part_of_model(
         num_bytes = split_layers(model, part)
         let_go_of_files(model)
     return_freed_memory()
+    let_go_of_library_pages()
     return model, num_bytes
 
 

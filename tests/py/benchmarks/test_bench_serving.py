@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from helpers.benchmark_modules import fresh_benchmark_modules
+
 FOLDER = Path(__file__).resolve().parents[3] / "benchmarks" / "serving"
 MIB = 1 << 20
 SIZE_BYTES = 128 * MIB
@@ -146,3 +148,25 @@ def test_requests_hold_at_most_a_chunk_beyond_those_of_their_tokens(
     assert 0 < row["kv_needed_mib"] <= row["kv_held_mib"] <= row["kv_resident_mib"]
     assert row["kv_resident_mib"] < row["peak_memory_mib"]
     assert row["kv_chunks_beyond_mean"] <= row["kv_chunks_beyond_most"] <= 1
+
+
+def test_a_model_of_8_bits_is_the_plain_one_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FlexInfer reads it; vLLM reads the same folder."""
+    torch = pytest.importorskip("torch")
+    from flexinfer.layers.quantised_linear import QuantisedLinear
+    from flexinfer.models.loading import load_model
+
+    monkeypatch.syspath_prepend(str(FOLDER))
+    with fresh_benchmark_modules():
+        import models
+
+        folders = [models.make_model(tmp_path, "tiny", weights) for weights in models.WEIGHTS]
+    plain, rounded = (load_model(str(folder)).model for folder in folders)
+    products = [part for part in rounded.modules() if isinstance(part, QuantisedLinear)]
+    assert len(products) == 2 * 4
+    x = torch.linspace(-1, 1, 128).view(1, 1, -1)
+    expected = plain.model.layers[0].mlp(x)
+    found = rounded.model.layers[0].mlp(x.bfloat16()).float()
+    assert (found - expected).norm() < 0.04 * expected.norm()

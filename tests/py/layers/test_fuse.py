@@ -24,6 +24,7 @@ from flexinfer.layers.linear import Linear, WeightFormat
 from flexinfer.layers.mlp import GatedMLP
 from flexinfer.layers.norm import RMSNorm
 from flexinfer.layers.onednn_linear import can_pack
+from flexinfer.layers.quantised import Scheme
 from flexinfer.layers.trial import computes_the_same
 from helpers.tiny_models import CONFIGS, make_model, random_prompts, reference
 
@@ -96,6 +97,33 @@ def test_an_mlp_in_blocks_of_rows_is_the_same(
         blocks = layer(x, residual)
         monkeypatch.setattr(mlp, "BLOCK_ROWS", num_tokens)
         torch.testing.assert_close(blocks, layer(x, residual))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_a_quantised_mlp_holds_one_block_of_hidden_numbers(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the same bits: its kernels work in such blocks whatever they are given."""
+    config = tf.LlamaConfig(**{**CONFIGS["llama"]().to_dict(), "num_hidden_layers": 1})
+    model = tf.LlamaForCausalLM(config).eval()
+    fuse_layers(model, Scheme.parse(scheme))
+    layer = model.model.layers[0].mlp
+    assert isinstance(layer, GatedMLP)
+    limit, seen = layer.gate_up_proj.block_rows, []
+    assert limit is not None
+    multiply = layer.gate_up_proj.multiply
+    monkeypatch.setattr(
+        layer.gate_up_proj,
+        "multiply",
+        lambda x, residual: seen.append(x.shape[1]) or multiply(x, residual),
+    )
+    x = torch.randn(1, 2 * limit + 1, config.hidden_size)
+    residual = torch.randn_like(x)
+    with torch.inference_mode():
+        blocks = layer(x, residual)
+        assert sum(seen) == x.shape[1]
+        assert max(seen) <= limit
+        assert torch.equal(blocks, layer._compute(x, residual))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

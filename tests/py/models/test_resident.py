@@ -1,0 +1,65 @@
+"""What a process holds beside weights and KV, and what it has imported, once it serves a quantised
+model: a new import or a larger scratch shows here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import transformers as tf
+
+MAX_BESIDE_MIB = 350
+NEEDLESS = (
+    *("torch._inductor.compile_fx", "triton", "torch.utils.cpp_extension", "torchvision"),
+    *("ray", "zmq", "peft", "gguf", "fastapi", "uvicorn", "openai", "anthropic", "matplotlib"),
+    *("xgrammar", "llguidance", "scipy", "sklearn", "pandas"),
+)
+SERVE = """
+import json, sys
+from pathlib import Path
+from flexinfer import LLM, SamplingParams
+
+folder, dtype = sys.argv[1:]
+llm = LLM(
+    folder, quantization="int8", dtype=dtype, skip_tokenizer_init=True, max_model_len=1024,
+    enable_prefix_caching=False, kv_cache_memory_bytes=64 << 20, threads=1,
+)
+weights = sum(getattr(module, "nbytes", 0) for module in llm.llm_engine.loaded.model.modules())
+
+def beside(num_prompt, num_new):
+    params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
+    prompt = {"prompt_token_ids": [5 + i % 100 for i in range(num_prompt)]}
+    llm.generate([prompt], params, use_tqdm=False)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = {line.split(":")[0]: line.split()[1] for line in lines if line.endswith(" kB")}
+    # KV is shared memory.
+    return (int(sizes["RssAnon"]) + int(sizes["RssFile"])) / 1024 - weights / 2**20
+
+decoded = beside(1, 16)
+print(json.dumps({"decoded": decoded, "prefilled": beside(512, 4), "modules": list(sys.modules)}))
+"""
+
+
+def test_a_quantised_model_is_served_in_350_mib_beside_its_weights(tmp_path: Path) -> None:
+    """An MLP as wide as that of a model of 1B: its activations count."""
+    config = tf.LlamaConfig(
+        vocab_size=128,
+        hidden_size=512,
+        intermediate_size=8192,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        eos_token_id=None,
+    )
+    tf.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    command = [sys.executable, "-c", SERVE, str(tmp_path), "bfloat16"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert set(found["modules"]) & set(NEEDLESS) == set()
+    assert found["decoded"] < MAX_BESIDE_MIB
+    assert found["prefilled"] < MAX_BESIDE_MIB
