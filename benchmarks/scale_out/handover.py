@@ -28,7 +28,7 @@ import torch.distributed as dist
 from provenance import write_report
 
 from flexinfer.handover.channel import Channel
-from flexinfer.handover.parcels import Delivery, Identity
+from flexinfer.handover.parcels import Computed, Delivery, Identity
 from flexinfer.handover.plane_views import PlaneViews
 from flexinfer.handover.planes import Peer, receive_planes, send_planes
 from flexinfer.vtensor import KVSpec, VTensor, VTensorManager
@@ -82,7 +82,7 @@ def send(peer: Peer, path: str, num_tokens: int) -> None:
                     delivery.send(channel)
                 delivery.close()
             elif kind == "planes":
-                send_planes(peer, IDENTITY, vtensor, tokens)
+                send_planes(peer, IDENTITY, Computed(vtensor, tokens, ""))
             else:
                 with PlaneViews(vtensor) as planes:
                     parts = [part for plane in planes for part in blocks(plane, num_tokens)]
@@ -103,9 +103,9 @@ def receive(peer: Peer, listener: socket.socket, kind: str, layout: str, num_tok
                 delivery = Delivery.from_message(*channel.receive())
             is_whole = delivery.parcel.num_chunks * manager.chunk_bytes >= num_bytes(manager)
             assert is_whole, "less was handed over than there is"
-            vtensor = delivery.adopt(IDENTITY, manager)
+            vtensor = delivery.adopt(IDENTITY, manager).vtensor
         elif kind == "planes":
-            vtensor, _, _ = receive_planes(peer, IDENTITY, manager)
+            vtensor = receive_planes(peer, IDENTITY, manager).vtensor
         else:
             vtensor = manager.create()
             vtensor.extend(num_tokens)

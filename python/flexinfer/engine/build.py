@@ -206,11 +206,6 @@ def _check_state(config: EngineConfig, loaded: LoadedModel) -> None:
             f"tensor_parallel_size > 1 does not go with {type(loaded.model).__name__}, which keeps "
             "a recurrent state: nothing splits it over ranks"
         )
-    if config.role != "both":
-        raise UnsupportedModelError(
-            f"role {config.role!r} does not go with {type(loaded.model).__name__}, which keeps a "
-            "recurrent state: only KV is handed over"
-        )
     if config.kv_cache_dtype != "auto":
         raise UnsupportedModelError(
             f"kv_cache_dtype={config.kv_cache_dtype!r} does not go with "

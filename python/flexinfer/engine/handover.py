@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.distributed.messages import fingerprint, versions
 from flexinfer.errors import HandoverError, OutOfMemoryError
-from flexinfer.handover.parcels import Delivery, Identity
+from flexinfer.handover.parcels import Computed, Delivery, Identity
 from flexinfer.lora.adapters import salt_of
 from flexinfer.scheduler.pins import EXPORT_TTL_S, export_owner
 
@@ -28,14 +30,14 @@ if TYPE_CHECKING:
     from flexinfer.engine.build import EngineParts
     from flexinfer.lora.request import LoRARequest
     from flexinfer.types import Prompt
-    from flexinfer.vtensor import VTensor, VTensorManager
+    from flexinfer.vtensor import VTensorManager
 
 SAMPLED_WEIGHTS = 256
 """Of each tensor of a model that is no folder."""
 
 
 class EngineHandover:
-    """Refused by name: several ranks, models with a recurrent state, devices other than the CPU."""
+    """Refused by name: several ranks, devices other than the CPU."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
@@ -58,8 +60,9 @@ class EngineHandover:
         return Identity(_digest([weights, *computes]), _digest(list(pieces)))
 
     def export(self, prompt: Prompt, lora_request: LoRARequest | None = None) -> Delivery | None:
-        """The KV of the longest recorded prefix of `prompt`, for another process; None: nothing is
-        recorded. Chunks that others share are copied; see `VTensorManager.export`.
+        """The KV of the longest recorded prefix of `prompt`, for another process, and where the
+        model keeps one the recurrent state behind it; None: nothing is recorded. Chunks that others
+        share are copied; see `VTensorManager.export`.
 
         Raises RequestError for what is no prompt, HandoverError where this engine hands nothing
         over, OutOfMemoryError where memory or slots are short.
@@ -67,10 +70,15 @@ class EngineHandover:
         self.check()
         parsed = self._parts.inputs.parse(prompt)
         salt = salt_of(parsed.cache_salt, self._parts.adapters.chosen(lora_request))
-        parcel = self._parts.manager.export_prefix(parsed.token_ids, salt)
-        if parcel is None:
+        found = self._open(parsed.token_ids, salt)
+        if found is None:
             return None
-        return Delivery(self.identity, parsed.token_ids[: parcel.num_tokens], salt, parcel)
+        try:
+            parcel = self.manager.export(found.vtensor)
+            state = None if found.state is None else self.manager.export(found.state)
+        finally:
+            found.release()
+        return Delivery(self.identity, found.tokens, salt, parcel, state)
 
     def adopt(self, delivery: Delivery, request_id: str = "", keep_s: float = EXPORT_TTL_S) -> int:
         """Record what another process has computed, in the memory that it has computed it in;
@@ -83,36 +91,46 @@ class EngineHandover:
         self.check()
         self._check_tokens(delivery.tokens)
         self.check_room(self.num_bytes(delivery))
-        vtensor = delivery.adopt(self.identity, self.manager)
-        return self.record(vtensor, delivery.tokens, delivery.salt, request_id, keep_s)
+        return self.record(delivery.adopt(self.identity, self.manager), request_id, keep_s)
 
-    def record(
-        self,
-        vtensor: VTensor,
-        tokens: Sequence[int],
-        salt: str,
-        request_id: str = "",
-        keep_s: float = EXPORT_TTL_S,
-    ) -> int:
-        """As `adopt`, of a vTensor with what another process has computed, which is given up."""
+    def record(self, computed: Computed, request_id: str = "", keep_s: float = EXPORT_TTL_S) -> int:
+        """As `adopt`, of what another process has computed, whose vTensors are given up."""
+        tokens, salt, scheduler = computed.tokens, computed.salt, self._parts.scheduler
         try:
             self._check_tokens(tokens)
-            vtensor.record_prefix(tokens)
+            computed.vtensor.record_prefix(tokens)
+            if computed.state is not None:
+                scheduler.states.snapshots.add(array("i", tokens), salt, computed.state)
         finally:
-            vtensor.release()
-        owner = export_owner(request_id)
-        return self._parts.scheduler.pins.keep(owner, tokens, keep_s, salt)
+            computed.release()
+        return scheduler.pins.keep(export_owner(request_id), tokens, keep_s, salt)
 
-    def recorded(self, prompt: Prompt) -> tuple[VTensor, list[int], str] | None:
-        """A vTensor of the longest recorded prefix of `prompt`, its tokens and its salt, to be read
-        and released; None: nothing is recorded. From any thread."""
+    def recorded(self, prompt: Prompt) -> Computed | None:
+        """What is recorded of `prompt`, as `export` finds it, to be read and released. From any
+        thread."""
         self.check()
         parsed = self._parts.inputs.parse(prompt)
-        vtensor = self.manager.create(parsed.token_ids, cache_salt=parsed.cache_salt)
-        if vtensor.num_tokens == 0:
-            vtensor.release()
+        return self._open(parsed.token_ids, parsed.cache_salt)
+
+    def _open(self, tokens: Sequence[int], salt: str) -> Computed | None:
+        """Raises OutOfMemoryError where no slot is left."""
+        scheduler = self._parts.scheduler
+        head = array("i", tokens[: self.num_usable(tokens, salt)])
+        if not head:
             return None
-        return vtensor, list(parsed.token_ids[: vtensor.num_tokens]), parsed.cache_salt
+        found = Computed(self.manager.create(head, cache_salt=salt), list(head), salt)
+        if scheduler.states.are_kept:
+            found = replace(found, state=scheduler.states.snapshots.open(head, salt))
+        is_gone = scheduler.states.are_kept and found.state is None
+        if is_gone or found.vtensor.num_tokens < len(head):  # evicted meanwhile
+            found.release()
+            return None
+        return found
+
+    def num_usable(self, tokens: Sequence[int], salt: str) -> int:
+        """Of these tokens, those behind which a request here could go on."""
+        admission = self._parts.scheduler.admission
+        return admission.num_usable(array("i", tokens), salt, len(tokens))
 
     def check_room(self, num_bytes: int) -> None:
         """Raises OutOfMemoryError where running requests need the memory."""
@@ -137,7 +155,7 @@ class EngineHandover:
 
     def num_bytes(self, delivery: Delivery) -> int:
         """Of KV, in whole chunks."""
-        return delivery.parcel.num_chunks * self._parts.manager.chunk_bytes
+        return delivery.num_chunks * self._parts.manager.chunk_bytes
 
     @property
     def layout(self) -> str:
@@ -149,7 +167,6 @@ class EngineHandover:
         parts = self._parts
         for is_given, what in (
             (parts.ranks is not None, "each of several ranks has KV heads of its own"),
-            (bool(parts.loaded.state), "its model keeps a recurrent state beside KV"),
             (parts.loaded.device.type != "cpu", f"its KV is on {parts.loaded.device}"),
             (not parts.config.enable_prefix_caching, "it records no prefixes"),
             (parts.manager.asleep, "it sleeps"),

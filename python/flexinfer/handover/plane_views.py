@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexinfer.errors import HandoverError
 from flexinfer.vtensor import VTensor, VTensorManager
-from flexinfer.vtensor.planes import Plane, first_row_kept, planes_of
+from flexinfer.vtensor.planes import Plane, first_row_kept, lasting_planes, planes_of
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +23,10 @@ class PlaneViews:
     """What is sent of each plane, as torch tensors of bytes over the vTensor's own memory. Valid
     within the `with`."""
 
-    def __init__(self, vtensor: VTensor) -> None:
+    def __init__(self, vtensor: VTensor, *, is_state: bool = False) -> None:
+        """is_state: it holds a recurrent state, which lies where nothing is given back."""
         self._vtensor = vtensor
+        self._is_state = is_state
         self._views: list[Any] = []
 
     def __enter__(self) -> list[torch.Tensor]:
@@ -33,6 +35,8 @@ class PlaneViews:
         manager, num_tokens = manager_of(self._vtensor), self._vtensor.num_tokens
         planes = []
         for plane in planes_of(manager.spec.groups):
+            if self._is_state and plane.window is not None:
+                continue
             view = getattr(self._vtensor, plane.which)(plane.layer)
             start, end = _bounds(manager, plane, num_tokens)
             if start == end:
@@ -47,9 +51,11 @@ class PlaneViews:
 
 
 def num_bytes_sent(manager: VTensorManager, num_tokens: int) -> int:
-    """Of a vTensor of so many tokens."""
-    bounds = [_bounds(manager, plane, num_tokens) for plane in planes_of(manager.spec.groups)]
-    return sum(end - start for start, end in bounds)
+    """Of so many tokens, and of the state behind them where one is kept."""
+    spec = manager.spec
+    bounds = [_bounds(manager, plane, num_tokens) for plane in planes_of(spec.groups)]
+    of_state = sum(plane.token_bytes for plane in lasting_planes(spec.groups))
+    return sum(end - start for start, end in bounds) + spec.state.num_tokens * of_state
 
 
 def create_room(manager: VTensorManager, salt: str, num_tokens: int) -> VTensor:
@@ -65,6 +71,20 @@ def create_room(manager: VTensorManager, salt: str, num_tokens: int) -> VTensor:
         if manager.spec.windows:
             manager.drain()
             _check_given_back(manager, vtensor)
+    except BaseException:
+        vtensor.release()
+        raise
+    return vtensor
+
+
+def create_state(manager: VTensorManager, salt: str) -> VTensor | None:
+    """A vTensor for a state that another has sent; None: the model keeps none."""
+    num_tokens = manager.spec.state.num_tokens
+    if num_tokens == 0:
+        return None
+    vtensor = manager.create(cache_salt=salt, expected_tokens=num_tokens)
+    try:
+        vtensor.extend(num_tokens)
     except BaseException:
         vtensor.release()
         raise

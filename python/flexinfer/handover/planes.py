@@ -5,6 +5,7 @@ send of torch.distributed, from its own memory into the receiver's (plane_views.
     header: identity, layout, tokens, salt   -->   checked; a vTensor is made and extended
                                              <--   go, or why not
     plane 0, plane 1, ...                    -->   received where they stay
+    those of the state, if one is kept       -->
 
 One thread at a time at either end. A peer that dies or hangs is noticed as the group notices it, by
 its timeout.
@@ -18,9 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.errors import HandoverError, OutOfMemoryError
-from flexinfer.handover.parcels import Identity
-from flexinfer.handover.plane_views import PlaneViews, create_room, manager_of
-from flexinfer.vtensor import VTensor, VTensorManager
+from flexinfer.handover.parcels import Computed, Identity
+from flexinfer.handover.plane_views import PlaneViews, create_room, create_state, manager_of
+from flexinfer.vtensor import VTensorManager
 
 if TYPE_CHECKING:
     import torch
@@ -76,21 +77,22 @@ class Peer:
         return bytes(body.tolist()).decode()
 
 
-def send_planes(
-    peer: Peer, identity: Identity, vtensor: VTensor, tokens: Sequence[int], salt: str = ""
-) -> None:
+def send_planes(peer: Peer, identity: Identity, computed: Computed) -> None:
     """The KV of these tokens, which are all that the vTensor has. Raises HandoverError where the
     receiver refuses it, with its reason, and for what cannot be sent so."""
+    vtensor, tokens, state = computed.vtensor, computed.tokens, computed.state
     manager = manager_of(vtensor)
     check_planes(manager)
     if len(tokens) != vtensor.num_tokens:
         raise HandoverError(f"{len(tokens)} tokens for a vTensor of {vtensor.num_tokens}")
+    if manager.spec.state.num_tokens != (0 if state is None else state.num_tokens):
+        raise HandoverError("the state behind the tokens is missing, or not this model's")
     header = {
         "model": identity.model,
         "tokenizer": identity.tokenizer,
         "planes": plane_layout(manager),
         "tokens": [int(token) for token in tokens],
-        "salt": salt,
+        "salt": computed.salt,
     }
     peer.send_text(json.dumps(header))
     answer = json.loads(peer.receive_text())
@@ -98,12 +100,13 @@ def send_planes(
         raise HandoverError(f"the receiver refuses the planes: {answer}")
     with PlaneViews(vtensor) as planes:
         peer.send(*planes)
+    if state is not None:
+        with PlaneViews(state, is_state=True) as planes:
+            peer.send(*planes)
 
 
-def receive_planes(
-    peer: Peer, identity: Identity, manager: VTensorManager
-) -> tuple[VTensor, list[int], str]:
-    """A vTensor of what was sent, its tokens and its salt. Raises HandoverError for another
+def receive_planes(peer: Peer, identity: Identity, manager: VTensorManager) -> Computed:
+    """What was sent, in vTensors of its own. Raises HandoverError for another
     engine's KV, OutOfMemoryError where it is short: the sender is told both."""
     try:
         header = json.loads(peer.receive_text())
@@ -112,34 +115,43 @@ def receive_planes(
         if header["planes"] != plane_layout(manager):
             raise HandoverError(LAYOUT_DIFFERS)
         tokens, salt = [int(token) for token in header["tokens"]], str(header["salt"])
-        vtensor = create_room(manager, salt, len(tokens))
+        computed = _create(manager, salt, tokens)
     except (HandoverError, OutOfMemoryError, ValueError, KeyError, TypeError) as error:
         peer.send_text(json.dumps(str(error)))
         raise error if isinstance(error, OutOfMemoryError) else HandoverError(str(error)) from None
     try:
         peer.send_text(json.dumps("go"))
-        with PlaneViews(vtensor) as planes:
+        with PlaneViews(computed.vtensor) as planes:
             peer.receive(*planes)
+        if computed.state is not None:
+            with PlaneViews(computed.state, is_state=True) as planes:
+                peer.receive(*planes)
+    except BaseException:
+        computed.release()
+        raise
+    return computed
+
+
+def _create(manager: VTensorManager, salt: str, tokens: Sequence[int]) -> Computed:
+    """To receive into."""
+    vtensor = create_room(manager, salt, len(tokens))
+    try:
+        return Computed(vtensor, tokens, salt, create_state(manager, salt))
     except BaseException:
         vtensor.release()
         raise
-    return vtensor, tokens, salt
 
 
 def check_planes(manager: VTensorManager) -> None:
     """Raises HandoverError for KV that is not whole planes on the CPU."""
-    spec = manager.spec
-    device = manager.k(spec.groups[0].layers[0]).device
-    for is_given, what in (
-        (device.type != "cpu", f"they are on {device}"),
-        (bool(spec.states), "recurrent states stay behind"),
-    ):
-        if is_given:
-            raise HandoverError(f"planes cannot be sent over a network: {what}")
+    device = manager.k(manager.spec.groups[0].layers[0]).device
+    if device.type != "cpu":
+        raise HandoverError(f"planes cannot be sent over a network: they are on {device}")
 
 
 def plane_layout(manager: VTensorManager) -> str:
     """Chunks may be of other sizes there, but where a window gives rows of them back."""
     spec = manager.spec
     rows = [manager.chunk_bytes] if spec.windows else []
-    return repr([spec.num_planes, [repr(group) for group in spec.groups], *rows])
+    groups = [repr(group) for group in (*spec.groups, *spec.states)]
+    return repr([spec.num_planes, groups, *rows])

@@ -109,7 +109,8 @@ def make_manager(
         spec,
         device=str(loaded.device),
         max_requests=config.max_num_seqs * (SLOTS_WITH_STATE if loaded.state else 1)
-        + (config.role != "both"),  # for what is on its way to or from another process
+        # For what is on its way to or from another process.
+        + (config.role != "both") * (2 if loaded.state else 1),
         memory_budget=memory.budget_bytes,
         chunk_bytes=config.chunk_bytes,
         step_tokens=_step_tokens(config),

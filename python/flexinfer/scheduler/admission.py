@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flexinfer.config import SchedulerConfig
 from flexinfer.scheduler.request import Request
@@ -34,12 +34,16 @@ class Admission:
         """Tokens that the prefix cache has now and that need not be computed."""
         if not self.config.enable_prefix_caching:
             return 0
-        tokens = request.token_array
-        num_matched = self.manager.match_prefix(tokens, cache_salt=request.cache_salt)
-        num_matched = min(num_matched, request.num_reusable_tokens)
+        most = request.num_reusable_tokens
+        return self.num_usable(request.token_array, request.cache_salt, most)
+
+    def num_usable(self, tokens: Any, cache_salt: str, most: int) -> int:
+        """Of these tokens, those behind which a request could go on, but no more than `most`. From
+        any thread."""
+        num_matched = min(self.manager.match_prefix(tokens, cache_salt), most)
         while self.states.are_kept:  # where there are windows, KV may not be usable at that length
-            num_behind = self.states.match(request, num_matched)
-            num_matched = self.manager.match_prefix(tokens[:num_behind], request.cache_salt)
+            num_behind = self.states.snapshots.longest(tokens, cache_salt, num_matched)
+            num_matched = self.manager.match_prefix(tokens[:num_behind], cache_salt)
             if num_matched == num_behind:
                 break
         return num_matched

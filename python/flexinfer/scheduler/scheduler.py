@@ -385,8 +385,8 @@ class Scheduler:
         num_tokens = request.num_computed_tokens
         if self.config.enable_prefix_caching and request.vtensor is not None and num_tokens > 0:
             request.vtensor.record_prefix(request.token_array[:num_tokens])
-            self.pins.keep_to_export(request)
             self.states.record(request)
+            self.pins.keep_to_export(request)
 
     def _fail(self, request: Request, batch: Batch) -> None:
         """It does not fit, and no other request may be preempted: waiting longer cannot help it."""

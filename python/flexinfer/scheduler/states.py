@@ -37,6 +37,7 @@ class States:
     def __init__(self, config: SchedulerConfig, manager: VTensorManager) -> None:
         self._manager = manager
         self._labels = config.label_vtensors
+        self._to_export = config.to_export
         self._num_tokens = manager.spec.state.num_tokens
         self._num_bytes = manager.spec.state_bytes(manager.chunk_bytes)
         self._records = config.enable_prefix_caching and self.are_kept
@@ -65,11 +66,6 @@ class States:
         if not self.are_kept:
             return num_tokens
         return sys.maxsize if not self.interval else -(-num_tokens // self.interval) * self.interval
-
-    def match(self, request: Request, num_matched: int) -> int:
-        """The longest beginning of a request's tokens, of at most num_matched, behind which there
-        is a snapshot."""
-        return self.snapshots.longest(request.token_array, request.cache_salt, num_matched)
 
     def open(self, request: Request, num_tokens: int) -> bool:
         """Have the request start behind so many tokens. False: there is no snapshot any more."""
@@ -134,6 +130,7 @@ class States:
             target = self._manager.try_create(
                 cache_salt=request.cache_salt,
                 expected_tokens=self._num_tokens,
+                to_export=self._to_export,
                 label=f"{request.request_id} state" if self._labels else None,
             )
             if target is None:

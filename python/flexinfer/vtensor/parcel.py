@@ -18,7 +18,7 @@ from flexinfer.vtensor.spec import KVSpec
 
 def layout_of(spec: KVSpec, chunk_bytes: int) -> str:
     """A digest of all that two managers must share to read each other's chunks."""
-    groups = [repr(group) for group in spec.groups]
+    groups = [repr(group) for group in (*spec.groups, *spec.states)]
     return hashlib.sha256(repr([groups, chunk_bytes]).encode()).hexdigest()[:32]
 
 

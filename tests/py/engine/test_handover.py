@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch")
 
 from flexinfer import BeamSearchParams, LLMEngine, SamplingParams
 from flexinfer.config import EngineConfig
-from flexinfer.errors import HandoverError, OutOfMemoryError, UnsupportedModelError
+from flexinfer.errors import HandoverError, OutOfMemoryError
 from flexinfer.handover.parcels import Delivery
 from helpers.engine_kit import GREEDY, NUM_NEW, drain, make_engine
-from helpers.hybrids import make_hybrid
+from helpers.hybrids import HYBRIDS, continuation, make_hybrid
 from helpers.tiny_models import random_prompts, reference
 
 PREFILL = SamplingParams(temperature=0, max_tokens=1)
@@ -23,7 +23,7 @@ PREFILL = SamplingParams(temperature=0, max_tokens=1)
 
 
 @contextmanager
-def engines(model: str = "llama", **settings: Any) -> Iterator[tuple[LLMEngine, LLMEngine]]:
+def engines(model: Any = "llama", **settings: Any) -> Iterator[tuple[LLMEngine, LLMEngine]]:
     """One that prefills and one that decodes; nothing is left in either at the end."""
     made = [make_engine(model, role=role, **settings) for role in ("prefill", "decode")]
     yield made[0], made[1]
@@ -188,6 +188,82 @@ def test_a_role_on_a_device_whose_memory_stays_there_is_refused() -> None:
     check_device("both", "cuda:0")
 
 
-def test_a_role_with_a_recurrent_state_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"role 'decode' does not go with .*recurrent"):
-        make_engine(make_hybrid("bamba"), role="decode")
+@contextmanager
+def hybrids(name: str, **settings: Any) -> Iterator[tuple[LLMEngine, LLMEngine]]:
+    given = {"max_num_batched_tokens": 32, "state_snapshot_tokens": 16, **settings}
+    with engines(make_hybrid(name), **given) as (sender, receiver):
+        yield sender, receiver
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_recurrent_state_goes_along_and_nothing_is_copied(name: str) -> None:
+    with hybrids(name) as (sender, receiver):
+        delivery = prefill(sender, PROMPT[:-1])
+        assert delivery.state is not None
+        assert delivery.num_copied == 0
+        assert receiver.handover.adopt(delivery, "d") == len(PROMPT) - 1
+        for first_token in (PROMPT[-1], 7):  # a snapshot is read by many, and written by nobody
+            prompt = [*PROMPT[:-1], first_token]
+            output = decode(receiver, prompt)
+            assert output.outputs[0].token_ids == continuation(name, tuple(prompt), NUM_NEW)
+            assert output.num_cached_tokens == len(PROMPT) - 1
+        assert receiver.step_totals.num_prefill_tokens == 2
+        receiver.handover.let_go("d")
+
+
+def test_a_state_that_lies_in_the_pool_is_one_counted_copy() -> None:
+    engine = make_engine(make_hybrid("bamba"), max_num_batched_tokens=32)
+    with hybrids("bamba") as (_, receiver):
+        engine.add_request("p", PROMPT[:-1], PREFILL)
+        drain(engine)
+        delivery = engine.handover.export(PROMPT[:-1])
+        assert delivery is not None
+        assert delivery.num_copied == delivery.num_chunks
+        receiver.handover.adopt(delivery)
+        found = decode(receiver, PROMPT)
+        assert found.outputs[0].token_ids == continuation("bamba", tuple(PROMPT), NUM_NEW)
+    engine.close()
+
+
+def test_what_is_kept_to_be_found_is_kept_with_its_state() -> None:
+    """Other prompts, as many as the memory holds, evict neither at either end."""
+    others = random_prompts((60,) * 12, seed=3)
+    with hybrids("bamba", kv_cache_memory_bytes=1 << 20) as (sender, receiver):
+        sender.add_request("p", PROMPT[:-1], PREFILL)
+        drain(sender)
+        for number, other in enumerate(others):
+            sender.add_request(str(number), other, PREFILL)
+            drain(sender)
+            sender.handover.let_go(str(number))
+        assert sender.manager.stats().chunks_evicted > 0
+        delivery = sender.handover.export(PROMPT[:-1])
+        assert delivery is not None
+        receiver.handover.adopt(delivery, "d")
+        for other in others:
+            decode(receiver, other)
+        assert receiver.manager.stats().chunks_evicted > 0
+        assert decode(receiver, PROMPT).num_cached_tokens == len(PROMPT) - 1
+
+
+def test_kv_whose_state_is_gone_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hybrids("bamba") as (sender, _):
+        prefill(sender, PROMPT[:-1]).close()
+        assert sender.handover.num_usable(PROMPT[:40], "") == 32  # the last snapshot below
+        delivery = sender.handover.export(PROMPT[:40])
+        assert delivery is not None
+        assert delivery.parcel.num_tokens == 32
+        delivery.close()
+        assert sender.handover.export(PROMPT[:15]) is None
+        assert sender.handover.recorded(PROMPT[:15]) is None
+        monkeypatch.setattr(sender.handover, "num_usable", lambda *_: 40)  # evicted meanwhile
+        assert sender.handover.export(PROMPT[:40]) is None
+
+
+def test_a_parcel_without_its_state_is_refused() -> None:
+    with hybrids("bamba") as (sender, receiver):
+        good = prefill(sender, PROMPT[:-1])
+        bad = Delivery(good.identity, good.tokens, "", good.parcel)
+        with pytest.raises(HandoverError, match="recurrent state is not this model's"):
+            receiver.handover.adopt(bad)
+        assert receiver.manager.stats().chunks_received == 0
+        good.close()

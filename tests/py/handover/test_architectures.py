@@ -20,6 +20,7 @@ from flexinfer.server.handover.partner import PrefillPartner
 from flexinfer.server.handover.prefiller import Prefiller
 from helpers.free_port import free_port
 from helpers.handover_servers import GREEDY, TIMEOUT_S, run_with
+from helpers.hybrids import HYBRIDS, continuation, make_hybrid
 from helpers.tiny_models import make_model, random_prompts, reference
 
 pytestmark = pytest.mark.usefixtures("patience")
@@ -82,4 +83,16 @@ def test_tokens_are_those_of_transformers(model: str, endpoint: Endpoint) -> Non
         assert not partner.stats.failures
         assert found == [reference(model, tuple(prompt), NUM_NEW) for prompt in prompts]
         assert num_prefilled(here) == len(prompts)  # the last token of each
+        assert partner.stats.parcels_adopted == len(prompts)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_recurrent_state_goes_along(name: str, endpoint: Endpoint) -> None:
+    prompts = random_prompts((90, 33))
+    prompts.append([*prompts[0][:80], 5, 6, 7])  # finds the snapshot behind 64 of them there
+    with pair(make_hybrid(name), state_snapshot_tokens=16) as (there, here):
+        found, partner = handed_over(there, here, endpoint, *prompts)
+        assert not partner.stats.failures
+        assert found == [continuation(name, tuple(prompt), NUM_NEW) for prompt in prompts]
+        assert num_prefilled(here) == len(prompts)
         assert partner.stats.parcels_adopted == len(prompts)

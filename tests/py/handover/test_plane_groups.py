@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flexinfer.errors import HandoverError
-from flexinfer.handover.parcels import Identity
+from flexinfer.handover.parcels import Computed, Identity
 from flexinfer.handover.planes import Peer, receive_planes, send_planes
 from flexinfer.vtensor import KVGroup, KVSpec, VTensor, VTensorManager
 from flexinfer.vtensor.open_core import NO_CHUNK
@@ -101,11 +101,11 @@ def test_each_plane_is_one_send_and_the_receivers_vtensor_is_as_the_senders(
         computed(receiver, 100, seed).release()  # chunks that others have written to are recycled
         vtensor = computed(sender, num_tokens, seed)
         error, answer = together(
-            lambda: send_planes(peers[0], IDENTITY, vtensor, tokens),
+            lambda: send_planes(peers[0], IDENTITY, Computed(vtensor, tokens, "")),
             lambda: receive_planes(peers[1], IDENTITY, receiver),
         )
         assert error is None, error
-        received, *_ = answer
+        received = answer.vtensor
         assert same(vtensor, received, num_tokens)
         assert given_back(received) == given_back(vtensor)
         assert received.info().mapped_bytes == vtensor.info().mapped_bytes
@@ -145,10 +145,12 @@ def test_what_a_window_has_left_is_not_sent_and_needs_no_memory_there(
         assert needed < 0.75 * sender.bytes_for(num_tokens)  # at once
         with open_manager("a window", memory_budget=needed, step_tokens=16) as receiver:
             _, answer = together(
-                lambda: send_planes(peers[0], IDENTITY, vtensor, list(range(num_tokens))),
+                lambda: send_planes(
+                    peers[0], IDENTITY, Computed(vtensor, list(range(num_tokens)), "")
+                ),
                 lambda: receive_planes(peers[1], IDENTITY, receiver),
             )
-            assert same(vtensor, answer[0], num_tokens)
+            assert same(vtensor, answer.vtensor, num_tokens)
 
 
 def test_chunks_may_be_of_other_sizes_but_where_there_are_windows(
@@ -158,11 +160,13 @@ def test_chunks_may_be_of_other_sizes_but_where_there_are_windows(
         with open_manager(name) as sender, open_manager(name, chunk_bytes=8192) as receiver:
             vtensor = computed(sender, 50, 0)
             sent, received = together(
-                lambda vtensor=vtensor: send_planes(peers[0], IDENTITY, vtensor, list(range(50))),
+                lambda vtensor=vtensor: send_planes(
+                    peers[0], IDENTITY, Computed(vtensor, list(range(50)), "")
+                ),
                 lambda receiver=receiver: receive_planes(peers[1], IDENTITY, receiver),
             )
             if fits:
-                assert same(vtensor, received[0], 50)
+                assert same(vtensor, received.vtensor, 50)
             else:
                 assert isinstance(received, HandoverError)
                 assert "with windows chunk_bytes" in str(received)
@@ -177,7 +181,7 @@ def test_rows_that_could_not_be_given_back_are_an_error(
         vtensor = computed(sender, 100, 0)
         monkeypatch.setattr(receiver, "forget", lambda *_: None)
         sent, received = together(
-            lambda: send_planes(peers[0], IDENTITY, vtensor, list(range(100))),
+            lambda: send_planes(peers[0], IDENTITY, Computed(vtensor, list(range(100)), "")),
             lambda: receive_planes(peers[1], IDENTITY, receiver),
         )
         assert "could not be given back" in str(received)

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flexinfer.errors import HandoverError, OutOfMemoryError
-from flexinfer.handover.parcels import Identity
+from flexinfer.handover.parcels import Computed, Identity
 from flexinfer.handover.planes import Peer, receive_planes, send_planes
 from flexinfer.vtensor import KVSpec, VTensor, VTensorManager
 from helpers.gloo_pair import together
@@ -62,10 +62,11 @@ def test_all_planes_arrive_in_a_send_each(
     # Chunks may differ: what is sent are planes.
     with open_manager(spec) as sender, open_manager(spec, chunk_bytes=8192) as receiver:
         vtensor = filled(sender)
-        _, (received, tokens, salt) = together(
-            lambda: send_planes(peers[0], IDENTITY, vtensor, TOKENS, "salt"),
+        _, answer = together(
+            lambda: send_planes(peers[0], IDENTITY, Computed(vtensor, TOKENS, "salt")),
             lambda: receive_planes(peers[1], IDENTITY, receiver),
         )
+        received, tokens, salt = answer.vtensor, answer.tokens, answer.salt
         assert (tokens, salt) == (TOKENS, "salt")
         assert same(vtensor, received)
         assert sent.count(len(TOKENS) * spec.plane_token_bytes) == spec.num_planes
@@ -85,7 +86,7 @@ def test_what_does_not_fit_is_refused_at_both_ends_before_a_plane_is_sent(
     with open_manager(spec) as sender, open_manager(theirs, memory_budget=budget) as receiver:
         vtensor = filled(sender)
         sent, received = together(
-            lambda: send_planes(peers[0], IDENTITY, vtensor, TOKENS),
+            lambda: send_planes(peers[0], IDENTITY, Computed(vtensor, TOKENS, "")),
             lambda: receive_planes(peers[1], identity, receiver),
         )
         assert isinstance(received, OutOfMemoryError if wrong == "room" else HandoverError)
@@ -98,4 +99,4 @@ def test_tokens_must_be_those_that_the_vtensor_has(peers: tuple[Peer, Peer]) -> 
     with open_manager(spec_of(4)) as manager:
         vtensor = filled(manager)
         with pytest.raises(HandoverError, match="3 tokens for a vTensor of 21"):
-            send_planes(peers[0], IDENTITY, vtensor, TOKENS[:3])
+            send_planes(peers[0], IDENTITY, Computed(vtensor, TOKENS[:3], ""))

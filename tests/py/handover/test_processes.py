@@ -168,7 +168,7 @@ def test_what_a_killed_sender_has_sent_stays(
         watch = Watch(files[0])
         delivery = Delivery.from_message(header, files)
         assert delivery.tokens == TOKENS
-        vtensor = delivery.adopt(IDENTITY, manager)
+        vtensor = delivery.adopt(IDENTITY, manager).vtensor
         write(vtensor, 10, 14, 2)
         assert values(vtensor) == [1] * 10 + [2] * 4
         assert manager.stats().chunks_copied == 0

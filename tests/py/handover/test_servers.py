@@ -121,7 +121,7 @@ def be_another_program(channel: Channel, ended: threading.Event) -> None:
 
 def send_nonsense(channel: Channel, ended: threading.Event) -> None:
     die(channel, ended)
-    channel.send({"parcel": {"layout": 1}, "tokens": [1], "salt": ""})
+    channel.send({"parcels": [{"num_files": 0, "layout": 1}], "tokens": [1], "salt": ""})
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def receive(path: str) -> None:
         step("connected")
         header, files = channel.receive()
         step("received")
-        vtensor = Delivery.from_message(header, files).adopt(IDENTITY, manager)
+        vtensor = Delivery.from_message(header, files).adopt(IDENTITY, manager).vtensor
         assert values(vtensor) == [1] * 10
         step("adopted")
         write(vtensor, 10, 14, 2)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from flexinfer.errors import HandoverError
 from flexinfer.handover.channel import Channel, close_files
 from flexinfer.handover.network import NetworkChannel, invited, inviting, meeting_of
-from flexinfer.handover.parcels import Delivery, Identity
+from flexinfer.handover.parcels import Computed, Delivery, Identity
 from flexinfer.handover.plane_views import manager_of, num_bytes_sent
 from flexinfer.handover.planes import check_planes, plane_layout, receive_planes, send_planes
 from flexinfer.server.handover.socket_path import check_free, check_path, listen
@@ -20,7 +20,6 @@ from flexinfer.types import TokensPrompt
 
 if TYPE_CHECKING:
     from flexinfer.engine.handover import EngineHandover
-    from flexinfer.vtensor import VTensor
 
 MIN_KEY_CHARS = 16
 
@@ -143,7 +142,7 @@ class LocalEndpoint:
 class _GivenParcel:
     def __init__(self, delivery: Delivery, num_bytes: int) -> None:
         self._delivery = delivery
-        self.num_bytes, self.num_copied = num_bytes, delivery.parcel.num_copied
+        self.num_bytes, self.num_copied = num_bytes, delivery.num_copied
 
     def send(self, channel: Channel) -> None:
         try:
@@ -220,54 +219,54 @@ class NetworkEndpoint:
         return plane_layout(handover.manager)
 
     def prepare(self, handover: EngineHandover, num_tokens: int) -> None:
-        handover.check_room(handover.manager.bytes_for(num_tokens))
+        manager = handover.manager
+        state_bytes = manager.spec.state_bytes(manager.chunk_bytes)
+        handover.check_room(manager.bytes_for(num_tokens) + state_bytes)
 
     def give(self, handover: EngineHandover, prompt: TokensPrompt) -> Given | None:
         found = handover.recorded(prompt)
-        return None if found is None else _GivenPlanes(handover.identity, *found)
+        return None if found is None else _GivenPlanes(handover.identity, found)
 
     def take(
         self, channel: Any, header: dict[str, Any], files: list[int], handover: EngineHandover
     ) -> Taken:
         close_files(files)
         with invited(channel, meeting_of(header)) as peer:
-            received = receive_planes(peer, handover.identity, handover.manager)
-        return _TakenPlanes(*received)
+            return _TakenPlanes(receive_planes(peer, handover.identity, handover.manager))
 
 
 class _GivenPlanes:
     num_copied = 0
 
-    def __init__(self, identity: Identity, vtensor: VTensor, tokens: Any, salt: str) -> None:
-        self._identity = identity
-        self._vtensor, self._tokens, self._salt = vtensor, tokens, salt
-        self.num_bytes = _bytes_of(vtensor)
+    def __init__(self, identity: Identity, computed: Computed) -> None:
+        self._identity, self._computed = identity, computed
+        self.num_bytes = _bytes_of(computed)
 
     def send(self, channel: NetworkChannel) -> None:
         try:
             with inviting(channel) as peer:
-                send_planes(peer, self._identity, self._vtensor, self._tokens, self._salt)
+                send_planes(peer, self._identity, self._computed)
         finally:
-            self._vtensor.release()
+            self._computed.release()
 
 
 class _TakenPlanes:
-    def __init__(self, vtensor: VTensor, tokens: list[int], salt: str) -> None:
-        self._vtensor = vtensor
-        self.tokens, self.salt = tokens, salt
+    def __init__(self, computed: Computed) -> None:
+        self._computed = computed
+        self.tokens, self.salt = computed.tokens, computed.salt
 
     def adopt(self, handover: EngineHandover, request_id: str) -> int:
-        num_bytes = _bytes_of(self._vtensor)
-        handover.record(self._vtensor, self.tokens, self.salt, request_id)
+        num_bytes = _bytes_of(self._computed)
+        handover.record(self._computed, request_id)
         return num_bytes
 
     def close(self) -> None:
-        self._vtensor.release()
+        self._computed.release()
 
 
-def _bytes_of(vtensor: VTensor) -> int:
-    """Of KV, without what is left of its chunks."""
-    return num_bytes_sent(manager_of(vtensor), vtensor.num_tokens)
+def _bytes_of(computed: Computed) -> int:
+    """Without what is left of chunks."""
+    return num_bytes_sent(manager_of(computed.vtensor), len(computed.tokens))
 
 
 def endpoint_of(path: Path | None, address: str | None, key: str | None) -> Endpoint | None:

@@ -198,7 +198,7 @@ def _num_missing(engine: LLMEngine, tokens: list[int], salt: str) -> int:
     """Tokens that would have to be computed; 0 while it sleeps: its requests wait anyway."""
     if engine.is_sleeping():
         return 0
-    return len(tokens) - engine.manager.match_prefix(tokens, salt)
+    return len(tokens) - engine.handover.num_usable(tokens, salt)
 
 
 def _check(answer: dict[str, Any], wanted: str) -> None:
