@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import openai
@@ -82,19 +82,31 @@ def _params(num_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
 
 
+class Asked(NamedTuple):
+    """A request that was answered."""
+
+    start_s: float
+    ttft_s: float
+    num_prompt: int
+    num_cached: int
+
+
 class Run:
     def __init__(self, url: str, requests: list[tuple[list[int], int]]) -> None:
         self.url = url
         self.requests = requests
         self.texts: list[str | None] = [None] * len(requests)
         self.errors: list[str] = []
-        self.ttft_s: list[float] = []
-        self.num_prompt = self.num_cached = self.num_killed = 0
+        self.asked: list[Asked] = []
+        self.killed_s: list[float] = []
+        """Since the start, as `Asked.start_s`."""
+        self.start = time.perf_counter()
 
     async def ask(self, client: openai.AsyncOpenAI, number: int) -> None:
         prompt, num_tokens = self.requests[number]
         start, text = time.perf_counter(), ""
         first_s: float | None = None
+        num_prompt = num_cached = 0
         try:
             stream = await client.completions.create(
                 model="tiny_chat",
@@ -109,14 +121,15 @@ class Run:
                 first_s = first_s or time.perf_counter() - start
                 text += "".join(choice.text for choice in chunk.choices)
                 if chunk.usage is not None:
-                    self.num_prompt += chunk.usage.prompt_tokens
+                    num_prompt = chunk.usage.prompt_tokens
                     details = chunk.usage.prompt_tokens_details
-                    self.num_cached += (details and details.cached_tokens) or 0
+                    num_cached = (details and details.cached_tokens) or 0
         except openai.OpenAIError as error:
             self.errors.append(f"{number}: {error}")
             return
         self.texts[number] = text
-        self.ttft_s.append(first_s or 0.0)
+        asked = Asked(start - self.start, first_s or 0.0, num_prompt, num_cached)
+        self.asked.append(asked)
 
     async def kill_now_and_then(self, every_s: float) -> None:
         rng = random.Random(0)
@@ -127,7 +140,7 @@ class Run:
                 pids = set(re.findall(r'flexinfer:engine_up{.*replica="[^"]*:(\d+)"', page))
                 if len(pids) > 1:  # one that is left has all to do
                     os.kill(int(rng.choice(sorted(pids))), signal.SIGKILL)
-                    self.num_killed += 1
+                    self.killed_s.append(time.perf_counter() - self.start)
 
     async def serve(self, concurrency: int, kill_every_s: float) -> None:
         client = openai.AsyncOpenAI(
@@ -148,23 +161,37 @@ class Run:
                 await killer
 
     def numbers(self, expected: list[str]) -> dict[str, Any]:
-        ordered = sorted(self.ttft_s)
+        ordered = sorted(asked.ttft_s for asked in self.asked)
 
         def percentile(share: float) -> float | None:
             return round(1e3 * ordered[int(share * (len(ordered) - 1))], 1) if ordered else None
 
+        num_prompt = sum(asked.num_prompt for asked in self.asked)
+
         return {
             "num_requests": len(self.requests),
-            "num_killed": self.num_killed,
+            "killed_s": [round(seconds, 1) for seconds in self.killed_s],
             "num_lost": self.texts.count(None),
             "num_wrong": sum(
                 text is not None and text != right
                 for text, right in zip(self.texts, expected, strict=True)
             ),
-            "prefix_hit_rate": round(self.num_cached / max(1, self.num_prompt), 4),
+            "prefix_hit_rate": round(
+                sum(asked.num_cached for asked in self.asked) / max(1, num_prompt), 4
+            ),
             "ttft_ms": {"p50": percentile(0.5), "p99": percentile(0.99)},
             "errors": self.errors[:5],
+            "slowest": [_row(asked) for asked in sorted(self.asked, key=lambda a: -a.ttft_s)[:12]],
         }
+
+
+def _row(asked: Asked) -> dict[str, Any]:
+    return {
+        "start_s": round(asked.start_s, 1),
+        "ttft_ms": round(1e3 * asked.ttft_s),
+        "num_prompt": asked.num_prompt,
+        "num_cached": asked.num_cached,
+    }
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +71,37 @@ def test_prefixes_loads_and_deaths() -> None:
         assert await choose(router, pending("7")) != home
         router.update_replicas(replicas("a", "b", "d"))
         assert set(router._loads) <= set(router._numbers.values())
+
+    asyncio.run(scenario())
+
+
+def test_who_is_on_the_way_counts() -> None:
+    """Two are chosen for before either of them is accepted."""
+
+    async def scenario() -> None:
+        router = CachedPrefixRouter(DEPLOYMENT, DeploymentHandleSource.REPLICA)
+        router.initialize_state()
+        router.update_replicas(replicas("a", "b"))
+        offered = list(router.curr_replicas.values())
+        asked = [pending(str(number), f"{number}{LONG}") for number in range(2)]
+        chosen = [(await router.choose_replicas(offered, one))[0][0].replica_id for one in asked]
+        assert len(set(chosen)) == 2
+        (ranks,) = [await router.choose_replicas(offered, asked[0])]  # again: the first was full
+        assert ranks[0][0].replica_id == chosen[0]  # its own booking is no load to itself
+        router.on_request_routed(asked[0], chosen[1], None)
+        loads = {replica_id: router._loads[router._numbers[replica_id]] for replica_id in chosen}
+        assert [load.num_requests for load in loads.values()] == [0, 2]
+        asked.clear()  # accepted, and cancelled before it was sent: Serve tells nobody
+        gc.collect()
+        await asyncio.sleep(0)
+        assert loads[chosen[1]].num_requests == 1
+        router.on_request_completed(chosen[0], "0")  # another one that had not accepted it
+        assert loads[chosen[1]].num_requests == 1
+        router.on_request_completed(chosen[1], "0")
+        assert [(load.num_requests, load.num_waiting_tokens) for load in loads.values()] == [
+            (0, 0)
+        ] * 2
+        assert not router._bookings
 
     asyncio.run(scenario())
 
