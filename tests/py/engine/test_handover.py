@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ torch = pytest.importorskip("torch")
 
 from flexinfer import BeamSearchParams, LLMEngine, SamplingParams
 from flexinfer.config import EngineConfig
+from flexinfer.engine.handover import EngineHandover
 from flexinfer.errors import HandoverError, OutOfMemoryError
-from flexinfer.handover.parcels import Delivery
+from flexinfer.handover.parcels import Delivery, Identity
 from helpers.engine_kit import GREEDY, NUM_NEW, drain, make_engine
 from helpers.hybrids import HYBRIDS, continuation, make_hybrid
 from helpers.tiny_models import random_prompts, reference
@@ -132,6 +135,22 @@ def test_all_slots_may_be_taken_while_a_parcel_comes() -> None:
         receiver.step()
         assert receiver.handover.adopt(delivery) == len(PROMPT) - 1
         drain(receiver)
+
+
+def test_another_tokenizer_or_other_weights_are_another_identity() -> None:
+    engine, other = make_engine(), make_engine("qwen2")
+    parts = engine.handover._parts
+
+    def identity(**vocab: int) -> Identity:
+        tokenizer = SimpleNamespace(get_vocab=lambda: vocab)
+        return EngineHandover(replace(parts, tokenizer=tokenizer)).identity
+
+    assert identity(a=0, b=1) == identity(b=1, a=0)
+    assert identity(a=0, b=1).tokenizer != identity(a=1, b=0).tokenizer
+    assert identity(a=0, b=1).model == engine.handover.identity.model
+    assert other.handover.identity.model != engine.handover.identity.model
+    engine.close()
+    other.close()
 
 
 def test_an_engine_without_a_role_hands_over_by_copies() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,39 @@ def test_a_parcel_that_does_not_fit_is_refused_before_anything_is_mapped(wrong: 
         assert receiver.stats().resident_bytes == 0
         if wrong == "files":
             os.close(files[0])
+        parcel.close()
+
+
+WINDOWED = KVGroup((0, 1), 2, 32, 32, window=8)
+
+
+@pytest.mark.parametrize(
+    ("sent", "other"),
+    [
+        (SPEC, replace(SPEC, num_kv_heads=4, head_dim=16)),
+        (SPEC, replace(SPEC, num_kv_heads=2, head_dim=64, dtype="bfloat16")),
+        (SPEC, replace(SPEC, layers_per_plane=1)),
+        (SPEC, KVSpec.of_groups([WINDOWED], max_seq_len=64)),
+        (SPEC, KVSpec.of_groups([KVGroup((0,), 2, 32, 32), KVGroup((1,), 2, 32, 32)], 64)),
+        (
+            KVSpec.of_groups([WINDOWED], max_seq_len=64),
+            KVSpec.of_groups([replace(WINDOWED, window=9)], max_seq_len=64),
+        ),
+    ],
+)
+def test_a_parcel_of_other_heads_dtype_planes_or_windows_is_refused(
+    sent: KVSpec, other: KVSpec
+) -> None:
+    """Of as many bytes a token all of them: nothing but what is told of the layout tells them
+    apart."""
+    assert sent.bytes_per_token == other.bytes_per_token
+    with open_manager(sent) as sender, open_manager(other) as receiver:
+        vtensor = sender.create(to_export=True)
+        vtensor.extend(10)
+        parcel = sender.export(vtensor)
+        with pytest.raises(HandoverError, match="heads, dtype, layers per plane or chunk_bytes"):
+            receiver.adopt(parcel)
+        assert receiver.stats().resident_bytes == 0
         parcel.close()
 
 
