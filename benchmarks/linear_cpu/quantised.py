@@ -3,7 +3,8 @@
     python benchmarks/linear_cpu/quantised.py --json FILE      # --rows 1,32 --depth 2048: fewer
 
 Each of several layers has a weight of its own, so that it comes from memory. A library's product
-that lacks a part of the work (scales per token) is named so: it only gets faster by it.
+that lacks a part of the work (scales per token) is named so: it only gets faster by it. torchao is
+measured where it is installed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,8 @@ def layer_products(weight: torch.Tensor) -> dict[str, Product]:
     found["int8, torch._weight_int8pack_mm (W8A16)"] = lambda x: torch._weight_int8pack_mm(
         x, source.integers, halves
     )
+    if find_spec("torchao") is not None:
+        found["int8, torchao Int8DynamicActivationInt8Weight"] = torchao_int8(weight)
     for group in (32, 128):
         integers = torch.randint(0, 16, (columns, depth), dtype=torch.int32)
         four = torch._convert_weight_to_int4pack_for_cpu(integers, 2)
@@ -74,6 +78,18 @@ def layer_products(weight: torch.Tensor) -> dict[str, Product]:
             )
         )
     return found
+
+
+def torchao_int8(weight: torch.Tensor) -> Product:
+    """As it is without torch.compile. torchao 0.18 has no products of 4 bits for CPUs."""
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    columns, depth = weight.shape
+    layer = torch.nn.Linear(depth, columns, bias=False, dtype=torch.bfloat16)
+    layer.weight.data.copy_(weight)
+    holder = torch.nn.Sequential(layer)
+    quantize_(holder, Int8DynamicActivationInt8WeightConfig())
+    return holder
 
 
 @torch.inference_mode()
