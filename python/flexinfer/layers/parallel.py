@@ -23,6 +23,9 @@ from flexinfer.layers.exchanges import Exchanges
 class ReducedLinear(torch.nn.Module):
     """The sum over ranks of a linear layer whose inputs are split."""
 
+    block_rows: int | None = None
+    """As of `Linear`: it asks for none."""
+
     def __init__(self, linear: Any, exchanges: Exchanges) -> None:
         """linear: torch.nn.Linear or `Linear` over this rank's inputs, a bias on rank 0 only."""
         super().__init__()
