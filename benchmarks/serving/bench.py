@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 
-from engines import DEFAULT_ENGINES, ENGINES
+from engines import CLOCKS, DEFAULT_ENGINES, ENGINES
 from provenance import write_report
 from workloads import SAMPLED, WORKLOADS
 
@@ -40,6 +40,7 @@ def run_engine(engine: str, model: Path, args: argparse.Namespace, size: str, dt
     command = [python, str(HERE / "engines.py"), engine, "--model", str(model)]
     command += ["--size", size, "--dtype", dtype, "--workloads", args.workloads]
     command += ["--repetitions", str(args.repetitions), "--threads", str(args.threads)]
+    command += ["--clock", args.clock]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(args.threads),
@@ -185,9 +186,17 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1, help="times that each engine has its turn")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="processor: for one thread on a machine where others work, too",
+    )
     parser.add_argument("--models", type=Path, default=Path("build/bench/models"))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.clock == "processor" and args.threads != 1:
+        parser.error("the processor's time is compared of one thread: others spin while they wait")
     load_before = os.getloadavg()
     rows: list[dict[str, Any]] = []
     for size in args.sizes.split(","):
