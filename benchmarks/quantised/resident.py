@@ -1,8 +1,8 @@
 """What a process holds beside weights and KV, stage by stage: imports, loading, decodes, a prefill.
 
-    python benchmarks/quantised/resident.py --json FILE [--shape 1b] [--layers N]
+    python benchmarks/quantised/resident.py --json FILE --way int8 [--shape 1b] [--layers N]
 
-A process for each way to quantise. MiB, each page once (`../serving/process_memory.py`), pages of
+A process for a way to quantise, which is added to those that the file has. MiB, each page once (`../serving/process_memory.py`), pages of
 libraries in full.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,33 +23,25 @@ from model import SHAPES, make_folder
 from process_memory import MIB, fields
 from provenance import write_report
 
-WAYS = ("int8", "int4")
 Row = dict[str, Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, required=True, help="kept and added to")
+    parser.add_argument("--way", default="int8", help="to quantise")
     parser.add_argument("--folder", type=Path, default=Path("build/quantised"), help="for models")
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--way", choices=WAYS, help="only this one, in this process")
     args = parser.parse_args()
-    if args.way is not None:
-        print(json.dumps(stages(args)))
-        return
     load_before = os.getloadavg()
-    ways = {}
-    for way in WAYS:
-        command = [sys.executable, *sys.argv, "--way", way]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        ways[way] = json.loads(done.stdout.splitlines()[-1])
-    for way, rows in ways.items():
-        print(f"| {way} | own | of files | shared | beside |\n|---|---|---|---|---|")
-        for row in rows:
-            sizes = [f"{row.get(name, row['own'] + row['files']):.0f}" for name in COLUMNS]
-            print(f"| {row['stage']} | " + " | ".join(sizes) + " |")
+    ways = json.loads(args.json.read_text())["ways"] if args.json.exists() else {}
+    ways[args.way] = rows = stages(args)
+    print(f"| {args.way} | own | of files | shared | beside |\n|---|---|---|---|---|")
+    for row in rows:
+        sizes = [f"{row.get(name, row['own'] + row['files']):.0f}" for name in COLUMNS]
+        print(f"| {row['stage']} | " + " | ".join(sizes) + " |")
     write_report(args.json, "quantised", {"ways": ways}, load_before=load_before)
 
 
