@@ -2,8 +2,8 @@
 
     python benchmarks/quantised/resident.py --json FILE --way int8 [--shape 1b] [--layers N]
 
-A process for a way to quantise, which is added to those that the file has. MiB, each page once (`../serving/process_memory.py`), pages of
-libraries in full.
+A process for a way to quantise, which is added to those that the file has. MiB, each page once
+(`../serving/process_memory.py`), pages of libraries in full.
 """
 
 from __future__ import annotations
