@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
@@ -17,7 +18,8 @@ pytest.importorskip("fastapi")
 from flexinfer import LLM
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.errors import HandoverError
-from flexinfer.handover.network import NetworkChannel, inviting
+from flexinfer.handover import network
+from flexinfer.handover.network import NetworkChannel, invited, inviting, meeting_of
 from flexinfer.server.handover.endpoints import NetworkEndpoint
 from flexinfer.server.handover.partner import PrefillPartner
 from helpers.free_port import free_port
@@ -130,3 +132,41 @@ def test_a_partner_that_dies_means_that_the_prompt_is_computed_here(
     partner = PrefillPartner(decoder, endpoint, TIMEOUT_S, 64)
     assert run_with(partner, decoder, other) == [expected(single, other)]
     assert partner.stats.failures == {"unreachable": 1}
+
+
+def num_vtensors(llm: AsyncLLM) -> int:
+    return asyncio.run(llm.call(lambda engine: engine.manager.stats().num_vtensors))
+
+
+@pytest.mark.parametrize("goes", ["before the group", "before it says go", "within the planes"])
+def test_a_decoding_server_that_goes_leaves_nothing_behind(
+    goes: str, prefiller: AsyncLLM, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "GROUP_TIMEOUT_S", 2.0)
+    endpoint = NetworkEndpoint.of(address, KEY)
+    handover = asyncio.run(prefiller.call(lambda engine: engine.handover))
+    ask = {
+        "prefill": prompt_of(330),
+        "salt": goes,
+        "model": handover.identity.model,
+        "tokenizer": handover.identity.tokenizer,
+        "layout": endpoint.layout(handover),
+    }
+    with prefilling(prefiller, address) as there:
+        with endpoint.connect(TIMEOUT_S) as channel:
+            channel.send(ask)
+            assert channel.receive()[0]["accepted"]
+            meeting = meeting_of(channel.receive()[0])
+            assert num_vtensors(prefiller) == 1
+            if goes != "before the group":
+                with invited(channel, meeting) as peer:
+                    assert json.loads(peer.receive_text())["tokens"] == ask["prefill"]
+                    if goes == "within the planes":
+                        peer.send_text(json.dumps("go"))
+                del peer
+        gc.collect()
+        until(lambda: num_vtensors(prefiller) == 0, "the end of what nobody takes")
+        pins = asyncio.run(prefiller.call(lambda engine: len(engine.scheduler.pins)))
+        assert pins == 0
+        if goes != "within the planes":  # they fit the sockets' buffers
+            assert metric(there, "parcels", "sent") == 0
