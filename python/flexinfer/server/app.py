@@ -19,13 +19,13 @@ from flexinfer.server.api import (
     chat,
     completions,
     conversations,
+    docs_page,
     health,
     messages,
     models,
     responses,
     tokenize,
 )
-from flexinfer.server.api.docs_page import mount_docs
 from flexinfer.server.api.page import mount_page
 from flexinfer.server.http.auth import AuthMiddleware
 from flexinfer.server.http.errors import install_error_handlers
@@ -89,7 +89,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         lifespan=lifespan,
         redoc_url=None,
         docs_url=None,
-        openapi_url=None,  # made on the loop, which it would hold for a second: see mount_docs
+        openapi_url=None,  # made on the loop, which it would hold for a second: see docs_page
     )
     app.state.flexinfer = state
     install_error_handlers(app)
@@ -98,7 +98,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         errors = ANTHROPIC_ERRORS if module is messages else ERRORS
         app.include_router(module.router, responses=errors)
     mount_page(app)
-    mount_docs(app)
+    app.include_router(docs_page.router)
     # The last one added sees a request first.
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_request_bytes)
     app.add_middleware(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ from uuid import uuid4
 import httpx
 import pytest
 
+from flexinfer.server.app import create_app
 from flexinfer.server.run import ENGINE_FAILED
-from helpers.serving import ServerProcess
+from helpers.serving import ServerProcess, make_llm, settings
 from helpers.waiting import until
 
 LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
@@ -160,3 +163,12 @@ def test_a_port_in_use_is_one_line_and_no_traceback() -> None:
     assert result.returncode == 2
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_an_app_that_is_given_up_keeps_no_engine() -> None:
+    """FastAPI keeps the functions of endpoints for ever."""
+    llm = make_llm()
+    state = weakref.ref(create_app(llm, settings()).state.flexinfer)
+    llm.shutdown()
+    gc.collect()
+    assert state() is None

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from flexinfer.server.api.page import HEADERS
@@ -24,16 +24,18 @@ td { padding: .1rem 1rem .1rem 0; vertical-align: top; }
 """
 
 
-def mount_docs(app: FastAPI) -> None:
-    """Both in threads of their own: the document takes a second to make."""
+router = APIRouter(include_in_schema=False)
+"""Both in threads of their own: the document takes a second to make."""
 
-    @app.get("/docs", include_in_schema=False)
-    def docs() -> HTMLResponse:
-        return HTMLResponse(_page(app.openapi()), headers=HEADERS)
 
-    @app.get("/openapi.json", include_in_schema=False)
-    def openapi() -> JSONResponse:
-        return JSONResponse(app.openapi())
+@router.get("/docs")
+def docs(request: Request) -> HTMLResponse:
+    return HTMLResponse(_page(request.app.openapi()), headers=HEADERS)
+
+
+@router.get("/openapi.json")
+def openapi(request: Request) -> JSONResponse:
+    return JSONResponse(request.app.openapi())
 
 
 def _page(document: dict[str, Any]) -> str:

@@ -102,6 +102,17 @@ class HttpCounter:
             self._counter.labels(scope["method"], route, str(status)).inc()
 
 
+# No closure: FastAPI keeps endpoints for ever, and one that knows the engine keeps it too.
+async def metrics(request: Request) -> Response:
+    registry, collector = request.app.state.metrics
+    await collector.refresh()
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    # Prometheus 2 does not ask for an escaping, and would get flexinfer_... by default. Colons are
+    # valid in names of all versions: there is nothing to escape.
+    body = cast("Callable[..., bytes]", encode)(registry, escaping=ALLOWUTF8)
+    return Response(body, headers={"content-type": content_type})
+
+
 def register_metrics(
     app: FastAPI, engine: AsyncLLM, model_name: str = "", handover: HandoverStats | None = None
 ) -> None:
@@ -122,14 +133,7 @@ def register_metrics(
     )
     app.add_middleware(HttpCounter, counter=counter)
 
-    async def metrics(request: Request) -> Response:
-        await collector.refresh()
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        # Prometheus 2 does not ask for an escaping, and would get flexinfer_... by default. Colons
-        # are valid in names of all versions: there is nothing to escape.
-        body = cast("Callable[..., bytes]", encode)(registry, escaping=ALLOWUTF8)
-        return Response(body, headers={"content-type": content_type})
-
+    app.state.metrics = registry, collector
     app.add_api_route(
         "/metrics",
         metrics,
