@@ -273,6 +273,7 @@ void bind_quantised(nb::module_& m) {
           },
           "start_threads"_a = 0, "isa"_a = "")
       .def_prop_ro("isa", [](const QuantisedLinear& self) { return self.isa().name; })
+      .def_prop_ro("block_rows", [](const QuantisedLinear& self) { return self.isa().block_rows; })
       .def(
           "forward",
           [](const QuantisedLinear& self, size_t dtype, const QuantisedWeight& weight, uintptr_t x,

@@ -102,6 +102,9 @@ class QuantisedLinear:
     @property
     def isa(self) -> str: ...
 
+    @property
+    def block_rows(self) -> int: ...
+
     def forward(self, dtype: int, weight: QuantisedWeight, x: int, x_stride: int, bias: int, residual: int, residual_stride: int, output: int, num_rows: int, num_threads: int) -> None:
         """
         output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none.

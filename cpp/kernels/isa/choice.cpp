@@ -59,6 +59,14 @@ bool cpu_has_amx() {
 #endif
 }
 
+bool cpu_has_amx_bytes() {
+#if defined(__x86_64__)
+  return cpu_has_amx() && cpuid_bit(7, 0, &CpuId::d, 25);
+#else
+  return false;
+#endif
+}
+
 bool cpu_has_vnni() {
 #if defined(__x86_64__)
   return cpu_has_avx512() && cpuid_bit(7, 0, &CpuId::c, 11);
@@ -82,6 +90,7 @@ std::vector<const QuantisedIsa*> find_available_quantised() {
       {avx512_quantised(), cpu_has_avx512()},
       {avx512_vnni_quantised(), cpu_has_vnni()},
       {avx512_bf16_quantised(), cpu_has_vnni() && cpu_has_bf16()},
+      {amx_quantised(), cpu_has_vnni() && cpu_has_bf16() && cpu_has_amx_bytes()},
   };
   std::vector<const QuantisedIsa*> found;
   for (const auto& [level, is_here] : levels) {
@@ -152,9 +161,7 @@ const std::vector<const QuantisedIsa*>& available_quantised() {
 const Isa& find_isa(const std::string& name) { return find(available_isas(), name); }
 
 const QuantisedIsa& find_quantised(const std::string& name) {
-  const char* forced = std::getenv("FLEXINFER_SIMD");
-  const bool is_amx = name.empty() && forced != nullptr && std::string(forced) == "amx";
-  return is_amx ? *available_quantised().back() : find(available_quantised(), name);
+  return find(available_quantised(), name);
 }
 
 }  // namespace vtensor::kernels

@@ -25,8 +25,7 @@ const std::vector<const Isa*>& available_isas();
 // Throws std::invalid_argument, naming the choices, for one that this build or CPU does not have.
 const Isa& find_isa(const std::string& name);
 
-// The same for quantised weights, whose levels reach further. FLEXINFER_SIMD bounds these too:
-// "amx" is the best one here, as AMX has no kernel for quantised weights.
+// The same for quantised weights, which have a level more.
 const std::vector<const QuantisedIsa*>& available_quantised();
 const QuantisedIsa& find_quantised(const std::string& name);
 

@@ -10,6 +10,7 @@ namespace {
 
 constexpr QuantisedIsa make_quantised(const char* name) {
   return {name,
+          240,
           {multiply_quantised<ByteTile>, multiply_quantised<GroupTile<float, 8>>,
 #if defined(__AVX512BF16__)
            multiply_quantised<GroupTile<uint32_t, 8>>},

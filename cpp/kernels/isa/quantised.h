@@ -12,6 +12,9 @@ namespace vtensor::kernels {
 
 struct QuantisedIsa {
   const char* name;
+  // Rows whose inputs are made ready at once and for which the weight is read once: a few
+  // megabytes, and a multiple of the rows that are computed at once.
+  int64_t block_rows;
   // Rows and panels of a block. By Inputs; none where the instruction set multiplies no such pairs.
   void (*multiply_8_bits[3])(const QuantisedCall&, DType, const LinearBlock&);
   void (*multiply_4_bits[3])(const QuantisedCall&, DType, const LinearBlock&);
@@ -23,5 +26,6 @@ const QuantisedIsa* avx2_quantised();
 const QuantisedIsa* avx512_quantised();
 const QuantisedIsa* avx512_vnni_quantised();
 const QuantisedIsa* avx512_bf16_quantised();
+const QuantisedIsa* amx_quantised();
 
 }  // namespace vtensor::kernels

@@ -5,12 +5,14 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <new>
 
 namespace vtensor::kernels {
 namespace {
 
 // Fewer numbers are read sooner than another thread wakes.
 constexpr int64_t kNumbersPerThread = 64 << 10;
+constexpr auto kCacheLine = std::align_val_t{64};
 
 float widen(float x) { return x; }
 float widen(BFloat16 x) {
@@ -70,6 +72,10 @@ void sum_groups(const T* x, int64_t depth, int64_t group, float* sums) {
 
 }  // namespace
 
+void PreparedInputs::FreeAligned::operator()(uint32_t* p) const {
+  ::operator delete[](p, kCacheLine);
+}
+
 PreparedInputs::PreparedInputs(Inputs kind, DType dtype, const QuantisedWeight& weight,
                                int64_t num_rows)
     : kind_(kind),
@@ -78,7 +84,9 @@ PreparedInputs::PreparedInputs(Inputs kind, DType dtype, const QuantisedWeight& 
       row_bytes_(kind == Inputs::kBytes ? weight.depth : weight.depth * 4),
       is_copied_(kind == Inputs::kBytes || (kind == Inputs::kFloats && dtype != DType::kFloat32)) {
   const auto rows = static_cast<size_t>(num_rows);
-  if (is_copied_) rows_.reset(new uint32_t[rows * static_cast<size_t>(row_bytes_ / 4)]);
+  if (is_copied_) {
+    rows_.reset(new (kCacheLine) uint32_t[rows * static_cast<size_t>(row_bytes_ / 4)]);
+  }
   if (kind == Inputs::kBytes) scales_.reset(new float[rows]);
   if (weight.minimums != nullptr) {
     sums_.reset(new float[rows * static_cast<size_t>(weight.num_groups())]);

@@ -26,14 +26,18 @@ class PreparedInputs {
                QuantisedCall& call);
 
  private:
+  struct FreeAligned {
+    void operator()(uint32_t* p) const;
+  };
+
   void prepare_row(const LinearCall& layer, int64_t from, int64_t row);
 
   Inputs kind_;
   DType dtype_;
   const QuantisedWeight& weight_;
   int64_t row_bytes_;
-  bool is_copied_;  // bfloat16 pairs are read where they stand
-  std::unique_ptr<uint32_t[]> rows_;
+  bool is_copied_;                                 // bfloat16 pairs are read where they stand
+  std::unique_ptr<uint32_t[], FreeAligned> rows_;  // AMX reads whole cache lines
   std::unique_ptr<float[]> scales_;
   std::unique_ptr<float[]> sums_;
 };

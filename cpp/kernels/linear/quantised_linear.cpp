@@ -12,9 +12,6 @@ namespace {
 constexpr int64_t kWorkPerThread = 128 << 10;
 // More parts than threads: one that is kept from its CPU leaves the rest to the others.
 constexpr int64_t kPartsPerThread = 4;
-// Rows whose inputs are made ready at once: what they take is a few megabytes. Python knows the
-// number, too (QuantisedLinear.block_rows).
-constexpr int64_t kBlockRows = 240;
 
 }  // namespace
 
@@ -29,10 +26,11 @@ void QuantisedLinear::forward(DType dtype, const LinearCall& layer, const Quanti
   }
   const auto compute = kernels[static_cast<size_t>(kind)];
   const int64_t num_panels = (layer.columns + kQuantisedColumns - 1) / kQuantisedColumns;
-  PreparedInputs inputs(kind, dtype, weight, std::min(num_rows, kBlockRows));
+  const int64_t block_rows = isa_->block_rows;
+  PreparedInputs inputs(kind, dtype, weight, std::min(num_rows, block_rows));
   const auto bytes = static_cast<int64_t>(element_bytes(dtype));
-  for (int64_t first = 0; first < num_rows; first += kBlockRows) {
-    const int64_t rows = std::min(kBlockRows, num_rows - first);
+  for (int64_t first = 0; first < num_rows; first += block_rows) {
+    const int64_t rows = std::min(block_rows, num_rows - first);
     QuantisedCall call = {layer, weight, nullptr, 0, nullptr, nullptr};
     inputs.prepare(parallel_, num_threads, first, rows, call);
     call.layer.output = static_cast<char*>(layer.output) + first * layer.output_stride * bytes;

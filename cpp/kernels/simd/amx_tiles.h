@@ -18,23 +18,18 @@ constexpr int kTileBytes = 1024;
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileFloats = kTileBytes / 4;
 
-// All eight tiles, for as long as it lives: at their full size, or A and C for fewer than 32 rows.
+// What was written before is in memory: the intrinsics that load tiles or their configuration do
+// not tell gcc what they read, so that it may write that later, or never.
+VTENSOR_INLINE void amx_written() { __asm__ volatile("" ::: "memory"); }
+
+// All eight tiles, for as long as it lives: at their full size, or with fewer rows.
 class AmxTiles {
  public:
-  explicit AmxTiles(int num_rows = 32) {
-    const int first = num_rows < 16 ? num_rows : 16;
-    const int second = num_rows > 16 ? num_rows - 16 : 16;  // unused if there are no more
-    Config config;
-    config.palette = 1;
-    for (int i = 0; i < 8; ++i) {
-      config.row_bytes[i] = 64;
-      config.rows[i] = 16;
-    }
-    for (const int i : {0, 1, 4}) config.rows[i] = static_cast<uint8_t>(first);
-    for (const int i : {2, 3, 5}) config.rows[i] = static_cast<uint8_t>(second);
-    _tile_storeconfig(&before_);
-    _tile_loadconfig(&config);
-  }
+  // For up to 32 rows: 0 1 4 have the first 16, 2 3 5 the others, if there are any.
+  explicit AmxTiles(int num_rows = 32)
+      : AmxTiles(num_rows < 16 ? num_rows : 16, num_rows > 16 ? num_rows - 16 : 16, 0x13, 0x2c) {}
+  // Up to 16 rows: 0 to 4 have them.
+  static AmxTiles of_few_rows(int num_rows) { return AmxTiles(num_rows, 16, 0x1f, 0); }
   ~AmxTiles() { _tile_loadconfig(&before_); }
   AmxTiles(const AmxTiles&) = delete;
   AmxTiles& operator=(const AmxTiles&) = delete;
@@ -47,6 +42,23 @@ class AmxTiles {
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
   };
+
+  // Rows of the tiles that are bits of `first_tiles` and of `second_tiles`.
+  AmxTiles(int first, int second, int first_tiles, int second_tiles) {
+    Config config;
+    config.palette = 1;
+    for (int i = 0; i < 8; ++i) {
+      const int rows = (first_tiles >> i & 1) != 0    ? first
+                       : (second_tiles >> i & 1) != 0 ? second
+                                                      : 16;
+      config.row_bytes[i] = 64;
+      config.rows[i] = static_cast<uint8_t>(rows);
+    }
+    _tile_storeconfig(&before_);
+    amx_written();
+    _tile_loadconfig(&config);
+  }
+
   Config before_;
 };
 

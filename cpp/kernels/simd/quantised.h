@@ -64,6 +64,24 @@ VTENSOR_INLINE void finish_sum(const QuantisedCall& call, DType dtype, int64_t r
   }
 }
 
+// A vector of outputs whose inputs are integers: what makes numbers of their sums.
+struct ByteOutputs {
+  Vec scale = {};
+  IVec offset = {};
+
+  ByteOutputs() = default;
+  // column: in the panel
+  VTENSOR_INLINE ByteOutputs(const QuantisedWeight& weight, int64_t panel, int64_t column)
+      : scale(load_scale(weight, weight.scales, panel, 0, column)),
+        offset(reinterpret_cast<IVec>(load_words(reinterpret_cast<const uint32_t*>(weight.sums) +
+                                                 panel * kQuantisedColumns + column))) {}
+  VTENSOR_INLINE void finish(const QuantisedCall& call, DType dtype, int64_t row, int64_t column,
+                             IVec sum) const {
+    const Vec integers = __builtin_convertvector(sum - offset, Vec);
+    finish_sum(call, dtype, row, column, integers * (scale * call.x_scales[row]));
+  }
+};
+
 // Inputs as integers.
 struct ByteTile {
   template <int M, int N>
@@ -89,15 +107,11 @@ struct ByteTile {
     }
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
-      const int64_t column = at.panel * kQuantisedColumns + at.column + n * kLanes;
-      const Vec scale = load_scale(weight, weight.scales, at.panel, 0, at.column + n * kLanes);
-      const IVec offset = reinterpret_cast<IVec>(
-          load_words(reinterpret_cast<const uint32_t*>(weight.sums) + column));
+      const int64_t column = at.column + n * kLanes;
+      const ByteOutputs outputs(weight, at.panel, column);
 #pragma GCC unroll 12
       for (int m = 0; m < M; ++m) {
-        const Vec sum = __builtin_convertvector(sums[m][n] - offset, Vec);
-        const float x_scale = call.x_scales[at.row + m];
-        finish_sum(call, dtype, at.row + m, column, sum * (scale * x_scale));
+        outputs.finish(call, dtype, at.row + m, at.panel * kQuantisedColumns + column, sums[m][n]);
       }
     }
   }

@@ -29,14 +29,12 @@ NIBBLES = (0, 4, 1, 5), (2, 6, 3, 7)
 class QuantisedLinear(OpaqueLinear):
     """x [..., in_features] -> [..., out_features]"""
 
-    block_rows = 240
-    """`kBlockRows` of the kernel."""
-
     def __init__(
         self, source: QuantisedTensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> None:
         """source: copied into panels; dtype: of inputs and outputs, one of DTYPES_OF_INPUTS."""
         super().__init__(source.integers, bias)
+        self.block_rows = kernel().block_rows
         columns = self.out_features
         self._width = columns + -columns % COLUMNS_STEP
         if self.bias is not None:

@@ -13,6 +13,8 @@
 #include <stdexcept>
 #include <thread>
 
+#include "tests/cpp/kernels/software_tiles/levels.h"
+
 namespace vtensor::kernels {
 namespace {
 
@@ -312,7 +314,7 @@ TEST_P(HostAttentionIsas, what_stands_in_the_arena_is_not_stored_again) {
   for (int i = 0; i < kLatent; ++i) EXPECT_FLOAT_EQ(first[static_cast<size_t>(i)], inputs.key[i]);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, HostAttentionIsas, testing::ValuesIn(available_isas()),
+INSTANTIATE_TEST_SUITE_P(All, HostAttentionIsas, testing::ValuesIn(testable_isas()),
                          [](const auto& info) { return std::string(info.param->name); });
 
 TEST(HostAttention, a_plan_outside_of_the_arena_is_refused_before_anything_is_written) {

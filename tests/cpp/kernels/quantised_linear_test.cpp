@@ -1,0 +1,218 @@
+// Products with weights of 8 bits and inputs of 8 bits: all levels give the same bits, AMX's on
+// tiles in software among them. Arrays end where their numbers do: an address sanitizer sees a read
+// beyond them. Python's tests compare with torch.
+#include "kernels/linear/quantised_linear.h"
+
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <random>
+
+#include "tests/cpp/kernels/software_tiles/levels.h"
+#include "tests/cpp/kernels/software_tiles/software_tiles.h"
+
+namespace vtensor::kernels {
+namespace {
+
+struct Shape {
+  int64_t rows;
+  int64_t depth;
+  int64_t columns;
+  DType dtype;
+  bool has_bias;
+  bool has_residual;
+};
+
+std::ostream& operator<<(std::ostream& out, const Shape& s) {
+  return out << s.rows << " rows, " << s.depth << " inputs, " << s.columns << " outputs"
+             << (s.dtype == DType::kFloat32 ? ", float32" : ", bfloat16")
+             << (s.has_bias ? ", bias" : "") << (s.has_residual ? ", residual" : "");
+}
+
+using Bytes = std::vector<uint8_t>;
+
+class Problem {
+ public:
+  Problem(const Shape& shape, unsigned seed) : shape_(shape), random_(seed) {
+    const int64_t padded = panels() * kQuantisedColumns;
+    integers_.resize(static_cast<size_t>(padded * shape.depth));
+    std::uniform_int_distribution<int> byte(-128, 127);
+    for (int64_t i = 0; i < shape.columns * shape.depth; ++i) {
+      integers_[static_cast<size_t>(i)] = static_cast<int8_t>(byte(random_));
+    }
+    words_.reset(static_cast<uint8_t*>(
+        ::operator new[](static_cast<size_t>(padded * shape.depth), std::align_val_t{64})));
+    scales_.resize(static_cast<size_t>(padded));
+    sums_.resize(static_cast<size_t>(padded));
+    std::uniform_real_distribution<float> scale(0.001F, 0.02F);
+    for (int64_t column = 0; column < padded; ++column) {
+      const int64_t panel = column / kQuantisedColumns, at = column % kQuantisedColumns;
+      for (int64_t k = 0; k < shape.depth; ++k) {
+        const int8_t value = integer(column, k);
+        sums_[static_cast<size_t>(column)] += 128 * value;
+        words_[static_cast<size_t>(
+            ((panel * shape.depth / 4 + k / 4) * kQuantisedColumns + at) * 4 + k % 4)] =
+            static_cast<uint8_t>(value);
+      }
+      if (column < shape.columns) scales_[static_cast<size_t>(column)] = scale(random_);
+    }
+    x_ = numbers(shape.rows * x_stride() - 8);
+    bias_ = numbers(shape.columns);
+    residual_ = numbers(shape.rows * shape.columns);
+  }
+
+  Bytes multiply(const QuantisedIsa& isa) const {
+    Bytes output(static_cast<size_t>(shape_.rows * shape_.columns * element()), 0xab);
+    LinearCall layer;
+    layer.x = x_.data();
+    layer.x_stride = x_stride();
+    layer.bias = shape_.has_bias ? bias_.data() : nullptr;
+    layer.residual = shape_.has_residual ? residual_.data() : nullptr;
+    layer.residual_stride = layer.output_stride = layer.columns = shape_.columns;
+    layer.output = output.data();
+    layer.depth = shape_.depth;
+    QuantisedWeight weight;
+    weight.words = reinterpret_cast<const uint32_t*>(words_.get());
+    weight.scales = scales_.data();
+    weight.sums = sums_.data();
+    weight.depth = shape_.depth;
+    weight.columns = shape_.columns;
+    QuantisedLinear(Parallel(), isa).forward(shape_.dtype, layer, weight, shape_.rows, 1);
+    return output;
+  }
+
+  // The definition in layers/quantised.py, in double precision.
+  double expected(int64_t row, int64_t column) const {
+    float largest = 0;
+    for (int64_t k = 0; k < shape_.depth; ++k) {
+      largest = std::max(largest, std::abs(number(x_, row * x_stride() + k)));
+    }
+    const float factor = 127 / largest, scale = largest / 127;
+    int64_t sum = 0;
+    for (int64_t k = 0; k < shape_.depth; ++k) {
+      const float x = number(x_, row * x_stride() + k) * factor;
+      sum += static_cast<int64_t>(std::nearbyint(x)) * integer(column, k);
+    }
+    double output = static_cast<double>(sum) * scale * scales_[static_cast<size_t>(column)];
+    if (shape_.has_bias) output += number(bias_, column);
+    if (shape_.has_residual) output += number(residual_, row * shape_.columns + column);
+    return output;
+  }
+
+  float number(const Bytes& bytes, int64_t i) const {
+    uint32_t bits = 0;
+    std::memcpy(reinterpret_cast<char*>(&bits) + 4 - element(), bytes.data() + i * element(),
+                static_cast<size_t>(element()));
+    return std::bit_cast<float>(bits);
+  }
+
+ private:
+  struct FreeAligned {
+    void operator()(uint8_t* p) const { ::operator delete[](p, std::align_val_t{64}); }
+  };
+
+  int64_t element() const { return static_cast<int64_t>(element_bytes(shape_.dtype)); }
+  int64_t panels() const { return (shape_.columns + kQuantisedColumns - 1) / kQuantisedColumns; }
+  int64_t x_stride() const { return shape_.depth + 8; }
+  int8_t integer(int64_t column, int64_t k) const {
+    return integers_[static_cast<size_t>(column * shape_.depth + k)];
+  }
+  // The upper bytes of float32 numbers: float32, or bfloat16.
+  Bytes numbers(int64_t count) {
+    std::normal_distribution<float> normal;
+    Bytes bytes(static_cast<size_t>(count * element()));
+    for (int64_t i = 0; i < count; ++i) {
+      const auto bits = std::bit_cast<uint32_t>(normal(random_));
+      std::memcpy(bytes.data() + i * element(),
+                  reinterpret_cast<const char*>(&bits) + 4 - element(),
+                  static_cast<size_t>(element()));
+    }
+    return bytes;
+  }
+
+  Shape shape_;
+  std::mt19937 random_;
+  std::vector<int8_t> integers_;  // [columns, depth]
+  std::unique_ptr<uint8_t[], FreeAligned> words_;
+  std::vector<float> scales_;
+  std::vector<int32_t> sums_;
+  Bytes x_, bias_, residual_;
+};
+
+class QuantisedLevels : public testing::TestWithParam<const QuantisedIsa*> {
+ protected:
+  void expect_portable_bits(const Shape& shape, unsigned seed) {
+    const Problem problem(shape, seed);
+    EXPECT_EQ(problem.multiply(*GetParam()), problem.multiply(find_quantised("portable"))) << shape;
+  }
+};
+
+// Around the heights of tiles and blocks; depths with and without a part of a tile.
+TEST_P(QuantisedLevels, random_shapes_are_the_bits_of_the_portable_level) {
+  std::mt19937 random(3);
+  const auto one_of = [&](const std::vector<int64_t>& values) {
+    return values[random() % values.size()];
+  };
+  for (unsigned i = 0; i < 60; ++i) {
+    const int64_t rows =
+        one_of({1, 3, 6, 7, 8, 11, 15, 16, 17, 18, 25, 31, 32, 33, 47, 63, 64, 70});
+    const int64_t depth = one_of({4, 60, 64, 68, 100, 128, 192, 260, 320});
+    const int64_t columns = one_of({16, 32, 48, 64, 80, 112, 144, 192});
+    const DType dtype = random() % 2 == 0 ? DType::kFloat32 : DType::kBFloat16;
+    expect_portable_bits({rows, depth, columns, dtype, random() % 2 == 0, random() % 2 == 0}, i);
+  }
+}
+
+// Inputs are made ready 240 or 256 rows at once, and rows of great depth multiplied fewer at once.
+TEST_P(QuantisedLevels, many_rows_and_deep_ones_are_the_bits_of_the_portable_level) {
+  for (const int64_t rows : {239, 240, 255, 256, 257, 263, 300, 520}) {
+    expect_portable_bits({rows, 68, 48, DType::kBFloat16, true, true}, 5);
+  }
+  for (const int64_t rows : {40, 64, 97}) {
+    expect_portable_bits({rows, 17000, 16, DType::kFloat32, true, false}, 6);
+  }
+}
+
+TEST_P(QuantisedLevels, outputs_are_those_of_the_definition) {
+  for (const int64_t rows : {5, 12, 29, 45}) {
+    const Shape shape = {rows, 324, 80, DType::kFloat32, true, true};
+    const Problem problem(shape, 7);
+    const Bytes output = problem.multiply(*GetParam());
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t column = 0; column < shape.columns; ++column) {
+        const double expected = problem.expected(row, column);
+        ASSERT_NEAR(problem.number(output, row * shape.columns + column), expected,
+                    1e-5 * (1 + std::abs(expected)))
+            << row << " " << column;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, QuantisedLevels, testing::ValuesIn(testable_quantised()),
+                         [](const auto& info) { return std::string(info.param->name); });
+
+// Else the tests above would compare vectors with vectors.
+TEST(SoftwareAmx, computes_on_tiles_from_seven_rows_on) {
+  const auto levels = testable_quantised();
+  if (std::string(levels.back()->name) != "software_amx") GTEST_SKIP() << "no AVX512_BF16";
+  const auto& tiles = testing_tiles::SoftwareTiles::of_thread();
+  for (const auto& [rows, products] : {std::pair{6, 0}, {7, 8}, {16, 8}, {17, 16}, {64, 32}}) {
+    const int64_t before = tiles.num_products();
+    Problem({rows, 128, 64, DType::kFloat32, false, false}, 1).multiply(*levels.back());
+    EXPECT_EQ(tiles.num_products() - before, products) << rows;
+  }
+}
+
+TEST(QuantisedIsa, names_find_them) {
+  for (const QuantisedIsa* isa : available_quantised()) {
+    EXPECT_EQ(&find_quantised(isa->name), isa);
+  }
+}
+
+}  // namespace
+}  // namespace vtensor::kernels
