@@ -33,6 +33,7 @@ WAYS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
+    "int4-a8": {"quantization": "int4-a8"},
     "int4-zp": {"quantization": "int4-zp"},
     "int4-g64": {"quantization": "int4-g64"},
     "int4-g64-zp": {"quantization": "int4-g64-zp"},

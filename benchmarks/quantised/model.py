@@ -15,7 +15,7 @@ SHAPES = {
     "7b": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14_336},
 }
 """Llama 3.2 1B and 3B, Mistral 7B, where they differ from one another."""
-KINDS = {"int8": "Q8_0", "int4": "Q4_0"}
+KINDS = {"int8": "Q8_0", "int4": "Q4_0", "int4-a8": "Q4_0"}
 """Our name -> llama.cpp's."""
 
 

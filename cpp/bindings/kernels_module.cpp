@@ -249,20 +249,21 @@ void bind_quantised(nb::module_& m) {
       .def(
           "__init__",
           [](QuantisedWeight* self, uintptr_t words, uintptr_t scales, uintptr_t minimums,
-             uintptr_t sums, bool is_half, int bits, int64_t group, int64_t depth,
+             uintptr_t sums, bool is_half, bool byte_inputs, int bits, int64_t group, int64_t depth,
              int64_t columns) {
             new (self) QuantisedWeight{pointer<const uint32_t>(words),
                                        pointer<>(scales),
                                        pointer<>(minimums),
                                        pointer<const int32_t>(sums),
                                        is_half,
+                                       byte_inputs,
                                        bits,
                                        group,
                                        depth,
                                        columns};
           },
-          nb::kw_only(), "words"_a, "scales"_a, "minimums"_a, "sums"_a, "is_half"_a, "bits"_a,
-          "group"_a, "depth"_a, "columns"_a);
+          nb::kw_only(), "words"_a, "scales"_a, "minimums"_a, "sums"_a, "is_half"_a,
+          "byte_inputs"_a, "bits"_a, "group"_a, "depth"_a, "columns"_a);
   nb::class_<QuantisedLinear>(m, "QuantisedLinear",
                               "Linear layers with quantised weights; addresses as integers.")
       .def(

@@ -92,7 +92,7 @@ class Linear:
 class QuantisedWeight:
     """A quantised weight at addresses: no copy."""
 
-    def __init__(self, *, words: int, scales: int, minimums: int, sums: int, is_half: bool, bits: int, group: int, depth: int, columns: int) -> None: ...
+    def __init__(self, *, words: int, scales: int, minimums: int, sums: int, is_half: bool, byte_inputs: bool, bits: int, group: int, depth: int, columns: int) -> None: ...
 
 class QuantisedLinear:
     """Linear layers with quantised weights; addresses as integers."""

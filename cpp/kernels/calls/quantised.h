@@ -20,14 +20,17 @@ inline constexpr int64_t kQuantisedColumns = 64;
 //
 // `group` 0: one scale an output, and inputs are multiplied as integers (8 bits alone):
 //   output = x_scale * scale * sum(x_int * w_int)
-// `group` > 0: a scale and, where there are any, a minimum for so many inputs of an output:
+// `group` > 0, `byte_inputs` false: a scale and, where there are any, a minimum for so many inputs
+// of an output:
 //   output = sum over groups of scale * sum(x * w_int) + minimum * sum(x)
+// `group` > 0, `byte_inputs` true (4 bits alone): x_scale times that, of x_int instead of x.
 struct QuantisedWeight {
   const uint32_t* words = nullptr;  // [panels, depth / inputs of a word, 64], aligned to 64 bytes
   const void* scales = nullptr;     // [panels, max(groups, 1), 64], float16 or float32
   const void* minimums = nullptr;   // as scales, or none
   const int32_t* sums = nullptr;    // group 0: [panels, 64] of 128 * sum(w_int)
   bool is_half = false;             // whether scales and minimums are float16
+  bool byte_inputs = true;          // REQUIRES: true with group 0
   int bits = 8;
   int64_t group = 0;  // a multiple of the inputs of a word that divides the depth
   int64_t depth = 0;  // a multiple of the inputs of a word
@@ -39,7 +42,7 @@ struct QuantisedWeight {
 
 // What `inputs` of one row are, made once for all panels.
 enum class Inputs {
-  kBytes,     // uint8: integers plus 128, with a scale a row
+  kBytes,     // integers with a scale a row: plus 128, uint8; in groups int8, in a word's order
   kFloats,    // float32
   kBFloat16s  // pairs of them are multiplied at once
 };
@@ -52,6 +55,8 @@ struct QuantisedCall {
   int64_t input_stride = 0;         // bytes between two rows
   const float* x_scales = nullptr;  // kBytes: [rows]
   const float* x_sums = nullptr;    // where there are minimums: [rows, groups]
+  // kBytes in groups: [rows, groups] of -8 * sum(x_int), for weights are multiplied plus 8.
+  const int32_t* x_offsets = nullptr;
 };
 
 }  // namespace vtensor::kernels

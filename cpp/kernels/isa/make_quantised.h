@@ -13,12 +13,13 @@ constexpr QuantisedIsa make_quantised(const char* name) {
           240,
           {multiply_quantised<ByteTile>, multiply_quantised<GroupTile<float, 8>>,
 #if defined(__AVX512BF16__)
-           multiply_quantised<GroupTile<uint32_t, 8>>},
-          {nullptr, multiply_quantised<GroupTile<float, 4>>,
-           multiply_quantised<GroupTile<uint32_t, 4>>}};
+           multiply_quantised<GroupTile<TwoBFloat16s, 8>>},
+          {multiply_quantised<GroupTile<FourBytes, 4>>, multiply_quantised<GroupTile<float, 4>>,
+           multiply_quantised<GroupTile<TwoBFloat16s, 4>>}};
 #else
            nullptr},
-          {nullptr, multiply_quantised<GroupTile<float, 4>>, nullptr}};
+          {multiply_quantised<GroupTile<FourBytes, 4>>, multiply_quantised<GroupTile<float, 4>>,
+           nullptr}};
 #endif
 }
 

@@ -15,6 +15,7 @@ constexpr int64_t kNumbersPerThread = 64 << 10;
 constexpr auto kCacheLine = std::align_val_t{64};
 
 float widen(float x) { return x; }
+float widen(int8_t x) { return x; }
 float widen(BFloat16 x) {
   const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
   float value;
@@ -30,7 +31,7 @@ uint32_t bits_of(float x) {
 
 // Magnitudes are compared as integers, where a NaN is more than all else.
 template <class T>
-float quantise_row(const T* x, int64_t depth, uint8_t* output) {
+float quantise_row(const T* x, int64_t depth, uint8_t zero, uint8_t* output) {
   int32_t largest_bits = 0;
   for (int64_t k = 0; k < depth; ++k) {
     const auto magnitude = static_cast<int32_t>(bits_of(widen(x[k])) & 0x7fffffff);
@@ -41,16 +42,31 @@ float quantise_row(const T* x, int64_t depth, uint8_t* output) {
   // Of a row with no finite scale nothing can be told: 0 times infinity is NaN below.
   const float factor = 127 / largest, scale = largest / 127;
   if (!(factor > 0) || factor > 0x1p126F) {  // NaN, infinity; zero, or next to it
-    std::fill_n(output, depth, uint8_t{128});
+    std::fill_n(output, depth, zero);
     if (largest < 1) return 0;
     return std::isfinite(largest) ? scale : std::numeric_limits<float>::quiet_NaN();
   }
-  constexpr float kMagic = 0x1.8p23F + 128;  // adding it rounds to an integer, in the low bits
+  const float magic =
+      0x1.8p23F + static_cast<float>(zero);  // adding it rounds to an integer, in the low bits
   for (int64_t k = 0; k < depth; ++k) {
     const float scaled = widen(x[k]) * factor;  // apart: never one instruction with the sum
-    output[k] = static_cast<uint8_t>(bits_of(scaled + kMagic));
+    output[k] = static_cast<uint8_t>(bits_of(scaled + magic));
   }
   return scale;
+}
+
+// Of each eight bytes 0, 4, 1, 5, 2, 6, 3, 7.
+void order_bytes(uint8_t* bytes, int64_t depth) {
+  const auto spread = [](uint64_t four) {
+    four = (four | four << 16) & 0x0000ffff0000ffff;
+    return (four | four << 8) & 0x00ff00ff00ff00ff;
+  };
+  for (int64_t k = 0; k < depth; k += 8) {
+    uint64_t eight;
+    std::memcpy(&eight, bytes + k, sizeof eight);
+    eight = spread(eight & 0xffffffff) | spread(eight >> 32) << 8;
+    std::memcpy(bytes + k, &eight, sizeof eight);
+  }
 }
 
 template <class T>
@@ -88,9 +104,10 @@ PreparedInputs::PreparedInputs(Inputs kind, DType dtype, const QuantisedWeight& 
     rows_.reset(new (kCacheLine) uint32_t[rows * static_cast<size_t>(row_bytes_ / 4)]);
   }
   if (kind == Inputs::kBytes) scales_.reset(new float[rows]);
-  if (weight.minimums != nullptr) {
-    sums_.reset(new float[rows * static_cast<size_t>(weight.num_groups())]);
-  }
+  const bool has_offsets = kind == Inputs::kBytes && weight.group > 0;
+  const auto numbers = rows * static_cast<size_t>(weight.num_groups());
+  if (has_offsets) offsets_.reset(new int32_t[numbers]);
+  if (has_offsets || weight.minimums != nullptr) sums_.reset(new float[numbers]);
 }
 
 void PreparedInputs::prepare(const Parallel& parallel, int num_threads, int64_t first,
@@ -101,6 +118,7 @@ void PreparedInputs::prepare(const Parallel& parallel, int num_threads, int64_t 
   call.input_stride = is_copied_ ? row_bytes_ : call.layer.x_stride * bytes;
   call.x_scales = scales_.get();
   call.x_sums = sums_.get();
+  call.x_offsets = offsets_.get();
   if (!is_copied_ && sums_ == nullptr) return;
   const int64_t worth = 1 + num_rows * weight_.depth / kNumbersPerThread;
   const int64_t parts = parallel.can_fork() ? std::min({worth, int64_t{num_threads}, num_rows}) : 1;
@@ -121,13 +139,23 @@ void PreparedInputs::prepare_row(const LinearCall& layer, int64_t from, int64_t 
     const int64_t depth = weight_.depth;
     char* output = reinterpret_cast<char*>(rows_.get()) + row * row_bytes_;
     if (kind_ == Inputs::kBytes) {
-      scales_[static_cast<size_t>(row)] =
-          quantise_row(x, depth, reinterpret_cast<uint8_t*>(output));
+      auto* bytes = reinterpret_cast<uint8_t*>(output);
+      const uint8_t zero = weight_.group == 0 ? 128 : 0;
+      scales_[static_cast<size_t>(row)] = quantise_row(x, depth, zero, bytes);
+      if (weight_.group > 0) order_bytes(bytes, depth);
     } else if (is_copied_) {
       widen_row(x, depth, reinterpret_cast<float*>(output));
     }
-    if (sums_ != nullptr) {
-      sum_groups(x, depth, weight_.group, sums_.get() + row * weight_.num_groups());
+    if (sums_ == nullptr) return;
+    const int64_t num_groups = weight_.num_groups(), first_sum = row * num_groups;
+    float* sums = sums_.get() + first_sum;
+    if (offsets_ == nullptr) {
+      sum_groups(x, depth, weight_.group, sums);
+    } else {
+      sum_groups(reinterpret_cast<const int8_t*>(output), depth, weight_.group, sums);
+      for (int64_t i = 0; i < num_groups; ++i) {
+        offsets_[static_cast<size_t>(first_sum + i)] = static_cast<int32_t>(-8 * sums[i]);
+      }
     }
   };
   if (dtype_ == DType::kFloat32) {

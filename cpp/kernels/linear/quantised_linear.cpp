@@ -19,7 +19,7 @@ void QuantisedLinear::forward(DType dtype, const LinearCall& layer, const Quanti
                               int64_t num_rows, int num_threads) const {
   if (num_rows <= 0) return;
   const auto& kernels = weight.bits == 8 ? isa_->multiply_8_bits : isa_->multiply_4_bits;
-  Inputs kind = weight.group == 0 ? Inputs::kBytes : Inputs::kFloats;
+  Inputs kind = weight.byte_inputs ? Inputs::kBytes : Inputs::kFloats;
   if (kind == Inputs::kFloats && dtype == DType::kBFloat16 &&
       kernels[static_cast<size_t>(Inputs::kBFloat16s)] != nullptr) {
     kind = Inputs::kBFloat16s;
@@ -31,7 +31,9 @@ void QuantisedLinear::forward(DType dtype, const LinearCall& layer, const Quanti
   const auto bytes = static_cast<int64_t>(element_bytes(dtype));
   for (int64_t first = 0; first < num_rows; first += block_rows) {
     const int64_t rows = std::min(block_rows, num_rows - first);
-    QuantisedCall call = {layer, weight, nullptr, 0, nullptr, nullptr};
+    QuantisedCall call;
+    call.layer = layer;
+    call.weight = weight;
     inputs.prepare(parallel_, num_threads, first, rows, call);
     call.layer.output = static_cast<char*>(layer.output) + first * layer.output_stride * bytes;
     if (layer.residual != nullptr) {

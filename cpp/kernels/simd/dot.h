@@ -17,35 +17,36 @@ namespace {
 // products stay far below 2^31, so all ways give the same.
 
 #if defined(__AVX512VNNI__) && VTENSOR_LANES == 16
-struct ByteWeights {
-  __m512i w;
-  ByteWeights() = default;
-  VTENSOR_INLINE explicit ByteWeights(UVec words) : w(reinterpret_cast<__m512i>(words)) {}
+struct SignedBytes {
+  __m512i of;
+  SignedBytes() = default;
+  VTENSOR_INLINE explicit SignedBytes(UVec words) : of(reinterpret_cast<__m512i>(words)) {}
 };
-struct ByteInputs {
-  __m512i x;
-  VTENSOR_INLINE explicit ByteInputs(uint32_t word)
-      : x(_mm512_set1_epi32(static_cast<int>(word))) {}
+struct UnsignedBytes {
+  __m512i of;
+  UnsignedBytes() = default;
+  VTENSOR_INLINE explicit UnsignedBytes(UVec words) : of(reinterpret_cast<__m512i>(words)) {}
 };
-VTENSOR_INLINE IVec add_dot(IVec sum, const ByteInputs& x, const ByteWeights& w) {
-  return reinterpret_cast<IVec>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), x.x, w.w));
+VTENSOR_INLINE IVec add_dot(IVec sum, const UnsignedBytes& x, const SignedBytes& w) {
+  return reinterpret_cast<IVec>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), x.of, w.of));
 }
 #else
 
 typedef int16_t SVec __attribute__((vector_size(kLanes * 4)));
 
 // Pairs of products of 16 bits: bytes 0 and 2 of each word, then 1 and 3.
-struct ByteWeights {
+struct SignedBytes {
   SVec even, odd;
-  ByteWeights() = default;
-  VTENSOR_INLINE explicit ByteWeights(UVec words)
+  SignedBytes() = default;
+  VTENSOR_INLINE explicit SignedBytes(UVec words)
       : even(reinterpret_cast<SVec>(words) << 8 >> 8), odd(reinterpret_cast<SVec>(words) >> 8) {}
 };
-struct ByteInputs {
+struct UnsignedBytes {
   SVec even, odd;
-  VTENSOR_INLINE explicit ByteInputs(uint32_t word)
-      : even(reinterpret_cast<SVec>(UVec{} + (word & 0x00ff00ff))),
-        odd(reinterpret_cast<SVec>(UVec{} + (word >> 8 & 0x00ff00ff))) {}
+  UnsignedBytes() = default;
+  VTENSOR_INLINE explicit UnsignedBytes(UVec words)
+      : even(reinterpret_cast<SVec>(words & 0x00ff00ff)),
+        odd(reinterpret_cast<SVec>(words >> 8 & 0x00ff00ff)) {}
 };
 VTENSOR_INLINE IVec add_pairs(SVec a, SVec b) {
 #if defined(__AVX512BW__) && VTENSOR_LANES == 16
@@ -59,10 +60,14 @@ VTENSOR_INLINE IVec add_pairs(SVec a, SVec b) {
   return (first << 16 >> 16) * (second << 16 >> 16) + (first >> 16) * (second >> 16);
 #endif
 }
-VTENSOR_INLINE IVec add_dot(IVec sum, const ByteInputs& x, const ByteWeights& w) {
+VTENSOR_INLINE IVec add_dot(IVec sum, const UnsignedBytes& x, const SignedBytes& w) {
   return sum + add_pairs(x.even, w.even) + add_pairs(x.odd, w.odd);
 }
 #endif
+
+// Half of the integers of words of 4 bits, plus 8, as bytes: the lower four of each byte, or the
+// upper ones.
+VTENSOR_INLINE UVec nibbles_of(UVec words, int half) { return words >> (4 * half) & 0x0f0f0f0f; }
 
 // ------------------------------------------------------------------------- integers as factors
 

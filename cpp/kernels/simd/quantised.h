@@ -4,6 +4,8 @@
 // how many there are; integers are summed exactly.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/calls/quantised.h"
 #include "kernels/simd/dot.h"
 #include "kernels/simd/linear.h"
@@ -17,13 +19,15 @@ constexpr int kFewRows = 6;
 constexpr int kFewVecs = kLanes == 16 ? 4 : 2;
 constexpr int kTallRows = kLanes == 16 ? 12 : 6;
 constexpr int kTallVecs = 2;
+// Bytes of a panel's words for the inputs of one.
+constexpr int64_t kWordsBytes = kQuantisedColumns * 4;
 
 // Where a tile is: rows [row, row + M), and outputs from `column` on in this panel.
 struct TilePlace {
   int64_t row;
   int64_t panel;
   int64_t column;  // in the panel
-  bool is_stream;  // the panel comes from memory: ask for it ahead
+  Prefetch ahead;  // what is asked for meanwhile
 };
 
 VTENSOR_INLINE const uint32_t* words_of(const QuantisedWeight& weight, const TilePlace& at) {
@@ -35,15 +39,6 @@ VTENSOR_INLINE UVec load_words(const uint32_t* words) {
   UVec v;
   __builtin_memcpy(&v, words, sizeof v);
   return v;
-}
-
-template <int N>
-VTENSOR_INLINE void ask_ahead(const uint32_t* words, const TilePlace& at) {
-  if (!at.is_stream) return;
-#pragma GCC unroll 4
-  for (int n = 0; n < N; ++n) {
-    __builtin_prefetch(reinterpret_cast<const char*>(words + n * kLanes) + kStreamBytes, 0, 2);
-  }
 }
 
 // Scales or minimums: the n-th vector of `group`.
@@ -84,6 +79,8 @@ struct ByteOutputs {
 
 // Inputs as integers.
 struct ByteTile {
+  static constexpr int kRows = kTallRows;
+
   template <int M, int N>
   static void compute(const QuantisedCall& call, DType dtype, const TilePlace& at) {
     const QuantisedWeight& weight = call.weight;
@@ -92,15 +89,16 @@ struct ByteTile {
                                           at.row * call.input_stride),
         call.input_stride / 4);
     const uint32_t* words = words_of(weight, at);
+    Prefetch ahead = at.ahead;
     IVec sums[M][N] = {};
     for (int64_t k = 0; k < weight.depth; k += 4, words += kQuantisedColumns) {
-      ask_ahead<N>(words, at);
-      ByteWeights w[N];
+      ahead.step();
+      SignedBytes w[N];
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) w[n] = ByteWeights(load_words(words + n * kLanes));
+      for (int n = 0; n < N; ++n) w[n] = SignedBytes(load_words(words + n * kLanes));
 #pragma GCC unroll 12
       for (int m = 0; m < M; ++m) {
-        const ByteInputs x(rows.at(m, k));
+        const UnsignedBytes x(UVec{} + rows.at(m, k));
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) sums[m][n] = add_dot(sums[m][n], x, w[n]);
       }
@@ -117,28 +115,47 @@ struct ByteTile {
   }
 };
 
-// Inputs as they are. X is how those of a step are read: a float, or two bfloat16 in 32 bits.
+// What 32 bits hold of a row's inputs, beside a float: two bfloat16, or four integers.
+enum class TwoBFloat16s : uint32_t {};
+enum class FourBytes : uint32_t {};
+
+// Weights in groups. X is how inputs of a step are read.
 template <class X, int kBits>
 struct GroupTile {
-  static constexpr bool kIsPair = static_cast<X>(0.5F) == 0;
-  static constexpr int kSteps = 32 / kBits / (kIsPair ? 2 : 1);
+  static constexpr bool kIsPair = std::is_same_v<X, TwoBFloat16s>;
+  static constexpr bool kIsBytes = std::is_same_v<X, FourBytes>;
+  static constexpr int kSteps = 32 / kBits / (kIsBytes ? 4 : kIsPair ? 2 : 1);
+  // As many as leave registers for sums of a group and of the row: bytes are done too soon for
+  // memory.
+  static constexpr int kRows = kIsBytes ? kFewRows : kTallRows;
+  using Part = std::conditional_t<kIsBytes, IVec, Vec>;  // of a sum: a group's
 
   template <int M, int N>
   VTENSOR_INLINE static void add_word(const RowPointers<X, M>& rows, int64_t bytes,
-                                      const uint32_t* words, Vec (&sums)[M][N]) {
+                                      const uint32_t* words, Part (&sums)[M][N]) {
     UVec w[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) w[n] = load_words(words + n * kLanes);
 #pragma GCC unroll 8
     for (int step = 0; step < kSteps; ++step) {
-      if constexpr (kIsPair) {
+      if constexpr (kIsBytes) {
+        UnsignedBytes factors[N];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) factors[n] = UnsignedBytes(nibbles_of(w[n], step));
+#pragma GCC unroll 12
+        for (int m = 0; m < M; ++m) {
+          const SignedBytes x(UVec{} + static_cast<uint32_t>(rows.at(m, bytes + step * 4)));
+#pragma GCC unroll 4
+          for (int n = 0; n < N; ++n) sums[m][n] = add_dot(sums[m][n], factors[n], x);
+        }
+      } else if constexpr (kIsPair) {
 #if defined(__AVX512BF16__) && VTENSOR_LANES == 16
         UVec pairs[N];
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) pairs[n] = pairs_of<kBits>(w[n], step);
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m) {
-          const uint32_t x = rows.at(m, bytes + step * 4);
+          const auto x = static_cast<uint32_t>(rows.at(m, bytes + step * 4));
 #pragma GCC unroll 4
           for (int n = 0; n < N; ++n) sums[m][n] = add_products(sums[m][n], x, pairs[n]);
         }
@@ -165,12 +182,14 @@ struct GroupTile {
                                  call.input_stride / 4);
     const uint32_t* words = words_of(weight, at);
     const int64_t num_groups = weight.num_groups();
+    Prefetch ahead = at.ahead;
     int64_t bytes = 0;
     Vec sums[M][N] = {};
     for (int64_t group = 0; group < num_groups; ++group) {
-      Vec part[M][N] = {};
+      Part part[M][N] = {};
+      if constexpr (kIsBytes) start<M, N>(call, at, group, part);
       for (int64_t k = 0; k < weight.group; k += weight.word_inputs()) {
-        ask_ahead<N>(words, at);
+        ahead.step();
         add_word<M, N>(rows, bytes, words, part);
         words += kQuantisedColumns;
         bytes += kSteps * 4;
@@ -180,7 +199,7 @@ struct GroupTile {
         const int64_t column = at.column + n * kLanes;
         const Vec scale = load_scale(weight, weight.scales, at.panel, group, column);
 #pragma GCC unroll 12
-        for (int m = 0; m < M; ++m) sums[m][n] += scale * part[m][n];
+        for (int m = 0; m < M; ++m) sums[m][n] += scale * in_floats(part[m][n]);
         if (weight.minimums == nullptr) continue;
         const Vec minimum = load_scale(weight, weight.minimums, at.panel, group, column);
 #pragma GCC unroll 12
@@ -194,42 +213,91 @@ struct GroupTile {
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
         const int64_t column = at.panel * kQuantisedColumns + at.column + n * kLanes;
-        finish_sum(call, dtype, at.row + m, column, sums[m][n]);
+        const float x_scale = kIsBytes ? call.x_scales[at.row + m] : 1;
+        finish_sum(call, dtype, at.row + m, column, sums[m][n] * x_scale);
       }
+    }
+  }
+
+ private:
+  VTENSOR_INLINE static Vec in_floats(Vec sum) { return sum; }
+  VTENSOR_INLINE static Vec in_floats(IVec sum) { return __builtin_convertvector(sum, Vec); }
+
+  template <int M, int N>
+  VTENSOR_INLINE static void start(const QuantisedCall& call, const TilePlace& at, int64_t group,
+                                   IVec (&part)[M][N]) {
+    const int64_t num_groups = call.weight.num_groups();
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      const int32_t offset = call.x_offsets[(at.row + m) * num_groups + group];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) part[m][n] = IVec{} + offset;
     }
   }
 };
 
+// What the tiles of a panel ask for: one tile alone for the panel itself, as it comes from memory;
+// of several, the first ones for a share of the next panel each, so that its tiles find it in the
+// cache.
+class Ahead {
+ public:
+  Ahead(const QuantisedCall& call, const LinearBlock& block, int64_t panel, int64_t num_tiles)
+      : is_stream_(num_tiles == 1 || panel == block.begin),
+        share_(num_tiles < 4 ? kWordsBytes / 2 : kWordsBytes / 4),
+        num_steps_(call.weight.depth / call.weight.word_inputs()),
+        panel_(reinterpret_cast<const char*>(call.weight.words) +
+               panel * num_steps_ * kWordsBytes) {}
+
+  VTENSOR_INLINE Prefetch next_tile() {
+    const int64_t tile = tile_++;
+    if (tile == 0 && is_stream_) return {panel_ + kStreamBytes, kWordsBytes};
+    const int64_t bytes = tile * share_ < kWordsBytes ? share_ : 0;
+    return {panel_ + num_steps_ * (kWordsBytes + tile * share_), bytes};
+  }
+
+ private:
+  bool is_stream_;
+  int64_t share_;
+  int64_t num_steps_;
+  const char* panel_;
+  int64_t tile_ = 0;
+};
+
 // All outputs of a panel, M rows at once.
 template <class Tile, int M, int N>
-VTENSOR_INLINE void panel_rows(const QuantisedCall& call, DType dtype, TilePlace at) {
+VTENSOR_INLINE void panel_rows(const QuantisedCall& call, DType dtype, TilePlace at, Ahead& ahead) {
   for (at.column = 0; at.column < kQuantisedColumns; at.column += N * kLanes) {
+    at.ahead = ahead.next_tile();
     Tile::template compute<M, N>(call, dtype, at);
   }
 }
 
 template <class Tile, int M = kFewRows>
 VTENSOR_INLINE void last_rows(const QuantisedCall& call, DType dtype, int64_t num_rows,
-                              const TilePlace& at) {
+                              const TilePlace& at, Ahead& ahead) {
   if (num_rows == M) {
-    panel_rows<Tile, M, kFewVecs>(call, dtype, at);
+    panel_rows<Tile, M, kFewVecs>(call, dtype, at, ahead);
   } else if constexpr (M > 1) {
-    last_rows<Tile, M - 1>(call, dtype, num_rows, at);
+    last_rows<Tile, M - 1>(call, dtype, num_rows, at, ahead);
   }
 }
 
 template <class Tile>
 void multiply_quantised(const QuantisedCall& call, DType dtype, const LinearBlock& block) {
+  constexpr int64_t kVecs = kQuantisedColumns / kLanes;
+  const int64_t num_rows = block.row_end - block.row_begin;
+  const int64_t tall = num_rows / Tile::kRows, rest = num_rows % Tile::kRows;
+  const int64_t tiles = (rest + kFewRows - 1) / kFewRows;
+  const int64_t num_tiles = tall * (kVecs / kTallVecs) + tiles * (kVecs / kFewVecs);
   for (int64_t panel = block.begin; panel < block.end; ++panel) {
+    Ahead ahead(call, block, panel, num_tiles);
     int64_t row = block.row_begin;
-    for (; block.row_end - row >= kTallRows; row += kTallRows) {
-      const TilePlace at = {row, panel, 0, row == block.row_begin};
-      panel_rows<Tile, kTallRows, kTallVecs>(call, dtype, at);
+    for (int64_t tile = 0; tile < tall; ++tile, row += Tile::kRows) {
+      panel_rows<Tile, Tile::kRows, kTallVecs>(call, dtype, {row, panel, 0, {}}, ahead);
     }
-    const int64_t rest = block.row_end - row, tiles = (rest + kFewRows - 1) / kFewRows;
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t first = row + rest * tile / tiles, last = row + rest * (tile + 1) / tiles;
-      last_rows<Tile>(call, dtype, last - first, {first, panel, 0, first == block.row_begin});
+      last_rows<Tile>(call, dtype, last - first, {first, panel, 0, {}}, ahead);
     }
   }
 }

@@ -68,7 +68,7 @@ class CompressedCheckpoint(PackedCheckpoint):
         scales = self._part(path, "weight_scale").float()
         scales = scales.view(len(scales), -1)
         if self._has_byte_inputs:
-            return QuantisedTensor(numbers, scales, None, 8, 0)
+            return QuantisedTensor(numbers, scales, None, 8, 0, byte_inputs=True)
         if self._is_packed:
             numbers = unpack(numbers, self._bits).flatten(1)
         else:

@@ -22,7 +22,7 @@ from flexinfer.layers.quantised_linear import DTYPES_OF_INPUTS, QuantisedLinear
 
 ROUTERS = ("gate", "router")
 """Layers of these names choose experts: they are tiny, and a wrong choice is a large error."""
-HEAD = Scheme(8, 0)
+HEAD = Scheme(8, 0, byte_inputs=True)
 """Of the layer that gives logits: with 4 bits they would be the worst of all errors."""
 
 
@@ -53,7 +53,7 @@ def lay_out(linear: Any, scheme: Scheme | None) -> Linear:
     return layers[0] if len(layers) == 1 else JoinedLinear(layers)
 
 
-def _kind(linear: Any) -> tuple[int, int, bool, int] | None:
+def _kind(linear: Any) -> tuple[int, int, bool, bool, int] | None:
     source = stored(linear)
     return None if source is None else source.kind
 

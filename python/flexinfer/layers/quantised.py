@@ -3,13 +3,14 @@
 int8                W8A8: a scale per output; inputs become integers too, a scale per token
 int4-g32            W4A16: a scale per output and 32 inputs; inputs stay as they are
 int4-g32-zp         a minimum beside each scale: zero points, wherever zero lies in the group
+int4-g32-a8         W4A8: inputs become integers of 8 bits, as with int8
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,23 +27,25 @@ class Scheme:
 
     bits: int
     group: int
-    """Inputs that share a scale; 0: all of an output, and inputs are quantised as well."""
+    """Inputs that share a scale; 0: all of an output."""
     has_minimums: bool = False
+    byte_inputs: bool = False
+    """Whether inputs are quantised as well; with group 0 they are."""
 
     @classmethod
     def parse(cls, name: str) -> Scheme:
         """Of a name such as "int4-g64-zp". Raises ValueError, saying what there is."""
         if name == "int8":
-            return cls(8, 0)
-        found = re.fullmatch(r"int4(?:-g(\d+))?(-zp)?", name)
+            return cls(8, 0, byte_inputs=True)
+        found = re.fullmatch(r"int4(?:-g(\d+))?(-zp)?(-a8)?", name)
         group = 0 if found is None else int(found[1] or GROUP_SIZES[0])
         if found is None or group not in GROUP_SIZES:
             raise ValueError(
                 f"quantization must be auto, int8, or int4, the latter with a group size of "
-                f"{', '.join(map(str, GROUP_SIZES))} and zero points if wanted (int4-g64-zp), got "
-                f"{name!r}"
+                f"{', '.join(map(str, GROUP_SIZES))}, zero points and inputs of 8 bits if wanted "
+                f"(int4-g64-zp-a8), got {name!r}"
             )
-        return cls(4, group, found[2] is not None)
+        return cls(4, group, found[2] is not None, found[3] is not None)
 
     def fits(self, depth: int) -> bool:
         """Whether a weight of so many inputs can be quantised in this way."""
@@ -52,7 +55,8 @@ class Scheme:
         """weight: [columns, depth], float. REQUIRES `fits`."""
         if self.group == 0:
             return quantise_outputs(weight)
-        return quantise_groups(weight, self.group, self.has_minimums)
+        source = quantise_groups(weight, self.group, self.has_minimums)
+        return replace(source, byte_inputs=self.byte_inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +71,16 @@ class QuantisedTensor:
     """float32 [columns, groups]"""
     bits: int
     group: int
-    """0: one scale an output, and the inputs of a product become integers too, by
-    `quantise_inputs`; else so many inputs share a scale."""
+    """So many inputs share a scale; 0: all of an output."""
+    byte_inputs: bool = False
+    """Whether the inputs of a product become integers too, by `quantise_inputs`; with group 0 they
+    do."""
 
     @property
-    def kind(self) -> tuple[int, int, bool, int]:
+    def kind(self) -> tuple[int, int, bool, bool, int]:
         """Weights of one kind can be joined."""
-        return self.bits, self.group, self.minimums is not None, self.integers.shape[1]
+        has_minimums, depth = self.minimums is not None, self.integers.shape[1]
+        return self.bits, self.group, has_minimums, self.byte_inputs, depth
 
     @classmethod
     def join(cls, tensors: Sequence[QuantisedTensor]) -> QuantisedTensor:
@@ -93,6 +100,7 @@ class QuantisedTensor:
             minimums,
             first.bits,
             first.group,
+            first.byte_inputs,
         )
 
     def dequantised(self) -> torch.Tensor:
@@ -114,13 +122,13 @@ class QuantisedTensor:
     def __getitem__(self, rows: slice) -> QuantisedTensor:
         """Some of the outputs: views."""
         minimums = None if self.minimums is None else self.minimums[rows]
-        return QuantisedTensor(
-            self.integers[rows], self.scales[rows], minimums, self.bits, self.group
+        return replace(
+            self, integers=self.integers[rows], scales=self.scales[rows], minimums=minimums
         )
 
     def reference(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., depth] times the weight, in float64: slowly, as a kernel should."""
-        if self.group == 0:
+        if self.byte_inputs:
             integers, scales = quantise_inputs(x)
             x = integers.double() * scales.double()
         return x.double() @ self.dequantised().double().T
@@ -140,7 +148,7 @@ def quantise_outputs(weight: torch.Tensor) -> QuantisedTensor:
     weight = weight.float()
     scales = weight.abs().amax(dim=1, keepdim=True) / 127
     integers = (weight / scales.clamp_min(torch.finfo(torch.float32).tiny)).round_()
-    return QuantisedTensor(integers.clamp_(-127, 127).to(torch.int8), scales, None, 8, 0)
+    return QuantisedTensor(integers.clamp_(-127, 127).to(torch.int8), scales, None, 8, 0, True)
 
 
 def quantise_groups(weight: torch.Tensor, group: int, has_minimums: bool) -> QuantisedTensor:

@@ -56,6 +56,7 @@ class QuantisedLinear(OpaqueLinear):
             minimums=0 if self._minimums is None else self._minimums.data_ptr(),
             sums=0 if self._sums is None else self._sums.data_ptr(),
             is_half=is_half,
+            byte_inputs=source.byte_inputs,
             bits=source.bits,
             group=source.group,
             depth=self.in_features,

@@ -20,7 +20,7 @@ EXAMPLES = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-SCHEMES = ("int8", "int4", "int4-g64", "int4-g128-zp")
+SCHEMES = ("int8", "int4", "int4-g64", "int4-g128-zp", "int4-a8", "int4-g64-zp-a8")
 
 
 isa = each_isa(quantised_linear, _kernels.available_quantised_isas())
@@ -108,7 +108,7 @@ def test_inputs_become_the_integers_that_the_definition_says(isa: str) -> None:
     assert torch.equal((layer(x) / scales).round(), integers)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("scheme", ["int8", "int4", "int4-a8"])
 def test_rows_that_are_not_numbers_spoil_themselves_alone(isa: str, scheme: str) -> None:
     x = torch.randn(4, 128)
     x[1, 5], x[2, 7], x[3] = torch.nan, torch.inf, 0
@@ -150,7 +150,9 @@ def test_what_the_kernel_would_read_beyond_is_refused() -> None:
         layer(torch.zeros(2, 64), torch.zeros(1, 16))
 
 
-@pytest.mark.parametrize("name", ["int3", "int4-g16", "int4-g0", "int8-g32", "INT8", "int4-zp-g32"])
+@pytest.mark.parametrize(
+    "name", ["int3", "int4-g16", "int4-g0", "int8-g32", "INT8", "int4-zp-g32", "int8-a8"]
+)
 def test_what_is_no_scheme_is_refused_with_the_choices(name: str) -> None:
     with pytest.raises(ValueError, match=r"auto, int8, or int4.*32, 64, 128"):
         Scheme.parse(name)
