@@ -69,6 +69,10 @@ class AsyncLLM:
     def is_running(self) -> bool:
         return self._thread.ended is None
 
+    def join(self) -> None:
+        """Return when the engine has stopped: it was shut down, or has failed."""
+        self._thread.join()
+
     @property
     def errored(self) -> bool:
         """Whether the engine has failed for good."""

@@ -111,6 +111,10 @@ class EngineThread:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def join(self) -> None:
+        """Return when the thread has ended."""
+        self._thread.join()
+
     def _post(self, command: Command | None) -> None:
         with self._lock:
             if self._ended is not None:

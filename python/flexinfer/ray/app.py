@@ -59,9 +59,11 @@ class GatewayDeployment:
 def build(options: ReplicaOptions) -> Any:
     """Raises ImportError for a router whose package is not installed."""
     engine, settings = options.engine, options.server
-    actor: dict[str, Any] = {"num_cpus": engine.threads or 1, **(options.ray_actor_options or {})}
+    num_ranks = engine.tensor_parallel_size
+    actor: dict[str, Any] = {"num_cpus": num_ranks * (engine.threads or 1)}
     if str(engine.device or "").startswith("cuda"):
-        actor.setdefault("num_gpus", 1)
+        actor["num_gpus"] = num_ranks
+    actor.update(options.ray_actor_options or {})
     scaling: dict[str, Any] = {"num_replicas": options.replicas}
     if options.autoscaling_config is not None:
         scaling = {"autoscaling_config": dict(options.autoscaling_config)}

@@ -61,10 +61,6 @@ class ReplicaOptions:
         engine, server, default = self.engine, self.server, ServerSettings
         reads = "Serve's proxies read and write for the clients"
         return {
-            "tensor_parallel_size": (
-                engine.tensor_parallel_size > 1,
-                "replicas of several processes are not there yet; run torchrun by hand",
-            ),
             "kv_events_config": (
                 engine.kv_events_config is not None,
                 "all replicas would publish at the same endpoint",
@@ -73,7 +69,10 @@ class ReplicaOptions:
                 engine.role != "both" or server.role != "both",
                 "KV is handed over between two servers of one machine",
             ),
-            "enable_lora": (engine.enable_lora, "adapters would be loaded by one replica alone"),
+            "enable_lora": (
+                engine.enable_lora,
+                "adapters would be loaded by one replica alone",
+            ),
             "admin_api_key": (server.admin_api_key is not None, "/admin acts on one engine"),
             "trace_dir": (server.trace_dir is not None, "/admin acts on one engine"),
             "tls": (server.tls is not None, "certificates are for Serve's http_options"),
@@ -86,7 +85,12 @@ def _make(kind: Any, given: Mapping[str, Any], where: str) -> Any:
     _check_names(given, kind, where)
     if "model" not in given and kind is EngineConfig:
         raise ValueError("engine.model is missing: a folder, a GGUF file or a hub id")
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+    return kind(**{name: _frozen(value) for name, value in given.items()})
+
+
+def _frozen(value: Any) -> Any:
+    """Lists of a file as the tuples of settings."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _check_names(given: Mapping[str, Any], kind: Any, where: str) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
+import threading
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,8 @@ from flexinfer.server.observability.logs import adopt_transformers, configure_lo
 if TYPE_CHECKING:
     from flexinfer.config import EngineConfig
     from flexinfer.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
 
 METRICS: dict[str, Any] = {"type": "http", "method": "GET", "path": "/metrics", "query_string": b""}
 METRICS |= {"root_path": "", "headers": [], "http_version": "1.1", "scheme": "http"}
@@ -62,6 +67,10 @@ class EngineReplica:
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         self._llm = AsyncLLM.from_engine_args(config)
         self._app = create_app(self._llm, settings)
+        load = self._app.state.flexinfer.adapters.load_all(settings.lora_modules)
+        with ThreadPoolExecutor(1) as thread:  # this one has Serve's event loop
+            thread.submit(asyncio.run, load).result()
+        threading.Thread(target=self._end_with_engine, name="flexinfer-end", daemon=True).start()
 
     async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
         """As `answer_of` the app. Raises ReplicaLostError when the engine has died."""
@@ -85,6 +94,14 @@ class EngineReplica:
         """What routers are told once."""
         stats = await self._llm.call(lambda engine: engine.stats())
         return {"capacity_tokens": stats.capacity_tokens}
+
+    def _end_with_engine(self) -> None:
+        """A process whose engine has failed ends: to routers it would be the one that has least to
+        do, until Serve has found its health bad three times."""
+        self._llm.join()
+        if self._llm.errored:
+            logger.critical("%s ends with its engine: Ray starts another replica", self.name)
+            os._exit(1)
 
     async def __del__(self) -> None:
         if hasattr(self, "_app"):

@@ -42,7 +42,7 @@ def serve_replicas(
         options = _shared(options)
     app = build(options)
     if address is None:
-        cpus = max(os.cpu_count() or 1, options.replicas * (options.engine.threads or 1))
+        cpus = max(os.cpu_count() or 1, _num_ranks(options) * (options.engine.threads or 1))
         store = OBJECT_STORE_BYTES
         ray.init("local", num_cpus=cpus, object_store_memory=store, include_dashboard=False)
     else:
@@ -60,16 +60,20 @@ def serve_replicas(
 
 
 def _shared(options: ReplicaOptions) -> ReplicaOptions:
-    """This machine's cores and memory, divided among the replicas."""
+    """This machine's cores and memory, divided among the replicas' ranks."""
     from flexinfer.vtensor import available_memory_bytes
 
     engine = options.engine
     given: dict[str, Any] = {}
     if engine.threads is None:
-        given["threads"] = max(1, (os.cpu_count() or 1) // options.replicas)
+        given["threads"] = max(1, (os.cpu_count() or 1) // _num_ranks(options))
     if engine.kv_cache_memory_bytes is None and not str(engine.device or "").startswith("cuda"):
-        given["kv_cache_memory_bytes"] = available_memory_bytes() // 2 // options.replicas
+        given["kv_cache_memory_bytes"] = available_memory_bytes() // 2 // _num_ranks(options)
     return dataclasses.replace(options, engine=dataclasses.replace(engine, **given))
+
+
+def _num_ranks(options: ReplicaOptions) -> int:
+    return options.replicas * options.engine.tensor_parallel_size
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def refusal(*arguments: str) -> str:
         ({"engine": ENGINE, "replicas": 0}, "at least 1"),
         ({"engine": ENGINE, "replicas": 2, "autoscaling_config": {}}, "exclude each other"),
         ({"engine": ENGINE, "router": "fastest"}, "router must be cached-prefix"),
-        ({"engine": {**ENGINE, "tensor_parallel_size": 2}}, "tensor_parallel_size cannot"),
+        ({"engine": {**ENGINE, "enable_lora": True}}, "enable_lora cannot"),
         ({"engine": ENGINE, "server": {"admin_api_key": "k"}}, "admin_api_key cannot"),
         ({"engine": ENGINE, "server": {"send_timeout_s": 5}}, "send_timeout cannot"),
         ({"engine": ENGINE, "server": {"trace_dir": Path()}}, "trace_dir cannot"),
@@ -54,13 +55,47 @@ def test_what_cannot_be_is_refused_by_name(args: dict[str, Any], said: str) -> N
         (["--replicas", "2", "--port", "0"], "port 0"),
         (["--replicas", "2", "--log-format", "json"], "log_format"),
         (["--replicas", "2", "--ray-actor-options", "[]"], "JSON object"),
-        (["--replicas", "2", "--tensor-parallel-size", "2"], "tensor_parallel_size"),
         (["--replicas", "2", "--role", "decode", "--handover-socket", "/tmp/kv"], "role cannot"),
         (["--replicas", "2", "--kv-events-config", '{"enable_kv_cache_events": true}'], "kv_ev"),
     ],
 )
 def test_the_command_refuses_too(arguments: list[str], said: str) -> None:
     assert said in refusal(*arguments)
+
+
+def test_a_port_in_use_is_told_before_a_cluster_starts() -> None:
+    pytest.importorskip("ray", reason="replicas need Ray: make test-replicas installs it")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = CliRunner().invoke(app, ["serve", "--replicas", "2", "--port", str(port)])
+    assert said.exit_code != 0
+    assert f"{port}" in said.output
+    assert "in use" in said.output
+
+
+def test_serve_gets_what_is_asked_for() -> None:
+    """Autoscaling as it was given; the cores of all ranks, unless others are named."""
+    pytest.importorskip("ray", reason="replicas need Ray: make test-replicas installs it")
+    scaling = {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 7}
+    engine = {**ENGINE, "threads": 3, "tensor_parallel_size": 2, "device": "cuda"}
+    args = {"engine": engine, "autoscaling_config": scaling}
+    for actor, cores in ({}, 6), ({"num_cpus": 1.5}, 1.5):
+        gateway = build_app({**args, "ray_actor_options": actor})
+        replicas = gateway._bound_deployment.init_args[0]._bound_deployment
+        found = replicas._deployment_config.autoscaling_config
+        assert {name: getattr(found, name) for name in scaling} == scaling
+        assert (replicas.ray_actor_options["num_cpus"], cores) == (cores, cores)
+        assert replicas.ray_actor_options["num_gpus"] == 2
+
+
+def test_cores_and_memory_are_divided_among_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexinfer.ray import run
+
+    monkeypatch.setattr("os.cpu_count", lambda: 12)
+    monkeypatch.setattr("flexinfer.vtensor.available_memory_bytes", lambda: 24 << 20)
+    given = {"engine": {**ENGINE, "tensor_parallel_size": 2}, "replicas": 3}
+    engine = run._shared(ReplicaOptions.from_args(given)).engine
+    assert (engine.threads, engine.kv_cache_memory_bytes) == (2, 2 << 20)
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
