@@ -185,19 +185,9 @@ def measure(llm: LLM, plan: StepBench, with_parts: bool) -> dict[str, Any]:
 def add_limits(report: dict[str, Any], dtype: torch.dtype) -> None:
     """What the machine can do, and how much of that each part reaches: the least time that its
     work takes as a share of the time it takes. Above 1: its bytes come from a cache."""
-    import torch
-
-    from flexinfer.layers.formats import make_linear
     from flexinfer.runtime.limits import measure_limits
 
-    def multiplier(weight: torch.Tensor) -> Any:
-        columns, depth = weight.shape
-        plain = torch.nn.Linear(depth, columns, bias=False, dtype=weight.dtype)
-        plain.weight.data.copy_(weight)
-        return make_linear(plain)
-
-    with torch.inference_mode():
-        limits = measure_limits(dtype, multiplier)
+    limits = measure_limits(dtype)
     report["limits"] = {
         "gbytes_per_s": limits.bytes_per_s / 1e9,
         "gflop_per_s": limits.flops_per_s / 1e9,
