@@ -9,8 +9,8 @@
 namespace vtensor::kernels {
 
 const QuantisedIsa* amx_quantised() {
-  static const QuantisedIsa kIsa = make_amx_quantised("amx");
-  return &kIsa;
+  static const QuantisedIsa isa = make_amx_quantised("amx");
+  return &isa;
 }
 
 }  // namespace vtensor::kernels
