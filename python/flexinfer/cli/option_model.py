@@ -44,7 +44,7 @@ def command_of(options: type[Options], run: Callable[[Options], None]) -> Callab
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
+            default=_default_of(field),
             annotation=_annotation(options, field.name, hints[field.name]),
         )
         for field in fields
@@ -57,6 +57,11 @@ def command_of(options: type[Options], run: Callable[[Options], None]) -> Callab
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     return command
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    """Without one the option must be given."""
+    return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
 
 
 def _annotation(options: type, name: str, hint: Any) -> Any:

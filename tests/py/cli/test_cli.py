@@ -33,6 +33,12 @@ def test_help_is_there(arguments: tuple[str, ...]) -> None:
     assert "Usage" in out
 
 
+def test_an_option_without_a_default_must_be_given() -> None:
+    code, _, error = invoke("simulate")
+    assert code == 2
+    assert "Missing option '--trace'" in error
+
+
 @pytest.mark.parametrize("command", ["demo", "chat", "serve"])
 def test_the_help_says_what_threads_are_by_default(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
