@@ -6,6 +6,8 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flexinfer.events.messages import message_of
 from flexinfer.vtensor import KVGroup, KVSpec, VTensorManager
@@ -86,23 +88,42 @@ class RandomUser:
                 vtensor.release()
 
 
-@pytest.mark.parametrize("has_windows", [False, True], ids=["full attention", "windows"])
-def test_who_hears_all_events_knows_what_is_recorded(has_windows: bool) -> None:
-    groups = (KVGroup((0,), 1, 40, 40, window=24),)
-    spec = KVSpec.of_groups(groups, MAX_LEN, 1) if has_windows else None
+WITH_WINDOWS = KVSpec.of_groups((KVGroup((0,), 1, 40, 40, window=24),), MAX_LEN, 1)
+SPECS = pytest.mark.parametrize("spec", [None, WITH_WINDOWS], ids=["full attention", "windows"])
+
+
+def most_known(spec: KVSpec | None, seed: int, num_actions: int, actions_between: int) -> int:
+    """Lets a user act and a listener hear of it now and then, who must know what is recorded;
+    returns the most blocks that were known."""
     with open_manager(spec) as manager:
-        user = RandomUser(manager, seed=1)
+        user, known = RandomUser(manager, seed), KnownBlocks()
         manager.watch_blocks()
-        known = KnownBlocks()
         most = 0
-        for i in range(10_000):
+        for i in range(num_actions):
             user.act()
-            if i % 20 == 0:
+            if i % actions_between == 0 or i == num_actions - 1:
                 listen(manager, known).check(manager)
                 most = max(most, len(known.paths))
             if i % 500 == 0:
                 manager.check_integrity()
-        assert most > 30
+        return most
+
+
+@SPECS
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_actions=st.integers(1, 300),
+    actions_between=st.integers(1, 50),
+)
+def test_who_hears_all_events_knows_what_is_recorded(
+    spec: KVSpec | None, seed: int, num_actions: int, actions_between: int
+) -> None:
+    most_known(spec, seed, num_actions, actions_between)
+
+
+@SPECS
+def test_who_hears_of_10_000_actions_knows_what_is_recorded(spec: KVSpec | None) -> None:
+    assert most_known(spec, seed=1, num_actions=10_000, actions_between=20) > 30
 
 
 def test_what_is_recorded_already_is_told_first(manager: VTensorManager) -> None:
