@@ -2,9 +2,8 @@
 
     python benchmarks/serving/chart.py [docs/images/vllm.svg]
 
-It reads committed results and measures nothing: those of engines that took turns (`bench.py
---rounds`), `serving_interleaved_mixed_<dtype>.json` of the latest day, or those of 2026-11-22, when
-they did not. FlexInfer runs eagerly by default, vLLM compiled.
+It reads the latest committed `serving_interleaved_<dtype>.json`, of engines that took turns
+(`bench.py --rounds`), and measures nothing. FlexInfer runs eagerly by default, vLLM compiled.
 """
 
 from __future__ import annotations
@@ -44,29 +43,20 @@ class Bar:
 
 
 def read_bar(path: Path, engine: str) -> Bar:
-    """The row of `engine` in a result file."""
-    (row,) = [row for row in json.loads(path.read_text())["rows"] if row["engine"] == engine]
-    rates = row.get("rounds_tokens_per_s", row["tokens_per_s"])
-    return Bar(path, row["dtype"], rates)
+    """The row of `engine` in a result file, of mixed requests."""
+    rows = json.loads(path.read_text())["rows"]
+    (row,) = [row for row in rows if (row["engine"], row["workload"]) == (engine, "mixed")]
+    return Bar(path, row["dtype"], row["rounds_tokens_per_s"])
 
 
 def bars(results: Path = RESULTS) -> list[tuple[Bar, Bar]]:
     """(FlexInfer, vLLM) of each dtype."""
-    pairs = []
-    for dtype in DTYPES:
-        if files := sorted(results.glob(f"*/serving_interleaved_mixed_{dtype}.json")):
-            ours = theirs = files[-1]
-        else:
-            ours = results / "2026-11-22-cpu" / f"serving_vllm_mixed_{dtype}.json"
-            theirs = results / "2026-11-22-cpu" / f"serving_vllm_compiled_mixed_{dtype}.json"
-        pairs.append((read_bar(ours, FLEXINFER), read_bar(theirs, VLLM)))
-    return pairs
+    files = [sorted(results.glob(f"*/serving_interleaved_{dtype}.json"))[-1] for dtype in DTYPES]
+    return [(read_bar(path, FLEXINFER), read_bar(path, VLLM)) for path in files]
 
 
 def ratio(ours: Bar, theirs: Bar) -> str:
-    """FlexInfer's tokens per second over vLLM's, with its spread where the engines took turns."""
-    if ours.path != theirs.path:
-        return f"{ours.median / theirs.median:.2f}"
+    """FlexInfer's tokens per second over vLLM's, round by round, with its spread."""
     rounds = sorted(a / b for a, b in zip(ours.rates, theirs.rates, strict=True))
     return f"{statistics.median(rounds):.2f} ({rounds[0]:.2f} to {rounds[-1]:.2f})"
 

@@ -121,10 +121,11 @@ def test_the_chart_reads_the_latest_results_of_engines_that_took_turns(
         for dtype in chart.DTYPES:
             rates = {chart.FLEXINFER: [rate, 2 * rate], chart.VLLM: [rate / 2, 2 * rate]}
             rows = [
-                {"engine": engine, "dtype": dtype, "tokens_per_s": found}
-                for engine, found in rates.items()
+                {"engine": engine, "dtype": dtype, "workload": load, "rounds_tokens_per_s": found}
+                for engine, rounds in rates.items()
+                for load, found in (("mixed", rounds), ("prefix", [7.0, 7.0]))
             ]
-            path = tmp_path / day / f"serving_interleaved_mixed_{dtype}.json"
+            path = tmp_path / day / f"serving_interleaved_{dtype}.json"
             path.write_text(json.dumps({"rows": rows}))
     for ours, theirs in chart.bars(tmp_path):
         assert (ours.date, ours.median, theirs.median) == ("2026-11-23", 450.0, 375.0)
