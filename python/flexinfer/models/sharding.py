@@ -103,7 +103,9 @@ def load_part(name: str, config: Any, dtype: torch.dtype, part: RankOf) -> Any:
             is_cpu = device is None or getattr(device, "type", device) == "cpu"
             return settings, None if is_cpu else device, meshes
 
-    Part.__name__ = base.__name__
+    # transformers reads in the source of the module how experts may be computed: without it they
+    # were computed one by one, which no compiler can follow.
+    Part.__name__, Part.__module__ = base.__name__, base.__module__
     overrides: dict[str, str] = {}
     if _num_kv_heads(config) % part.num_ranks:  # heads are held by several ranks: cut here
         prefix = _layers_prefix(base, config)
