@@ -33,7 +33,7 @@ SENT = (
 )
 """Of ASGI's scope: the rest cannot travel."""
 ONE_MEMORY = "is kept by one server, and replicas do not share it"
-LOADS_ONE = "one replica alone would do it: name adapters by --lora-modules, and start anew"
+LOADS_ONE = "one replica alone would load or forget it: replicas serve no adapters"
 REFUSED_PATHS = {
     "/v1/conversations": f"a conversation {ONE_MEMORY}: send the whole chat, its prefix is found",
     "/v1/responses/": f"a stored response {ONE_MEMORY}: keep it where it was received",
@@ -60,7 +60,6 @@ class Gateway:
         """`pages`: the metrics of all replicas."""
         self._forward = forward
         self._metrics = ReplicaMetrics(pages)
-        self._adapters = {name for name, _ in settings.lora_modules}
         self._checked: ASGIApp = AuthMiddleware(
             BodyLimitMiddleware(self._serve, settings.max_request_bytes), settings.api_keys, None
         )
@@ -90,30 +89,10 @@ class Gateway:
         request = Request(scope, receive)
         body = await request.body()
         await check_size(body, Pace())  # before it is read here, beside everybody's streams
-        call, fields = self._call_of(scope, body)
+        call, fields = _call_of(scope, body)
         stream = AnswerStream.of(scope["path"], fields)
         with suppress(ClientGoneError):
             await until_disconnect(request, self._answer(call, stream, _Answer(scope, send)))
-
-    def _call_of(self, scope: Scope, body: bytes) -> tuple[Call, dict[str, Any]]:
-        """The call, and the fields of its body. Raises APIError for what replicas cannot serve."""
-        fields: Any = {}
-        if scope["method"] == "POST":
-            with suppress(ValueError, RecursionError):  # a replica says what is wrong
-                fields = json.loads(body)
-        if not isinstance(fields, dict):
-            fields = {}
-        for name, reason in REFUSED_FIELDS.items():
-            if fields.get(name):
-                raise APIError(400, reason, param=name, code="not_with_replicas")
-        salt = fields.get("cache_salt")
-        salt = tenant_salt(scope["state"]["tenant"], salt if isinstance(salt, str) else None)
-        model = fields.get("model")
-        if isinstance(model, str) and model in self._adapters:  # which has KV of its own
-            salt += f"lora/{model}/"
-        text = prompt_text(fields) or scope["path"]
-        sent = {name: scope[name] for name in SENT if name in scope}
-        return Call(sent, body, salt + text, salt), fields
 
     async def _answer(self, call: Call, stream: AnswerStream | None, answer: _Answer) -> None:
         """Raises APIError while nothing has been sent."""
@@ -179,6 +158,24 @@ class _Answer:
 def _lost(what: str) -> APIError:
     headers = {"Retry-After": "1"}
     return APIError(503, f"{what}: try again", code="replica_lost", headers=headers)
+
+
+def _call_of(scope: Scope, body: bytes) -> tuple[Call, dict[str, Any]]:
+    """The call, and the fields of its body. Raises APIError for what replicas cannot serve."""
+    fields: Any = {}
+    if scope["method"] == "POST":
+        with suppress(ValueError, RecursionError):  # a replica says what is wrong
+            fields = json.loads(body)
+    if not isinstance(fields, dict):
+        fields = {}
+    for name, reason in REFUSED_FIELDS.items():
+        if fields.get(name):
+            raise APIError(400, reason, param=name, code="not_with_replicas")
+    salt = fields.get("cache_salt")
+    salt = tenant_salt(scope["state"]["tenant"], salt if isinstance(salt, str) else None)
+    text = prompt_text(fields) or scope["path"]
+    sent = {name: scope[name] for name in SENT if name in scope}
+    return Call(sent, body, salt + text, salt), fields
 
 
 async def _live(receive: Receive, send: Send) -> None:

@@ -69,10 +69,7 @@ class ReplicaOptions:
                 engine.role != "both" or server.role != "both",
                 "KV is handed over between two servers of one machine",
             ),
-            "enable_lora": (
-                engine.enable_lora,
-                "adapters would be loaded by one replica alone",
-            ),
+            "enable_lora": (engine.enable_lora, "adapters would be loaded by one replica alone"),
             "admin_api_key": (server.admin_api_key is not None, "/admin acts on one engine"),
             "trace_dir": (server.trace_dir is not None, "/admin acts on one engine"),
             "tls": (server.tls is not None, "certificates are for Serve's http_options"),
@@ -85,12 +82,7 @@ def _make(kind: Any, given: Mapping[str, Any], where: str) -> Any:
     _check_names(given, kind, where)
     if "model" not in given and kind is EngineConfig:
         raise ValueError("engine.model is missing: a folder, a GGUF file or a hub id")
-    return kind(**{name: _frozen(value) for name, value in given.items()})
-
-
-def _frozen(value: Any) -> Any:
-    """Lists of a file as the tuples of settings."""
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
 
 
 def _check_names(given: Mapping[str, Any], kind: Any, where: str) -> None:

@@ -8,7 +8,6 @@ import os
 import socket
 import threading
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -67,9 +66,6 @@ class EngineReplica:
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         self._llm = AsyncLLM.from_engine_args(config)
         self._app = create_app(self._llm, settings)
-        load = self._app.state.flexinfer.adapters.load_all(settings.lora_modules)
-        with ThreadPoolExecutor(1) as thread:  # this one has Serve's event loop
-            thread.submit(asyncio.run, load).result()
         threading.Thread(target=self._end_with_engine, name="flexinfer-end", daemon=True).start()
 
     async def answer(self, call: Call) -> AsyncGenerator[Message, None]:

@@ -296,14 +296,8 @@ async def test_keys_are_checked_and_are_salts(llm: AsyncLLM) -> None:
     assert not set(first) & set(second)
 
 
-async def test_an_adapter_has_prefixes_of_its_own(llm: AsyncLLM) -> None:
-    replicas = Replicas(llm, lora_modules=(("other", "folder"),))
-    for model in (MODEL, "other", "other", "unknown"):
-        await post(replicas, {**CHAT, "model": model})
-    first, second, again, unknown = (call.routed_prompt().blocks for call in replicas.calls)
-    assert second == again
-    assert not set(first) & set(second)
-    assert unknown == first
+async def test_adapters_are_not_loaded_by_one_replica_alone(llm: AsyncLLM) -> None:
+    replicas = Replicas(llm)
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
         async with replicas.client() as client:
             answer = await client.post(path, json={"lora_name": "other"})

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import openai
@@ -18,65 +14,30 @@ import pytest
 from flexinfer import LLM
 from flexinfer.cli.settings import SHIPPED_CHUNK_BYTES, SHIPPED_MODEL
 from flexinfer.sampling_params import SamplingParams
-from helpers.free_port import free_port
-from helpers.serving import MODEL
+from helpers.replica_servers import ask, client_of, messages_of, numbers, serving_replicas
 
 pytest.importorskip("ray", reason="replicas need Ray: make test-replicas installs it")
 pytestmark = pytest.mark.slow
-
-START_TIMEOUT_S = 150
-SYSTEM = "You are asked about the sea, its fish and its ships, and answer in short words. " * 8
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of `flexinfer serve --replicas 2`."""
-    port = free_port()
-    log = tmp_path_factory.mktemp("ray") / "log"
-    command = [sys.executable, "-m", "flexinfer.cli", "serve", "--port", str(port)]
-    command += ["--replicas", "2", "--kv-cache-memory-bytes", "64MiB"]
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file)
-    try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while "Serving tiny_chat at" not in log.read_text():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(90) == 0, log.read_text()
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    with serving_replicas(tmp_path_factory.mktemp("ray")) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
 def client(served: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served}/v1", api_key="none", timeout=120, max_retries=0)
-
-
-def numbers(served: str, name: str) -> dict[int, float]:
-    """Of a metric, by the process of the replica."""
-    page = httpx.get(f"{served}/metrics", timeout=60).text
-    found = re.findall(rf'^{name}{{.*replica="[^"]*:(\d+)".*}} (\S+)$', page, re.MULTILINE)
-    return {int(pid): float(value) for pid, value in found}
-
-
-def ask(client: openai.OpenAI, text: str, **given: Any) -> Any:
-    messages: Any = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
-    given = {"max_tokens": 16, "temperature": 0, **given}
-    return client.chat.completions.create(model=MODEL, messages=messages, **given)
+    return client_of(served)
 
 
 @pytest.fixture(scope="module")
 def expected() -> str:
     """A long greedy answer by one engine alone."""
     with LLM(str(SHIPPED_MODEL), chunk_bytes=SHIPPED_CHUNK_BYTES) as llm:
-        messages: Any = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Go"}]
         params = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
-        (output,) = llm.chat(messages, params)
+        (output,) = llm.chat(messages_of("Go"), params)
         return output.outputs[0].text
 
 
