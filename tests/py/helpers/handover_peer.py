@@ -6,6 +6,7 @@ python handover_peer.py send|receive SOCKET
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from typing import Any
 
@@ -74,9 +75,8 @@ def send(path: str) -> None:
         step("exported")
         with Channel.connect(path, 30) as channel:
             step("connected")
-            channel._socket.sendall(
-                b"FXHA"
-            )  # what follows is no message: a sender that dies in one
+            # A sender that dies within a message, whose files are there already.
+            socket.send_fds(channel._socket, [b"FXHA"], list(parcel.files))
             step("begun")
         with Channel.connect(path, 30) as channel:
             Delivery(IDENTITY, TOKENS, "", parcel).send(channel)
