@@ -295,16 +295,6 @@ class EngineConfig:
             )
         if self.tensor_parallel_size == 1:
             return
-        if self.quantization not in (None, "auto"):
-            raise ValueError(
-                "quantization does not go with tensor_parallel_size > 1: ranks read their parts as "
-                "they are"
-            )
-        if self.kv_cache_dtype != "auto":
-            raise ValueError(
-                "kv_cache_dtype does not go with tensor_parallel_size > 1: quantised KV has not "
-                "been tried on several ranks"
-            )
         for name, reason in (
             ("enable_lora", "adapters are not split over ranks"),
             ("async_scheduling", "all ranks begin a step together"),

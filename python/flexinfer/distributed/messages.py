@@ -50,6 +50,8 @@ class OpenManager:
 
     budget_bytes: int
     max_seq_len: int
+    pads_rows: bool
+    """Whether batches are padded, which hangs on the CPU of a rank: rank 0's choice."""
 
 
 @dataclass(frozen=True, slots=True)

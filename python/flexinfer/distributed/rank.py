@@ -87,7 +87,7 @@ def _serve(
     join_group(store, rank, setup.num_ranks, device)
     start_s = time.perf_counter()
     part = RankOf(rank, setup.num_ranks)
-    model, num_bytes = load_part_of_model(config.model, config.dtype, device, part)
+    model, num_bytes = load_part_of_model(config, device, part)
     seconds = time.perf_counter() - start_s
     connection.send(Loaded(num_bytes, seconds))
     connection.send(Done())
@@ -121,6 +121,8 @@ def _open(
         config.seed,
         grammars,
         compile_model=config.compile,
+        kv_cache_dtype=config.kv_cache_dtype,
+        pads_rows=opening.pads_rows,
     )
     runner.compile_ahead()
     bound_waiting(timeout_s)

@@ -49,11 +49,12 @@ class TensorParallelRanks:
     def __init__(self, config: EngineConfig) -> None:
         """Raises UnsupportedModelError or ValueError before any weight is read, RankError for a
         rank that does not come or is of another version or model."""
-        from flexinfer.models.loading import resolve_config
+        from flexinfer.models.loading import choose_scheme_of_parts, resolve_config
         from flexinfer.models.sharding import check_plan
 
         num_ranks = config.tensor_parallel_size
         check_plan(resolve_config(config.model), num_ranks)
+        choose_scheme_of_parts(config)
         _check_device(str(config.device))
         if is_launched() and launched_rank(num_ranks) > 0:
             from flexinfer.distributed.rank import serve_rank
@@ -90,7 +91,7 @@ class TensorParallelRanks:
         device = rank_device(str(config.device), 0)
         start_s = time.perf_counter()
         part = RankOf(0, config.tensor_parallel_size)
-        model, num_bytes = load_part_of_model(config.model, config.dtype, device, part)
+        model, num_bytes = load_part_of_model(config, device, part)
         self._ranks.note_loaded(0, Loaded(num_bytes, time.perf_counter() - start_s))
         self._ranks.wait_done(LOAD_TIMEOUT_S)
         self._ranks.send(Probe())
@@ -107,7 +108,7 @@ class TensorParallelRanks:
         from flexinfer.distributed.executor import TensorParallelExecutor
         from flexinfer.layers.exchanges import CollectiveError
 
-        self._ranks.send(OpenManager(memory.budget_bytes, max_seq_len))
+        self._ranks.send(OpenManager(memory.budget_bytes, max_seq_len, runner.inputs.pads_rows))
         try:
             runner.compile_ahead()
         except CollectiveError as error:

@@ -8,7 +8,7 @@ integers that a checkpoint has (`stored`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -92,21 +92,24 @@ def quantisable(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def check_scheme(model: torch.nn.Module, scheme: Scheme, dtype: torch.dtype) -> None:
-    """Raises ValueError where a layer of the model, which may be without weights, does not fit."""
+def check_scheme(
+    model: torch.nn.Module, scheme: Scheme, dtype: torch.dtype, num_parts: Callable[[str], int]
+) -> None:
+    """Raises ValueError where a layer of the model, which may be without weights, does not fit.
+    num_parts: among how many ranks the inputs of a layer are divided."""
     if dtype not in DTYPES_OF_INPUTS:
         raise ValueError(
             f"layers with quantised weights compute in float32 or bfloat16, not in {dtype}: "
             "set dtype to one of them"
         )
     for name, module in quantisable(model):
-        depth = weight_of(module).shape[1]
+        num_ranks = num_parts(name)
+        depth = weight_of(module).shape[1] // num_ranks
         own = scheme_of(name.rpartition(".")[2], module, scheme)
         if own is not None and not own.fits(depth):
-            step = own.group or 4
+            of_whom = "" if num_ranks == 1 else f" on each of {num_ranks} ranks"
+            advice = ": choose another group size, or int8" if own.group else ""
             raise ValueError(
-                f"{name} has {depth} inputs, which is no multiple of {step}: choose another "
-                "group size, or int8"
-                if own.group
-                else f"{name} has {depth} inputs, which is no multiple of {step}"
+                f"{name} has {depth} inputs{of_whom}, which is no multiple of {own.group or 4}"
+                f"{advice}"
             )

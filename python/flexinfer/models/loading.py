@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from flexinfer.checkpoints.checkpoint import Checkpoint
+    from flexinfer.config import EngineConfig
     from flexinfer.layers.fuse import Fill
+    from flexinfer.layers.quantised import Scheme
     from flexinfer.models.sharding import RankOf
 
 
@@ -46,31 +48,49 @@ def load_model(
     return described
 
 
+def choose_scheme_of_parts(config: EngineConfig) -> Scheme | None:
+    """What the weights of each rank become. Raises UnsupportedModelError, before any is read, for
+    ranks' parts that cannot be quantised so, or are quantised already."""
+    from flexinfer.models.quantisation import choose_scheme, open_checkpoint
+    from flexinfer.models.sharding import num_parts_of_inputs
+
+    name, num_ranks = os.fspath(config.model), config.tensor_parallel_size
+    model_config = resolve_config(name)
+    if (checkpoint := open_checkpoint(name, model_config)) is not None:
+        raise UnsupportedModelError(
+            f"weights in {checkpoint.method!r} do not go with tensor_parallel_size > 1: ranks read "
+            "their parts of weights that are not quantised, and quantise them by `quantization`"
+        )
+    return choose_scheme(
+        name,
+        model_config,
+        config.dtype,
+        config.device,
+        config.quantization or "auto",
+        num_parts=num_parts_of_inputs(model_config, num_ranks),
+    )
+
+
 def load_part_of_model(
-    name: str, dtype: Any, device: str, part: RankOf
+    settings: EngineConfig, device: str, part: RankOf
 ) -> tuple[PreTrainedModel, int]:
     """One rank's part of a model (`sharding.py`), to be described when all ranks have theirs, and
     the bytes of its weights."""
     from flexinfer.models.dtypes import weights_dtype
-    from flexinfer.models.quantisation import open_checkpoint
     from flexinfer.models.sharding import load_part, split_layers
     from flexinfer.runtime.library_pages import let_go_of_library_pages
     from flexinfer.runtime.torch_settings import large_blocks_apart, return_freed_memory
     from flexinfer.runtime.weight_files import converting_one_by_one, let_go_of_files
 
+    name = os.fspath(settings.model)
     config = resolve_config(name)
-    checkpoint = open_checkpoint(name, config)
-    if checkpoint is not None:
-        raise UnsupportedModelError(
-            f"weights in {checkpoint.method!r} do not go with tensor_parallel_size > 1: ranks read "
-            "their parts of weights that are not quantised"
-        )
+    scheme = choose_scheme_of_parts(settings)
     with large_blocks_apart():
         with converting_one_by_one():
-            dtype = weights_dtype(config, dtype, device)
+            dtype = weights_dtype(config, settings.dtype, device)
             model: PreTrainedModel = load_part(name, config, dtype, part)
         model.eval()
-        num_bytes = split_layers(model, part)
+        num_bytes = split_layers(model, part, scheme)
         let_go_of_files(model)
     return_freed_memory()
     let_go_of_library_pages()

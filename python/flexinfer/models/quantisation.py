@@ -49,10 +49,13 @@ def choose_scheme(
     device: str | None,
     quantization: str,
     checkpoint: Checkpoint | None = None,
+    num_parts: Callable[[str], int] = lambda name: 1,
 ) -> Scheme | None:
     """What the weights become at load; None: they stay as they are. dtype, device: as
-    `load_model`'s. Raises ValueError for a scheme that there is not, UnsupportedModelError for a
-    model or device that it cannot be applied to."""
+    `load_model`'s; num_parts: among how many ranks the inputs of a layer are divided.
+
+    Raises ValueError for a scheme that there is not, UnsupportedModelError for a model or device
+    that it cannot be applied to."""
     method = checkpoint.method if checkpoint is not None and checkpoint.is_quantised else None
     if method is not None:
         _check_inputs(config, dtype, device, method)
@@ -75,7 +78,7 @@ def choose_scheme(
         raise UnsupportedModelError(
             f"quantization={quantization!r} has kernels for the CPU alone, not for {device}"
         )
-    _check_layers(config, scheme, dtype)
+    _check_layers(config, scheme, dtype, num_parts)
     return scheme
 
 
@@ -96,7 +99,7 @@ def _check_inputs(config: Any, dtype: Any, device: str | None, method: str) -> N
         )
 
 
-def _check_layers(config: Any, scheme: Scheme, dtype: Any) -> None:
+def _check_layers(config: Any, scheme: Scheme, dtype: Any, num_parts: Callable[[str], int]) -> None:
     """Refuse a scheme that does not fit one of the model's layers."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -107,6 +110,6 @@ def _check_layers(config: Any, scheme: Scheme, dtype: Any) -> None:
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
     try:
-        check_scheme(empty, scheme, weights_dtype(config, dtype, "cpu"))
+        check_scheme(empty, scheme, weights_dtype(config, dtype, "cpu"), num_parts)
     except ValueError as error:
         raise UnsupportedModelError(f"model type {config.model_type!r}: {error}") from None

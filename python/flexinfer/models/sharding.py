@@ -10,6 +10,7 @@ embeddings) every rank has.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from flexinfer.models.checks import check_complete
 
 if TYPE_CHECKING:
     import torch
+
+    from flexinfer.layers.quantised import Scheme
 
 STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce", "replicate"})
 EXPERT_STYLES = STYLES | {"packed_colwise", "moe_tp_experts"}
@@ -125,9 +128,23 @@ def load_part(name: str, config: Any, dtype: torch.dtype, part: RankOf) -> Any:
     return model
 
 
-def split_layers(model: Any, part: RankOf) -> int:
-    """Put layers of ours in the place of transformers' hooks; fuse what can be fused. Returns the
-    bytes of this rank's weights."""
+def num_parts_of_inputs(config: Any, num_ranks: int) -> Callable[[str], int]:
+    """(name of a layer) -> among how many ranks its inputs are divided. REQUIRES `check_plan`."""
+    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
+    plan: dict[str, str] = config.get_text_config().base_model_tp_plan
+    prefix = _layers_prefix(_model_class(config), config)
+
+    def num_parts(name: str) -> int:
+        style = plan.get(replace_layer_number_by_wildcard(name.removeprefix(prefix)))
+        return num_ranks if style == "rowwise" else 1
+
+    return num_parts
+
+
+def split_layers(model: Any, part: RankOf, scheme: Scheme | None = None) -> int:
+    """Put layers of ours in the place of transformers' hooks; fuse what can be fused, and quantise
+    it by the scheme. Returns the bytes of this rank's weights."""
     from flexinfer.layers.exchanges import Exchanges
     from flexinfer.layers.parallel import (
         GatheredLinear,
@@ -159,8 +176,10 @@ def split_layers(model: Any, part: RankOf) -> int:
     for name, module in modules.items():
         _check_heads(name, module)
     model._device_mesh = model._mesh_manager = None  # they would keep the process group's sockets
-    weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
-    fuse_layers(model)
+    num_bytes = _num_bytes(model)
+    fuse_layers(model, scheme)
+    if scheme is not None:
+        num_bytes = _num_bytes(model)
     for name, style in styles.items():
         if name not in modules or style not in ("rowwise", "moe_tp_experts", EMBEDDING, HEAD):
             continue  # a parameter, or whole as it is
@@ -177,7 +196,16 @@ def split_layers(model: Any, part: RankOf) -> int:
             whole = ReducedModule(module, exchanges)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, whole)
-    return sum(weights.values())
+    return num_bytes
+
+
+def _num_bytes(model: Any) -> int:
+    """Of weights: as transformers has them, or with quantised layers among them."""
+    from flexinfer.layers.quantised_linear import QuantisedLinear
+
+    held = {weight.data_ptr(): weight.nbytes for weight in model.parameters()}
+    held |= {id(m): m.nbytes for m in model.modules() if isinstance(m, QuantisedLinear)}
+    return sum(held.values())
 
 
 def _model_class(config: Any) -> Any:

@@ -113,9 +113,11 @@ class ModelRunner:
         *,
         compile_model: bool = False,
         kv_cache_dtype: str = "auto",
+        pads_rows: bool | None = None,
     ) -> None:
         """compile_model: run the model as one graph of torch.compile, whatever the batch.
-        kv_cache_dtype: "auto" is the model's; else how KV is quantised, a name of `KVFormat`."""
+        kv_cache_dtype: "auto" is the model's; else how KV is quantised, a name of `KVFormat`.
+        pads_rows: whether batches are padded; None: where layers compile each number of rows."""
         self.loaded = loaded
         self.model: Any = loaded.model
         self._is_compiled = compile_model
@@ -125,9 +127,10 @@ class ModelRunner:
         kv_format = None if kv_cache_dtype == "auto" else KVFormat(kv_cache_dtype, loaded.dtype)
         layers = [arena_of(manager, of, i, kv_format) for i, of in enumerate(loaded.layers)]
         self.backend = attention.create(attention_backend, layers)
-        pads_rows = self.backend.takes_padding and any(
-            getattr(module, "compiles_row_counts", False) for module in loaded.model.modules()
-        )
+        if pads_rows is None:
+            pads_rows = self.backend.takes_padding and any(
+                getattr(module, "compiles_row_counts", False) for module in loaded.model.modules()
+            )
         self.inputs = InputBuilder(loaded.device, self.backend.sharing_cost, pads_rows=pads_rows)
         self.states = StepStates(loaded, manager)
         self.graphs: DecodeGraphs | None = None

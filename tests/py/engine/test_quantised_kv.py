@@ -136,7 +136,6 @@ def test_the_manager_counts_the_bytes_that_there_are(kv_dtype: str) -> None:
             {"kv_cache_dtype": "fp8_e5m2"},
             "kv_cache_dtype must be one of 'auto', 'int8', 'fp8_e4m3'",
         ),
-        ({"kv_cache_dtype": "int8", "tensor_parallel_size": 2}, "tried on several ranks"),
     ],
 )
 def test_a_format_that_there_is_not_is_refused(settings: dict[str, Any], message: str) -> None:

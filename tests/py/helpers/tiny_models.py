@@ -68,6 +68,7 @@ CONFIGS: dict[str, Any] = {
 """Architecture -> config; those that the project promises come first."""
 MORE_CONFIGS: dict[str, Any] = {
     "cohere": lambda: tf.CohereConfig(**_SHALLOW, num_key_value_heads=2),
+    "wide_mlp": lambda: tf.LlamaConfig(**{**_GQA, "intermediate_size": 128}),
     "four_kv_heads": lambda: tf.LlamaConfig(**_SHALLOW, num_key_value_heads=4),
     "tied": lambda: tf.Qwen2Config(
         # The vocabulary is no multiple of any number of ranks.
