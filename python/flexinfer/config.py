@@ -298,7 +298,6 @@ class EngineConfig:
         for name, reason in (
             ("enable_lora", "adapters are not split over ranks"),
             ("async_scheduling", "all ranks begin a step together"),
-            ("speculative_config", "what is proposed has not been tried on several ranks"),
         ):
             if getattr(self, name):
                 raise ValueError(f"{name} does not go with tensor_parallel_size > 1: {reason}")
@@ -332,6 +331,11 @@ class EngineConfig:
             raise ValueError(
                 "speculative_config and async_scheduling exclude each other: what is proposed "
                 "hangs on the tokens of the step before"
+            )
+        if parsed.method == "draft_model" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                'speculative_config: method "draft_model" does not go with tensor_parallel_size > '
+                '1: a draft model is not split over ranks; there is "ngram"'
             )
 
     @property

@@ -129,8 +129,14 @@ def test_a_model_that_cannot_be_split_is_refused_before_a_process_starts(
     [
         ({"async_scheduling": True}, "async_scheduling does not go with"),
         (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "speculative_config does not go with",
+            {
+                "speculative_config": {
+                    "method": "draft_model",
+                    "model": "folder",
+                    "num_speculative_tokens": 2,
+                }
+            },
+            'method "draft_model" does not go with',
         ),
         ({"model": None}, "takes a folder or hub id"),
         ({"tensor_parallel_size": 0}, "positive integer"),
