@@ -59,6 +59,10 @@ def test_each_part_is_held_against_what_the_machine_can_do(folder: str, tmp_path
             linear["gflop"] / limits["gflop_per_s"], linear["mbytes"] / 1e3 / limits["gbytes_per_s"]
         )
         assert linear["of_limit"] == pytest.approx(1e3 * least_s / linear["ms"])
+    decode = report["decode"]
+    least_ms = sum(part["of_limit"] * part["ms"] for part in decode["parts"].values())
+    assert report["decode_of_limit"] == pytest.approx(least_ms / report["decode_step_ms"])
+    assert f"could take {report['decode_of_limit']:.0%}" in out
 
 
 def test_without_profile_there_are_no_parts(folder: str) -> None:

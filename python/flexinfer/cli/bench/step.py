@@ -184,7 +184,9 @@ def measure(llm: LLM, plan: StepBench, with_parts: bool) -> dict[str, Any]:
 
 def add_limits(report: dict[str, Any], dtype: torch.dtype) -> None:
     """What the machine can do, and how much of that each part reaches: the least time that its
-    work takes as a share of the time it takes. Above 1: its bytes come from a cache."""
+    work takes as a share of the time it takes. Above 1: its bytes come from a cache. Parts are of
+    steps under the profiler, which takes apart what is one call without it; `decode_of_limit` is of
+    steps without."""
     from flexinfer.runtime.limits import measure_limits
 
     limits = measure_limits(dtype)
@@ -199,6 +201,8 @@ def add_limits(report: dict[str, Any], dtype: torch.dtype) -> None:
         kind["of_limit"] = (
             sum(part["of_limit"] * part["ms"] for part in kind["parts"].values()) / kind["step_ms"]
         )
+    least_ms = report["decode"]["of_limit"] * report["decode"]["step_ms"]
+    report["decode_of_limit"] = least_ms / report["decode_step_ms"]
 
 
 def run_batch(llm: LLM, plan: StepBench) -> tuple[float, list[Any], float]:
@@ -239,7 +243,8 @@ def print_report(report: dict[str, Any]) -> None:
         limits = report["limits"]
         console.print(
             f"this machine reads {limits['gbytes_per_s']:.1f} GB/s and computes "
-            f"{limits['gflop_per_s']:.0f} GFLOP/s in {report['dtype']}",
+            f"{limits['gflop_per_s']:.0f} GFLOP/s in {report['dtype']}: a decode step could take "
+            f"{report['decode_of_limit']:.0%} of its time. The profiler makes it longer:",
             highlight=False,
         )
     if "decode" in report:
