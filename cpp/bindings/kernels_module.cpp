@@ -16,6 +16,7 @@
 
 #include "bindings/addresses.h"
 #include "bindings/decoder_layer.h"
+#include "bindings/experts.h"
 #include "kernels/attention/attention.h"
 #include "kernels/linear/linear.h"
 #include "kernels/linear/quantised_linear.h"
@@ -353,6 +354,7 @@ NB_MODULE(_kernels, m) {
   bind_linear(m);
   bind_quantised(m);
   bind_decoder_layer(m);
+  bind_experts(m);
   bind_sampler(m);
 }
 

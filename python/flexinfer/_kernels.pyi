@@ -129,6 +129,19 @@ class DecoderLayer:
         x [rows, width] -> output [rows, width]; cos, sin [rows, head_dim]; all dense.
         """
 
+class Experts:
+    """A mixture of experts in one call; addresses as integers."""
+
+    def __init__(self, *, dtype: int, row_ops: RowOps, linear: Linear, quantised: QuantisedLinear, gate_up: Sequence[Sequence[Product]], down: Sequence[Product]) -> None:
+        """
+        gate_up: of each expert gates and factors together, or all gates, then all factors. Raises ValueError where they do not go together.
+        """
+
+    def forward(self, x: int, experts: int, weights: int, output: int, num_tokens: int, top_k: int, num_threads: int) -> None:
+        """
+        output [tokens, width] of x [tokens, width], experts int64 and weights float32 [tokens, top_k]; all dense. Raises ValueError for an expert that there is not.
+        """
+
 class RowSampler:
     """One random token per row of logits."""
 

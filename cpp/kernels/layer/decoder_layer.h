@@ -13,20 +13,12 @@
 #include <cstdint>
 
 #include "kernels/attention/attention.h"
+#include "kernels/layer/product.h"
 #include "kernels/linear/linear.h"
 #include "kernels/linear/quantised_linear.h"
 #include "kernels/rows/row_ops.h"
 
 namespace vtensor::kernels {
-
-// A linear layer in either of its formats; no words: `panels` is the weight.
-struct Product {
-  const void* panels = nullptr;
-  QuantisedWeight quantised;
-  const void* bias = nullptr;  // [columns] or none
-  int64_t depth = 0;
-  int64_t columns = 0;  // a multiple of kHeadDimStep
-};
 
 // No weight: there is no such norm.
 struct Norm {

@@ -43,6 +43,41 @@ void Linear::forward(DType dtype, const LinearCall& call, int64_t num_rows, int 
   parallel_.run(static_cast<int>(std::min(threads, parts)), work);
 }
 
+// Groups of many rows are worth all threads, one after the other.
+void Linear::forward_groups(DType dtype, const LinearCall& call,
+                            const std::vector<const void*>& panels, const RowGroups& groups,
+                            int num_threads) const {
+  const auto bytes = static_cast<int64_t>(element_bytes(dtype));
+  const int64_t max_few_rows = isa_->max_few_rows[static_cast<size_t>(dtype)];
+  const bool has_many = has_many_rows(dtype, call.depth);
+  const auto rows_of = [&](size_t group) {
+    LinearCall own = call;
+    const int64_t first = groups.begin(group);
+    own.x = static_cast<const char*>(call.x) + first * call.x_stride * bytes;
+    own.output = static_cast<char*>(call.output) + first * call.output_stride * bytes;
+    own.panels = panels[group];
+    return own;
+  };
+  std::vector<size_t> few;
+  int64_t num_few = 0;
+  for (size_t i = 0; i < groups.count(); ++i) {
+    if (groups.rows(i) > max_few_rows && has_many) {
+      forward_many(dtype, rows_of(i), groups.rows(i), num_threads);
+    } else if (groups.rows(i) > 0) {
+      few.push_back(i);
+      num_few += groups.rows(i);
+    }
+  }
+  if (few.empty()) return;
+  const auto compute = isa_->linear[static_cast<size_t>(dtype)];
+  const auto multiply = [&](size_t group, int64_t begin, int64_t end) {
+    compute(rows_of(group), groups.rows(group), begin, end);
+  };
+  const int64_t worth = 1 + num_few * call.depth * call.columns / kWorkPerThread;
+  for_panels(parallel_, num_threads, worth, few, parts_of(call.columns, panel_columns(dtype)),
+             multiply);
+}
+
 int Linear::panel_columns(DType dtype) const {
   return isa_->panel_columns[static_cast<size_t>(dtype)];
 }

@@ -9,8 +9,10 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "kernels/isa/choice.h"
+#include "kernels/linear/groups.h"
 #include "kernels/parallel.h"
 
 namespace vtensor::kernels {
@@ -20,11 +22,17 @@ class Linear {
   Linear(Parallel parallel, const Isa& isa) : parallel_(parallel), isa_(&isa) {}
 
   const Isa& isa() const { return *isa_; }
+  const Parallel& parallel() const { return parallel_; }
 
   // REQUIRES: dtype float32 or bfloat16; sizes as LinearCall says; num_threads >= 1; the output
   // overlaps no input; for gates bfloat16, an Isa that has_many_rows, and kMinManyRows of them.
   // Throws std::bad_alloc where many rows want scratch memory.
   void forward(DType dtype, const LinearCall& call, int64_t num_rows, int num_threads) const;
+
+  // The same for rows in groups, each with a weight of its own: the same bits as a call for each.
+  // REQUIRES: panels for each group, in place of the call's; no bias, no residual, no gates.
+  void forward_groups(DType dtype, const LinearCall& call, const std::vector<const void*>& panels,
+                      const RowGroups& groups, int num_threads) const;
 
   // Outputs of a panel; 0 for float16.
   int panel_columns(DType dtype) const;

@@ -13,18 +13,39 @@ constexpr int64_t kWorkPerThread = 128 << 10;
 // More parts than threads: one that is kept from its CPU leaves the rest to the others.
 constexpr int64_t kPartsPerThread = 4;
 
+using Kernels = void (*const (&)[3])(const QuantisedCall&, DType, const LinearBlock&);
+
+Kernels kernels_for(const QuantisedIsa& isa, const QuantisedWeight& weight) {
+  return weight.bits == 8 ? isa.multiply_8_bits : isa.multiply_4_bits;
+}
+
+// `call` for the rows from `row` on. Kernels may compute rows of a block twice, and so must see
+// none of another group before its first.
+QuantisedCall rows_from(QuantisedCall call, int64_t row, int64_t element_bytes) {
+  const int64_t first_sum = row * call.weight.num_groups();
+  call.inputs = static_cast<const char*>(call.inputs) + row * call.input_stride;
+  if (call.x_scales != nullptr) call.x_scales += row;
+  if (call.x_sums != nullptr) call.x_sums += first_sum;
+  if (call.x_offsets != nullptr) call.x_offsets += first_sum;
+  call.layer.output =
+      static_cast<char*>(call.layer.output) + row * call.layer.output_stride * element_bytes;
+  return call;
+}
+
 }  // namespace
+
+Inputs QuantisedLinear::inputs_of(DType dtype, const QuantisedWeight& weight) const {
+  if (weight.byte_inputs) return Inputs::kBytes;
+  const bool has_pairs =
+      kernels_for(*isa_, weight)[static_cast<size_t>(Inputs::kBFloat16s)] != nullptr;
+  return dtype == DType::kBFloat16 && has_pairs ? Inputs::kBFloat16s : Inputs::kFloats;
+}
 
 void QuantisedLinear::forward(DType dtype, const LinearCall& layer, const QuantisedWeight& weight,
                               int64_t num_rows, int num_threads) const {
   if (num_rows <= 0) return;
-  const auto& kernels = weight.bits == 8 ? isa_->multiply_8_bits : isa_->multiply_4_bits;
-  Inputs kind = weight.byte_inputs ? Inputs::kBytes : Inputs::kFloats;
-  if (kind == Inputs::kFloats && dtype == DType::kBFloat16 &&
-      kernels[static_cast<size_t>(Inputs::kBFloat16s)] != nullptr) {
-    kind = Inputs::kBFloat16s;
-  }
-  const auto compute = kernels[static_cast<size_t>(kind)];
+  const Inputs kind = inputs_of(dtype, weight);
+  const auto compute = kernels_for(*isa_, weight)[static_cast<size_t>(kind)];
   const int64_t num_panels = (layer.columns + kQuantisedColumns - 1) / kQuantisedColumns;
   const int64_t block_rows = isa_->block_rows;
   PreparedInputs inputs(kind, dtype, weight, std::min(num_rows, block_rows));
@@ -51,6 +72,36 @@ void QuantisedLinear::forward(DType dtype, const LinearCall& layer, const Quanti
     };
     parallel_.run(static_cast<int>(std::min(threads, parts)), work);
   }
+}
+
+void QuantisedLinear::forward_groups(DType dtype, const LinearCall& layer,
+                                     const std::vector<QuantisedWeight>& weights,
+                                     const RowGroups& groups, int num_threads) const {
+  const int64_t num_rows = groups.num_rows();
+  if (num_rows <= 0) return;
+  std::vector<size_t> used;
+  for (size_t i = 0; i < groups.count(); ++i) {
+    if (groups.rows(i) > 0) used.push_back(i);
+  }
+  const Inputs kind = inputs_of(dtype, weights[0]);
+  const auto compute = kernels_for(*isa_, weights[0])[static_cast<size_t>(kind)];
+  PreparedInputs inputs(kind, dtype, weights[0], num_rows);
+  QuantisedCall all;
+  all.layer = layer;
+  all.weight = weights[0];
+  inputs.prepare(parallel_, num_threads, 0, num_rows, all);
+  const auto bytes = static_cast<int64_t>(element_bytes(dtype));
+  const auto multiply = [&](size_t group, int64_t begin, int64_t end) {
+    const int64_t last = groups.ends[group];
+    for (int64_t row = groups.begin(group); row < last; row += isa_->block_rows) {
+      QuantisedCall call = rows_from(all, row, bytes);
+      call.weight = weights[group];
+      compute(call, dtype, {0, std::min(isa_->block_rows, last - row), begin, end});
+    }
+  };
+  const int64_t num_panels = (layer.columns + kQuantisedColumns - 1) / kQuantisedColumns;
+  const int64_t worth = 1 + num_rows * layer.depth * layer.columns / kWorkPerThread;
+  for_panels(parallel_, num_threads, worth, used, num_panels, multiply);
 }
 
 }  // namespace vtensor::kernels

@@ -8,9 +8,11 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "kernels/calls/quantised.h"
 #include "kernels/isa/choice.h"
+#include "kernels/linear/groups.h"
 #include "kernels/parallel.h"
 
 namespace vtensor::kernels {
@@ -28,7 +30,16 @@ class QuantisedLinear {
   void forward(DType dtype, const LinearCall& layer, const QuantisedWeight& weight,
                int64_t num_rows, int num_threads) const;
 
+  // The same for rows in groups, each with a weight of its own: the same bits as a call for each.
+  // REQUIRES: a weight for each group, all alike but for their numbers; no bias, no residual.
+  // Throws std::bad_alloc where there is no memory for the inputs of all rows.
+  void forward_groups(DType dtype, const LinearCall& layer,
+                      const std::vector<QuantisedWeight>& weights, const RowGroups& groups,
+                      int num_threads) const;
+
  private:
+  Inputs inputs_of(DType dtype, const QuantisedWeight& weight) const;
+
   Parallel parallel_;
   const QuantisedIsa* isa_;
 };

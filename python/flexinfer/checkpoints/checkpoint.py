@@ -10,6 +10,7 @@ import torch
 
 from flexinfer.layers.quantised import QuantisedTensor
 
+EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 Decode = Callable[[torch.Tensor], QuantisedTensor]
 """uint8 [rows, bytes], as they are stored -> what they are."""
 
@@ -30,7 +31,8 @@ class Checkpoint(ABC):
     """Who quantised it, for messages: "gguf", "gptq", ..."""
     weights: Mapping[str, StoredWeight]
     """Under the names of the model's parameters. Those of the file that it cannot be read without
-    (scales, zero points) are part of their weight."""
+    (scales, zero points) are part of their weight. Experts have one each, as `expert_weight`
+    names them, where the model has one parameter for all."""
 
     @property
     def is_quantised(self) -> bool:
@@ -52,3 +54,8 @@ class Checkpoint(ABC):
     def adjust(self, model: torch.nn.Module) -> None:
         """Set what is no parameter of the model, and the checkpoint says."""
         return
+
+
+def expert_weight(path: str, expert: int, part: str) -> str:
+    """What the weight of an expert of the module at `path` is called; part: of EXPERT_PARTS."""
+    return f"{path}.{expert}.{part}.weight"

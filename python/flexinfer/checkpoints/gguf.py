@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexinfer.checkpoints.checkpoint import Checkpoint, Decode, StoredWeight
+from flexinfer.checkpoints.checkpoint import Checkpoint, Decode, StoredWeight, expert_weight
 from flexinfer.checkpoints.gguf_blocks import DECODERS, decode
 from flexinfer.checkpoints.gguf_config import (
     ROPE_FACTORS,
     architecture_of,
     config_of,
+    experts_name,
     model_name,
 )
 from flexinfer.checkpoints.gguf_header import GgufTensor, read_header
@@ -39,33 +40,39 @@ class GgufCheckpoint(Checkpoint):
         """Raises UnsupportedModelError for tensors that no weight of the model corresponds to."""
         self._header = read_header(path)
         self._config = config_of(self._header)
-        self._names: dict[str, str] = {}
-        for name in self._header.tensors:
+        self._tensors: dict[str, GgufTensor] = {}
+        """Under the model's names."""
+        for name, tensor in self._header.tensors.items():
             known = model_name(self._header, name)
-            if known is not None:
-                self._names[known] = name
+            experts = experts_name(name)
+            if experts is not None and len(tensor.shape) == 3:
+                path, part = experts
+                for expert in range(tensor.shape[0]):
+                    self._tensors[expert_weight(path, expert, part)] = tensor.part(expert)
+            elif known is not None:
+                self._tensors[known] = tensor
             elif name != ROPE_FACTORS:
                 raise UnsupportedModelError(
                     f"{path!r} has the tensor {name!r}, which is not known in models of the "
                     f"architecture {self._header.architecture!r}"
                 )
         self.weights = {
-            name: StoredWeight(self._tensor(name).shape, self._tensor(name).type in DECODERS)
-            for name in self._names
+            name: StoredWeight(tensor.shape, tensor.type in DECODERS)
+            for name, tensor in self._tensors.items()
         }
 
     def read(self, name: str) -> torch.Tensor:
-        tensor = self._tensor(name)
+        tensor = self._tensors[name]
         weight = self._bytes(tensor).view(FLOATS[tensor.type]).view(tensor.shape)
         order = self._order(name)
         return weight if order is None else weight[order]
 
     def read_quantised(self, name: str) -> QuantisedTensor:
         rows, order = self._rows(name), self._order(name)
-        return decode(self._tensor(name).type, rows if order is None else rows[order])
+        return decode(self._tensors[name].type, rows if order is None else rows[order])
 
     def read_rows(self, name: str) -> tuple[torch.Tensor, Decode]:
-        return self._rows(name), partial(decode, self._tensor(name).type)
+        return self._rows(name), partial(decode, self._tensors[name].type)
 
     def adjust(self, model: torch.nn.Module) -> None:
         """Divide the frequencies of the rotary embedding, where the file says by what."""
@@ -77,11 +84,8 @@ class GgufCheckpoint(Checkpoint):
             if name.endswith("inv_freq"):
                 buffer.div_(factors)
 
-    def _tensor(self, name: str) -> GgufTensor:
-        return self._header.tensors[self._names[name]]
-
     def _rows(self, name: str) -> torch.Tensor:
-        tensor = self._tensor(name)
+        tensor = self._tensors[name]
         return self._bytes(tensor).view(tensor.shape[0], tensor.row_bytes)
 
     def _bytes(self, tensor: GgufTensor) -> torch.Tensor:
@@ -99,7 +103,7 @@ class GgufCheckpoint(Checkpoint):
         module = name.split(".")[-2]
         if module not in ("q_proj", "k_proj") or not architecture_of(self._header).rotates_pairs:
             return None
-        rows = self._tensor(name).shape[0]
+        rows = self._tensors[name].shape[0]
         heads = rows // self._config.head_dim
         return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(rows)
 

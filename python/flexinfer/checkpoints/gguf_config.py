@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from flexinfer.checkpoints.gguf_header import GgufHeader
 from flexinfer.errors import UnsupportedModelError
@@ -18,16 +18,19 @@ from flexinfer.errors import UnsupportedModelError
 class Architecture:
     """How llama.cpp writes the models of one transformers class."""
 
-    config: str
-    """Name of the config's class."""
+    config: str | None
+    """Name of the config's class; None: there is none without experts."""
     rotates_pairs: bool = False
     """Rows of queries and keys lie in the order in which neighbours are rotated together."""
+    experts_config: str | None = None
+    """Name of the config's class of models with experts."""
 
 
 ARCHITECTURES = {
-    "llama": Architecture("LlamaConfig", rotates_pairs=True),
+    "llama": Architecture("LlamaConfig", rotates_pairs=True, experts_config="MixtralConfig"),
     "qwen2": Architecture("Qwen2Config"),
     "qwen3": Architecture("Qwen3Config"),
+    "qwen3moe": Architecture(None, experts_config="Qwen3MoeConfig"),
 }
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -40,12 +43,15 @@ NAMES = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate_inp": "mlp.gate",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
 """llama.cpp's name of a part -> transformers'."""
+EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+"""llama.cpp's name of the weights of all experts of a layer -> which part of theirs they are."""
 ROPE_FACTORS = "rope_freqs.weight"
 """By what the frequencies of the rotary embedding are divided (Llama 3)."""
 SIZES = {
@@ -62,6 +68,8 @@ OTHER_KEYS = {
     "attention.key_length",
     "attention.value_length",
     "expert_count",
+    "expert_feed_forward_length",
+    "expert_used_count",
     "rope.dimension_count",
     "rope.freq_base",
     "rope.scaling.factor",
@@ -96,14 +104,19 @@ def config_of(header: GgufHeader) -> Any:
     for key in ("attention.value_length", "rope.dimension_count"):
         if values.get(key, head_dim) != head_dim:
             values.refuse(key, f"only the width of keys, {head_dim}")
-    if values.get("expert_count", 0):
-        values.refuse("expert_count", "only models without experts")
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise UnsupportedModelError(f"{header.path!r} has no tensor 'token_embd.weight'")
-    if architecture.config == "LlamaConfig":
+    num_experts = values.get("expert_count", 0)
+    own = architecture.experts_config if num_experts else architecture.config
+    if own is None:
+        known = "only models without experts" if num_experts else "only models with experts"
+        values.refuse("expert_count", known)
+    if own == "LlamaConfig":
         settings["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
-    make: Callable[..., Any] = getattr(transformers, architecture.config)
+    if num_experts:
+        settings |= _experts(values, own)
+    make: Callable[..., Any] = getattr(transformers, own)
     return make(
         **settings,
         num_key_value_heads=values.get("attention.head_count_kv", heads),
@@ -114,6 +127,32 @@ def config_of(header: GgufHeader) -> Any:
         dtype=_dtype(header),
         **_special_tokens(header.metadata),
     )
+
+
+def _experts(values: _Values, config: str) -> dict[str, Any]:
+    """Weights of a token's experts add up to 1 in both architectures."""
+    count, used = values.need("expert_count"), values.need("expert_used_count")
+    key = "expert_feed_forward_length"
+    if config == "Qwen3MoeConfig":
+        return {
+            "num_experts": count,
+            "num_experts_per_tok": used,
+            "moe_intermediate_size": values.need(key),
+            "norm_topk_prob": True,
+        }
+    width = values.need("feed_forward_length")
+    if values.get(key, width) != width:
+        values.refuse(key, f"only the feed_forward_length, {width}")
+    return {"num_local_experts": count, "num_experts_per_tok": used, "sliding_window": None}
+
+
+def experts_name(name: str) -> tuple[str, str] | None:
+    """The module of the experts that the file calls `name`, and the part; None: it is no such."""
+    part, _, ending = name.rpartition(".")
+    if not part.startswith("blk.") or ending != "weight":
+        return None
+    _, layer, part = part.split(".", 2)
+    return (f"model.layers.{layer}.mlp.experts", EXPERTS[part]) if part in EXPERTS else None
 
 
 def model_name(header: GgufHeader, name: str) -> str | None:
@@ -141,7 +180,7 @@ class _Values:
             raise UnsupportedModelError(f"{self._header.path!r} has {wrong} {self._prefix}{key}")
         return value
 
-    def refuse(self, key: str, known: str) -> None:
+    def refuse(self, key: str, known: str) -> NoReturn:
         raise UnsupportedModelError(
             f"{self._header.path!r} has {self._prefix}{key} = {self.get(key)!r}; known: {known}"
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any, BinaryIO
@@ -59,6 +59,11 @@ class GgufTensor:
     """Rows first."""
     offset: int
     """Bytes from the beginning of the file."""
+
+    def part(self, index: int) -> GgufTensor:
+        """One of the matrices of a tensor of three dimensions."""
+        part = replace(self, shape=self.shape[1:])
+        return replace(part, offset=self.offset + index * part.size_bytes)
 
     @property
     def row_bytes(self) -> int:

@@ -1,54 +1,119 @@
-"""TensorFiles: the tensors of a folder's safetensors files, read one by one."""
+"""TensorFiles: the tensors of a folder's safetensors files, read one by one.
+
+Read, not mapped, as safetensors does: a mapped file's pages stay in the process, and each page that
+is let go of comes back with its neighbours.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from math import prod
 
+import numpy as np
 import torch
 
 from flexinfer.errors import UnsupportedModelError
-from flexinfer.runtime.weight_files import drop_pages
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+NAMES = {
+    "mixtral": (
+        (r"\.block_sparse_moe\.", ".mlp."),
+        (r"\.experts\.(\d+)\.w1\.", r".experts.\1.gate_proj."),
+        (r"\.experts\.(\d+)\.w2\.", r".experts.\1.down_proj."),
+        (r"\.experts\.(\d+)\.w3\.", r".experts.\1.up_proj."),
+    ),
+}
+"""Model type -> what its files call otherwise than transformers does, as patterns."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """Where one lies."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
 
 
 class TensorFiles:
-    """Of a local folder or hub id. Files stay open, and keep no memory."""
+    """Of a local folder or hub id, under the model's names."""
 
-    def __init__(self, model: str) -> None:
-        """Raises UnsupportedModelError where there are none; reads their headers."""
-        from safetensors import safe_open
-
-        self._handles: dict[str, Any] = {}
+    def __init__(self, model: str, model_type: str = "") -> None:
+        """Raises UnsupportedModelError where there are none, or damaged ones; reads their
+        headers."""
+        self._tensors: dict[str, _Tensor] = {}
         for name in _file_names(model):
             path = _find(model, name)
             if path is None:
                 raise UnsupportedModelError(f"model {model!r} lacks the file {name!r}")
-            handle: Any = safe_open(path, framework="pt")
-            self._handles |= dict.fromkeys(handle.keys(), handle)
+            self._tensors |= {_model_name(n, model_type): t for n, t in _header(path).items()}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._handles)
+        return iter(self._tensors)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._handles
+        return name in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handles[name].get_slice(name).get_shape())
+        return self._tensors[name].shape
 
     def dtype(self, name: str) -> str:
         """As safetensors names it: "I32", "F16", ..."""
-        dtype: str = self._handles[name].get_slice(name).get_dtype()
-        return dtype
+        return self._tensors[name].dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """In memory of its own; of the file no pages stay."""
-        tensor: torch.Tensor = self._handles[name].get_tensor(name)
-        copy = tensor.clone()
-        drop_pages([tensor])
-        return copy
+        """In memory of its own. Raises UnsupportedModelError for a dtype that is not known."""
+        tensor = self._tensors[name]
+        dtype = DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise UnsupportedModelError(
+                f"{name} is of dtype {tensor.dtype}, which cannot be read here; known are "
+                f"{', '.join(DTYPES)}"
+            )
+        num_bytes = prod(tensor.shape) * dtype.itemsize
+        found = np.fromfile(tensor.path, np.uint8, num_bytes, offset=tensor.offset)
+        return torch.from_numpy(found).view(dtype).view(tensor.shape)
+
+
+def _header(path: str) -> dict[str, _Tensor]:
+    """Of a file: the length of the header in 8 bytes, the header as JSON, the tensors."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt"):  # sees to it that all is as it should be
+            pass
+    except SafetensorError as error:
+        raise UnsupportedModelError(f"{path!r} is a damaged safetensors file: {error}") from error
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: _Tensor(path, t["dtype"], tuple(t["shape"]), 8 + length + t["data_offsets"][0])
+        for name, t in header.items()
+    }
+
+
+def _model_name(name: str, model_type: str) -> str:
+    for pattern, replacement in NAMES.get(model_type, ()):
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def _file_names(model: str) -> list[str]:

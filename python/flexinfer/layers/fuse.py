@@ -9,6 +9,7 @@ as it is; so does everything on a GPU.
 | decoder layer of Llama's kind, its parts known | `FusedDecoderLayer` | no additions |
 | attention: q, k, v, rotary embedding, o | `FusedAttention` | one product for three, one pass |
 | gated MLP | `GatedMLP` | 3 for 5 |
+| experts: the gated MLPs of a mixture | `Experts` | 1 for 15 |
 | RMSNorm | `RMSNorm` | 1 for 6 |
 | torch.nn.Linear, Conv1D | `Linear` in the best format | |
 | all of them, where weights are quantised | `QuantisedLinear` | |
@@ -36,6 +37,15 @@ from flexinfer.layers.formats import (
     make_linear,
     staying_plain,
     weight_of,
+)
+from flexinfer.layers.fuse_experts import (
+    fuse_experts,
+    is_experts,
+    is_for_kernel,
+    is_stored,
+    lay_out_if_the_same,
+    read_all,
+    run_experts,
 )
 from flexinfer.layers.linear import Linear, WeightFormat
 from flexinfer.layers.mlp import fuse_mlp
@@ -84,6 +94,7 @@ RULES = (
         run_attention,
     ),
     Rule(fuse_mlp, lambda mlp: mlp.down_proj.weight, lambda mlp: mlp.gate_up_proj.in_features),
+    Rule(fuse_experts, lambda experts: experts.weight, lambda experts: experts.width, run_experts),
     Rule(fuse_norm, lambda norm: norm.weight, lambda norm: norm.weight.shape[0]),
 )
 
@@ -112,16 +123,34 @@ def fuse_layers(
     fill: the model has no weights yet, and gets those of a module when its turn comes."""
     fusing = _Fusing(model, scheme, fill, Counter())
     if fill is None:
-        _count_uses(fusing, model)
+        _count_uses(fusing)
     is_later = scheme is not None or fill is not None
     with staying_plain() if is_later else nullcontext():
         _fuse_children(fusing, "")
+    if scheme is not None:
+        _warn_of_other_experts(model)
     logger.debug("fused layers: %s", dict(fusing.counts))
     return dict(fusing.counts)
 
 
-def _count_uses(fusing: _Fusing, module: torch.nn.Module) -> None:
-    for part in module.modules():
+def _warn_of_other_experts(model: torch.nn.Module) -> None:
+    """Most of a mixture's weights are its experts': who asked for small ones should know."""
+    kinds = {
+        type(module).__name__
+        for module in model.modules()
+        if "experts" in type(module).__name__.lower() and list(module.parameters(recurse=False))
+    }
+    if kinds:
+        logger.warning(
+            "experts of a kind that is not known stay as they are, not quantised: %s",
+            ", ".join(sorted(kinds)),
+        )
+
+
+def _count_uses(fusing: _Fusing) -> None:
+    """Anew: where a weight was that is gone, there may be another one."""
+    fusing.uses.clear()
+    for part in fusing.model.modules():
         weights: list[torch.Tensor] = [w for w in part.parameters(False) if not w.is_meta]
         if (latent := latent_of(part)) is not None:
             weights.append(latent.weight)
@@ -135,7 +164,7 @@ def _fuse_children(fusing: _Fusing, path: str) -> None:
         child_path = f"{path}.{name}" if path else name
         if fusing.fill is not None and _has_empty(parent.get_submodule(name)):
             fusing.fill(child_path)
-            _count_uses(fusing, parent.get_submodule(name))
+            _count_uses(fusing)
         child = parent.get_submodule(name)
         replacement = _replacement(fusing, name, child)
         if replacement is None:
@@ -167,10 +196,22 @@ def _replacement(fusing: _Fusing, name: str, module: torch.nn.Module) -> torch.n
             return lay_out(module, own)
         is_for_us = own is not None or scheme is None
         return lay_out(module, own) if is_for_us and not _is_shared(module, uses) else None
+    if is_experts(module):
+        return _experts(module, uses, scheme)
     replacement = _fused(module, uses)
     if replacement is not None:
         lay_out_parts(replacement, scheme)
     return replacement
+
+
+def _experts(module: Any, uses: Counter[int], scheme: Scheme | None) -> torch.nn.Module | None:
+    """Experts in their last form, read one by one. None: they stay, with all their weights."""
+    found = None
+    if is_for_kernel(module, scheme) and not _is_shared(module, uses):
+        found = lay_out_if_the_same(module, scheme)
+    if found is None and is_stored(module):
+        read_all(module)
+    return found
 
 
 def _is_shared(module: torch.nn.Module, uses: Counter[int]) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from flexinfer.layers.formats import is_linear, make_fastest, weight_of
+from flexinfer.layers.fuse_experts import is_experts
 from flexinfer.layers.joined_linear import JoinedLinear
 from flexinfer.layers.linear import Linear, PlainLinear
 from flexinfer.layers.quantised import QuantisedTensor, Scheme
@@ -103,13 +104,21 @@ def check_scheme(
             "set dtype to one of them"
         )
     for name, module in quantisable(model):
-        num_ranks = num_parts(name)
-        depth = weight_of(module).shape[1] // num_ranks
         own = scheme_of(name.rpartition(".")[2], module, scheme)
-        if own is not None and not own.fits(depth):
-            of_whom = "" if num_ranks == 1 else f" on each of {num_ranks} ranks"
-            advice = ": choose another group size, or int8" if own.group else ""
-            raise ValueError(
-                f"{name} has {depth} inputs{of_whom}, which is no multiple of {own.group or 4}"
-                f"{advice}"
-            )
+        if own is not None:
+            _check_depth(name, weight_of(module).shape[1], num_parts(name), own)
+    for path, module in model.named_modules():
+        if is_experts(module):
+            for part in ("gate_up_proj", "down_proj"):
+                name, depth = f"{path}.{part}", getattr(module, part).shape[2]
+                _check_depth(name, depth, num_parts(name), scheme)
+
+
+def _check_depth(name: str, depth: int, num_ranks: int, scheme: Scheme) -> None:
+    if not scheme.fits(depth // num_ranks):
+        of_whom = "" if num_ranks == 1 else f" on each of {num_ranks} ranks"
+        advice = ": choose another group size, or int8" if scheme.group else ""
+        raise ValueError(
+            f"{name} has {depth // num_ranks} inputs{of_whom}, which is no multiple of "
+            f"{scheme.group or 4}{advice}"
+        )

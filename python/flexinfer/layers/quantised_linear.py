@@ -14,16 +14,14 @@ import torch
 from flexinfer import _kernels
 from flexinfer.layers.linear import OpaqueLinear
 from flexinfer.layers.quantised import QuantisedTensor
+from flexinfer.layers.quantised_panels import QuantisedPanels, kernel_weight, kind_of
 from flexinfer.runtime.kernels import DTYPES
 from flexinfer.runtime.openmp import start_threads_address
 from flexinfer.runtime.torch_settings import back_by_huge_pages
 
 DTYPES_OF_INPUTS = (torch.float32, torch.bfloat16)
-PANEL_COLUMNS = 64
 COLUMNS_STEP = 16
 """The kernel writes so many outputs at once."""
-NIBBLES = (0, 4, 1, 5), (2, 6, 3, 7)
-"""Which of eight inputs are the lower and the upper four bits of a word's bytes."""
 
 
 class QuantisedLinear(OpaqueLinear):
@@ -41,27 +39,9 @@ class QuantisedLinear(OpaqueLinear):
             self.bias = torch.nn.functional.pad(self.bias.to(dtype), (0, self._width - columns))
         self.weight = torch.empty(0, dtype=dtype)
         """Of no numbers: the dtype of inputs and outputs."""
-        self._words = words_of(source)
-        back_by_huge_pages(self._words.data_ptr(), self._words.nbytes)
-        numbers = [n for n in (source.scales, source.minimums) if n is not None]
-        is_half = source.group > 0 and all(torch.equal(n.half().float(), n) for n in numbers)
-        panels = [in_panels(n.half() if is_half else n).contiguous() for n in numbers]
-        self._scales, self._minimums = panels[0], panels[1] if len(panels) > 1 else None
-        self._sums = None
-        if source.group == 0:
-            self._sums = in_panels(128 * source.integers.sum(dim=1, dtype=torch.int32)[:, None])
-        self._weight = _kernels.QuantisedWeight(
-            words=self._words.data_ptr(),
-            scales=self._scales.data_ptr(),
-            minimums=0 if self._minimums is None else self._minimums.data_ptr(),
-            sums=0 if self._sums is None else self._sums.data_ptr(),
-            is_half=is_half,
-            byte_inputs=source.byte_inputs,
-            bits=source.bits,
-            group=source.group,
-            depth=self.in_features,
-            columns=self._width,
-        )
+        self._panels = QuantisedPanels(source)
+        back_by_huge_pages(self._panels.words.data_ptr(), self._panels.words.nbytes)
+        self._weight = kernel_weight(kind_of(source), self._panels.parts, self._width)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,8 +61,7 @@ class QuantisedLinear(OpaqueLinear):
     @property
     def nbytes(self) -> int:
         """Bytes of the weight with its scales."""
-        parts = (self._words, self._scales, self._minimums, self._sums)
-        return sum(part.nbytes for part in parts if part is not None)
+        return self._panels.nbytes
 
     def multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """The residual is added while the product is still in registers."""
@@ -120,32 +99,6 @@ class QuantisedLinear(OpaqueLinear):
             torch.get_num_threads(),
         )
         return output[..., : self.out_features].contiguous() if num_padding else output
-
-
-def words_of(source: QuantisedTensor) -> torch.Tensor:
-    """int32 [panels, depth / inputs of a word, 64], as cpp/kernels/calls/quantised.h says."""
-    inputs = 32 // source.bits
-    if source.integers.shape[1] % inputs or (source.group and source.group % inputs):
-        raise ValueError(
-            f"a weight of {source.bits} bits needs inputs and groups that are multiples of "
-            f"{inputs}, got {source.integers.shape[1]} and {source.group}"
-        )
-    integers = source.integers
-    columns, depth = integers.shape
-    integers = torch.nn.functional.pad(integers, (0, 0, 0, -columns % PANEL_COLUMNS))
-    integers = integers.view(-1, PANEL_COLUMNS, depth // inputs, inputs)
-    if source.bits == 4:
-        shifted = (integers + 8).to(torch.uint8)
-        low, high = (shifted[..., list(order)] for order in NIBBLES)
-        integers = (low | high << 4).view(torch.int8)
-    return integers.transpose(1, 2).contiguous().view(torch.int32)[..., 0]
-
-
-def in_panels(numbers: torch.Tensor) -> torch.Tensor:
-    """[panels, groups, 64] of [columns, groups]; zeros fill the last panel."""
-    columns, groups = numbers.shape
-    numbers = torch.nn.functional.pad(numbers, (0, 0, 0, -columns % PANEL_COLUMNS))
-    return numbers.view(-1, PANEL_COLUMNS, groups).transpose(1, 2).contiguous()
 
 
 @cache

@@ -105,7 +105,7 @@ def _place(
     from flexinfer.attention.latent import keep_latents
     from flexinfer.attention.token_index import index_tokens
     from flexinfer.layers.fuse import fuse_layers
-    from flexinfer.models.quantisation import choose_scheme, open_checkpoint
+    from flexinfer.models.quantisation import choose_scheme, open_checkpoint, open_experts
     from flexinfer.runtime.weight_files import let_go_of_files
 
     is_named = isinstance(model, (str, os.PathLike))
@@ -115,6 +115,8 @@ def _place(
     if checkpoint is not None:
         name = os.fspath(model)
         loaded, fill = _without_weights(checkpoint, name, config, dtype, device or "cpu")
+    elif is_named and scheme is not None and (experts := open_experts(model, config, dtype)):
+        name, loaded, fill = os.fspath(model), experts.model, experts.fill
     elif is_named:
         name = os.fspath(model)
         loaded = _load_weights(name, config, dtype, device or "cpu")

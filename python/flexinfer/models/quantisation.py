@@ -11,6 +11,7 @@ from flexinfer.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from flexinfer.checkpoints.checkpoint import Checkpoint
     from flexinfer.layers.quantised import Scheme
+    from flexinfer.models.stored import StoredModel
 
 
 def open_checkpoint(name: str, config: Any) -> Checkpoint | None:
@@ -39,7 +40,24 @@ def open_checkpoint(name: str, config: Any) -> Checkpoint | None:
             f"here (known: gguf, {', '.join(known)}); take the model that they were made of, and "
             "quantization='int8' or 'int4'"
         )
-    return known[method](TensorFiles(name), settings)
+    return known[method](TensorFiles(name, config.model_type), settings)
+
+
+def open_experts(name: str, config: Any, dtype: Any) -> StoredModel | None:
+    """A folder that is not quantised, to be read weight by weight, so that its experts are
+    quantised one by one. None: transformers reads it, as it does all but some mixtures."""
+    from flexinfer.checkpoints.plain import MODEL_TYPES, PlainCheckpoint
+    from flexinfer.checkpoints.tensor_files import TensorFiles
+    from flexinfer.models.dtypes import weights_dtype
+    from flexinfer.models.stored import open_stored
+
+    if config.model_type not in MODEL_TYPES:
+        return None
+    try:
+        checkpoint = PlainCheckpoint(TensorFiles(os.fspath(name), config.model_type))
+        return open_stored(checkpoint, config, weights_dtype(config, dtype, "cpu"))
+    except UnsupportedModelError:
+        return None  # transformers passes over what it does not know, or says what is wrong
 
 
 def choose_scheme(

@@ -201,10 +201,12 @@ def split_layers(model: Any, part: RankOf, scheme: Scheme | None = None) -> int:
 
 def _num_bytes(model: Any) -> int:
     """Of weights: as transformers has them, or with quantised layers among them."""
+    from flexinfer.layers.experts import Experts
     from flexinfer.layers.quantised_linear import QuantisedLinear
 
     held = {weight.data_ptr(): weight.nbytes for weight in model.parameters()}
-    held |= {id(m): m.nbytes for m in model.modules() if isinstance(m, QuantisedLinear)}
+    quantised = [m for m in model.modules() if isinstance(m, QuantisedLinear | Experts)]
+    held |= {id(module): module.nbytes for module in quantised}
     return sum(held.values())
 
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexinfer.checkpoints.checkpoint import Checkpoint
+from flexinfer.checkpoints.checkpoint import EXPERT_PARTS, Checkpoint, expert_weight
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.embedding import QuantisedEmbedding
+from flexinfer.layers.experts import Weight
 from flexinfer.layers.formats import is_linear
+from flexinfer.layers.fuse_experts import is_experts
+from flexinfer.layers.fuse_experts import store as store_experts
 from flexinfer.layers.quantise import store
 from flexinfer.models.checks import check_complete, listed
 
@@ -35,6 +39,7 @@ class StoredModel:
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         self.model = model
         self._checkpoint, self._dtype = checkpoint, dtype
+        self._experts = self._find_experts()
         self._sources = self._match_names()
         self._check_shapes()
         self._read: dict[str, torch.nn.Parameter] = {}
@@ -53,6 +58,8 @@ class StoredModel:
         return None
 
     def _fill_one(self, path: str, module: torch.nn.Module) -> None:
+        if path in self._experts:
+            return store_experts(module, partial(self._read_expert, path))
         if is_linear(module) and self._is_quantised(f"{path}.weight"):
             return self._fill_linear(path, module, is_alone=False)
         if type(module) is torch.nn.Embedding and self._is_quantised(f"{path}.weight"):
@@ -75,6 +82,16 @@ class StoredModel:
         if f"{path}.bias" in self._sources:
             module.bias = self._parameter(f"{path}.bias")
 
+    def _read_expert(self, path: str, expert: int) -> tuple[list[Weight], Weight]:
+        gate, up, down = (self._read_part(path, expert, part) for part in EXPERT_PARTS)
+        return [gate, up], down
+
+    def _read_part(self, path: str, expert: int, part: str) -> Weight:
+        name = expert_weight(path, expert, part)
+        if self._checkpoint.weights[name].is_quantised:
+            return self._checkpoint.read_quantised(name)
+        return self._checkpoint.read(name).to(self._dtype)
+
     def _parameter(self, name: str) -> torch.nn.Parameter:
         source = self._sources[name]
         if source in self._read:
@@ -91,11 +108,37 @@ class StoredModel:
     def _is_quantised(self, name: str) -> bool:
         return self._checkpoint.weights[self._sources[name]].is_quantised
 
+    def _find_experts(self) -> set[str]:
+        """The modules of whose experts the checkpoint has the weights one by one."""
+        weights = self._checkpoint.weights
+        return {
+            path
+            for path, module in self.model.named_modules()
+            if is_experts(module) and expert_weight(path, 0, EXPERT_PARTS[0]) in weights
+        }
+
+    def _expert_shapes(self, path: str) -> dict[str, tuple[int, ...]]:
+        """Each weight of the experts of a module."""
+        count, width, hidden = self.model.get_submodule(path).get_parameter("down_proj").shape
+        shapes = ((hidden, width), (hidden, width), (width, hidden))
+        return {
+            expert_weight(path, expert, part): shape
+            for expert in range(count)
+            for part, shape in zip(EXPERT_PARTS, shapes, strict=True)
+        }
+
+    def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Those that have a weight of their own."""
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if name.rpartition(".")[0] not in self._experts:
+                yield name, parameter
+
     def _match_names(self) -> dict[str, str]:
-        """Each parameter of the model -> the checkpoint's weight; tied ones have the same."""
+        """Each parameter of the model -> the checkpoint's weight; tied ones have the same. Experts'
+        weights are checked, and not among them."""
         weights = self._checkpoint.weights
         groups: dict[int, list[str]] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+        for name, parameter in self._parameters():
             groups.setdefault(id(parameter), []).append(name)
         sources: dict[str, str] = {}
         missing: list[str] = []
@@ -103,7 +146,9 @@ class StoredModel:
             known = [name for name in names if name in weights]
             missing += [] if known else names[:1]
             sources |= {name: name if name in weights else (known or names)[0] for name in names}
-        unknown = [name for name in weights if name not in sources]
+        of_experts = {name for path in self._experts for name in self._expert_shapes(path)}
+        missing += sorted(of_experts - weights.keys())
+        unknown = [name for name in weights if name not in sources and name not in of_experts]
         for name in list(unknown):
             # Some programs write a bias for each layer that they quantise, of zeros if need be.
             layer = self._linear(name)
@@ -127,12 +172,23 @@ class StoredModel:
         return module if is_linear(module) else None
 
     def _check_shapes(self) -> None:
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            shape = self._checkpoint.weights[self._sources[name]].shape
-            if shape != tuple(parameter.shape):
+        """And that experts of one layer are all quantised, or none of them."""
+        wanted = {name: (self._sources[name], tuple(p.shape)) for name, p in self._parameters()}
+        for path in sorted(self._experts):
+            shapes = self._expert_shapes(path)
+            wanted |= {name: (name, shape) for name, shape in shapes.items()}
+            plain = [name for name in shapes if not self._checkpoint.weights[name].is_quantised]
+            if 0 < len(plain) < len(shapes):
                 raise UnsupportedModelError(
-                    f"{name} is {list(shape)} in the checkpoint, and "
-                    f"{list(parameter.shape)} in a {type(self.model).__name__} of its config"
+                    f"{path} has experts whose weights are quantised and others whose are not "
+                    f"({listed(plain)}), which cannot be read here"
+                )
+        for name, (source, shape) in wanted.items():
+            found = self._checkpoint.weights[source].shape
+            if found != shape:
+                raise UnsupportedModelError(
+                    f"{name} is {list(found)} in the checkpoint, and {list(shape)} in a "
+                    f"{type(self.model).__name__} of its config"
                 )
 
 

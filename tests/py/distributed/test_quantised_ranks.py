@@ -28,7 +28,13 @@ PROMPTS = random_prompts((20, 33, 7, 41, 12))
 
 @pytest.mark.parametrize(
     ("name", "scheme"),
-    [("llama", "int8"), ("tied", "int8"), ("wide_mlp", "int4"), ("wide_mlp", "int4-zp-a8")],
+    [
+        ("llama", "int8"),
+        ("tied", "int8"),
+        ("mixtral", "int8"),
+        ("wide_mlp", "int4"),
+        ("wide_mlp", "int4-zp-a8"),
+    ],
 )
 def test_tokens_are_those_of_slow_products_of_the_parts(name: str, scheme: str) -> None:
     engine = make_ranked_engine(name, quantization=scheme)

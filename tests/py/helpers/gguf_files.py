@@ -15,7 +15,14 @@ import numpy as np
 import torch
 
 Type = gguf.GGMLQuantizationType
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+}
 """transformers' model type -> llama.cpp's architecture."""
 
 
@@ -47,11 +54,7 @@ def paired_rows(array: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]
     return np.ascontiguousarray(array.reshape(shape).swapaxes(1, 2).reshape(array.shape))
 
 
-def writer_of(path: Path, model: Any, extra: Mapping[str, Any] | None = None) -> gguf.GGUFWriter:
-    """A file with what the config says. extra: keys of the architecture and float values."""
-    config = model.config
-    architecture = ARCHITECTURES[config.model_type]
-    writer = gguf.GGUFWriter(path, architecture)
+def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -63,6 +66,19 @@ def writer_of(path: Path, model: Any, extra: Mapping[str, Any] | None = None) ->
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+
+
+def writer_of(path: Path, model: Any, extra: Mapping[str, Any] | None = None) -> gguf.GGUFWriter:
+    """A file with what the config says. extra: keys of the architecture and float values."""
+    config = model.config
+    architecture = ARCHITECTURES[config.model_type]
+    writer = gguf.GGUFWriter(path, architecture)
+    add_sizes(writer, config)
+    if getattr(config, "num_experts_per_tok", None):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if architecture == "qwen3moe":
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     for key, value in (extra or {}).items():
         add = writer.add_string if isinstance(value, str) else writer.add_float32
         add(f"{architecture}.{key}", value)
@@ -87,6 +103,9 @@ def add_weights(writer: gguf.GGUFWriter, model: Any, type_of: Callable[[str], Ty
     for seed, (name, tensor) in enumerate(state.items()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        if ".experts." in name:
+            add_experts(writer, name, tensor, type_of, seed)
+            continue
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None
         kind = type_of(own) if tensor.dim() > 1 else Type.F32
@@ -98,6 +117,25 @@ def add_weights(writer: gguf.GGUFWriter, model: Any, type_of: Callable[[str], Ty
             rows = paired_rows(rows, heads)
         writer.add_tensor(own, rows, raw_dtype=kind)
     return written
+
+
+def add_experts(
+    writer: gguf.GGUFWriter, name: str, tensor: Any, type_of: Callable[[str], Type], seed: int
+) -> None:
+    """Those of a layer: [experts, rows, columns], gates and factors apart. Sets the tensor's."""
+    layer = name.split(".")[2]
+    is_down = name.endswith("down_proj")
+    parts = (
+        {"down": tensor} if is_down else dict(zip(("gate", "up"), tensor.chunk(2, 1), strict=True))
+    )
+    for part, weights in parts.items():
+        own = f"blk.{layer}.ffn_{part}_exps.weight"
+        kind = type_of(own)
+        flat = weights.reshape(-1, weights.shape[2]).numpy()
+        rows = quantise(flat, kind, seed + 1000 * len(part))
+        numbers = torch.from_numpy(gguf.quants.dequantize(rows, kind))
+        weights.copy_(numbers.view(weights.shape))
+        writer.add_tensor(own, rows.reshape(*weights.shape[:2], -1), raw_dtype=kind)
 
 
 def write_gguf(

@@ -111,10 +111,57 @@ def write_folder(
         tensor.copy_(numbers.weight())
         path = name.removesuffix(".weight")
         tensors |= {f"{path}.{part}": value for part, value in parts_of(numbers).items()}
+    _save(folder, model, settings, tensors)
+    return written
+
+
+def write_experts(
+    folder: Path,
+    model: Any,
+    settings: dict[str, Any],
+    draw: Callable[[int, int, int], Numbers],
+    parts_of: Callable[[Numbers], dict[str, torch.Tensor]],
+    *,
+    has_plain_experts: bool = False,
+) -> Any:
+    """As `write_folder`, a mixture of experts: each has tensors of its own, as published folders
+    have them. has_plain_experts: those are not quantised."""
+    written, tensors = copy.deepcopy(model), {}
+    is_mixtral = model.config.model_type == "mixtral"
+
+    def add(name: str, weight: torch.Tensor, is_quantised: bool) -> None:
+        path = name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else name
+        if not is_quantised:
+            tensors[path] = weight.clone()
+            return
+        numbers = draw(*weight.shape, len(tensors))
+        weight.copy_(numbers.weight())
+        path = path.removesuffix(".weight")
+        tensors.update({f"{path}.{part}": value for part, value in parts_of(numbers).items()})
+
+    for name, tensor in written.state_dict().items():
+        if ".experts." not in name:
+            add(name, tensor, name.endswith("_proj.weight"))
+            continue
+        path, _, kind = name.rpartition(".")
+        for expert, weight in enumerate(tensor):
+            own = (
+                {"down": weight}
+                if kind == "down_proj"
+                else dict(zip(("gate", "up"), weight.chunk(2), strict=True))
+            )
+            for part, values in own.items():
+                short = {"gate": "w1", "down": "w2", "up": "w3"}[part]
+                last = short if is_mixtral else f"{part}_proj"
+                add(f"{path}.{expert}.{last}.weight", values, not has_plain_experts)
+    _save(folder, model, settings, tensors)
+    return written
+
+
+def _save(folder: Path, model: Any, settings: dict[str, Any], tensors: dict[str, Any]) -> None:
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     model.config.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = settings
     (folder / "config.json").write_text(json.dumps(config))
-    return written

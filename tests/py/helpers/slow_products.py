@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from flexinfer.layers.experts import slow_experts
+from flexinfer.layers.fuse_experts import is_experts
 from flexinfer.layers.quantise import quantisable, scheme_of
 from flexinfer.layers.quantised import Scheme
 from helpers.tiny_models import make_model
@@ -32,9 +34,44 @@ class SlowLinear(torch.nn.Module):
         return (product if self.bias is None else product + self.bias).to(x.dtype)  # type: ignore[union-attr]
 
 
-def slow_model(name: str, scheme: Scheme, num_ranks: int = 1) -> Any:
-    """transformers' own modules around slow products with the same integers."""
-    model = copy.deepcopy(make_model(name))
+class SlowExperts(torch.nn.Module):
+    """Experts whose weights were quantised in parts, each of some of the hidden numbers."""
+
+    def __init__(self, experts: Any, scheme: Scheme, num_parts: int) -> None:
+        super().__init__()
+        gates, factors = (
+            half.chunk(num_parts, dim=1) for half in experts.gate_up_proj.data.chunk(2, dim=1)
+        )
+        downs = experts.down_proj.data.chunk(num_parts, dim=2)
+        self.parts = [
+            (
+                [scheme.quantise(weight) for weight in torch.cat([gate, factor], dim=1)],
+                [scheme.quantise(weight) for weight in down],
+            )
+            for gate, factor, down in zip(gates, factors, downs, strict=True)
+        ]
+
+    def forward(self, x: Any, index: Any, weights: Any) -> Any:
+        return sum(slow_experts(*part, x, index, weights) for part in self.parts)
+
+
+def with_dequantised(experts: Any, scheme: Scheme) -> None:
+    """The numbers that the integers stand for, in place."""
+    for parameter in experts.parameters():
+        for weight in parameter.data:
+            weight.copy_(scheme.quantise(weight).dequantised())
+
+
+def slow_model(model: Any, scheme: Scheme, num_ranks: int = 1) -> Any:
+    """transformers' own modules around slow products with the same integers; where inputs stay as
+    they are, its own experts with the numbers that the integers stand for. model: or a name of
+    `tiny_models`."""
+    model = copy.deepcopy(make_model(model) if isinstance(model, str) else model)
+    for path, module in list(model.named_modules()):
+        if is_experts(module) and (scheme.byte_inputs or num_ranks > 1):
+            model.set_submodule(path, SlowExperts(module, scheme, num_ranks))
+        elif is_experts(module):
+            with_dequantised(module, scheme)
     for path, linear in list(quantisable(model)):
         own = scheme_of(path.rpartition(".")[2], linear, scheme)
         assert own is not None

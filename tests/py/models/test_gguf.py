@@ -18,11 +18,13 @@ from flexinfer import LLM, SamplingParams
 from flexinfer.checkpoints.gguf_blocks import decode
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.embedding import QuantisedEmbedding
+from flexinfer.layers.experts import Experts
 from flexinfer.layers.joined_linear import JoinedLinear
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.models.loading import load_model
 from helpers.gguf_files import (
     Type,
+    add_sizes,
     add_tokenizer,
     add_weights,
     finish,
@@ -50,6 +52,18 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "llama with biases": lambda **more: tf.LlamaConfig(**COMMON, attention_bias=True, **more),
     "qwen2": lambda **more: tf.Qwen2Config(**COMMON, **more),
     "qwen3": lambda **more: tf.Qwen3Config(**COMMON, head_dim=32, **more),
+    "mixtral": lambda **more: tf.MixtralConfig(
+        **COMMON, num_local_experts=4, num_experts_per_tok=2, **more
+    ),
+    "qwen3moe": lambda **more: tf.Qwen3MoeConfig(
+        **COMMON,
+        head_dim=64,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=256,
+        norm_topk_prob=True,
+        **more,
+    ),
 }
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
@@ -68,6 +82,11 @@ TYPES = {
     **{kind.name: same(kind) for kind in (Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q6_K)},
     **{kind.name: same(kind) for kind in (Type.F32, Type.F16, Type.BF16)},
     "Q4_K_M": mixed,
+}
+
+
+APART: dict[str, Callable[[str], Type]] = {
+    "gates and factors apart": lambda name: Type.Q6_K if "ffn_gate" in name else Type.Q4_0
 }
 
 
@@ -96,10 +115,13 @@ def test_blocks_are_the_numbers_that_gguf_says(kind: Type) -> None:
         assert torch.equal(decoded.dequantised(), numbers)
 
 
-@pytest.mark.parametrize("types", TYPES)
-def test_greedy_tokens_are_those_of_the_numbers_in_the_file(types: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("types", [*TYPES, "gates and factors apart"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3moe"])
+def test_greedy_tokens_are_those_of_the_numbers_in_the_file(
+    name: str, types: str, tmp_path: Path
+) -> None:
     path = tmp_path / "model.gguf"
-    written = write_gguf(path, draw_model(CONFIGS["llama"]()), TYPES[types])
+    written = write_gguf(path, draw_model(CONFIGS[name]()), {**TYPES, **APART}[types])
     prompts = random_prompts((5, 40))
     assert generate(path, prompts) == expected(written, prompts)
 
@@ -165,9 +187,12 @@ def test_a_file_that_is_not_quantised_can_be_at_load(tmp_path: Path) -> None:
     assert tokens == generate(tmp_path / "folder", prompts, quantization="int4")
 
 
-def test_tokenizer_and_chat_template_come_from_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3moe"])
+def test_tokenizer_and_chat_template_come_from_the_file(name: str, tmp_path: Path) -> None:
     path, tokenizer = tmp_path / "model.gguf", make_tokenizer()
-    model = draw_model(tf.LlamaConfig(**{**COMMON, "vocab_size": 270}))
+    config = CONFIGS[name]()
+    config.vocab_size = 270
+    model = draw_model(config)
     writer = writer_of(path, model)
     add_tokenizer(writer, tokenizer)
     add_weights(writer, model, same(Type.Q8_0))
@@ -236,6 +261,74 @@ def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "wide.gguf", wide, same(Type.F32))
     with pytest.raises(UnsupportedModelError, match=r"gate_proj\.weight is \[512, 256\] in the"):
         load_model(str(tmp_path / "wide.gguf"))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3moe"])
+def test_experts_are_quantised_as_in_the_file(name: str, tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", draw_model(CONFIGS[name]())
+    write_gguf(path, model, mixed)
+    loaded: Any = load_model(str(path)).model
+    experts = loaded.model.layers[1].mlp.experts
+    assert isinstance(experts, Experts)
+    count, width, hidden = model.model.layers[1].mlp.experts.down_proj.shape
+    numbers = count * width * hidden
+    # Q4_K has scales and minimums of float32 for 32 inputs here, Q6_K scales for 16.
+    assert experts.nbytes == 2 * numbers * 6 // 8 + numbers * 10 // 8
+    assert not any(parameter.is_meta for parameter in loaded.parameters())
+
+
+def rename(path: Path, old: str, new: str) -> None:
+    assert len(old) == len(new)
+    data = path.read_bytes()
+    assert old.encode() in data
+    path.write_bytes(data.replace(old.encode(), new.encode()))
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("mixtral", "blk.1.ffn_up_exps.", "blk.1.ffn_up_exqs.", r"'blk\.1\.ffn_up_exqs\.weight'"),
+        ("mixtral", "blk.1.ffn_up_exps.", "blk.5.ffn_up_exps.", r"layers\.1\.mlp\.experts\.0\.up"),
+        ("mixtral", "llama.expert_used_count", "llama.expert_used_limit", "expert_used_limit"),
+        ("qwen3moe", "qwen3moe.expert_count", "qwen3moe.expert_kount", "expert_kount"),
+        (
+            "qwen3moe",
+            "qwen3moe.expert_feed_forward_length",
+            "qwen3moe.expert_feed_forward_lengph",
+            "expert_feed_forward_lengph",
+        ),
+    ],
+)
+def test_experts_that_are_not_known_are_refused_by_name(
+    name: str, old: str, new: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, draw_model(CONFIGS[name]()), same(Type.Q8_0))
+    rename(path, old, new)
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "count", "message"),
+    [
+        ("qwen3", 4, r"qwen3\.expert_count = 4; known: only models without experts"),
+        ("qwen3moe", 0, r"qwen3moe\.expert_count = 0; known: only models with experts"),
+        ("llama", 4, r"has no llama\.expert_used_count"),
+    ],
+)
+def test_a_number_of_experts_that_does_not_go_with_the_architecture_is_refused(
+    architecture: str, count: int, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    config = CONFIGS["llama"]()
+    writer = gguf.GGUFWriter(path, architecture)
+    add_sizes(writer, config)
+    writer.add_expert_count(count)
+    writer.add_tensor("token_embd.weight", torch.zeros(128, 256).numpy())
+    finish(writer)
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_model(str(path))
 
 
 def test_what_is_no_whole_file_is_refused(tmp_path: Path) -> None:

@@ -141,8 +141,11 @@ MAY_IMPORT_MANAGER = {"errors", "vtensor"}
 MAY_IMPORT_KERNELS = {
     "flexinfer.attention.host",
     "flexinfer.layers.decoder_kernel",
+    "flexinfer.layers.expert_weights",
+    "flexinfer.layers.experts",
     "flexinfer.layers.host_linear",
     "flexinfer.layers.quantised_linear",
+    "flexinfer.layers.quantised_panels",
     "flexinfer.layers.rows",
     "flexinfer.runtime.kernels",
     "flexinfer.sampling.host_sampler",

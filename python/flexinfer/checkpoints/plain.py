@@ -1,0 +1,30 @@
+"""PlainCheckpoint: a folder of safetensors whose weights are not quantised, read one by one.
+
+transformers reads such folders too, and better knows their names; but experts, which lie there one
+by one, it puts together in memory before the first of them can be quantised.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flexinfer.checkpoints.checkpoint import Checkpoint, StoredWeight
+from flexinfer.checkpoints.tensor_files import TensorFiles
+from flexinfer.layers.quantised import QuantisedTensor
+
+MODEL_TYPES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Those of which the names in folders are known."""
+
+
+class PlainCheckpoint(Checkpoint):
+    method = "safetensors"
+
+    def __init__(self, files: TensorFiles) -> None:
+        self._files = files
+        self.weights = {name: StoredWeight(files.shape(name), False) for name in files}
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._files.read(name)
+
+    def read_quantised(self, name: str) -> QuantisedTensor:
+        raise ValueError(f"{name} is not quantised")

@@ -1,0 +1,85 @@
+"""ExpertWeights: one product of each expert of a layer, laid out for the kernel one by one."""
+
+from __future__ import annotations
+
+import torch
+
+from flexinfer import _kernels
+from flexinfer.layers.host_linear import in_panels
+from flexinfer.layers.quantised import QuantisedTensor
+from flexinfer.layers.quantised_panels import Kind, QuantisedPanels, kernel_weight, kind_of
+from flexinfer.runtime.torch_settings import back_by_huge_pages
+
+NUMBERS = {"scales", "minimums"}
+"""Tables of float16, or both of float32."""
+
+
+class ExpertWeights:
+    """Weights [columns, depth] of one shape and kind. What they have of a kind (panels; or words,
+    scales, ...) is one table: huge pages can back it, and it leaves no holes between what is only
+    needed to make it."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+        self.columns = self.depth = 0
+        self._num_added = 0
+        self._kind: Kind | None = None
+        """None: weights are not quantised."""
+        self._tables: dict[str, torch.Tensor] = {}
+        """[experts, ...]"""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights with their scales."""
+        return sum(table.nbytes for table in self._tables.values())
+
+    def add(self, weight: QuantisedTensor | torch.Tensor) -> None:
+        """The next expert's: copied. Raises ValueError for one that is not as those before."""
+        kind = kind_of(weight) if isinstance(weight, QuantisedTensor) else None
+        shape = weight.integers.shape if isinstance(weight, QuantisedTensor) else weight.shape
+        if self._num_added and (*shape, kind) != (self.columns, self.depth, self._kind):
+            raise ValueError(
+                f"experts of one layer must have weights of one shape and kind, got {list(shape)} "
+                f"{kind} beside {[self.columns, self.depth]} {self._kind}"
+            )
+        self.columns, self.depth = shape
+        self._kind = kind
+        for name, part in _parts(weight).items():
+            self._put(name, part)
+        self._num_added += 1
+
+    def products(self) -> list[_kernels.Product]:
+        """As the kernel takes them, when all are there, and while this lives."""
+        if len({self._tables[name].dtype for name in self._tables.keys() & NUMBERS}) > 1:
+            for name in NUMBERS:
+                self._tables[name] = self._tables[name].float()
+        return [self._product(expert) for expert in range(self.num_experts)]
+
+    def _put(self, name: str, part: torch.Tensor) -> None:
+        """Those that had none have zeros: minimums, where zero points were all in the middle. Some
+        scales may want float32 where others are numbers of float16."""
+        table = self._tables.get(name)
+        if table is None:
+            table = torch.zeros(self.num_experts, *part.shape, dtype=part.dtype)
+            back_by_huge_pages(table.data_ptr(), table.nbytes)
+        elif name in NUMBERS and part.dtype == torch.float32:
+            table = table.float()
+        table[self._num_added] = part
+        self._tables[name] = table
+
+    def _product(self, expert: int) -> _kernels.Product:
+        parts = {name: table[expert] for name, table in self._tables.items()}
+        kind = self._kind
+        return _kernels.Product(
+            panels=parts["panels"].data_ptr() if kind is None else 0,
+            quantised=None if kind is None else kernel_weight(kind, parts, self.columns),
+            bias=0,
+            depth=self.depth,
+            columns=self.columns,
+        )
+
+
+def _parts(weight: QuantisedTensor | torch.Tensor) -> dict[str, torch.Tensor]:
+    if isinstance(weight, QuantisedTensor):
+        return QuantisedPanels(weight).parts
+    return {"panels": in_panels(weight)}

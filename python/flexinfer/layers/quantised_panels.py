@@ -1,0 +1,104 @@
+"""QuantisedPanels: a quantised weight in the order in which the kernels read it.
+
+cpp/kernels/calls/quantised.h says how words, scales and minimums stand there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from flexinfer import _kernels
+from flexinfer.layers.quantised import QuantisedTensor
+
+PANEL_COLUMNS = 64
+NIBBLES = (0, 4, 1, 5), (2, 6, 3, 7)
+"""Which of eight inputs are the lower and the upper four bits of a word's bytes."""
+
+
+class Kind(NamedTuple):
+    """What the words of a weight stand for."""
+
+    bits: int
+    group: int
+    byte_inputs: bool
+    depth: int
+
+
+def kind_of(source: QuantisedTensor) -> Kind:
+    return Kind(source.bits, source.group, source.byte_inputs, source.integers.shape[1])
+
+
+class QuantisedPanels:
+    """The numbers of one weight, of which nothing else is kept."""
+
+    def __init__(self, source: QuantisedTensor) -> None:
+        """source: copied."""
+        self.words = words_of(source)
+        numbers = [n for n in (source.scales, source.minimums) if n is not None]
+        is_half = source.group > 0 and all(torch.equal(n.half().float(), n) for n in numbers)
+        panels = [in_panels(n.half() if is_half else n).contiguous() for n in numbers]
+        self.scales, self.minimums = panels[0], panels[1] if len(panels) > 1 else None
+        self.sums = None
+        if source.group == 0:
+            self.sums = in_panels(128 * source.integers.sum(dim=1, dtype=torch.int32)[:, None])
+
+    @property
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Those that there are, by their names."""
+        parts = {"words": self.words, "scales": self.scales}
+        if self.minimums is not None:
+            parts["minimums"] = self.minimums
+        return parts if self.sums is None else {**parts, "sums": self.sums}
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weight with its scales."""
+        return sum(part.nbytes for part in self.parts.values())
+
+
+def kernel_weight(
+    kind: Kind, parts: Mapping[str, torch.Tensor], columns: int
+) -> _kernels.QuantisedWeight:
+    """As the kernels take it, while the parts live. columns: a multiple of what they write."""
+    minimums, sums = parts.get("minimums"), parts.get("sums")
+    return _kernels.QuantisedWeight(
+        words=parts["words"].data_ptr(),
+        scales=parts["scales"].data_ptr(),
+        minimums=0 if minimums is None else minimums.data_ptr(),
+        sums=0 if sums is None else sums.data_ptr(),
+        is_half=parts["scales"].dtype == torch.float16,
+        byte_inputs=kind.byte_inputs,
+        bits=kind.bits,
+        group=kind.group,
+        depth=kind.depth,
+        columns=columns,
+    )
+
+
+def words_of(source: QuantisedTensor) -> torch.Tensor:
+    """int32 [panels, depth / inputs of a word, 64], as cpp/kernels/calls/quantised.h says."""
+    inputs = 32 // source.bits
+    if source.integers.shape[1] % inputs or (source.group and source.group % inputs):
+        raise ValueError(
+            f"a weight of {source.bits} bits needs inputs and groups that are multiples of "
+            f"{inputs}, got {source.integers.shape[1]} and {source.group}"
+        )
+    integers = source.integers
+    columns, depth = integers.shape
+    integers = torch.nn.functional.pad(integers, (0, 0, 0, -columns % PANEL_COLUMNS))
+    integers = integers.view(-1, PANEL_COLUMNS, depth // inputs, inputs)
+    if source.bits == 4:
+        shifted = (integers + 8).to(torch.uint8)
+        low, high = (shifted[..., list(order)] for order in NIBBLES)
+        integers = (low | high << 4).view(torch.int8)
+    return integers.transpose(1, 2).contiguous().view(torch.int32)[..., 0]
+
+
+def in_panels(numbers: torch.Tensor) -> torch.Tensor:
+    """[panels, groups, 64] of [columns, groups]; zeros fill the last panel."""
+    columns, groups = numbers.shape
+    numbers = torch.nn.functional.pad(numbers, (0, 0, 0, -columns % PANEL_COLUMNS))
+    return numbers.view(-1, PANEL_COLUMNS, groups).transpose(1, 2).contiguous()

@@ -1,0 +1,51 @@
+"""Tiny mixtures of experts, and what an engine generates with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import transformers as tf
+
+from flexinfer import LLM, SamplingParams
+
+NUM_TOKENS = 10
+COMMON: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "num_experts_per_tok": 2,
+}
+CONFIGS: dict[str, Any] = {
+    "mixtral": lambda: tf.MixtralConfig(**COMMON, num_local_experts=4),
+    "qwen3_moe": lambda: tf.Qwen3MoeConfig(
+        **COMMON, head_dim=32, moe_intermediate_size=32, num_experts=8
+    ),
+    "qwen2_moe": lambda: tf.Qwen2MoeConfig(
+        **COMMON,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        num_experts=4,
+        mlp_only_layers=[0],
+    ),
+    "olmoe": lambda: tf.OlmoeConfig(**COMMON, num_experts=4),
+    "granitemoe": lambda: tf.GraniteMoeConfig(**COMMON, num_local_experts=4),
+}
+"""The last is read by transformers, the others an expert at a time."""
+
+
+def generate(folder: Path, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    settings = {"skip_tokenizer_init": True, "dtype": "float32", **settings}
+    with LLM(str(folder), **settings) as llm:
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]

@@ -1,0 +1,309 @@
+"""A mixture of experts in one call equals its slow definition, and what transformers computes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from flexinfer import _kernels
+from flexinfer.layers import fuse_experts, host_linear, quantised_linear
+from flexinfer.layers.expert_weights import ExpertWeights
+from flexinfer.layers.experts import Experts, Weight, slow_experts
+from flexinfer.layers.fuse import fuse_layers
+from flexinfer.layers.fuse_experts import is_experts
+from flexinfer.layers.quantised import QuantisedTensor, Scheme
+from helpers.each_isa import each_isa
+from helpers.every_architecture import MODEL_TYPES, tiny_model
+
+EXAMPLES = settings(
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+SCHEMES = ("int8", "int4", "int4-g64-zp", "int4-a8")
+NUM_EXPERTS, WIDTH = 6, 128
+
+isa = each_isa(quantised_linear, _kernels.available_quantised_isas())
+plain_isa = each_isa(host_linear, _kernels.available_isas())
+
+
+def draw(scheme: str | None, hidden: int, dtype: Any) -> tuple[list[Weight], list[Weight]]:
+    gate_up = [torch.randn(2 * hidden, WIDTH) / WIDTH**0.5 for _ in range(NUM_EXPERTS)]
+    down = [torch.randn(WIDTH, hidden) / hidden**0.5 for _ in range(NUM_EXPERTS)]
+    if scheme is None:
+        return [w.to(dtype) for w in gate_up], [w.to(dtype) for w in down]
+    parsed = Scheme.parse(scheme)
+    return [parsed.quantise(w) for w in gate_up], [parsed.quantise(w) for w in down]
+
+
+def table(weights: list[Weight]) -> ExpertWeights:
+    built = ExpertWeights(len(weights))
+    for weight in weights:
+        built.add(weight)
+    return built
+
+
+def layer(gate_up: list[Weight], down: list[Weight], dtype: Any) -> Experts:
+    return Experts([table(gate_up)], table(down), dtype)
+
+
+def route(tokens: int, top_k: int, dtype: Any) -> tuple[Any, Any, Any]:
+    """x, experts and their weights of random tokens; some tokens have an expert less."""
+    x = torch.randn(tokens, WIDTH).to(dtype)
+    index = torch.rand(tokens, NUM_EXPERTS + 1).argsort(dim=1)[:, :top_k]
+    return x, index, torch.rand(tokens, top_k).to(dtype)
+
+
+def check(gate_up: list[Weight], down: list[Weight], tokens: int, top_k: int, dtype: Any) -> None:
+    x, index, weights = route(tokens, top_k, dtype)
+    output = layer(gate_up, down, dtype)(x, index, weights)
+    expected = slow_experts(gate_up, down, x, index, weights)
+    # What goes into a second product may be a rounding error away from the middle of two numbers of
+    # bfloat16, or of two integers, and become either.
+    bound = 1e-6 if dtype == torch.float32 else 0.02
+    rounds_inputs = isinstance(down[0], QuantisedTensor) and down[0].byte_inputs
+    bound = max(bound, 2e-3 if rounds_inputs else 0)
+    assert output.dtype == dtype
+    assert (output.double() - expected.double()).norm() <= bound * expected.double().norm()
+
+
+SHAPES = {
+    "tokens": st.sampled_from([0, 1, 2, 7, 33, 130]),
+    "top_k": st.integers(1, 4),
+    "hidden": st.sampled_from([64, 192]),
+    "dtype": st.sampled_from([torch.float32, torch.bfloat16]),
+}
+
+
+@EXAMPLES
+@given(scheme=st.sampled_from(SCHEMES), **SHAPES)
+def test_quantised_experts_are_their_slow_products(
+    isa: str, scheme: str, tokens: int, top_k: int, hidden: int, dtype: Any
+) -> None:
+    torch.manual_seed(tokens)
+    check(*draw(scheme, hidden, dtype), tokens, top_k, dtype)
+
+
+@EXAMPLES
+@given(**SHAPES)
+def test_plain_experts_are_their_slow_products(
+    plain_isa: str, tokens: int, top_k: int, hidden: int, dtype: Any
+) -> None:
+    torch.manual_seed(tokens)
+    check(*draw(None, hidden, dtype), tokens, top_k, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+def test_a_token_is_the_same_bits_among_whatever_tokens(scheme: str | None, dtype: Any) -> None:
+    torch.manual_seed(0)
+    experts = layer(*draw(scheme, 64, dtype), dtype)
+    x, index, weights = route(263, 3, dtype)
+    index[:200] %= 2  # experts of many rows, beside those of a few
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = [experts(x[i : i + 1], index[i : i + 1], weights[i : i + 1]) for i in range(len(x))]
+        torch.set_num_threads(2)
+        together = experts(x, index, weights)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_more_rows_than_are_computed_at_once() -> None:
+    torch.manual_seed(0)
+    check(*draw("int4", 64, torch.float32), 1500, 4, torch.float32)
+
+
+@pytest.mark.parametrize("scheme", [None, "int8", "int4"])
+def test_tokens_that_are_not_numbers_spoil_themselves_alone(scheme: str | None) -> None:
+    torch.manual_seed(0)
+    experts = layer(*draw(scheme, 64, torch.float32), torch.float32)
+    x, index, weights = route(9, 2, torch.float32)
+    index[:] = torch.tensor([1, 4])
+    expected = experts(x, index, weights)
+    x[3] = torch.nan
+    output = experts(x, index, weights)
+    assert output[3].isnan().all()
+    kept = torch.arange(9) != 3
+    assert torch.equal(output[kept], expected[kept])
+
+
+def test_gates_and_factors_may_be_of_two_kinds() -> None:
+    """As of a file whose types are mixed."""
+    torch.manual_seed(0)
+    gate_up, down = draw(None, 64, torch.float32)
+    kinds = Scheme.parse("int4"), Scheme.parse("int4-g64-zp")
+    parts = [
+        [kind.quantise(w[i * 64 : i * 64 + 64]) for w in gate_up] for i, kind in enumerate(kinds)
+    ]
+    experts = Experts([table(part) for part in parts], table(down), torch.float32)
+    joined = [torch.cat([a.dequantised(), b.dequantised()]) for a, b in zip(*parts, strict=True)]
+    x, index, weights = route(20, 3, torch.float32)
+    expected = slow_experts(joined, down, x, index, weights)
+    torch.testing.assert_close(experts(x, index, weights), expected)
+
+
+def test_some_experts_alone_may_have_minimums() -> None:
+    torch.manual_seed(0)
+    gate_up, down = draw("int4", 64, torch.float32)
+    with_zeros, _ = draw("int4-zp", 64, torch.float32)
+    check([*with_zeros[:2], *gate_up[2:]], down, 20, 3, torch.float32)
+
+
+def test_what_the_kernel_would_read_beyond_is_refused() -> None:
+    experts = layer(*draw("int4", 64, torch.float32), torch.float32)
+    x, index, weights = route(3, 2, torch.float32)
+    for wrong in (x[:, :-16], x[:2], x.bfloat16()):
+        with pytest.raises(ValueError, match=rf"\[tokens, {WIDTH}\] of torch\.float32"):
+            experts(wrong, index, weights)
+    with pytest.raises(ValueError, match="experts and weights of each token"):
+        experts(x, index, weights[:, :1])
+    for expert in (-1, NUM_EXPERTS + 1):
+        with pytest.raises(ValueError, match="routed to an expert that there is not"):
+            experts(x, torch.full_like(index, expert), weights)
+
+
+def test_experts_of_several_shapes_or_kinds_are_refused() -> None:
+    gate_up, down = draw(None, 64, torch.float32)
+    with pytest.raises(ValueError, match="one shape"):
+        table([gate_up[0], down[0]])
+    with pytest.raises(ValueError, match="do not go together"):
+        Experts([table(down)], table(down), torch.float32)
+    int4, int8 = draw("int4", 64, torch.float32)[0], draw("int8", 64, torch.float32)[0]
+    mixed = ExpertWeights(2)
+    mixed.add(int4[0])
+    with pytest.raises((ValueError, RuntimeError)):
+        mixed.add(int8[0])
+
+
+def test_a_compiled_graph_calls_the_same_kernel() -> None:
+    torch.manual_seed(0)
+    experts = layer(*draw("int4", 64, torch.float32), torch.float32)
+    compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    with torch.inference_mode():
+        call = route(5, 2, torch.float32)
+        assert torch.equal(compiled(*call), experts(*call))
+
+
+def mixtral(**settings: Any) -> Any:
+    """transformers' own."""
+    config = MixtralConfig(
+        hidden_size=64, intermediate_size=96, num_local_experts=NUM_EXPERTS, **settings
+    )
+    config._experts_implementation = "grouped_mm"
+    experts = MixtralExperts(config).eval()
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return experts
+
+
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+def test_it_takes_the_place_of_transformers_experts(scheme: str | None) -> None:
+    torch.manual_seed(0)
+    if scheme is not None and "g64" in scheme:
+        scheme = "int4-zp"
+    parsed = None if scheme is None else Scheme.parse(scheme)
+    own = mixtral()
+    model = torch.nn.ModuleDict({"experts": copy.deepcopy(own)})
+    fuse_layers(model, parsed)
+    assert isinstance(model["experts"], Experts)
+    if parsed is not None:
+        for parameter in own.parameters():
+            for weight in parameter.data:
+                weight.copy_(parsed.quantise(weight).dequantised())
+    x, index, weights = (
+        torch.randn(9, 64),
+        torch.rand(9, NUM_EXPERTS).argsort(1)[:, :2],
+        torch.rand(9, 2),
+    )
+    with torch.inference_mode():
+        expected, output = own(x, index, weights), model["experts"](x, index, weights)
+    bound = 0.02 if parsed is not None and parsed.byte_inputs else 1e-5
+    assert (output - expected).norm() <= bound * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["has_bias", "is_transposed", "implementation", "activation", "gate", "forward", "width"],
+)
+def test_experts_that_compute_something_else_stay(change: str) -> None:
+    experts = mixtral(**({"hidden_act": "gelu"} if change == "activation" else {}))
+    kind = type(experts)
+    if change in ("has_bias", "is_transposed"):
+        setattr(experts, change, True)
+    elif change == "implementation":
+        experts.config._experts_implementation = "of somebody"
+    elif change == "gate":
+        experts.__class__ = type("Other", (kind,), {"_apply_gate": lambda self, x: x})
+    elif change == "forward":
+        experts.__class__ = type("Other", (kind,), {"forward": lambda self, x, *rest: x})
+    elif change == "width":
+        for name, shape in (("gate_up_proj", (2, 40, 24)), ("down_proj", (2, 24, 20))):
+            setattr(experts, name, torch.nn.Parameter(torch.zeros(shape)))
+    assert not is_experts(experts)  # told before any trial
+    model = torch.nn.ModuleDict({"experts": experts})
+    fuse_layers(model, Scheme.parse("int8"))
+    assert model["experts"] is experts
+
+
+def test_a_trial_tells_what_the_code_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = mixtral()
+    model = torch.nn.ModuleDict({"experts": experts})
+    monkeypatch.setattr(fuse_experts, "slow_experts", lambda *call: 1.01 * slow_experts(*call))
+    fuse_layers(model, Scheme.parse("int8"))
+    assert model["experts"] is experts
+
+
+WITH_EXPERTS = {
+    "deepseek_v3",
+    "glm4_moe",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+}
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_quantised_experts_of_each_architecture(model_type: str) -> None:
+    """Their layers give what transformers' give with the numbers that the integers stand for."""
+    model = tiny_model(model_type)
+    names = [] if model is None else [n for n, m in model.named_modules() if is_experts(m)]
+    assert names or model_type not in WITH_EXPERTS
+    if not names:
+        pytest.skip("has no experts, or such as are not known")
+    own = model.get_submodule(names[0])
+    scheme = Scheme.parse("int4")
+    fused = fuse_experts.lay_out_if_the_same(own, scheme)
+    assert fused is not None
+    for parameter in own.parameters():
+        for weight in parameter.data:
+            weight.copy_(scheme.quantise(weight).dequantised())
+    count, width = own.down_proj.shape[:2]
+    x, index = torch.randn(9, width), torch.rand(9, count).argsort(dim=1)[:, :2]
+    weights = torch.rand(9, 2)
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            fused(x, index, weights), own(x, index, weights), atol=1e-4, rtol=1e-4
+        )
+
+
+def test_a_quantised_tensor_of_experts_takes_its_bits() -> None:
+    gate_up, down = draw("int4", 64, torch.float32)
+    assert isinstance(gate_up[0], QuantisedTensor)
+    numbers = NUM_EXPERTS * 3 * 64 * WIDTH
+    assert layer(gate_up, down, torch.float32).nbytes == numbers // 2 + numbers // 32 * 2
+    numbers_of_bytes = layer(*draw("int8", 64, torch.float32), torch.float32).nbytes
+    assert numbers_of_bytes == numbers + NUM_EXPERTS * (2 * 64 + WIDTH) * (4 + 4)
