@@ -29,6 +29,7 @@ from flexinfer.attention.sdpa import SdpaAttention
 SMALL = Shape(num_layers=8, num_kv_heads=4, group=2, head_dim=64)
 BIG = Shape(num_layers=16, num_kv_heads=4, group=4, head_dim=64)
 LARGE = Shape(num_layers=2, num_kv_heads=8, group=4, head_dim=128)
+GROUP_OF_8 = Shape(num_layers=8, num_kv_heads=2, group=8, head_dim=128)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Row = dict[str, Any]
 
@@ -115,6 +116,7 @@ def measure_decodes(read_gb_s: float, rounds: int) -> list[Row]:
         "1 x 4096": (SMALL, ((4096, 1),)),
         "big, 32 x 64-600": (BIG, mixed),
         "large, 8 x 4096": (LARGE, ((4096, 1),) * 8),
+        "8 heads a KV head, 32 x 64-600": (GROUP_OF_8, mixed),
     }
     rows = []
     for dtype_name, dtype in DTYPES.items():
@@ -148,11 +150,15 @@ def measure_decodes(read_gb_s: float, rounds: int) -> list[Row]:
 
 def measure_prefills(read_gb_s: float, rounds: int) -> list[Row]:
     """Prompts and chunks of prompts, against SDPA."""
+    generator = random.Random(1)
+    mixed = tuple((0, generator.randint(64, 512)) for _ in range(7))
     batches = {
         "1 x 64": (SMALL, ((0, 64),)),
+        "7 x 64-512": (SMALL, mixed),
         "4 x 512": (SMALL, ((0, 512),) * 4),
         "1 x 2048": (SMALL, ((0, 2048),)),
         "256 after 1024": (SMALL, ((1024, 256),)),
+        "8 x 64 after 1024": (SMALL, ((1024, 64),) * 8),
         "16 decodes + 256": (SMALL, (*((300, 1),) * 16, (0, 256))),
         "large, 1 x 1024": (LARGE, ((0, 1024),)),
         "large, 256 after 2048": (LARGE, ((2048, 256),)),

@@ -72,10 +72,9 @@ class HostAttention::LayerRun {
 
   void store_first(int num_threads) {
     auto work = [this] {
-      const std::vector<int32_t>& segments = plan_.stored_first();
-      for (size_t i = next_++; i < segments.size(); i = next_++) {
-        const Segment& segment = plan_.segments()[static_cast<size_t>(segments[i])];
-        for (int head = 0; head < shape_.num_kv_heads; ++head) store(segment, head);
+      const std::vector<PlannedStore>& stores = plan_.stored_first();
+      for (size_t i = next_++; i < stores.size(); i = next_++) {
+        store(stores[i], 0, shape_.num_kv_heads);
       }
     };
     owner_.parallel_.run(num_threads, work);
@@ -124,24 +123,30 @@ class HostAttention::LayerRun {
     }
   }
 
-  // The new keys and values of a segment, one KV head.
-  void store(const Segment& segment, int kv_head) {
-    store_rows(segment, kv_head, inputs_.key, arena_.k, shape_.k, shape_.key_dim);
-    store_rows(segment, kv_head, inputs_.value, arena_.v, shape_.v, shape_.value_dim);
+  // New keys and values, of KV heads [head, head + num_heads).
+  void store(const PlannedStore& tokens, int head, int num_heads) {
+    store_rows(tokens, head, num_heads, inputs_.key, arena_.k, shape_.k, shape_.key_dim);
+    store_rows(tokens, head, num_heads, inputs_.value, arena_.v, shape_.v, shape_.value_dim);
   }
 
-  void store_rows(const Segment& segment, int kv_head, const TokenRows& rows, void* arena,
-                  const Strides& strides, int width) {
+  // Token by token, whose heads are neighbours in the arena.
+  void store_rows(const PlannedStore& tokens, int head, int num_heads, const TokenRows& rows,
+                  void* arena, const Strides& strides, int width) {
     if (rows.data == nullptr) return;
-    for (int64_t i = 0; i < segment.num_tokens(); ++i) {
-      const int64_t to = segment.slot * strides.slot + (segment.start + i) * strides.token +
-                         kv_head * strides.head;
-      const int64_t from = kv_head * rows.head_stride + (segment.row + i) * rows.token_stride;
-      const char* numbers = at(rows.data, from, bytes_);
-      if (is_plain()) {
-        std::memcpy(at(arena, to, bytes_), numbers, static_cast<size_t>(width) * bytes_);
-      } else {
-        quantise()(numbers, at(arena, to, stored_bytes_), width);
+    const Segment& segment = plan_.segments()[static_cast<size_t>(tokens.segment)];
+    const bool in_one = is_plain() && strides.head == width && rows.head_stride == width;
+    const int step = in_one ? num_heads : 1;
+    for (int64_t i = tokens.first; i < tokens.first + tokens.count; ++i) {
+      const int64_t to = segment.slot * strides.slot + (segment.start + i) * strides.token;
+      const int64_t from = (segment.row + i) * rows.token_stride;
+      for (int h = head; h < head + num_heads; h += step) {
+        const char* numbers = at(rows.data, from + h * rows.head_stride, bytes_);
+        char* place = at(arena, to + h * strides.head, stored_bytes_);
+        if (is_plain()) {
+          std::memcpy(place, numbers, static_cast<size_t>(step * width) * bytes_);
+        } else {
+          quantise()(numbers, place, width);
+        }
       }
     }
   }
@@ -153,7 +158,7 @@ class HostAttention::LayerRun {
     for (size_t block = first; block < last; ++block) {
       const HeadBlock& heads = plan_.head_blocks()[block];
       if (planned.stores_segment >= 0) {
-        store(plan_.segments()[static_cast<size_t>(planned.stores_segment)], heads.kv_head);
+        store({planned.stores_segment}, heads.kv_head, 1);
       }
       tasks[block - first] = task_of(planned, heads);
     }

@@ -17,6 +17,8 @@ constexpr int64_t kMinKeys = 256;
 // What a key costs besides the arithmetic of its query rows.
 constexpr double kKeyCost = 6;
 constexpr double kTasksPerThread = 4;
+// Tokens of a prefill that a thread stores at once.
+constexpr int64_t kStoreTokens = 64;
 // Slots, positions and rows of a batch are below this; no sum of two of them overflows.
 constexpr int64_t kMaxIndex = INT32_MAX;
 
@@ -27,9 +29,9 @@ void require(bool ok, const char* what) {
 std::vector<HeadBlock> make_head_blocks(const PlanOptions& options) {
   std::vector<HeadBlock> blocks;
   for (int kv_head = 0; kv_head < options.num_kv_heads; ++kv_head) {
-    for (int head = 0; head < options.group; head += kPartRows) {
-      blocks.push_back(
-          {kv_head, kv_head * options.group + head, std::min(kPartRows, options.group - head)});
+    for (int head = 0; head < options.group; head += kMaxBlockHeads) {
+      blocks.push_back({kv_head, kv_head * options.group + head,
+                        std::min(kMaxBlockHeads, options.group - head)});
     }
   }
   return blocks;
@@ -49,7 +51,7 @@ Plan::Plan(std::vector<Segment> segments, const std::vector<SharedRange>& shared
   require(options.window > 0, "the sliding window must be at least 1");
   require(options.chunk > 0, "a chunk must be at least 1 token");
   head_blocks_ = make_head_blocks(options_);
-  block_tokens_ = kMaxRows / std::min(options_.group, kPartRows);
+  block_tokens_ = kMaxRows / std::min(options_.group, kMaxBlockHeads);
   add_positions();
   Pieces pieces{std::vector<std::vector<std::pair<int64_t, int64_t>>>(segments_.size())};
   add_shared(shared, pieces);
@@ -235,8 +237,11 @@ void Plan::choose_stores() {
   for (size_t i = 0; i < segments_.size(); ++i) {
     if (one_block_a_head && segments_[i].num_tokens() == 1) {
       segment_of[static_cast<size_t>(segments_[i].row)] = static_cast<int32_t>(i);
-    } else {
-      stored_first_.push_back(static_cast<int32_t>(i));
+      continue;
+    }
+    for (int64_t first = 0; first < segments_[i].num_tokens(); first += kStoreTokens) {
+      const int64_t left = segments_[i].num_tokens() - first;
+      stored_first_.push_back({static_cast<int32_t>(i), first, std::min(left, kStoreTokens)});
     }
   }
   for (PlannedTask& task : tasks_) {

@@ -42,6 +42,13 @@ struct PlanOptions {
   int64_t chunk = INT64_MAX;  // and of these the ones of its own chunk of so many tokens
 };
 
+// Tokens [first, first + count) of a segment, whose keys and values are stored together.
+struct PlannedStore {
+  int32_t segment = 0;
+  int64_t first = 0;
+  int64_t count = 1;
+};
+
 struct PlannedTask {
   int64_t slot = 0;
   int64_t begin = 0;  // keys [begin, end)
@@ -79,8 +86,8 @@ class Plan {
   int64_t num_partials() const { return num_partials_; }
   // The partial rows of a token; none if its task writes the output.
   std::span<const int32_t> partials_of(int32_t token) const;
-  // Segments whose KV no task stores: prefills, whose keys several tasks read.
-  const std::vector<int32_t>& stored_first() const { return stored_first_; }
+  // What no task stores: prefills, whose keys several tasks read. Cut, for all threads.
+  const std::vector<PlannedStore>& stored_first() const { return stored_first_; }
   // About the keys times the rows of all tasks of one head block.
   double cost() const { return cost_; }
   // Bounds of what is read and written.
@@ -109,7 +116,7 @@ class Plan {
   std::vector<HeadBlock> head_blocks_;
   std::vector<int32_t> partial_ids_;     // by token
   std::vector<int32_t> partial_begins_;  // [num_tokens + 1]
-  std::vector<int32_t> stored_first_;
+  std::vector<PlannedStore> stored_first_;
   int64_t num_partials_ = 0;
   int64_t num_slots_ = 0;
   int64_t max_seq_len_ = 0;

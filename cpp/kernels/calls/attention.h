@@ -10,12 +10,16 @@
 
 namespace vtensor::kernels {
 
-// Query rows of one task: bounds the scratch of a thread. A row is one head of one token. AMX packs
-// keys and values once for all of them, others take as many at once as fit the first-level cache.
+// Query rows of one task, for all of which keys and values are packed once: bounds the scratch of a
+// thread. A row is one head of one token.
 inline constexpr int kMaxRows = 512;
-inline constexpr int kPartRows = 96;
+// Query heads of one KV head that are computed together.
+inline constexpr int kMaxBlockHeads = 96;
 // Tasks that read neighbouring KV heads of the same tokens, and may be computed in turns.
 inline constexpr int kMaxSideBySide = 8;
+// Tasks of more query rows are always computed by matrix products; of fewer where AMX multiplies or
+// KV is quantised.
+inline constexpr int kMaxFewRows = 12;
 // Keys that are computed at once.
 inline constexpr int kTileTokens = 128;
 // The widest keys: DeepSeek's latent of 512 with its rotary key of 64.
@@ -50,7 +54,7 @@ struct AttendTask {
   const int32_t* tokens = nullptr;  // rows of the flat batch, positions ascending a request
   int num_tokens = 0;
   int first_head = 0;       // query heads [first_head, first_head + num_heads), all of this KV head
-  int num_heads = 0;        // REQUIRES: <= kPartRows, num_tokens * num_heads <= kMaxRows
+  int num_heads = 0;        // REQUIRES: <= kMaxBlockHeads, num_tokens * num_heads <= kMaxRows
   const void* k = nullptr;  // of the slot's token 0 and this KV head; each row is dense
   const void* v = nullptr;
   int64_t k_stride = 0;  // elements between two tokens

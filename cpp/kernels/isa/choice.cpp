@@ -128,24 +128,20 @@ const Level& find(const std::vector<const Level*>& levels, const std::string& na
 
 }  // namespace
 
-// The larger one of what simd/softmax.h and simd/amx_softmax.h lay out.
+// The larger one of what simd/softmax.h and simd/lane_softmax.h lay out.
 size_t scratch_floats(int key_dim, int value_dim) {
   const size_t keys = static_cast<size_t>(key_dim), values = static_cast<size_t>(value_dim);
   const size_t widths = keys + values, tile = kTileTokens, lanes = kHeadDimStep;
-  const size_t rows = kPartRows;
-  const size_t queries_and_outputs = rows * widths;
-  const size_t scores = rows * tile;
-  const size_t maxima_and_sums = 2 * rows * lanes;
-  const size_t keys_and_values = tile * widths;
-  const size_t widened = queries_and_outputs + scores + maxima_and_sums + keys_and_values;
+  const size_t rows = kMaxSideBySide * kMaxFewRows, maxima_and_sums = 2 * rows * lanes;
+  const size_t few = rows * (widths + tile) + maxima_and_sums;
 
-  const auto parts = [](size_t numbers) { return numbers * 3 / 2; };  // of two bytes
-  const size_t amx_rows = kMaxRows, block_rows = 32;
+  const auto parts = [](size_t numbers) { return numbers * 3 / 2; };  // of two bytes, on AMX
+  const size_t many_rows = kMaxRows, block_rows = 32;
   // An output of a block goes through the scores when it is written.
   const size_t block_scores = block_rows * std::max(2 * tile, values);
-  const size_t amx = parts(amx_rows * keys) + amx_rows * values + 2 * amx_rows +
-                     parts(tile * widths) + block_scores + 2 * parts(block_rows * tile);
-  return std::max(widened, amx);
+  const size_t many = parts(many_rows * keys) + many_rows * values + 2 * many_rows +
+                      parts(tile * widths) + block_scores + 2 * parts(block_rows * tile);
+  return std::max(few, many);
 }
 
 const std::vector<const Isa*>& available_isas() {

@@ -86,13 +86,13 @@ inline void transpose_tile(float* p) {
   for (int j = 0; j < 16; ++j) store(p + j * 16, square[j]);
 }
 
-// Up to 16 queries, row(i) the address of one, the others 0.
-template <class T, class Row>
-inline void pack_queries(const Row& row, int num_rows, int head_dim, float* tiles) {
+// Up to 16 queries, the others 0.
+template <class T>
+inline void amx_pack_queries(const T* const* rows, int num_rows, int head_dim, float* tiles) {
   for (int i = 0; i < head_dim; i += kAmxDepth, tiles += kPartsOf<T> * kTileFloats) {
     for (int j = 0; j < kTileRows; ++j) {
       Numbers<T> numbers = {};
-      if (j < num_rows) numbers = load_numbers(row(j) + i);
+      if (j < num_rows) numbers = load_numbers(rows[j] + i);
 #pragma GCC unroll 3
       for (int p = 0; p < kPartsOf<T>; ++p) {
         store(tiles + p * kTileFloats + j * kLanes, numbers.part[p]);

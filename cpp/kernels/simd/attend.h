@@ -11,18 +11,17 @@
 #include "kernels/simd/few_rows.h"
 #include "kernels/simd/many_rows.h"
 #include "kernels/simd/pair_rows.h"
+#include "kernels/simd/wide_rows.h"
 
 namespace vtensor::kernels {
 namespace {
 
-// From so many query rows on, transposing the keys pays.
-constexpr int kManyRows = 8;
 #if defined(__AMX_BF16__)
-// From so many on, AMX does, which packs keys and values in parts.
+// From so many query rows on, AMX pays, which packs keys and values in parts.
 template <class T>
 constexpr int kAmxRowsFrom = 48;
 template <>
-constexpr int kAmxRowsFrom<BFloat16> = kManyRows;
+constexpr int kAmxRowsFrom<BFloat16> = 8;
 #endif
 
 template <class T>
@@ -92,120 +91,107 @@ inline void write_results(const LayerCall& call, const AttendTask& task, const S
   }
 }
 
-// Of all tasks one tile, then the next: they read neighbouring memory.
-template <class T, int kTokens, class Load, class Tile>
-VTENSOR_INLINE void attend_tiles(const LayerCall& call, const AttendTask* tasks, int num_tasks,
-                                 const Scratch& scratch, const Load& load_rows,
-                                 const Tile& compute_tile) {
+// Few rows. Of all tasks one tile, then the next: they read neighbouring memory.
+template <class T, class Load, class Tile>
+VTENSOR_INLINE void attend_few(const LayerCall& call, const AttendTask* tasks, int num_tasks,
+                               float* scratch, const Load& load_rows, const Tile& compute_tile) {
   Scratch s[kMaxSideBySide];
   const int rows = tasks[0].num_tokens * tasks[0].num_heads;
   for (int i = 0; i < num_tasks; ++i) {
-    s[i] = from_row(scratch, i * rows, call.key_dim, call.value_dim);
+    s[i] = from_row(lay_out(scratch, call.key_dim, call.value_dim), i * rows, call.key_dim,
+                    call.value_dim);
     load_rows(call, tasks[i], s[i]);
     start_rows(s[i], rows, call.value_dim);
   }
-  for (int64_t tile = tasks[0].begin; tile < tasks[0].end; tile += kTokens) {
+  for (int64_t tile = tasks[0].begin; tile < tasks[0].end; tile += kFewRowsTile) {
     const int64_t left = tasks[0].end - tile;
-    const int num_keys = left < kTokens ? static_cast<int>(left) : kTokens;
+    const int num_keys = left < kFewRowsTile ? static_cast<int>(left) : kFewRowsTile;
     for (int i = 0; i < num_tasks; ++i) compute_tile(call, tasks[i], s[i], tile, num_keys);
   }
   for (int i = 0; i < num_tasks; ++i) write_results<T>(call, tasks[i], s[i]);
 }
 
-// All tasks side by side if their rows are few, else one after the other.
-template <class T, class Load, class Few, class Many>
-VTENSOR_INLINE void attend_rows(const LayerCall& call, const AttendTask* tasks, int num_tasks,
-                                const Scratch& s, const Load& load_rows, const Few& few_tile,
-                                const Many& many_tile) {
-  if (tasks[0].num_tokens * tasks[0].num_heads < kManyRows) {
-    attend_tiles<T, kFewRowsTile>(call, tasks, num_tasks, s, load_rows, few_tile);
-    return;
-  }
-  for (int i = 0; i < num_tasks; ++i) {
-    attend_tiles<T, kTileTokens>(call, tasks + i, 1, s, load_rows, many_tile);
-  }
-}
-
-// Up to num_tokens tokens of a task, from `first` on, and the keys that they see.
-inline AttendTask part_of(const LayerCall& call, const AttendTask& task, int first,
-                          int num_tokens) {
-  AttendTask part = task;
-  part.tokens += first;
-  part.num_tokens = task.num_tokens - first < num_tokens ? task.num_tokens - first : num_tokens;
-  if (part.partial != nullptr) {
-    part.partial += static_cast<int64_t>(first) * call.num_heads * (call.value_dim + kPartialTail);
-  }
-  int64_t begin = task.end, end = task.begin;
-  for (int i = 0; i < part.num_tokens; ++i) {
-    const int64_t position = call.positions[part.tokens[i]];
-    const int64_t visible = call.firsts[part.tokens[i]];
-    begin = visible < begin ? visible : begin;
-    end = position + 1 > end ? position + 1 : end;
-  }
-  part.begin = begin > task.begin ? begin : task.begin;
-  part.end = end < task.end ? end : task.end;
-  return part;
-}
-
-// Tasks with more rows than fit the first-level cache go part by part. KV stands as S.
 template <class T, class S>
-inline void attend_in_cache(const LayerCall& call, const AttendTask* tasks, int num_tasks,
-                            float* scratch) {
-  const Scratch s = lay_out(scratch, call.key_dim, call.value_dim);
-  const int part_tokens = kPartRows > tasks[0].num_heads ? kPartRows / tasks[0].num_heads : 1;
-  for (int first = 0; first < tasks[0].num_tokens; first += part_tokens) {
-    AttendTask parts[kMaxSideBySide];
-    for (int i = 0; i < num_tasks; ++i) parts[i] = part_of(call, tasks[i], first, part_tokens);
+inline void attend_few(const LayerCall& call, const AttendTask* tasks, int num_tasks,
+                       float* scratch) {
 #if defined(VTENSOR_HAS_PAIRS)
-    if constexpr (std::is_same_v<T, BFloat16> && !kHasScale<S>) {
-      if (takes_pairs(call, parts[0])) {
-        attend_rows<T>(call, parts, num_tasks, s, copy_queries, few_pair_rows_tile,
-                       many_pair_rows_tile);
-        continue;
-      }
-    }
-#endif
-#if defined(VTENSOR_HAS_BYTES)
-    // Not for float32, which 16 bits would not do justice.
-    if constexpr (!std::is_same_v<T, float> && std::is_same_v<S, Int8>) {
-      if (parts[0].num_tokens * parts[0].num_heads < kManyRows && takes_bytes(call)) {
-        attend_tiles<T, kFewRowsTile>(call, parts, num_tasks, s, load_byte_queries<T>,
-                                      few_byte_rows_tile);
-        continue;
-      }
-    }
-#endif
-    attend_rows<T>(call, parts, num_tasks, s, load_queries<T>, few_rows_tile<S>, many_rows_tile<S>);
-  }
-}
-
-#if defined(__AMX_BF16__)
-template <class T>
-inline void attend_amx(const LayerCall& call, const AttendTask& task, float* scratch) {
-  const AmxScratch s = lay_out_amx<T>(scratch, call.key_dim, call.value_dim);
-  const AmxTiles tiles;
-  amx_start_rows<T>(call, task, s);
-  AmxTask<T>(call, task, s).attend();
-  amx_end_rows(task.num_tokens * task.num_heads, call.value_dim, s,
-               [&](int row, const float* accumulated, float maximum, float sum) {
-                 write_row<T>(call, task, row / task.num_heads, row % task.num_heads, accumulated,
-                              maximum, sum);
-               });
-}
-#endif
-
-template <class T, class S = T>
-void attend(const LayerCall& call, const AttendTask* tasks, int num_tasks, float* scratch) {
-#if defined(__AMX_BF16__)
-  if constexpr (!kHasScale<S>) {  // quantised KV has no tiles yet: nothing here could run them
-    if (tasks[0].num_tokens * tasks[0].num_heads >= kAmxRowsFrom<T> &&
-        call.key_dim % kAmxDepth == 0 && call.value_dim % kAmxDepth == 0) {
-      for (int i = 0; i < num_tasks; ++i) attend_amx<T>(call, tasks[i], scratch);
+  if constexpr (std::is_same_v<T, BFloat16> && !kHasScale<S>) {
+    if (takes_pairs(call)) {
+      attend_few<T>(call, tasks, num_tasks, scratch, copy_queries, few_pair_rows_tile);
       return;
     }
   }
 #endif
-  attend_in_cache<T, S>(call, tasks, num_tasks, scratch);
+#if defined(VTENSOR_HAS_BYTES)
+  // Not for float32, which 16 bits would not do justice.
+  if constexpr (!std::is_same_v<T, float> && std::is_same_v<S, Int8>) {
+    if (takes_bytes(call)) {
+      attend_few<T>(call, tasks, num_tasks, scratch, load_byte_queries<T>, few_byte_rows_tile);
+      return;
+    }
+  }
+#endif
+  attend_few<T>(call, tasks, num_tasks, scratch, load_queries<T>, few_rows_tile<S>);
+}
+
+template <class T, class S>
+inline bool takes_amx([[maybe_unused]] const LayerCall& call,
+                      [[maybe_unused]] const AttendTask& task) {
+#if defined(__AMX_BF16__)
+  // Quantised KV has no tiles yet.
+  return !kHasScale<S> && task.num_tokens * task.num_heads >= kAmxRowsFrom<T> &&
+         call.key_dim % kAmxDepth == 0 && call.value_dim % kAmxDepth == 0;
+#else
+  return false;
+#endif
+}
+
+// Few rows leave most lanes of a product empty. Quantised KV they would widen four rows at a time.
+template <class T, class S>
+inline bool are_few(const LayerCall& call, const AttendTask& task) {
+  const int rows = task.num_tokens * task.num_heads;
+  return rows <= (kHasScale<S> ? 7 : kMaxFewRows) && !takes_amx<T, S>(call, task);
+}
+
+template <class P>
+inline void attend_many(const LayerCall& call, const AttendTask& task, float* scratch) {
+  ManyRows<P> rows(call, task, scratch);
+  rows.attend();
+  rows.end_rows([&](int i, int h, const float* accumulated, float maximum, float sum) {
+    write_row<typename P::Number>(call, task, i, h, accumulated, maximum, sum);
+  });
+}
+
+// One task, by the fastest products that this level has for it.
+template <class T, class S>
+inline void attend_many(const LayerCall& call, const AttendTask& task, float* scratch) {
+#if defined(__AMX_BF16__)
+  if constexpr (!kHasScale<S>) {
+    if (takes_amx<T, S>(call, task)) {
+      const AmxTiles tiles;
+      attend_many<AmxProducts<T>>(call, task, scratch);
+      return;
+    }
+  }
+#elif defined(VTENSOR_HAS_PAIRS)
+  if constexpr (std::is_same_v<T, BFloat16> && !kHasScale<S>) {
+    if (takes_pairs(call)) {
+      attend_many<PairProducts>(call, task, scratch);
+      return;
+    }
+  }
+#endif
+  attend_many<WideProducts<T, S>>(call, task, scratch);
+}
+
+// All tasks side by side if their rows are few, else one after the other.
+template <class T, class S = T>
+void attend(const LayerCall& call, const AttendTask* tasks, int num_tasks, float* scratch) {
+  if (are_few<T, S>(call, tasks[0])) {
+    attend_few<T, S>(call, tasks, num_tasks, scratch);
+    return;
+  }
+  for (int i = 0; i < num_tasks; ++i) attend_many<T, S>(call, tasks[i], scratch);
 }
 
 // Partial results with maxima m_i, sums l_i and outputs o_i are, with m = max m_i, together

@@ -6,6 +6,7 @@
 
 #include "kernels/calls/linear.h"
 #include "kernels/simd/pairs.h"
+#include "kernels/simd/row_pointers.h"
 #include "kernels/simd/rows.h"
 #include "kernels/simd/vec.h"
 
@@ -43,25 +44,6 @@ VTENSOR_INLINE float widen(BFloat16 x) {
   __builtin_memcpy(&value, &bits, sizeof value);
   return value;
 }
-
-// Four rows share a pointer, so that all fit in registers: row m is at base[m / 4] + m % 4 rows.
-template <class T, int M>
-struct RowPointers {
-  const char* base[(M + 3) / 4];
-  int64_t stride;
-
-  VTENSOR_INLINE RowPointers(const T* x, int64_t x_stride)
-      : stride(x_stride * static_cast<int64_t>(sizeof(T))) {
-    for (int i = 0; i < (M + 3) / 4; ++i)
-      base[i] = reinterpret_cast<const char*>(x) + 4 * i * stride;
-  }
-  template <class V = T>
-  VTENSOR_INLINE V at(int m, int64_t bytes) const {
-    V value;
-    __builtin_memcpy(&value, base[m / 4] + (m % 4) * stride + bytes, sizeof value);
-    return value;
-  }
-};
 
 // What is asked for while a tile is computed: `bytes` of the panel from `address` on a step.
 struct Prefetch {

@@ -5,8 +5,7 @@
 #pragma once
 
 #include "kernels/simd/few_rows.h"
-#include "kernels/simd/gemm.h"
-#include "kernels/simd/many_rows.h"
+#include "kernels/simd/lane_products.h"
 #include "kernels/simd/pairs.h"
 
 namespace vtensor::kernels {
@@ -14,9 +13,8 @@ namespace {
 
 #if defined(VTENSOR_HAS_PAIRS)
 
-inline bool takes_pairs(const LayerCall& call, const AttendTask& task) {
-  return call.key_dim % kPairLanes == 0 && call.value_dim % kPairLanes == 0 &&
-         task.k_stride % 2 == 0;
+inline bool takes_pairs(const LayerCall& call) {
+  return call.key_dim % kPairLanes == 0 && call.value_dim % kPairLanes == 0;
 }
 
 // [rows, key_dim], where float32 queries stand otherwise.
@@ -34,7 +32,7 @@ inline void copy_queries(const LayerCall& call, const AttendTask& task, const Sc
     for (int h = 0; h < task.num_heads; ++h) {
       const BFloat16* row = query + (task.first_head + h) * call.query_head_stride +
                             task.tokens[i] * call.query_token_stride;
-      for (int j = 0; j < call.key_dim; ++j) out[j] = row[j];
+      __builtin_memcpy(out, row, static_cast<size_t>(call.key_dim) * sizeof *row);
       out += call.key_dim;
     }
   }
@@ -100,40 +98,69 @@ inline void few_pair_rows_tile(const LayerCall& call, const AttendTask& task, co
   });
 }
 
-// packed: [pairs of keys, value_dim]
-inline void pack_value_pairs(const BFloat16* v, int64_t stride, int num_keys, int value_dim,
-                             uint32_t* packed) {
-  for (int j = 0; j < num_keys; j += 2) {
-    for (int i = 0; i < value_dim; i += kPairLanes) {
-      UVec even, odd;
-      load_two(v + i, stride, j, num_keys, even, odd);
-      const UVec pairs[] = {pair_up<false>(even, odd), pair_up<true>(even, odd)};
-      __builtin_memcpy(packed + j / 2 * value_dim + i, pairs, sizeof pairs);
+// Of many_rows.h. A word is a pair.
+struct PairProducts {
+  using Number = BFloat16;
+  using Stored = BFloat16;
+  static constexpr int kPairFloats = 1;
+  static constexpr int kKeyStep = kKeysPerStep;
+  static constexpr int64_t kWeightFloats = kScoreFloats;
+  static constexpr bool kOverlaps = false;
+  static constexpr bool kRough = true;
+
+  static void pack_queries(const BFloat16* const* rows, int num_rows, int key_dim, int vec,
+                           float* queries) {
+    const auto load_words = [&](int j, int i) { return from_bits(load_pairs(rows[j] + 2 * i)); };
+    pack_lanes(load_words, num_rows, key_dim / 2, queries + vec * kLanes);
+  }
+
+  // packed: [keys, key_dim]
+  static void pack_keys(const BFloat16* k, int64_t stride, int num_keys, int key_dim,
+                        float* packed) {
+    for (int j = 0; j < num_keys; ++j) {
+      for (int i = 0; i < key_dim; i += kPairLanes) {
+        store(packed + (j * key_dim + i) / 2, from_bits(load_pairs(k + j * stride + i)));
+      }
     }
   }
-}
 
-inline void many_pair_rows_tile(const LayerCall& call, const AttendTask& task, const Scratch& s,
-                                int64_t tile, int num_keys) {
-  const int rows = task.num_tokens * task.num_heads;
-  const int key_pairs = call.key_dim / 2, value_dim = call.value_dim;
-  // A pair is moved like a float32 number.
-  const auto* k = static_cast<const BFloat16*>(task.k) + tile * task.k_stride;
-  pack_keys(reinterpret_cast<const float*>(k), task.k_stride / 2, num_keys, key_pairs, s.keys);
-  const auto* query = reinterpret_cast<const uint32_t*>(s.query);
-  const auto* keys = reinterpret_cast<const uint32_t*>(s.keys);
-  int width = 0;
-  for (; width < num_keys; width += kPanel) {
-    gemm_panel<kGemmVecs, false>(query, key_pairs, keys + width * key_pairs, kPanel,
-                                 s.score + width, kTileTokens, rows, key_pairs);
+  // packed: [pairs of keys, value_dim]; keys up to the next multiple of kKeyStep are 0.
+  static void pack_values(const BFloat16* v, int64_t stride, int num_keys, int value_dim,
+                          float* packed) {
+    for (int j = 0; j < num_keys; j += 2, packed += value_dim) {
+      for (int i = 0; i < value_dim; i += kPairLanes) {
+        UVec even, odd;
+        load_two(v + i, stride, j, num_keys, even, odd);
+        store(packed + i, from_bits(pair_up<false>(even, odd)));
+        store(packed + i + kLanes, from_bits(pair_up<true>(even, odd)));
+      }
+    }
+    for (int j = (num_keys + 1) / 2 * 2; j % kKeyStep != 0; j += 2, packed += value_dim) {
+      for (int i = 0; i < value_dim; i += kLanes) store(packed + i, Vec{});
+    }
   }
-  softmax_tile<BFloat16>(call, task, s, tile, num_keys, width, query_factor(call));
-  const auto* v = static_cast<const BFloat16*>(task.v) + tile * task.v_stride;
-  auto* values = reinterpret_cast<uint32_t*>(s.values);
-  pack_value_pairs(v, task.v_stride, num_keys, value_dim, values);
-  gemm_add(reinterpret_cast<const uint32_t*>(s.score), kTileTokens, values, value_dim, s.output,
-           value_dim, rows, value_dim, (num_keys + 1) / 2);
-}
+
+  template <class Overlap>
+  static void multiply_keys(const RowBlock& block, const float* queries, const float* keys,
+                            int key_dim, float* scores, Overlap& /*nothing*/) {
+    multiply_lanes_keys(block, words(queries), words(keys), key_dim / 2, scores);
+  }
+
+  VTENSOR_INLINE static void store_weights(Vec even, Vec odd, int key, int vec, float* weights) {
+    store(weights + key / 2 * kBlockRows + vec * kLanes, from_bits(round_to_pairs(even, odd)));
+  }
+
+  template <class Overlap>
+  static void multiply_values(const RowBlock& block, const float* weights, const float* values,
+                              int value_dim, float* output, Overlap& /*nothing*/) {
+    multiply_lanes_values(block, (block.end - block.begin) / 2,
+                          words(weights) + block.begin / 2 * kBlockRows,
+                          words(values) + block.begin / 2 * value_dim, value_dim, output);
+  }
+
+ private:
+  static const uint32_t* words(const float* p) { return reinterpret_cast<const uint32_t*>(p); }
+};
 
 #endif
 

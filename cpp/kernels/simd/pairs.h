@@ -54,6 +54,21 @@ VTENSOR_INLINE UVec pair_up(UVec even, UVec odd) {
                                                           _mm512_load_si512(kIndex.of),
                                                           reinterpret_cast<__m512i>(odd)));
 }
+
+// Numbers, rounded to the nearest: even ones in the lower halves.
+VTENSOR_INLINE UVec round_to_pairs(Vec even, Vec odd) {
+  struct Index {
+    uint16_t of[kPairLanes];
+    constexpr Index() : of() {
+      for (int i = 0; i < kPairLanes; ++i) of[i] = static_cast<uint16_t>(i / 2 + i % 2 * kLanes);
+    }
+  };
+  alignas(64) static constexpr Index kIndex;
+  const __m512bh both =
+      _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(odd), reinterpret_cast<__m512>(even));
+  return reinterpret_cast<UVec>(_mm512_maskz_permutexvar_epi16(
+      0xffffffff, _mm512_load_si512(kIndex.of), reinterpret_cast<__m512i>(both)));
+}
 #endif
 
 }  // namespace

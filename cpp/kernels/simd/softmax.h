@@ -16,26 +16,24 @@ namespace {
 
 constexpr float kLog2e = 1.4426950408889634F;
 
-// A thread's memory for one task; kLanes floats a row for maximum (first one used) and sum.
+constexpr int kSideRows = kMaxSideBySide * kMaxFewRows;
+
+// A thread's memory for tasks side by side; kLanes floats a row for the sum.
 struct Scratch {
   float* query;    // [rows, key_dim], scaled
   float* output;   // [rows, value_dim]
   float* score;    // [rows, kTileTokens]; weights after the softmax
   float* maximum;  // [rows]
   float* sum;      // [rows, kLanes]
-  float* keys;     // packed: [panels, key_dim, kPanel]
-  float* values;   // packed: [tile, value_dim]
 };
 
 inline Scratch lay_out(float* base, int key_dim, int value_dim) {
   Scratch s;
   s.query = base;
-  s.output = s.query + kPartRows * key_dim;
-  s.score = s.output + kPartRows * value_dim;
-  s.maximum = s.score + kPartRows * kTileTokens;
-  s.sum = s.maximum + kPartRows * kHeadDimStep;
-  s.keys = s.sum + kPartRows * kHeadDimStep;
-  s.values = s.keys + kTileTokens * key_dim;
+  s.output = s.query + kSideRows * key_dim;
+  s.score = s.output + kSideRows * value_dim;
+  s.maximum = s.score + kSideRows * kTileTokens;
+  s.sum = s.maximum + kSideRows * kHeadDimStep;
   return s;
 }
 

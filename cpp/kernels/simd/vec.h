@@ -30,7 +30,15 @@ constexpr float kMinusInfinity = -__builtin_inff();
 VTENSOR_INLINE Vec splat(float x) { return x - Vec{}; }
 VTENSOR_INLINE UVec bits_of(Vec v) { return reinterpret_cast<UVec>(v); }
 VTENSOR_INLINE Vec from_bits(UVec v) { return reinterpret_cast<Vec>(v); }
+// a > b ? a : b
+#if defined(__AVX512F__) && VTENSOR_LANES == 16
+VTENSOR_INLINE Vec max(Vec a, Vec b) {  // gcc 12 makes a comparison and a blend of it
+  return reinterpret_cast<Vec>(
+      _mm512_maskz_max_ps(0xffff, reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
+}
+#else
 VTENSOR_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+#endif
 
 // ------------------------------------------------------------------------- loads and stores
 

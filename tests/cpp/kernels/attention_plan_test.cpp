@@ -98,18 +98,24 @@ TEST(AttentionPlan, partial_rows_are_numbered_once_and_belong_to_tokens_of_sever
   }
 }
 
-TEST(AttentionPlan, every_segment_is_stored_by_one_task_or_first) {
+TEST(AttentionPlan, every_token_is_stored_by_one_task_or_first) {
   std::mt19937 random(3);
   for (int round = 0; round < 60; ++round) {
     const Step step = random_step(random);
     const Plan plan(step.segments, step.shared, {kNoWindow, round % 2 == 0 ? 2 : 200, 2, 2});
-    std::vector<int32_t> stored = plan.stored_first();
+    std::vector<PlannedStore> stores = plan.stored_first();
     for (const PlannedTask& task : plan.tasks()) {
-      if (task.stores_segment >= 0) stored.push_back(task.stores_segment);
+      if (task.stores_segment >= 0) stores.push_back({task.stores_segment});
+    }
+    std::vector<int64_t> stored;
+    for (const PlannedStore& store : stores) {
+      const Segment& segment = step.segments[static_cast<size_t>(store.segment)];
+      ASSERT_LE(store.first + store.count, segment.num_tokens());
+      for (int64_t i = 0; i < store.count; ++i) stored.push_back(segment.row + store.first + i);
     }
     std::sort(stored.begin(), stored.end());
-    ASSERT_EQ(stored.size(), step.segments.size());
-    for (size_t i = 0; i < stored.size(); ++i) EXPECT_EQ(stored[i], static_cast<int32_t>(i));
+    ASSERT_EQ(std::ssize(stored), plan.num_tokens());
+    for (size_t i = 0; i < stored.size(); ++i) EXPECT_EQ(stored[i], static_cast<int64_t>(i));
   }
 }
 

@@ -278,6 +278,28 @@ def test_a_token_is_the_same_bits_in_whatever_chunk_of_its_prompt(
     assert torch.equal(at_once, in_two)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_numbers_that_are_none_stay_in_their_request(isa: str, dtype: torch.dtype) -> None:
+    """The first request's keys and values were packed where those of the second one are then."""
+    both = [Segment(0, 0, 0, 300), Segment(1, 300, 5, 45)]
+    case = Case(both, [], 2, 2, 64, 64, dtype, False, AttentionOptions())
+    generator = torch.Generator().manual_seed(3)
+    arena = make_arena(case, generator)
+    q, k, v = random_rows(case, generator)
+    k[:, :300] = v[:, :300] = torch.nan
+
+    def output_of(segments: list[Segment], first: int) -> torch.Tensor:
+        backend = HostAttention(layers_of(case, copy_of(arena)), isa)
+        rows = (part[:, first:] for part in (q, k, v))
+        return backend.forward(1, *rows, case.options, AttentionMetadata.build(segments, CPU))
+
+    alone = output_of([Segment(1, 0, 5, 45)], 300)
+    together = output_of(both, 0)
+    assert together[:300].isnan().all()
+    assert torch.equal(together[300:], alone)
+
+
 def test_nothing_beyond_a_request_is_read_or_written() -> None:
     case = long_case(num_kv_heads=2)
     generator = torch.Generator().manual_seed(2)
