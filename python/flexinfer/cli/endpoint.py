@@ -11,7 +11,7 @@ import re
 import ssl
 from collections.abc import Generator
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import httpx
 
@@ -41,6 +41,8 @@ class Endpoint:
             trust_env=not is_local,  # a proxy does not know this machine's loopback
             verify=_trusted(),
         )
+        self.replica: str | None = None
+        """Who has given the last stream, where several serve."""
 
     def get_text(self, path: str) -> str:
         """Raises EndpointError."""
@@ -78,6 +80,7 @@ class Endpoint:
                 if response.is_error:
                     response.read()
                 self._check(path, response)
+                self.replica = response.headers.get("x-replica")
                 for line in response.iter_lines():
                     if not line.startswith("data:"):
                         continue
@@ -127,6 +130,13 @@ class Endpoint:
             f"no answer from {self.url}{path}: {why}; is a server running there? "
             "Start one with `flexinfer serve`, or name another with --url"
         )
+
+
+def memory_path(replica: str | None) -> str:
+    """Of the memory map: of this replica; None: of a server alone, or of anyone."""
+    return (
+        "/admin/memory" if replica is None else f"/admin/memory?{urlencode({'replica': replica})}"
+    )
 
 
 def _base_url(url: str) -> str:

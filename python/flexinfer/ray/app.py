@@ -11,13 +11,14 @@ from starlette.types import ASGIApp, Message
 from flexinfer.ray.calls import Call, ReplicaLostError
 from flexinfer.ray.gateway import Gateway
 from flexinfer.ray.options import NEED_RAY, ROUTERS, ReplicaOptions
-from flexinfer.ray.replica import EngineReplica
 from flexinfer.server.settings import ServerSettings
 
 try:
     from ray import serve
     from ray.exceptions import RayActorError
-    from ray.serve.config import RequestRouterConfig
+
+    from flexinfer.ray.named_replicas import with_names
+    from flexinfer.ray.replica_process import ReplicaProcess
 except ImportError as error:
     raise ModuleNotFoundError(f"{NEED_RAY} ({error})", name="ray") from None
 
@@ -35,7 +36,7 @@ class GatewayDeployment:
         self._settings = settings
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return Gateway(self._forward, self._pages, self._settings)
+        return Gateway(self._forward, self._ask_all, self._settings)
 
     async def _forward(self, call: Call) -> AsyncGenerator[Message, None]:
         messages = self._answers.remote(call)
@@ -49,8 +50,8 @@ class GatewayDeployment:
         finally:
             messages.cancel()
 
-    async def _pages(self) -> Sequence[Awaitable[tuple[str, str]]]:
-        asked = self._replicas.broadcast("metrics")
+    async def _ask_all(self, method: str, *arguments: Any) -> Sequence[Awaitable[tuple[str, Any]]]:
+        asked = self._replicas.broadcast(method, *arguments)
         # `results_async` gives all answers or, where one hangs, none: until Serve gives each.
         answers = await asked._fetch_replica_results_async()
         return [answer.get_async() for answer in answers]
@@ -67,11 +68,11 @@ def build(options: ReplicaOptions) -> Any:
     scaling: dict[str, Any] = {"num_replicas": options.replicas}
     if options.autoscaling_config is not None:
         scaling = {"autoscaling_config": dict(options.autoscaling_config)}
-    replicas = serve.deployment(EngineReplica).options(
+    replicas = serve.deployment(ReplicaProcess).options(
         name="replicas",
         **scaling,
         max_ongoing_requests=engine.max_num_seqs + settings.max_queue_len + 1,
-        request_router_config=RequestRouterConfig(request_router_class=router_class(options)),
+        request_router_config=with_names(router_class(options)),
         logging_config={"enable_access_log": False},  # replicas have their own
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=settings.shutdown_timeout_s,

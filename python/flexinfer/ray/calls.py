@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from starlette.types import Message
 
 from flexinfer.routing.blocks import hash_blocks
 from flexinfer.routing.routers import RoutedPrompt
@@ -31,6 +33,10 @@ class Call:
     routers, which look for a field of this name. Never empty."""
     salt: str = ""
     """Prefixes are shared under one salt only."""
+    replica: str | None = None
+    """The one that has what is asked for, and no other; None: any will do."""
+    replicas: tuple[str, ...] = ()
+    """All that there were when one was chosen."""
     on_answer: Callable[[], None] = field(default=lambda: None, compare=False)
     """Called when the first of the answer is there. Stays where it is."""
 
@@ -42,10 +48,15 @@ class Call:
         self.on_answer = lambda: None
 
     def routed_prompt(self) -> RoutedPrompt:
+        """What a replica keeps goes on from there: the text is no beginning of anything."""
         data = self.prompt.encode("utf-8", "surrogatepass")
         tokens = array("i")
         tokens.frombytes(data[: len(data) // BYTES_PER_TOKEN * BYTES_PER_TOKEN])
-        return RoutedPrompt(len(tokens), hash_blocks(tokens, self.salt))
+        return RoutedPrompt(len(tokens), () if self.replica else hash_blocks(tokens, self.salt))
+
+
+Forward = Callable[[Call], AsyncGenerator[Message, None]]
+"""To a replica. Raises ReplicaLostError."""
 
 
 def prompt_text(body: Mapping[str, Any]) -> str:

@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from flexinfer.ray.roll_call import RollCall
+
 PAGES_TIMEOUT_S = 5.0
 """For the metrics of all replicas: less than the 10 s that Prometheus waits."""
 
-Pages = Callable[[], Awaitable[Sequence[Awaitable[tuple[str, str]]]]]
-"""Asks all replicas; each answers with its name and its page, raises, or hangs."""
 
-
-class ReplicaMetrics:
-    """Knows who has answered before, so that one that does not can be named. For one event loop."""
-
-    def __init__(self, ask: Pages) -> None:
-        self._ask = ask
-        self._names: dict[str, None] = {}  # of who has answered, the latest last
-
-    async def page(self) -> bytes:
-        """What the replicas say that answer in time, and of each whether it does. Raises
-        TimeoutError where it cannot even be known how many there are."""
-        asked = await asyncio.wait_for(self._ask(), PAGES_TIMEOUT_S)
-        answers = [asyncio.ensure_future(answer) for answer in asked]
-        try:
-            done, _ = await asyncio.wait(answers, timeout=PAGES_TIMEOUT_S) if answers else ((), ())
-        finally:
-            for answer in answers:
-                answer.cancel()
-        pages = dict(answer.result() for answer in done if answer.exception() is None)
-        silent = self._silent(pages, len(answers) - len(pages))
-        self._names = dict.fromkeys((*silent, *pages))
-        return merged(pages, {**dict.fromkeys(silent, 0), **dict.fromkeys(pages, 1)})
-
-    def _silent(self, pages: Mapping[str, str], count: int) -> list[str]:
-        """Names of so many that did not answer: of those that answered last, if they ever did."""
-        known = [name for name in self._names if name not in pages]
-        missing = known[len(known) - min(count, len(known)) :]
-        return missing + [f"unknown-{i}" for i in range(count - len(missing))]
+async def metrics_of(replicas: RollCall) -> bytes:
+    """What the replicas say that answer in time, and of each whether it does. Raises TimeoutError
+    where it cannot even be known how many there are."""
+    pages, silent = await replicas.ask(PAGES_TIMEOUT_S, "metrics")
+    return merged(pages, {**dict.fromkeys(silent, 0), **dict.fromkeys(pages, 1)})
 
 
 class _Families:

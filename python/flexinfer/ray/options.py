@@ -53,6 +53,8 @@ class ReplicaOptions:
         engine = _make(EngineConfig, args.get("engine") or {}, "engine.")
         given = dict(args.get("server") or {})
         given.setdefault("served_model_names", [Path(str(engine.model)).name])
+        if given.get("trace_dir") is not None:
+            given["trace_dir"] = Path(given["trace_dir"])
         server = _make(ServerSettings, given, "server.")
         return cls(**{**args, "engine": engine, "server": server})
 
@@ -69,9 +71,6 @@ class ReplicaOptions:
                 engine.role != "both" or server.role != "both",
                 "KV is handed over between two servers of one machine",
             ),
-            "enable_lora": (engine.enable_lora, "adapters would be loaded by one replica alone"),
-            "admin_api_key": (server.admin_api_key is not None, "/admin acts on one engine"),
-            "trace_dir": (server.trace_dir is not None, "/admin acts on one engine"),
             "tls": (server.tls is not None, "certificates are for Serve's http_options"),
             "send_timeout": (server.send_timeout_s != default.send_timeout_s, reads),
             "receive_timeout": (server.receive_timeout_s != default.receive_timeout_s, reads),

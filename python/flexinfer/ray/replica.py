@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
-import threading
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +14,20 @@ from starlette.types import ASGIApp, Message
 
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.ray.calls import Call, ReplicaLostError
+from flexinfer.ray.replies import Reply, reply_of
 from flexinfer.server.app import create_app
-from flexinfer.server.observability.logs import adopt_transformers, configure_logging
+from flexinfer.server.http.errors import APIError, error_response
 
 if TYPE_CHECKING:
-    from flexinfer.config import EngineConfig
     from flexinfer.server.settings import ServerSettings
-
-logger = logging.getLogger(__name__)
 
 METRICS: dict[str, Any] = {"type": "http", "method": "GET", "path": "/metrics", "query_string": b""}
 METRICS |= {"root_path": "", "headers": [], "http_version": "1.1", "scheme": "http"}
+PROCESS = """\
+# HELP flexinfer:replica_process The process of this replica.
+# TYPE flexinfer:replica_process gauge
+flexinfer:replica_process{host="%s",pid="%d"} 1
+"""
 
 
 async def answer_of(app: ASGIApp, call: Call) -> AsyncGenerator[Message, None]:
@@ -45,7 +47,8 @@ async def answer_of(app: ASGIApp, call: Call) -> AsyncGenerator[Message, None]:
     async def send(message: Message) -> None:
         messages.put_nowait(message)
 
-    task = asyncio.ensure_future(app({**call.scope, "state": {}}, receive, send))
+    state = {"replicas": call.replicas}
+    task = asyncio.ensure_future(app({**call.scope, "state": state}, receive, send))
     task.add_done_callback(lambda _: messages.put_nowait(None))
     try:
         while (message := await messages.get()) is not None:
@@ -58,28 +61,35 @@ async def answer_of(app: ASGIApp, call: Call) -> AsyncGenerator[Message, None]:
 
 
 class EngineReplica:
-    """Without Ray in it: a deployment is made of it, and methods have names that Serve calls."""
+    """Without Ray in it. Some methods have names that Serve calls."""
 
-    def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
-        configure_logging("text", "info")
-        adopt_transformers()
-        self.name = f"{socket.gethostname()}:{os.getpid()}"
-        self._llm = AsyncLLM.from_engine_args(config)
-        self._app = create_app(self._llm, settings)
-        threading.Thread(target=self._end_with_engine, name="flexinfer-end", daemon=True).start()
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings, name: str) -> None:
+        """`name`: among the replicas; one that takes its place has another."""
+        self.name = name
+        self._llm = llm
+        self._app = create_app(llm, settings, name)
+        adapters = self._app.state.flexinfer.adapters.load_all(settings.lora_modules)
+        with ThreadPoolExecutor(1) as pool:  # this thread may have a loop already
+            pool.submit(asyncio.run, adapters).result()
 
     async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
         """As `answer_of` the app. Raises ReplicaLostError when the engine has died."""
-        async with aclosing(answer_of(self._app, call)) as messages:
+        async with aclosing(answer_of(self._app_for(call), call)) as messages:
             async for message in messages:
                 self.check_health()
+                if message["type"] == "http.response.start":
+                    headers = [*message["headers"], (b"x-replica", self.name.encode())]
+                    message = {**message, "headers": headers}
                 yield message
+
+    async def reply(self, call: Call) -> tuple[str, Reply]:
+        """Who this is, and the whole of its answer."""
+        return self.name, await reply_of(self.answer(call))
 
     async def metrics(self) -> tuple[str, str]:
         """Who this is, and its numbers in Prometheus' text format."""
-        messages = self.answer(Call({**METRICS}, b"", "/metrics"))
-        text = b"".join([message.get("body", b"") async for message in messages])
-        return self.name, text.decode()
+        _, page = await self.reply(Call({**METRICS}, b"", "/metrics"))
+        return self.name, page.body.decode() + PROCESS % (socket.gethostname(), os.getpid())
 
     def check_health(self) -> None:
         """Serve replaces a replica that raises here."""
@@ -91,17 +101,19 @@ class EngineReplica:
         stats = await self._llm.call(lambda engine: engine.stats())
         return {"capacity_tokens": stats.capacity_tokens}
 
-    def _end_with_engine(self) -> None:
-        """A process whose engine has failed ends: to routers it would be the one that has least to
-        do, until Serve has found its health bad three times."""
-        self._llm.join()
-        if self._llm.errored:
-            logger.critical("%s ends with its engine: Ray starts another replica", self.name)
-            os._exit(1)
-
-    async def __del__(self) -> None:
-        if hasattr(self, "_app"):
-            tracer = self._app.state.flexinfer.tracer
-            if tracer is not None:
-                await asyncio.to_thread(tracer.shutdown)
-            await asyncio.to_thread(self._llm.shutdown)
+    def _app_for(self, call: Call) -> ASGIApp:
+        """What answers it here: where another replica is named and has gone, that there is no such
+        thing; administration of it would change the wrong one."""
+        path = call.scope["path"]
+        if call.replica in (None, self.name):
+            return self._app
+        if call.replica in call.replicas:
+            reason = (
+                f"this was sent to the replica {self.name}, and named {call.replica}: try again"
+            )
+            return error_response(APIError(503, reason, code="wrong_replica"), path)
+        if not path.startswith("/admin/"):
+            return self._app
+        known = ", ".join(call.replicas)
+        reason = f"there is no replica {call.replica!r}; there are: {known}"
+        return error_response(APIError(404, reason, param="replica", code="no_such_replica"), path)

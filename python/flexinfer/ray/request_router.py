@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -16,7 +16,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from flexinfer.ray.calls import Call
+from flexinfer.ray.named_replicas import calls_of
 from flexinfer.routing.blocks import BLOCK_TOKENS
 from flexinfer.routing.prefix_index import PrefixIndex
 from flexinfer.routing.routers import CachedPrefix, ReplicaLoad, RoutedPrompt
@@ -74,7 +74,7 @@ class CachedPrefixRouter(RequestRouter):  # type: ignore[misc]
             booking = self._book(pending_request, number)
         booking.is_accepted = True
         self._index.add(number, _prompt_of(pending_request).blocks)
-        for call in _calls(pending_request):
+        for call in calls_of(pending_request):
             call.on_answer = lambda: self._event_loop.call_soon_threadsafe(self._note_answer, name)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
@@ -137,9 +137,5 @@ def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: 
         loop.call_soon_threadsafe(call, *args)
 
 
-def _calls(pending: PendingRequest | None) -> Sequence[Call]:
-    return [] if pending is None else [arg for arg in pending.args if isinstance(arg, Call)]
-
-
 def _prompt_of(pending: PendingRequest | None) -> RoutedPrompt:
-    return next((call.routed_prompt() for call in _calls(pending)), RoutedPrompt(0, ()))
+    return next((call.routed_prompt() for call in calls_of(pending)), RoutedPrompt(0, ()))

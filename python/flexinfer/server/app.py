@@ -68,9 +68,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 ANTHROPIC_ERRORS = {status: {**one, "model": MessagesError} for status, one in ERRORS.items()}
 
 
-def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
-    """The app. It does not own the engine: its maker shuts it down."""
-    state = ServerState(llm, settings)
+def create_app(llm: AsyncLLM, settings: ServerSettings, replica: str | None = None) -> FastAPI:
+    """The app. It does not own the engine: its maker shuts it down. `replica`: its name among
+    several; None: a server alone."""
+    state = ServerState(llm, settings, replica)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -39,9 +39,11 @@ from flexinfer.server.token_bytes import TokenBytes
 class ServerState:
     """`request.app.state.flexinfer`."""
 
-    def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings, replica: str | None = None) -> None:
+        """`replica`: its name among several; None: a server alone."""
         self.llm = llm
         self.settings = settings
+        self.replica = replica
         self.created = int(time.time())
         self.fingerprint = _fingerprint(llm, settings.model_name)
         """Of what answers depend on beside the request."""
@@ -62,11 +64,12 @@ class ServerState:
         self.adapters = ServedAdapters(llm, settings)
         self.large_bodies = Turnstile()
         self.grammars = Turnstile(self.limits.has_others)
-        self.conversations = ConversationStore(llm, settings)
+        self.conversations = ConversationStore(llm, settings, replica)
         self.responses = ResponseStore(
             equal_share(
                 settings.max_stored_responses, settings.max_stored_bytes, settings.num_tenants
-            )
+            ),
+            replica,
         )
         self.memory_map = MemoryMap(
             llm, settings.model_name, shows_salted=settings.admin_api_key is not None

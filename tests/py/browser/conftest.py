@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from helpers.browser import chromium, fresh_page
 from helpers.serving import ServerProcess
 
 if TYPE_CHECKING:
     from selenium import webdriver
 
     from helpers.chat_page import ChatPage
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-DRIVER = shutil.which("chromedriver")
-SCREENSHOTS = Path(__file__).parents[3] / "build" / "screenshots"
-ARGUMENTS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
-    "--force-prefers-reduced-motion",  # nothing is half there, or elsewhere, while it is looked at
-)
 
 
 @pytest.fixture(scope="session")
@@ -44,17 +35,7 @@ def server_with_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
 
 @pytest.fixture(scope="session")
 def driver() -> Iterator[webdriver.Chrome]:
-    if CHROMIUM is None or DRIVER is None:
-        pytest.skip("no browser here: apt-get install chromium chromium-driver")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for argument in ARGUMENTS:
-        options.add_argument(argument)
-    with webdriver.Chrome(options=options, service=Service(DRIVER)) as browser:
+    with chromium() as browser:
         yield browser
 
 
@@ -62,17 +43,5 @@ def driver() -> Iterator[webdriver.Chrome]:
 def page(
     driver: webdriver.Chrome, server: ServerProcess, request: pytest.FixtureRequest
 ) -> Iterator[ChatPage]:
-    """The page, freshly opened on a wide screen, without anything that was said before.
-
-    A screenshot is kept of how each test leaves it; anything on the console is a failure.
-    """
-    from helpers.chat_page import ChatPage
-
-    chat = ChatPage(driver, server.url)
-    chat.resize(1440, 900)
-    chat.open_new()
-    yield chat
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    driver.save_screenshot(str(SCREENSHOTS / f"{request.node.name}.png"))
-    chat.emulate(dark=False)
-    assert chat.console() == []
+    with fresh_page(driver, server.url, request.node.name) as chat:
+        yield chat

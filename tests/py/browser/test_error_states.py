@@ -12,6 +12,7 @@ pytest.importorskip("selenium")
 
 from selenium.webdriver import ActionChains, Keys
 
+from helpers.browser import axe_problems
 from helpers.chat_page import ChatPage
 from helpers.serving import ServerProcess
 
@@ -319,7 +320,6 @@ def test_by_keyboard_alone(page: ChatPage) -> None:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("phone", [False, True], ids=["wide", "phone"])
 def test_axe_finds_nothing(page: ChatPage, dark: bool, phone: bool) -> None:
-    axe = pytest.importorskip("axe_core_python.selenium")
     page.emulate(dark=dark)
     answer_with(page, MARKDOWN)
     page.send("Show me")
@@ -336,13 +336,8 @@ def test_axe_finds_nothing(page: ChatPage, dark: bool, phone: bool) -> None:
             page.click_on(f'#tabs [data-view="{view}"]')
         if view == "memory" or not phone:
             page.click_on("button.chunk")
-        found += axe.Axe().run(page.driver)["violations"]
-    problems = [
-        (one["id"], node["html"][:160], node["failureSummary"][:200])
-        for one in found
-        for node in one["nodes"]
-    ]
-    assert problems == []
+        found += axe_problems(page.driver)
+    assert found == []
 
 
 SPOKEN_ANSWER = """

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from flexinfer import LoRARequest
+from flexinfer.cli.settings import SHIPPED_MODEL
 from helpers.tiny_models import continue_prompt, make_model
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -63,6 +64,17 @@ def save_adapter(
     write_config(folder, targets, rank, **{"base_model_name_or_path": model_name, **config})
     tensors = draw_adapter(make_model(model_name), targets, rank, seed)
     save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def save_shipped_adapter(folder: Path) -> Path:
+    """One of the shipped model that changes what it says."""
+    from transformers import AutoModelForCausalLM
+
+    targets = ("q_proj", "v_proj", "down_proj")
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL)
+    write_config(folder, targets, rank=4)
+    save_file(draw_adapter(model, targets, 4, seed=1), folder / "adapter_model.safetensors")
     return folder
 
 

@@ -49,11 +49,25 @@ def client_of(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0)
 
 
-def numbers(url: str, name: str) -> dict[int, float]:
-    """Of a metric, by the process of the replica."""
+def processes(url: str) -> dict[str, int]:
+    """By the name of the replica, of those that answer."""
     page = httpx.get(f"{url}/metrics", timeout=60).text
-    found = re.findall(rf'^{name}{{.*replica="[^"]*:(\d+)".*}} (\S+)$', page, re.MULTILINE)
-    return {int(pid): float(value) for pid, value in found}
+    found = re.findall(r'^flexinfer:replica_process{.*pid="(\d+)",replica="(.+)"}', page, re.M)
+    return {name: int(pid) for pid, name in found}
+
+
+def numbers(url: str, name: str) -> dict[str, float]:
+    """Of a metric, by the name of the replica."""
+    page = httpx.get(f"{url}/metrics", timeout=60).text
+    found = re.findall(rf'^{name}{{.*replica="(.+?)".*}} (\S+)$', page, re.MULTILINE)
+    return {replica: float(value) for replica, value in found}
+
+
+def running(url: str) -> int:
+    """The process of the one replica that computes something."""
+    counts = numbers(url, "flexinfer:num_requests_running")
+    (busy,) = [name for name, count in counts.items() if count]
+    return processes(url)[busy]
 
 
 def messages_of(text: str) -> Any:

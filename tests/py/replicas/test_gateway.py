@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Iterable
 from typing import Any
 
 import httpx
@@ -15,10 +15,9 @@ from starlette.types import Message
 
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.ray import metrics
-from flexinfer.ray.calls import Call, ReplicaLostError
-from flexinfer.ray.gateway import MAX_ATTEMPTS, Gateway
-from flexinfer.ray.replica import answer_of
+from flexinfer.ray.gateway import MAX_ATTEMPTS
 from flexinfer.server.app import create_app
+from helpers.replica_cluster import Cluster
 from helpers.serving import MODEL, make_llm, settings
 
 pytestmark = pytest.mark.anyio
@@ -30,6 +29,8 @@ CHAT: dict[str, Any] = {
     "temperature": 0,
 }
 STREAM = {**CHAT, "stream": True}
+LONG = {**CHAT, "messages": [{"role": "user", "content": "Tell me something. " * 20}]}
+"""Some blocks of a router's."""
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
 
@@ -45,44 +46,7 @@ def llm() -> Iterable[AsyncLLM]:
     llm.shutdown()
 
 
-class Replicas:
-    """Forwards to one app; of attempt number i only the first `deaths[i]` messages arrive."""
-
-    def __init__(self, llm: AsyncLLM, deaths: Sequence[int] = (), **given: Any) -> None:
-        self.settings = settings(**given)
-        self.app = create_app(llm, self.settings)
-        self.deaths = list(deaths)
-        self.calls: list[Call] = []
-        self.asked: Any = self.pages
-        self.num_closed = 0
-
-    async def forward(self, call: Call) -> AsyncGenerator[Message, None]:
-        self.calls.append(call)
-        num_left = self.deaths.pop(0) if self.deaths else -1
-        try:
-            async with aclosing(answer_of(self.app, call)) as messages:
-                async for message in messages:
-                    if num_left == 0:
-                        raise ReplicaLostError("killed")
-                    num_left -= 1
-                    yield message
-        finally:
-            self.num_closed += 1
-
-    async def pages(self) -> list[Awaitable[tuple[str, str]]]:
-        return [self.page("a", 1), self.page("b", 2)]
-
-    async def page(self, name: str, count: int) -> tuple[str, str]:
-        text = '# HELP n How many.\n# TYPE n counter\nn_total{model_name="m"} %d\n'
-        return name, text % count
-
-    def client(self) -> httpx.AsyncClient:
-        app = Gateway(self.forward, lambda: self.asked(), self.settings)
-        transport = httpx.ASGITransport(app)
-        return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60)
-
-
-async def post(replicas: Replicas, body: Any, path: str = "/v1/chat/completions") -> httpx.Response:
+async def post(replicas: Cluster, body: Any, path: str = "/v1/chat/completions") -> httpx.Response:
     async with replicas.client() as client:
         return await client.post(path, json=body)
 
@@ -101,8 +65,8 @@ def shown(answer: httpx.Response) -> list[Any]:
 
 @pytest.mark.parametrize("body", [CHAT, STREAM], ids=["whole", "stream"])
 async def test_the_answer_is_that_of_a_server_alone(body: Any, llm: AsyncLLM) -> None:
-    replicas = Replicas(llm)
-    transport = httpx.ASGITransport(replicas.app)
+    replicas = Cluster(llm)
+    transport = httpx.ASGITransport(create_app(llm, settings()))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         alone = await client.post("/v1/chat/completions", json=body)
     answer = await post(replicas, body)
@@ -118,10 +82,10 @@ async def test_the_answer_is_that_of_a_server_alone(body: Any, llm: AsyncLLM) ->
 async def test_who_has_got_nothing_is_answered_by_another(
     num_messages: int, body: Any, llm: AsyncLLM
 ) -> None:
-    replicas = Replicas(llm, [num_messages] * (MAX_ATTEMPTS - 1))
+    replicas = Cluster(llm, [num_messages] * (MAX_ATTEMPTS - 1))
     assert (await post(replicas, body)).status_code == 200
     assert len(replicas.calls) == MAX_ATTEMPTS
-    replicas = Replicas(llm, [num_messages] * MAX_ATTEMPTS)
+    replicas = Cluster(llm, [num_messages] * MAX_ATTEMPTS)
     answer = await post(replicas, body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_lost")
 
@@ -134,10 +98,10 @@ async def test_a_broken_stream_goes_on_where_it_stopped(
     body = {**STREAM, "return_token_ids": shows_ids, "stream_options": {"include_usage": True}}
     if path == "/v1/completions":
         body = {**body, "prompt": "Tell me", "messages": None}
-    whole = await post(Replicas(llm), body, path)
+    whole = await post(Cluster(llm), body, path)
     num_messages = len(events_of(whole)) + 2
     for at in range(2, num_messages, 3):
-        replicas = Replicas(llm, [at, 2])
+        replicas = Cluster(llm, [at, 2])
         answer = await post(replicas, body, path)
         assert joined(answer) == joined(whole), at
         assert len({event["id"] for event in events_of(answer)}) == 1
@@ -162,7 +126,7 @@ def joined(answer: httpx.Response) -> Any:
 
 @pytest.mark.parametrize("fields", [{"n": 2}, {"logprobs": True}, {"tools": TOOLS}], ids=str)
 async def test_a_stream_that_cannot_go_on_ends_by_an_error(fields: Any, llm: AsyncLLM) -> None:
-    replicas = Replicas(llm, [4])
+    replicas = Cluster(llm, [4])
     answer = await post(replicas, {**STREAM, **fields})
     (*_, last) = events_of(answer)
     assert last["error"]["code"] == "replica_lost"
@@ -170,7 +134,7 @@ async def test_a_stream_that_cannot_go_on_ends_by_an_error(fields: Any, llm: Asy
 
 
 async def test_who_goes_away_ends_the_request(llm: AsyncLLM) -> None:
-    replicas = Replicas(llm)
+    replicas = Cluster(llm)
     sent: list[Message] = []
     left = asyncio.Event()
     body = {"type": "http.request", "body": json.dumps({**STREAM, "max_tokens": 1000}).encode()}
@@ -190,18 +154,20 @@ async def test_who_goes_away_ends_the_request(llm: AsyncLLM) -> None:
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "root_path": ""}
     scope |= {"headers": [(b"host", b"localhost"), (b"content-type", b"application/json")]}
     scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http"}
-    app = Gateway(replicas.forward, replicas.pages, replicas.settings)
-    await asyncio.wait_for(app(scope, receive, send), 60)
+    await asyncio.wait_for(replicas.gateway()(scope, receive, send), 60)
     assert replicas.num_closed == 1
     assert not await llm.call(lambda engine: engine.get_num_unfinished_requests())
 
 
 async def test_numbers_of_all_replicas_are_told_apart(llm: AsyncLLM) -> None:
-    async with Replicas(llm).client() as client:
+    async with Cluster(llm, names=("a", "b")).client() as client:
         page = (await client.get("/metrics")).text
-    assert page.count("# TYPE n_total counter") == 1
-    assert 'n_total{model_name="m",replica="a"} 1.0' in page
-    assert 'n_total{model_name="m",replica="b"} 2.0' in page
+    assert page.count("# TYPE flexinfer:engine_up gauge") == 1
+    for name in ("a", "b"):
+        assert re.search(rf'^flexinfer:engine_up{{.*replica="{name}"}} 1.0', page, re.MULTILINE)
+        found = re.search(rf'replica_process{{host="\S+",pid="(\d+)",replica="{name}"}} 1', page)
+        assert found is not None
+        assert int(found[1]) == os.getpid()
     assert up_of(page) == {"a": 1, "b": 1}
 
 
@@ -213,95 +179,70 @@ def up_of(page: str) -> dict[str, int]:
 async def test_a_replica_that_hangs_is_named_beside_what_the_others_say(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given_up: list[bool] = []
-    replicas = Replicas(llm)
-
-    async def hang() -> tuple[str, str]:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            given_up.append(True)
-        raise AssertionError
-
-    async def fail() -> tuple[str, str]:
-        raise ReplicaLostError("killed")
-
-    async def one_hangs() -> list[Awaitable[tuple[str, str]]]:
-        return [hang(), replicas.page("b", 3)]
-
-    async def all_are_gone() -> list[Awaitable[tuple[str, str]]]:
-        return [fail(), hang(), hang()]
-
+    replicas = Cluster(llm, names=("a", "b"))
     async with replicas.client() as client:
         await client.get("/metrics")
-        monkeypatch.setattr(metrics, "PAGES_TIMEOUT_S", 0.05)
-        monkeypatch.setattr(replicas, "asked", one_hangs)
-        page = (await asyncio.wait_for(client.get("/metrics"), 10)).text
+        monkeypatch.setattr(metrics, "PAGES_TIMEOUT_S", 3.0)
+        replicas.hanging = {"a"}
+        num_closed = replicas.num_closed
+        page = (await asyncio.wait_for(client.get("/metrics"), 60)).text
         assert up_of(page) == {"a": 0, "b": 1}
-        assert 'n_total{model_name="m",replica="b"} 3.0' in page
-        assert given_up == [True]
-        monkeypatch.setattr(replicas, "asked", all_are_gone)
-        page = (await asyncio.wait_for(client.get("/metrics"), 10)).text
+        assert re.search(r'^flexinfer:engine_up{.*replica="b"} 1.0', page, re.MULTILINE)
+        assert replicas.num_closed == num_closed + 2  # the one that hangs was given up
+        replicas.hanging = {"a", "b", "c"}
+        replicas.replicas["c"] = replicas.replicas["b"]
+        page = (await asyncio.wait_for(client.get("/metrics"), 60)).text
         assert up_of(page) == {"a": 0, "b": 0, "unknown-0": 0}
 
 
 async def test_a_cluster_that_hangs_ends_no_scrape_late(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replicas = Replicas(llm)
+    replicas = Cluster(llm)
     monkeypatch.setattr(metrics, "PAGES_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(replicas, "asked", asyncio.Event().wait)
+    replicas.is_hanging = True
     async with replicas.client() as client:
-        answer = await asyncio.wait_for(client.get("/metrics"), 10)
+        answer = await asyncio.wait_for(client.get("/metrics"), 60)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "ray_hangs")
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "status"),
-    [
-        ("/v1/conversations", {}, 403),
-        ("/admin/sleep", {}, 403),
-        ("/v1/responses/resp_1", {}, 403),
-        ("/v1/chat/completions", {**CHAT, "conversation": "c"}, 400),
-        ("/v1/responses", {"input": "Hi", "previous_response_id": "r"}, 400),
-    ],
-)
-async def test_what_one_server_remembers_is_refused(
-    path: str, fields: Any, status: int, llm: AsyncLLM
-) -> None:
-    replicas = Replicas(llm)
-    answer = await post(replicas, fields, path)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (status, "not_with_replicas")
-    assert not replicas.calls
-
-
 async def test_a_body_with_too_much_in_it_is_not_read_by_the_gateway(llm: AsyncLLM) -> None:
-    replicas = Replicas(llm)
+    replicas = Cluster(llm)
     answer = await post(replicas, {**CHAT, "metadata": [{}] * 20_000})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "request_too_large")
     assert not replicas.calls
 
 
 async def test_keys_are_checked_and_are_salts(llm: AsyncLLM) -> None:
-    replicas = Replicas(llm, api_keys=("one", "two"))
+    replicas = Cluster(llm, api_keys=("one", "two"))
     assert (await post(replicas, CHAT)).status_code == 401
     assert not replicas.calls
     async with replicas.client() as client:
         for key in ("one", "two", "one"):
             given = {"Authorization": f"Bearer {key}"}
-            answer = await client.post("/v1/chat/completions", json=CHAT, headers=given)
+            answer = await client.post("/v1/chat/completions", json=LONG, headers=given)
             assert answer.status_code == 200
     first, second, again = (call.routed_prompt().blocks for call in replicas.calls)
-    assert first == again
+    assert first == again != ()
     assert not set(first) & set(second)
 
 
 async def test_adapters_are_not_loaded_by_one_replica_alone(llm: AsyncLLM) -> None:
-    replicas = Replicas(llm)
+    replicas = Cluster(llm)
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-        async with replicas.client() as client:
-            answer = await client.post(path, json={"lora_name": "other"})
+        answer = await post(replicas, {"lora_name": "other"}, path)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_with_replicas")
+        assert "--lora-modules" in answer.json()["error"]["message"]
+
+
+async def test_adapters_have_prefixes_of_their_own(llm: AsyncLLM) -> None:
+    replicas = Cluster(llm)
+    replicas.settings = settings(lora_modules=(("other", "folder"),))
+    for model in (MODEL, "other", "other"):
+        await post(replicas, {**LONG, "model": model})
+    base, other, again = (call.routed_prompt().blocks for call in replicas.calls)
+    assert other == again != ()
+    assert not set(base) & set(other)
 
 
 def test_a_chat_that_goes_on_begins_as_before() -> None:

@@ -35,10 +35,7 @@ def refusal(*arguments: str) -> str:
         ({"engine": ENGINE, "replicas": 0}, "at least 1"),
         ({"engine": ENGINE, "replicas": 2, "autoscaling_config": {}}, "exclude each other"),
         ({"engine": ENGINE, "router": "fastest"}, "router must be cached-prefix"),
-        ({"engine": {**ENGINE, "enable_lora": True}}, "enable_lora cannot"),
-        ({"engine": ENGINE, "server": {"admin_api_key": "k"}}, "admin_api_key cannot"),
         ({"engine": ENGINE, "server": {"send_timeout_s": 5}}, "send_timeout cannot"),
-        ({"engine": ENGINE, "server": {"trace_dir": Path()}}, "trace_dir cannot"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(args: dict[str, Any], said: str) -> None:

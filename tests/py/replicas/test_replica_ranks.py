@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -13,7 +14,15 @@ import pytest
 from flexinfer import LLM
 from flexinfer.cli.settings import SHIPPED_CHUNK_BYTES, SHIPPED_MODEL
 from flexinfer.sampling_params import SamplingParams
-from helpers.replica_servers import ask, client_of, messages_of, numbers, serving_replicas
+from helpers.replica_servers import (
+    ask,
+    client_of,
+    messages_of,
+    numbers,
+    processes,
+    running,
+    serving_replicas,
+)
 from helpers.waiting import until
 
 pytest.importorskip("ray", reason="replicas need Ray: make test-replicas installs it")
@@ -25,9 +34,10 @@ NUM_TOKENS = 300
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving_replicas(tmp_path_factory.mktemp("ray"), "--tensor-parallel-size", "2") as url:
+    arguments = ("--tensor-parallel-size", "2", "--admin-api-key", "k")
+    with serving_replicas(tmp_path_factory.mktemp("ray"), *arguments) as url:
         yield url
-        replicas = list(numbers(url, "flexinfer:engine_up"))
+        replicas = [*processes(url).values()]
         ranks = [rank_of(replica) for replica in replicas]
     assert not [pid for pid in (*replicas, *ranks) if psutil.pid_exists(pid)]
 
@@ -60,18 +70,36 @@ def rank_of(replica: int) -> int:
 def test_a_stream_goes_on_when_a_process_of_its_replica_is_killed(
     is_rank: bool, served: str, client: openai.OpenAI, expected: str
 ) -> None:
-    until(lambda: len(numbers(served, "flexinfer:engine_up")) == 2, "two replicas")
+    until(lambda: len(processes(served)) == 2, "two replicas")
     extra = {"ignore_eos": True}
     stream = ask(client, "Go", max_tokens=NUM_TOKENS, extra_body=extra, stream=True)
     text, broken = "", []
     for chunk in stream:
         text += chunk.choices[0].delta.content or ""
         if not broken and len(text) > 20:
-            running = numbers(served, "flexinfer:num_requests_running")
-            (replica,) = [pid for pid, count in running.items() if count]
+            replica = running(served)
             broken = [replica, rank_of(replica)]
             os.kill(broken[is_rank], signal.SIGKILL)
     assert text == expected
     until(lambda: not any(map(psutil.pid_exists, broken)), "both to end", END_S)
-    until(lambda: len(numbers(served, "flexinfer:engine_up")) == 2, "two replicas")
-    assert broken[0] not in numbers(served, "flexinfer:engine_up")
+    until(lambda: len(processes(served)) == 2, "two replicas")
+    assert broken[0] not in processes(served).values()
+
+
+def test_what_changes_an_engine_changes_all(served: str) -> None:
+    until(lambda: len(processes(served)) == 2, "two replicas")
+    with httpx.Client(base_url=served, headers={"Authorization": "Bearer k"}, timeout=90) as admin:
+        for level in (1, 2):
+            slept = admin.post("/admin/sleep", json={"level": level}).json()
+            assert {*slept["replicas"]} == {*processes(served)}, slept
+            assert all("returned_bytes" in told for told in slept["replicas"].values())
+            assert numbers(served, "flexinfer:engine_sleeping") == dict.fromkeys(
+                processes(served), 1
+            )
+            told = [*admin.post("/admin/wake").json()["replicas"].values()]
+            assert told == [{"is_sleeping": False}] * 2
+        name = min(processes(served))
+        assert admin.post("/admin/sleep", params={"replica": name}).json()["returned_bytes"] >= 0
+        sleeping = numbers(served, "flexinfer:engine_sleeping")
+        assert [one for one, value in sleeping.items() if value] == [name]
+        assert not admin.post("/admin/wake").json()["replicas"][name]["is_sleeping"]

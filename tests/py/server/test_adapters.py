@@ -13,13 +13,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("fastapi")
 
 import httpx
-from safetensors.torch import save_file
 
 from flexinfer.async_llm import AsyncLLM
-from flexinfer.cli.settings import SHIPPED_MODEL
 from flexinfer.server.app import create_app
 from flexinfer.server.settings import ServerSettings
-from helpers.lora_kit import draw_adapter, write_config
+from helpers.lora_kit import save_shipped_adapter
 from helpers.serving import MODEL, make_llm
 
 ADMIN = {"Authorization": "Bearer admin"}
@@ -28,15 +26,7 @@ QUESTION = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter of the shipped model that changes what it says."""
-    from transformers import AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("adapter")
-    targets = ("q_proj", "v_proj", "down_proj")
-    model = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL)
-    write_config(folder, targets, rank=4)
-    save_file(draw_adapter(model, targets, 4, seed=1), folder / "adapter_model.safetensors")
-    return folder
+    return save_shipped_adapter(tmp_path_factory.mktemp("adapter"))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.cli.chat.backend import AnswerNumbers, BackendError
-from flexinfer.cli.endpoint import Endpoint, EndpointError
+from flexinfer.cli.endpoint import Endpoint, EndpointError, memory_path
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -122,7 +122,8 @@ class RemoteBackend:
 
     def _memory(self) -> dict[str, Any]:
         try:
-            memory: dict[str, Any] = self._admin.get_json("/admin/memory")
+            path = memory_path(self._endpoint.replica)
+            memory: dict[str, Any] = self._admin.get_json(path)
         except EndpointError as error:
             hint = "; pass --admin-api-key" if error.status in (401, 403) else ""
             raise BackendError(f"the server shows no memory map: {error}{hint}") from error

@@ -27,6 +27,9 @@ def inspect(
     file: Annotated[
         Path | None, typer.Option(help="A map that was saved before, instead of a server's.")
     ] = None,
+    replica: Annotated[
+        str | None, typer.Option(help="Whose memory, where several serve; else of one of them.")
+    ] = None,
     map_: Annotated[
         bool, typer.Option("--map", help="Every row, a letter a chunk; a capital is shared.")
     ] = False,
@@ -44,7 +47,7 @@ def inspect(
             from flexinfer.cli.plot import check_can_plot
 
             check_can_plot(picture, "--picture")
-        report = MemoryReport.from_json(read_map(url, admin_api_key, file))
+        report = MemoryReport.from_json(read_map(url, admin_api_key, file, replica))
         if picture is not None:
             from flexinfer.cli.inspect.picture import draw_map
 
@@ -61,13 +64,17 @@ def inspect(
         console.print(f"picture: {picture}", soft_wrap=True)
 
 
-def read_map(url: str | None, admin_key: str | None, file: Path | None) -> Any:
+def read_map(
+    url: str | None, admin_key: str | None, file: Path | None, replica: str | None = None
+) -> Any:
     """What /admin/memory answered, now or when it was saved. Raises ValueError or OSError."""
     if file is None:
-        from flexinfer.cli.endpoint import DEFAULT_URL, Endpoint
+        from flexinfer.cli.endpoint import DEFAULT_URL, Endpoint, memory_path
 
         with Endpoint(url or DEFAULT_URL, admin_key) as endpoint:
-            return endpoint.get_json("/admin/memory")
+            return endpoint.get_json(memory_path(replica))
+    if replica is not None:
+        raise ValueError("--replica and --file exclude each other")
     if url is not None:
         raise ValueError("--url and --file exclude each other")
     try:

@@ -101,6 +101,9 @@ class MemoryReport:
     engine: dict[str, Any]
     vtensors: tuple[VTensorUse, ...]
     prefixes: tuple[PrefixUse, ...]
+    replica: str = ""
+    """Whose it is, among several; "": a server alone."""
+    replicas: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, body: Any) -> MemoryReport:
@@ -120,6 +123,8 @@ class MemoryReport:
                 engine=dict(body.get("engine", {})),
                 vtensors=_vtensors(body),
                 prefixes=_prefixes(body),
+                replica=str(body.get("replica", "")),
+                replicas=tuple(body.get("replicas", ())),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a memory map of flexinfer serve: {error!r}") from error

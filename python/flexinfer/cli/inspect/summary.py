@@ -26,6 +26,9 @@ def summary_lines(report: MemoryReport, width: int) -> Iterator[str]:
 
 def _numbers(report: MemoryReport) -> Iterator[tuple[str, str]]:
     stats, engine = report.stats, report.engine
+    if report.replica:
+        names = ", ".join(report.replicas)
+        yield "replica", f"{report.replica}, of {names}: --replica NAME shows another"
     used = stats["resident_bytes"] - stats["free_bytes"]
     budget = stats["budget_bytes"]
     filled = round(BAR_CHARS * min(1.0, used / budget)) if budget else 0

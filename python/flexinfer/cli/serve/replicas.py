@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.runtime.json_options import read_mapping
@@ -42,14 +43,21 @@ def replica_options(
         raise ValueError("port 0 cannot be combined with replicas: name one for Serve's proxies")
     if options.log_format != "text":
         raise ValueError("log_format cannot be combined with replicas: Ray writes their logs")
+    adapters = tuple((name, _absolute(folder)) for name, folder in settings.lora_modules)
+    trace_dir = settings.trace_dir and settings.trace_dir.resolve()
     return ReplicaOptions(
-        engine=config,
-        server=dataclasses.replace(settings, tls=None),
+        engine=dataclasses.replace(config, model=_absolute(config.model)),
+        server=dataclasses.replace(settings, tls=None, lora_modules=adapters, trace_dir=trace_dir),
         replicas=1 if options.replicas is None else options.replicas,
         router=options.router,
         autoscaling_config=_mapping(options.autoscaling_config, "--autoscaling-config"),
         ray_actor_options=_mapping(options.ray_actor_options, "--ray-actor-options"),
     )
+
+
+def _absolute(place: Any) -> Any:
+    """Of a folder or file that is here; hub ids stay. Ray's processes start elsewhere."""
+    return str(Path(place).resolve()) if Path(place).exists() else place
 
 
 def _mapping(text: str | None, flag: str) -> Mapping[str, Any] | None:

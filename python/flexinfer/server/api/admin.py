@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Annotated, TypeVar
 
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import Response
 
 from flexinfer.engine.llm_engine import LLMEngine
@@ -37,10 +37,15 @@ IfNoneMatch = Annotated[str | None, Header()]
 
 @router.get("/memory", response_class=Response, responses={304: {"description": "unchanged"}})
 async def memory(
-    state: State, max_rows: MaxRows = DEFAULT_MAX_ROWS, if_none_match: IfNoneMatch = None
+    request: Request,
+    state: State,
+    max_rows: MaxRows = DEFAULT_MAX_ROWS,
+    if_none_match: IfNoneMatch = None,
 ) -> Response:
     """The memory map: every vTensor's chunks, every chunk's sharers, every recorded prefix."""
     rendered = await state.memory_map.render(max_rows)
+    if state.replica is not None:
+        rendered = rendered.among(state.replica, request.scope["state"]["replicas"])
     headers = {"ETag": rendered.etag, "Cache-Control": "no-cache"}
     if if_none_match == rendered.etag:
         return Response(status_code=304, headers=headers)
@@ -128,7 +133,8 @@ async def _start_trace(state: ServerState, name: str) -> TraceAnswer:
     directory = state.settings.trace_dir
     if directory is None:
         raise APIError(403, "start the server with --trace-dir for traces", code="no_trace_dir")
-    path = directory / name
+    # Several replicas may write into one directory.
+    path = directory / (name if state.replica is None else f"{state.replica}-{name}")
 
     def start(engine: LLMEngine) -> None:
         if engine.manager.tracing:

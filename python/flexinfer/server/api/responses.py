@@ -28,7 +28,6 @@ from flexinfer.server.http.streaming import (
     start_stream,
     until_disconnect,
 )
-from flexinfer.server.observability.logs import new_id
 from flexinfer.server.protocol.base import Usage
 from flexinfer.server.protocol.chat import (
     ChatRequest,
@@ -52,6 +51,7 @@ from flexinfer.server.protocol.responses import (
 )
 from flexinfer.server.protocol.sampling import JsonSchemaFormat, ResponseFormat, SamplingFields
 from flexinfer.server.state import ServerState, State, Tenant
+from flexinfer.server.stores.kept_ids import kept_id
 from flexinfer.server.stores.responses import StoredResponse
 
 router = APIRouter(prefix="/v1/responses", tags=["responses"], route_class=JsonRoute)
@@ -199,7 +199,7 @@ def _empty(prepared: ChatCall, body: ResponsesRequest) -> Response:
     choice = body.tool_choice
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
     return Response(
-        id=f"resp_{new_id()}",
+        id=kept_id("resp", prepared.state.replica),
         created_at=float(prepared.created),
         status="in_progress",
         model=prepared.model,

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,12 @@ class Moment:
 class RenderedMap:
     body: bytes
     etag: str
+
+    def among(self, replica: str, replicas: Sequence[str]) -> RenderedMap:
+        """The same, naming whose map it is, and all replicas that there are."""
+        head = json.dumps({"replica": replica, "replicas": replicas})[:-1].encode()
+        tag = hashlib.sha256(head + self.etag.encode()).hexdigest()[:32]
+        return RenderedMap(head + b", " + self.body[1:], f'"{tag}"')
 
 
 class MemoryMap:

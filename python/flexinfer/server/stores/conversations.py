@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.engine.llm_engine import LLMEngine
 from flexinfer.server.http.errors import APIError, bad_request
-from flexinfer.server.observability.logs import new_id
 from flexinfer.server.protocol.chat import Message
 from flexinfer.server.settings import ServerSettings
+from flexinfer.server.stores.kept_ids import kept_id
 from flexinfer.server.stores.shares import equal_share
 
 BYTES_PER_TOKEN = 36
@@ -53,9 +53,11 @@ class ConversationStore:
     Invariant: a conversation's pin ends with it, at `expires_at` or when it is deleted.
     """
 
-    def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings, replica: str | None = None) -> None:
+        """`replica`: None for a server alone."""
         self._llm = llm
         self._settings = settings
+        self._replica = replica
         self._share = equal_share(
             settings.max_conversations, settings.max_stored_bytes, settings.num_tenants
         )
@@ -75,7 +77,7 @@ class ConversationStore:
         ttl_s = self._ttl(ttl_s)
         self._check_share(tenant, messages)
         conversation = Conversation(
-            id=f"conv_{new_id()}",
+            id=kept_id("conv", self._replica),
             tenant=tenant,
             ttl_s=ttl_s,
             created=int(time.time()),
@@ -91,9 +93,10 @@ class ConversationStore:
         self._forget_expired()
         found = self._all.get(conversation_id)
         if found is None or found.tenant != tenant:
+            gone = ", or its replica has gone, and it with it" if self._replica else ""
             raise APIError(
                 404,
-                f"there is no conversation {conversation_id!r}; it may have expired",
+                f"there is no conversation {conversation_id!r}; it may have expired{gone}",
                 param="conversation",
                 code="conversation_not_found",
             )

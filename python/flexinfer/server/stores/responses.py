@@ -41,8 +41,10 @@ class ResponseStore:
     Invariant: no tenant holds more than `share`.
     """
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: Share, replica: str | None = None) -> None:
+        """`replica`: None for a server alone."""
         self._share = share
+        self._replica = replica
         self._shelves: dict[str, _Shelf] = {}
 
     def put(self, stored: StoredResponse) -> None:
@@ -60,9 +62,10 @@ class ResponseStore:
         shelf = self._shelves.get(tenant)
         found = shelf.entries.get(response_id) if shelf else None
         if found is None:
+            gone = ", or its replica has gone, and it with it" if self._replica else ""
             raise APIError(
                 404,
-                f"there is no response {response_id!r}; it may be too old, or was not stored",
+                f"there is no response {response_id!r}; it may be too old, or was not stored{gone}",
                 param=param,
                 code="response_not_found",
             )

@@ -17,6 +17,8 @@ export class ApiError extends Error {
 
 export class Api {
   #etag = null;
+  #replica = null; // whose map the tag is of
+  answeredBy = null; // the replica that has given the last answer, where there are several
 
   key(kind) {
     return sessionStorage.getItem(KEYS[kind]) ?? "";
@@ -32,18 +34,21 @@ export class Api {
     return (await this.#request("v1/models")).json();
   }
 
-  // The map, or null if nothing has changed since the last call.
-  async memory() {
+  // The map, or null if nothing has changed since the last call. Where there are several replicas: of this one.
+  async memory(replica = null) {
+    if (replica !== this.#replica) [this.#replica, this.#etag] = [replica, null];
     const headers = this.#etag ? { "If-None-Match": this.#etag } : {};
     const key = this.key("admin") || this.key("api");
-    const response = await this.#request("admin/memory?max_rows=4096", { headers, key, cache: "no-store" });
+    const path = `admin/memory?max_rows=4096${replica ? `&replica=${encodeURIComponent(replica)}` : ""}`;
+    const response = await this.#request(path, { headers, key, cache: "no-store" });
     if (response.status === 304) return null;
     this.#etag = response.headers.get("ETag");
     return response.json();
   }
 
   async wake() {
-    await this.#request("admin/wake", { method: "POST", key: this.key("admin") || this.key("api") });
+    const path = this.#replica ? `admin/wake?replica=${encodeURIComponent(this.#replica)}` : "admin/wake";
+    await this.#request(path, { method: "POST", key: this.key("admin") || this.key("api") });
   }
 
   // Yields the chunks of a streamed chat completion. `signal` stops it, and the server's work with it.
@@ -54,6 +59,7 @@ export class Api {
       body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
       signal,
     });
+    this.answeredBy = response.headers.get("X-Replica");
     for await (const data of events(response.body)) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);

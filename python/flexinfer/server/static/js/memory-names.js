@@ -9,8 +9,9 @@ export class RowNames {
   #conversations = new Map(); // row key -> conversation id
   #numbers = new Map(); // row key -> number of a row without words
 
-  constructor(store, replies) {
-    Object.assign(this, { store, replies });
+  // `replica`: whose map it is, where there are several: all of them count their chunks from 0.
+  constructor(store, replies, replica) {
+    Object.assign(this, { store, replies, replica });
   }
 
   // Which conversation a row belongs to: by request id while it is live, afterwards by its chunks.
@@ -24,7 +25,7 @@ export class RowNames {
       this.#lastChunks.set(id, unique(row));
     }
     const cached = rows.filter((one) => one.kind === "cached");
-    const finished = this.replies.takeFinishedAlone();
+    const finished = this.replies.takeFinishedAlone(this.replica);
     if (finished !== null && cached.length > 0) {
       const newest = cached.reduce((a, b) => (b.lastUsed > a.lastUsed ? b : a));
       this.#lastChunks.set(finished, unique(newest));

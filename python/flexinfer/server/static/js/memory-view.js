@@ -6,6 +6,7 @@ import { changesOf, chunksOf, rowsOf, sharing } from "./memory-model.js";
 import { RowNames } from "./memory-names.js";
 import { MemoryRows } from "./memory-rows.js";
 import { arrange } from "./memory-tree.js";
+import { ReplicaChoice } from "./replica-choice.js";
 
 const FAST_MS = 200; // while something runs
 const SLOW_MS = 1000;
@@ -27,11 +28,12 @@ export class MemoryView {
   #timer = null;
   #isLooking = false; // one look at a time: an older map must not be drawn over a newer one
   #isAskedAgain = false;
+  #namesOf = new Map(); // replica, or null -> RowNames
 
   // `onState({isOffline, isAsleep})` after each change of either.
   constructor(element, api, store, replies, { openSettings, onState }) {
-    Object.assign(this, { element, api, replies, openSettings, onState });
-    this.names = new RowNames(store, replies);
+    Object.assign(this, { element, api, store, replies, openSettings, onState });
+    this.replica = new ReplicaChoice(api, () => this.refresh());
     this.figures = Object.fromEntries([...FIGURES, ...MORE_FIGURES].map(([name]) => [name, h("dd", {}, "–")]));
     this.bar = h("div", { class: "budget", role: "img", "aria-label": "Memory in use: not known yet" });
     this.barText = h("p", { class: "budget-text" });
@@ -48,7 +50,7 @@ export class MemoryView {
     this.notice = h("p", { class: "notice", hidden: true });
     replaceChildren(
       element,
-      h("header", { class: "bar" }, h("h2", {}, "Memory"), h("span", { class: "activity" })),
+      h("header", { class: "bar" }, h("h2", {}, "Memory"), this.replica.element, h("span", { class: "activity" })),
       this.notice,
       figures(FIGURES), this.bar, this.barText, this.guide.element, this.rowsView.element, this.ticker, this.detail);
     replies.addEventListener("change", () => this.#soon());
@@ -72,7 +74,7 @@ export class MemoryView {
     }
     this.#isLooking = true;
     try {
-      const map = await this.api.memory();
+      const map = await this.#look();
       if (map !== null) {
         this.#show(map);
         this.isAsleep = map.engine.is_sleeping;
@@ -89,21 +91,32 @@ export class MemoryView {
     this.#isLooking = this.#isAskedAgain = false;
   }
 
+  async #look() {
+    const { wanted } = this.replica;
+    try {
+      return await this.api.memory(wanted);
+    } catch (error) {
+      if (wanted === null || error.status !== 404) throw error;
+      this.replica.forget();
+      return this.api.memory();
+    }
+  }
+
   #tell({ isOffline, isAsleep, error }) {
     const state = [isOffline, isAsleep, error?.message].join();
     if (state === this.state) return;
     this.state = state;
     this.notice.hidden = !isAsleep && !error;
-    replaceChildren(this.notice, ...this.#explain(isOffline, isAsleep, error));
+    replaceChildren(this.notice, ...this.#explain(isAsleep, error));
     this.onState({ isOffline, isAsleep });
   }
 
-  #explain(isOffline, isAsleep, error) {
+  #explain(isAsleep, error) {
     const button = (text, onclick) => h("button", { type: "button", class: "quiet", onclick }, text);
     if (isAsleep) {
       return ["The engine sleeps: its physical memory is given back, its addresses are kept. ", button("Wake it", () => this.#wake())];
     }
-    if (isOffline) return [error.message];
+    if (error && !error.needsKey) return [error.message];
     return error ? [`The memory map is not open to this page: ${error.message} `, button("Enter the admin key", () => this.openSettings("admin-key"))] : [];
   }
 
@@ -117,6 +130,11 @@ export class MemoryView {
   }
 
   #show(map) {
+    if (this.replica.show(map)) {
+      this.#last = null; // the difference to another replica's is no news
+      this.#close();
+    }
+    this.names = this.#namesFor(map.replica ?? null);
     const generations = new Map(map.chunks.map(({ id, generation }) => [id, generation]));
     const found = rowsOf(map);
     this.names.learn(found, generations);
@@ -133,6 +151,11 @@ export class MemoryView {
     this.#report(changes);
     this.#last = now;
     if (this.#selected !== null) this.#showDetail();
+  }
+
+  #namesFor(replica) {
+    if (!this.#namesOf.has(replica)) this.#namesOf.set(replica, new RowNames(this.store, this.replies, replica));
+    return this.#namesOf.get(replica);
   }
 
   #showFigures({ stats, engine }) {

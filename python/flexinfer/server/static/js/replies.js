@@ -9,7 +9,7 @@ const HEARTBEAT_MS = 1000; // while none comes
 export class Replies extends EventTarget {
   #running = new Map(); // conversation -> AbortController
   #conversationOf = new Map(); // request id -> conversation
-  #finishedAlone = null;
+  #finishedAlone = null; // {id, replica}
   #tabs = "BroadcastChannel" in window ? new BroadcastChannel("flexinfer") : null;
 
   constructor(api, store) {
@@ -33,10 +33,11 @@ export class Replies extends EventTarget {
   }
 
   // The conversation of the last answer, if it came alone: then the newest prefix in the cache is its own.
-  takeFinishedAlone() {
-    const conversation = this.#finishedAlone;
+  takeFinishedAlone(replica) {
+    if (this.#finishedAlone?.replica !== replica) return null;
+    const { id } = this.#finishedAlone;
     this.#finishedAlone = null;
-    return conversation?.id ?? null;
+    return id;
   }
 
   // The conversation that asked for the request, if it was one of this browser.
@@ -114,7 +115,8 @@ export class Replies extends EventTarget {
       if (reply.state === "failed") reply.error = error.message;
       if (error.needsKey) this.dispatchEvent(new Event("key"));
     } finally {
-      this.#finishedAlone = this.#running.size === 1 && reply.state === "done" ? conversation : null;
+      const isAlone = this.#running.size === 1 && reply.state === "done";
+      this.#finishedAlone = isAlone ? { id: conversation.id, replica: this.api.answeredBy } : null;
       this.#running.delete(conversation);
       conversation.answering = null;
       this.store.changed(conversation);
