@@ -238,7 +238,7 @@ TEST_P(HostAttentionIsas, random_batches_do_not_depend_on_how_many_threads_come)
 
 // The arena ends with the last token of its last slot, and holds nothing else: an address sanitizer
 // sees a read beyond it.
-std::vector<float> bfloat16_output(const Isa& isa, int head_dim, int64_t num_new) {
+std::vector<float> bfloat16_output(const Isa& isa, int head_dim, int64_t num_new, int64_t window) {
   constexpr int64_t kTokens = 300, kGroup = 4;
   const int64_t past = kTokens - num_new;
   std::mt19937 random(11);
@@ -264,7 +264,7 @@ std::vector<float> bfloat16_output(const Isa& isa, int head_dim, int64_t num_new
                            0.2F,
                            0,
                            nullptr};
-  attention.forward(Plan({{0, 0, past, kTokens}}, {}, {kNoWindow, kGroup, 1, 3}), 0, inputs);
+  attention.forward(Plan({{0, 0, past, kTokens}}, {}, {window, kGroup, 1, 3}), 0, inputs);
   std::vector<float> wide;
   for (const uint16_t x : output) wide.push_back(std::bit_cast<float>(uint32_t{x} << 16));
   return wide;
@@ -273,10 +273,12 @@ std::vector<float> bfloat16_output(const Isa& isa, int head_dim, int64_t num_new
 TEST_P(HostAttentionIsas, bfloat16_equals_the_portable_level) {
   for (const int head_dim : {32, 48, 128}) {
     for (const int64_t num_new : {1, 2, 33, 300}) {
-      const auto expected = bfloat16_output(find_isa("portable"), head_dim, num_new);
-      const auto output = bfloat16_output(*GetParam(), head_dim, num_new);
-      for (size_t i = 0; i < output.size(); ++i) {
-        ASSERT_NEAR(output[i], expected[i], 2.5e-2 * (1 + std::abs(expected[i]))) << head_dim;
+      for (const int64_t window : {kNoWindow, int64_t{70}}) {
+        const auto expected = bfloat16_output(find_isa("portable"), head_dim, num_new, window);
+        const auto output = bfloat16_output(*GetParam(), head_dim, num_new, window);
+        for (size_t i = 0; i < output.size(); ++i) {
+          ASSERT_NEAR(output[i], expected[i], 2.5e-2 * (1 + std::abs(expected[i]))) << head_dim;
+        }
       }
     }
   }
