@@ -93,7 +93,7 @@ def write_gguf(folder: Path, target: Path) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    _add_tokenizer(writer, config.vocab_size)
+    add_tokenizer(writer, config.vocab_size)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     with safe_open(folder / "model.safetensors", framework="pt") as file:
@@ -115,7 +115,7 @@ def write_gguf(folder: Path, target: Path) -> None:
     writer.close()
 
 
-def _add_tokenizer(writer: Any, vocab_size: int) -> None:
+def add_tokenizer(writer: Any, vocab_size: int) -> None:
     """Byte-level, with words of no meaning: prompts are token ids."""
     from tokenizers.pre_tokenizers import ByteLevel
 
