@@ -65,6 +65,10 @@ class RequestFactory:
             return BeamSearch(leader, parsed.text, params, tokenizer)
         group = ParallelSampling(leader, parsed.text, tokenizer, self._pace)
         if parsed.output_token_ids:
+            if leader.params.structured_outputs is not None:
+                self._parts.grammars.check(
+                    leader.params.structured_outputs, parsed.output_token_ids
+                )
             group.resume(parsed.output_token_ids)
         return group
 

@@ -165,6 +165,16 @@ class GrammarCompiler:
         """A matcher of its own for one text. Raises RequestError as `compile`."""
         return TokenMatcher(self.compile(params).matcher.deep_copy(), self._vocab_size)
 
+    def check(self, params: StructuredOutputsParams, output_token_ids: Sequence[int]) -> None:
+        """Raises RequestError for output that cannot have been drawn under these params."""
+        tokens = list(output_token_ids)
+        num_fitting = self.compile(params).matcher.deep_copy().validate_tokens(tokens)
+        if num_fitting < len(tokens):
+            raise RequestError(
+                f"output_token_ids[{num_fitting}] is {tokens[num_fitting]}, which {params.kind} "
+                "does not allow there"
+            )
+
     def close(self) -> None:
         """Let the threads end. Nothing more can be prepared: that is a RuntimeError."""
         if self._pool is not None:

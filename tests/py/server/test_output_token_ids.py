@@ -66,6 +66,7 @@ def test_a_chat_goes_on(http: httpx.Client) -> None:
         ({"prompt": ["a", "b"]}, "one prompt"),
         ({"max_tokens": 2}, "after their end"),
         ({"output_token_ids": [2**30]}, "not in"),
+        ({"guided_json": {"type": "object"}}, "output_token_ids[0] is 5, which json does not"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(
