@@ -1,5 +1,5 @@
-"""Tokens a second of a mixture of experts: quantised, in bfloat16, with transformers' own experts in
-bfloat16, and with llama.cpp; one stream and 32 requests at once.
+"""Tokens a second of a mixture of experts: quantised, in bfloat16, in bfloat16 with transformers'
+own experts, and with llama.cpp; one stream and 32 requests at once.
 
 python benchmarks/quantised/mixture.py --json FILE [--llama-bin DIR] [--rounds 2]
 
