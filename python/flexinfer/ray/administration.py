@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, Response
 from flexinfer.ray.calls import Call, Forward, ReplicaLostError
 from flexinfer.ray.replies import Reply, reply_of
 from flexinfer.ray.roll_call import RollCall
-from flexinfer.server.http.errors import APIError, error_body
+from flexinfer.server.http.errors import APIError, bad_request, error_body
 
 LOOK_TIMEOUT_S = 5.0
 """To show something."""
@@ -34,8 +34,7 @@ class Administration:
 
     async def answer(self, call: Call) -> Response:
         """Raises APIError for a replica that does not answer, TimeoutError where Ray does not."""
-        query: dict[str, list[Any]] = parse_qs(call.scope["query_string"].decode("latin-1"))
-        (call.replica, *_) = query.get("replica", [None])
+        call.replica = _named(call.scope["query_string"])
         if call.replica is None and call.scope["method"] not in LOOKS:
             return await self._all(call)
         if call.replica is not None:
@@ -72,6 +71,9 @@ class Administration:
 
     async def _all(self, call: Call) -> Response:
         replies, silent = await self._replicas.ask(CHANGE_TIMEOUT_S, "reply", call)
+        for reply in replies.values():
+            if 300 <= reply.status < 400:  # to another path: all say so
+                return reply.response()
         told: dict[str, Any] = {name: reply.json for name, reply in replies.items()}
         status = max((reply.status for reply in replies.values()), default=200)
         for name in silent:
@@ -80,6 +82,15 @@ class Administration:
             told[name] = error.body
         body = {"object": "replicas", "replicas": told}
         return JSONResponse(body if status < 400 else {**_failure(status, told), **body}, status)
+
+
+def _named(query: bytes) -> str | None:
+    """Raises APIError for several. A name that is empty is one that no replica has: `?replica=$NAME`
+    of a shell that knows no NAME is not to change all."""
+    names = parse_qs(query.decode("latin-1"), keep_blank_values=True).get("replica", [])
+    if len(names) > 1:
+        raise bad_request("replica is given more than once: name one, or none for all", "replica")
+    return names[0] if names else None
 
 
 def _failure(status: int, told: Mapping[str, Any]) -> dict[str, Any]:

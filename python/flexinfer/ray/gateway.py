@@ -100,7 +100,8 @@ class Gateway:
         if not isinstance(fields, dict):
             fields = {}
         salt = fields.get("cache_salt")
-        salt = tenant_salt(scope["state"]["tenant"], salt if isinstance(salt, str) else None)
+        tenant = scope.get("state", {}).get("tenant", "")  # none of OPTIONS, which needs no key
+        salt = tenant_salt(tenant, salt if isinstance(salt, str) else None)
         model = fields.get("model")
         if isinstance(model, str) and model in self._adapters:
             salt = f"lora/{model}/{salt}"  # its KV is another

@@ -76,6 +76,26 @@ async def test_an_unknown_replica_is_named_and_nothing_is_changed(
     assert not [llm for llm in llms.values() if await llm.is_sleeping()]
 
 
+@pytest.mark.parametrize("query", ["replica=", "replica", "replica=a&replica=b"])
+async def test_a_query_that_names_not_one_replica_changes_none(
+    query: str, llms: dict[str, AsyncLLM]
+) -> None:
+    """`?replica=$NAME` of a shell where NAME is not set must not put all of them to sleep."""
+    async with cluster(llms, admin_api_key="k").client(headers=KEY) as client:
+        answer = await client.post(f"/admin/sleep?{query}")
+        assert answer.status_code in (400, 404), answer.text
+        assert answer.json()["error"]["param"] == "replica"
+    assert not [llm for llm in llms.values() if await llm.is_sleeping()]
+
+
+async def test_an_answer_without_a_body_is_passed_on(llms: dict[str, AsyncLLM]) -> None:
+    """A redirect, to the path without the slash at its end."""
+    async with cluster(llms, admin_api_key="k").client(headers=KEY) as client:
+        answer = await client.post("/admin/wake/")
+        assert answer.status_code == 307
+        assert httpx.URL(answer.headers["location"]).path == "/admin/wake"
+
+
 async def test_the_one_that_is_named_changes_alone(llms: dict[str, AsyncLLM]) -> None:
     async with cluster(llms, admin_api_key="k").client(headers=KEY) as client:
         to_a = {"replica": "a"}

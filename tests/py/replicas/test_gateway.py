@@ -63,6 +63,18 @@ def shown(answer: httpx.Response) -> list[Any]:
     return [event["choices"] for event in events_of(answer)]
 
 
+async def test_a_method_that_needs_no_key_is_answered_as_by_a_server_alone(llm: AsyncLLM) -> None:
+    given = {"api_keys": ("one",), "admin_api_key": "two"}
+    transport = httpx.ASGITransport(create_app(llm, settings(**given)))
+    async with (
+        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as alone,
+        Cluster(llm, **given).client() as client,
+    ):
+        for path in "/v1/chat/completions", "/admin/wake":
+            expected, answer = await alone.options(path), await client.options(path)
+            assert (answer.status_code, answer.json()) == (expected.status_code, expected.json())
+
+
 @pytest.mark.parametrize("body", [CHAT, STREAM], ids=["whole", "stream"])
 async def test_the_answer_is_that_of_a_server_alone(body: Any, llm: AsyncLLM) -> None:
     replicas = Cluster(llm)
