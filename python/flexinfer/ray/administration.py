@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response
 
 from flexinfer.ray.calls import Call, Forward, ReplicaLostError
 from flexinfer.ray.replies import Reply, reply_of
-from flexinfer.ray.roll_call import RollCall
+from flexinfer.ray.roll_call import Heard, RollCall
 from flexinfer.server.http.errors import APIError, bad_request, error_body
 
 LOOK_TIMEOUT_S = 5.0
@@ -70,14 +70,15 @@ class Administration:
         raise APIError(503, "no replica has shown it: try again", code="replica_silent")
 
     async def _all(self, call: Call) -> Response:
-        replies, silent = await self._replicas.ask(CHANGE_TIMEOUT_S, "reply", call)
+        heard: Heard[Reply] = await self._replicas.ask(CHANGE_TIMEOUT_S, "reply", call)
+        replies, silent = heard
         for reply in replies.values():
             if 300 <= reply.status < 400:  # to another path: all say so
                 return reply.response()
         told: dict[str, Any] = {name: reply.json for name, reply in replies.items()}
         status = max((reply.status for reply in replies.values()), default=200)
         for name in silent:
-            error = _silent(name, CHANGE_TIMEOUT_S, is_look=False)
+            error = _silent(f"{name} has died, or", CHANGE_TIMEOUT_S, is_look=False)
             status = error.status_code
             told[name] = error.body
         body = {"object": "replicas", "replicas": told}
@@ -85,8 +86,8 @@ class Administration:
 
 
 def _named(query: bytes) -> str | None:
-    """Raises APIError for several. A name that is empty is one that no replica has: `?replica=$NAME`
-    of a shell that knows no NAME is not to change all."""
+    """Raises APIError for several. An empty name is one that no replica has: `?replica=$NAME` of a
+    shell that knows no NAME is not to change all."""
     names = parse_qs(query.decode("latin-1"), keep_blank_values=True).get("replica", [])
     if len(names) > 1:
         raise bad_request("replica is given more than once: name one, or none for all", "replica")

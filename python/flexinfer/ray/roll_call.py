@@ -34,7 +34,7 @@ class RollCall:
         finally:
             for answer in answers:
                 answer.cancel()
-        heard = dict(answer.result() for answer in done if answer.exception() is None)
+        heard = dict(one.result() for one in answers if one in done and one.exception() is None)
         silent = self._silent(heard, len(answers) - len(heard))
         self._names = dict.fromkeys((*silent, *heard))
         return Heard(heard, silent)

@@ -159,6 +159,7 @@ async def test_one_that_hangs_harms_no_other(
         answer = await client.post("/admin/reset_prefix_cache")
         assert error_of(answer) == (503, "replica_silent")
         told = answer.json()["replicas"]
+        assert "a has died, or has not answered" in told["a"]["error"]["message"]
         assert "it may still do" in told["a"]["error"]["message"]
         assert "forgotten_tokens" in told["b"]
         replicas.hanging = {"a", "b"}

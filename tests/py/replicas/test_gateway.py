@@ -63,6 +63,29 @@ def shown(answer: httpx.Response) -> list[Any]:
     return [event["choices"] for event in events_of(answer)]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("depth", [100, 190, 500, 5000])
+async def test_lists_in_lists_are_refused_as_by_a_server_alone(
+    depth: int, path: str, llm: AsyncLLM
+) -> None:
+    """Python reads deeper ones than it walks through."""
+    fields = {"model": MODEL, "stream": True, "messages": "DEEP", "prompt": "DEEP"}
+    body = json.dumps(fields).replace('"DEEP"', "[" * depth + "1" + "]" * depth)
+    headers = {"Content-Type": "application/json"}
+    transport = httpx.ASGITransport(create_app(llm, settings()))
+    async with (
+        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as alone,
+        Cluster(llm).client() as client,
+    ):
+        expected = await alone.post(path, content=body, headers=headers)
+        answer = await client.post(path, content=body, headers=headers)
+    assert expected.status_code == 400
+    assert (answer.status_code, answer.json()["error"]["code"]) == (
+        400,
+        expected.json()["error"]["code"],
+    )
+
+
 async def test_a_method_that_needs_no_key_is_answered_as_by_a_server_alone(llm: AsyncLLM) -> None:
     given = {"api_keys": ("one",), "admin_api_key": "two"}
     transport = httpx.ASGITransport(create_app(llm, settings(**given)))

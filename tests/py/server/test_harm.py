@@ -17,9 +17,12 @@ import psutil
 import pytest
 
 from flexinfer.async_llm import AsyncLLM
+from flexinfer.server.http.errors import APIError
 from flexinfer.server.http.limits import Limits
 from flexinfer.server.parsing.pieces import read_whole
 from flexinfer.server.parsing.tool_formats import tool_format
+from flexinfer.server.stores.responses import ResponseStore
+from flexinfer.server.stores.shares import Share
 from helpers.serving import MODEL, ServerProcess, serving, settings
 from helpers.waiting import until
 
@@ -186,6 +189,21 @@ def test_metadata_is_as_small_as_openai_allows(
 
 
 # Shares.
+
+
+def test_a_turn_that_is_refused_leaves_its_conversation_free(http: httpx.Client) -> None:
+    kept = http.post("/v1/conversations", json={}).json()["id"]
+    turn = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    refused = {**turn, "conversation": {"id": kept, "ttl": 1e9}}
+    assert http.post("/v1/chat/completions", json=refused).status_code == 400
+    answer = http.post("/v1/chat/completions", json={**turn, "conversation": kept})
+    assert answer.status_code == 200, answer.text
+
+
+def test_who_has_stored_nothing_deletes_nothing() -> None:
+    with pytest.raises(APIError, match="there is no response 'resp_0'") as refused:
+        ResponseStore(Share(1, 1)).delete("a", "resp_0")
+    assert refused.value.status_code == 404
 
 
 def test_one_key_cannot_take_the_conversations_of_another(llm: AsyncLLM) -> None:

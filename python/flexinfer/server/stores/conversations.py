@@ -103,16 +103,16 @@ class ConversationStore:
         return found
 
     def begin_turn(self, tenant: str, conversation_id: str, ttl_s: float | None) -> Conversation:
-        """Mark it busy; `end_turn` must follow. Raises APIError 409 if it is already."""
+        """Mark it busy; `end_turn` must follow. Raises APIError, 409 if it is already."""
         found = self.get(tenant, conversation_id)
         if found.is_busy:
             raise APIError(
                 409, f"conversation {found.id} has a turn in progress", code="conversation_busy"
             )
         self._check_share(tenant, (), num_new=0)
-        found.is_busy = True
         if ttl_s is not None:
             found.ttl_s = self._ttl(ttl_s)
+        found.is_busy = True
         return found
 
     def end_turn(self, conversation: Conversation) -> None:

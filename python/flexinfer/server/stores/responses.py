@@ -72,4 +72,6 @@ class ResponseStore:
         return found
 
     def delete(self, tenant: str, response_id: str) -> None:
-        self._shelves[tenant].pop(self.get(tenant, response_id).response.id)
+        """Raises APIError 404 as `get`."""
+        found = self.get(tenant, response_id)
+        self._shelves[tenant].pop(found.response.id)
