@@ -60,6 +60,11 @@ def test_the_command_refuses_too(arguments: list[str], said: str) -> None:
     assert said in refusal(*arguments)
 
 
+def test_an_adapter_that_is_not_there_is_told_before_a_cluster_starts() -> None:
+    said = refusal("--replicas", "2", "--enable-lora", "--lora-modules", "other=/nowhere/adapter")
+    assert "there is no such folder" in said
+
+
 def test_a_port_in_use_is_told_before_a_cluster_starts() -> None:
     pytest.importorskip("ray", reason="replicas need Ray: make test-replicas installs it")
     with socket.create_server(("127.0.0.1", 0)) as taken:
