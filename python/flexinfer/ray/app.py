@@ -11,11 +11,13 @@ from starlette.types import ASGIApp, Message
 from flexinfer.ray.calls import Call, ReplicaLostError
 from flexinfer.ray.gateway import Gateway
 from flexinfer.ray.options import NEED_RAY, ROUTERS, ReplicaOptions
+from flexinfer.server.http.errors import APIError
 from flexinfer.server.settings import ServerSettings
 
 try:
     from ray import serve
     from ray.exceptions import RayActorError
+    from ray.serve.exceptions import DeploymentUnavailableError
 
     from flexinfer.ray.named_replicas import with_names
     from flexinfer.ray.replica_process import ReplicaProcess
@@ -25,6 +27,7 @@ except ImportError as error:
 GATEWAY_REQUESTS = 100_000
 """Replicas have bounds of their own; Serve's default is 5."""
 HEALTH_PERIOD_S = 2.0
+RETRY = {"Retry-After": "1"}
 
 
 class GatewayDeployment:
@@ -51,9 +54,13 @@ class GatewayDeployment:
             messages.cancel()
 
     async def _ask_all(self, method: str, *arguments: Any) -> Sequence[Awaitable[tuple[str, Any]]]:
-        asked = self._replicas.broadcast(method, *arguments)
-        # `results_async` gives all answers or, where one hangs, none: until Serve gives each.
-        answers = await asked._fetch_replica_results_async()
+        try:
+            asked = self._replicas.broadcast(method, *arguments)
+            # `results_async` gives all answers or, where one hangs, none: until Serve gives each.
+            answers = await asked._fetch_replica_results_async()
+        except DeploymentUnavailableError:
+            reason = "no replica is there to be asked: Ray starts others; try again"
+            raise APIError(503, reason, code="no_replica", headers=RETRY) from None
         return [answer.get_async() for answer in answers]
 
 
