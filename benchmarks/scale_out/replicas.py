@@ -137,7 +137,9 @@ class Run:
             while True:
                 await asyncio.sleep(every_s)
                 page = (await client.get(f"{self.url}/metrics")).text
-                pids = set(re.findall(r'flexinfer:engine_up{.*replica="[^"]*:(\d+)"', page))
+                pids = set(re.findall(r'flexinfer:replica_process{.*pid="(\d+)"', page))
+                if not pids:
+                    raise RuntimeError("/metrics names no process of a replica: nobody to kill")
                 if len(pids) > 1:  # one that is left has all to do
                     os.kill(int(rng.choice(sorted(pids))), signal.SIGKILL)
                     self.killed_s.append(time.perf_counter() - self.start)
