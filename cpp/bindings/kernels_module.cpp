@@ -214,11 +214,11 @@ void bind_linear(nb::module_& m) {
           [](const Linear& self, size_t dtype) { return self.panel_columns(dtype_of(dtype)); },
           "dtype"_a, "Outputs that stand side by side in a packed weight.")
       .def(
-          "has_many_rows",
+          "has_gates",
           [](const Linear& self, size_t dtype, int64_t depth) {
-            return self.has_many_rows(dtype_of(dtype), depth);
+            return self.has_gates(dtype_of(dtype), depth);
           },
-          "dtype"_a, "depth"_a, "Whether a prefill's many rows of such a layer are fast.")
+          "dtype"_a, "depth"_a, "Whether gates of many rows are computed with their product.")
       .def(
           "forward",
           [](const Linear& self, size_t dtype, uintptr_t x, int64_t x_stride, uintptr_t panels,

@@ -81,7 +81,7 @@ class Linear:
     def panel_columns(self, dtype: int) -> int:
         """Outputs that stand side by side in a packed weight."""
 
-    def has_many_rows(self, dtype: int, depth: int) -> bool:
+    def has_gates(self, dtype: int, depth: int) -> bool:
         """Whether a prefill's many rows of such a layer are fast."""
 
     def forward(self, dtype: int, x: int, x_stride: int, panels: int, bias: int, residual: int, residual_stride: int, output: int, num_rows: int, depth: int, columns: int, gates: bool, num_threads: int) -> None:

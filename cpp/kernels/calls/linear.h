@@ -12,9 +12,9 @@ namespace vtensor::kernels {
 // A packed bfloat16 weight holds pairs of inputs, and AMX sums over this many at once.
 inline constexpr int kPanelDepth = 32;
 
-// output = x weight^T + bias + residual. Weight [columns, depth] is packed in panels, as oneDNN
-// packs it: float32 [panels, depth, 64], bfloat16 [panels, depth / 2, 32 or 64, 2]
-// (Isa::panel_columns); the last panel is filled up with zeros. Rows are dense.
+// output = x weight^T + bias + residual. Weight [columns, depth] is packed in panels: float32
+// [panels, depth, 64], bfloat16 [panels, depth / 2, 32 or 64, 2] (Isa::panel_columns); the last
+// panel is filled up with zeros. Rows are dense.
 struct LinearCall {
   const void* x = nullptr;         // [rows, depth]
   const void* panels = nullptr;    // aligned to 64 bytes
@@ -40,6 +40,10 @@ inline constexpr int64_t kSplitRows = 256;
 inline constexpr int64_t kSplitDepth = 512;
 // Floats of scratch, aligned to 64 bytes: three bfloat16 numbers for each of float32.
 inline constexpr int64_t kSplitFloats = (kSplitRows + 2 * 64) * kSplitDepth * 3 / 2;
+
+// The same where nothing is split: rows of a block, and floats of scratch (simd/many_linear.h).
+inline constexpr int64_t kManyRows = 256;
+inline constexpr int64_t kManyFloats = 64 * (256 + kManyRows) + 6 * 256;
 
 // Rows [row_begin, row_end) and panels [begin, end) of a linear layer, on one thread.
 struct LinearBlock {

@@ -35,9 +35,10 @@ struct Isa {
   void (*linear[kNumDTypes])(const LinearCall&, int64_t num_rows, int64_t begin, int64_t end);
   // Up to so many rows `linear` is faster than `linear_many`.
   int64_t max_few_rows[kNumDTypes];
-  // With a depth that is a multiple of kPanelDepth: on AMX, for at least kMinManyRows rows, and by
-  // pairs in bfloat16. `scratch`: kSplitFloats in float32, none in bfloat16. Gates: in bfloat16.
+  // With a depth that is a multiple of kPanelDepth; on AMX for at least kMinManyRows rows, and in
+  // float32 without gates. `scratch`: many_floats, aligned to 64 bytes.
   void (*linear_many[kNumDTypes])(const LinearCall&, const LinearBlock&, float* scratch);
+  int64_t many_floats[kNumDTypes];
   // The maxima of a row's blocks (kSampleBlock), and its values as float32 if they are not; false
   // for a NaN.
   bool (*read_row[kNumDTypes])(const void* row, int64_t num_values, float* values,

@@ -9,6 +9,7 @@
 #endif
 #include "kernels/simd/attend.h"
 #include "kernels/simd/linear.h"
+#include "kernels/simd/many_linear.h"
 #include "kernels/simd/pair_many_linear.h"
 #include "kernels/simd/rows.h"
 #include "kernels/simd/sampling.h"
@@ -34,12 +35,15 @@ constexpr Isa make_isa(const char* name) {
 #if defined(__AMX_BF16__)
           {64, 48, 0},
           {amx_split_linear, amx_many_linear, nullptr},
+          {kSplitFloats, 0, 0},
 #elif defined(VTENSOR_HAS_PAIRS)
-          {0, 15, 0},
-          {nullptr, pair_many_linear, nullptr},
+          {kLinearRows, 15, 0},
+          {many_linear<float>, pair_many_linear, nullptr},
+          {kManyFloats, 0, 0},
 #else
-          {},
-          {},
+          {kLinearRows, kLanes == 16 ? kLinearRows : kLinearRows / 2, 0},
+          {many_linear<float>, many_linear<BFloat16>, nullptr},
+          {kManyFloats, kManyFloats, 0},
 #endif
           {read_row<float>, read_row<BFloat16>, read_row<Float16>},
           weigh};

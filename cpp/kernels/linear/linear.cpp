@@ -86,6 +86,11 @@ bool Linear::has_many_rows(DType dtype, int64_t depth) const {
   return isa_->linear_many[static_cast<size_t>(dtype)] != nullptr && depth % kPanelDepth == 0;
 }
 
+bool Linear::has_gates(DType dtype, int64_t depth) const {
+  const bool splits = isa_->many_floats[static_cast<size_t>(dtype)] == kSplitFloats;
+  return has_many_rows(dtype, depth) && !splits;
+}
+
 // Threads draw blocks of rows, cut by panels where there are more of these than rows.
 void Linear::forward_many(DType dtype, const LinearCall& call, int64_t num_rows,
                           int num_threads) const {
@@ -97,13 +102,13 @@ void Linear::forward_many(DType dtype, const LinearCall& call, int64_t num_rows,
   const bool by_rows = num_rows >= call.columns;
   const int64_t blocks = parts_of(num_rows, kBlockRows);
   const int64_t row_parts = by_rows ? std::min(parts_of(blocks, threads) * threads, steps) : blocks;
-  // In float32 each part splits its block's rows anew.
-  const int64_t per_thread = dtype == DType::kFloat32 ? 1 : kPartsPerThread;
+  const int64_t scratch_floats = isa_->many_floats[static_cast<size_t>(dtype)];
+  // Each part splits its block's rows anew, where they are split.
+  const int64_t per_thread = scratch_floats == kSplitFloats ? 1 : kPartsPerThread;
   const int64_t wanted = std::max(threads, parts_of(per_thread * threads, row_parts));
   const int64_t panel_parts = by_rows ? 1 : std::min(wanted, num_panels);
   const int64_t parts = row_parts * panel_parts;
   const int64_t workers = std::min(threads, parts);
-  const int64_t scratch_floats = dtype == DType::kFloat32 ? kSplitFloats : 0;
   const auto free_scratch = [](float* p) { ::operator delete[](p, std::align_val_t{64}); };
   const std::unique_ptr<float[], decltype(free_scratch)> scratch(
       new (std::align_val_t{64}) float[static_cast<size_t>(workers * scratch_floats)],

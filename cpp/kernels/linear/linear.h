@@ -1,5 +1,5 @@
-// Linear: linear layers with packed weights on the CPU, for the few rows of a decode step and,
-// where AMX or products of bfloat16 pairs are, the many of a prefill.
+// Linear: linear layers with packed weights on the CPU, for the few rows of a decode step and the
+// many of a prefill.
 //
 // A decode step reads each weight once for a few rows: the packed weight is one stream of memory,
 // and all rows are multiplied with a panel of it while it is in the cache. Needs no torch:
@@ -25,7 +25,7 @@ class Linear {
   const Parallel& parallel() const { return parallel_; }
 
   // REQUIRES: dtype float32 or bfloat16; sizes as LinearCall says; num_threads >= 1; the output
-  // overlaps no input; for gates bfloat16, an Isa that has_many_rows, and kMinManyRows of them.
+  // overlaps no input; for gates has_gates and kMinManyRows.
   // Throws std::bad_alloc where many rows want scratch memory.
   void forward(DType dtype, const LinearCall& call, int64_t num_rows, int num_threads) const;
 
@@ -37,8 +37,9 @@ class Linear {
   // Outputs of a panel; 0 for float16.
   int panel_columns(DType dtype) const;
 
-  // Whether the Isa has a kernel for a prefill's many rows of such a layer.
+  // Whether the Isa has a kernel for a prefill's many rows of such a layer, and one for gates.
   bool has_many_rows(DType dtype, int64_t depth) const;
+  bool has_gates(DType dtype, int64_t depth) const;
 
  private:
   void forward_many(DType dtype, const LinearCall& call, int64_t num_rows, int num_threads) const;

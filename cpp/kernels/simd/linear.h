@@ -20,20 +20,23 @@ constexpr int64_t kSumDepth = 256;
 // How far ahead of the products memory is asked for.
 constexpr int64_t kStreamBytes = 2048;
 
-// Outputs of a panel: as oneDNN packs a weight where the same instructions are.
-#if defined(VTENSOR_HAS_PAIRS)
-constexpr int kPairColumns = 64;
-#else
+// Outputs of a panel: two tiles on AMX.
+#if defined(__AMX_BF16__)
 constexpr int kPairColumns = 32;
+#else
+constexpr int kPairColumns = 64;
 #endif
 template <class T>
 constexpr int64_t kPanelColumns = sizeof(T) == 4 ? 64 : kPairColumns;
 // Bytes of a panel for each step of its depth, a pair of inputs in bfloat16.
 template <class T>
 constexpr int64_t kStepBytes = kPanelColumns<T> * 4;
-// With AVX-512 6 x 4 of 32 registers accumulate, 6 x 2 of 16 before and where pairs are widened.
+// Vectors of a tile of 6 rows: with AVX-512 6 x 4 of 32 registers accumulate, 6 x 2 of 16 before
+// and where pairs are widened.
 template <class T>
-constexpr int kLinearVecs = kLanes == 16 && kPanelColumns<T> == 64 ? 4 : 2;
+constexpr int kLinearVecs = kLanes == 16 && (sizeof(T) == 4 || kHasPairs) ? 4 : 2;
+// Of fewer rows, a tile is wider: a sum waits for the one before it, so many are to be under way.
+constexpr int kMaxVecs = 64 / kLanes < 8 ? 64 / kLanes : 8;
 
 VTENSOR_INLINE Vec widen_low(UVec pairs) { return from_bits(pairs << 16); }
 VTENSOR_INLINE Vec widen_high(UVec pairs) { return from_bits(pairs & 0xffff0000); }
@@ -62,13 +65,13 @@ VTENSOR_INLINE void multiply(const float* x, int64_t x_stride, const float* pane
   const RowPointers<float, M> rows(x, x_stride);
   for (int64_t k = 0; k < depth; ++k, panel += kPanelColumns<float>) {
     Vec weight[N];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int n = 0; n < N; ++n) weight[n] = load(panel + n * kLanes);
     ahead.step();
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
       const float value = rows.at(m, k * 4);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int n = 0; n < N; ++n) acc[m][n] += value * weight[n];
     }
   }
@@ -86,16 +89,17 @@ VTENSOR_INLINE void multiply(const BFloat16* x, int64_t x_stride, const BFloat16
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
       const uint32_t x_pair = rows.template at<uint32_t>(m, k * 2);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int n = 0; n < N; ++n) acc[m][n] = add_products(acc[m][n], x_pair, pairs[n]);
     }
 #else
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
       const float even = widen(rows.at(m, k * 2)), odd = widen(rows.at(m, k * 2 + 2));
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int n = 0; n < N; ++n) {
-        acc[m][n] += even * widen_low(pairs[n]) + odd * widen_high(pairs[n]);
+        acc[m][n] += even * widen_low(pairs[n]);
+        acc[m][n] += odd * widen_high(pairs[n]);
       }
     }
 #endif
@@ -139,45 +143,46 @@ VTENSOR_INLINE void multiply_blocks(const LinearCall& call, const T* x, const T*
                rest < kSumDepth ? rest : kSumDepth, ahead, block);
 #pragma GCC unroll 12
       for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) sums[m][n] += block[m][n];
       }
     }
   }
 }
 
-// Rows [row, row + M) times the outputs from `column` on that fit in the registers.
-template <class T, int M>
+// Rows [row, row + M) times the outputs from `column` on that fit in N registers a row.
+template <class T, int M, int N>
 void linear_tile(const LinearCall& call, int64_t row, int64_t column, const T* panel,
                  Prefetch ahead) {
-  Vec acc[M][kLinearVecs<T>] = {};
+  Vec acc[M][N] = {};
   multiply_blocks(call, static_cast<const T*>(call.x) + row * call.x_stride, panel, ahead, acc);
 #pragma GCC unroll 12
   for (int m = 0; m < M; ++m) {
-    for (int n = 0; n < kLinearVecs<T>; ++n) {
+    for (int n = 0; n < N; ++n) {
       const int64_t at = column + n * kLanes;
       if (at < call.columns) finish<T>(call, row + m, at, acc[m][n]);
     }
   }
 }
 
-template <class T, int M = kLinearRows>
+template <class T, int N, int M>
 VTENSOR_INLINE void linear_rows(const LinearCall& call, int64_t row, int64_t num_rows,
                                 int64_t column, const T* panel, Prefetch ahead) {
   if (num_rows == M) {
-    linear_tile<T, M>(call, row, column, panel, ahead);
+    linear_tile<T, M, N>(call, row, column, panel, ahead);
   } else if constexpr (M > 1) {
-    linear_rows<T, M - 1>(call, row, num_rows, column, panel, ahead);
+    linear_rows<T, N, M - 1>(call, row, num_rows, column, panel, ahead);
   }
 }
 
-// Tiles of equal height, as few as there can be. One tile reads the panel as it comes from memory;
-// of several, each asks for its share of the next panel, and finds its own in the cache.
-template <class T>
-void linear(const LinearCall& call, int64_t num_rows, int64_t begin, int64_t end) {
+// Tiles of equal height, as few as there can be of up to M rows. One tile reads the panel as it
+// comes from memory; of several, each asks for its share of the next panel, and finds its own in
+// the cache.
+template <class T, int N, int M>
+void linear_tiles(const LinearCall& call, int64_t num_rows, int64_t begin, int64_t end) {
   constexpr int64_t kPair = sizeof(T) == 4 ? 1 : 2;
-  constexpr int64_t kColumns = kLinearVecs<T> * kLanes;
-  const int64_t tiles = (num_rows + kLinearRows - 1) / kLinearRows;
+  constexpr int64_t kColumns = N * kLanes;
+  const int64_t tiles = (num_rows + M - 1) / M;
   const int64_t steps = call.depth / kPair, panel_bytes = steps * kStepBytes<T>;
   for (int64_t panel = begin; panel < end; ++panel) {
     const T* weight = static_cast<const T*>(call.panels) + panel * kPanelColumns<T> * call.depth;
@@ -188,11 +193,23 @@ void linear(const LinearCall& call, int64_t num_rows, int64_t begin, int64_t end
         Prefetch ahead = {here + panel_bytes + tile * steps * share, share};
         if (tiles == 1 || (panel == begin && tile == 0)) ahead = {here + kStreamBytes, share};
         const int64_t first = num_rows * tile / tiles, last = num_rows * (tile + 1) / tiles;
-        linear_rows<T>(call, first, last - first, panel * kPanelColumns<T> + n, weight + n * kPair,
-                       ahead);
+        linear_rows<T, N, M>(call, first, last - first, panel * kPanelColumns<T> + n,
+                             weight + n * kPair, ahead);
       }
     }
   }
+}
+
+template <class T>
+void linear(const LinearCall& call, int64_t num_rows, int64_t begin, int64_t end) {
+  constexpr int kVecs = kLinearVecs<T>;
+  if constexpr (kVecs == 2) {
+    if (num_rows == 1) return linear_tiles<T, kMaxVecs, 1>(call, num_rows, begin, end);
+    if (num_rows <= kLinearRows / 2) {
+      return linear_tiles<T, 2 * kVecs, kLinearRows / 2>(call, num_rows, begin, end);
+    }
+  }
+  linear_tiles<T, kVecs, kLinearRows>(call, num_rows, begin, end);
 }
 
 }  // namespace

@@ -8,36 +8,16 @@
 // bits among whatever rows it stands, here and in linear.h.
 #pragma once
 
-#include "kernels/simd/linear.h"
+#include "kernels/simd/many_linear.h"
 
 namespace vtensor::kernels {
 namespace {
 
 #if defined(VTENSOR_HAS_PAIRS)
 
-// A tile's outputs: two vectors from each of two places, which are neighbours in one panel or, with
-// gates, in one of the gates' and one of the factors'.
-struct PairOutputs {
-  const BFloat16* left = nullptr;  // pairs, the next two inputs 2 * kPairColumns on
-  const BFloat16* right = nullptr;
-  int64_t column = 0;  // of the call's output
-};
-
-inline PairOutputs pair_outputs(const LinearCall& call, int64_t unit) {
-  constexpr int64_t kHalf = kPairColumns / 2;
-  const BFloat16* panels = static_cast<const BFloat16*>(call.panels);
-  const int64_t panel_size = call.depth * kPairColumns;
-  if (!call.gates) {
-    const BFloat16* panel = panels + unit * panel_size;
-    return {panel, panel + 2 * kHalf, unit * kPairColumns};
-  }
-  const BFloat16* gates = panels + unit / 2 * panel_size + unit % 2 * 2 * kHalf;
-  return {gates, gates + call.columns / 2 / kPairColumns * panel_size, unit * kHalf};
-}
-
 // Rows [row, row + M) times the outputs.
 template <bool kGates, int M>
-void pair_tile(const LinearCall& call, int64_t row, const PairOutputs& outputs) {
+void pair_tile(const LinearCall& call, int64_t row, const TileOutputs<BFloat16>& outputs) {
   Vec sums[M][4] = {};
   const RowPointers<BFloat16, M> rows(static_cast<const BFloat16*>(call.x) + row * call.x_stride,
                                       call.x_stride);
@@ -46,8 +26,8 @@ void pair_tile(const LinearCall& call, int64_t row, const PairOutputs& outputs) 
   for (int64_t k = 0; k < call.depth; k += 2) {
     const UVec pairs[4] = {load_pairs(left), load_pairs(left + kPairLanes), load_pairs(right),
                            load_pairs(right + kPairLanes)};
-    left += 2 * kPairColumns;
-    right += 2 * kPairColumns;
+    left += 2 * kManyColumns;
+    right += 2 * kManyColumns;
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
       const uint32_t x_pair = rows.template at<uint32_t>(m, k * 2);
@@ -71,7 +51,7 @@ void pair_tile(const LinearCall& call, int64_t row, const PairOutputs& outputs) 
 
 template <bool kGates, int M = kLinearRows>
 VTENSOR_INLINE void pair_rows(const LinearCall& call, int64_t row, int64_t num_rows,
-                              const PairOutputs& outputs) {
+                              const TileOutputs<BFloat16>& outputs) {
   if (num_rows >= M) {
     pair_tile<kGates, M>(call, row, outputs);
   } else if constexpr (M > 1) {
@@ -82,7 +62,7 @@ VTENSOR_INLINE void pair_rows(const LinearCall& call, int64_t row, int64_t num_r
 template <bool kGates>
 void pair_block(const LinearCall& call, const LinearBlock& block) {
   for (int64_t unit = block.begin; unit < block.end; ++unit) {
-    const PairOutputs outputs = pair_outputs(call, unit);
+    const TileOutputs<BFloat16> outputs = tile_outputs<BFloat16>(call, unit);
     for (int64_t row = block.row_begin; row < block.row_end; row += kLinearRows) {
       pair_rows<kGates>(call, row, block.row_end - row, outputs);
     }

@@ -12,6 +12,7 @@ namespace {
 // Not where AMX is: Intel's CPUs multiply pairs no faster than float32, and tiles are faster.
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__) && VTENSOR_LANES == 16
 #define VTENSOR_HAS_PAIRS 1
+constexpr bool kHasPairs = true;
 
 // Numbers of kLanes pairs.
 constexpr int kPairLanes = 2 * kLanes;
@@ -69,6 +70,8 @@ VTENSOR_INLINE UVec round_to_pairs(Vec even, Vec odd) {
   return reinterpret_cast<UVec>(_mm512_maskz_permutexvar_epi16(
       0xffffffff, _mm512_load_si512(kIndex.of), reinterpret_cast<__m512i>(both)));
 }
+#else
+constexpr bool kHasPairs = false;
 #endif
 
 }  // namespace

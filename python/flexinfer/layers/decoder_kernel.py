@@ -22,7 +22,7 @@ from flexinfer.layers.norm import RMSNorm
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.runtime.kernels import DTYPES
 
-MAX_ROWS = min(host_linear.MAX_ROWS.values())
+MAX_ROWS = host_linear.MAX_FEW_ROWS
 """With more, layers have other ways, and the time between calls is little beside them."""
 NO_NORM = (0, 0.0)
 

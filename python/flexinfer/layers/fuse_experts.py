@@ -101,8 +101,7 @@ def is_for_kernel(module: Any, scheme: Scheme | None) -> bool:
     weights = [
         torch.empty(p.shape[1:], dtype=p.dtype) for p in (module.gate_up_proj, module.down_proj)
     ]
-    dtype, isa = weights[0].dtype, host_linear.kernel().isa
-    return all(map(host_linear.can_run, weights)) and isa in host_linear.ISAS[dtype]
+    return all(map(host_linear.supports, weights))
 
 
 def lay_out(module: Any, scheme: Scheme | None) -> Experts:

@@ -37,7 +37,7 @@ class WeightFormat(Enum):
     ONEDNN = "onednn"
     """oneDNN's own blocks; `OneDnnLinear`."""
     HOST = "host"
-    """oneDNN's blocks that are panels, which our own kernel reads too; `HostLinear`."""
+    """Panels of our own kernel; `HostLinear`."""
 
 
 class Linear(torch.nn.Module, ABC):

@@ -120,11 +120,11 @@ TEST_P(LinearIsas, outputs_are_the_products) {
 }
 
 TEST_P(LinearIsas, gates_are_multiplied_with_their_factors) {
-  if (!Linear(Parallel(), *GetParam()).has_many_rows(DType::kBFloat16, 96)) {
-    GTEST_SKIP() << "no kernel for gates";
-  }
-  for (const int64_t rows : {32, 50, 70}) {
-    expect_products({rows, 96, 256, DType::kBFloat16, false, true});
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    if (!Linear(Parallel(), *GetParam()).has_gates(dtype, 96)) continue;
+    for (const int64_t rows : {32, 50, 70}) {
+      expect_products({rows, 96, 256, dtype, false, true});
+    }
   }
 }
 

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from flexinfer.layers import host_linear
@@ -103,24 +103,33 @@ def test_errors_of_float32_are_those_of_sums_of_blocks(isa: str, depth: int) -> 
     rows=st.one_of(st.integers(49, 130), st.sampled_from([255, 257, 500, 900])),
     depth=st.sampled_from([32, 96, 512, 1408, 2816]),
     num_panels=st.sampled_from([2, 4, 22]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     has_bias=st.booleans(),
     is_slice=st.booleans(),
 )
 def test_gates_are_the_same_bits_as_in_two_passes(
-    isa: str, rows: int, depth: int, num_panels: int, has_bias: bool, is_slice: bool
+    isa: str,
+    rows: int,
+    depth: int,
+    num_panels: int,
+    dtype: torch.dtype,
+    has_bias: bool,
+    is_slice: bool,
 ) -> None:
-    if not host_linear.kernel().has_many_rows(DTYPES[torch.bfloat16], depth):
-        pytest.skip(f"{isa} has no kernel for many rows of bfloat16")
+    assume(host_linear.kernel().has_gates(DTYPES[dtype], depth))
     torch.manual_seed(rows)
-    columns = num_panels * host_linear.panel_columns(torch.bfloat16)
-    weight = (torch.randn(columns, depth) / depth**0.5).bfloat16()
-    bias = torch.randn(columns).bfloat16() if has_bias else None
-    x = torch.randn(rows, depth + 16 * is_slice).bfloat16()[:, :depth]
+    columns = num_panels * host_linear.panel_columns(dtype)
+    weight = (torch.randn(columns, depth) / depth**0.5).to(dtype)
+    bias = torch.randn(columns).to(dtype) if has_bias else None
+    x = torch.randn(rows, depth + 16 * is_slice).to(dtype)[:, :depth]
     plain, gated = (torch.empty(rows, n, dtype=x.dtype) for n in (columns, columns // 2))
     panels = in_panels(weight)
     multiply_panels(x, panels.data_ptr(), depth, bias, None, plain)
     multiply_panels(x, panels.data_ptr(), depth, bias, None, gated, gates=True)
-    assert torch.equal(gated, row_ops.silu_mul(*plain.chunk(2, dim=-1)))
+    expected = row_ops.silu_mul(*plain.chunk(2, dim=-1))
+    # The other pass may be that of another instruction set, with other last bits in float32.
+    bound = 1e-6 if dtype == torch.float32 else 0
+    torch.testing.assert_close(gated, expected, atol=bound, rtol=bound)
 
 
 @EXAMPLES
@@ -129,14 +138,15 @@ def test_gates_are_the_same_bits_as_in_two_passes(
     cut=st.floats(0, 1),
     depth=st.sampled_from([32, 96, 512, 1408]),
     columns=st.sampled_from([64, 704]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_a_row_of_bfloat16_is_the_same_bits_among_whatever_rows(
-    isa: str, rows: int, cut: float, depth: int, columns: int
+def test_a_row_is_the_same_bits_among_whatever_rows(
+    isa: str, rows: int, cut: float, depth: int, columns: int, dtype: torch.dtype
 ) -> None:
-    if not host_linear.kernel().has_many_rows(DTYPES[torch.bfloat16], depth):
-        pytest.skip(f"{isa} has no kernel for many rows of bfloat16")
+    """Not in float32 on AMX, where few rows are not split."""
+    assume(host_linear.kernel().has_gates(DTYPES[dtype], depth))
     torch.manual_seed(rows)
-    x, weight = torch.randn(rows, depth).bfloat16(), torch.randn(columns, depth).bfloat16()
+    x, weight = torch.randn(rows, depth).to(dtype), torch.randn(columns, depth).to(dtype)
     at_once, in_two = (torch.empty(rows, columns, dtype=x.dtype) for _ in range(2))
     first = 1 + int(cut * (rows - 2))
     multiply(x, weight, None, None, at_once)
@@ -205,7 +215,7 @@ def test_inputs_that_do_not_fit_are_refused(x: torch.Tensor, residual: Any) -> N
 @pytest.mark.parametrize(
     ("rows", "dtype", "columns", "has_residual"),
     [
-        (64, torch.float32, 128, False),
+        (48, torch.float32, 128, False),
         (64, torch.bfloat16, 96, False),
         (64, torch.bfloat16, 128, True),
         (48, torch.bfloat16, 128, False),
@@ -220,40 +230,23 @@ def test_gates_that_the_kernel_does_not_take_are_refused(
         multiply_panels(x, 0, 32, None, residual, output, gates=True)
 
 
-def test_gates_without_a_kernel_for_many_rows_are_refused(isa: str) -> None:
-    if host_linear.kernel().has_many_rows(DTYPES[torch.bfloat16], 32):
+def test_gates_of_float32_are_refused_where_their_products_are_split(isa: str) -> None:
+    if host_linear.kernel().has_gates(DTYPES[torch.float32], 32):
         pytest.skip("it has them")
-    x = z(64, 32, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=f"on {isa}"):
-        multiply_panels(x, 0, 32, None, None, x, gates=True)
+        multiply_panels(z(64, 32), 0, 32, None, None, z(64, 64), gates=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 32), (128, 512), (512, 1408), (320, 96)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_layers_that_share_their_memory_with_onednn(
-    dtype: torch.dtype, shape: tuple[int, int], has_bias: bool
-) -> None:
-    """Few rows go to the kernel, many to oneDNN or to the kernel for those; all read the one packed
-    weight."""
+def test_layers(isa: str, dtype: torch.dtype, shape: tuple[int, int], has_bias: bool) -> None:
     torch.manual_seed(0)
     linear = torch.nn.Linear(shape[1], shape[0], bias=has_bias, dtype=dtype)
-    if not host_linear.supports(linear.weight):
-        pytest.skip("not this order of oneDNN's, or a CPU without AVX-512 or AMX")
     layer = HostLinear(linear.weight, linear.bias)
-    has_many_rows = host_linear.kernel().has_many_rows(DTYPES[dtype], shape[1])
-    assert layer.compiles_row_counts is not has_many_rows
     bounds = {"atol": 0.04, "rtol": 0.02} if dtype == torch.bfloat16 else {}
     for rows in (0, 1, 5, 32, 48, 49, 64, 65, 100):
         x, residual = torch.randn(rows, shape[1]).to(dtype), torch.randn(rows, shape[0]).to(dtype)
         with torch.inference_mode():
             torch.testing.assert_close(layer(x), linear(x))
             torch.testing.assert_close(layer(x, residual), residual + linear(x), **bounds)
-
-
-def test_another_order_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(192, 64)
-    monkeypatch.setattr(host_linear, "pack_weight", lambda weight: weight.t().to_mkldnn())
-    host_linear.is_packed_in_panels.cache_clear()  # a model may have had this shape
-    assert not host_linear.is_packed_in_panels(torch.float32, *weight.shape)
-    host_linear.is_packed_in_panels.cache_clear()
