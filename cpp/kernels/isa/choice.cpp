@@ -103,6 +103,7 @@ std::vector<const Isa*> find_available() {
   std::vector<const Isa*> isas = {portable_isa()};
   if (avx2_isa() != nullptr && cpu_has_avx2()) isas.push_back(avx2_isa());
   if (avx512_isa() != nullptr && cpu_has_avx512()) isas.push_back(avx512_isa());
+  if (avx512_vnni_isa() != nullptr && cpu_has_vnni()) isas.push_back(avx512_vnni_isa());
   // With products of bytes: a CPU with those of pairs has them.
   const bool has_bf16 = cpu_has_bf16() && cpu_has_vnni();
   if (avx512_bf16_isa() != nullptr && has_bf16) isas.push_back(avx512_bf16_isa());

@@ -50,6 +50,7 @@ struct Isa {
 const Isa* portable_isa();
 const Isa* avx2_isa();
 const Isa* avx512_isa();
+const Isa* avx512_vnni_isa();
 const Isa* avx512_bf16_isa();
 const Isa* amx_isa();
 

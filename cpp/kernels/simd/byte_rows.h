@@ -151,20 +151,16 @@ VTENSOR_INLINE void dot_bytes(const Int8* const (&keys)[kLanes], const Scratch& 
   }
 }
 
-inline void dot_byte_rows(const AttendTask& task, const Scratch& s, int key_dim, int value_dim,
-                          int64_t tile, int num_keys) {
+inline void dot_byte_rows(const AttendTask& task, const Scratch& s, int key_dim, int64_t tile,
+                          int num_keys) {
   const Int8* k = static_cast<const Int8*>(task.k) + tile * task.k_stride;
-  const Int8* v = static_cast<const Int8*>(task.v) + tile * task.v_stride;
-  const bool has_next_tile = tile + kFewRowsTile < task.end;
+  const int64_t to_next = rows_to_next(task, tile, 0, task.k_stride);
   for (int j = 0; j < num_keys; j += kLanes) {
     const Int8* keys[kLanes];
     for (int n = 0; n < kLanes; ++n) {
       const int64_t token = j + n < num_keys ? j + n : num_keys - 1;
       keys[n] = k + token * task.k_stride;
-      if (has_next_tile) {
-        prefetch_row(keys[n] + kFewRowsTile * task.k_stride, key_dim);
-        prefetch_row(v + (token + kFewRowsTile) * task.v_stride, value_dim);
-      }
+      if (to_next != 0) prefetch_row(keys[n] + to_next, key_dim);
     }
     in_row_groups(task.num_tokens * task.num_heads,
                   [&]<int R>(int row) { dot_bytes<R>(keys, s, row, key_dim, j); });
@@ -233,11 +229,13 @@ VTENSOR_INLINE void order_columns(__m512i (&v)[4]) {
 // output[r][i .. i + 64) += sum over keys of weight[r][j] * value[j], for R rows.
 template <int R>
 VTENSOR_INLINE void add_byte_columns(const Int8* v, int64_t stride, const ByteWeightRow* weights,
-                                     float* output, int value_dim, int num_keys) {
+                                     float* output, int value_dim, int num_keys, int64_t to_next) {
   __m512i high[R][4] = {}, low[R][4] = {};
   for (int j = 0; j < num_keys; j += 4) {
     __m512i words[4];
     load_value_words(v, stride, num_keys, j, words);
+    for (int n = 0; n < 4 && to_next != 0; ++n)
+      prefetch_row(v + (j + n) * stride + to_next, kBytes);
 #pragma GCC unroll 2
     for (int r = 0; r < R; ++r) {
       const __m512i h = broadcast_word(weights[r].high + j), l = broadcast_word(weights[r].low + j);
@@ -269,7 +267,7 @@ VTENSOR_INLINE void add_byte_columns(const Int8* v, int64_t stride, const ByteWe
 inline void few_byte_rows_tile(const LayerCall& call, const AttendTask& task, const Scratch& s,
                                int64_t tile, int num_keys) {
   const int rows = task.num_tokens * task.num_heads, value_dim = call.value_dim;
-  dot_byte_rows(task, s, call.key_dim, value_dim, tile, num_keys);
+  dot_byte_rows(task, s, call.key_dim, tile, num_keys);
   const int width = (num_keys + kLanes - 1) / kLanes * kLanes;
   scale_rows<Int8>(task.k, task.k_stride, call.key_dim, tile, num_keys, s.score, rows);
   softmax_tile<float>(call, task, s, tile, num_keys, width, 1);
@@ -281,12 +279,13 @@ inline void few_byte_rows_tile(const LayerCall& call, const AttendTask& task, co
     for (int r = 0; r < count; ++r) {
       weights[r].load_from(s.score + (row + r) * kTileTokens, width);
     }
+    const int64_t to_next = rows_to_next(task, tile, row, task.v_stride);
     for (int i = 0; i < value_dim; i += kBytes) {
       float* output = s.output + row * value_dim + i;
       if (count == 2) {
-        add_byte_columns<2>(v + i, task.v_stride, weights, output, value_dim, num_keys);
+        add_byte_columns<2>(v + i, task.v_stride, weights, output, value_dim, num_keys, to_next);
       } else {
-        add_byte_columns<1>(v + i, task.v_stride, weights, output, value_dim, num_keys);
+        add_byte_columns<1>(v + i, task.v_stride, weights, output, value_dim, num_keys, to_next);
       }
     }
   }

@@ -26,6 +26,13 @@ VTENSOR_INLINE void prefetch_row(const T* p, int width) {
   if constexpr (kHasScale<T>) __builtin_prefetch(p + width + kScaleBytes - 1, 0, 2);
 }
 
+// Of the tile after the one that begins at `tile`, if there is one and no other rows of the task
+// have asked for it. Keys are asked for beside the dot products, values beside the sums: memory is
+// never idle.
+inline int64_t rows_to_next(const AttendTask& task, int64_t tile, int row, int64_t stride) {
+  return row == 0 && tile + kFewRowsTile < task.end ? kFewRowsTile * stride : 0;
+}
+
 // The next numbers of a key, for a query of float32 numbers or, as bfloat16, of pairs.
 template <class T>
 VTENSOR_INLINE Vec load_factors(const T* p, const float* /*query*/) {
@@ -42,22 +49,17 @@ constexpr int kFactors = kLanes * 4 / static_cast<int>(sizeof(Q));
 
 // score[r][j] for R rows and `num_keys` keys; keys beyond the last are the last one again.
 template <class T, int R, class Q>
-inline void dot_rows(const AttendTask& task, const Q* query, int key_dim, int value_dim,
-                     float* score, int64_t tile, int num_keys) {
+inline void dot_rows(const AttendTask& task, const Q* query, int key_dim, float* score,
+                     int64_t tile, int num_keys, int64_t to_next) {
   constexpr int kKeys = kLanes / R;
   const T* k = static_cast<const T*>(task.k) + tile * task.k_stride;
-  const T* v = static_cast<const T*>(task.v) + tile * task.v_stride;
-  const bool has_next_tile = tile + kFewRowsTile < task.end;
   for (int j = 0; j < num_keys; j += kKeys) {
     const T* key[kKeys];
 #pragma GCC unroll 16
     for (int n = 0; n < kKeys; ++n) {
       const int64_t token = j + n < num_keys ? j + n : num_keys - 1;
       key[n] = k + token * task.k_stride;
-      if (has_next_tile) {
-        prefetch_row(key[n] + kFewRowsTile * task.k_stride, key_dim);
-        prefetch_row(v + (token + kFewRowsTile) * task.v_stride, value_dim);
-      }
+      if (to_next != 0) prefetch_row(key[n] + to_next, key_dim);
     }
     Vec acc[kLanes] = {};
     for (int i = 0; i < key_dim; i += kFactors<Q>) {
@@ -96,7 +98,7 @@ inline void scale_rows(const void* base, int64_t stride, int head_dim, int64_t t
 // output[r] += sum over keys of weight[r][j] * value[j], for R rows and N vectors of columns.
 template <class T, int R, int N>
 VTENSOR_INLINE void add_columns(const T* v, int64_t token_stride, const float* weight,
-                                float* output, int value_dim, int num_keys) {
+                                float* output, int value_dim, int num_keys, int64_t to_next) {
   Vec acc[R][N];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
@@ -107,6 +109,7 @@ VTENSOR_INLINE void add_columns(const T* v, int64_t token_stride, const float* w
     Vec value[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) value[n] = load(v + j * token_stride + n * kLanes);
+    if (to_next != 0) prefetch_row(v + j * token_stride + to_next, N * kLanes);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const float w = weight[r * kTileTokens + j];
@@ -123,15 +126,16 @@ VTENSOR_INLINE void add_columns(const T* v, int64_t token_stride, const float* w
 
 template <class T, int R>
 inline void add_values(const AttendTask& task, const float* weight, float* output, int value_dim,
-                       int64_t tile, int num_keys) {
+                       int64_t tile, int num_keys, int64_t to_next) {
   constexpr int kVecs = kLanes == 16 ? 4 : 2;
   const T* v = static_cast<const T*>(task.v) + tile * task.v_stride;
   int i = 0;
   for (; i + kVecs * kLanes <= value_dim; i += kVecs * kLanes) {
-    add_columns<T, R, kVecs>(v + i, task.v_stride, weight, output + i, value_dim, num_keys);
+    add_columns<T, R, kVecs>(v + i, task.v_stride, weight, output + i, value_dim, num_keys,
+                             to_next);
   }
   for (; i < value_dim; i += kLanes) {
-    add_columns<T, R, 1>(v + i, task.v_stride, weight, output + i, value_dim, num_keys);
+    add_columns<T, R, 1>(v + i, task.v_stride, weight, output + i, value_dim, num_keys, to_next);
   }
 }
 
@@ -150,8 +154,8 @@ void few_rows_tile(const LayerCall& call, const AttendTask& task, const Scratch&
   const int rows = task.num_tokens * task.num_heads;
   const int key_dim = call.key_dim, value_dim = call.value_dim;
   in_row_groups(rows, [&]<int R>(int row) {
-    dot_rows<T, R>(task, s.query + row * key_dim, key_dim, value_dim, s.score + row * kTileTokens,
-                   tile, num_keys);
+    dot_rows<T, R>(task, s.query + row * key_dim, key_dim, s.score + row * kTileTokens, tile,
+                   num_keys, rows_to_next(task, tile, row, task.k_stride));
   });
   const int width = (num_keys + kLanes - 1) / kLanes * kLanes;
   if constexpr (kHasScale<T>) {
@@ -163,7 +167,7 @@ void few_rows_tile(const LayerCall& call, const AttendTask& task, const Scratch&
   }
   in_row_groups(rows, [&]<int R>(int row) {
     add_values<T, R>(task, s.score + row * kTileTokens, s.output + row * value_dim, value_dim, tile,
-                     num_keys);
+                     num_keys, rows_to_next(task, tile, row, task.v_stride));
   });
 }
 

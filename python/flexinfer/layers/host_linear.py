@@ -27,7 +27,7 @@ from flexinfer.runtime.kernels import DTYPES
 from flexinfer.runtime.openmp import start_threads_address
 from flexinfer.runtime.torch_settings import back_by_huge_pages
 
-ISAS = ("avx2", "avx512", "avx512_bf16", "amx")
+ISAS = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 """Instruction sets with which the kernel was measured to be as fast as torch, or faster."""
 MAX_FEW_ROWS = 48
 """With more rows gates are computed with their product, with whatever instruction set."""
