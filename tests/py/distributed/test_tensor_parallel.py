@@ -58,6 +58,15 @@ def test_four_ranks_hold_the_same_kv_heads_twice_where_there_are_two(name: str) 
         assert final[str(i)].outputs[0].token_ids == reference(name, tuple(prompt), NUM_NEW)
 
 
+@pytest.mark.slow
+def test_each_of_four_ranks_has_a_quarter_of_the_weights_and_of_the_kv() -> None:
+    engine = make_ranked_engine("four_kv_heads", 4)
+    try:
+        check_memory(engine, "four_kv_heads", 4)
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize(
     "params",
     [
@@ -134,15 +143,6 @@ def test_a_rank_has_its_part_of_the_weights_and_of_the_kv(engine: LLMEngine) -> 
     )
     assert engine.manager.spec.bytes_per_token == TOKEN_BYTES
     check_memory(engine, "llama", 2)
-
-
-@pytest.mark.slow
-def test_each_of_four_ranks_has_a_quarter_of_the_weights_and_of_the_kv() -> None:
-    engine = make_ranked_engine("four_kv_heads", 4)
-    try:
-        check_memory(engine, "four_kv_heads", 4)
-    finally:
-        engine.close()
 
 
 def check_memory(engine: LLMEngine, name: str, num_ranks: int) -> None:
