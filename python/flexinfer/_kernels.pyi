@@ -82,7 +82,7 @@ class Linear:
         """Outputs that stand side by side in a packed weight."""
 
     def has_gates(self, dtype: int, depth: int) -> bool:
-        """Whether a prefill's many rows of such a layer are fast."""
+        """Whether gates of many rows are computed with their product."""
 
     def forward(self, dtype: int, x: int, x_stride: int, panels: int, bias: int, residual: int, residual_stride: int, output: int, num_rows: int, depth: int, columns: int, gates: bool, num_threads: int) -> None:
         """

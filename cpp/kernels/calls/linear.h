@@ -43,7 +43,7 @@ inline constexpr int64_t kSplitFloats = (kSplitRows + 2 * 64) * kSplitDepth * 3 
 
 // The same where nothing is split: rows of a block, and floats of scratch (simd/many_linear.h).
 inline constexpr int64_t kManyRows = 256;
-inline constexpr int64_t kManyFloats = 64 * (256 + kManyRows) + 6 * 256;
+inline constexpr int64_t kManyFloats = 64 * (128 + kManyRows) + 6 * 128;
 
 // Rows [row_begin, row_end) and panels [begin, end) of a linear layer, on one thread.
 struct LinearBlock {

@@ -13,10 +13,19 @@ constexpr int64_t kWorkPerThread = 64 << 10;
 // Rows that the kernels for many of them compute at once, and of a block.
 constexpr int64_t kRowStep = kMinManyRows;
 constexpr int64_t kBlockRows = 256;
+// Of a block's inputs, which are read again for each panel, as float32: a part of the second-level
+// cache. Fewer rows than kLeastRows would read the weight too often.
+constexpr int64_t kInputBytes = 512 << 10;
+constexpr int64_t kLeastRows = 96;
 // More parts than threads: one that is kept from its CPU leaves the rest to the others.
 constexpr int64_t kPartsPerThread = 4;
 
 int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
+
+int64_t block_rows(int64_t depth) {
+  const int64_t rows = kInputBytes / (depth * static_cast<int64_t>(sizeof(float)));
+  return std::clamp(rows / kRowStep * kRowStep, kLeastRows, kBlockRows);
+}
 
 }  // namespace
 
@@ -95,14 +104,15 @@ bool Linear::has_gates(DType dtype, int64_t depth) const {
 void Linear::forward_many(DType dtype, const LinearCall& call, int64_t num_rows,
                           int num_threads) const {
   const auto compute = isa_->linear_many[static_cast<size_t>(dtype)];
+  const int64_t scratch_floats = isa_->many_floats[static_cast<size_t>(dtype)];
   const int64_t width = panel_columns(dtype);
   const int64_t num_panels = parts_of(call.columns, width);
   const int64_t threads = parallel_.can_fork() ? num_threads : 1;
   const int64_t steps = parts_of(num_rows, kRowStep);
   const bool by_rows = num_rows >= call.columns;
-  const int64_t blocks = parts_of(num_rows, kBlockRows);
+  const int64_t blocks =
+      parts_of(num_rows, scratch_floats == kManyFloats ? block_rows(call.depth) : kBlockRows);
   const int64_t row_parts = by_rows ? std::min(parts_of(blocks, threads) * threads, steps) : blocks;
-  const int64_t scratch_floats = isa_->many_floats[static_cast<size_t>(dtype)];
   // Each part splits its block's rows anew, where they are split.
   const int64_t per_thread = scratch_floats == kSplitFloats ? 1 : kPartsPerThread;
   const int64_t wanted = std::max(threads, parts_of(per_thread * threads, row_parts));

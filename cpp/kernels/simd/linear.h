@@ -16,7 +16,7 @@ namespace {
 constexpr int kLinearRows = 6;
 // float32 products that are summed one after the other. The rounding error of a longer sum would
 // grow with the depth; of sums of such blocks it grows with its square root.
-constexpr int64_t kSumDepth = 256;
+constexpr int64_t kSumDepth = 128;
 // How far ahead of the products memory is asked for.
 constexpr int64_t kStreamBytes = 2048;
 

@@ -1,6 +1,6 @@
 // Linear layers with many rows in products of float32, however weight and rows are stored.
 //
-// Tiles of 6 rows times the 64 outputs of a panel, of whose depth a block stays in the second-level
+// Tiles of 6 rows times the 64 outputs of a panel, of whose depth a block stays in the first-level
 // cache, as float32, while row after row is multiplied with it. So bfloat16 is widened once for all
 // rows of a thread's part, and is as fast as float32 where the CPU has no products of it.
 //
@@ -173,11 +173,13 @@ void many_block(const LinearCall& call, const LinearBlock& block, float* floats)
         const Prefetch ahead = {next + tile * share * (kSumDepth / 8), share};
         multiply_rows<T>(call, block.row_begin + first, last - first, k, weight, depth, ahead,
                          scratch, scratch.sums + first * kManyColumns);
+        if (k + depth < call.depth) continue;
+        // Beside the next tile's products, which do not wait for memory to take them.
+        for (int64_t row = first; row < last; ++row) {
+          write_outputs<T, kGates>(call, block.row_begin + row, outputs.column,
+                                   scratch.sums + row * kManyColumns);
+        }
       }
-    }
-    for (int64_t row = 0; row < num_rows; ++row) {
-      write_outputs<T, kGates>(call, block.row_begin + row, outputs.column,
-                               scratch.sums + row * kManyColumns);
     }
   }
 }
