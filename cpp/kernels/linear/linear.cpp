@@ -17,6 +17,8 @@ constexpr int64_t kBlockRows = 256;
 // cache. Fewer rows than kLeastRows would read the weight too often.
 constexpr int64_t kInputBytes = 512 << 10;
 constexpr int64_t kLeastRows = 96;
+// More rows of a group are worth all threads; of fewer, threads draw panels of all groups.
+constexpr int64_t kMaxGroupRows = 15;
 // More parts than threads: one that is kept from its CPU leaves the rest to the others.
 constexpr int64_t kPartsPerThread = 4;
 
@@ -52,12 +54,13 @@ void Linear::forward(DType dtype, const LinearCall& call, int64_t num_rows, int 
   parallel_.run(static_cast<int>(std::min(threads, parts)), work);
 }
 
-// Groups of many rows are worth all threads, one after the other.
+// Groups of many rows come one after the other.
 void Linear::forward_groups(DType dtype, const LinearCall& call,
                             const std::vector<const void*>& panels, const RowGroups& groups,
                             int num_threads) const {
   const auto bytes = static_cast<int64_t>(element_bytes(dtype));
-  const int64_t max_few_rows = isa_->max_few_rows[static_cast<size_t>(dtype)];
+  const int64_t max_few_rows =
+      std::max(isa_->max_few_rows[static_cast<size_t>(dtype)], kMaxGroupRows);
   const bool has_many = has_many_rows(dtype, call.depth);
   const auto rows_of = [&](size_t group) {
     LinearCall own = call;
