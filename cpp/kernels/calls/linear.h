@@ -31,7 +31,7 @@ struct LinearCall {
   bool gates = false;
 };
 
-// The fewest rows of a layer that linear_many takes.
+// The fewest rows of a layer that linear_many takes on AMX.
 inline constexpr int64_t kMinManyRows = 32;
 
 // What LinearBlock needs in addition in float32: the rows and the depth of a block whose parts fit

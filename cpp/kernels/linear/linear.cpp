@@ -13,6 +13,7 @@ constexpr int64_t kWorkPerThread = 64 << 10;
 // Rows that the kernels for many of them compute at once, and of a block.
 constexpr int64_t kRowStep = kMinManyRows;
 constexpr int64_t kBlockRows = 256;
+static_assert(kBlockRows <= kManyRows && kBlockRows <= kSplitRows);
 // Of a block's inputs, which are read again for each panel, as float32: a part of the second-level
 // cache. Fewer rows than kLeastRows would read the weight too often.
 constexpr int64_t kInputBytes = 512 << 10;
