@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <stdexcept>
+#include <type_traits>
 #include <utility>
 
 namespace vtensor::kernels {
@@ -75,6 +76,14 @@ bool cpu_has_vnni() {
 #endif
 }
 
+bool cpu_has_avx_vnni() {
+#if defined(__x86_64__)
+  return cpu_has_avx2() && cpuid_bit(7, 1, &CpuId::a, 4);
+#else
+  return false;
+#endif
+}
+
 bool cpu_has_bf16() {
 #if defined(__x86_64__)
   return cpu_has_avx512() && cpuid_bit(7, 1, &CpuId::a, 5);
@@ -87,6 +96,7 @@ std::vector<const QuantisedIsa*> find_available_quantised() {
   const std::pair<const QuantisedIsa*, bool> levels[] = {
       {portable_quantised(), true},
       {avx2_quantised(), cpu_has_avx2()},
+      {avx_vnni_quantised(), cpu_has_avx_vnni()},
       {avx512_quantised(), cpu_has_avx512()},
       {avx512_vnni_quantised(), cpu_has_vnni()},
       {avx512_bf16_quantised(), cpu_has_vnni() && cpu_has_bf16()},
@@ -115,7 +125,10 @@ std::vector<const Isa*> find_available() {
 template <class Level>
 const Level& find(const std::vector<const Level*>& levels, const std::string& name) {
   const char* forced = std::getenv("FLEXINFER_SIMD");
-  const std::string wanted = !name.empty() ? name : forced != nullptr ? forced : "";
+  std::string wanted = !name.empty() ? name : forced != nullptr ? forced : "";
+  // Only quantised weights have that level: the other kernels are those of AVX2 there.
+  const bool is_for_quantised = name.empty() && wanted == "avx_vnni" && cpu_has_avx_vnni();
+  if (std::is_same_v<Level, Isa> && is_for_quantised) wanted = "avx2";
   if (wanted.empty()) return *levels.back();
   std::string choices;
   for (const Level* level : levels) {

@@ -1,6 +1,6 @@
 // QuantisedIsa: the kernels for quantised weights compiled for one instruction set.
 //
-// They have levels of their own: VNNI and bfloat16 products are nothing to the other kernels, which
+// They have levels of their own: AVX-VNNI and AMX's bytes are nothing to the other kernels, which
 // would only be compiled once more (isa/isa.h). Which one runs is chosen at run time.
 //
 // Thread-safety: no state.
@@ -23,6 +23,7 @@ struct QuantisedIsa {
 // One for each isa/quantised_<name>.cpp; none where the compiler's target has no such instructions.
 const QuantisedIsa* portable_quantised();
 const QuantisedIsa* avx2_quantised();
+const QuantisedIsa* avx_vnni_quantised();
 const QuantisedIsa* avx512_quantised();
 const QuantisedIsa* avx512_vnni_quantised();
 const QuantisedIsa* avx512_bf16_quantised();

@@ -16,19 +16,27 @@ namespace {
 // sum + x0 w0 + x1 w1 + x2 w2 + x3 w3 in each lane, exactly: x unsigned, w signed. Four and two
 // products stay far below 2^31, so all ways give the same.
 
-#if defined(__AVX512VNNI__) && VTENSOR_LANES == 16
+#if (defined(__AVX512VNNI__) && VTENSOR_LANES == 16) || (defined(__AVXVNNI__) && VTENSOR_LANES == 8)
 struct SignedBytes {
-  __m512i of;
+  UVec of;
   SignedBytes() = default;
-  VTENSOR_INLINE explicit SignedBytes(UVec words) : of(reinterpret_cast<__m512i>(words)) {}
+  VTENSOR_INLINE explicit SignedBytes(UVec words) : of(words) {}
 };
 struct UnsignedBytes {
-  __m512i of;
+  UVec of;
   UnsignedBytes() = default;
-  VTENSOR_INLINE explicit UnsignedBytes(UVec words) : of(reinterpret_cast<__m512i>(words)) {}
+  VTENSOR_INLINE explicit UnsignedBytes(UVec words) : of(words) {}
 };
 VTENSOR_INLINE IVec add_dot(IVec sum, const UnsignedBytes& x, const SignedBytes& w) {
-  return reinterpret_cast<IVec>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), x.of, w.of));
+#if VTENSOR_LANES == 16
+  return reinterpret_cast<IVec>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum),
+                                                    reinterpret_cast<__m512i>(x.of),
+                                                    reinterpret_cast<__m512i>(w.of)));
+#else
+  return reinterpret_cast<IVec>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sum),
+                                                        reinterpret_cast<__m256i>(x.of),
+                                                        reinterpret_cast<__m256i>(w.of)));
+#endif
 }
 #else
 
