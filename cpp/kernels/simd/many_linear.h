@@ -15,12 +15,14 @@ namespace {
 
 constexpr int64_t kManyColumns = 64;
 constexpr int64_t kHalfColumns = kManyColumns / 2;
+// Inputs between two requests for memory.
+constexpr int64_t kPrefetchStep = 8;
 
 // The outputs of a tile: half of them from each of two places, which are neighbours in one panel
 // or, with gates, in one of the gates' and one of the factors'.
 template <class T>
 struct TileOutputs {
-  // Inputs of the half a panel are kManyColumns numbers apart, or twice as many for pairs of them.
+  // The next input is kManyColumns numbers on; of pairs, the next pair twice as many.
   const T* left = nullptr;
   const T* right = nullptr;
   int64_t column = 0;  // of the call's output
@@ -82,7 +84,6 @@ template <int M, bool kOwnSums>
 VTENSOR_INLINE void many_tile(const float* x, int64_t x_stride, const float* weight, int64_t depth,
                               Prefetch ahead, float* sums) {
   constexpr int kVecs = kLinearVecs<float>;
-  constexpr int64_t kPrefetchStep = 8;
   const RowPointers<float, M> rows(x, x_stride);
   for (int64_t column = 0; column < kManyColumns; column += kVecs * kLanes) {
     Vec acc[M][kVecs];
@@ -166,11 +167,12 @@ void many_block(const LinearCall& call, const LinearBlock& block, float* floats)
       const int64_t depth = call.depth - k < kSumDepth ? call.depth - k : kSumDepth;
       const float* weight = widen_weight<kGates>(outputs, k, depth, scratch.weight);
       const char* next = reinterpret_cast<const char*>(outputs.left + (k + depth) * kManyColumns);
+      constexpr int64_t kSteps = kSumDepth / kPrefetchStep;
       constexpr int64_t kBlockBytes = kManyColumns * kSumDepth * static_cast<int64_t>(sizeof(T));
-      const int64_t share = (kBlockBytes / (kSumDepth / 8) / tiles + 63) / 64 * 64;
+      const int64_t share = (kBlockBytes / kSteps / tiles + 63) / 64 * 64;
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t first = num_rows * tile / tiles, last = num_rows * (tile + 1) / tiles;
-        const Prefetch ahead = {next + tile * share * (kSumDepth / 8), share};
+        const Prefetch ahead = {next + tile * share * kSteps, share};
         multiply_rows<T>(call, block.row_begin + first, last - first, k, weight, depth, ahead,
                          scratch, scratch.sums + first * kManyColumns);
         if (k + depth < call.depth) continue;

@@ -163,7 +163,8 @@ def can_gate(x: torch.Tensor, columns: int) -> bool:
     each stand in panels of their own, and the rows are many."""
     depth = x.shape[-1]
     return (
-        kernel().has_gates(DTYPES[x.dtype], depth)
+        x.dtype in DTYPES
+        and kernel().has_gates(DTYPES[x.dtype], depth)
         and columns % (2 * panel_columns(x.dtype)) == 0
         and x.numel() > MAX_FEW_ROWS * depth
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -38,8 +39,8 @@ def measure_limits(dtype: torch.dtype) -> MachineLimits:
     memory = torch.ones(MATRIX_SIZE, READ_BYTES // 4 // MATRIX_SIZE)
     vector = torch.ones(memory.shape[1])
     square = torch.ones(MATRIX_SIZE, MATRIX_SIZE)
-    own = square.to(dtype)
-    product_s = min(_best_s(lambda: torch.mm(own, own)), _best_s(lambda: torch.mm(square, square)))
+    factors = [square] if dtype == square.dtype else [square, square.to(dtype)]
+    product_s = min(_best_s(partial(torch.mm, x, x)) for x in factors)
     if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         # On AMD's CPUs it has twice the speed of MKL, which torch.mm takes in float32.
         packed = torch.ops.mkldnn._reorder_linear_weight(square)
