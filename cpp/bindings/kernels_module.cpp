@@ -7,11 +7,13 @@
 // rows.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <stdexcept>
 
 #include "bindings/addresses.h"
@@ -50,17 +52,18 @@ nb::dict dtypes() {
 }
 
 Plan make_plan(const SegmentArray& segments, const std::vector<SharedTuple>& shared,
-               const PlanOptions& options) {
-  std::vector<Segment> rows(segments.shape(0));
-  for (size_t i = 0; i < rows.size(); ++i) {
-    rows[i] = {segments(i, 0), segments(i, 1), segments(i, 2), segments(i, 3)};
+               const PlanOptions& options,
+               const std::optional<std::vector<int64_t>>& rows) {
+  std::vector<Segment> given(segments.shape(0));
+  for (size_t i = 0; i < given.size(); ++i) {
+    given[i] = {segments(i, 0), segments(i, 1), segments(i, 2), segments(i, 3)};
   }
   std::vector<SharedRange> ranges;
   ranges.reserve(shared.size());
   for (const auto& [slot, start, end, members] : shared) {
     ranges.push_back({slot, start, end, members});
   }
-  return {std::move(rows), ranges, options};
+  return {std::move(given), ranges, options, rows};
 }
 
 using StrideTuple = std::tuple<int64_t, int64_t, int64_t>;
@@ -80,14 +83,15 @@ void bind_plan(nb::module_& m) {
       .def(
           "__init__",
           [](Plan* self, const SegmentArray& segments, const std::vector<SharedTuple>& shared,
-             int num_kv_heads, int group, int64_t window, int num_threads, int64_t chunk) {
-            new (self) Plan(
-                make_plan(segments, shared, {window, group, num_kv_heads, num_threads, chunk}));
+             int num_kv_heads, int group, int64_t window, int num_threads, int64_t chunk,
+             const std::optional<std::vector<int64_t>>& rows) {
+            new (self) Plan(make_plan(segments, shared,
+                                      {window, group, num_kv_heads, num_threads, chunk}, rows));
           },
           "segments"_a, "shared"_a, "num_kv_heads"_a, "group"_a, "window"_a = kNoWindow,
-          "num_threads"_a = 1, "chunk"_a = kNoWindow,
+          "num_threads"_a = 1, "chunk"_a = kNoWindow, "rows"_a = nb::none(),
           "segments: int64 [n, 4] of slot, row, start, end. shared: (slot, start, end, members) of "
-          "each shared range. Raises ValueError where they contradict each other.")
+          "each shared range. rows: whose outputs are wanted; None: all. Raises ValueError where they contradict each other.")
       .def_prop_ro("num_tokens", &Plan::num_tokens)
       .def_prop_ro("num_tasks", [](const Plan& plan) { return plan.tasks().size(); })
       .def_prop_ro("num_partials", &Plan::num_partials);

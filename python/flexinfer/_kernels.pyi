@@ -21,9 +21,9 @@ SCALE_BYTES: int = 4
 class Plan:
     """What one step's attention consists of, the same for all layers."""
 
-    def __init__(self, segments: Annotated[NDArray[numpy.int64], dict(shape=(None, 4), order='C', device='cpu', writable=False)], shared: Sequence[tuple[int, int, int, Sequence[int]]], num_kv_heads: int, group: int, window: int = 9223372036854775807, num_threads: int = 1, chunk: int = 9223372036854775807) -> None:
+    def __init__(self, segments: Annotated[NDArray[numpy.int64], dict(shape=(None, 4), order='C', device='cpu', writable=False)], shared: Sequence[tuple[int, int, int, Sequence[int]]], num_kv_heads: int, group: int, window: int = 9223372036854775807, num_threads: int = 1, chunk: int = 9223372036854775807, rows: Sequence[int] | None = None) -> None:
         """
-        segments: int64 [n, 4] of slot, row, start, end. shared: (slot, start, end, members) of each shared range. Raises ValueError where they contradict each other.
+        segments: int64 [n, 4] of slot, row, start, end. shared: (slot, start, end, members) of each shared range. rows: whose outputs are wanted; None: all. Raises ValueError where they contradict each other.
         """
 
     @property

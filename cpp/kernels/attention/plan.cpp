@@ -45,7 +45,7 @@ struct Plan::Pieces {
 };
 
 Plan::Plan(std::vector<Segment> segments, const std::vector<SharedRange>& shared,
-           const PlanOptions& options)
+           const PlanOptions& options, const std::optional<std::vector<int64_t>>& rows)
     : segments_(std::move(segments)), options_(options) {
   require(options.group > 0 && options.num_kv_heads > 0, "no heads");
   require(options.window > 0, "the sliding window must be at least 1");
@@ -53,6 +53,7 @@ Plan::Plan(std::vector<Segment> segments, const std::vector<SharedRange>& shared
   head_blocks_ = make_head_blocks(options_);
   block_tokens_ = kMaxRows / std::min(options_.group, kMaxBlockHeads);
   add_positions();
+  choose_rows(rows);
   Pieces pieces{std::vector<std::vector<std::pair<int64_t, int64_t>>>(segments_.size())};
   add_shared(shared, pieces);
   add_own(pieces);
@@ -96,6 +97,23 @@ void Plan::add_positions() {
   }
 }
 
+void Plan::choose_rows(const std::optional<std::vector<int64_t>>& rows) {
+  is_wanted_.assign(positions_.size(), rows ? 0 : 1);
+  if (!rows) return;
+  for (const int64_t row : *rows) {
+    require(row >= 0 && row < num_tokens(), "a wanted row is not in the batch");
+    is_wanted_[static_cast<size_t>(row)] = 1;
+  }
+}
+
+std::vector<int32_t> Plan::wanted_tokens(const Segment& segment) const {
+  std::vector<int32_t> tokens;
+  for (int64_t row = segment.row; row < segment.row + segment.num_tokens(); ++row) {
+    if (is_wanted_[static_cast<size_t>(row)] != 0) tokens.push_back(static_cast<int32_t>(row));
+  }
+  return tokens;
+}
+
 void Plan::add_shared(const std::vector<SharedRange>& shared, Pieces& pieces) {
   std::vector<int32_t> tokens;
   for (const SharedRange& range : shared) {
@@ -123,9 +141,8 @@ void Plan::add_shared(const std::vector<SharedRange>& shared, Pieces& pieces) {
       require(taken.empty() || taken.back().second <= range.start,
               "the shared ranges of a segment overlap or are not in order");
       taken.emplace_back(range.start, range.end);
-      for (int64_t i = 0; i < segment.num_tokens(); ++i) {
-        tokens.push_back(static_cast<int32_t>(segment.row + i));
-      }
+      const std::vector<int32_t> wanted = wanted_tokens(segment);
+      tokens.insert(tokens.end(), wanted.begin(), wanted.end());
     }
     add_task(range.slot, begin, range.end, tokens);
   }
@@ -133,27 +150,25 @@ void Plan::add_shared(const std::vector<SharedRange>& shared, Pieces& pieces) {
 
 // What the shared ranges leave of each segment, in blocks of query tokens.
 void Plan::add_own(Pieces& pieces) {
-  std::vector<int32_t> tokens;
+  const auto most = static_cast<size_t>(block_tokens_);
   for (size_t i = 0; i < segments_.size(); ++i) {
     const Segment& segment = segments_[i];
+    const std::vector<int32_t> wanted = wanted_tokens(segment);
     pieces.shared[i].emplace_back(segment.end, segment.end);
     int64_t begin = 0;
     for (const auto& [taken_begin, taken_end] : pieces.shared[i]) {
-      for (int64_t first = segment.start; first < segment.end; first += block_tokens_) {
-        const int64_t last = std::min(first + block_tokens_, segment.end);
-        tokens.clear();
-        for (int64_t position = first; position < last; ++position) {
-          tokens.push_back(static_cast<int32_t>(segment.row + position - segment.start));
-        }
-        add_task(segment.slot, std::max(begin, first_visible(first)), std::min(taken_begin, last),
-                 tokens);
+      for (size_t first = 0; first < wanted.size(); first += most) {
+        const auto tokens = std::span(wanted).subspan(first, std::min(most, wanted.size() - first));
+        const int64_t visible = firsts_[static_cast<size_t>(tokens.front())];
+        const int64_t last = positions_[static_cast<size_t>(tokens.back())] + 1;
+        add_task(segment.slot, std::max(begin, visible), std::min(taken_begin, last), tokens);
       }
       begin = taken_end;
     }
   }
 }
 
-// As tasks of at most block_tokens_ tokens. Nothing for an empty range.
+// As tasks of at most block_tokens_ tokens. Nothing for an empty range, or no tokens.
 void Plan::add_task(int64_t slot, int64_t begin, int64_t end, std::span<const int32_t> tokens) {
   if (begin >= end) return;
   const int64_t count = static_cast<int64_t>(tokens.size());
@@ -235,8 +250,9 @@ void Plan::choose_stores() {
   const bool one_block_a_head = head_blocks_.size() == static_cast<size_t>(options_.num_kv_heads);
   std::vector<int32_t> segment_of(positions_.size(), -1);
   for (size_t i = 0; i < segments_.size(); ++i) {
-    if (one_block_a_head && segments_[i].num_tokens() == 1) {
-      segment_of[static_cast<size_t>(segments_[i].row)] = static_cast<int32_t>(i);
+    const auto row = static_cast<size_t>(segments_[i].row);
+    if (one_block_a_head && segments_[i].num_tokens() == 1 && is_wanted_[row] != 0) {
+      segment_of[row] = static_cast<int32_t>(i);
       continue;
     }
     for (int64_t first = 0; first < segments_[i].num_tokens(); first += kStoreTokens) {

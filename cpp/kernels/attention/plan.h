@@ -13,10 +13,14 @@
 // that finishes last merges them (equation 2). Pieces that are long for the number of threads are
 // cut by keys.
 //
+// Where only some rows of the batch are read afterwards, as in a model's last layer, those alone are
+// computed; keys and values of all tokens are stored.
+//
 // Thread-safety: immutable after construction.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -68,9 +72,12 @@ struct HeadBlock {
 
 class Plan {
  public:
-  // Throws std::invalid_argument for segments or ranges that contradict each other.
+  // rows: of the flat batch, whose outputs are wanted, in any order; none given: all. Outputs of
+  // the others are not written.
+  // Throws std::invalid_argument for segments, ranges or rows that contradict each other.
   Plan(std::vector<Segment> segments, const std::vector<SharedRange>& shared,
-       const PlanOptions& options);
+       const PlanOptions& options,
+       const std::optional<std::vector<int64_t>>& rows = std::nullopt);
 
   const std::vector<Segment>& segments() const { return segments_; }
   const PlanOptions& options() const { return options_; }
@@ -97,8 +104,10 @@ class Plan {
  private:
   struct Pieces;
   void add_positions();
+  void choose_rows(const std::optional<std::vector<int64_t>>& rows);
   void add_shared(const std::vector<SharedRange>& shared, Pieces& pieces);
   void add_own(Pieces& pieces);
+  std::vector<int32_t> wanted_tokens(const Segment& segment) const;
   void add_task(int64_t slot, int64_t begin, int64_t end, std::span<const int32_t> tokens);
   void cut_long_tasks();
   void number_partials();
@@ -111,6 +120,7 @@ class Plan {
   int64_t block_tokens_ = 1;  // most tokens of a task
   std::vector<int64_t> positions_;
   std::vector<int64_t> firsts_;
+  std::vector<char> is_wanted_;  // by token
   std::vector<PlannedTask> tasks_;
   std::vector<int32_t> task_tokens_;
   std::vector<HeadBlock> head_blocks_;

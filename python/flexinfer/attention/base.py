@@ -80,6 +80,9 @@ class AttentionMetadata:
     num_padding: int = 0
     """Rows after those of the segments that belong to no request: they have no KV, and attend to
     nothing."""
+    wanted_rows: Sequence[int] | None = None
+    """Rows whose output is read; None: all. Keys and values of all rows are stored, and the output
+    of other rows may be anything."""
 
     @classmethod
     def build(

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cache
 from itertools import count
 from typing import Any
@@ -75,6 +76,18 @@ def use_attention(
             yield
     finally:
         _calls.reset(calls)
+        _step.reset(token)
+
+
+@contextmanager
+def attending_for(rows: torch.Tensor) -> Iterator[None]:
+    """Within this context attention is wanted of these rows of the step alone: those of others may
+    be anything."""
+    backend, metadata = _require_step()
+    token = _step.set((backend, replace(metadata, wanted_rows=rows.tolist())))
+    try:
+        yield
+    finally:
         _step.reset(token)
 
 

@@ -187,7 +187,13 @@ class HostAttention(AttentionBackend):
             hides_any = metadata.shared and options.hides_any(max(s.end for s in metadata.segments))
             shared = () if hides_any else metadata.shared
             plan = make_plan(
-                metadata.segments, shared, num_kv_heads, num_heads, options, num_threads
+                metadata.segments,
+                shared,
+                num_kv_heads,
+                num_heads,
+                options,
+                num_threads,
+                metadata.wanted_rows,
             )
             self._plans[key] = plan
         return plan
@@ -289,6 +295,7 @@ def make_plan(
     num_heads: int,
     options: AttentionOptions,
     num_threads: int,
+    wanted_rows: Sequence[int] | None = None,
 ) -> _kernels.Plan:
     """The plan of a step. Raises ValueError if its segments and shared ranges contradict."""
     if num_heads % num_kv_heads:
@@ -302,4 +309,5 @@ def make_plan(
         options.sliding_window or UNLIMITED,
         num_threads,
         options.chunk or UNLIMITED,
+        None if wanted_rows is None else list(wanted_rows),
     )

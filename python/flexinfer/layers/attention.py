@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from flexinfer.attention.base import AttentionOptions
-from flexinfer.attention.hook import use_probe
+from flexinfer.attention.hook import attending_for, use_probe
 from flexinfer.layers import operators
 from flexinfer.layers import rows as row_ops
 from flexinfer.layers.adapters import Part
@@ -72,10 +73,12 @@ class FusedAttention(torch.nn.Module):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Any = None,
         residual: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states, residual: [1, tokens, width]; position_embeddings: cos and sin
-        [1, tokens, head_dim]. Returns residual + attention."""
+        [1, tokens, head_dim]. Returns residual + attention. rows: of the tokens, of which alone
+        this is wanted, and the residual is; None: all."""
         batch, num_tokens, _ = hidden_states.shape
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         qkv = self.qkv_proj(hidden_states)
@@ -84,8 +87,13 @@ class FusedAttention(torch.nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = attention_function(self.config._attn_implementation, self._eager)
-        output, _ = attend(self, query, key, value, attention_mask, dropout=0.0, **self.options)
-        output = output.reshape(batch, num_tokens, -1)
+        attend = partial(attend, self, query, key, value, attention_mask, dropout=0.0)
+        if rows is None:
+            output, _ = attend(**self.options)
+            return self.o_proj(output.reshape(batch, num_tokens, -1), residual), None
+        with attending_for(rows):
+            output, _ = attend(**self.options)
+        output = output.reshape(batch, num_tokens, -1).index_select(1, rows)
         return self.o_proj(output, residual), None
 
     def _rotated(

@@ -40,10 +40,12 @@ class FusedDecoderLayer(torch.nn.Module):
         attention_mask: torch.Tensor | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         past_key_values: Any = None,
+        rows: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """hidden_states: [1, tokens, width]"""
-        if position_embeddings is not None and past_key_values is None:
+        """hidden_states: [1, tokens, width]. rows: int64, of the tokens, whose output alone is
+        wanted: [1, rows, width]; None: all."""
+        if rows is None and position_embeddings is not None and past_key_values is None:
             output = self._in_one_call(hidden_states, position_embeddings)
             if output is not None:
                 return output
@@ -52,7 +54,8 @@ class FusedDecoderLayer(torch.nn.Module):
             position_embeddings,
             attention_mask,
             past_key_values,
-            hidden_states,
+            hidden_states if rows is None else hidden_states.index_select(1, rows),
+            rows,
         )
         return self.mlp(self.post_attention_layernorm(x), x)  # type: ignore[no-any-return]
 

@@ -165,3 +165,16 @@ def forward(self, hidden_states, top_k_index, top_k_weights):
     return final_hidden_states
 """,
 )
+ROTARY_EMBEDDINGS = (
+    """
+@torch.no_grad()
+@dynamic_rope_update
+def forward(self, x, position_ids):
+    freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
+    emb = torch.cat((freqs, freqs), dim=-1)
+    cos = emb.cos() * self.attention_scaling
+    sin = emb.sin() * self.attention_scaling
+    return (cos.to(dtype=x.dtype), sin.to(dtype=x.dtype))
+""",
+)
+"""Of those whose frequencies do not change (`RotaryTable`)."""

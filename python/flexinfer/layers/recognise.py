@@ -70,9 +70,8 @@ def _code(module: torch.nn.Module, form: _Form) -> str | None:
         if function in seen:
             continue
         seen.add(function)
-        source = _source_of(function)
-        node = None if source is None else ast.parse(source).body[0]
-        if not isinstance(node, ast.FunctionDef):
+        node = tree_of(function)
+        if node is None:
             return None
         if not texts:
             node.args.defaults, node.args.kw_defaults = [], [None] * len(node.args.kwonlyargs)
@@ -80,6 +79,13 @@ def _code(module: torch.nn.Module, form: _Form) -> str | None:
         texts.append(ast.unparse(node))
         waiting += _called(node, function, module)
     return "\n".join(texts)
+
+
+def tree_of(function: Any) -> ast.FunctionDef | None:
+    """Its source, read anew; None: there is none."""
+    source = _source_of(inspect.unwrap(function))
+    node = None if source is None else ast.parse(source).body[0]
+    return node if isinstance(node, ast.FunctionDef) else None
 
 
 @cache

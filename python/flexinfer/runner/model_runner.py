@@ -20,6 +20,7 @@ from flexinfer.attention.base import LayerKV
 from flexinfer.attention.hook import use_attention
 from flexinfer.attention.kv_format import KVFormat
 from flexinfer.layers.adapters import use_adapters
+from flexinfer.layers.decoder_stack import find_decoder_stack
 from flexinfer.models.describe import AttentionLayer, LoadedModel
 from flexinfer.models.probe import no_mask
 from flexinfer.runner.cuda_graphs import DecodeGraphs, Recorder
@@ -123,6 +124,7 @@ class ModelRunner:
         self._is_compiled = compile_model
         if compile_model:
             self.model = torch.compile(loaded.model, fullgraph=True, dynamic=True)
+        self._stack = None if compile_model else find_decoder_stack(loaded.model)
         self.sampler = Sampler(seed, loaded.device, grammars)
         kv_format = None if kv_cache_dtype == "auto" else KVFormat(kv_cache_dtype, loaded.dtype)
         layers = [arena_of(manager, of, i, kv_format) for i, of in enumerate(loaded.layers)]
@@ -212,6 +214,10 @@ class ModelRunner:
             self.loaded.model, self.backend, inputs.metadata, counts_calls=counts_calls
         )
         with attending, self.states.in_force():
+            if self._stack is not None:
+                rows = inputs.logits_rows
+                narrows = inputs.adapters is None  # they are told by rows of the whole batch
+                return self._stack.logits(inputs.token_ids, inputs.positions, rows, narrows=narrows)
             cache: dict[str, Any] = {}
             if self.loaded.asks_cache_for_positions:
                 cache["past_key_values"] = KnownPositions(inputs.positions)

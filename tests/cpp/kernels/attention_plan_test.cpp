@@ -62,6 +62,28 @@ std::vector<std::map<int64_t, int>> count_keys(const Plan& plan) {
   return counts;
 }
 
+// How many of the batch's tokens, in their order, are stored once; none beside them.
+int64_t tokens_stored(const Plan& plan) {
+  std::vector<PlannedStore> stores = plan.stored_first();
+  for (const PlannedTask& task : plan.tasks()) {
+    if (task.stores_segment >= 0) stores.push_back({task.stores_segment});
+  }
+  std::vector<int64_t> stored;
+  for (const PlannedStore& store : stores) {
+    const Segment& segment = plan.segments()[static_cast<size_t>(store.segment)];
+    EXPECT_LE(store.first + store.count, segment.num_tokens());
+    for (int64_t i = 0; i < store.count; ++i) stored.push_back(segment.row + store.first + i);
+  }
+  std::sort(stored.begin(), stored.end());
+  EXPECT_EQ(std::ssize(stored), plan.num_tokens());
+  int64_t num_stored = 0;
+  while (num_stored < std::ssize(stored) &&
+         stored[static_cast<size_t>(num_stored)] == num_stored) {
+    ++num_stored;
+  }
+  return num_stored;
+}
+
 TEST(AttentionPlan, every_token_meets_every_visible_key_once) {
   std::mt19937 random(1);
   for (int round = 0; round < 60; ++round) {
@@ -76,6 +98,36 @@ TEST(AttentionPlan, every_token_meets_every_visible_key_once) {
       ASSERT_EQ(static_cast<int64_t>(counts[token].size()), visible);
       for (const auto& [key, count] : counts[token]) ASSERT_EQ(count, 1) << key;
     }
+  }
+}
+
+// Of tokens whose output nobody reads, no key is attended to, and all are stored.
+TEST(AttentionPlan, wanted_rows_meet_what_they_see_and_others_nothing) {
+  std::mt19937 random(4);
+  for (int round = 0; round < 60; ++round) {
+    const Step step = random_step(random);
+    const PlanOptions options{round % 3 == 0 ? 70 : kNoWindow, 1 << (round % 5), 2, 1 + round % 4,
+                              round % 5 == 0 ? 96 : kNoWindow};
+    const Plan whole(step.segments, step.shared, options);
+    std::vector<int64_t> rows;
+    for (int64_t row = 0; row < whole.num_tokens(); ++row) {
+      if (std::uniform_int_distribution(0, 1 + round)(random) == 0) rows.push_back(row);
+    }
+    std::shuffle(rows.begin(), rows.end(), random);
+    const Plan plan(step.segments, step.shared, options, rows);
+    const auto counts = count_keys(plan), expected = count_keys(whole);
+    const std::set<int64_t> wanted(rows.begin(), rows.end());
+    for (size_t token = 0; token < counts.size(); ++token) {
+      const bool is_wanted = wanted.contains(static_cast<int64_t>(token));
+      ASSERT_EQ(counts[token], is_wanted ? expected[token] : (std::map<int64_t, int>{}));
+    }
+    ASSERT_EQ(tokens_stored(plan), whole.num_tokens());
+  }
+}
+
+TEST(AttentionPlan, wanted_rows_beside_the_batch_are_refused) {
+  for (const int64_t row : {-1, 3}) {
+    EXPECT_THROW(Plan({{0, 0, 0, 3}}, {}, {}, {{row}}), std::invalid_argument);
   }
 }
 
@@ -103,19 +155,7 @@ TEST(AttentionPlan, every_token_is_stored_by_one_task_or_first) {
   for (int round = 0; round < 60; ++round) {
     const Step step = random_step(random);
     const Plan plan(step.segments, step.shared, {kNoWindow, round % 2 == 0 ? 2 : 200, 2, 2});
-    std::vector<PlannedStore> stores = plan.stored_first();
-    for (const PlannedTask& task : plan.tasks()) {
-      if (task.stores_segment >= 0) stores.push_back({task.stores_segment});
-    }
-    std::vector<int64_t> stored;
-    for (const PlannedStore& store : stores) {
-      const Segment& segment = step.segments[static_cast<size_t>(store.segment)];
-      ASSERT_LE(store.first + store.count, segment.num_tokens());
-      for (int64_t i = 0; i < store.count; ++i) stored.push_back(segment.row + store.first + i);
-    }
-    std::sort(stored.begin(), stored.end());
-    ASSERT_EQ(std::ssize(stored), plan.num_tokens());
-    for (size_t i = 0; i < stored.size(); ++i) EXPECT_EQ(stored[i], static_cast<int64_t>(i));
+    EXPECT_EQ(tokens_stored(plan), plan.num_tokens());
   }
 }
 

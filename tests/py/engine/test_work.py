@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -48,6 +51,25 @@ def test_attention_reads_what_its_tokens_see(
     assert attention_work(LayerKV(arena, arena), query, options, metadata) == Work(
         flops=4 * NUM_HEADS * HEAD_DIM * len(seen),
         num_bytes=2 * NUM_KV_HEADS * HEAD_DIM * dtype.itemsize * len(read),
+    )
+
+
+@given(LENGTHS, st.data())
+def test_what_no_wanted_row_sees_is_no_work(lengths: list[tuple[int, int]], data: Any) -> None:
+    """Wanted rows are a segment's last ones, as in prefills and in what speculation verifies."""
+    metadata = metadata_of(lengths, [])
+    arena = torch.zeros(4, 32, NUM_KV_HEADS, HEAD_DIM)
+    num_tokens = sum(segment.num_tokens for segment in metadata.segments)
+    seen, rows = [], []
+    for s in metadata.segments:
+        count = data.draw(st.integers(0, s.num_tokens))
+        rows += range(s.row + s.num_tokens - count, s.row + s.num_tokens)
+        seen += [(s.slot, at, key) for at in range(s.end - count, s.end) for key in range(at + 1)]
+    wanting = replace(metadata, wanted_rows=data.draw(st.permutations(rows)))
+    query = torch.zeros(NUM_HEADS, num_tokens, HEAD_DIM)
+    assert attention_work(LayerKV(arena, arena), query, AttentionOptions(), wanting) == Work(
+        flops=4 * NUM_HEADS * HEAD_DIM * len(seen),
+        num_bytes=2 * NUM_KV_HEADS * HEAD_DIM * 4 * len({(slot, key) for slot, _, key in seen}),
     )
 
 
