@@ -92,7 +92,7 @@ inline void write_results(const LayerCall& call, const AttendTask& task, const S
 }
 
 // Few rows. Of all tasks one tile, then the next: they read neighbouring memory.
-template <class T, class Load, class Tile>
+template <class T, class S, class Load, class Tile>
 VTENSOR_INLINE void attend_few(const LayerCall& call, const AttendTask* tasks, int num_tasks,
                                float* scratch, const Load& load_rows, const Tile& compute_tile) {
   Scratch s[kMaxSideBySide];
@@ -103,9 +103,10 @@ VTENSOR_INLINE void attend_few(const LayerCall& call, const AttendTask* tasks, i
     load_rows(call, tasks[i], s[i]);
     start_rows(s[i], rows, call.value_dim);
   }
-  for (int64_t tile = tasks[0].begin; tile < tasks[0].end; tile += kFewRowsTile) {
+  constexpr int kTile = kFewRowsTile<S>;
+  for (int64_t tile = tasks[0].begin; tile < tasks[0].end; tile += kTile) {
     const int64_t left = tasks[0].end - tile;
-    const int num_keys = left < kFewRowsTile ? static_cast<int>(left) : kFewRowsTile;
+    const int num_keys = left < kTile ? static_cast<int>(left) : kTile;
     for (int i = 0; i < num_tasks; ++i) compute_tile(call, tasks[i], s[i], tile, num_keys);
   }
   for (int i = 0; i < num_tasks; ++i) write_results<T>(call, tasks[i], s[i]);
@@ -117,7 +118,7 @@ inline void attend_few(const LayerCall& call, const AttendTask* tasks, int num_t
 #if defined(VTENSOR_HAS_PAIRS)
   if constexpr (std::is_same_v<T, BFloat16> && !kHasScale<S>) {
     if (takes_pairs(call)) {
-      attend_few<T>(call, tasks, num_tasks, scratch, copy_queries, few_pair_rows_tile);
+      attend_few<T, S>(call, tasks, num_tasks, scratch, copy_queries, few_pair_rows_tile);
       return;
     }
   }
@@ -126,12 +127,12 @@ inline void attend_few(const LayerCall& call, const AttendTask* tasks, int num_t
   // Not for float32, which 16 bits would not do justice.
   if constexpr (!std::is_same_v<T, float> && std::is_same_v<S, Int8>) {
     if (takes_bytes(call)) {
-      attend_few<T>(call, tasks, num_tasks, scratch, load_byte_queries<T>, few_byte_rows_tile);
+      attend_few<T, S>(call, tasks, num_tasks, scratch, load_byte_queries<T>, few_byte_rows_tile);
       return;
     }
   }
 #endif
-  attend_few<T>(call, tasks, num_tasks, scratch, load_queries<T>, few_rows_tile<S>);
+  attend_few<T, S>(call, tasks, num_tasks, scratch, load_queries<T>, few_rows_tile<S>);
 }
 
 template <class T, class S>

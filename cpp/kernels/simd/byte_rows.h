@@ -4,10 +4,11 @@
 // Queries and weights become integers of 16 bits, a unit a row, in two bytes each:
 //
 //   q = unit (256 high + low)      signed, times keys plus 128, which are unsigned
-//   w = unit (256 high + low)      unsigned, times values, which are signed
+//   w = unit (256 high + low)      unsigned, of 15 bits, times values, which are signed
 //
 // Sums of integers are exact, so what is lost is the rounding to 16 bits, less than that of
-// bfloat16 to 8. Four numbers of a key or four keys of a column stand in 32 bits.
+// bfloat16 to 8. Keys are multiplied as they stand, each by all rows at once; of values, four keys
+// of a column are brought together in 32 bits.
 #pragma once
 
 #include "kernels/simd/few_rows.h"
@@ -23,7 +24,6 @@ constexpr int kBytes = 4 * kLanes;
 // Sums of wider keys, 255 * 32,512 each, would not fit 32 bits.
 constexpr int kMaxByteDim = 256;
 constexpr float kQueryUnits = 127 * 256;
-constexpr float kWeightUnits = 255 * 256;
 
 inline bool takes_bytes(const LayerCall& call) {
   return call.key_dim % kBytes == 0 && call.value_dim % kBytes == 0 && call.key_dim <= kMaxByteDim;
@@ -35,6 +35,12 @@ VTENSOR_INLINE __m512i broadcast_word(const void* p) {
   int word;
   __builtin_memcpy(&word, p, sizeof word);
   return _mm512_set1_epi32(word);
+}
+
+// With a mask of all lanes, as in vec.h.
+template <int kChoice>
+VTENSOR_INLINE __m512i blocks_of(__m512i a, __m512i b) {
+  return _mm512_maskz_shuffle_i32x4(0xffff, a, b, kChoice);
 }
 
 // By what numbers up to `largest` become integers, and what one is then worth; `odd` is not 0 if
@@ -50,18 +56,26 @@ struct Units {
   }
 };
 
-// A query row where float32 numbers stand otherwise: high bytes, low bytes, and how to read sums.
-struct ByteQuery {
-  uint8_t* high;
-  uint8_t* low;
-  float* unit;
-  int32_t* offset;  // the part of a sum that comes of adding 128 to keys
+// Query rows that are multiplied together, R of them, where their float32 numbers stand otherwise.
+// A key's bytes are loaded once for all of them, R times side by side:
+//
+//   | high: 64 / R of row 0 | ... | of row R - 1 | low: the same |   for each 64 / R numbers of a
+//   key
+template <int R>
+struct ByteQueries {
+  static constexpr int kPart = kBytes / R;
+  uint8_t* bytes;
+  float* units;      // [kLanes], kLanes / R for each row
+  int32_t* offsets;  // likewise: the part of a sum that comes of adding 128 to keys
 
-  VTENSOR_INLINE ByteQuery(const Scratch& s, int row, int key_dim) {
-    high = reinterpret_cast<uint8_t*>(s.query + row * key_dim);
-    low = high + key_dim;
-    unit = reinterpret_cast<float*>(low + key_dim);
-    offset = reinterpret_cast<int32_t*>(unit + 1);
+  VTENSOR_INLINE ByteQueries(const Scratch& s, int row, int key_dim)
+      : bytes(reinterpret_cast<uint8_t*>(s.query + row * key_dim)),
+        units(reinterpret_cast<float*>(bytes + 2 * R * key_dim)),
+        offsets(reinterpret_cast<int32_t*>(units + kLanes)) {}
+
+  // Number i of row r, 16 bytes; its low one is kBytes further on.
+  VTENSOR_INLINE uint8_t* high(int r, int i) const {
+    return bytes + i / kPart * 2 * kBytes + r * kPart + i % kPart;
   }
 };
 
@@ -70,8 +84,9 @@ VTENSOR_INLINE void store_bytes(uint8_t* p, IVec integers) {
   __builtin_memcpy(p, &bytes, sizeof bytes);
 }
 
-template <class T>
-inline void load_byte_query(const T* row, int key_dim, float factor, const ByteQuery& out) {
+template <class T, int R>
+inline void load_byte_query(const T* row, int key_dim, float factor, const ByteQueries<R>& out,
+                            int r) {
   Vec largest = {}, strange = {};
   for (int i = 0; i < key_dim; i += kLanes) {
     const Vec x = load(row + i) * factor;
@@ -84,109 +99,169 @@ inline void load_byte_query(const T* row, int key_dim, float factor, const ByteQ
     const Vec x = load(row + i) * factor;
     const IVec integers = nearest_integers(units.factor == 0 ? Vec{} : x * units.factor);
     const IVec high = (integers + 128) >> 8;
-    store_bytes(out.high + i, high);
-    store_bytes(out.low + i, integers - high * 256);
+    store_bytes(out.high(r, i), high);
+    store_bytes(out.high(r, i) + kBytes, integers - high * 256);
     sum += integers;
   }
   int32_t total = 0;
   for (int i = 0; i < kLanes; ++i) total += sum[i];
-  *out.unit = units.unit;
-  *out.offset = 128 * total;
+  for (int i = r * kLanes / R; i < (r + 1) * kLanes / R; ++i) {
+    out.units[i] = units.unit;
+    out.offsets[i] = 128 * total;
+  }
 }
 
 template <class T>
 inline void load_byte_queries(const LayerCall& call, const AttendTask& task, const Scratch& s) {
   const T* query = static_cast<const T*>(call.query);
   const float factor = query_factor(call);
-  for (int i = 0; i < task.num_tokens; ++i) {
-    for (int h = 0; h < task.num_heads; ++h) {
-      const T* row = query + (task.first_head + h) * call.query_head_stride +
-                     task.tokens[i] * call.query_token_stride;
-      load_byte_query(row, call.key_dim, factor,
-                      ByteQuery(s, i * task.num_heads + h, call.key_dim));
+  in_row_groups(task.num_tokens * task.num_heads, [&]<int R>(int first) {
+    const ByteQueries<R> out(s, first, call.key_dim);
+    for (int r = 0; r < R; ++r) {
+      const int token = task.tokens[(first + r) / task.num_heads];
+      const int head = task.first_head + (first + r) % task.num_heads;
+      const T* row = query + head * call.query_head_stride + token * call.query_token_stride;
+      load_byte_query(row, call.key_dim, factor, out, r);
     }
-  }
+  });
 }
 
-// Numbers [column, column + 64) of kLanes keys, plus 128, as words of four: v[i] has word i of each
-// key.
-VTENSOR_INLINE void load_key_words(const Int8* const (&keys)[kLanes], int column,
-                                   Vec (&v)[kLanes]) {
-#pragma GCC unroll 16
-  for (int n = 0; n < kLanes; ++n) {
-    v[n] = reinterpret_cast<Vec>(
-        _mm512_xor_si512(load_bytes(keys[n] + column), _mm512_set1_epi8(static_cast<char>(0x80))));
-  }
-  transpose(v);
-}
-
-// score[r][j .. j + kLanes) for R rows.
+// The next 64 / R numbers of a key, R times, plus 128. With masks of all lanes, as in vec.h.
 template <int R>
-VTENSOR_INLINE void dot_bytes(const Int8* const (&keys)[kLanes], const Scratch& s, int row,
-                              int key_dim, int j) {
-  IVec sums[R][2] = {};
-  for (int column = 0; column < key_dim; column += kBytes) {
-    Vec words[kLanes];
-    load_key_words(keys, column, words);
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) {
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const ByteQuery query(s, row + r, key_dim);
-        const uint8_t* parts[] = {query.high, query.low};
-#pragma GCC unroll 2
-        for (int part = 0; part < 2; ++part) {
-          sums[r][part] = reinterpret_cast<IVec>(_mm512_dpbusd_epi32(
-              reinterpret_cast<__m512i>(sums[r][part]), reinterpret_cast<__m512i>(words[i]),
-              broadcast_word(parts[part] + column + 4 * i)));
-        }
-      }
-    }
+VTENSOR_INLINE __m512i load_key(const Int8* p) {
+  __m512i x;
+  if constexpr (R == 1) {
+    x = load_bytes(p);
+  } else if constexpr (R == 2) {
+    x = _mm512_maskz_broadcast_i64x4(0xff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  } else {
+    x = _mm512_maskz_broadcast_i32x4(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
+  return _mm512_xor_si512(x, _mm512_set1_epi8(static_cast<char>(0x80)));
+}
+
+// Keys that are multiplied at once: as many sums, of high and of low bytes, as registers hold.
+constexpr int kDotKeys = 8;
+
+// score[r][0 .. kDotKeys) for R rows, of the sums of each key, spread over its lanes.
+template <int R>
+VTENSOR_INLINE void store_scores(const ByteQueries<R>& query, const __m512i (&high)[kDotKeys],
+                                 const __m512i (&low)[kDotKeys], float* score) {
+  constexpr int kSummed = R == 4 ? 4 : kDotKeys;
+  IVec sums[kDotKeys], offsets;
+  __builtin_memcpy(&offsets, query.offsets, sizeof offsets);
+#pragma GCC unroll 8
+  for (int n = 0; n < kDotKeys; ++n) {
+    sums[n] = reinterpret_cast<IVec>(high[n]) * 256 + reinterpret_cast<IVec>(low[n]);
+  }
+#pragma GCC unroll 2
+  for (int n = 0; n < kDotKeys; n += kSummed) {
+    IVec sum = sums_of<kSummed>(sums + n);
+    if constexpr (R == 1) {  // two halves of one row
+      const __m512i halves = reinterpret_cast<__m512i>(sum);
+      sum += reinterpret_cast<IVec>(blocks_of<0x4e>(halves, halves));
+    }
+    const Vec scores = __builtin_convertvector(sum - offsets, Vec) * load(query.units);
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-    const ByteQuery query(s, row + r, key_dim);
-    const IVec sum = sums[r][0] * 256 + sums[r][1] - *query.offset;
-    store(s.score + (row + r) * kTileTokens + j, __builtin_convertvector(sum, Vec) * *query.unit);
+    for (int r = 0; r < R; ++r) {
+      __builtin_memcpy(score + r * kTileTokens + n,
+                       reinterpret_cast<const float*>(&scores) + r * kSummed,
+                       kSummed * sizeof(float));
+    }
   }
 }
 
-inline void dot_byte_rows(const AttendTask& task, const Scratch& s, int key_dim, int64_t tile,
-                          int num_keys) {
+// score[r][j] for R rows and all keys; keys beyond the last are the last one again.
+template <int R>
+inline void dot_bytes(const AttendTask& task, const Scratch& s, int row, int key_dim, int64_t tile,
+                      int num_keys) {
+  const ByteQueries<R> query(s, row, key_dim);
   const Int8* k = static_cast<const Int8*>(task.k) + tile * task.k_stride;
-  const int64_t to_next = rows_to_next(task, tile, 0, task.k_stride);
-  for (int j = 0; j < num_keys; j += kLanes) {
-    const Int8* keys[kLanes];
-    for (int n = 0; n < kLanes; ++n) {
+  const int64_t to_next = rows_to_next<Int8>(task, tile, row, task.k_stride);
+  for (int j = 0; j < num_keys; j += kDotKeys) {
+    const Int8* keys[kDotKeys];
+#pragma GCC unroll 8
+    for (int n = 0; n < kDotKeys; ++n) {
       const int64_t token = j + n < num_keys ? j + n : num_keys - 1;
       keys[n] = k + token * task.k_stride;
       if (to_next != 0) prefetch_row(keys[n] + to_next, key_dim);
     }
-    in_row_groups(task.num_tokens * task.num_heads,
-                  [&]<int R>(int row) { dot_bytes<R>(keys, s, row, key_dim, j); });
+    __m512i high[kDotKeys] = {}, low[kDotKeys] = {};
+    for (int column = 0; column < key_dim; column += kBytes) {
+      const uint8_t* parts = query.bytes + 2 * R * column;
+#pragma GCC unroll 4
+      for (int part = 0; part < R; ++part) {
+        const __m512i high_part = load_bytes(parts + 2 * part * kBytes);
+        const __m512i low_part = load_bytes(parts + (2 * part + 1) * kBytes);
+#pragma GCC unroll 8
+        for (int n = 0; n < kDotKeys; ++n) {
+          const __m512i x = load_key<R>(keys[n] + column + part * query.kPart);
+          high[n] = _mm512_dpbusd_epi32(high[n], x, high_part);
+          low[n] = _mm512_dpbusd_epi32(low[n], x, low_part);
+        }
+      }
+    }
+    store_scores(query, high, low, s.score + row * kTileTokens + j);
+  }
+}
+
+// By what weights become integers below 2^15, and what one is then worth, from the bits of the
+// largest: powers of two, so that nothing is divided. Bits of what is not finite are above all
+// others; its unit is not finite either.
+struct WeightUnit {
+  float factor;
+  float unit;
+
+  VTENSOR_INLINE explicit WeightUnit(uint32_t most) {
+    constexpr uint32_t kBias = 127, kSmallest = kBias - 100, kOdd = 255;
+    const uint32_t exponent = most >> 23;
+    const bool counts = exponent >= kSmallest && exponent < kOdd;
+    const uint32_t factor_bits = counts ? (2 * kBias + 14 - exponent) << 23 : 0;
+    const uint32_t unit_bits = counts ? (exponent - 14) << 23 : exponent == kOdd ? most : 0;
+    __builtin_memcpy(&factor, &factor_bits, sizeof factor);
+    __builtin_memcpy(&unit, &unit_bits, sizeof unit);
+  }
+};
+
+VTENSOR_INLINE UVec max_bits(UVec a, UVec b) {
+  return reinterpret_cast<UVec>(
+      _mm512_maskz_max_epu32(0xffff, reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+}
+
+template <int H = kLanes / 2>
+VTENSOR_INLINE uint32_t max_lane_bits(UVec v) {
+  const UVec other = bits_of(shuffle<SwapIndex<H>>(from_bits(v), from_bits(v), Lanes{}));
+  const UVec most = max_bits(v, other);
+  if constexpr (H == 1) {
+    return most[0];
+  } else {
+    return max_lane_bits<H / 2>(most);
   }
 }
 
 // The weights of a row for one tile, in bytes.
 struct ByteWeightRow {
-  alignas(64) uint8_t high[kFewRowsTile];
-  alignas(64) uint8_t low[kFewRowsTile];
+  alignas(64) uint8_t high[kFewRowsTile<Int8>];
+  alignas(64) uint8_t low[kFewRowsTile<Int8>];
   float unit;
 
-  inline void load_from(const float* weights, int width) {
-    Vec largest = {}, strange = {};
+  // From weights and the scales of the values, none of them negative.
+  VTENSOR_INLINE void load_from(const float* weights, const float* scales, int width) {
+    Vec products[kFewRowsTile<Int8> / kLanes];
+    UVec most = {};
     for (int j = 0; j < width; j += kLanes) {
-      const Vec w = load(weights + j);
-      largest = max(w, largest);
-      strange += w * 0.0F;
+      const Vec w = load(weights + j) * load(scales + j);
+      products[j / kLanes] = w;
+      most = max_bits(bits_of(w), most);
     }
-    const Units units(max_lane(largest), sum_lanes(strange), kWeightUnits);
-    unit = units.unit;
+    const WeightUnit of(max_lane_bits(most));
+    unit = of.unit;
+    const Vec magic = splat(0x1.8p23F);  // adding it rounds to an integer, in the low bits
     for (int j = 0; j < width; j += kLanes) {
-      const Vec w = units.factor == 0 ? Vec{} : load(weights + j) * units.factor;
-      const IVec integers = nearest_integers(w);
+      const Vec w = of.factor == 0 ? Vec{} : products[j / kLanes] * of.factor;
+      const IVec integers = reinterpret_cast<IVec>(bits_of(w + magic));
+      store_bytes(low + j, integers);
       store_bytes(high + j, integers >> 8);
-      store_bytes(low + j, integers & 255);
     }
   }
 };
@@ -197,7 +272,9 @@ VTENSOR_INLINE void load_value_words(const Int8* v, int64_t stride, int num_keys
                                      __m512i (&words)[4]) {
   const auto at = [&](int n) {
     const int64_t key = j + n < num_keys ? j + n : num_keys - 1;
-    return load_bytes(v + key * stride);
+    __m512i bytes = load_bytes(v + key * stride);
+    __asm__("" : "+v"(bytes));  // loaded once: gcc would load it for each of its uses
+    return bytes;
   };
   const __m512i a = at(0), b = at(1), c = at(2), d = at(3);
   const __m512i ab = _mm512_unpacklo_epi8(a, b), cd = _mm512_unpacklo_epi8(c, d);
@@ -206,12 +283,6 @@ VTENSOR_INLINE void load_value_words(const Int8* v, int64_t stride, int num_keys
   words[1] = _mm512_unpackhi_epi16(ab, cd);
   words[2] = _mm512_unpacklo_epi16(ab_high, cd_high);
   words[3] = _mm512_unpackhi_epi16(ab_high, cd_high);
-}
-
-// With a mask of all lanes, as in vec.h.
-template <int kChoice>
-VTENSOR_INLINE __m512i blocks_of(__m512i a, __m512i b) {
-  return _mm512_maskz_shuffle_i32x4(0xffff, a, b, kChoice);
 }
 
 // Blocks of four lanes of four vectors, transposed in place: columns in their order.
@@ -267,25 +338,28 @@ VTENSOR_INLINE void add_byte_columns(const Int8* v, int64_t stride, const ByteWe
 inline void few_byte_rows_tile(const LayerCall& call, const AttendTask& task, const Scratch& s,
                                int64_t tile, int num_keys) {
   const int rows = task.num_tokens * task.num_heads, value_dim = call.value_dim;
-  dot_byte_rows(task, s, call.key_dim, tile, num_keys);
+  const TileScales<Int8> key_scales(task.k, task.k_stride, call.key_dim, tile, num_keys);
+  const TileScales<Int8> value_scales(task.v, task.v_stride, value_dim, tile, num_keys);
+  in_row_groups(rows,
+                [&]<int R>(int row) { dot_bytes<R>(task, s, row, call.key_dim, tile, num_keys); });
   const int width = (num_keys + kLanes - 1) / kLanes * kLanes;
-  scale_rows<Int8>(task.k, task.k_stride, call.key_dim, tile, num_keys, s.score, rows);
+  scale_rows(key_scales, num_keys, s.score, rows);
   softmax_tile<float>(call, task, s, tile, num_keys, width, 1);
-  scale_rows<Int8>(task.v, task.v_stride, value_dim, tile, num_keys, s.score, rows);
+  ByteWeightRow weights[kMaxFewRows];
+  for (int row = 0; row < rows; ++row) {
+    weights[row].load_from(s.score + row * kTileTokens, value_scales.of, width);
+  }
   const Int8* v = static_cast<const Int8*>(task.v) + tile * task.v_stride;
   for (int row = 0; row < rows; row += 2) {
-    ByteWeightRow weights[2];
-    const int count = rows - row < 2 ? 1 : 2;
-    for (int r = 0; r < count; ++r) {
-      weights[r].load_from(s.score + (row + r) * kTileTokens, width);
-    }
-    const int64_t to_next = rows_to_next(task, tile, row, task.v_stride);
+    const int64_t to_next = rows_to_next<Int8>(task, tile, row, task.v_stride);
     for (int i = 0; i < value_dim; i += kBytes) {
       float* output = s.output + row * value_dim + i;
-      if (count == 2) {
-        add_byte_columns<2>(v + i, task.v_stride, weights, output, value_dim, num_keys, to_next);
+      if (row + 1 < rows) {
+        add_byte_columns<2>(v + i, task.v_stride, weights + row, output, value_dim, num_keys,
+                            to_next);
       } else {
-        add_byte_columns<1>(v + i, task.v_stride, weights, output, value_dim, num_keys, to_next);
+        add_byte_columns<1>(v + i, task.v_stride, weights + row, output, value_dim, num_keys,
+                            to_next);
       }
     }
   }

@@ -15,7 +15,8 @@ namespace {
 // Rows that are multiplied with a key at once: rows x keys = kLanes dot products in registers.
 constexpr int kDotRows = 4;
 // Keys of a tile: K and V of that many tokens stay in the first-level cache between the two passes.
-constexpr int kFewRowsTile = 32;
+template <class T>
+constexpr int kFewRowsTile = sizeof(T) == 1 ? 64 : 32;
 // Into the second-level cache: rows of many layers' tokens, a power of two apart, fall into a few
 // sets of the first one and would push each other out before they are read (measured: twice the
 // time).
@@ -29,8 +30,9 @@ VTENSOR_INLINE void prefetch_row(const T* p, int width) {
 // Of the tile after the one that begins at `tile`, if there is one and no other rows of the task
 // have asked for it. Keys are asked for beside the dot products, values beside the sums: memory is
 // never idle.
+template <class T>
 inline int64_t rows_to_next(const AttendTask& task, int64_t tile, int row, int64_t stride) {
-  return row == 0 && tile + kFewRowsTile < task.end ? kFewRowsTile * stride : 0;
+  return row == 0 && tile + kFewRowsTile<T> < task.end ? kFewRowsTile<T> * stride : 0;
 }
 
 // The next numbers of a key, for a query of float32 numbers or, as bfloat16, of pairs.
@@ -82,16 +84,28 @@ inline void dot_rows(const AttendTask& task, const Q* query, int key_dim, float*
   }
 }
 
-// Scores or weights of a tile times the scales of its keys or values: row[j] *= scale[j].
+// The scales of a tile's keys or values. Loaded well before they are read: vectors that hold what
+// was stored number by number wait until it has left the store buffer.
 template <class T>
-inline void scale_rows(const void* base, int64_t stride, int head_dim, int64_t tile, int num_keys,
-                       float* rows, int num_rows) {
-  alignas(64) float scales[kFewRowsTile] = {};
-  const T* row = static_cast<const T*>(base) + tile * stride;
-  for (int j = 0; j < num_keys; ++j) scales[j] = scale_of(row + j * stride, head_dim);
+struct TileScales {
+  alignas(64) float of[kFewRowsTile<T>] = {};
+
+  VTENSOR_INLINE TileScales(const void* base, int64_t stride, int head_dim, int64_t tile,
+                            int num_keys) {
+    if constexpr (kHasScale<T>) {
+      const T* row = static_cast<const T*>(base) + tile * stride;
+      for (int j = 0; j < num_keys; ++j) of[j] = scale_of(row + j * stride, head_dim);
+    }
+  }
+};
+
+// Scores or weights of a tile times the scales of its keys or values.
+template <class T>
+inline void scale_rows(const TileScales<T>& scales, int num_keys, float* rows, int num_rows) {
+  if constexpr (!kHasScale<T>) return;
   for (int r = 0; r < num_rows; ++r) {
     float* p = rows + r * kTileTokens;
-    for (int j = 0; j < num_keys; j += kLanes) store(p + j, load(p + j) * load(scales + j));
+    for (int j = 0; j < num_keys; j += kLanes) store(p + j, load(p + j) * load(scales.of + j));
   }
 }
 
@@ -153,21 +167,19 @@ void few_rows_tile(const LayerCall& call, const AttendTask& task, const Scratch&
                    int num_keys) {
   const int rows = task.num_tokens * task.num_heads;
   const int key_dim = call.key_dim, value_dim = call.value_dim;
+  const TileScales<T> key_scales(task.k, task.k_stride, key_dim, tile, num_keys);
+  const TileScales<T> value_scales(task.v, task.v_stride, value_dim, tile, num_keys);
   in_row_groups(rows, [&]<int R>(int row) {
     dot_rows<T, R>(task, s.query + row * key_dim, key_dim, s.score + row * kTileTokens, tile,
-                   num_keys, rows_to_next(task, tile, row, task.k_stride));
+                   num_keys, rows_to_next<T>(task, tile, row, task.k_stride));
   });
   const int width = (num_keys + kLanes - 1) / kLanes * kLanes;
-  if constexpr (kHasScale<T>) {
-    scale_rows<T>(task.k, task.k_stride, key_dim, tile, num_keys, s.score, rows);
-  }
+  scale_rows(key_scales, num_keys, s.score, rows);
   softmax_tile<float>(call, task, s, tile, num_keys, width, 1);
-  if constexpr (kHasScale<T>) {
-    scale_rows<T>(task.v, task.v_stride, value_dim, tile, num_keys, s.score, rows);
-  }
+  scale_rows(value_scales, num_keys, s.score, rows);
   in_row_groups(rows, [&]<int R>(int row) {
     add_values<T, R>(task, s.score + row * kTileTokens, s.output + row * value_dim, value_dim, tile,
-                     num_keys, rows_to_next(task, tile, row, task.v_stride));
+                     num_keys, rows_to_next<T>(task, tile, row, task.v_stride));
   });
 }
 

@@ -87,13 +87,13 @@ inline void few_pair_rows_tile(const LayerCall& call, const AttendTask& task, co
   const int key_dim = call.key_dim, value_dim = call.value_dim;
   in_row_groups(rows, [&]<int R>(int row) {
     dot_rows<BFloat16, R>(task, pair_query(s) + row * key_dim, key_dim, s.score + row * kTileTokens,
-                          tile, num_keys, rows_to_next(task, tile, row, task.k_stride));
+                          tile, num_keys, rows_to_next<BFloat16>(task, tile, row, task.k_stride));
   });
   const int width = (num_keys + kLanes - 1) / kLanes * kLanes;
   softmax_tile<BFloat16>(call, task, s, tile, num_keys, width, query_factor(call));
   const BFloat16* v = static_cast<const BFloat16*>(task.v) + tile * task.v_stride;
   in_row_groups(rows, [&]<int R>(int row) {
-    const int64_t to_next = rows_to_next(task, tile, row, task.v_stride);
+    const int64_t to_next = rows_to_next<BFloat16>(task, tile, row, task.v_stride);
     int column = 0;
     for (; column + 2 * kPairLanes <= value_dim; column += 2 * kPairLanes) {
       add_pair_columns<R, 2>(v, task.v_stride, s, row, column, value_dim, num_keys, to_next);

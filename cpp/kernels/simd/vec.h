@@ -156,17 +156,20 @@ struct SwapIndex {
   static constexpr int of(int lane) { return lane ^ H; }
 };
 
-// Lane j of the result is the sum of the lanes of v[j]. v: kLanes vectors, used up.
-template <int H = 1>
-VTENSOR_INLINE Vec sums_of(Vec* v) {
-  if constexpr (H == kLanes) {
+// v: N vectors, used up. In each block of N lanes of the result, lane j is the sum of that block of
+// v[j].
+template <int N = kLanes, int H = 1, class V>
+VTENSOR_INLINE V sums_of(V* v) {
+  if constexpr (H == N) {
     return v[0];
   } else {
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; i += 2 * H) {
-      v[i] = zip_blocks<H, false>(v[i], v[i + H]) + zip_blocks<H, true>(v[i], v[i + H]);
+    for (int i = 0; i < N; i += 2 * H) {
+      const Vec a = reinterpret_cast<Vec>(v[i]), b = reinterpret_cast<Vec>(v[i + H]);
+      v[i] = reinterpret_cast<V>(zip_blocks<H, false>(a, b)) +
+             reinterpret_cast<V>(zip_blocks<H, true>(a, b));
     }
-    return sums_of<2 * H>(v);
+    return sums_of<N, 2 * H>(v);
   }
 }
 
