@@ -152,8 +152,9 @@ class EngineConfig:
     dtype: Any = "auto"
     quantization: str | None = None
     """What weights are quantised to at load: "int8", or "int4", with a group size, zero points and
-    inputs of 8 bits if wanted ("int4-g64-zp-a8"). None or "auto": as the checkpoint is, quantised
-    already or not."""
+    inputs of 8 bits if wanted ("int4-g64-zp-a8"). "a8": the weights of a checkpoint that is
+    quantised already, and inputs of 8 bits. None or "auto": as the checkpoint is, quantised already
+    or not."""
     kv_cache_dtype: str = "auto"
     """"auto": the model's; "int8" or "fp8_e4m3": a byte for each number of K and V, and a scale
     for each token and head (on the CPU)."""

@@ -18,12 +18,14 @@ inline constexpr int64_t kQuantisedColumns = 64;
 //   8 bits: inputs k, k + 1, k + 2, k + 3, signed, the first one in the lowest byte
 //   4 bits: inputs k to k + 7, each plus 8; nibbles 0 to 3 are the even ones, 4 to 7 the odd ones
 //
+// In groups, weights of 8 bits that multiply bytes are plus 128, and unsigned: `zero()`.
+//
 // `group` 0: one scale an output, and inputs are multiplied as integers (8 bits alone):
 //   output = x_scale * scale * sum(x_int * w_int)
 // `group` > 0, `byte_inputs` false: a scale and, where there are any, a minimum for so many inputs
 // of an output:
 //   output = sum over groups of scale * sum(x * w_int) + minimum * sum(x)
-// `group` > 0, `byte_inputs` true (4 bits alone): x_scale times that, of x_int instead of x.
+// `group` > 0, `byte_inputs` true: x_scale times that, of x_int instead of x.
 struct QuantisedWeight {
   const uint32_t* words = nullptr;  // [panels, depth / inputs of a word, 64], aligned to 64 bytes
   const void* scales = nullptr;     // [panels, max(groups, 1), 64], float16 or float32
@@ -37,6 +39,8 @@ struct QuantisedWeight {
   int64_t columns = 0;
 
   int64_t word_inputs() const { return 32 / bits; }
+  // What a weight of 0 is in a word that multiplies bytes in groups.
+  int32_t zero() const { return bits == 8 ? 128 : 8; }
   int64_t num_groups() const { return group == 0 ? 1 : depth / group; }
 };
 
@@ -55,7 +59,7 @@ struct QuantisedCall {
   int64_t input_stride = 0;         // bytes between two rows
   const float* x_scales = nullptr;  // kBytes: [rows]
   const float* x_sums = nullptr;    // where there are minimums: [rows, groups]
-  // kBytes in groups: [rows, groups] of -8 * sum(x_int), for weights are multiplied plus 8.
+  // kBytes in groups: [rows, groups] of -zero() * sum(x_int), for weights are multiplied plus that.
   const int32_t* x_offsets = nullptr;
 };
 

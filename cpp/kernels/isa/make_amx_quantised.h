@@ -12,7 +12,7 @@ inline QuantisedIsa make_amx_quantised(const char* name) {
   QuantisedIsa isa = *avx512_bf16_quantised();
   isa.name = name;
   isa.block_rows = 256;
-  isa.multiply_8_bits[static_cast<int>(Inputs::kBytes)] = multiply_bytes;
+  isa.multiply_outputs = multiply_bytes;
   return isa;
 }
 

@@ -11,7 +11,8 @@ namespace {
 constexpr QuantisedIsa make_quantised(const char* name) {
   return {name,
           240,
-          {multiply_quantised<ByteTile>, multiply_quantised<GroupTile<float, 8>>,
+          multiply_quantised<ByteTile>,
+          {multiply_quantised<GroupTile<FourBytes, 8>>, multiply_quantised<GroupTile<float, 8>>,
 #if defined(__AVX512BF16__)
            multiply_quantised<GroupTile<TwoBFloat16s, 8>>},
           {multiply_quantised<GroupTile<FourBytes, 4>>, multiply_quantised<GroupTile<float, 4>>,

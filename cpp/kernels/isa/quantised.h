@@ -11,13 +11,18 @@
 namespace vtensor::kernels {
 
 struct QuantisedIsa {
+  using Multiply = void (*)(const QuantisedCall&, DType, const LinearBlock&);
+
   const char* name;
   // Rows whose inputs are made ready at once and for which the weight is read once: a few
   // megabytes, and a multiple of the rows that are computed at once.
   int64_t block_rows;
-  // Rows and panels of a block. By Inputs; none where the instruction set multiplies no such pairs.
-  void (*multiply_8_bits[3])(const QuantisedCall&, DType, const LinearBlock&);
-  void (*multiply_4_bits[3])(const QuantisedCall&, DType, const LinearBlock&);
+  // Rows and panels of a block, of weights with one scale an output (8 bits, inputs as bytes), ...
+  Multiply multiply_outputs;
+  // ... and of weights in groups, by Inputs; none where the instruction set multiplies no such
+  // pairs.
+  Multiply multiply_8_bits[3];
+  Multiply multiply_4_bits[3];
 };
 
 // One for each isa/quantised_<name>.cpp; none where the compiler's target has no such instructions.

@@ -142,7 +142,7 @@ void PreparedInputs::prepare_row(const LinearCall& layer, int64_t from, int64_t 
       auto* bytes = reinterpret_cast<uint8_t*>(output);
       const uint8_t zero = weight_.group == 0 ? 128 : 0;
       scales_[static_cast<size_t>(row)] = quantise_row(x, depth, zero, bytes);
-      if (weight_.group > 0) order_bytes(bytes, depth);
+      if (weight_.group > 0 && weight_.bits == 4) order_bytes(bytes, depth);
     } else if (is_copied_) {
       widen_row(x, depth, reinterpret_cast<float*>(output));
     }
@@ -154,7 +154,8 @@ void PreparedInputs::prepare_row(const LinearCall& layer, int64_t from, int64_t 
     } else {
       sum_groups(reinterpret_cast<const int8_t*>(output), depth, weight_.group, sums);
       for (int64_t i = 0; i < num_groups; ++i) {
-        offsets_[static_cast<size_t>(first_sum + i)] = static_cast<int32_t>(-8 * sums[i]);
+        offsets_[static_cast<size_t>(first_sum + i)] =
+            -weight_.zero() * static_cast<int32_t>(sums[i]);
       }
     }
   };

@@ -13,10 +13,12 @@ constexpr int64_t kWorkPerThread = 128 << 10;
 // More parts than threads: one that is kept from its CPU leaves the rest to the others.
 constexpr int64_t kPartsPerThread = 4;
 
-using Kernels = void (*const (&)[3])(const QuantisedCall&, DType, const LinearBlock&);
-
-Kernels kernels_for(const QuantisedIsa& isa, const QuantisedWeight& weight) {
-  return weight.bits == 8 ? isa.multiply_8_bits : isa.multiply_4_bits;
+// nullptr where there is none.
+QuantisedIsa::Multiply kernel_for(const QuantisedIsa& isa, const QuantisedWeight& weight,
+                                  Inputs inputs) {
+  if (weight.group == 0) return isa.multiply_outputs;
+  const auto i = static_cast<size_t>(inputs);
+  return weight.bits == 8 ? isa.multiply_8_bits[i] : isa.multiply_4_bits[i];
 }
 
 // `call` for the rows from `row` on. Kernels may compute rows of a block twice, and so must see
@@ -36,8 +38,7 @@ QuantisedCall rows_from(QuantisedCall call, int64_t row, int64_t element_bytes) 
 
 Inputs QuantisedLinear::inputs_of(DType dtype, const QuantisedWeight& weight) const {
   if (weight.byte_inputs) return Inputs::kBytes;
-  const bool has_pairs =
-      kernels_for(*isa_, weight)[static_cast<size_t>(Inputs::kBFloat16s)] != nullptr;
+  const bool has_pairs = kernel_for(*isa_, weight, Inputs::kBFloat16s) != nullptr;
   return dtype == DType::kBFloat16 && has_pairs ? Inputs::kBFloat16s : Inputs::kFloats;
 }
 
@@ -45,7 +46,7 @@ void QuantisedLinear::forward(DType dtype, const LinearCall& layer, const Quanti
                               int64_t num_rows, int num_threads) const {
   if (num_rows <= 0) return;
   const Inputs kind = inputs_of(dtype, weight);
-  const auto compute = kernels_for(*isa_, weight)[static_cast<size_t>(kind)];
+  const auto compute = kernel_for(*isa_, weight, kind);
   const int64_t num_panels = (layer.columns + kQuantisedColumns - 1) / kQuantisedColumns;
   const int64_t block_rows = isa_->block_rows;
   PreparedInputs inputs(kind, dtype, weight, std::min(num_rows, block_rows));
@@ -84,7 +85,7 @@ void QuantisedLinear::forward_groups(DType dtype, const LinearCall& layer,
     if (groups.rows(i) > 0) used.push_back(i);
   }
   const Inputs kind = inputs_of(dtype, weights[0]);
-  const auto compute = kernels_for(*isa_, weights[0])[static_cast<size_t>(kind)];
+  const auto compute = kernel_for(*isa_, weights[0], kind);
   PreparedInputs inputs(kind, dtype, weights[0], num_rows);
   QuantisedCall all;
   all.layer = layer;

@@ -73,9 +73,12 @@ VTENSOR_INLINE IVec add_dot(IVec sum, const UnsignedBytes& x, const SignedBytes&
 }
 #endif
 
-// Half of the integers of words of 4 bits, plus 8, as bytes: the lower four of each byte, or the
-// upper ones.
-VTENSOR_INLINE UVec nibbles_of(UVec words, int half) { return words >> (4 * half) & 0x0f0f0f0f; }
+// Four integers of words as bytes: all of 8 bits, or half of those of 4, which are the lower four
+// of each byte, or the upper ones.
+template <int kBits>
+VTENSOR_INLINE UVec bytes_of(UVec words, int half) {
+  return kBits == 8 ? words : words >> (4 * half) & 0x0f0f0f0f;
+}
 
 // ------------------------------------------------------------------------- integers as factors
 

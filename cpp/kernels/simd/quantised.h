@@ -141,7 +141,7 @@ struct GroupTile {
       if constexpr (kIsBytes) {
         UnsignedBytes factors[N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) factors[n] = UnsignedBytes(nibbles_of(w[n], step));
+        for (int n = 0; n < N; ++n) factors[n] = UnsignedBytes(bytes_of<kBits>(w[n], step));
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m) {
           const SignedBytes x(UVec{} + static_cast<uint32_t>(rows.at(m, bytes + step * 4)));

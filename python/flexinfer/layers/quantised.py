@@ -4,6 +4,9 @@ int8                W8A8: a scale per output; inputs become integers too, a scal
 int4-g32            W4A16: a scale per output and 32 inputs; inputs stay as they are
 int4-g32-zp         a minimum beside each scale: zero points, wherever zero lies in the group
 int4-g32-a8         W4A8: inputs become integers of 8 bits, as with int8
+
+A checkpoint that is quantised already says itself what its weights are; their inputs stay as they
+are, or become integers by the name "a8" (`with_byte_inputs`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import torch
 
 ROWS_AT_ONCE = 256
 GROUP_SIZES = (32, 64, 128)
+BYTE_INPUTS = "a8"
+"""Of weights that are quantised already: they stay so, inputs become integers of 8 bits."""
 SCALE_CANDIDATES = (1.0, 0.94, 0.88, 0.82, 0.76)
 """Of a group's largest possible scale: a smaller one clips the largest weight and rounds the others
 less. The one with the least squared error is taken."""
@@ -43,7 +48,8 @@ class Scheme:
             raise ValueError(
                 f"quantization must be auto, int8, or int4, the latter with a group size of "
                 f"{', '.join(map(str, GROUP_SIZES))}, zero points and inputs of 8 bits if wanted "
-                f"(int4-g64-zp-a8), got {name!r}"
+                f"(int4-g64-zp-a8), or {BYTE_INPUTS} for weights that are quantised already, got "
+                f"{name!r}"
             )
         return cls(4, group, found[2] is not None, found[3] is not None)
 
@@ -102,6 +108,12 @@ class QuantisedTensor:
             first.group,
             first.byte_inputs,
         )
+
+    def with_byte_inputs(self) -> QuantisedTensor:
+        """The same weight for inputs of 8 bits; by output, with 8 bits, as int8 has it."""
+        is_by_output = self.scales.shape[1] == 1 and self.minimums is None
+        group = 0 if self.bits == 8 and is_by_output else self.group
+        return replace(self, group=group, byte_inputs=True)
 
     def dequantised(self) -> torch.Tensor:
         """float32 [columns, depth]: the reference of all that is computed with it."""

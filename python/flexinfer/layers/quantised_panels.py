@@ -90,6 +90,8 @@ def words_of(source: QuantisedTensor) -> torch.Tensor:
     columns, depth = integers.shape
     integers = torch.nn.functional.pad(integers, (0, 0, 0, -columns % PANEL_COLUMNS))
     integers = integers.view(-1, PANEL_COLUMNS, depth // inputs, inputs)
+    if source.bits == 8 and source.group and source.byte_inputs:
+        integers = (integers.view(torch.uint8) ^ 128).view(torch.int8)
     if source.bits == 4:
         shifted = (integers + 8).to(torch.uint8)
         low, high = (shifted[..., list(order)] for order in NIBBLES)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from flexinfer.checkpoints.checkpoint import Checkpoint
     from flexinfer.config import EngineConfig
-    from flexinfer.layers.fuse import Fill
     from flexinfer.layers.quantised import Scheme
     from flexinfer.models.sharding import RankOf
+    from flexinfer.models.stored import StoredModel
 
 
 def load_model(
@@ -31,8 +31,8 @@ def load_model(
     """Load (a folder, a GGUF file or a hub id) or take over (a loaded model) and check.
 
     Layers of a model that is loaded here are replaced by fused ones where there are any; a model
-    that is taken over stays as it is. quantization: "auto" is the checkpoint's own; else a name
-    that `Scheme.parse` knows.
+    that is taken over stays as it is. quantization: "auto" is the checkpoint's own, "a8" too, with
+    inputs of 8 bits; else a name that `Scheme.parse` knows.
 
     Raises UnsupportedModelError, before any weight is read where the config tells enough.
     """
@@ -114,7 +114,8 @@ def _place(
     fill = None
     if checkpoint is not None:
         name = os.fspath(model)
-        loaded, fill = _without_weights(checkpoint, name, config, dtype, device or "cpu")
+        stored = _without_weights(checkpoint, name, config, dtype, device or "cpu", quantization)
+        loaded, fill = stored.model, stored.fill
     elif is_named and scheme is not None and (experts := open_experts(model, config, dtype)):
         name, loaded, fill = os.fspath(model), experts.model, experts.fill
     elif is_named:
@@ -137,9 +138,10 @@ def _place(
 
 
 def _without_weights(
-    checkpoint: Checkpoint, name: str, config: Any, dtype: Any, device: str
-) -> tuple[PreTrainedModel, Fill]:
+    checkpoint: Checkpoint, name: str, config: Any, dtype: Any, device: str, quantization: str
+) -> StoredModel:
     """A model, and what reads the weights of a part of it."""
+    from flexinfer.layers.quantised import BYTE_INPUTS
     from flexinfer.models.dtypes import weights_dtype
     from flexinfer.models.stored import open_stored
 
@@ -147,8 +149,8 @@ def _without_weights(
         raise UnsupportedModelError(
             f"model {name!r} is read by kernels for the CPU alone, not for {device}"
         )
-    stored = open_stored(checkpoint, config, weights_dtype(config, dtype, device))
-    return stored.model, stored.fill
+    byte_inputs = quantization == BYTE_INPUTS
+    return open_stored(checkpoint, config, weights_dtype(config, dtype, device), byte_inputs)
 
 
 def resolve_config(model: Any) -> Any:

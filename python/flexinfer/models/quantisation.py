@@ -69,8 +69,9 @@ def choose_scheme(
     checkpoint: Checkpoint | None = None,
     num_parts: Callable[[str], int] = lambda name: 1,
 ) -> Scheme | None:
-    """What the weights become at load; None: they stay as they are. dtype, device: as
-    `load_model`'s; num_parts: among how many ranks the inputs of a layer are divided.
+    """What the weights become at load; None: they stay as they are, whatever becomes of inputs
+    (`BYTE_INPUTS`). dtype, device: as `load_model`'s; num_parts: among how many ranks the inputs of
+    a layer are divided.
 
     Raises ValueError for a scheme that there is not, UnsupportedModelError for a model or device
     that it cannot be applied to."""
@@ -79,18 +80,26 @@ def choose_scheme(
         _check_inputs(config, dtype, device, method)
     if quantization == "auto":
         return None
-    from flexinfer.layers.quantised import Scheme
+    from flexinfer.layers.quantised import BYTE_INPUTS, Scheme
 
-    scheme = Scheme.parse(quantization)
+    scheme = None if quantization == BYTE_INPUTS else Scheme.parse(quantization)
     if not isinstance(model, (str, os.PathLike)):
         raise UnsupportedModelError(
             f"quantization={quantization!r} takes a folder or a hub id: a model that is loaded "
             "already stays as it is"
         )
+    if scheme is None:
+        if method is None:
+            raise UnsupportedModelError(
+                f"quantization={quantization!r} gives inputs of 8 bits to weights that are "
+                "quantised already, which this model's are not: take 'int8' or 'int4-a8'"
+            )
+        return None
     if method is not None:
         raise UnsupportedModelError(
             f"quantization={quantization!r}: this model's weights are quantised already, by "
-            f"{method!r}, and are used as they are; leave quantization out"
+            f"{method!r}, and are used as they are; leave quantization out, or take "
+            f"{BYTE_INPUTS!r} for inputs of 8 bits"
         )
     if device is not None and not device.startswith("cpu"):
         raise UnsupportedModelError(

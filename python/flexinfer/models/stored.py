@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,24 +22,34 @@ from flexinfer.layers.experts import Weight
 from flexinfer.layers.formats import is_linear
 from flexinfer.layers.fuse_experts import is_experts
 from flexinfer.layers.fuse_experts import store as store_experts
-from flexinfer.layers.quantise import store
+from flexinfer.layers.quantise import ROUTERS, store
 from flexinfer.models.checks import check_complete, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def open_stored(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> StoredModel:
-    """Raises UnsupportedModelError where names or shapes are not the model's; reads no weight."""
-    return StoredModel(_make_empty(config, dtype), checkpoint, dtype)
+def open_stored(
+    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, byte_inputs: bool = False
+) -> StoredModel:
+    """byte_inputs: whether quantised layers, but routers, get inputs of 8 bits.
+
+    Raises UnsupportedModelError where names or shapes are not the model's; reads no weight."""
+    return StoredModel(_make_empty(config, dtype), checkpoint, dtype, byte_inputs)
 
 
 class StoredModel:
     """A model and where its weights come from."""
 
-    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        byte_inputs: bool = False,
+    ) -> None:
         self.model = model
-        self._checkpoint, self._dtype = checkpoint, dtype
+        self._checkpoint, self._dtype, self._byte_inputs = checkpoint, dtype, byte_inputs
         self._experts = self._find_experts()
         self._sources = self._match_names()
         self._check_shapes()
@@ -75,6 +86,8 @@ class StoredModel:
     def _fill_linear(self, path: str, module: Any, is_alone: bool) -> None:
         """is_alone: nothing will compute with its weight before it is laid out."""
         source = self._checkpoint.read_quantised(self._sources[f"{path}.weight"])
+        if self._byte_inputs and path.rpartition(".")[2] not in ROUTERS:
+            source = source.with_byte_inputs()
         store(module, source)
         if not is_alone:
             weight = source.dequantised_to(self._dtype)
@@ -88,9 +101,11 @@ class StoredModel:
 
     def _read_part(self, path: str, expert: int, part: str) -> Weight:
         name = expert_weight(path, expert, part)
-        if self._checkpoint.weights[name].is_quantised:
-            return self._checkpoint.read_quantised(name)
-        return self._checkpoint.read(name).to(self._dtype)
+        if not self._checkpoint.weights[name].is_quantised:
+            return self._checkpoint.read(name).to(self._dtype)
+        source = self._checkpoint.read_quantised(name)
+        # In their groups: of experts by output, some may have minimums where others have none.
+        return replace(source, byte_inputs=source.byte_inputs or self._byte_inputs)
 
     def _parameter(self, name: str) -> torch.nn.Parameter:
         source = self._sources[name]

@@ -1,10 +1,12 @@
-// Products with weights of 8 bits and inputs of 8 bits: all levels give the same bits, AMX's on
-// tiles in software among them. Arrays end where their numbers do: an address sanitizer sees a read
-// beyond them. Python's tests compare with torch.
+// Products of inputs of 8 bits: with weights of 8 bits and a scale an output all levels give the
+// same bits, AMX's on tiles in software among them; in groups, what the definition says. Arrays end
+// where their numbers do: an address sanitizer sees a read beyond them. Python's tests compare with
+// torch.
 #include "kernels/linear/quantised_linear.h"
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -25,12 +27,16 @@ struct Shape {
   DType dtype;
   bool has_bias;
   bool has_residual;
+  int64_t group = 0;  // 0: one scale an output
+  int bits = 8;
+  bool has_minimums = false;
 };
 
 std::ostream& operator<<(std::ostream& out, const Shape& s) {
   return out << s.rows << " rows, " << s.depth << " inputs, " << s.columns << " outputs"
              << (s.dtype == DType::kFloat32 ? ", float32" : ", bfloat16")
-             << (s.has_bias ? ", bias" : "") << (s.has_residual ? ", residual" : "");
+             << (s.has_bias ? ", bias" : "") << (s.has_residual ? ", residual" : "") << ", "
+             << s.bits << " bits, groups of " << s.group << (s.has_minimums ? ", minimums" : "");
 }
 
 using Bytes = std::vector<uint8_t>;
@@ -40,48 +46,54 @@ class Problem {
   Problem(const Shape& shape, unsigned seed) : shape_(shape), random_(seed) {
     const int64_t padded = panels() * kQuantisedColumns;
     integers_.resize(static_cast<size_t>(padded * shape.depth));
-    std::uniform_int_distribution<int> byte(-128, 127);
+    const int largest = (1 << (shape.bits - 1)) - 1;
+    std::uniform_int_distribution<int> integer_of(-largest - 1, largest);
     for (int64_t i = 0; i < shape.columns * shape.depth; ++i) {
-      integers_[static_cast<size_t>(i)] = static_cast<int8_t>(byte(random_));
+      integers_[static_cast<size_t>(i)] = static_cast<int8_t>(integer_of(random_));
     }
-    words_.reset(static_cast<uint8_t*>(
-        ::operator new[](static_cast<size_t>(padded * shape.depth), std::align_val_t{64})));
-    scales_.resize(static_cast<size_t>(padded));
+    const auto num_bytes = static_cast<size_t>(padded * shape.depth * shape.bits / 8);
+    words_.reset(static_cast<uint8_t*>(::operator new[](num_bytes, std::align_val_t{64})));
+    std::fill_n(words_.get(), num_bytes, uint8_t{0});
+    scales_.resize(static_cast<size_t>(padded * num_groups()));
+    if (shape.has_minimums) minimums_.resize(scales_.size());
     sums_.resize(static_cast<size_t>(padded));
     std::uniform_real_distribution<float> scale(0.001F, 0.02F);
     for (int64_t column = 0; column < padded; ++column) {
-      const int64_t panel = column / kQuantisedColumns, at = column % kQuantisedColumns;
-      for (int64_t k = 0; k < shape.depth; ++k) {
-        const int8_t value = integer(column, k);
-        sums_[static_cast<size_t>(column)] += 128 * value;
-        words_[static_cast<size_t>(
-            ((panel * shape.depth / 4 + k / 4) * kQuantisedColumns + at) * 4 + k % 4)] =
-            static_cast<uint8_t>(value);
+      for (int64_t k = 0; k < shape.depth; ++k) put(column, k, integer(column, k));
+      for (int64_t group = 0; group < num_groups() && column < shape.columns; ++group) {
+        scales_[of_group(column, group)] = scale(random_);
+        if (shape.has_minimums) minimums_[of_group(column, group)] = scale(random_) - 0.01F;
       }
-      if (column < shape.columns) scales_[static_cast<size_t>(column)] = scale(random_);
     }
     x_ = numbers(shape.rows * x_stride() - 8);
     bias_ = numbers(shape.columns);
     residual_ = numbers(shape.rows * shape.columns);
   }
 
-  Bytes multiply(const QuantisedIsa& isa) const {
-    Bytes output(static_cast<size_t>(shape_.rows * shape_.columns * element()), 0xab);
+  Bytes multiply(const QuantisedIsa& isa) const { return multiply(isa, 0, shape_.rows); }
+
+  // Rows [first, first + num_rows) alone.
+  Bytes multiply(const QuantisedIsa& isa, int64_t first, int64_t num_rows) const {
+    const int64_t row_bytes = shape_.columns * element();
+    Bytes output(static_cast<size_t>(num_rows * row_bytes), 0xab);
     LinearCall layer;
-    layer.x = x_.data();
+    layer.x = x_.data() + first * x_stride() * element();
     layer.x_stride = x_stride();
     layer.bias = shape_.has_bias ? bias_.data() : nullptr;
-    layer.residual = shape_.has_residual ? residual_.data() : nullptr;
+    layer.residual = shape_.has_residual ? residual_.data() + first * row_bytes : nullptr;
     layer.residual_stride = layer.output_stride = layer.columns = shape_.columns;
     layer.output = output.data();
     layer.depth = shape_.depth;
     QuantisedWeight weight;
     weight.words = reinterpret_cast<const uint32_t*>(words_.get());
     weight.scales = scales_.data();
-    weight.sums = sums_.data();
+    weight.minimums = shape_.has_minimums ? minimums_.data() : nullptr;
+    weight.sums = shape_.group == 0 ? sums_.data() : nullptr;
+    weight.bits = shape_.bits;
+    weight.group = shape_.group;
     weight.depth = shape_.depth;
     weight.columns = shape_.columns;
-    QuantisedLinear(Parallel(), isa).forward(shape_.dtype, layer, weight, shape_.rows, 1);
+    QuantisedLinear(Parallel(), isa).forward(shape_.dtype, layer, weight, num_rows, 1);
     return output;
   }
 
@@ -92,12 +104,14 @@ class Problem {
       largest = std::max(largest, std::abs(number(x_, row * x_stride() + k)));
     }
     const float factor = 127 / largest, scale = largest / 127;
-    int64_t sum = 0;
+    double output = 0;
     for (int64_t k = 0; k < shape_.depth; ++k) {
-      const float x = number(x_, row * x_stride() + k) * factor;
-      sum += static_cast<int64_t>(std::nearbyint(x)) * integer(column, k);
+      const size_t i = of_group(column, shape_.group == 0 ? 0 : k / shape_.group);
+      const double weight = static_cast<double>(integer(column, k)) * scales_[i] +
+                            (shape_.has_minimums ? minimums_[i] : 0);
+      output += std::nearbyint(number(x_, row * x_stride() + k) * factor) * weight;
     }
-    double output = static_cast<double>(sum) * scale * scales_[static_cast<size_t>(column)];
+    output *= scale;
     if (shape_.has_bias) output += number(bias_, column);
     if (shape_.has_residual) output += number(residual_, row * shape_.columns + column);
     return output;
@@ -121,6 +135,26 @@ class Problem {
   int8_t integer(int64_t column, int64_t k) const {
     return integers_[static_cast<size_t>(column * shape_.depth + k)];
   }
+  int64_t num_groups() const { return shape_.group == 0 ? 1 : shape_.depth / shape_.group; }
+  size_t of_group(int64_t column, int64_t group) const {
+    const int64_t panel = column / kQuantisedColumns;
+    return static_cast<size_t>((panel * num_groups() + group) * kQuantisedColumns +
+                               column % kQuantisedColumns);
+  }
+  // An integer into its word, as kernels/calls/quantised.h says.
+  void put(int64_t column, int64_t k, int value) {
+    const int64_t inputs = 32 / shape_.bits;
+    const int64_t word = column / kQuantisedColumns * shape_.depth / inputs + k / inputs;
+    uint8_t* bytes = words_.get() + (word * kQuantisedColumns + column % kQuantisedColumns) * 4;
+    sums_[static_cast<size_t>(column)] += 128 * value;
+    if (shape_.bits == 8) {
+      bytes[k % 4] = static_cast<uint8_t>(value + (shape_.group == 0 ? 0 : 128));
+    } else {
+      const int64_t nibble = k % 8 / 2 + k % 2 * 4;
+      const auto shifted = static_cast<unsigned>(value + 8) << (nibble % 2 * 4);
+      bytes[nibble / 2] = static_cast<uint8_t>(bytes[nibble / 2] | shifted);
+    }
+  }
   // The upper bytes of float32 numbers: float32, or bfloat16.
   Bytes numbers(int64_t count) {
     std::normal_distribution<float> normal;
@@ -138,7 +172,7 @@ class Problem {
   std::mt19937 random_;
   std::vector<int8_t> integers_;  // [columns, depth]
   std::unique_ptr<uint8_t[], FreeAligned> words_;
-  std::vector<float> scales_;
+  std::vector<float> scales_, minimums_;
   std::vector<int32_t> sums_;
   Bytes x_, bias_, residual_;
 };
@@ -190,6 +224,45 @@ TEST_P(QuantisedLevels, outputs_are_those_of_the_definition) {
             << row << " " << column;
       }
     }
+  }
+}
+
+// Groups of 16 are those of Q6_K, a group of all inputs that of a scale and a minimum an output.
+TEST_P(QuantisedLevels, groups_are_those_of_the_definition_and_rows_the_same_bits_alone) {
+  std::mt19937 random(4);
+  const auto one_of = [&](const std::vector<int64_t>& values) {
+    return values[random() % values.size()];
+  };
+  for (unsigned i = 0; i < 60; ++i) {
+    const int bits = random() % 2 == 0 ? 8 : 4;
+    const int64_t group = one_of({16, 32, 64, 192});
+    const DType dtype = random() % 2 == 0 ? DType::kFloat32 : DType::kBFloat16;
+    const Shape shape = {one_of({1, 2, 5, 6, 7, 11, 12, 13, 29, 70}),
+                         192,
+                         one_of({16, 48, 64, 80, 144}),
+                         dtype,
+                         random() % 2 == 0,
+                         random() % 2 == 0,
+                         group,
+                         bits,
+                         random() % 2 == 0};
+    const Problem problem(shape, i);
+    const Bytes output = problem.multiply(*GetParam());
+    const double bound = dtype == DType::kFloat32 ? 1e-5 : 1.0 / 128;
+    for (int64_t row = 0; row < shape.rows; ++row) {
+      for (int64_t column = 0; column < shape.columns; ++column) {
+        const double expected = problem.expected(row, column);
+        ASSERT_NEAR(problem.number(output, row * shape.columns + column), expected,
+                    bound * (1 + std::abs(expected)))
+            << shape << ": " << row << " " << column;
+      }
+    }
+    Bytes apart;
+    for (int64_t row = 0; row < shape.rows; ++row) {
+      const Bytes alone = problem.multiply(*GetParam(), row, 1);
+      apart.insert(apart.end(), alone.begin(), alone.end());
+    }
+    EXPECT_EQ(output, apart) << shape;
   }
 }
 

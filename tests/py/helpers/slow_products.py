@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from flexinfer.checkpoints.checkpoint import EXPERT_PARTS, Checkpoint, expert_weight
 from flexinfer.layers.experts import slow_experts
 from flexinfer.layers.fuse_experts import is_experts
 from flexinfer.layers.quantise import quantisable, scheme_of
-from flexinfer.layers.quantised import Scheme
+from flexinfer.layers.quantised import QuantisedTensor, Scheme
 from helpers.tiny_models import make_model
 
 SPLIT_INPUTS = ("o_proj", "down_proj")
@@ -19,14 +20,11 @@ SPLIT_INPUTS = ("o_proj", "down_proj")
 
 
 class SlowLinear(torch.nn.Module):
-    """A linear layer whose weight was quantised in parts, each with inputs of its own."""
+    """A linear layer whose weight is quantised in parts, each with inputs of its own."""
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, scheme: Scheme, num_parts: int
-    ) -> None:
+    def __init__(self, sources: Sequence[QuantisedTensor], bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.sources = [scheme.quantise(part) for part in weight.chunk(num_parts, dim=1)]
-        self.bias = bias
+        self.sources, self.bias = sources, bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = x.chunk(len(self.sources), dim=-1)
@@ -34,25 +32,33 @@ class SlowLinear(torch.nn.Module):
         return (product if self.bias is None else product + self.bias).to(x.dtype)  # type: ignore[union-attr]
 
 
-class SlowExperts(torch.nn.Module):
-    """Experts whose weights were quantised in parts, each of some of the hidden numbers."""
+Weights = list[QuantisedTensor]
 
-    def __init__(self, experts: Any, scheme: Scheme, num_parts: int) -> None:
+
+class SlowExperts(torch.nn.Module):
+    """Experts whose weights are quantised in parts, each of some of the hidden numbers."""
+
+    def __init__(self, parts: Sequence[tuple[Weights, Weights]]) -> None:
+        """parts: gates and factors of each expert, and what outputs are made with."""
         super().__init__()
-        gates, factors = (
-            half.chunk(num_parts, dim=1) for half in experts.gate_up_proj.data.chunk(2, dim=1)
-        )
-        downs = experts.down_proj.data.chunk(num_parts, dim=2)
-        self.parts = [
-            (
-                [scheme.quantise(weight) for weight in torch.cat([gate, factor], dim=1)],
-                [scheme.quantise(weight) for weight in down],
-            )
-            for gate, factor, down in zip(gates, factors, downs, strict=True)
-        ]
+        self.parts = parts
 
     def forward(self, x: Any, index: Any, weights: Any) -> Any:
         return sum(slow_experts(*part, x, index, weights) for part in self.parts)
+
+
+def quantised_parts(experts: Any, scheme: Scheme, num_parts: int) -> list[tuple[Weights, Weights]]:
+    gates, factors = (
+        half.chunk(num_parts, dim=1) for half in experts.gate_up_proj.data.chunk(2, dim=1)
+    )
+    downs = experts.down_proj.data.chunk(num_parts, dim=2)
+    return [
+        (
+            [scheme.quantise(weight) for weight in torch.cat([gate, factor], dim=1)],
+            [scheme.quantise(weight) for weight in down],
+        )
+        for gate, factor, down in zip(gates, factors, downs, strict=True)
+    ]
 
 
 def with_dequantised(experts: Any, scheme: Scheme) -> None:
@@ -69,7 +75,8 @@ def slow_model(model: Any, scheme: Scheme, num_ranks: int = 1) -> Any:
     model = copy.deepcopy(make_model(model) if isinstance(model, str) else model)
     for path, module in list(model.named_modules()):
         if is_experts(module) and (scheme.byte_inputs or num_ranks > 1):
-            model.set_submodule(path, SlowExperts(module, scheme, num_ranks))
+            parts = quantised_parts(module, scheme, num_ranks)
+            model.set_submodule(path, SlowExperts(parts))
         elif is_experts(module):
             with_dequantised(module, scheme)
     for path, linear in list(quantisable(model)):
@@ -78,7 +85,31 @@ def slow_model(model: Any, scheme: Scheme, num_ranks: int = 1) -> Any:
         weight = linear.weight.detach()
         weight = weight if isinstance(linear, torch.nn.Linear) else weight.t()
         num_parts = num_ranks if path.endswith(SPLIT_INPUTS) else 1
-        model.set_submodule(path, SlowLinear(weight, linear.bias, own, num_parts))
+        sources = [own.quantise(part) for part in weight.chunk(num_parts, dim=1)]
+        model.set_submodule(path, SlowLinear(sources, linear.bias))
+    return model
+
+
+def with_byte_inputs(model: Any, checkpoint: Checkpoint) -> Any:
+    """A copy of the model with slow products of the checkpoint's integers, all that has some, with
+    inputs of 8 bits. Experts: their gates and factors are of one kind."""
+    model = copy.deepcopy(model)
+
+    def read(name: str) -> QuantisedTensor:
+        return checkpoint.read_quantised(name).with_byte_inputs()
+
+    for path, module in list(model.named_modules()):
+        if is_experts(module):
+            rows = [
+                [read(expert_weight(path, i, part)) for part in EXPERT_PARTS]
+                for i in range(len(module.down_proj))
+            ]
+            gate_up = [QuantisedTensor.join([gate, up]) for gate, up, _ in rows]
+            model.set_submodule(path, SlowExperts([(gate_up, [down for *_, down in rows])]))
+        elif isinstance(module, torch.nn.Linear):
+            stored = checkpoint.weights.get(f"{path}.weight")
+            if stored is not None and stored.is_quantised:
+                model.set_submodule(path, SlowLinear([read(f"{path}.weight")], module.bias))
     return model
 
 

@@ -23,13 +23,14 @@ from flexinfer.layers.fuse_experts import is_experts
 from flexinfer.layers.quantised import QuantisedTensor, Scheme
 from helpers.each_isa import each_isa
 from helpers.every_architecture import MODEL_TYPES, tiny_model
+from helpers.stored_weights import quantise
 
 EXAMPLES = settings(
     max_examples=30,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-SCHEMES = ("int8", "int4", "int4-g64-zp", "int4-a8")
+SCHEMES = ("int8", "int4", "int4-g64-zp", "int4-a8", "Q8_0 a8", "Q6_K a8", "Q4_K a8")
 NUM_EXPERTS, WIDTH = 6, 128
 
 isa = each_isa(quantised_linear, _kernels.available_quantised_isas())
@@ -41,8 +42,7 @@ def draw(scheme: str | None, hidden: int, dtype: Any) -> tuple[list[Weight], lis
     down = [torch.randn(WIDTH, hidden) / hidden**0.5 for _ in range(NUM_EXPERTS)]
     if scheme is None:
         return [w.to(dtype) for w in gate_up], [w.to(dtype) for w in down]
-    parsed = Scheme.parse(scheme)
-    return [parsed.quantise(w) for w in gate_up], [parsed.quantise(w) for w in down]
+    return [quantise(scheme, w) for w in gate_up], [quantise(scheme, w) for w in down]
 
 
 def table(weights: list[Weight]) -> ExpertWeights:

@@ -14,6 +14,7 @@ from flexinfer.layers import quantised_linear
 from flexinfer.layers.quantised import QuantisedTensor, Scheme, quantise_inputs
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from helpers.each_isa import each_isa
+from helpers.stored_weights import STORED, quantise
 
 EXAMPLES = settings(
     max_examples=40,
@@ -26,20 +27,12 @@ SCHEMES = ("int8", "int4", "int4-g64", "int4-g128-zp", "int4-a8", "int4-g64-zp-a
 isa = each_isa(quantised_linear, _kernels.available_quantised_isas())
 
 
-def grouped_bytes(weight: torch.Tensor, group: int) -> QuantisedTensor:
-    """8 bits in groups, with minimums: what a file may hold, though nothing here makes it."""
-    groups = weight.view(len(weight), -1, group)
-    scales = groups.abs().amax(dim=2) / 127
-    integers = (groups / scales[:, :, None]).round().to(torch.int8).view(weight.shape)
-    return QuantisedTensor(integers, scales, 0.1 * torch.randn(scales.shape), 8, group)
-
-
 @EXAMPLES
 @given(
     rows=st.one_of(st.integers(0, 14), st.sampled_from([29, 240, 241, 500])),
     depth=st.sampled_from([128, 384, 1024]),
     columns=st.sampled_from([16, 64, 80, 100, 200]),
-    scheme=st.sampled_from((*SCHEMES, "bytes in groups of 16")),
+    scheme=st.sampled_from((*SCHEMES, *STORED)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     has_bias=st.booleans(),
     has_residual=st.booleans(),
@@ -58,8 +51,7 @@ def test_it_is_the_product_with_the_same_integers(
 ) -> None:
     torch.manual_seed(rows)
     weight = torch.randn(columns, depth) / depth**0.5
-    of_bytes = scheme.startswith("bytes")
-    source = grouped_bytes(weight, 16) if of_bytes else Scheme.parse(scheme).quantise(weight)
+    source = quantise(scheme, weight)
     bias = torch.randn(columns).to(dtype) if has_bias else None
     residual = torch.randn(1, rows, columns).to(dtype) if has_residual else None
     x = torch.randn(1, rows, depth + 16 * is_slice).to(dtype)[..., :depth]
@@ -72,13 +64,13 @@ def test_it_is_the_product_with_the_same_integers(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, *STORED])
 @pytest.mark.parametrize("first", [1, 5, 12, 31])
 def test_a_row_is_the_same_bits_among_whatever_rows(
     isa: str, first: int, scheme: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(first)
-    source = Scheme.parse(scheme).quantise(torch.randn(80, 256))
+    source = quantise(scheme, torch.randn(80, 256))
     layer = QuantisedLinear(source, None, dtype)
     x = torch.randn(263, 256).to(dtype)
     torch.set_num_threads(1)
@@ -98,6 +90,21 @@ def test_integers_are_added_exactly_at_the_ends_of_their_range(isa: str) -> None
     torch.testing.assert_close(output, expected)
 
 
+@pytest.mark.parametrize("group", [16, 32, 256])
+def test_integers_of_groups_are_added_exactly_at_the_ends_of_their_range(
+    isa: str, group: int
+) -> None:
+    """Of weights in groups that are -128 and 127, as files may have them."""
+    integers = torch.full((32, 256), -128, dtype=torch.int8)
+    integers[:, 1::2] = 127
+    scales = torch.ones(32, 256 // group)
+    source = QuantisedTensor(integers, scales, None, 8, group, byte_inputs=True)
+    x = torch.tensor([-127.0, 127.0]).repeat(128)
+    x = torch.stack([x, -x, x.abs(), -x.abs()])
+    output = QuantisedLinear(source, None, torch.float32)(x)
+    assert torch.equal(output.double(), source.reference(x))
+
+
 def test_inputs_become_the_integers_that_the_definition_says(isa: str) -> None:
     """Half of the largest is the middle of two integers, give or take the factor's rounding."""
     torch.manual_seed(0)
@@ -108,11 +115,11 @@ def test_inputs_become_the_integers_that_the_definition_says(isa: str) -> None:
     assert torch.equal((layer(x) / scales).round(), integers)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4", "int4-a8"])
+@pytest.mark.parametrize("scheme", ["int8", "int4", "int4-a8", *STORED])
 def test_rows_that_are_not_numbers_spoil_themselves_alone(isa: str, scheme: str) -> None:
     x = torch.randn(4, 128)
     x[1, 5], x[2, 7], x[3] = torch.nan, torch.inf, 0
-    source = Scheme.parse(scheme).quantise(torch.randn(64, 128))
+    source = quantise(scheme, torch.randn(64, 128))
     output = QuantisedLinear(source, None, torch.float32)(x)
     assert output[0].isfinite().all()
     assert not output[1].isfinite().any()
@@ -154,7 +161,7 @@ def test_what_the_kernel_would_read_beyond_is_refused() -> None:
     "name", ["int3", "int4-g16", "int4-g0", "int8-g32", "INT8", "int4-zp-g32", "int8-a8"]
 )
 def test_what_is_no_scheme_is_refused_with_the_choices(name: str) -> None:
-    with pytest.raises(ValueError, match=r"auto, int8, or int4.*32, 64, 128"):
+    with pytest.raises(ValueError, match=r"auto, int8, or int4.*32, 64, 128.*or a8 for"):
         Scheme.parse(name)
 
 

@@ -16,10 +16,11 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 from flexinfer import LLM, SamplingParams
+from flexinfer.checkpoints.checkpoint import Checkpoint
 from flexinfer.errors import UnsupportedModelError
-from flexinfer.layers.quantised import quantise_inputs
 from flexinfer.layers.quantised_linear import QuantisedLinear
-from flexinfer.models.loading import load_model
+from flexinfer.models.loading import load_config, load_model
+from flexinfer.models.quantisation import open_checkpoint
 from helpers.packed_folders import (
     awq,
     compressed,
@@ -28,6 +29,7 @@ from helpers.packed_folders import (
     gptq,
     write_folder,
 )
+from helpers.slow_products import furthest_behind, with_byte_inputs
 from helpers.tiny_models import CONFIGS, continue_prompt, draw_model, random_prompts
 
 NUM_TOKENS = 10
@@ -96,9 +98,10 @@ def tiny() -> Any:
     return draw_model(CONFIGS["llama"]())
 
 
-def generate(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+def generate(folder: Path, prompts: list[list[int]], quantization: str = "auto") -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with LLM(str(folder), skip_tokenizer_init=True, dtype="float32") as llm:
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32"}
+    with LLM(str(folder), quantization=quantization, **settings) as llm:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = llm.generate(inputs, params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
@@ -112,45 +115,52 @@ def test_greedy_tokens_are_those_of_the_numbers_in_the_folder(case: str, tmp_pat
     assert generate(tmp_path, prompts) == expected
 
 
+def checkpoint_of(folder: Path) -> Checkpoint:
+    checkpoint = open_checkpoint(str(folder), load_config(str(folder)))
+    assert checkpoint is not None
+    return checkpoint
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_with_inputs_of_8_bits_tokens_are_those_of_slow_products(case: str, tmp_path: Path) -> None:
+    slow = with_byte_inputs(write_folder(tmp_path, tiny(), *CASES[case]), checkpoint_of(tmp_path))
+    prompts = random_prompts((5, 40))
+    for prompt, generated in zip(prompts, generate(tmp_path, prompts, "a8"), strict=True):
+        # An input that is a rounding error away from the middle of two integers may become either.
+        assert furthest_behind(slow, prompt, generated) <= 0.02
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_inputs_of_quantised_layers_alone_get_8_bits(case: str, tmp_path: Path) -> None:
+    written = write_folder(tmp_path, tiny(), *CASES[case])
+    model: Any = load_model(str(tmp_path), dtype="float32", quantization="a8").model
+    x = torch.randn(7, 64, generator=torch.Generator().manual_seed(0))
+    stored = checkpoint_of(tmp_path).read_quantised("model.layers.1.self_attn.o_proj.weight")
+    expected = stored.with_byte_inputs().reference(x).float()
+    torch.testing.assert_close(model.model.layers[1].self_attn.o_proj(x), expected)
+    assert (stored.reference(x).float() - expected).norm() > 1e-3 * expected.norm()
+    torch.testing.assert_close(model.lm_head(x), written.lm_head(x))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_numbers_bit_by_bit(case: str, tmp_path: Path) -> None:
-    from flexinfer.models.loading import load_config
-    from flexinfer.models.quantisation import open_checkpoint
-
     written = write_folder(tmp_path, tiny(), *CASES[case])
-    checkpoint = open_checkpoint(str(tmp_path), load_config(str(tmp_path)))
-    assert checkpoint is not None
+    checkpoint = checkpoint_of(tmp_path)
     for name in ("self_attn.k_proj", "mlp.down_proj"):
         name = f"model.layers.1.{name}.weight"
         stored = checkpoint.read_quantised(name).dequantised()
         assert torch.equal(stored, written.state_dict()[name])
 
 
-class ByteLinear(torch.nn.Module):
-    """A product whose inputs become integers too."""
-
-    def __init__(self, linear: Any) -> None:
-        super().__init__()
-        self.weight = linear.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        integers, scales = quantise_inputs(x)
-        return ((integers.double() * scales.double()) @ self.weight.double().T).to(x.dtype)
-
-
 def test_inputs_of_8_bits_go_with_weights_of_8_bits(tmp_path: Path) -> None:
     settings = compressed_settings(BYTES, INPUTS, "int-quantized")
-    slow = write_folder(tmp_path, tiny(), settings, fixed(0, 8, True), compressed_bytes)
-    for path, linear in list(slow.named_modules()):
-        if path.endswith("_proj"):
-            slow.set_submodule(path, ByteLinear(linear))
+    written = write_folder(tmp_path, tiny(), settings, fixed(0, 8, True), compressed_bytes)
+    slow = with_byte_inputs(written, checkpoint_of(tmp_path))
     prompt = random_prompts((40,))[0]
     (generated,) = generate(tmp_path, [prompt])
-    with torch.inference_mode():
-        logits = slow(torch.tensor([prompt + generated[:-1]])).logits[0, len(prompt) - 1 :]
-    behind = logits.amax(dim=1) - logits.gather(1, torch.tensor(generated)[:, None])[:, 0]
     # An input that is a rounding error away from the middle of two integers may become either.
-    assert (behind <= 0.02 * logits.std()).all()
+    assert furthest_behind(slow, prompt, generated) <= 0.02
+    assert generate(tmp_path, [prompt], "a8") == [generated]
 
 
 def test_parts_of_one_layer_are_one_product_and_the_head_stays(tmp_path: Path) -> None:
@@ -239,6 +249,17 @@ def test_tensors_that_would_be_passed_over_are_refused_by_name(tmp_path: Path) -
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnsupportedModelError, match=r"has model\.layers\.0\.self_attn\.k_scale"):
         load_model(str(tmp_path))
+
+
+def test_inputs_of_8_bits_alone_are_refused_for_weights_that_are_not_quantised(
+    tmp_path: Path,
+) -> None:
+    tiny().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()  # refused before any weight is read
+    with pytest.raises(UnsupportedModelError, match=r"'a8'.*are not: take 'int8' or 'int4-a8'"):
+        load_model(str(tmp_path), quantization="a8")
+    with pytest.raises(UnsupportedModelError, match="a model that is loaded already stays"):
+        load_model(tiny(), quantization="a8")
 
 
 def test_a_scheme_of_ours_does_not_go_with_theirs(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.experts import Experts
-from flexinfer.models.loading import load_model
+from flexinfer.models.loading import load_config, load_model
+from flexinfer.models.quantisation import open_checkpoint
 from helpers.mixtures import COMMON, CONFIGS, NUM_TOKENS, generate
 from helpers.packed_folders import (
     awq,
@@ -26,6 +27,7 @@ from helpers.packed_folders import (
     gptq,
     write_experts,
 )
+from helpers.slow_products import furthest_behind, with_byte_inputs
 from helpers.tiny_models import continue_prompt, draw_model, random_prompts
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
@@ -82,6 +84,22 @@ def test_greedy_tokens_are_those_of_the_numbers_in_the_folder(
     prompts = random_prompts((5, 40))
     expected = [continue_prompt(written, tuple(prompt), NUM_TOKENS) for prompt in prompts]
     assert generate(tmp_path, prompts) == expected
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("case", CASES)
+def test_with_inputs_of_8_bits_tokens_are_those_of_slow_products(
+    case: str, name: str, tmp_path: Path
+) -> None:
+    written = write_experts(tmp_path, draw_model(CONFIGS[name]()), *CASES[case])
+    checkpoint = open_checkpoint(str(tmp_path), load_config(str(tmp_path)))
+    assert checkpoint is not None
+    slow = with_byte_inputs(written, checkpoint)
+    prompts = random_prompts((5, 40))
+    answers = generate(tmp_path, prompts, quantization="a8")
+    for prompt, generated in zip(prompts, answers, strict=True):
+        # An input that is a rounding error away from the middle of two integers may become either.
+        assert furthest_behind(slow, prompt, generated) <= 0.02
 
 
 def test_inputs_of_8_bits_go_with_weights_of_8_bits(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""Quantised weights as checkpoints have them and nothing here makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from flexinfer.layers.quantised import QuantisedTensor, Scheme
+
+
+def bytes_in_groups(
+    group: int, has_minimums: bool, has_byte_inputs: bool, weight: torch.Tensor
+) -> QuantisedTensor:
+    """8 bits; group 0: by output."""
+    groups = weight.view(len(weight), -1, group or weight.shape[1])
+    scales = groups.abs().amax(dim=2) / 127
+    integers = (groups / scales[:, :, None]).round().to(torch.int8).view(weight.shape)
+    minimums = 0.1 * torch.randn(scales.shape) if has_minimums else None
+    source = QuantisedTensor(integers, scales, minimums, 8, groups.shape[2])
+    return source.with_byte_inputs() if has_byte_inputs else source
+
+
+def nibbles_in_large_scales(weight: torch.Tensor) -> QuantisedTensor:
+    """4 bits whose scales float16 cannot hold, with minimums, and inputs of 8 bits: as Q4_K."""
+    source = Scheme.parse("int4-zp").quantise(weight)
+    assert source.minimums is not None
+    scales, minimums = (numbers * 1.0001 for numbers in (source.scales, source.minimums))
+    return QuantisedTensor(source.integers, scales, minimums, 4, 32, byte_inputs=True)
+
+
+STORED: dict[str, Callable[[torch.Tensor], QuantisedTensor]] = {
+    "Q6_K": partial(bytes_in_groups, 16, False, False),
+    "bytes in groups of 16, minimums": partial(bytes_in_groups, 16, True, False),
+    "Q8_0 a8": partial(bytes_in_groups, 32, False, True),
+    "Q6_K a8": partial(bytes_in_groups, 16, False, True),
+    "bytes in groups of 64, minimums, a8": partial(bytes_in_groups, 64, True, True),
+    "bytes by output, minimums, a8": partial(bytes_in_groups, 0, True, True),
+    "bytes by output, a8": partial(bytes_in_groups, 0, False, True),
+    "Q4_K a8": nibbles_in_large_scales,
+}
+
+
+def quantise(name: str, weight: torch.Tensor) -> QuantisedTensor:
+    """name: of STORED, or a scheme's."""
+    return STORED[name](weight) if name in STORED else Scheme.parse(name).quantise(weight)
