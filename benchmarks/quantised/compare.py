@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "serving_http"))
 
 import httpx
 from load import NUM_BATCH, NUM_NEW, NUM_PROMPT, REPETITIONS, prompts_of
-from model import KINDS, SHAPES, make_model
+from model import AT_LOAD, KINDS, SHAPES, make_model, opened_as
 from processes import Server
 from provenance import write_report
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=Path("build/quantised"), help="for models")
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
-    parser.add_argument("--ways", default=",".join(KINDS), help="to quantise, of these")
+    parser.add_argument("--ways", default=",".join(AT_LOAD), help=f"of {', '.join(KINDS)}")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--measures", default=",".join(MEASURES))
     parser.add_argument(
@@ -101,8 +101,9 @@ class Ours:
 
     def __init__(self, folder: Path, way: str, threads: int, clock: str) -> None:
         """It begins to load."""
+        model, quantization = opened_as(folder, way)
         self._process = subprocess.Popen(
-            [sys.executable, HERE / "ours.py", folder, way, str(threads), clock],
+            [sys.executable, HERE / "ours.py", model, quantization, str(threads), clock],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -15,8 +15,11 @@ SHAPES = {
     "7b": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14_336},
 }
 """Llama 3.2 1B and 3B, Mistral 7B, where they differ from one another."""
-KINDS = {"int8": "Q8_0", "int4": "Q4_0", "int4-a8": "Q4_0"}
-"""Our name -> llama.cpp's."""
+AT_LOAD = {"int8": "Q8_0", "int4": "Q4_0", "int4-a8": "Q4_0"}
+FILES = ("Q8_0", "Q4_0", "Q4_K_M", "Q6_K")
+KINDS = AT_LOAD | {f"{kind}{inputs}": kind for kind in FILES for inputs in ("", "-a8")}
+"""Our way to quantise -> llama.cpp's: at load, or as a file of llama.cpp's is, with inputs as they
+are or of 8 bits."""
 
 
 def make_folder(folder: Path, shape: str, num_layers: int | None) -> Path:
@@ -25,6 +28,13 @@ def make_folder(folder: Path, shape: str, num_layers: int | None) -> Path:
     if not (path / "model.safetensors").exists():
         _draw(shape, num_layers).save_pretrained(path, max_shard_size="100GB")
     return path
+
+
+def opened_as(folder: Path, way: str) -> tuple[Path, str]:
+    """What FlexInfer loads, and its `quantization`."""
+    if way in AT_LOAD:
+        return folder, way
+    return folder / f"{KINDS[way]}.gguf", "a8" if way.endswith("-a8") else "auto"
 
 
 def make_model(
@@ -38,8 +48,8 @@ def make_model(
         if not quantised.exists():
             if not plain.exists():
                 write_gguf(path, plain)
-            # As ours: the head has 8 bits.
-            options = ["--output-tensor-type", "q8_0"]
+            # As ours: the head has 8 bits. Files that ours reads are as they are.
+            options = ["--output-tensor-type", "q8_0"] if kind in AT_LOAD.values() else []
             command = [llama_bin / "llama-quantize", *options, plain, quantised, kind, "2"]
             subprocess.run(command, check=True, capture_output=True)
     plain.unlink(missing_ok=True)
