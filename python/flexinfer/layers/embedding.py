@@ -22,6 +22,11 @@ class QuantisedEmbedding(torch.nn.Module):
         super().__init__()
         self._rows, self._decode, self._dtype = rows, decode, dtype
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight, as the file has it."""
+        return self._rows.nbytes
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = self._decode(self._rows[ids.reshape(-1)]).dequantised().to(self._dtype)
         return rows.view(*ids.shape, -1)

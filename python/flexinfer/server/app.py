@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -71,6 +72,7 @@ ANTHROPIC_ERRORS = {status: {**one, "model": MessagesError} for status, one in E
 def create_app(llm: AsyncLLM, settings: ServerSettings, replica: str | None = None) -> FastAPI:
     """The app. It does not own the engine: its maker shuts it down. `replica`: its name among
     several; None: a server alone."""
+    _hush_pydantic()
     state = ServerState(llm, settings, replica)
 
     @asynccontextmanager
@@ -122,6 +124,16 @@ def create_app(llm: AsyncLLM, settings: ServerSettings, replica: str | None = No
     register_metrics(app, llm, settings.model_name, state.handover_stats)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
+
+
+def _hush_pydantic() -> None:
+    """Of bodies and answers FastAPI keeps pydantic from warning where it makes what validates them,
+    but not where that is done at the first use (`defer_build`), so the log would have it: until
+    FastAPI keeps it there, too."""
+    with suppress(ImportError):  # older ones do not warn
+        from pydantic.warnings import UnsupportedFieldAttributeWarning
+
+        warnings.filterwarnings("ignore", category=UnsupportedFieldAttributeWarning)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

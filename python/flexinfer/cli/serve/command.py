@@ -68,12 +68,25 @@ def _run(options: ServeOptions) -> None:
             app = create_app(llm, settings)
             asyncio.run(app.state.flexinfer.adapters.load_all(settings.lora_modules))
             url = url_of(host, port, is_tls=settings.tls is not None)
+            _let_go_of_what_starting_needed()
             _announce(f"Serving {settings.model_name} at {url}", options)
             code = serve(app, sock)
         finally:
             llm.shutdown()
     if code:
         raise typer.Exit(code)
+
+
+def _let_go_of_what_starting_needed() -> None:
+    """Memory that is free, and pages of libraries: after loading, imports and a warm-up came."""
+    import gc
+
+    from flexinfer.runtime.library_pages import let_go_of_library_pages
+    from flexinfer.runtime.torch_settings import return_freed_memory
+
+    gc.collect()
+    return_freed_memory()
+    let_go_of_library_pages()
 
 
 def _run_replicas(options: ServeOptions, config: EngineConfig, settings: ServerSettings) -> None:

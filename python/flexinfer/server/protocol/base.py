@@ -21,9 +21,10 @@ Metadata = Annotated[
 
 
 class Model(BaseModel):
-    """A number is not a string, nor a string a number."""
+    """A number is not a string, nor a string a number. What validates is made at the first use: of
+    all kinds that is 10 MiB, of which a server needs a few."""
 
-    model_config = ConfigDict(strict=True, populate_by_name=True)
+    model_config = ConfigDict(strict=True, populate_by_name=True, defer_build=True)
 
 
 class ErrorDetail(Model):
