@@ -12,17 +12,12 @@ import pytest
 torch = pytest.importorskip("torch")
 gguf = pytest.importorskip("gguf")
 
-import transformers as tf
-
 from flexinfer import LLM, SamplingParams
-from flexinfer.checkpoints.checkpoint import EXPERT_PARTS
-from flexinfer.checkpoints.gguf import GgufCheckpoint
 from flexinfer.checkpoints.gguf_blocks import decode
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.embedding import QuantisedEmbedding
-from flexinfer.layers.experts import Experts, slow_experts
+from flexinfer.layers.experts import Experts
 from flexinfer.layers.joined_linear import JoinedLinear
-from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.models.loading import load_model
 from helpers.gguf_files import (
@@ -36,59 +31,10 @@ from helpers.gguf_files import (
     write_gguf,
     writer_of,
 )
-from helpers.slow_products import furthest_behind, with_byte_inputs
+from helpers.gguf_models import CONFIGS, TYPES, mixed, same
 from helpers.tiny_models import continue_prompt, draw_model, make_tokenizer, random_prompts
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-CONFIGS: dict[str, Callable[..., Any]] = {
-    "llama": lambda **more: tf.LlamaConfig(**COMMON, **more),
-    "llama with biases": lambda **more: tf.LlamaConfig(**COMMON, attention_bias=True, **more),
-    "qwen2": lambda **more: tf.Qwen2Config(**COMMON, **more),
-    "qwen3": lambda **more: tf.Qwen3Config(**COMMON, head_dim=32, **more),
-    "mixtral": lambda **more: tf.MixtralConfig(
-        **COMMON, num_local_experts=4, num_experts_per_tok=2, **more
-    ),
-    "qwen3moe": lambda **more: tf.Qwen3MoeConfig(
-        **COMMON,
-        head_dim=64,
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=256,
-        norm_topk_prob=True,
-        **more,
-    ),
-}
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-
-
-def mixed(name: str) -> Type:
-    """As llama.cpp's Q4_K_M: more bits for values, for what the MLP gives, and for the head."""
-    is_better = any(part in name for part in ("attn_v", "ffn_down", "output.weight"))
-    return Type.Q6_K if is_better and "attn_output" not in name else Type.Q4_K
-
-
-def same(kind: Type) -> Callable[[str], Type]:
-    return lambda name: kind
-
-
-TYPES = {
-    **{kind.name: same(kind) for kind in (Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q6_K)},
-    **{kind.name: same(kind) for kind in (Type.F32, Type.F16, Type.BF16)},
-    "Q4_K_M": mixed,
-}
-
-
 APART: dict[str, Callable[[str], Type]] = {
     "gates and factors apart": lambda name: Type.Q6_K if "ffn_gate" in name else Type.Q4_0
 }
@@ -128,54 +74,6 @@ def test_greedy_tokens_are_those_of_the_numbers_in_the_file(
     written = write_gguf(path, draw_model(CONFIGS[name]()), {**TYPES, **APART}[types])
     prompts = random_prompts((5, 40))
     assert generate(path, prompts) == expected(written, prompts)
-
-
-@pytest.mark.parametrize("types", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "Q4_K_M"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "mixtral", "qwen3moe"])
-def test_with_inputs_of_8_bits_tokens_are_those_of_slow_products(
-    name: str, types: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "model.gguf"
-    written = write_gguf(path, draw_model(CONFIGS[name]()), TYPES[types])
-    slow = with_byte_inputs(written, GgufCheckpoint(str(path)))
-    prompts = random_prompts((5, 40))
-    for prompt, generated in zip(prompts, generate(path, prompts, quantization="a8"), strict=True):
-        # An input that is a rounding error away from the middle of two integers may become either.
-        assert furthest_behind(slow, prompt, generated) <= 0.02
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("types", ["Q8_0", "Q4_K_M"])
-def test_inputs_of_all_quantised_layers_get_8_bits(
-    types: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    path = tmp_path / "model.gguf"
-    write_gguf(path, draw_model(CONFIGS["mixtral"](tie_word_embeddings=True)), TYPES[types])
-    model: Any = load_model(str(path), dtype=dtype, quantization="a8").model
-    checkpoint = GgufCheckpoint(str(path))
-
-    def read(name: str) -> QuantisedTensor:
-        return checkpoint.read_quantised(f"{name}.weight").with_byte_inputs()
-
-    x = torch.randn(7, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
-    layer, own = model.model.layers[1], "model.layers.1"
-    parts = [read(f"{own}.self_attn.{part}_proj").reference(x) for part in ("q", "k", "v")]
-    bound = 5e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
-    for module, expected in (
-        (layer.self_attn.qkv_proj, torch.cat(parts, dim=-1)),
-        (layer.self_attn.o_proj, read(f"{own}.self_attn.o_proj").reference(x)),
-        (model.lm_head, read("model.embed_tokens").reference(x)),
-    ):
-        torch.testing.assert_close(module(x).double(), expected, atol=bound, rtol=bound)
-    experts = f"{own}.mlp.experts"
-    rows = [[read(f"{experts}.{i}.{part}") for part in EXPERT_PARTS] for i in range(4)]
-    gate_up = [QuantisedTensor.join([gate, up]) for gate, up, _ in rows]
-    index, weights = torch.arange(14).view(7, 2) % 4, torch.full((7, 2), 0.5, dtype=dtype)
-    output = layer.mlp.experts(x, index, weights)
-    slow = slow_experts(gate_up, [down for *_, down in rows], x, index, weights).double()
-    assert (output.double() - slow).norm() <= (
-        2e-3 if dtype == torch.float32 else 0.02
-    ) * slow.norm()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -237,14 +135,6 @@ def test_a_file_that_is_not_quantised_can_be_at_load(tmp_path: Path) -> None:
     prompts = random_prompts((5, 40))
     tokens = generate(tmp_path / "model.gguf", prompts, quantization="int4")
     assert tokens == generate(tmp_path / "folder", prompts, quantization="int4")
-
-
-def test_a_file_that_is_not_quantised_has_no_use_for_inputs_of_8_bits_alone(
-    tmp_path: Path,
-) -> None:
-    write_gguf(tmp_path / "model.gguf", draw_model(CONFIGS["llama"]()), same(Type.F16))
-    with pytest.raises(UnsupportedModelError, match=r"'a8'.*are not: take 'int8' or 'int4-a8'"):
-        load_model(str(tmp_path / "model.gguf"), quantization="a8")
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3moe"])
