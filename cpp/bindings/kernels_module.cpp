@@ -52,8 +52,7 @@ nb::dict dtypes() {
 }
 
 Plan make_plan(const SegmentArray& segments, const std::vector<SharedTuple>& shared,
-               const PlanOptions& options,
-               const std::optional<std::vector<int64_t>>& rows) {
+               const PlanOptions& options, const std::optional<std::vector<int64_t>>& rows) {
   std::vector<Segment> given(segments.shape(0));
   for (size_t i = 0; i < given.size(); ++i) {
     given[i] = {segments(i, 0), segments(i, 1), segments(i, 2), segments(i, 3)};
@@ -91,7 +90,8 @@ void bind_plan(nb::module_& m) {
           "segments"_a, "shared"_a, "num_kv_heads"_a, "group"_a, "window"_a = kNoWindow,
           "num_threads"_a = 1, "chunk"_a = kNoWindow, "rows"_a = nb::none(),
           "segments: int64 [n, 4] of slot, row, start, end. shared: (slot, start, end, members) of "
-          "each shared range. rows: whose outputs are wanted; None: all. Raises ValueError where they contradict each other.")
+          "each shared range. rows: whose outputs are wanted; None: all. Raises ValueError where "
+          "they contradict each other.")
       .def_prop_ro("num_tokens", &Plan::num_tokens)
       .def_prop_ro("num_tasks", [](const Plan& plan) { return plan.tasks().size(); })
       .def_prop_ro("num_partials", &Plan::num_partials);

@@ -13,8 +13,8 @@
 // that finishes last merges them (equation 2). Pieces that are long for the number of threads are
 // cut by keys.
 //
-// Where only some rows of the batch are read afterwards, as in a model's last layer, those alone are
-// computed; keys and values of all tokens are stored.
+// Where only some rows of the batch are read afterwards, as in a model's last layer, those alone
+// are computed; keys and values of all tokens are stored.
 //
 // Thread-safety: immutable after construction.
 #pragma once
@@ -76,8 +76,7 @@ class Plan {
   // the others are not written.
   // Throws std::invalid_argument for segments, ranges or rows that contradict each other.
   Plan(std::vector<Segment> segments, const std::vector<SharedRange>& shared,
-       const PlanOptions& options,
-       const std::optional<std::vector<int64_t>>& rows = std::nullopt);
+       const PlanOptions& options, const std::optional<std::vector<int64_t>>& rows = std::nullopt);
 
   const std::vector<Segment>& segments() const { return segments_; }
   const PlanOptions& options() const { return options_; }

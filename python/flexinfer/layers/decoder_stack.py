@@ -61,14 +61,14 @@ def find_decoder_stack(model: Any) -> DecoderStack | None:
     """The model as a stack; None: it is none, or is not known to be one."""
     base = getattr(model, "model", None)
     layers = getattr(base, "layers", None)
-    if base is None or not isinstance(layers, torch.nn.ModuleList) or not len(layers):
+    if base is None or not isinstance(layers, torch.nn.ModuleList):
         return None
-    if not all(type(layer) is FusedDecoderLayer for layer in layers):
+    if any(type(layer) is not FusedDecoderLayer for layer in layers):
         return None
-    if type(base.norm) is not RMSNorm or len(layers) != base.config.num_hidden_layers:
+    if type(base.norm) is not RMSNorm or not 0 < len(layers) == base.config.num_hidden_layers:
         return None
-    if "forward" in vars(model) or "forward" in vars(base):
-        return None
+    if any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in (model, base)):
+        return None  # somebody watches them, or has put something else there
     return DecoderStack(model) if _is_stack(base) and _is_head_on_base(model) else None
 
 
@@ -98,7 +98,7 @@ def _is_stack(base: Any) -> bool:
     """Whether the base embeds, calls each layer once and normalises, and does nothing else to the
     numbers of its tokens."""
     made = _making(type(base).forward, {"inputs_embeds", "hidden_states", "position_embeddings"})
-    if made is None or len(made) != 5:
+    if len(made) != 5:
         return False
     embed, begin, positions, loop, norm = made
     if not isinstance(loop, ast.For) or loop.orelse or len(loop.body) != 1:
@@ -134,31 +134,24 @@ def _returns(module: Any, argument: str) -> bool:
     return argument in [ast.unparse(keyword) for keyword in last.value.keywords]
 
 
-def _making(forward: Any, names: set[str]) -> list[ast.stmt] | None:
-    """Its statements that give these names a value, or may change it where it stands; without
-    annotations. None: there is no source to read."""
+class _Plain(ast.NodeTransformer):
+    """Assignments without annotations."""
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if node.value is None:
+            return node
+        return ast.Assign(targets=[node.target], value=node.value, lineno=node.lineno)
+
+
+def _making(forward: Any, names: set[str]) -> list[ast.stmt]:
+    """Its statements that give these names a value, or may change it where it stands; none where
+    there is no source to read."""
     tree = tree_of(forward)
-    if tree is None:
-        return None
     made: list[ast.stmt] = []
-    for statement in tree.body:
+    for statement in [] if tree is None else tree.body:
         nodes = list(ast.walk(statement))
         stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         called = {ast.unparse(n.func).split(".")[0] for n in nodes if isinstance(n, ast.Call)}
         if (stored | called) & names:
-            made.append(_without_annotations(statement))
+            made.append(_Plain().visit(statement))
     return made
-
-
-def _without_annotations(statement: ast.stmt) -> ast.stmt:
-    for parent in ast.walk(statement):
-        for name, value in ast.iter_fields(parent):
-            if isinstance(value, list):
-                setattr(parent, name, [_plain(item) for item in value])
-    return _plain(statement)  # type: ignore[no-any-return]
-
-
-def _plain(node: Any) -> Any:
-    if isinstance(node, ast.AnnAssign) and node.value is not None:
-        return ast.Assign(targets=[node.target], value=node.value, lineno=node.lineno)
-    return node

@@ -77,8 +77,7 @@ int64_t tokens_stored(const Plan& plan) {
   std::sort(stored.begin(), stored.end());
   EXPECT_EQ(std::ssize(stored), plan.num_tokens());
   int64_t num_stored = 0;
-  while (num_stored < std::ssize(stored) &&
-         stored[static_cast<size_t>(num_stored)] == num_stored) {
+  while (num_stored < std::ssize(stored) && stored[static_cast<size_t>(num_stored)] == num_stored) {
     ++num_stored;
   }
   return num_stored;

@@ -183,7 +183,7 @@ def test_a_step_that_fails_is_a_failed_span(
         raise RuntimeError("the device is gone")
 
     engine = llm._thread.call(lambda engine: engine).result()
-    monkeypatch.setattr(engine.runner.model, "forward", fail)
+    monkeypatch.setattr(engine.runner, "forward", fail)
     assert chat(url).status_code == 500
     (span,) = collector.wait_for(1)
     assert span.status.code == Status.STATUS_CODE_ERROR
