@@ -13,8 +13,43 @@
 namespace vtensor::kernels {
 namespace {
 
-constexpr int kHeadDim = 48, kRow = kHeadDim + kScaleBytes, kGroup = 3;
 constexpr int64_t kTokens = 150;
+
+// One KV head, and as many of queries as are multiplied one by one, two or four at once.
+struct Shape {
+  DType dtype;
+  int head_dim;
+  int group;
+  int64_t row() const { return head_dim + kScaleBytes; }
+};
+
+constexpr Shape kShapes[] = {
+    {DType::kFloat32, 48, 3},  {DType::kFloat32, 64, 2},   {DType::kBFloat16, 64, 1},
+    {DType::kBFloat16, 64, 2}, {DType::kBFloat16, 128, 4}, {DType::kBFloat16, 64, 7},
+};
+
+std::vector<char> stored_as(DType dtype, const std::vector<float>& numbers) {
+  std::vector<char> bytes(numbers.size() * element_bytes(dtype));
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    const auto bits = std::bit_cast<uint32_t>(numbers[i]);
+    const auto high = static_cast<uint16_t>(bits >> 16);
+    if (dtype == DType::kFloat32) std::memcpy(bytes.data() + 4 * i, &bits, 4);
+    if (dtype == DType::kBFloat16) std::memcpy(bytes.data() + 2 * i, &high, 2);
+  }
+  return bytes;
+}
+
+std::vector<float> read_as(DType dtype, const std::vector<char>& bytes) {
+  std::vector<float> numbers(bytes.size() / element_bytes(dtype));
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    uint32_t bits = 0;
+    if (dtype == DType::kFloat32) std::memcpy(&bits, bytes.data() + 4 * i, 4);
+    if (dtype == DType::kBFloat16)
+      std::memcpy(reinterpret_cast<char*>(&bits) + 2, &bytes[2 * i], 2);
+    numbers[i] = std::bit_cast<float>(bits);
+  }
+  return numbers;
+}
 
 double number_of(uint8_t byte, KVFormat format) {
   if (format == KVFormat::kInt8) return std::bit_cast<int8_t>(byte);
@@ -29,37 +64,40 @@ struct Step {
   std::vector<float> query, key, value, output;
 };
 
-// One request of kTokens tokens, the last `num_new` of them new; one KV head.
-Step run(const Isa& isa, KVFormat format, int64_t num_new) {
+// One request of kTokens tokens, the last `num_new` of them new.
+Step run(const Isa& isa, const Shape& of, KVFormat format, int64_t num_new) {
+  const int dim = of.head_dim, group = of.group;
   std::mt19937 random(9);
   std::normal_distribution<float> normal;
   const auto draw = [&](int64_t rows) {
-    std::vector<float> values(static_cast<size_t>(rows * kHeadDim));
+    std::vector<float> values(static_cast<size_t>(rows * dim));
     for (float& value : values) value = normal(random);
-    return values;
+    return read_as(of.dtype, stored_as(of.dtype, values));
   };
   Step step;
-  step.k.assign(kTokens * kRow, 255);
-  step.v.assign(kTokens * kRow, 255);
-  const Strides strides{kTokens * kRow, kRow, kRow};
-  const ArenaShape shape{DType::kFloat32, 1,       kTokens, 1,     kHeadDim,
-                         kHeadDim,        strides, strides, format};
+  step.k.assign(static_cast<size_t>(kTokens * of.row()), 255);
+  step.v.assign(static_cast<size_t>(kTokens * of.row()), 255);
+  const Strides strides{kTokens * of.row(), of.row(), of.row()};
+  const ArenaShape shape{of.dtype, 1, kTokens, 1, dim, dim, strides, strides, format};
   HostAttention attention(shape, {{step.k.data(), step.v.data()}}, Parallel(), isa);
   for (const auto& [start, end] :
        {std::pair{int64_t{0}, kTokens - num_new}, {kTokens - num_new, kTokens}}) {
     const int64_t count = end - start;
-    step.query = draw(count * kGroup);
+    step.query = draw(count * group);
     step.key = draw(count);
     step.value = draw(count);
-    step.output.resize(step.query.size());
-    const LayerInputs inputs{{step.query.data(), kHeadDim, kGroup * kHeadDim},
-                             {step.key.data(), 0, kHeadDim},
-                             {step.value.data(), 0, kHeadDim},
-                             step.output.data(),
+    const auto query = stored_as(of.dtype, step.query), key = stored_as(of.dtype, step.key);
+    const auto value = stored_as(of.dtype, step.value);
+    std::vector<char> output(query.size());
+    const LayerInputs inputs{{query.data(), dim, group * dim},
+                             {key.data(), 0, dim},
+                             {value.data(), 0, dim},
+                             output.data(),
                              0.2F,
                              0,
                              nullptr};
-    attention.forward(Plan({{0, 0, start, end}}, {}, {kNoWindow, kGroup, 1, 1}), 0, inputs);
+    attention.forward(Plan({{0, 0, start, end}}, {}, {kNoWindow, group, 1, 1}), 0, inputs);
+    step.output = read_as(of.dtype, output);
   }
   return step;
 }
@@ -67,51 +105,57 @@ Step run(const Isa& isa, KVFormat format, int64_t num_new) {
 class QuantisedKV : public testing::TestWithParam<const Isa*> {};
 
 TEST_P(QuantisedKV, bytes_are_those_of_the_portable_level_and_near_the_numbers) {
+  const Shape of = kShapes[0];
   for (const KVFormat format : {KVFormat::kInt8, KVFormat::kFloat8}) {
-    const Step step = run(*GetParam(), format, 20);
-    const Step portable = run(find_isa("portable"), format, 20);
+    const Step step = run(*GetParam(), of, format, 20);
+    const Step portable = run(find_isa("portable"), of, format, 20);
     EXPECT_EQ(step.k, portable.k);
     EXPECT_EQ(step.v, portable.v);
-    for (int64_t i = 0; i < 20 * kHeadDim; ++i) {
-      const uint8_t* row = step.k.data() + (kTokens - 20 + i / kHeadDim) * kRow;
+    for (int64_t i = 0; i < 20 * of.head_dim; ++i) {
+      const uint8_t* row = step.k.data() + (kTokens - 20 + i / of.head_dim) * of.row();
       float scale = 0;
-      std::memcpy(&scale, row + kHeadDim, sizeof scale);
+      std::memcpy(&scale, row + of.head_dim, sizeof scale);
       const float number = step.key[static_cast<size_t>(i)];
       const double step_size = format == KVFormat::kInt8 ? scale
                                                          : std::max(std::abs(number) / 8.0,
                                                                     std::ldexp(double{scale}, -9));
-      EXPECT_NEAR(number_of(row[i % kHeadDim], format) * scale, number, 0.5001 * step_size);
+      EXPECT_NEAR(number_of(row[i % of.head_dim], format) * scale, number, 0.5001 * step_size);
+    }
+  }
+}
+
+void expect_attention(const Step& step, const Shape& of, KVFormat format, int64_t num_new) {
+  const auto dim = static_cast<size_t>(of.head_dim);
+  const double rounding = of.dtype == DType::kFloat32 ? 2e-5 : 8e-3;
+  const auto stored = [&](const std::vector<uint8_t>& arena, int64_t token, size_t i) {
+    const uint8_t* row = arena.data() + token * of.row();
+    float scale = 0;
+    std::memcpy(&scale, row + of.head_dim, sizeof scale);
+    return number_of(row[i], format) * scale;
+  };
+  for (int64_t row = 0; row < num_new * of.group; ++row) {
+    const size_t first = static_cast<size_t>(row) * dim;
+    double sum = 0;
+    std::vector<double> out(dim);
+    for (int64_t token = 0; token <= kTokens - num_new + row / of.group; ++token) {
+      double score = 0;
+      for (size_t i = 0; i < dim; ++i) score += stored(step.k, token, i) * step.query[first + i];
+      const double weight = std::exp(0.2 * score);
+      sum += weight;
+      for (size_t i = 0; i < dim; ++i) out[i] += weight * stored(step.v, token, i);
+    }
+    for (size_t i = 0; i < dim; ++i) {
+      const double expected = out[i] / sum;
+      ASSERT_NEAR(step.output[first + i], expected, rounding * (1 + std::abs(expected)));
     }
   }
 }
 
 TEST_P(QuantisedKV, attention_equals_attention_over_the_stored_bytes_written_out) {
-  for (const KVFormat format : {KVFormat::kInt8, KVFormat::kFloat8}) {
-    for (const int64_t num_new : {1, 2, 40}) {
-      const Step step = run(*GetParam(), format, num_new);
-      const auto stored = [&](const std::vector<uint8_t>& arena, int64_t token, int i) {
-        float scale = 0;
-        std::memcpy(&scale, arena.data() + token * kRow + kHeadDim, sizeof scale);
-        return number_of(arena[static_cast<size_t>(token * kRow + i)], format) * scale;
-      };
-      for (int64_t row = 0; row < num_new * kGroup; ++row) {
-        double sum = 0;
-        std::vector<double> out(kHeadDim);
-        for (int64_t token = 0; token <= kTokens - num_new + row / kGroup; ++token) {
-          double score = 0;
-          for (int i = 0; i < kHeadDim; ++i) {
-            score += stored(step.k, token, i) * step.query[static_cast<size_t>(row * kHeadDim + i)];
-          }
-          const double weight = std::exp(0.2 * score);
-          sum += weight;
-          for (int i = 0; i < kHeadDim; ++i) {
-            out[static_cast<size_t>(i)] += weight * stored(step.v, token, i);
-          }
-        }
-        for (int i = 0; i < kHeadDim; ++i) {
-          ASSERT_NEAR(step.output[static_cast<size_t>(row * kHeadDim + i)],
-                      out[static_cast<size_t>(i)] / sum, 2e-5);
-        }
+  for (const Shape& of : kShapes) {
+    for (const KVFormat format : {KVFormat::kInt8, KVFormat::kFloat8}) {
+      for (const int64_t num_new : {1, 2, 40}) {
+        expect_attention(run(*GetParam(), of, format, num_new), of, format, num_new);
       }
     }
   }
