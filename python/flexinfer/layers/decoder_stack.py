@@ -69,7 +69,19 @@ def find_decoder_stack(model: Any) -> DecoderStack | None:
         return None
     if any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in (model, base)):
         return None  # somebody watches them, or has put something else there
+    if not (_is_of_transformers(type(model).forward) and _is_of_transformers(type(base).forward)):
+        return None
     return DecoderStack(model) if _is_stack(base) and _is_head_on_base(model) else None
+
+
+def _is_of_transformers(forward: Any) -> bool:
+    """Whether it and all that wraps it are: what somebody has put around it would not be called."""
+    while forward is not None:
+        module = getattr(forward, "__globals__", {}).get("__name__", "")
+        if module.partition(".")[0] not in ("transformers", "torch"):
+            return False
+        forward = getattr(forward, "__wrapped__", None)
+    return True
 
 
 LAYERS = (
@@ -98,6 +110,7 @@ def _is_stack(base: Any) -> bool:
     """Whether the base embeds, calls each layer once and normalises, and does nothing else to the
     numbers of its tokens."""
     made = _making(type(base).forward, {"inputs_embeds", "hidden_states", "position_embeddings"})
+    made = [statement for statement in made if not _is_default_of_positions(statement)]
     if len(made) != 5:
         return False
     embed, begin, positions, loop, norm = made
@@ -134,6 +147,10 @@ def _returns(module: Any, argument: str) -> bool:
     return argument in [ast.unparse(keyword) for keyword in last.value.keywords]
 
 
+def _is_default_of_positions(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.If) and ast.unparse(statement.test) == "position_ids is None"
+
+
 class _Plain(ast.NodeTransformer):
     """Assignments without annotations."""
 
@@ -144,14 +161,23 @@ class _Plain(ast.NodeTransformer):
 
 
 def _making(forward: Any, names: set[str]) -> list[ast.stmt]:
-    """Its statements that give these names a value, or may change it where it stands; none where
-    there is no source to read."""
+    """Its statements that give these names or its inputs a value, or may change it where it stands,
+    as a method of theirs or a function of them may; none where there is no source to read."""
     tree = tree_of(forward)
+    names = names | {"input_ids", "position_ids"}
     made: list[ast.stmt] = []
     for statement in [] if tree is None else tree.body:
         nodes = list(ast.walk(statement))
-        stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        called = {ast.unparse(n.func).split(".")[0] for n in nodes if isinstance(n, ast.Call)}
-        if (stored | called) & names:
+        stored = [n for n in nodes if isinstance(getattr(n, "ctx", None), ast.Store)]
+        calls = [n for n in nodes if isinstance(n, ast.Call)]
+        changed = [*stored, *(part for call in calls for part in (call.func, *call.args))]
+        if {_root(node) for node in changed} & names:
             made.append(_Plain().visit(statement))
     return made
+
+
+def _root(node: ast.AST) -> str:
+    """Of `x`, `x.y` and `x[0].y`: x."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,21 @@ def test_what_does_more_than_a_stack_is_none(monkeypatch: pytest.MonkeyPatch) ->
     assert find_decoder_stack(model) is None
 
 
+def test_what_is_put_around_its_code_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fused("llama")
+    for part in (model, model.model):
+        forward = type(part).forward
+
+        @wraps(forward)
+        def wrapper(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        monkeypatch.setattr(type(part), "forward", wrapper)
+        assert find_decoder_stack(model) is None
+        monkeypatch.undo()
+    assert find_decoder_stack(model) is not None
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -228,6 +244,26 @@ def test_what_does_more_than_a_stack_is_none(monkeypatch: pytest.MonkeyPatch) ->
             "    inputs_embeds *= 2.0\n    hidden_states = inputs_embeds",
         ),
         ("self.layers[: self.config.num_hidden_layers]", "self.layers[:1]"),
+        (
+            "    hidden_states = self.norm",
+            "    hidden_states[..., :8] = 0\n    hidden_states = self.norm",
+        ),
+        (
+            "    hidden_states = self.norm",
+            "    relu_(hidden_states)\n    hidden_states = self.norm",
+        ),
+        (
+            "    hidden_states = inputs_embeds",
+            "    position_ids = 2 * position_ids\n    hidden_states = inputs_embeds",
+        ),
+        (
+            "    hidden_states = inputs_embeds",
+            "    input_ids.clamp_(0)\n    hidden_states = inputs_embeds",
+        ),
+        (
+            "    logits = self.lm_head(hidden_states)",
+            "    logits = self.lm_head(hidden_states)\n    logits[..., 7] = 0",
+        ),
         ("last_hidden_state=hidden_states", "last_hidden_state=hidden_states * 2.0"),
     ],
 )
