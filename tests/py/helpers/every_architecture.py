@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import transformers as tf
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -253,3 +254,10 @@ def _widen(model: Any) -> None:
 
 
 MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_model_or_skip(model_type: str) -> Any:
+    model = tiny_model(model_type)
+    if model is None:
+        pytest.skip("not for this engine, or not to be made so small")
+    return model

@@ -25,7 +25,7 @@ from flexinfer.layers.host_linear import MAX_FEW_ROWS
 from flexinfer.layers.mlp import GatedMLP
 from flexinfer.layers.rotary_table import RotaryTable, keep_rotary_table
 from flexinfer.runner.inputs import InputBuilder
-from helpers.every_architecture import MODEL_TYPES, tiny_model
+from helpers.every_architecture import MODEL_TYPES, tiny_model_or_skip
 from helpers.tiny_models import make_model, random_prompts, reference
 
 STACKS = frozenset(
@@ -48,9 +48,7 @@ STACKS = frozenset(
 
 
 def fused(model_type: str) -> Any:
-    model = tiny_model(model_type)
-    if model is None:
-        pytest.skip("not for this engine, or not to be made so small")
+    model = tiny_model_or_skip(model_type)
     fuse_layers(model)
     return model
 

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from flexinfer import LLM, SamplingParams, UnsupportedModelError
 from flexinfer.layers.fuse import fuse_layers
-from helpers.every_architecture import MODEL_TYPES, tiny_model
+from helpers.every_architecture import MODEL_TYPES, tiny_model_or_skip
 from helpers.tiny_models import random_prompts
 
 # What transformers 5.23 has; newer architectures are tested, too, and may have any of these.
@@ -63,17 +63,10 @@ ATTENTION = frozenset(
 )
 
 
-def same_model_type(model_type: str) -> Any:
-    model = tiny_model(model_type)
-    if model is None:
-        pytest.skip("not for this engine, or not to be made so small")
-    return model
-
-
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_logits_are_the_same(model_type: str) -> None:
     """More rows than those of a decode step, and numbers that reach what only large ones reach."""
-    model = same_model_type(model_type)
+    model = tiny_model_or_skip(model_type)
     fused = copy.deepcopy(model)
     counts = Counter(fuse_layers(fused))
     ids = torch.tensor(random_prompts((70,)))
@@ -88,7 +81,7 @@ def test_logits_are_the_same(model_type: str) -> None:
 
 def test_a_clamp_that_is_not_set_is_no_clamp() -> None:
     """OLMo's attention clamps queries, keys and values only if its config says so."""
-    model = same_model_type("olmo")
+    model = tiny_model_or_skip("olmo")
     for clip, num_fused in ((2.0, 0), (None, 2)):
         model.config.clip_qkv = clip
         counts = fuse_layers(copy.deepcopy(model))
@@ -99,7 +92,7 @@ def test_a_clamp_that_is_not_set_is_no_clamp() -> None:
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_tokens_are_the_same(model_type: str, tmp_path: Path) -> None:
     """Through the engine: the model of a folder is fused, one that is handed over is not."""
-    drawn = same_model_type(model_type)
+    drawn = tiny_model_or_skip(model_type)
     drawn.save_pretrained(tmp_path)
     # Loading clears what transformers takes for padding, as one of Youtu's words.
     model = type(drawn).from_pretrained(tmp_path, dtype=torch.float32).eval()
