@@ -14,7 +14,7 @@ namespace {
 constexpr double kCostPerThread = 4000;
 // Keys of a token that are read in one go: shorter pieces, far apart, come at half of the memory's
 // speed.
-constexpr size_t kRunBytes = 512;
+constexpr size_t kRunBytes = 1024;
 constexpr size_t kUnitsPerThread = 4;
 
 char* at(void* base, int64_t elements, size_t element_bytes) {
@@ -49,7 +49,8 @@ class HostAttention::LayerRun {
         inputs_(inputs),
         bytes_(element_bytes(owner.shape_.dtype)),
         stored_bytes_(is_plain() ? bytes_ : 1),
-        unit_blocks_(blocks_per_unit(num_threads)),
+        num_threads_(num_threads),
+        unit_blocks_(blocks_per_unit()),
         num_units_(plan.tasks().size() * units_per_task()),
         scratch_floats_(scratch_floats(owner.shape_.key_dim, owner.shape_.value_dim)) {
     call_.query = inputs.query.data;
@@ -70,26 +71,27 @@ class HostAttention::LayerRun {
     count_pending();
   }
 
-  void store_first(int num_threads) {
+  void store_first() {
     auto work = [this] {
       const std::vector<PlannedStore>& stores = plan_.stored_first();
       for (size_t i = next_++; i < stores.size(); i = next_++) {
         store(stores[i], 0, shape_.num_kv_heads);
       }
     };
-    owner_.parallel_.run(num_threads, work);
+    owner_.parallel_.run(num_threads_, work);
     next_ = 0;
   }
 
-  void attend(int num_threads) {
+  void attend() {
     auto work = [this] {
       float* scratch = scratch_ + scratch_floats_ * next_thread_++;
-      for (size_t unit = next_++; unit < num_units_; unit = next_++) {
-        const size_t units = units_per_task();
-        compute(plan_.tasks()[unit / units], unit % units * unit_blocks_, scratch);
+      for (size_t unit = next_++; unit < num_units_;) {
+        const size_t following = draw_ahead();
+        compute(unit, following, scratch);
+        unit = following < num_units_ ? following : next_++;
       }
     };
-    owner_.parallel_.run(num_threads, work);
+    owner_.parallel_.run(num_threads_, work);
   }
 
  private:
@@ -103,11 +105,11 @@ class HostAttention::LayerRun {
   }
 
   // One where a head has several blocks, or threads would go short.
-  size_t blocks_per_unit(int num_threads) const {
+  size_t blocks_per_unit() const {
     const size_t blocks = plan_.head_blocks().size();
     if (blocks != static_cast<size_t>(shape_.num_kv_heads)) return 1;
     const size_t key_bytes = static_cast<size_t>(shape_.key_dim) * stored_bytes_;
-    const size_t wanted = kUnitsPerThread * static_cast<size_t>(num_threads);
+    const size_t wanted = kUnitsPerThread * static_cast<size_t>(num_threads_);
     const size_t affordable = plan_.tasks().size() * blocks / wanted;
     return std::clamp<size_t>(std::min(kRunBytes / key_bytes, affordable), 1, kMaxSideBySide);
   }
@@ -151,8 +153,21 @@ class HostAttention::LayerRun {
     }
   }
 
-  // Head blocks from `first` on, as many as a unit has.
-  void compute(const PlannedTask& planned, size_t first, float* scratch) {
+  // The unit that this thread will compute after the one that it has; none at the end, where other
+  // threads may be free before.
+  size_t draw_ahead() {
+    return next_.load() + static_cast<size_t>(num_threads_) < num_units_ ? next_++ : num_units_;
+  }
+
+  const PlannedTask& task_of_unit(size_t unit) const {
+    return plan_.tasks()[unit / units_per_task()];
+  }
+  size_t first_block_of(size_t unit) const { return unit % units_per_task() * unit_blocks_; }
+
+  // As many head blocks as a unit has; `following` as in draw_ahead.
+  void compute(size_t unit, size_t following, float* scratch) {
+    const PlannedTask& planned = task_of_unit(unit);
+    const size_t first = first_block_of(unit);
     const size_t last = std::min(first + unit_blocks_, plan_.head_blocks().size());
     AttendTask tasks[kMaxSideBySide];
     for (size_t block = first; block < last; ++block) {
@@ -162,7 +177,12 @@ class HostAttention::LayerRun {
       }
       tasks[block - first] = task_of(planned, heads);
     }
-    owner_.isa_->attend[format()][dtype()](call_, tasks, static_cast<int>(last - first), scratch);
+    AttendTask later;
+    if (following < num_units_) {
+      later = task_of(task_of_unit(following), plan_.head_blocks()[first_block_of(following)]);
+    }
+    owner_.isa_->attend[format()][dtype()](call_, tasks, static_cast<int>(last - first),
+                                           following < num_units_ ? &later : nullptr, scratch);
     if (planned.partial < 0) return;
     for (size_t block = first; block < last; ++block) merge_complete(tasks[block - first], block);
   }
@@ -208,6 +228,7 @@ class HostAttention::LayerRun {
   LayerCall call_;
   size_t bytes_;         // of a number that comes
   size_t stored_bytes_;  // of one in the arena
+  int num_threads_;
   size_t unit_blocks_;
   size_t num_units_;
   size_t scratch_floats_;
@@ -237,8 +258,8 @@ void HostAttention::forward(const Plan& plan, size_t layer, const LayerInputs& i
   const int num_threads = threads_for(plan);
   LayerRun run(*this, plan, layers_[layer], inputs, num_threads);
   const bool stores = inputs.key.data != nullptr || inputs.value.data != nullptr;
-  if (stores && !plan.stored_first().empty()) run.store_first(num_threads);
-  run.attend(num_threads);
+  if (stores && !plan.stored_first().empty()) run.store_first();
+  run.attend();
 }
 
 void HostAttention::check(const Plan& plan, size_t layer) const {

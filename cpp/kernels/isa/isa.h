@@ -18,10 +18,12 @@ namespace vtensor::kernels {
 struct Isa {
   const char* name;
   int lanes;  // floats in a vector
-  // Up to kMaxSideBySide tasks that differ in their KV head alone. By DType, of KV by KVFormat too.
+  // Up to kMaxSideBySide tasks that differ in their KV head alone, with rows side by side. `later`
+  // is the first one of those that this thread computes next: its keys are asked for. None: that
+  // is not known. By DType, of KV by KVFormat too.
   // `scratch` holds scratch_floats(key_dim, value_dim) floats, aligned to 64 bytes, any contents.
   void (*attend[kNumKVFormats][kNumDTypes])(const LayerCall&, const AttendTask* tasks,
-                                            int num_tasks, float* scratch);
+                                            int num_tasks, const AttendTask* later, float* scratch);
   void (*merge[kNumDTypes])(const LayerCall&, const MergeTask&);
   // `width` numbers of a head as bytes and their scale; none for plain KV.
   void (*quantise[kNumKVFormats][kNumDTypes])(const void* numbers, void* row, int width);

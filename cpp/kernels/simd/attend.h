@@ -91,10 +91,32 @@ inline void write_results(const LayerCall& call, const AttendTask& task, const S
   }
 }
 
+// What follows the tile [tile, tile + num_keys) of tasks side by side: their next one, or the first
+// one of `later`.
+template <class S>
+inline NextTile next_tile(const LayerCall& call, const AttendTask* tasks, int num_tasks,
+                          const AttendTask* later, int64_t tile, int num_keys) {
+  constexpr int64_t kUnit = sizeof(S);
+  const bool goes_on = tile + num_keys < tasks[0].end;
+  if (!goes_on && later == nullptr) return {};
+  const AttendTask& task = goes_on ? tasks[0] : *later;
+  const int64_t begin = goes_on ? tile + num_keys : task.begin;
+  const int64_t rows = clip(task.end - begin, 0, kFewRowsTile<S>);
+  const int64_t steps = int64_t{num_tasks} * num_keys;
+  const auto lines = [&](const void* base, int64_t stride, int head_dim, int64_t num_steps) {
+    const int row_bytes = head_dim * static_cast<int>(kUnit) + (kHasScale<S> ? kScaleBytes : 0);
+    return LinesAhead(static_cast<const char*>(base) + begin * stride * kUnit, stride * kUnit,
+                      num_tasks * row_bytes, rows, num_steps);
+  };
+  return {lines(task.k, task.k_stride, call.key_dim, steps),
+          lines(task.v, task.v_stride, call.value_dim, steps * call.value_dim)};
+}
+
 // Few rows. Of all tasks one tile, then the next: they read neighbouring memory.
 template <class T, class S, class Load, class Tile>
 VTENSOR_INLINE void attend_few(const LayerCall& call, const AttendTask* tasks, int num_tasks,
-                               float* scratch, const Load& load_rows, const Tile& compute_tile) {
+                               const AttendTask* later, float* scratch, const Load& load_rows,
+                               const Tile& compute_tile) {
   Scratch s[kMaxSideBySide];
   const int rows = tasks[0].num_tokens * tasks[0].num_heads;
   for (int i = 0; i < num_tasks; ++i) {
@@ -107,18 +129,21 @@ VTENSOR_INLINE void attend_few(const LayerCall& call, const AttendTask* tasks, i
   for (int64_t tile = tasks[0].begin; tile < tasks[0].end; tile += kTile) {
     const int64_t left = tasks[0].end - tile;
     const int num_keys = left < kTile ? static_cast<int>(left) : kTile;
-    for (int i = 0; i < num_tasks; ++i) compute_tile(call, tasks[i], s[i], tile, num_keys);
+    NextTile next = next_tile<S>(call, tasks, num_tasks, later, tile, num_keys);
+    for (int i = 0; i < num_tasks; ++i) compute_tile(call, tasks[i], s[i], tile, num_keys, next);
+    next.keys.finish();
+    next.values.finish();
   }
   for (int i = 0; i < num_tasks; ++i) write_results<T>(call, tasks[i], s[i]);
 }
 
 template <class T, class S>
 inline void attend_few(const LayerCall& call, const AttendTask* tasks, int num_tasks,
-                       float* scratch) {
+                       const AttendTask* later, float* scratch) {
 #if defined(VTENSOR_HAS_PAIRS)
   if constexpr (std::is_same_v<T, BFloat16> && !kHasScale<S>) {
     if (takes_pairs(call)) {
-      attend_few<T, S>(call, tasks, num_tasks, scratch, copy_queries, few_pair_rows_tile);
+      attend_few<T, S>(call, tasks, num_tasks, later, scratch, copy_queries, few_pair_rows_tile);
       return;
     }
   }
@@ -127,12 +152,13 @@ inline void attend_few(const LayerCall& call, const AttendTask* tasks, int num_t
   // Not for float32, which 16 bits would not do justice.
   if constexpr (!std::is_same_v<T, float> && std::is_same_v<S, Int8>) {
     if (takes_bytes(call)) {
-      attend_few<T, S>(call, tasks, num_tasks, scratch, load_byte_queries<T>, few_byte_rows_tile);
+      attend_few<T, S>(call, tasks, num_tasks, later, scratch, load_byte_queries<T>,
+                       few_byte_rows_tile);
       return;
     }
   }
 #endif
-  attend_few<T, S>(call, tasks, num_tasks, scratch, load_queries<T>, few_rows_tile<S>);
+  attend_few<T, S>(call, tasks, num_tasks, later, scratch, load_queries<T>, few_rows_tile<S>);
 }
 
 template <class T, class S>
@@ -187,9 +213,10 @@ inline void attend_many(const LayerCall& call, const AttendTask& task, float* sc
 
 // All tasks side by side if their rows are few, else one after the other.
 template <class T, class S = T>
-void attend(const LayerCall& call, const AttendTask* tasks, int num_tasks, float* scratch) {
+void attend(const LayerCall& call, const AttendTask* tasks, int num_tasks, const AttendTask* later,
+            float* scratch) {
   if (are_few<T, S>(call, tasks[0])) {
-    attend_few<T, S>(call, tasks, num_tasks, scratch);
+    attend_few<T, S>(call, tasks, num_tasks, later, scratch);
     return;
   }
   for (int i = 0; i < num_tasks; ++i) attend_many<T, S>(call, tasks[i], scratch);

@@ -174,18 +174,17 @@ VTENSOR_INLINE void store_scores(const ByteQueries<R>& query, const __m512i (&hi
 // score[r][j] for R rows and all keys; keys beyond the last are the last one again.
 template <int R>
 inline void dot_bytes(const AttendTask& task, const Scratch& s, int row, int key_dim, int64_t tile,
-                      int num_keys) {
+                      int num_keys, LinesAhead& next) {
   const ByteQueries<R> query(s, row, key_dim);
   const Int8* k = static_cast<const Int8*>(task.k) + tile * task.k_stride;
-  const int64_t to_next = rows_to_next<Int8>(task, tile, row, task.k_stride);
   for (int j = 0; j < num_keys; j += kDotKeys) {
     const Int8* keys[kDotKeys];
 #pragma GCC unroll 8
     for (int n = 0; n < kDotKeys; ++n) {
       const int64_t token = j + n < num_keys ? j + n : num_keys - 1;
       keys[n] = k + token * task.k_stride;
-      if (to_next != 0) prefetch_row(keys[n] + to_next, key_dim);
     }
+    next.advance(kDotKeys);
     __m512i high[kDotKeys] = {}, low[kDotKeys] = {};
     for (int column = 0; column < key_dim; column += kBytes) {
       const uint8_t* parts = query.bytes + 2 * R * column;
@@ -300,13 +299,12 @@ VTENSOR_INLINE void order_columns(__m512i (&v)[4]) {
 // output[r][i .. i + 64) += sum over keys of weight[r][j] * value[j], for R rows.
 template <int R>
 VTENSOR_INLINE void add_byte_columns(const Int8* v, int64_t stride, const ByteWeightRow* weights,
-                                     float* output, int value_dim, int num_keys, int64_t to_next) {
+                                     float* output, int value_dim, int num_keys, LinesAhead& next) {
   __m512i high[R][4] = {}, low[R][4] = {};
   for (int j = 0; j < num_keys; j += 4) {
     __m512i words[4];
     load_value_words(v, stride, num_keys, j, words);
-    for (int n = 0; n < 4 && to_next != 0; ++n)
-      prefetch_row(v + (j + n) * stride + to_next, kBytes);
+    next.advance(4 * kBytes);
 #pragma GCC unroll 2
     for (int r = 0; r < R; ++r) {
       const __m512i h = broadcast_word(weights[r].high + j), l = broadcast_word(weights[r].low + j);
@@ -336,12 +334,14 @@ VTENSOR_INLINE void add_byte_columns(const Int8* v, int64_t stride, const ByteWe
 }
 
 inline void few_byte_rows_tile(const LayerCall& call, const AttendTask& task, const Scratch& s,
-                               int64_t tile, int num_keys) {
+                               int64_t tile, int num_keys, NextTile& next) {
+  LinesAhead nothing;
   const int rows = task.num_tokens * task.num_heads, value_dim = call.value_dim;
   const TileScales<Int8> key_scales(task.k, task.k_stride, call.key_dim, tile, num_keys);
   const TileScales<Int8> value_scales(task.v, task.v_stride, value_dim, tile, num_keys);
-  in_row_groups(rows,
-                [&]<int R>(int row) { dot_bytes<R>(task, s, row, call.key_dim, tile, num_keys); });
+  in_row_groups(rows, [&]<int R>(int row) {
+    dot_bytes<R>(task, s, row, call.key_dim, tile, num_keys, row == 0 ? next.keys : nothing);
+  });
   const int width = (num_keys + kLanes - 1) / kLanes * kLanes;
   scale_rows(key_scales, num_keys, s.score, rows);
   softmax_tile<float>(call, task, s, tile, num_keys, width, 1);
@@ -351,15 +351,15 @@ inline void few_byte_rows_tile(const LayerCall& call, const AttendTask& task, co
   }
   const Int8* v = static_cast<const Int8*>(task.v) + tile * task.v_stride;
   for (int row = 0; row < rows; row += 2) {
-    const int64_t to_next = rows_to_next<Int8>(task, tile, row, task.v_stride);
+    LinesAhead& values = row == 0 ? next.values : nothing;
     for (int i = 0; i < value_dim; i += kBytes) {
       float* output = s.output + row * value_dim + i;
       if (row + 1 < rows) {
         add_byte_columns<2>(v + i, task.v_stride, weights + row, output, value_dim, num_keys,
-                            to_next);
+                            values);
       } else {
         add_byte_columns<1>(v + i, task.v_stride, weights + row, output, value_dim, num_keys,
-                            to_next);
+                            values);
       }
     }
   }

@@ -5,6 +5,7 @@
 // across their lanes at once.
 #pragma once
 
+#include "kernels/simd/lines_ahead.h"
 #include "kernels/simd/pairs.h"
 #include "kernels/simd/softmax.h"
 #include "kernels/simd/stored_kv.h"
@@ -17,23 +18,12 @@ constexpr int kDotRows = 4;
 // Keys of a tile: K and V of that many tokens stay in the first-level cache between the two passes.
 template <class T>
 constexpr int kFewRowsTile = sizeof(T) == 1 ? 64 : 32;
-// Into the second-level cache: rows of many layers' tokens, a power of two apart, fall into a few
-// sets of the first one and would push each other out before they are read (measured: twice the
-// time).
-template <class T>
-VTENSOR_INLINE void prefetch_row(const T* p, int width) {
-  constexpr int kLine = 64 / static_cast<int>(sizeof(T));
-  for (int i = 0; i < width; i += kLine) __builtin_prefetch(p + i, 0, 2);
-  if constexpr (kHasScale<T>) __builtin_prefetch(p + width + kScaleBytes - 1, 0, 2);
-}
 
-// Of the tile after the one that begins at `tile`, if there is one and no other rows of the task
-// have asked for it. Keys are asked for beside the dot products, values beside the sums: memory is
-// never idle.
-template <class T>
-inline int64_t rows_to_next(const AttendTask& task, int64_t tile, int row, int64_t stride) {
-  return row == 0 && tile + kFewRowsTile<T> < task.end ? kFewRowsTile<T> * stride : 0;
-}
+// Keys and values of the tile that is read after the present one, asked for a key at a time of the
+// present one's keys, or columns of its values.
+struct NextTile {
+  LinesAhead keys, values;
+};
 
 // The next numbers of a key, for a query of float32 numbers or, as bfloat16, of pairs.
 template <class T>
@@ -52,7 +42,7 @@ constexpr int kFactors = kLanes * 4 / static_cast<int>(sizeof(Q));
 // score[r][j] for R rows and `num_keys` keys; keys beyond the last are the last one again.
 template <class T, int R, class Q>
 inline void dot_rows(const AttendTask& task, const Q* query, int key_dim, float* score,
-                     int64_t tile, int num_keys, int64_t to_next) {
+                     int64_t tile, int num_keys, LinesAhead& next) {
   constexpr int kKeys = kLanes / R;
   const T* k = static_cast<const T*>(task.k) + tile * task.k_stride;
   for (int j = 0; j < num_keys; j += kKeys) {
@@ -61,8 +51,8 @@ inline void dot_rows(const AttendTask& task, const Q* query, int key_dim, float*
     for (int n = 0; n < kKeys; ++n) {
       const int64_t token = j + n < num_keys ? j + n : num_keys - 1;
       key[n] = k + token * task.k_stride;
-      if (to_next != 0) prefetch_row(key[n] + to_next, key_dim);
     }
+    next.advance(kKeys);
     Vec acc[kLanes] = {};
     for (int i = 0; i < key_dim; i += kFactors<Q>) {
 #pragma GCC unroll 16
@@ -112,7 +102,7 @@ inline void scale_rows(const TileScales<T>& scales, int num_keys, float* rows, i
 // output[r] += sum over keys of weight[r][j] * value[j], for R rows and N vectors of columns.
 template <class T, int R, int N>
 VTENSOR_INLINE void add_columns(const T* v, int64_t token_stride, const float* weight,
-                                float* output, int value_dim, int num_keys, int64_t to_next) {
+                                float* output, int value_dim, int num_keys, LinesAhead& next) {
   Vec acc[R][N];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
@@ -123,7 +113,7 @@ VTENSOR_INLINE void add_columns(const T* v, int64_t token_stride, const float* w
     Vec value[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) value[n] = load(v + j * token_stride + n * kLanes);
-    if (to_next != 0) prefetch_row(v + j * token_stride + to_next, N * kLanes);
+    next.advance(N * kLanes);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const float w = weight[r * kTileTokens + j];
@@ -140,16 +130,15 @@ VTENSOR_INLINE void add_columns(const T* v, int64_t token_stride, const float* w
 
 template <class T, int R>
 inline void add_values(const AttendTask& task, const float* weight, float* output, int value_dim,
-                       int64_t tile, int num_keys, int64_t to_next) {
+                       int64_t tile, int num_keys, LinesAhead& next) {
   constexpr int kVecs = kLanes == 16 ? 4 : 2;
   const T* v = static_cast<const T*>(task.v) + tile * task.v_stride;
   int i = 0;
   for (; i + kVecs * kLanes <= value_dim; i += kVecs * kLanes) {
-    add_columns<T, R, kVecs>(v + i, task.v_stride, weight, output + i, value_dim, num_keys,
-                             to_next);
+    add_columns<T, R, kVecs>(v + i, task.v_stride, weight, output + i, value_dim, num_keys, next);
   }
   for (; i < value_dim; i += kLanes) {
-    add_columns<T, R, 1>(v + i, task.v_stride, weight, output + i, value_dim, num_keys, to_next);
+    add_columns<T, R, 1>(v + i, task.v_stride, weight, output + i, value_dim, num_keys, next);
   }
 }
 
@@ -164,14 +153,15 @@ VTENSOR_INLINE void in_row_groups(int rows, const Fn& fn) {
 
 template <class T>
 void few_rows_tile(const LayerCall& call, const AttendTask& task, const Scratch& s, int64_t tile,
-                   int num_keys) {
+                   int num_keys, NextTile& next) {
+  LinesAhead nothing;
   const int rows = task.num_tokens * task.num_heads;
   const int key_dim = call.key_dim, value_dim = call.value_dim;
   const TileScales<T> key_scales(task.k, task.k_stride, key_dim, tile, num_keys);
   const TileScales<T> value_scales(task.v, task.v_stride, value_dim, tile, num_keys);
   in_row_groups(rows, [&]<int R>(int row) {
     dot_rows<T, R>(task, s.query + row * key_dim, key_dim, s.score + row * kTileTokens, tile,
-                   num_keys, rows_to_next<T>(task, tile, row, task.k_stride));
+                   num_keys, row == 0 ? next.keys : nothing);
   });
   const int width = (num_keys + kLanes - 1) / kLanes * kLanes;
   scale_rows(key_scales, num_keys, s.score, rows);
@@ -179,7 +169,7 @@ void few_rows_tile(const LayerCall& call, const AttendTask& task, const Scratch&
   scale_rows(value_scales, num_keys, s.score, rows);
   in_row_groups(rows, [&]<int R>(int row) {
     add_values<T, R>(task, s.score + row * kTileTokens, s.output + row * value_dim, value_dim, tile,
-                     num_keys, rows_to_next<T>(task, tile, row, task.v_stride));
+                     num_keys, row == 0 ? next.values : nothing);
   });
 }
 

@@ -48,14 +48,10 @@ VTENSOR_INLINE void load_two(const BFloat16* v, int64_t stride, int j, int num_k
 // output[r] += sum over keys of weight[r][j] * value[j], for R rows and N vectors of pairs.
 template <int R, int N>
 VTENSOR_INLINE void add_pair_columns(const BFloat16* v, int64_t stride, const Scratch& s, int row,
-                                     int column, int value_dim, int num_keys, int64_t to_next) {
+                                     int column, int value_dim, int num_keys, LinesAhead& next) {
   Vec sums[R][2 * N] = {};
   for (int j = 0; j < num_keys; j += 2) {
-    if (to_next != 0) {
-      const BFloat16* next = v + j * stride + column + to_next;
-      prefetch_row(next, N * kPairLanes);
-      prefetch_row(next + stride, N * kPairLanes);
-    }
+    next.advance(2 * N * kPairLanes);
     UVec pairs[2 * N];
 #pragma GCC unroll 2
     for (int n = 0; n < N; ++n) {
@@ -82,24 +78,25 @@ VTENSOR_INLINE void add_pair_columns(const BFloat16* v, int64_t stride, const Sc
 }
 
 inline void few_pair_rows_tile(const LayerCall& call, const AttendTask& task, const Scratch& s,
-                               int64_t tile, int num_keys) {
+                               int64_t tile, int num_keys, NextTile& next) {
+  LinesAhead nothing;
   const int rows = task.num_tokens * task.num_heads;
   const int key_dim = call.key_dim, value_dim = call.value_dim;
   in_row_groups(rows, [&]<int R>(int row) {
     dot_rows<BFloat16, R>(task, pair_query(s) + row * key_dim, key_dim, s.score + row * kTileTokens,
-                          tile, num_keys, rows_to_next<BFloat16>(task, tile, row, task.k_stride));
+                          tile, num_keys, row == 0 ? next.keys : nothing);
   });
   const int width = (num_keys + kLanes - 1) / kLanes * kLanes;
   softmax_tile<BFloat16>(call, task, s, tile, num_keys, width, query_factor(call));
   const BFloat16* v = static_cast<const BFloat16*>(task.v) + tile * task.v_stride;
   in_row_groups(rows, [&]<int R>(int row) {
-    const int64_t to_next = rows_to_next<BFloat16>(task, tile, row, task.v_stride);
+    LinesAhead& values = row == 0 ? next.values : nothing;
     int column = 0;
     for (; column + 2 * kPairLanes <= value_dim; column += 2 * kPairLanes) {
-      add_pair_columns<R, 2>(v, task.v_stride, s, row, column, value_dim, num_keys, to_next);
+      add_pair_columns<R, 2>(v, task.v_stride, s, row, column, value_dim, num_keys, values);
     }
     if (column < value_dim) {
-      add_pair_columns<R, 1>(v, task.v_stride, s, row, column, value_dim, num_keys, to_next);
+      add_pair_columns<R, 1>(v, task.v_stride, s, row, column, value_dim, num_keys, values);
     }
   });
 }
