@@ -39,15 +39,16 @@ KVFormat format_of(size_t index) {
   return static_cast<KVFormat>(index);
 }
 
-nb::dict kv_formats() {
-  nb::dict found;
-  for (size_t i = 0; i < kNumKVFormats; ++i) found[kKVFormatNames[i]] = i;
-  return found;
+ScaleFormat scale_format_of(size_t index) {
+  if (index >= kNumScaleFormats) throw std::invalid_argument("no format of scales has this number");
+  return static_cast<ScaleFormat>(index);
 }
 
-nb::dict dtypes() {
+// The numbers by which Python names the values of an enumeration.
+template <size_t kCount>
+nb::dict numbers_of(const char* const (&names)[kCount]) {
   nb::dict found;
-  for (size_t i = 0; i < kNumDTypes; ++i) found[kDTypeNames[i]] = i;
+  for (size_t i = 0; i < kCount; ++i) found[names[i]] = i;
   return found;
 }
 
@@ -249,26 +250,35 @@ void bind_linear(nb::module_& m) {
           "gates: output [num_rows, columns / 2] = silu(first half) * second half, no residual.");
 }
 
-void bind_quantised(nb::module_& m) {
+void bind_quantised_weight(nb::module_& m) {
   nb::class_<QuantisedWeight>(m, "QuantisedWeight", "A quantised weight at addresses: no copy.")
       .def(
           "__init__",
           [](QuantisedWeight* self, uintptr_t words, uintptr_t scales, uintptr_t minimums,
-             uintptr_t sums, bool is_half, bool byte_inputs, int bits, int64_t group, int64_t depth,
-             int64_t columns) {
+             uintptr_t sums, size_t scale_format, bool byte_inputs, int bits, int64_t group,
+             int64_t depth, int64_t columns) {
             new (self) QuantisedWeight{pointer<const uint32_t>(words),
                                        pointer<>(scales),
                                        pointer<>(minimums),
                                        pointer<const int32_t>(sums),
-                                       is_half,
+                                       scale_format_of(scale_format),
                                        byte_inputs,
                                        bits,
                                        group,
                                        depth,
                                        columns};
+            if (!self->has_whole_blocks()) {
+              throw std::invalid_argument(
+                  "scales in blocks need groups that divide blocks, and inputs that blocks divide");
+            }
           },
-          nb::kw_only(), "words"_a, "scales"_a, "minimums"_a, "sums"_a, "is_half"_a,
-          "byte_inputs"_a, "bits"_a, "group"_a, "depth"_a, "columns"_a);
+          nb::kw_only(), "words"_a, "scales"_a, "minimums"_a, "sums"_a, "scale_format"_a,
+          "byte_inputs"_a, "bits"_a, "group"_a, "depth"_a, "columns"_a,
+          "scale_format: one of SCALE_FORMATS. Raises ValueError where it does not go with the "
+          "sizes.");
+}
+
+void bind_quantised(nb::module_& m) {
   nb::class_<QuantisedLinear>(m, "QuantisedLinear",
                               "Linear layers with quantised weights; addresses as integers.")
       .def(
@@ -349,13 +359,16 @@ void bind_sampler(nb::module_& m) {
 NB_MODULE(_kernels, m) {
   m.doc() = "Attention and row operations on the CPU. Internal; see runtime.kernels.";
   m.def("available_isas", &isa_names, "Instruction sets that this build and this CPU both have.");
-  m.attr("DTYPES") = dtypes();
-  m.attr("KV_FORMATS") = kv_formats();
+  m.attr("DTYPES") = numbers_of(kDTypeNames);
+  m.attr("KV_FORMATS") = numbers_of(kKVFormatNames);
+  m.attr("SCALE_FORMATS") = numbers_of(kScaleFormatNames);
+  m.attr("SCALE_BLOCK") = kScaleBlock;
   m.attr("SCALE_BYTES") = kScaleBytes;
   bind_plan(m);
   bind_attention(m);
   bind_row_ops(m);
   bind_linear(m);
+  bind_quantised_weight(m);
   bind_quantised(m);
   bind_decoder_layer(m);
   bind_experts(m);

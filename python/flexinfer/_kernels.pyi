@@ -16,6 +16,10 @@ DTYPES: dict = {'float32' : 0, 'bfloat16' : 1, 'float16' : 2}
 
 KV_FORMATS: dict = {'auto' : 0, 'int8' : 1, 'fp8_e4m3' : 2}
 
+SCALE_FORMATS: dict = {'float32' : 0, 'float16' : 1, 'blocks' : 2}
+
+SCALE_BLOCK: int = 256
+
 SCALE_BYTES: int = 4
 
 class Plan:
@@ -92,7 +96,10 @@ class Linear:
 class QuantisedWeight:
     """A quantised weight at addresses: no copy."""
 
-    def __init__(self, *, words: int, scales: int, minimums: int, sums: int, is_half: bool, byte_inputs: bool, bits: int, group: int, depth: int, columns: int) -> None: ...
+    def __init__(self, *, words: int, scales: int, minimums: int, sums: int, scale_format: int, byte_inputs: bool, bits: int, group: int, depth: int, columns: int) -> None:
+        """
+        scale_format: one of SCALE_FORMATS. Raises ValueError where it does not go with the sizes.
+        """
 
 class QuantisedLinear:
     """Linear layers with quantised weights; addresses as integers."""

@@ -3,6 +3,7 @@
 // Plain values, as in kernels/calls/linear.h, which has what a layer with any weight is given.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "kernels/calls/linear.h"
@@ -11,6 +12,21 @@ namespace vtensor::kernels {
 
 // Outputs that stand side by side in a quantised weight, whatever the instruction set.
 inline constexpr int64_t kQuantisedColumns = 64;
+
+// How scales, and minimums where there are any, stand in memory:
+//
+//   kFloat32, kFloat16   [panels, max(groups, 1), 64], the numbers themselves
+//   kBlocks              a panel: factors [depth / kScaleBlock, 64], float16,
+//                                 then bytes [groups, 64], signed
+//
+// In blocks a scale is the byte of its group times the factor of its block, which float32 holds
+// exactly (8 and 11 bits). A minimum is zero() * scale less such a product, rounded once: so
+// weights that are counted from 0 are, as in llama.cpp's K-quants, scale * n - product.
+enum class ScaleFormat { kFloat32, kFloat16, kBlocks };
+inline constexpr size_t kNumScaleFormats = 3;
+inline constexpr const char* kScaleFormatNames[kNumScaleFormats] = {"float32", "float16", "blocks"};
+// Inputs of a block.
+inline constexpr int64_t kScaleBlock = 256;
 
 // A weight [columns, depth] of integers and scales, in panels of kQuantisedColumns outputs, the
 // last one filled up with zeros. A word is what 32 bits hold of one output:
@@ -28,11 +44,11 @@ inline constexpr int64_t kQuantisedColumns = 64;
 // `group` > 0, `byte_inputs` true: x_scale times that, of x_int instead of x.
 struct QuantisedWeight {
   const uint32_t* words = nullptr;  // [panels, depth / inputs of a word, 64], aligned to 64 bytes
-  const void* scales = nullptr;     // [panels, max(groups, 1), 64], float16 or float32
+  const void* scales = nullptr;     // as `scale_format` says
   const void* minimums = nullptr;   // as scales, or none
   const int32_t* sums = nullptr;    // group 0: [panels, 64] of 128 * sum(w_int)
-  bool is_half = false;             // whether scales and minimums are float16
-  bool byte_inputs = true;          // REQUIRES: true with group 0
+  ScaleFormat scale_format = ScaleFormat::kFloat32;
+  bool byte_inputs = true;  // REQUIRES: true with group 0
   int bits = 8;
   int64_t group = 0;  // a multiple of the inputs of a word that divides the depth
   int64_t depth = 0;  // a multiple of the inputs of a word
@@ -42,6 +58,11 @@ struct QuantisedWeight {
   // What a weight of 0 is in a word that multiplies bytes in groups.
   int32_t zero() const { return bits == 8 ? 128 : 8; }
   int64_t num_groups() const { return group == 0 ? 1 : depth / group; }
+  // Whether `scale_format` goes with the sizes.
+  bool has_whole_blocks() const {
+    return scale_format != ScaleFormat::kBlocks ||
+           (group > 0 && kScaleBlock % group == 0 && depth % kScaleBlock == 0);
+  }
 };
 
 // What `inputs` of one row are, made once for all panels.

@@ -41,12 +41,40 @@ VTENSOR_INLINE UVec load_words(const uint32_t* words) {
   return v;
 }
 
-// Scales or minimums: the n-th vector of `group`.
-VTENSOR_INLINE Vec load_scale(const QuantisedWeight& weight, const void* scales, int64_t panel,
-                              int64_t group, int64_t column) {
-  const int64_t i = (panel * weight.num_groups() + group) * kQuantisedColumns + column;
-  return weight.is_half ? load(static_cast<const Float16*>(scales) + i)
-                        : load(static_cast<const float*>(scales) + i);
+// Numbers as the weight's scales are, which may be those of its minimums: a vector of `group`.
+VTENSOR_INLINE Vec load_numbers(const QuantisedWeight& weight, const void* numbers, int64_t panel,
+                                int64_t group, int64_t column) {
+  const int64_t num_groups = weight.num_groups();
+  const int64_t i = (panel * num_groups + group) * kQuantisedColumns + column;
+  switch (weight.scale_format) {
+    case ScaleFormat::kFloat16:
+      return load(static_cast<const Float16*>(numbers) + i);
+    case ScaleFormat::kBlocks: {
+      const int64_t num_blocks = weight.depth / kScaleBlock;
+      const int64_t block = group * weight.group / kScaleBlock;
+      const auto* factors = reinterpret_cast<const Float16*>(static_cast<const char*>(numbers) +
+                                                             panel * kQuantisedColumns *
+                                                                 (2 * num_blocks + num_groups));
+      const auto* bytes = reinterpret_cast<const Int8*>(factors + num_blocks * kQuantisedColumns);
+      return load(factors + block * kQuantisedColumns + column) *
+             load(bytes + group * kQuantisedColumns + column);
+    }
+    default:
+      return load(static_cast<const float*>(numbers) + i);
+  }
+}
+
+VTENSOR_INLINE Vec load_scale(const QuantisedWeight& weight, int64_t panel, int64_t group,
+                              int64_t column) {
+  return load_numbers(weight, weight.scales, panel, group, column);
+}
+
+// REQUIRES: minimums. scale: that of the same place.
+VTENSOR_INLINE Vec load_minimum(const QuantisedWeight& weight, int64_t panel, int64_t group,
+                                int64_t column, Vec scale) {
+  const Vec numbers = load_numbers(weight, weight.minimums, panel, group, column);
+  const bool is_product = weight.scale_format == ScaleFormat::kBlocks;
+  return is_product ? scale * static_cast<float>(weight.zero()) - numbers : numbers;
 }
 
 VTENSOR_INLINE void finish_sum(const QuantisedCall& call, DType dtype, int64_t row, int64_t column,
@@ -67,7 +95,7 @@ struct ByteOutputs {
   ByteOutputs() = default;
   // column: in the panel
   VTENSOR_INLINE ByteOutputs(const QuantisedWeight& weight, int64_t panel, int64_t column)
-      : scale(load_scale(weight, weight.scales, panel, 0, column)),
+      : scale(load_scale(weight, panel, 0, column)),
         offset(reinterpret_cast<IVec>(load_words(reinterpret_cast<const uint32_t*>(weight.sums) +
                                                  panel * kQuantisedColumns + column))) {}
   VTENSOR_INLINE void finish(const QuantisedCall& call, DType dtype, int64_t row, int64_t column,
@@ -197,11 +225,11 @@ struct GroupTile {
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
         const int64_t column = at.column + n * kLanes;
-        const Vec scale = load_scale(weight, weight.scales, at.panel, group, column);
+        const Vec scale = load_scale(weight, at.panel, group, column);
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m) sums[m][n] += scale * in_floats(part[m][n]);
         if (weight.minimums == nullptr) continue;
-        const Vec minimum = load_scale(weight, weight.minimums, at.panel, group, column);
+        const Vec minimum = load_minimum(weight, at.panel, group, column, scale);
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m) {
           sums[m][n] += minimum * call.x_sums[(at.row + m) * num_groups + group];

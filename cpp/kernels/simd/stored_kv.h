@@ -10,8 +10,6 @@
 namespace vtensor::kernels {
 namespace {
 
-typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
-
 template <class S>
 constexpr bool kHasScale = false;
 template <>
@@ -42,26 +40,6 @@ VTENSOR_INLINE float scale_of(const S* row, int head_dim) {
     return scale * kLoadUnit<S>;
   }
 }
-
-// GCC takes its own conversion of vectors apart.
-#if defined(__AVX512F__) && VTENSOR_LANES == 16
-VTENSOR_INLINE Vec load(const Int8* p) {
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return reinterpret_cast<Vec>(
-      _mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, bytes)));
-}
-#elif defined(__AVX2__) && VTENSOR_LANES == 8
-VTENSOR_INLINE Vec load(const Int8* p) {
-  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-  return reinterpret_cast<Vec>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)));
-}
-#else
-VTENSOR_INLINE Vec load(const Int8* p) {
-  ByteVec bytes;
-  __builtin_memcpy(&bytes, p, sizeof bytes);
-  return __builtin_convertvector(__builtin_convertvector(bytes, IVec), Vec);
-}
-#endif
 
 // By way of half precision, whose exponent is larger by 8 for the same bits.
 #if defined(__F16C__) && VTENSOR_LANES == 16

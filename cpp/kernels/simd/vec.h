@@ -7,7 +7,7 @@
 
 #include <cstdint>
 #include <utility>
-#if defined(__F16C__) || defined(__AVX512BF16__)
+#if defined(__F16C__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -24,6 +24,7 @@ typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t IVec __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t UVec __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t HVec __attribute__((vector_size(kLanes * 2)));
+typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
 
 constexpr float kMinusInfinity = -__builtin_inff();
 
@@ -118,6 +119,26 @@ VTENSOR_INLINE void store(Float16* p, Vec v) {
   UVec half = bits < (113U << 23) ? subnormal : normal;
   half = bits >= (143U << 23) ? special : half;
   store_halves(p, half | sign);
+}
+#endif
+
+// GCC takes its own conversion of vectors apart.
+#if defined(__AVX512F__) && VTENSOR_LANES == 16
+VTENSOR_INLINE Vec load(const Int8* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return reinterpret_cast<Vec>(
+      _mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, bytes)));
+}
+#elif defined(__AVX2__) && VTENSOR_LANES == 8
+VTENSOR_INLINE Vec load(const Int8* p) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return reinterpret_cast<Vec>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)));
+}
+#else
+VTENSOR_INLINE Vec load(const Int8* p) {
+  ByteVec bytes;
+  __builtin_memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(bytes, IVec), Vec);
 }
 #endif
 

@@ -4,8 +4,8 @@
 |---|---|---|
 | Q8_0 | 8 bits, groups of 32 | 8.5, 8.5 |
 | Q4_0 | 4 bits, groups of 32 | 4.5, 4.5 |
-| Q4_K | 4 bits, groups of 32, with minimums | 4.5, 6: scales of 6 and 16 bits multiply to 22 |
-| Q6_K | 8 bits, groups of 16 | 6.6, 10: the same |
+| Q4_K | 4 bits, groups of 32, with minimums; scales in two levels | 4.5, 4.625 |
+| Q6_K | 8 bits, groups of 16; scales in two levels | 6.5625, 8.5625 |
 
 Source: ggml-quants.c of the ggml project, and gguf/quants.py, which the tests compare with.
 """
@@ -17,11 +17,18 @@ from collections.abc import Callable
 import torch
 
 from flexinfer.layers.quantised import QuantisedTensor
+from flexinfer.layers.scale_levels import ScaleLevels
 
 
-def _halves(rows: torch.Tensor) -> torch.Tensor:
-    """float32 [..., n / 2] of the bytes [..., n] of float16 numbers."""
-    return rows.contiguous().view(torch.float16).float()
+def _halves(blocks: torch.Tensor) -> torch.Tensor:
+    """float16 [rows, blocks] of their bytes."""
+    return blocks.contiguous().view(torch.float16)[..., 0]
+
+
+def _levels(integers: torch.Tensor, factors: torch.Tensor) -> ScaleLevels:
+    """Bytes [rows, blocks, groups], and the two of each block's factor."""
+    integers = integers.contiguous().view(torch.int8)
+    return ScaleLevels(integers.view(len(integers), -1), _halves(factors))
 
 
 def _split(rows: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -37,39 +44,35 @@ def _nibbles(rows: torch.Tensor) -> torch.Tensor:
 def _q8_0(blocks: torch.Tensor) -> QuantisedTensor:
     rows = blocks.shape[0]
     integers = blocks[..., 2:].contiguous().view(torch.int8).view(rows, -1)
-    return QuantisedTensor(integers, _halves(blocks[..., :2]).view(rows, -1), None, 8, 32)
+    return QuantisedTensor(integers, _halves(blocks[..., :2]).float(), None, 8, 32)
 
 
 def _q4_0(blocks: torch.Tensor) -> QuantisedTensor:
     rows = blocks.shape[0]
     integers = _nibbles(blocks[..., 2:]).view(rows, -1)
-    return QuantisedTensor(integers, _halves(blocks[..., :2]).view(rows, -1), None, 4, 32)
+    return QuantisedTensor(integers, _halves(blocks[..., :2]).float(), None, 4, 32)
 
 
 def _q4_k(blocks: torch.Tensor) -> QuantisedTensor:
     """Two float16 factors, 8 scales and 8 minimums of 6 bits in 12 bytes, 256 nibbles."""
-    rows = blocks.shape[0]
-    factors = _halves(blocks[..., :4])
     first, second, third = _split(blocks[..., 4:16], 3, 4).unbind(-2)
     scales = torch.cat([first & 63, third & 15 | first >> 2 & 48], dim=-1)
     minimums = torch.cat([second & 63, third >> 4 | second >> 2 & 48], dim=-1)
-    integers = _nibbles(_split(blocks[..., 16:], 4, 32)).view(rows, -1)
-    scale = factors[..., :1] * scales
+    integers = _nibbles(_split(blocks[..., 16:], 4, 32)).view(len(blocks), -1)
     # The file has scale * n - minimum for n from 0 to 15; our integers are n - 8.
-    minimum = 8 * scale - factors[..., 1:] * minimums
-    return QuantisedTensor(integers, scale.view(rows, -1), minimum.view(rows, -1), 4, 32)
+    levels = _levels(scales, blocks[..., :2]), _levels(minimums, blocks[..., 2:4])
+    return QuantisedTensor.in_levels(integers, 4, 32, *levels)
 
 
 def _q6_k(blocks: torch.Tensor) -> QuantisedTensor:
     """256 lower halves of 4 bits, 256 upper ones of 2, 16 scales of 8 bits, a float16 factor."""
-    rows = blocks.shape[0]
     low = _split(blocks[..., :128], 2, 64)
     low = _split(torch.stack([low & 15, low >> 4], dim=-2).flatten(-3), 2, 4, 32)
     high = _split(blocks[..., 128:192], 2, 1, 32)
     high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=-2)
     integers = (low | high << 4).to(torch.int8) - 32
-    scales = blocks[..., 192:208].contiguous().view(torch.int8) * _halves(blocks[..., 208:])
-    return QuantisedTensor(integers.view(rows, -1), scales.view(rows, -1), None, 8, 16)
+    scales = _levels(blocks[..., 192:208], blocks[..., 208:])
+    return QuantisedTensor.in_levels(integers.view(len(blocks), -1), 8, 16, scales)
 
 
 DECODERS: dict[str, tuple[int, Callable[[torch.Tensor], QuantisedTensor]]] = {

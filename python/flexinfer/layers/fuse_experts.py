@@ -185,7 +185,8 @@ def _join(parts: list[Weight]) -> list[Weight]:
     sources = [part for part in parts if isinstance(part, QuantisedTensor)]
     if not sources:
         return [torch.cat([part for part in parts if isinstance(part, torch.Tensor)])]
-    if len({(s.bits, s.group, s.byte_inputs, s.scales.shape[1]) for s in sources}) > 1:
+    forms = {(s.bits, s.group, s.byte_inputs, s.scales.shape[1], len(s.levels)) for s in sources}
+    if len(forms) > 1:
         return parts
     if any(source.minimums is not None for source in sources):
         sources = [

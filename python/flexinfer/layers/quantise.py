@@ -18,7 +18,7 @@ from flexinfer.layers.formats import is_linear, make_fastest, weight_of
 from flexinfer.layers.fuse_experts import is_experts
 from flexinfer.layers.joined_linear import JoinedLinear
 from flexinfer.layers.linear import Linear, PlainLinear
-from flexinfer.layers.quantised import QuantisedTensor, Scheme
+from flexinfer.layers.quantised import QuantisedTensor, Scheme, TensorKind
 from flexinfer.layers.quantised_linear import DTYPES_OF_INPUTS, QuantisedLinear
 
 ROUTERS = ("gate", "router")
@@ -54,7 +54,7 @@ def lay_out(linear: Any, scheme: Scheme | None) -> Linear:
     return layers[0] if len(layers) == 1 else JoinedLinear(layers)
 
 
-def _kind(linear: Any) -> tuple[int, int, bool, bool, int] | None:
+def _kind(linear: Any) -> TensorKind | None:
     source = stored(linear)
     return None if source is None else source.kind
 

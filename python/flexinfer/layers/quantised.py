@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flexinfer.layers.scale_levels import ScaleLevels
+
 ROWS_AT_ONCE = 256
 GROUP_SIZES = (32, 64, 128)
 BYTE_INPUTS = "a8"
@@ -24,6 +26,9 @@ BYTE_INPUTS = "a8"
 SCALE_CANDIDATES = (1.0, 0.94, 0.88, 0.82, 0.76)
 """Of a group's largest possible scale: a smaller one clips the largest weight and rounds the others
 less. The one with the least squared error is taken."""
+
+
+TensorKind = tuple[int, int, bool, bool, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +86,28 @@ class QuantisedTensor:
     byte_inputs: bool = False
     """Whether the inputs of a product become integers too, by `quantise_inputs`; with group 0 they
     do."""
+    levels: tuple[ScaleLevels, ...] = ()
+    """The same scales and minimums in fewer bytes, which kernels then read: see `in_levels`."""
+
+    @classmethod
+    def in_levels(
+        cls, integers: torch.Tensor, bits: int, group: int, *levels: ScaleLevels
+    ) -> QuantisedTensor:
+        """levels: of scales and, if wanted, of offsets: of 4 bits the weight is (integers + 8) *
+        scale - offset. Raises ValueError for sizes that do not go together."""
+        columns, depth = integers.shape
+        for level in levels:
+            level.check(columns, depth, group)
+        scales, minimums = levels[0].products(), None
+        if len(levels) > 1:
+            minimums = 2 ** (bits - 1) * scales - levels[1].products()
+        return cls(integers, scales, minimums, bits, group, levels=levels)
 
     @property
-    def kind(self) -> tuple[int, int, bool, bool, int]:
+    def kind(self) -> TensorKind:
         """Weights of one kind can be joined."""
         has_minimums, depth = self.minimums is not None, self.integers.shape[1]
-        return self.bits, self.group, has_minimums, self.byte_inputs, depth
+        return self.bits, self.group, has_minimums, self.byte_inputs, depth, len(self.levels)
 
     @classmethod
     def join(cls, tensors: Sequence[QuantisedTensor]) -> QuantisedTensor:
@@ -107,13 +128,15 @@ class QuantisedTensor:
             first.bits,
             first.group,
             first.byte_inputs,
+            tuple(map(ScaleLevels.join, zip(*(t.levels for t in tensors), strict=True))),
         )
 
     def with_byte_inputs(self) -> QuantisedTensor:
         """The same weight for inputs of 8 bits; by output, with 8 bits, as int8 has it."""
         is_by_output = self.scales.shape[1] == 1 and self.minimums is None
-        group = 0 if self.bits == 8 and is_by_output else self.group
-        return replace(self, group=group, byte_inputs=True)
+        if self.bits == 8 and is_by_output:
+            return replace(self, group=0, byte_inputs=True, levels=())
+        return replace(self, byte_inputs=True)
 
     def dequantised(self) -> torch.Tensor:
         """float32 [columns, depth]: the reference of all that is computed with it."""
@@ -135,7 +158,11 @@ class QuantisedTensor:
         """Some of the outputs: views."""
         minimums = None if self.minimums is None else self.minimums[rows]
         return replace(
-            self, integers=self.integers[rows], scales=self.scales[rows], minimums=minimums
+            self,
+            integers=self.integers[rows],
+            scales=self.scales[rows],
+            minimums=minimums,
+            levels=tuple(level.of_outputs(rows) for level in self.levels),
         )
 
     def reference(self, x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,8 @@ import torch
 
 from flexinfer import _kernels
 from flexinfer.layers.quantised import QuantisedTensor
+from flexinfer.layers.scale_levels import ScaleLevels
+from flexinfer.runtime.kernels import SCALE_FORMATS
 
 PANEL_COLUMNS = 64
 NIBBLES = (0, 4, 1, 5), (2, 6, 3, 7)
@@ -25,10 +27,13 @@ class Kind(NamedTuple):
     group: int
     byte_inputs: bool
     depth: int
+    num_levels: int
+    """Tables of scales and minimums that are in two levels: all of them, or none."""
 
 
 def kind_of(source: QuantisedTensor) -> Kind:
-    return Kind(source.bits, source.group, source.byte_inputs, source.integers.shape[1])
+    depth = source.integers.shape[1]
+    return Kind(source.bits, source.group, source.byte_inputs, depth, len(source.levels))
 
 
 class QuantisedPanels:
@@ -37,9 +42,7 @@ class QuantisedPanels:
     def __init__(self, source: QuantisedTensor) -> None:
         """source: copied."""
         self.words = words_of(source)
-        numbers = [n for n in (source.scales, source.minimums) if n is not None]
-        is_half = source.group > 0 and all(torch.equal(n.half().float(), n) for n in numbers)
-        panels = [in_panels(n.half() if is_half else n).contiguous() for n in numbers]
+        panels = _scales_of(source)
         self.scales, self.minimums = panels[0], panels[1] if len(panels) > 1 else None
         self.sums = None
         if source.group == 0:
@@ -69,13 +72,28 @@ def kernel_weight(
         scales=parts["scales"].data_ptr(),
         minimums=0 if minimums is None else minimums.data_ptr(),
         sums=0 if sums is None else sums.data_ptr(),
-        is_half=parts["scales"].dtype == torch.float16,
+        scale_format=SCALE_FORMATS[parts["scales"].dtype],
         byte_inputs=kind.byte_inputs,
         bits=kind.bits,
         group=kind.group,
         depth=kind.depth,
         columns=columns,
     )
+
+
+def _scales_of(source: QuantisedTensor) -> list[torch.Tensor]:
+    """Scales and, if there are any, minimums, in the smallest format that holds them."""
+    if source.levels:
+        return [_levels_in_panels(level) for level in source.levels]
+    numbers = [n for n in (source.scales, source.minimums) if n is not None]
+    is_half = source.group > 0 and all(torch.equal(n.half().float(), n) for n in numbers)
+    return [in_panels(n.half() if is_half else n) for n in numbers]
+
+
+def _levels_in_panels(levels: ScaleLevels) -> torch.Tensor:
+    """uint8 [panels, bytes]: of each its factors, then its integers."""
+    parts = [in_panels(part).flatten(1).view(torch.uint8) for part in reversed(levels)]
+    return torch.cat(parts, dim=1)
 
 
 def words_of(source: QuantisedTensor) -> torch.Tensor:

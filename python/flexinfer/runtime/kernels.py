@@ -12,6 +12,14 @@ DTYPES: dict[torch.dtype, int] = {
 """The numbers by which the kernels know dtypes (kernels::DType)."""
 KV_FORMATS: dict[str, int] = _kernels.KV_FORMATS
 """The same of formats of KV (kernels::KVFormat)."""
+SCALE_FORMATS: dict[torch.dtype, int] = {
+    torch.float32: _kernels.SCALE_FORMATS["float32"],
+    torch.float16: _kernels.SCALE_FORMATS["float16"],
+    torch.uint8: _kernels.SCALE_FORMATS["blocks"],
+}
+"""The same of formats of a weight's scales (kernels::ScaleFormat), by what they are laid out in."""
+SCALE_BLOCK: int = _kernels.SCALE_BLOCK
+"""Inputs of a block of scales."""
 SCALE_BYTES: int = _kernels.SCALE_BYTES
 """Of a scale behind the bytes of a head of quantised KV."""
 
