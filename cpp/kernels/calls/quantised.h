@@ -32,9 +32,10 @@ inline constexpr int64_t kScaleBlock = 256;
 // last one filled up with zeros. A word is what 32 bits hold of one output:
 //
 //   8 bits: inputs k, k + 1, k + 2, k + 3, signed, the first one in the lowest byte
+//   6 bits: the same bytes, all of them in [-32, 32): pairs of bfloat16 are looked up
 //   4 bits: inputs k to k + 7, each plus 8; nibbles 0 to 3 are the even ones, 4 to 7 the odd ones
 //
-// In groups, weights of 8 bits that multiply bytes are plus 128, and unsigned: `zero()`.
+// In groups, weights in bytes that multiply bytes are plus 128, and unsigned: `zero()`.
 //
 // `group` 0: one scale an output, and inputs are multiplied as integers (8 bits alone):
 //   output = x_scale * scale * sum(x_int * w_int)
@@ -49,14 +50,14 @@ struct QuantisedWeight {
   const int32_t* sums = nullptr;    // group 0: [panels, 64] of 128 * sum(w_int)
   ScaleFormat scale_format = ScaleFormat::kFloat32;
   bool byte_inputs = true;  // REQUIRES: true with group 0
-  int bits = 8;
-  int64_t group = 0;  // a multiple of the inputs of a word that divides the depth
-  int64_t depth = 0;  // a multiple of the inputs of a word
+  int bits = 8;             // 8, 6 or 4
+  int64_t group = 0;        // a multiple of the inputs of a word that divides the depth
+  int64_t depth = 0;        // a multiple of the inputs of a word
   int64_t columns = 0;
 
-  int64_t word_inputs() const { return 32 / bits; }
+  int64_t word_inputs() const { return bits == 4 ? 8 : 4; }
   // What a weight of 0 is in a word that multiplies bytes in groups.
-  int32_t zero() const { return bits == 8 ? 128 : 8; }
+  int32_t zero() const { return bits == 4 ? 8 : 128; }
   int64_t num_groups() const { return group == 0 ? 1 : depth / group; }
   // Whether `scale_format` goes with the sizes.
   bool has_whole_blocks() const {

@@ -9,19 +9,22 @@ namespace vtensor::kernels {
 namespace {
 
 constexpr QuantisedIsa make_quantised(const char* name) {
+#if defined(__AVX512BF16__)
+  constexpr QuantisedIsa::Multiply by_pairs[] = {multiply_quantised<GroupTile<TwoBFloat16s, 8>>,
+                                                 multiply_quantised<GroupTile<TwoBFloat16s, 6>>,
+                                                 multiply_quantised<GroupTile<TwoBFloat16s, 4>>};
+#else
+  constexpr QuantisedIsa::Multiply by_pairs[] = {nullptr, nullptr, nullptr};
+#endif
+  constexpr auto bytes_by_bytes = multiply_quantised<GroupTile<FourBytes, 8>>;
+  constexpr auto bytes_by_floats = multiply_quantised<GroupTile<float, 8>>;
   return {name,
           240,
           multiply_quantised<ByteTile>,
-          {multiply_quantised<GroupTile<FourBytes, 8>>, multiply_quantised<GroupTile<float, 8>>,
-#if defined(__AVX512BF16__)
-           multiply_quantised<GroupTile<TwoBFloat16s, 8>>},
+          {bytes_by_bytes, bytes_by_floats, by_pairs[0]},
+          {bytes_by_bytes, bytes_by_floats, by_pairs[1]},
           {multiply_quantised<GroupTile<FourBytes, 4>>, multiply_quantised<GroupTile<float, 4>>,
-           multiply_quantised<GroupTile<TwoBFloat16s, 4>>}};
-#else
-           nullptr},
-          {multiply_quantised<GroupTile<FourBytes, 4>>, multiply_quantised<GroupTile<float, 4>>,
-           nullptr}};
-#endif
+           by_pairs[2]}};
 }
 
 }  // namespace

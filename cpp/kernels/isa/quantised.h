@@ -22,6 +22,7 @@ struct QuantisedIsa {
   // ... and of weights in groups, by Inputs; none where the instruction set multiplies no such
   // pairs.
   Multiply multiply_8_bits[3];
+  Multiply multiply_6_bits[3];
   Multiply multiply_4_bits[3];
 };
 

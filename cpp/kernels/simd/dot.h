@@ -102,12 +102,32 @@ VTENSOR_INLINE Vec float_of(UVec words, int k) {
 }
 
 #if defined(__AVX512BF16__) && VTENSOR_LANES == 16
+// bfloat16 of [-32, 32), by the lowest six bits.
+struct SixBitNumbers {
+  uint16_t of[64];
+  constexpr SixBitNumbers() : of() {
+    for (int i = 0; i < 64; ++i) {
+      const auto number = static_cast<float>(i < 32 ? i : i - 64);
+      of[i] = static_cast<uint16_t>(__builtin_bit_cast(uint32_t, number) >> 16);
+    }
+  }
+};
+
 // Inputs 2 k and 2 k + 1 of words of kBits, as pairs of bfloat16: such integers are exact in it.
 template <int kBits>
 VTENSOR_INLINE UVec pairs_of(UVec words, int k) {
   if constexpr (kBits == 8) {
     const UVec first = bits_of(float_of<8>(words, 2 * k));
     return (first >> 16) | (bits_of(float_of<8>(words, 2 * k + 1)) & 0xffff0000);
+  } else if constexpr (kBits == 6) {
+    alignas(64) static constexpr SixBitNumbers kNumbers;
+    // Bytes 2 k and 2 k + 1 where the lower ones of each half are.
+    const __m512i bytes = _mm512_shuffle_epi8(
+        reinterpret_cast<__m512i>(words),
+        _mm512_add_epi8(_mm512_set4_epi32(0x000d000c, 0x00090008, 0x00050004, 0x00010000),
+                        _mm512_set1_epi8(static_cast<char>(2 * k))));
+    return reinterpret_cast<UVec>(_mm512_permutex2var_epi16(_mm512_load_si512(kNumbers.of), bytes,
+                                                            _mm512_load_si512(kNumbers.of + 32)));
   } else {
     alignas(64) static constexpr uint16_t kTable[32] = {
         0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0,      0x3f80, 0x4000,

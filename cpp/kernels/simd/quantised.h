@@ -147,12 +147,12 @@ struct ByteTile {
 enum class TwoBFloat16s : uint32_t {};
 enum class FourBytes : uint32_t {};
 
-// Weights in groups. X is how inputs of a step are read.
+// Weights in groups. X is how inputs of a step are read; those of 6 bits stand in bytes.
 template <class X, int kBits>
 struct GroupTile {
   static constexpr bool kIsPair = std::is_same_v<X, TwoBFloat16s>;
   static constexpr bool kIsBytes = std::is_same_v<X, FourBytes>;
-  static constexpr int kSteps = 32 / kBits / (kIsBytes ? 4 : kIsPair ? 2 : 1);
+  static constexpr int kSteps = (kBits == 4 ? 8 : 4) / (kIsBytes ? 4 : kIsPair ? 2 : 1);
   // As many as leave registers for sums of a group and of the row: bytes are done too soon for
   // memory.
   static constexpr int kRows = kIsBytes ? kFewRows : kTallRows;

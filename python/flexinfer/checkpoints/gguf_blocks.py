@@ -5,7 +5,7 @@
 | Q8_0 | 8 bits, groups of 32 | 8.5, 8.5 |
 | Q4_0 | 4 bits, groups of 32 | 4.5, 4.5 |
 | Q4_K | 4 bits, groups of 32, with minimums; scales in two levels | 4.5, 4.625 |
-| Q6_K | 8 bits, groups of 16; scales in two levels | 6.5625, 8.5625 |
+| Q6_K | 6 bits, in bytes, groups of 16; scales in two levels | 6.5625, 8.5625 |
 
 Source: ggml-quants.c of the ggml project, and gguf/quants.py, which the tests compare with.
 """
@@ -72,7 +72,7 @@ def _q6_k(blocks: torch.Tensor) -> QuantisedTensor:
     high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=-2)
     integers = (low | high << 4).to(torch.int8) - 32
     scales = _levels(blocks[..., 192:208], blocks[..., 208:])
-    return QuantisedTensor.in_levels(integers.view(len(blocks), -1), 8, 16, scales)
+    return QuantisedTensor.in_levels(integers.view(len(blocks), -1), 6, 16, scales)
 
 
 DECODERS: dict[str, tuple[int, Callable[[torch.Tensor], QuantisedTensor]]] = {

@@ -75,7 +75,7 @@ class QuantisedTensor:
     """A weight [columns, depth] = integers * scale + minimum of each one's group."""
 
     integers: torch.Tensor
-    """int8 [columns, depth]; of 4 bits -8 to 7."""
+    """int8 [columns, depth]; of 6 bits -32 to 31, of 4 bits -8 to 7."""
     scales: torch.Tensor
     """float32 [columns, groups]"""
     minimums: torch.Tensor | None
@@ -100,7 +100,7 @@ class QuantisedTensor:
             level.check(columns, depth, group)
         scales, minimums = levels[0].products(), None
         if len(levels) > 1:
-            minimums = 2 ** (bits - 1) * scales - levels[1].products()
+            minimums = (8 if bits == 4 else 128) * scales - levels[1].products()
         return cls(integers, scales, minimums, bits, group, levels=levels)
 
     @property

@@ -98,17 +98,19 @@ def _levels_in_panels(levels: ScaleLevels) -> torch.Tensor:
 
 def words_of(source: QuantisedTensor) -> torch.Tensor:
     """int32 [panels, depth / inputs of a word, 64], as cpp/kernels/calls/quantised.h says."""
-    inputs = 32 // source.bits
+    inputs = 8 if source.bits == 4 else 4
     if source.integers.shape[1] % inputs or (source.group and source.group % inputs):
         raise ValueError(
             f"a weight of {source.bits} bits needs inputs and groups that are multiples of "
             f"{inputs}, got {source.integers.shape[1]} and {source.group}"
         )
     integers = source.integers
+    if source.bits == 6 and not -32 <= integers.min() <= integers.max() < 32:
+        raise ValueError(f"a weight of 6 bits has {integers.min()} to {integers.max()} in it")
     columns, depth = integers.shape
     integers = torch.nn.functional.pad(integers, (0, 0, 0, -columns % PANEL_COLUMNS))
     integers = integers.view(-1, PANEL_COLUMNS, depth // inputs, inputs)
-    if source.bits == 8 and source.group and source.byte_inputs:
+    if source.bits != 4 and source.group and source.byte_inputs:
         integers = (integers.view(torch.uint8) ^ 128).view(torch.int8)
     if source.bits == 4:
         shifted = (integers + 8).to(torch.uint8)

@@ -1,4 +1,5 @@
-"""Scales in two levels are exactly those scales in float32: the same bits come of them."""
+"""Scales in two levels are exactly those scales in float32, and integers of 6 bits the same ones of 8:
+the same bits come of them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ isa = each_isa(quantised_linear, _kernels.available_quantised_isas())
 
 KINDS = {
     "Q4_K": (4, 32, True),
-    "Q6_K": (8, 16, False),
+    "Q6_K": (6, 16, False),
     "4 bits in groups of 256": (4, 256, False),
     "8 bits in groups of 64, minimums": (8, 64, True),
 }
@@ -44,7 +45,7 @@ def draw(kind: str, columns: int, depth: int) -> QuantisedTensor:
 
 
 def in_floats(source: QuantisedTensor) -> QuantisedTensor:
-    return replace(source, levels=())
+    return replace(source, levels=(), bits=8 if source.bits == 6 else source.bits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -148,6 +149,14 @@ def test_sizes_that_do_not_go_together_are_refused(
     levels = draw_levels(16, depth, group or depth)._replace(**change)
     with pytest.raises(ValueError, match=message):
         QuantisedTensor.in_levels(torch.zeros(16, depth).to(torch.int8), 4, group, levels)
+
+
+@pytest.mark.parametrize("integer", [-33, 32])
+def test_integers_that_six_bits_do_not_hold_are_refused(integer: int) -> None:
+    source = draw("Q6_K", 16, 256)
+    source.integers[3, 5] = integer
+    with pytest.raises(ValueError, match="a weight of 6 bits has"):
+        QuantisedLinear(source, None, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("depth", "group"), [(384, 32), (512, 512), (512, 0), (768, 48)])
