@@ -1,5 +1,5 @@
-"""Scales in two levels are exactly those scales in float32, and integers of 6 bits the same ones of 8:
-the same bits come of them."""
+"""Scales in two levels are exactly those scales in float32, and integers of 6 bits those of 8: the
+same bits come of them."""
 
 from __future__ import annotations
 
