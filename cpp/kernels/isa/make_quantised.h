@@ -10,21 +10,21 @@ namespace {
 
 constexpr QuantisedIsa make_quantised(const char* name) {
 #if defined(__AVX512BF16__)
-  constexpr QuantisedIsa::Multiply by_pairs[] = {multiply_quantised<GroupTile<TwoBFloat16s, 8>>,
+  constexpr QuantisedIsa::Multiply kByPairs[] = {multiply_quantised<GroupTile<TwoBFloat16s, 8>>,
                                                  multiply_quantised<GroupTile<TwoBFloat16s, 6>>,
                                                  multiply_quantised<GroupTile<TwoBFloat16s, 4>>};
 #else
-  constexpr QuantisedIsa::Multiply by_pairs[] = {nullptr, nullptr, nullptr};
+  constexpr QuantisedIsa::Multiply kByPairs[] = {nullptr, nullptr, nullptr};
 #endif
-  constexpr auto bytes_by_bytes = multiply_quantised<GroupTile<FourBytes, 8>>;
-  constexpr auto bytes_by_floats = multiply_quantised<GroupTile<float, 8>>;
+  constexpr auto kBytesByBytes = multiply_quantised<GroupTile<FourBytes, 8>>;
+  constexpr auto kBytesByFloats = multiply_quantised<GroupTile<float, 8>>;
   return {name,
           240,
           multiply_quantised<ByteTile>,
-          {bytes_by_bytes, bytes_by_floats, by_pairs[0]},
-          {bytes_by_bytes, bytes_by_floats, by_pairs[1]},
+          {kBytesByBytes, kBytesByFloats, kByPairs[0]},
+          {kBytesByBytes, kBytesByFloats, kByPairs[1]},
           {multiply_quantised<GroupTile<FourBytes, 4>>, multiply_quantised<GroupTile<float, 4>>,
-           by_pairs[2]}};
+           kByPairs[2]}};
 }
 
 }  // namespace
