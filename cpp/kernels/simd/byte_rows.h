@@ -65,13 +65,13 @@ template <int R>
 struct ByteQueries {
   static constexpr int kPart = kBytes / R;
   uint8_t* bytes;
-  float* units;      // [kLanes], kLanes / R for each row
-  int32_t* offsets;  // likewise: the part of a sum that comes of adding 128 to keys
+  float* units;      // [R]
+  int32_t* offsets;  // [R], the part of a sum that comes of adding 128 to keys
 
   VTENSOR_INLINE ByteQueries(const Scratch& s, int row, int key_dim)
       : bytes(reinterpret_cast<uint8_t*>(s.query + row * key_dim)),
         units(reinterpret_cast<float*>(bytes + 2 * R * key_dim)),
-        offsets(reinterpret_cast<int32_t*>(units + kLanes)) {}
+        offsets(reinterpret_cast<int32_t*>(units + R)) {}
 
   // Number i of row r, 16 bytes; its low one is kBytes further on.
   VTENSOR_INLINE uint8_t* high(int r, int i) const {
@@ -105,10 +105,8 @@ inline void load_byte_query(const T* row, int key_dim, float factor, const ByteQ
   }
   int32_t total = 0;
   for (int i = 0; i < kLanes; ++i) total += sum[i];
-  for (int i = r * kLanes / R; i < (r + 1) * kLanes / R; ++i) {
-    out.units[i] = units.unit;
-    out.offsets[i] = 128 * total;
-  }
+  out.units[r] = units.unit;
+  out.offsets[r] = 128 * total;
 }
 
 template <class T>
@@ -140,67 +138,86 @@ VTENSOR_INLINE __m512i load_key(const Int8* p) {
   return _mm512_xor_si512(x, _mm512_set1_epi8(static_cast<char>(0x80)));
 }
 
-// Keys that are multiplied at once: as many sums, of high and of low bytes, as registers hold.
-constexpr int kDotKeys = 8;
-
-// score[r][0 .. kDotKeys) for R rows, of the sums of each key, spread over its lanes.
-template <int R>
-VTENSOR_INLINE void store_scores(const ByteQueries<R>& query, const __m512i (&high)[kDotKeys],
-                                 const __m512i (&low)[kDotKeys], float* score) {
-  constexpr int kSummed = R == 4 ? 4 : kDotKeys;
-  IVec sums[kDotKeys], offsets;
-  __builtin_memcpy(&offsets, query.offsets, sizeof offsets);
-#pragma GCC unroll 8
-  for (int n = 0; n < kDotKeys; ++n) {
-    sums[n] = reinterpret_cast<IVec>(high[n]) * 256 + reinterpret_cast<IVec>(low[n]);
-  }
-#pragma GCC unroll 2
-  for (int n = 0; n < kDotKeys; n += kSummed) {
-    IVec sum = sums_of<kSummed>(sums + n);
-    if constexpr (R == 1) {  // two halves of one row
-      const __m512i halves = reinterpret_cast<__m512i>(sum);
-      sum += reinterpret_cast<IVec>(blocks_of<0x4e>(halves, halves));
-    }
-    const Vec scores = __builtin_convertvector(sum - offsets, Vec) * load(query.units);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      __builtin_memcpy(score + r * kTileTokens + n,
-                       reinterpret_cast<const float*>(&scores) + r * kSummed,
-                       kSummed * sizeof(float));
-    }
-  }
+// Blocks of four lanes of four vectors, transposed in place.
+VTENSOR_INLINE void transpose_blocks(__m512i (&v)[4]) {
+  const __m512i a = blocks_of<0x44>(v[0], v[1]);
+  const __m512i b = blocks_of<0xee>(v[0], v[1]);
+  const __m512i c = blocks_of<0x44>(v[2], v[3]);
+  const __m512i d = blocks_of<0xee>(v[2], v[3]);
+  v[0] = blocks_of<0x88>(a, c);
+  v[1] = blocks_of<0xdd>(a, c);
+  v[2] = blocks_of<0x88>(b, d);
+  v[3] = blocks_of<0xdd>(b, d);
 }
 
-// score[r][j] for R rows and all keys; keys beyond the last are the last one again.
+VTENSOR_INLINE __m512i joined(__m512i high, __m512i low) {
+  return reinterpret_cast<__m512i>(reinterpret_cast<IVec>(high) * 256 +
+                                   reinterpret_cast<IVec>(low));
+}
+
+// The sums of the blocks of four vectors: lane n of a block is that of v[n]. With masks of all
+// lanes, as in vec.h.
+VTENSOR_INLINE __m512i sums_of_blocks(const __m512i (&v)[4]) {
+  const auto add_halves = [](__m512i a, __m512i b) {
+    return _mm512_add_epi32(_mm512_maskz_unpacklo_epi32(0xffff, a, b),
+                            _mm512_maskz_unpackhi_epi32(0xffff, a, b));
+  };
+  const __m512i a = add_halves(v[0], v[1]), b = add_halves(v[2], v[3]);
+  return _mm512_add_epi32(_mm512_maskz_unpacklo_epi64(0xff, a, b),
+                          _mm512_maskz_unpackhi_epi64(0xff, a, b));
+}
+
+// The sums of R rows times four keys: lane n of the 4 / R blocks of a row is a part of key n's.
+template <int R>
+VTENSOR_INLINE __m512i dot_four_keys(const uint8_t* query, const Int8* const (&keys)[4],
+                                     int key_dim) {
+  constexpr int kPart = kBytes / R;
+  __m512i high[4] = {}, low[4] = {};
+  for (int column = 0; column < key_dim; column += kPart, query += 2 * kBytes) {
+    const __m512i high_part = load_bytes(query), low_part = load_bytes(query + kBytes);
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; ++n) {
+      const __m512i x = load_key<R>(keys[n] + column);
+      high[n] = _mm512_dpbusd_epi32(high[n], x, high_part);
+      low[n] = _mm512_dpbusd_epi32(low[n], x, low_part);
+    }
+  }
+#pragma GCC unroll 4
+  for (int n = 0; n < 4; ++n) high[n] = joined(high[n], low[n]);
+  return sums_of_blocks(high);
+}
+
+// score[r][j] for R rows and all keys, times scales[j]; keys beyond the last are the last one
+// again.
 template <int R>
 inline void dot_bytes(const AttendTask& task, const Scratch& s, int row, int key_dim, int64_t tile,
-                      int num_keys, LinesAhead& next) {
+                      int num_keys, const TileScales<Int8>& scales, LinesAhead& next) {
   const ByteQueries<R> query(s, row, key_dim);
-  const Int8* k = static_cast<const Int8*>(task.k) + tile * task.k_stride;
-  for (int j = 0; j < num_keys; j += kDotKeys) {
-    const Int8* keys[kDotKeys];
-#pragma GCC unroll 8
-    for (int n = 0; n < kDotKeys; ++n) {
-      const int64_t token = j + n < num_keys ? j + n : num_keys - 1;
-      keys[n] = k + token * task.k_stride;
-    }
-    next.advance(kDotKeys);
-    __m512i high[kDotKeys] = {}, low[kDotKeys] = {};
-    for (int column = 0; column < key_dim; column += kBytes) {
-      const uint8_t* parts = query.bytes + 2 * R * column;
+  const Int8* key = static_cast<const Int8*>(task.k) + tile * task.k_stride;
+  float* score = s.score + row * kTileTokens;
+  for (int j = 0; j < num_keys; j += kLanes) {
+    __m512i sums[4];
 #pragma GCC unroll 4
-      for (int part = 0; part < R; ++part) {
-        const __m512i high_part = load_bytes(parts + 2 * part * kBytes);
-        const __m512i low_part = load_bytes(parts + (2 * part + 1) * kBytes);
-#pragma GCC unroll 8
-        for (int n = 0; n < kDotKeys; ++n) {
-          const __m512i x = load_key<R>(keys[n] + column + part * query.kPart);
-          high[n] = _mm512_dpbusd_epi32(high[n], x, high_part);
-          low[n] = _mm512_dpbusd_epi32(low[n], x, low_part);
-        }
+    for (int i = 0; i < 4; ++i) {
+      const Int8* keys[4];
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) {
+        keys[n] = key;
+        if (j + 4 * i + n + 1 < num_keys) key += task.k_stride;
       }
+      next.advance(4);
+      sums[i] = dot_four_keys<R>(query.bytes, keys, key_dim);
     }
-    store_scores(query, high, low, s.score + row * kTileTokens + j);
+    transpose_blocks(sums);
+    const Vec scale = load(scales.of + j);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      IVec sum = reinterpret_cast<IVec>(sums[r * 4 / R]) - query.offsets[r];
+#pragma GCC unroll 4
+      for (int i = 1; i < 4 / R; ++i) sum += reinterpret_cast<IVec>(sums[r * 4 / R + i]);
+      store(score + r * kTileTokens + j,
+            __builtin_convertvector(sum, Vec) * (scale * query.units[r]));
+    }
   }
 }
 
@@ -265,10 +282,11 @@ struct ByteWeightRow {
   }
 };
 
-// Columns [i, i + 64) of four values as words of four keys: word c of block b of words[a] is column
-// 16 b + 4 a + c.
-VTENSOR_INLINE void load_value_words(const Int8* v, int64_t stride, int num_keys, int j,
-                                     __m512i (&words)[4]) {
+// N words of four keys each, of the columns [i, i + 64) of four values: word c of block b of
+// words[a] is column 16 b + 4 (first + a) + c.
+template <int N>
+VTENSOR_INLINE void load_value_words(const Int8* v, int64_t stride, int num_keys, int j, int first,
+                                     __m512i (&words)[N]) {
   const auto at = [&](int n) {
     const int64_t key = j + n < num_keys ? j + n : num_keys - 1;
     __m512i bytes = load_bytes(v + key * stride);
@@ -276,58 +294,61 @@ VTENSOR_INLINE void load_value_words(const Int8* v, int64_t stride, int num_keys
     return bytes;
   };
   const __m512i a = at(0), b = at(1), c = at(2), d = at(3);
-  const __m512i ab = _mm512_unpacklo_epi8(a, b), cd = _mm512_unpacklo_epi8(c, d);
-  const __m512i ab_high = _mm512_unpackhi_epi8(a, b), cd_high = _mm512_unpackhi_epi8(c, d);
-  words[0] = _mm512_unpacklo_epi16(ab, cd);
-  words[1] = _mm512_unpackhi_epi16(ab, cd);
-  words[2] = _mm512_unpacklo_epi16(ab_high, cd_high);
-  words[3] = _mm512_unpackhi_epi16(ab_high, cd_high);
-}
-
-// Blocks of four lanes of four vectors, transposed in place: columns in their order.
-VTENSOR_INLINE void order_columns(__m512i (&v)[4]) {
-  const __m512i a = blocks_of<0x44>(v[0], v[1]);
-  const __m512i b = blocks_of<0xee>(v[0], v[1]);
-  const __m512i c = blocks_of<0x44>(v[2], v[3]);
-  const __m512i d = blocks_of<0xee>(v[2], v[3]);
-  v[0] = blocks_of<0x88>(a, c);
-  v[1] = blocks_of<0xdd>(a, c);
-  v[2] = blocks_of<0x88>(b, d);
-  v[3] = blocks_of<0xdd>(b, d);
-}
-
-// output[r][i .. i + 64) += sum over keys of weight[r][j] * value[j], for R rows.
-template <int R>
-VTENSOR_INLINE void add_byte_columns(const Int8* v, int64_t stride, const ByteWeightRow* weights,
-                                     float* output, int value_dim, int num_keys, LinesAhead& next) {
-  __m512i high[R][4] = {}, low[R][4] = {};
-  for (int j = 0; j < num_keys; j += 4) {
-    __m512i words[4];
-    load_value_words(v, stride, num_keys, j, words);
-    next.advance(4 * kBytes);
 #pragma GCC unroll 2
+  for (int n = 0; n < N; n += 2) {
+    const bool is_low = first + n == 0;
+    const __m512i ab = is_low ? _mm512_unpacklo_epi8(a, b) : _mm512_unpackhi_epi8(a, b);
+    const __m512i cd = is_low ? _mm512_unpacklo_epi8(c, d) : _mm512_unpackhi_epi8(c, d);
+    words[n] = _mm512_unpacklo_epi16(ab, cd);
+    words[n + 1] = _mm512_unpackhi_epi16(ab, cd);
+  }
+}
+
+// sums[r][first, first + N) = the sums over keys of weight[r][j] * words[n], for R rows.
+template <int R, int N>
+VTENSOR_INLINE void add_value_words(const Int8* v, int64_t stride, const ByteWeightRow* weights,
+                                    int num_keys, int first, __m512i (&sums)[R][4],
+                                    LinesAhead& next) {
+  __m512i high[R][N] = {}, low[R][N] = {};
+  for (int j = 0; j < num_keys; j += 4) {
+    __m512i words[N];
+    load_value_words(v, stride, num_keys, j, first, words);
+    next.advance(N * kBytes);
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const __m512i h = broadcast_word(weights[r].high + j), l = broadcast_word(weights[r].low + j);
 #pragma GCC unroll 4
-      for (int n = 0; n < 4; ++n) {
+      for (int n = 0; n < N; ++n) {
         high[r][n] = _mm512_dpbusd_epi32(high[r][n], h, words[n]);
         low[r][n] = _mm512_dpbusd_epi32(low[r][n], l, words[n]);
       }
     }
   }
-#pragma GCC unroll 2
-  for (int r = 0; r < R; ++r) {
-    __m512i sums[4];
 #pragma GCC unroll 4
-    for (int n = 0; n < 4; ++n) {
-      sums[n] = reinterpret_cast<__m512i>(reinterpret_cast<IVec>(high[r][n]) * 256 +
-                                          reinterpret_cast<IVec>(low[r][n]));
-    }
-    order_columns(sums);
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) sums[r][first + n] = joined(high[r][n], low[r][n]);
+  }
+}
+
+// output[r][i .. i + 64) += sum over keys of weight[r][j] * value[j], for R rows: as many words at
+// once as registers hold sums.
+template <int R>
+VTENSOR_INLINE void add_byte_columns(const Int8* v, int64_t stride, const ByteWeightRow* weights,
+                                     float* output, int value_dim, int num_keys, LinesAhead& next) {
+  constexpr int kWords = R == 4 ? 2 : 4;
+  __m512i sums[R][4];
+#pragma GCC unroll 2
+  for (int first = 0; first < 4; first += kWords) {
+    add_value_words<R, kWords>(v, stride, weights, num_keys, first, sums, next);
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    transpose_blocks(sums[r]);
 #pragma GCC unroll 4
     for (int n = 0; n < 4; ++n) {
       float* p = output + r * value_dim + n * kLanes;
-      const Vec sum = __builtin_convertvector(reinterpret_cast<IVec>(sums[n]), Vec);
+      const Vec sum = __builtin_convertvector(reinterpret_cast<IVec>(sums[r][n]), Vec);
       store(p, load(p) + sum * weights[r].unit);
     }
   }
@@ -340,29 +361,22 @@ inline void few_byte_rows_tile(const LayerCall& call, const AttendTask& task, co
   const TileScales<Int8> key_scales(task.k, task.k_stride, call.key_dim, tile, num_keys);
   const TileScales<Int8> value_scales(task.v, task.v_stride, value_dim, tile, num_keys);
   in_row_groups(rows, [&]<int R>(int row) {
-    dot_bytes<R>(task, s, row, call.key_dim, tile, num_keys, row == 0 ? next.keys : nothing);
+    dot_bytes<R>(task, s, row, call.key_dim, tile, num_keys, key_scales,
+                 row == 0 ? next.keys : nothing);
   });
   const int width = (num_keys + kLanes - 1) / kLanes * kLanes;
-  scale_rows(key_scales, num_keys, s.score, rows);
   softmax_tile<float>(call, task, s, tile, num_keys, width, 1);
   ByteWeightRow weights[kMaxFewRows];
   for (int row = 0; row < rows; ++row) {
     weights[row].load_from(s.score + row * kTileTokens, value_scales.of, width);
   }
   const Int8* v = static_cast<const Int8*>(task.v) + tile * task.v_stride;
-  for (int row = 0; row < rows; row += 2) {
-    LinesAhead& values = row == 0 ? next.values : nothing;
+  in_row_groups(rows, [&]<int R>(int row) {
     for (int i = 0; i < value_dim; i += kBytes) {
-      float* output = s.output + row * value_dim + i;
-      if (row + 1 < rows) {
-        add_byte_columns<2>(v + i, task.v_stride, weights + row, output, value_dim, num_keys,
-                            values);
-      } else {
-        add_byte_columns<1>(v + i, task.v_stride, weights + row, output, value_dim, num_keys,
-                            values);
-      }
+      add_byte_columns<R>(v + i, task.v_stride, weights + row, s.output + row * value_dim + i,
+                          value_dim, num_keys, row == 0 ? next.values : nothing);
     }
-  }
+  });
 }
 
 #endif
