@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from model import KINDS, SHAPES, make_model, opened_as
 from process_memory import MIB, fields, memory_bytes
 from processes import Server
 from provenance import write_report
+
+from flexinfer.engine.thread import IDLE_S
 
 KV_BYTES = 256 << 20
 Row = dict[str, Any]
@@ -82,6 +85,8 @@ def serve(folder: Path, way: str, threads: int, weights_mib: float) -> list[Row]
             count = NUM_NEW if what == "decodes" else NUM_PROMPT
             stage = f"after {REPETITIONS} {what} of {count} tokens"
             rows.append(held(server, client, stage, weights_mib))
+        time.sleep(2 * IDLE_S)
+        rows.append(held(server, client, f"{2 * IDLE_S:.0f} s later", weights_mib))
     return rows
 
 
@@ -92,9 +97,12 @@ def held(server: Server, client: httpx.Client, stage: str, weights_mib: float) -
     assert found is not None, "the server tells no resident bytes"
     kv_mib = float(found[1]) / MIB
     proc = Path(f"/proc/{server.process.pid}")
+    pages = fields(proc / "smaps_rollup")
     return {
         "stage": stage,
-        "own": fields(proc / "smaps_rollup")["Pss_Anon"] / MIB,
+        "rss": pages["Rss"] / MIB,
+        "pss": pages["Pss"] / MIB,
+        "own": pages["Pss_Anon"] / MIB,
         "files": fields(proc / "status")["RssFile"] / MIB,
         "kv_mib": kv_mib,
         "beside_mib": memory_bytes(proc) / MIB - weights_mib - kv_mib,

@@ -26,6 +26,7 @@ from flexinfer.attention.base import (
 )
 from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.attention.sharing_cost import SharingCost
+from flexinfer.runtime.activations import empty_activation
 from flexinfer.runtime.kernels import DTYPES, KV_FORMATS
 from flexinfer.runtime.openmp import start_threads_address
 
@@ -123,7 +124,7 @@ class HostAttention(AttentionBackend):
                     "one for each query head, on the CPU"
                 )
             sinks = sinks.detach().to(torch.float32).contiguous()
-        output = query.new_empty(num_tokens, num_heads, layer.value_dim)
+        output = empty_activation((num_tokens, num_heads, layer.value_dim), query.dtype)
         if metadata.num_padding:
             output[plan.num_tokens :] = 0
         layer.kernel.forward(

@@ -1,7 +1,8 @@
 """EngineThread: an LLMEngine that runs in a thread of its own.
 
 A caller hands over a function, which the thread calls between two
-steps. With nothing to compute the thread sleeps in its queue: no polling.
+steps. With nothing to compute the thread sleeps in its queue: no polling. Once it has slept a
+while, what malloc keeps free for the next step goes back to the system.
 
 Thread-safety: all methods may be called from any thread. Callbacks are called in the engine's
 thread and must not block.
@@ -23,7 +24,7 @@ from flexinfer.errors import EngineDeadError, EngineError
 from flexinfer.lora.adapters import Choice
 from flexinfer.outputs import RequestOutput
 from flexinfer.runtime.openmp import release_threads
-from flexinfer.runtime.torch_settings import bound_primitive_caches
+from flexinfer.runtime.torch_settings import bound_primitive_caches, return_freed_memory
 from flexinfer.sampling.params import BeamSearchParams, SamplingParams
 from flexinfer.types import Prompt
 
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 THREAD_NAME = "flexinfer-engine"
 """Also for `top -H` and /proc, which keep 15 characters of it."""
+IDLE_S = 2.0
+"""How long memory of steps is kept for the next one. To fault 30 MiB in again takes 21 ms."""
 
 Result = TypeVar("Result")
 Callback = Callable[[RequestOutput | EngineError], None]
@@ -53,6 +56,7 @@ class EngineThread:
         self._engine = engine
         self._callbacks: dict[str, Callback] = {}
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
+        self._keeps_memory = False
         self._lock = threading.Lock()  # orders the last command before the end
         self._ended: EngineDeadError | None = None
         self._thread = threading.Thread(target=self._serve, name=THREAD_NAME, daemon=True)
@@ -145,7 +149,7 @@ class EngineThread:
         while True:
             is_idle = engine.is_sleeping() or not engine.has_unfinished_requests()
             try:
-                command = self._commands.get(block=is_idle)
+                command = self._wait_for_command() if is_idle else self._commands.get_nowait()
             except Empty:
                 return True
             if command is None:
@@ -153,9 +157,18 @@ class EngineThread:
             self._run(*command)
             engine.check_ranks()
 
+    def _wait_for_command(self) -> Command | None:
+        if self._keeps_memory:
+            with suppress(Empty):
+                return self._commands.get(timeout=IDLE_S)
+            return_freed_memory()
+            self._keeps_memory = False
+        return self._commands.get()
+
     def _step(self) -> None:
         """One step. One that fails ends its own requests; if it ended none, it would fail for
         ever, and the error goes on."""
+        self._keeps_memory = True
         try:
             outputs = self._engine.step()
         except EngineDeadError:

@@ -23,6 +23,7 @@ import torch
 
 from flexinfer import _kernels
 from flexinfer.layers.linear import OpaqueLinear
+from flexinfer.runtime.activations import empty_activation
 from flexinfer.runtime.kernels import DTYPES
 from flexinfer.runtime.openmp import start_threads_address
 from flexinfer.runtime.torch_settings import back_by_huge_pages
@@ -89,7 +90,7 @@ class HostLinear(OpaqueLinear):
         )
 
     def multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        output = torch.empty(*x.shape[:-1], self.out_features, dtype=self.dtype)
+        output = empty_activation((*x.shape[:-1], self.out_features), self.dtype)
         multiply_panels(x, self._panels, self.in_features, self.bias, residual, output)
         return output
 
@@ -97,7 +98,7 @@ class HostLinear(OpaqueLinear):
         """In the product where it can: the same bits as in two passes."""
         if not can_gate(x, self.out_features):
             return super().multiply_gates(x)
-        output = torch.empty(*x.shape[:-1], self.out_features // 2, dtype=self.dtype)
+        output = empty_activation((*x.shape[:-1], self.out_features // 2), self.dtype)
         multiply_panels(x, self._panels, self.in_features, self.bias, None, output, gates=True)
         return output
 

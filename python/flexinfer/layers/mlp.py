@@ -12,6 +12,7 @@ from flexinfer.layers.formats import is_linear, make_linear, weight_of
 from flexinfer.layers.known import GATED_MLPS
 from flexinfer.layers.linear import Linear
 from flexinfer.layers.recognise import is_known
+from flexinfer.runtime.activations import empty_activation
 
 BLOCK_ROWS = 1024
 """Float32 rows that are computed at once: 2,048 took 65 MiB more of memory in a model of 512 x 8
@@ -45,7 +46,7 @@ class GatedMLP(torch.nn.Module):
         block_rows = self._block_rows(num_tokens, x.dtype)
         if num_tokens <= block_rows or are_in_force():
             return self._compute(x, residual)
-        output = x.new_empty(*x.shape[:-1], self.down_proj.out_features)
+        output = empty_activation((*x.shape[:-1], self.down_proj.out_features), x.dtype)
         for first in range(0, num_tokens, block_rows):
             block = slice(first, first + block_rows)
             added = None if residual is None else residual[..., block, :]

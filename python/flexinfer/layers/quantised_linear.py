@@ -15,6 +15,7 @@ from flexinfer import _kernels
 from flexinfer.layers.linear import OpaqueLinear
 from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.layers.quantised_panels import QuantisedPanels, kernel_weight, kind_of
+from flexinfer.runtime.activations import empty_activation
 from flexinfer.runtime.kernels import DTYPES
 from flexinfer.runtime.openmp import start_threads_address
 from flexinfer.runtime.torch_settings import back_by_huge_pages
@@ -71,7 +72,7 @@ class QuantisedLinear(OpaqueLinear):
                 f"a layer of {self.in_features} inputs of {dtype} on the CPU got "
                 f"{tuple(x.shape)} {x.dtype} on {x.device}"
             )
-        output = torch.empty(*x.shape[:-1], self._width, dtype=dtype)
+        output = empty_activation((*x.shape[:-1], self._width), dtype)
         num_padding = self._width - self.out_features
         if residual is not None:
             wanted = (*x.shape[:-1], self.out_features)

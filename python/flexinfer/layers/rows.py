@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 
 from flexinfer import _kernels
+from flexinfer.runtime.activations import empty_activation
 from flexinfer.runtime.kernels import DTYPES
 from flexinfer.runtime.openmp import start_threads_address
 
@@ -36,7 +37,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         _refuse("rms_norm", "x [..., width] and a dense weight [width]", WIDTH_STEP, x, weight)
     rows = _dense_rows(x)
     num_rows, width = rows.shape
-    output = torch.empty(x.shape, dtype=x.dtype)
+    output = empty_activation(x.shape, x.dtype)
     kernel().rms_norm(
         DTYPES[x.dtype],
         rows.data_ptr(),
@@ -62,7 +63,7 @@ def silu_mul(gate: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         _refuse("silu_mul", "gate and factor [..., width]", WIDTH_STEP, gate, factor)
     gates, factors = _dense_rows(gate), _dense_rows(factor)
     num_rows, width = gates.shape
-    output = torch.empty(gate.shape, dtype=gate.dtype)
+    output = empty_activation(gate.shape, gate.dtype)
     kernel().silu_mul(
         DTYPES[gate.dtype],
         gates.data_ptr(),
@@ -105,7 +106,8 @@ def _rotate(
         _refuse("rotate", expected, 2 * WIDTH_STEP, x, cos, sin)
     _, num_heads, num_tokens, width = x.shape
     if output is None:
-        output = torch.empty(1, num_tokens, num_heads, width, dtype=x.dtype).transpose(1, 2)
+        shape = (1, num_tokens, num_heads, width)
+        output = empty_activation(shape, x.dtype).transpose(1, 2)
     cos, sin = cos.contiguous(), sin.contiguous()
     kernel().rotate(
         DTYPES[x.dtype],

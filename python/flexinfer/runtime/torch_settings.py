@@ -90,6 +90,21 @@ def return_freed_memory() -> None:
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
+        _cut_own_arena()
+
+
+def _cut_own_arena() -> None:
+    """malloc_trim leaves what is free at the end of any arena but the main one, 18 MiB of an
+    engine's thread: where a large block is freed, that goes."""
+    libc, mallopt = ctypes.CDLL(None), _own_mallopt()
+    if mallopt is None:
+        return
+    libc.malloc.restype = ctypes.c_void_p
+    mallopt(M_TRIM_THRESHOLD, 0)
+    mallopt(M_TOP_PAD, 0)
+    libc.free(ctypes.c_void_p(libc.malloc(ctypes.c_size_t(APART_BYTES))))
+    mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+    mallopt(M_TOP_PAD, MAX_MMAP_THRESHOLD)
 
 
 def back_by_huge_pages(address: int, num_bytes: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from flexinfer import AsyncLLM, EngineDeadError, EngineError, LLMEngine
 from flexinfer.async_llm import _Mailbox, _Stream
+from flexinfer.engine import thread
 from helpers.async_kit import (
     GREEDY,
     LONG,
@@ -56,6 +58,25 @@ def test_an_idle_engine_uses_no_time() -> None:
         before = await llm.call(thread_time)
         await asyncio.sleep(0.5)
         assert await llm.call(thread_time) - before < 0.05
+
+    with_llm(scenario)
+
+
+def test_memory_of_steps_goes_back_once_after_a_while_without_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    returned: SimpleQueue[None] = SimpleQueue()
+    monkeypatch.setattr(thread, "IDLE_S", 0.01)
+    monkeypatch.setattr(thread, "return_freed_memory", lambda: returned.put(None))
+
+    async def scenario(llm: AsyncLLM) -> None:
+        assert returned.empty()  # nothing was computed
+        for _ in range(2):
+            await last(llm.generate([1, 2, 3], GREEDY))
+            await asyncio.to_thread(returned.get, timeout=60)
+            await llm.call(lambda engine: None)  # wakes the thread, and is no step
+            await asyncio.sleep(0.1)
+            assert returned.empty()
 
     with_llm(scenario)
 
