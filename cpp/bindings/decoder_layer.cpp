@@ -1,8 +1,10 @@
 #include "bindings/decoder_layer.h"
 
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
 
 #include <utility>
+#include <vector>
 
 #include "bindings/addresses.h"
 #include "kernels/layer/decoder_layer.h"
@@ -36,8 +38,8 @@ void bind_decoder_layer(nb::module_& m) {
           [](DecoderLayer* self, size_t dtype, const RowOps& row_ops, const Linear& linear,
              const QuantisedLinear& quantised, const NormTuple& input_norm,
              const NormTuple& output_norm, const NormTuple& query_norm, const NormTuple& key_norm,
-             const Product& qkv, const Product& o, const Product& gate_up, const Product& down,
-             int num_heads, int num_kv_heads, int head_dim) {
+             const std::vector<Product>& qkv, const Product& o, const std::vector<Product>& gate_up,
+             const Product& down, int num_heads, int num_kv_heads, int head_dim) {
             const DecoderWeights weights = {norm_of(input_norm),
                                             norm_of(output_norm),
                                             norm_of(query_norm),
@@ -54,7 +56,8 @@ void bind_decoder_layer(nb::module_& m) {
           nb::kw_only(), "dtype"_a, "row_ops"_a, "linear"_a, "quantised"_a, "input_norm"_a,
           "output_norm"_a, "query_norm"_a, "key_norm"_a, "qkv"_a, "o"_a, "gate_up"_a, "down"_a,
           "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
-          "Norms: address of the weight, 0 for none, and eps.")
+          "Norms: address of the weight, 0 for none, and eps. Products of a list are as one, their "
+          "outputs one after the other.")
       .def(
           "forward",
           [](const DecoderLayer& self, HostAttention& attention, const Plan& plan, size_t layer,

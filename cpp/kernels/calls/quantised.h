@@ -28,14 +28,23 @@ inline constexpr const char* kScaleFormatNames[kNumScaleFormats] = {"float32", "
 // Inputs of a block.
 inline constexpr int64_t kScaleBlock = 256;
 
+// The fewest inputs whose integers fill whole words of 32 bits, and those words: a step.
+constexpr int step_inputs(int bits) { return bits == 6 ? 16 : 32 / bits; }
+constexpr int step_words(int bits) { return step_inputs(bits) * bits / 32; }
+
 // A weight [columns, depth] of integers and scales, in panels of kQuantisedColumns outputs, the
-// last one filled up with zeros. A word is what 32 bits hold of one output:
+// last one filled up with zeros. What the words of a step hold of one output, bytes and bits
+// from the lowest one on:
 //
-//   8 bits: inputs k, k + 1, k + 2, k + 3, signed, the first one in the lowest byte
-//   6 bits: the same bytes, all of them in [-32, 32): pairs of bfloat16 are looked up
-//   4 bits: inputs k to k + 7, each plus 8; nibbles 0 to 3 are the even ones, 4 to 7 the odd ones
+//   8 bits: a word, its bytes inputs k, k + 1, k + 2, k + 3, signed
+//   4 bits: a word, inputs k to k + 7, each plus 8: the lower halves of its bytes are inputs 0, 4,
+//           1, 5, the upper ones 2, 6, 3, 7
+//   6 bits: three words, inputs k to k + 15, each plus 32, in the same order: the lower six bits of
+//           the bytes are inputs 0, 4, 1, 5 | 2, 6, 3, 7 | 8, 12, 9, 13; the upper two of byte i of
+//           all three are the bits of input 10, 14, 11 or 15
 //
-// In groups, weights in bytes that multiply bytes are plus 128, and unsigned: `zero()`.
+// In groups, weights of 8 bits that multiply bytes are plus 128, and unsigned: `zero()`. Pairs of
+// inputs stand in both halves of a word, where products of bfloat16 pairs want them.
 //
 // `group` 0: one scale an output, and inputs are multiplied as integers (8 bits alone):
 //   output = x_scale * scale * sum(x_int * w_int)
@@ -44,20 +53,21 @@ inline constexpr int64_t kScaleBlock = 256;
 //   output = sum over groups of scale * sum(x * w_int) + minimum * sum(x)
 // `group` > 0, `byte_inputs` true: x_scale times that, of x_int instead of x.
 struct QuantisedWeight {
-  const uint32_t* words = nullptr;  // [panels, depth / inputs of a word, 64], aligned to 64 bytes
+  const uint32_t* words = nullptr;  // [panels, steps, words of a step, 64], aligned to 64 bytes
   const void* scales = nullptr;     // as `scale_format` says
   const void* minimums = nullptr;   // as scales, or none
   const int32_t* sums = nullptr;    // group 0: [panels, 64] of 128 * sum(w_int)
   ScaleFormat scale_format = ScaleFormat::kFloat32;
   bool byte_inputs = true;  // REQUIRES: true with group 0
   int bits = 8;             // 8, 6 or 4
-  int64_t group = 0;        // a multiple of the inputs of a word that divides the depth
-  int64_t depth = 0;        // a multiple of the inputs of a word
+  int64_t group = 0;        // a multiple of a step's inputs that divides the depth
+  int64_t depth = 0;        // a multiple of a step's inputs
   int64_t columns = 0;
 
-  int64_t word_inputs() const { return bits == 4 ? 8 : 4; }
+  // Of an output and all inputs.
+  int64_t num_words() const { return depth / step_inputs(bits) * step_words(bits); }
   // What a weight of 0 is in a word that multiplies bytes in groups.
-  int32_t zero() const { return bits == 4 ? 8 : 128; }
+  int32_t zero() const { return 1 << (bits - 1); }
   int64_t num_groups() const { return group == 0 ? 1 : depth / group; }
   // Whether `scale_format` goes with the sizes.
   bool has_whole_blocks() const {
@@ -68,7 +78,7 @@ struct QuantisedWeight {
 
 // What `inputs` of one row are, made once for all panels.
 enum class Inputs {
-  kBytes,     // integers with a scale a row: plus 128, uint8; in groups int8, in a word's order
+  kBytes,     // integers with a scale a row: plus 128, uint8; in groups int8, in a step's order
   kFloats,    // float32
   kBFloat16s  // pairs of them are multiplied at once
 };

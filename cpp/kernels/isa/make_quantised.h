@@ -16,13 +16,13 @@ constexpr QuantisedIsa make_quantised(const char* name) {
 #else
   constexpr QuantisedIsa::Multiply kByPairs[] = {nullptr, nullptr, nullptr};
 #endif
-  constexpr auto kBytesByBytes = multiply_quantised<GroupTile<FourBytes, 8>>;
-  constexpr auto kBytesByFloats = multiply_quantised<GroupTile<float, 8>>;
   return {name,
           240,
           multiply_quantised<ByteTile>,
-          {kBytesByBytes, kBytesByFloats, kByPairs[0]},
-          {kBytesByBytes, kBytesByFloats, kByPairs[1]},
+          {multiply_quantised<GroupTile<FourBytes, 8>>, multiply_quantised<GroupTile<float, 8>>,
+           kByPairs[0]},
+          {multiply_quantised<GroupTile<FourBytes, 6>>, multiply_quantised<GroupTile<float, 6>>,
+           kByPairs[1]},
           {multiply_quantised<GroupTile<FourBytes, 4>>, multiply_quantised<GroupTile<float, 4>>,
            kByPairs[2]}};
 }

@@ -28,8 +28,8 @@ class DecoderLayer::Run {
         bytes_(static_cast<int64_t>(element_bytes(owner.dtype_))),
         width_(weights_.down.columns),
         hidden_(weights_.down.depth) {
-    const int64_t widths[] = {width_, weights_.qkv.columns, weights_.o.depth,
-                              width_, 2 * hidden_,          hidden_};
+    for (const Product& product : weights_.qkv) qkv_width_ += product.columns;
+    const int64_t widths[] = {width_, qkv_width_, weights_.o.depth, width_, 2 * hidden_, hidden_};
     int64_t total = 0;
     for (const int64_t width : widths) total += block_bytes(width);
     memory_.reset(static_cast<char*>(
@@ -44,16 +44,16 @@ class DecoderLayer::Run {
 
   void forward(const DecoderAttention& attention) {
     norm(weights_.input_norm, call_.x);
-    multiply(weights_.qkv, normed_, nullptr, qkv_);
+    multiply(weights_.qkv, normed_, qkv_, qkv_width_);
     rotate();
     attend(attention);
-    multiply(weights_.o, attended_, call_.x, middle_);
+    multiply(weights_.o, attended_, call_.x, middle_, width_);
     norm(weights_.output_norm, middle_);
-    multiply(weights_.gate_up, normed_, nullptr, gate_up_);
+    multiply(weights_.gate_up, normed_, gate_up_, 2 * hidden_);
     const RowCall gates = {
         gate_up_, gate_up_ + hidden_ * bytes_, gated_, 2 * hidden_, 2 * hidden_, hidden_, 0};
     owner_.row_ops_.silu_mul(owner_.dtype_, gates, call_.num_rows, call_.num_threads);
-    multiply(weights_.down, gated_, middle_, call_.output);
+    multiply(weights_.down, gated_, middle_, call_.output, width_);
   }
 
  private:
@@ -64,7 +64,15 @@ class DecoderLayer::Run {
     owner_.row_ops_.rms_norm(owner_.dtype_, rows, call_.num_rows, call_.num_threads);
   }
 
-  void multiply(const Product& product, const void* x, const void* residual, void* output) {
+  void multiply(const std::vector<Product>& products, const void* x, char* output, int64_t stride) {
+    for (const Product& product : products) {
+      multiply(product, x, nullptr, output, stride);
+      output += product.columns * bytes_;
+    }
+  }
+
+  void multiply(const Product& product, const void* x, const void* residual, void* output,
+                int64_t stride) {
     LinearCall layer;
     layer.x = x;
     layer.x_stride = product.depth;
@@ -73,7 +81,7 @@ class DecoderLayer::Run {
     layer.residual = residual;
     layer.residual_stride = product.columns;
     layer.output = output;
-    layer.output_stride = product.columns;
+    layer.output_stride = stride;
     layer.depth = product.depth;
     layer.columns = product.columns;
     if (product.quantised.words == nullptr) {
@@ -88,7 +96,7 @@ class DecoderLayer::Run {
   void rotate() {
     norm_heads(weights_.query_norm, 0, weights_.num_heads);
     norm_heads(weights_.key_norm, weights_.num_heads, weights_.num_kv_heads);
-    const int64_t dim = weights_.head_dim, stride = weights_.qkv.columns;
+    const int64_t dim = weights_.head_dim, stride = qkv_width_;
     const RotaryCall both = {qkv_, call_.cos, call_.sin,
                              qkv_, dim,       stride,
                              dim,  stride,    weights_.num_heads + weights_.num_kv_heads,
@@ -100,14 +108,14 @@ class DecoderLayer::Run {
     if (norm.weight == nullptr) return;
     const int64_t dim = weights_.head_dim;
     for (int64_t row = 0; row < call_.num_rows; ++row) {
-      char* heads = qkv_ + (row * weights_.qkv.columns + first * dim) * bytes_;
+      char* heads = qkv_ + (row * qkv_width_ + first * dim) * bytes_;
       const RowCall rows = {heads, norm.weight, heads, dim, 0, dim, norm.eps};
       owner_.row_ops_.rms_norm(owner_.dtype_, rows, count, 1);
     }
   }
 
   void attend(const DecoderAttention& attention) {
-    const int64_t dim = weights_.head_dim, stride = weights_.qkv.columns;
+    const int64_t dim = weights_.head_dim, stride = qkv_width_;
     const int64_t num_planned = attention.plan->num_tokens();
     if (num_planned > call_.num_rows) {
       throw std::invalid_argument("the plan has more tokens than the layer has rows");
@@ -133,6 +141,7 @@ class DecoderLayer::Run {
   int64_t bytes_;  // of a number
   int64_t width_;
   int64_t hidden_;  // of the MLP
+  int64_t qkv_width_ = 0;
   std::unique_ptr<char[], FreeAligned> memory_;
   char* normed_ = nullptr;    // [rows, width]
   char* qkv_ = nullptr;       // [rows, heads, head_dim]

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "kernels/attention/attention.h"
 #include "kernels/layer/product.h"
@@ -26,15 +27,16 @@ struct Norm {
   float eps = 0;
 };
 
+// Several products are as one, their outputs one after the other: weights of other formats.
 struct DecoderWeights {
   Norm input_norm;
   Norm output_norm;  // before the MLP
   Norm query_norm;   // of each head
   Norm key_norm;
-  Product qkv;      // columns: queries, keys, values, head by head
-  Product o;        // residual added
-  Product gate_up;  // columns: gates, then as many factors
-  Product down;     // residual added
+  std::vector<Product> qkv;      // columns: queries, keys, values, head by head
+  Product o;                     // residual added
+  std::vector<Product> gate_up;  // columns: gates, then as many factors
+  Product down;                  // residual added
   int num_heads = 0;
   int num_kv_heads = 0;
   int head_dim = 0;  // a multiple of 2 * kHeadDimStep

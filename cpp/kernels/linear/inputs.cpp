@@ -142,7 +142,7 @@ void PreparedInputs::prepare_row(const LinearCall& layer, int64_t from, int64_t 
       auto* bytes = reinterpret_cast<uint8_t*>(output);
       const uint8_t zero = weight_.group == 0 ? 128 : 0;
       scales_[static_cast<size_t>(row)] = quantise_row(x, depth, zero, bytes);
-      if (weight_.group > 0 && weight_.bits == 4) order_bytes(bytes, depth);
+      if (weight_.group > 0 && weight_.bits < 8) order_bytes(bytes, depth);
     } else if (is_copied_) {
       widen_row(x, depth, reinterpret_cast<float*>(output));
     }

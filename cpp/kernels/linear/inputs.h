@@ -22,8 +22,8 @@ class PreparedInputs {
   //
   // kBytes: of a row x, scale = max |x| / 127 and 128 + x / scale, rounded to nearest, ties to even
   // (x times 127 / max |x|, both rounded to float32). A row with an infinity or a NaN gives NaN.
-  // In groups without the 128; of 4 bits, of eight inputs 0, 4, 1, 5, 2, 6, 3, 7: as a word has
-  // them.
+  // In groups without the 128; of 4 and 6 bits, of eight inputs 0, 4, 1, 5, 2, 6, 3, 7: as a step
+  // has them.
   void prepare(const Parallel& parallel, int num_threads, int64_t first, int64_t num_rows,
                QuantisedCall& call);
 

@@ -8,7 +8,9 @@
 
 #include "kernels/calls/quantised.h"
 #include "kernels/simd/dot.h"
+#include "kernels/simd/group_numbers.h"
 #include "kernels/simd/linear.h"
+#include "kernels/simd/step_words.h"
 
 namespace vtensor::kernels {
 namespace {
@@ -19,7 +21,7 @@ constexpr int kFewRows = 6;
 constexpr int kFewVecs = kLanes == 16 ? 4 : 2;
 constexpr int kTallRows = kLanes == 16 ? 12 : 6;
 constexpr int kTallVecs = 2;
-// Bytes of a panel's words for the inputs of one.
+// Bytes of one word of all outputs of a panel.
 constexpr int64_t kWordsBytes = kQuantisedColumns * 4;
 
 // Where a tile is: rows [row, row + M), and outputs from `column` on in this panel.
@@ -31,50 +33,7 @@ struct TilePlace {
 };
 
 VTENSOR_INLINE const uint32_t* words_of(const QuantisedWeight& weight, const TilePlace& at) {
-  return weight.words + at.panel * (weight.depth / weight.word_inputs()) * kQuantisedColumns +
-         at.column;
-}
-
-VTENSOR_INLINE UVec load_words(const uint32_t* words) {
-  UVec v;
-  __builtin_memcpy(&v, words, sizeof v);
-  return v;
-}
-
-// Numbers as the weight's scales are, which may be those of its minimums: a vector of `group`.
-VTENSOR_INLINE Vec load_numbers(const QuantisedWeight& weight, const void* numbers, int64_t panel,
-                                int64_t group, int64_t column) {
-  const int64_t num_groups = weight.num_groups();
-  const int64_t i = (panel * num_groups + group) * kQuantisedColumns + column;
-  switch (weight.scale_format) {
-    case ScaleFormat::kFloat16:
-      return load(static_cast<const Float16*>(numbers) + i);
-    case ScaleFormat::kBlocks: {
-      const int64_t num_blocks = weight.depth / kScaleBlock;
-      const int64_t block = group * weight.group / kScaleBlock;
-      const auto* factors = reinterpret_cast<const Float16*>(static_cast<const char*>(numbers) +
-                                                             panel * kQuantisedColumns *
-                                                                 (2 * num_blocks + num_groups));
-      const auto* bytes = reinterpret_cast<const Int8*>(factors + num_blocks * kQuantisedColumns);
-      return load(factors + block * kQuantisedColumns + column) *
-             load(bytes + group * kQuantisedColumns + column);
-    }
-    default:
-      return load(static_cast<const float*>(numbers) + i);
-  }
-}
-
-VTENSOR_INLINE Vec load_scale(const QuantisedWeight& weight, int64_t panel, int64_t group,
-                              int64_t column) {
-  return load_numbers(weight, weight.scales, panel, group, column);
-}
-
-// REQUIRES: minimums. scale: that of the same place.
-VTENSOR_INLINE Vec load_minimum(const QuantisedWeight& weight, int64_t panel, int64_t group,
-                                int64_t column, Vec scale) {
-  const Vec numbers = load_numbers(weight, weight.minimums, panel, group, column);
-  const bool is_product = weight.scale_format == ScaleFormat::kBlocks;
-  return is_product ? scale * static_cast<float>(weight.zero()) - numbers : numbers;
+  return weight.words + at.panel * weight.num_words() * kQuantisedColumns + at.column;
 }
 
 VTENSOR_INLINE void finish_sum(const QuantisedCall& call, DType dtype, int64_t row, int64_t column,
@@ -95,9 +54,12 @@ struct ByteOutputs {
   ByteOutputs() = default;
   // column: in the panel
   VTENSOR_INLINE ByteOutputs(const QuantisedWeight& weight, int64_t panel, int64_t column)
-      : scale(load_scale(weight, panel, 0, column)),
-        offset(reinterpret_cast<IVec>(load_words(reinterpret_cast<const uint32_t*>(weight.sums) +
-                                                 panel * kQuantisedColumns + column))) {}
+      : offset(reinterpret_cast<IVec>(load_words(reinterpret_cast<const uint32_t*>(weight.sums) +
+                                                 panel * kQuantisedColumns + column))) {
+    Vec scales[1];
+    GroupNumbers<1>(weight, weight.scales, panel, column).next(scales);
+    scale = scales[0];
+  }
   VTENSOR_INLINE void finish(const QuantisedCall& call, DType dtype, int64_t row, int64_t column,
                              IVec sum) const {
     const Vec integers = __builtin_convertvector(sum - offset, Vec);
@@ -147,32 +109,33 @@ struct ByteTile {
 enum class TwoBFloat16s : uint32_t {};
 enum class FourBytes : uint32_t {};
 
-// Weights in groups. X is how inputs of a step are read; those of 6 bits stand in bytes.
+// Weights in groups. X is how inputs of a step are read.
 template <class X, int kBits>
 struct GroupTile {
   static constexpr bool kIsPair = std::is_same_v<X, TwoBFloat16s>;
   static constexpr bool kIsBytes = std::is_same_v<X, FourBytes>;
-  static constexpr int kSteps = (kBits == 4 ? 8 : 4) / (kIsBytes ? 4 : kIsPair ? 2 : 1);
+  // Numbers of a row for a step.
+  static constexpr int kNumbers = step_inputs(kBits) / (kIsBytes ? 4 : kIsPair ? 2 : 1);
   // As many as leave registers for sums of a group and of the row: bytes are done too soon for
   // memory.
   static constexpr int kRows = kIsBytes ? kFewRows : kTallRows;
   using Part = std::conditional_t<kIsBytes, IVec, Vec>;  // of a sum: a group's
 
   template <int M, int N>
-  VTENSOR_INLINE static void add_word(const RowPointers<X, M>& rows, int64_t bytes,
+  VTENSOR_INLINE static void add_step(const RowPointers<X, M>& rows, int64_t bytes,
                                       const uint32_t* words, Part (&sums)[M][N]) {
-    UVec w[N];
+    StepWords<kBits> step[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) w[n] = load_words(words + n * kLanes);
-#pragma GCC unroll 8
-    for (int step = 0; step < kSteps; ++step) {
+    for (int n = 0; n < N; ++n) step[n] = StepWords<kBits>(words + n * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kNumbers; ++i) {
       if constexpr (kIsBytes) {
         UnsignedBytes factors[N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) factors[n] = UnsignedBytes(bytes_of<kBits>(w[n], step));
+        for (int n = 0; n < N; ++n) factors[n] = UnsignedBytes(bytes_of(step[n], i));
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m) {
-          const SignedBytes x(UVec{} + static_cast<uint32_t>(rows.at(m, bytes + step * 4)));
+          const SignedBytes x(UVec{} + static_cast<uint32_t>(rows.at(m, bytes + i * 4)));
 #pragma GCC unroll 4
           for (int n = 0; n < N; ++n) sums[m][n] = add_dot(sums[m][n], factors[n], x);
         }
@@ -180,10 +143,10 @@ struct GroupTile {
 #if defined(__AVX512BF16__) && VTENSOR_LANES == 16
         UVec pairs[N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) pairs[n] = pairs_of<kBits>(w[n], step);
+        for (int n = 0; n < N; ++n) pairs[n] = pairs_of(step[n], i);
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m) {
-          const auto x = static_cast<uint32_t>(rows.at(m, bytes + step * 4));
+          const auto x = static_cast<uint32_t>(rows.at(m, bytes + i * 4));
 #pragma GCC unroll 4
           for (int n = 0; n < N; ++n) sums[m][n] = add_products(sums[m][n], x, pairs[n]);
         }
@@ -191,10 +154,10 @@ struct GroupTile {
       } else {
         Vec factors[N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) factors[n] = float_of<kBits>(w[n], step);
+        for (int n = 0; n < N; ++n) factors[n] = float_of(step[n], i);
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m) {
-          const float x = rows.at(m, bytes + step * 4);
+          const float x = rows.at(m, bytes + i * 4);
 #pragma GCC unroll 4
           for (int n = 0; n < N; ++n) sums[m][n] += x * factors[n];
         }
@@ -210,30 +173,39 @@ struct GroupTile {
                                  call.input_stride / 4);
     const uint32_t* words = words_of(weight, at);
     const int64_t num_groups = weight.num_groups();
+    GroupNumbers<N> scales(weight, weight.scales, at.panel, at.column);
+    GroupNumbers<N> minimums(weight, weight.minimums, at.panel, at.column);
+    const bool is_product = weight.scale_format == ScaleFormat::kBlocks;
     Prefetch ahead = at.ahead;
     int64_t bytes = 0;
     Vec sums[M][N] = {};
     for (int64_t group = 0; group < num_groups; ++group) {
       Part part[M][N] = {};
       if constexpr (kIsBytes) start<M, N>(call, at, group, part);
-      for (int64_t k = 0; k < weight.group; k += weight.word_inputs()) {
+      for (int64_t k = 0; k < weight.group; k += step_inputs(kBits)) {
         ahead.step();
-        add_word<M, N>(rows, bytes, words, part);
-        words += kQuantisedColumns;
-        bytes += kSteps * 4;
+        add_step<M, N>(rows, bytes, words, part);
+        words += step_words(kBits) * kQuantisedColumns;
+        bytes += kNumbers * 4;
       }
+      Vec scale[N], minimum[N];
+      scales.next(scale);
+#pragma GCC unroll 12
+      for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) sums[m][n] += scale[n] * in_floats(part[m][n]);
+      }
+      if (weight.minimums == nullptr) continue;
+      minimums.next(minimum);
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
-        const int64_t column = at.column + n * kLanes;
-        const Vec scale = load_scale(weight, at.panel, group, column);
+        if (is_product) minimum[n] = scale[n] * static_cast<float>(weight.zero()) - minimum[n];
+      }
 #pragma GCC unroll 12
-        for (int m = 0; m < M; ++m) sums[m][n] += scale * in_floats(part[m][n]);
-        if (weight.minimums == nullptr) continue;
-        const Vec minimum = load_minimum(weight, at.panel, group, column, scale);
-#pragma GCC unroll 12
-        for (int m = 0; m < M; ++m) {
-          sums[m][n] += minimum * call.x_sums[(at.row + m) * num_groups + group];
-        }
+      for (int m = 0; m < M; ++m) {
+        const float x_sum = call.x_sums[(at.row + m) * num_groups + group];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) sums[m][n] += minimum[n] * x_sum;
       }
     }
 #pragma GCC unroll 12
@@ -271,20 +243,22 @@ class Ahead {
  public:
   Ahead(const QuantisedCall& call, const LinearBlock& block, int64_t panel, int64_t num_tiles)
       : is_stream_(num_tiles == 1 || panel == block.begin),
-        share_(num_tiles < 4 ? kWordsBytes / 2 : kWordsBytes / 4),
-        num_steps_(call.weight.depth / call.weight.word_inputs()),
+        step_bytes_(step_words(call.weight.bits) * kWordsBytes),
+        share_(num_tiles < 4 ? step_bytes_ / 2 : step_bytes_ / 4),
+        num_steps_(call.weight.depth / step_inputs(call.weight.bits)),
         panel_(reinterpret_cast<const char*>(call.weight.words) +
-               panel * num_steps_ * kWordsBytes) {}
+               panel * num_steps_ * step_bytes_) {}
 
   VTENSOR_INLINE Prefetch next_tile() {
     const int64_t tile = tile_++;
-    if (tile == 0 && is_stream_) return {panel_ + kStreamBytes, kWordsBytes};
-    const int64_t bytes = tile * share_ < kWordsBytes ? share_ : 0;
-    return {panel_ + num_steps_ * (kWordsBytes + tile * share_), bytes};
+    if (tile == 0 && is_stream_) return {panel_ + kStreamBytes, step_bytes_};
+    const int64_t bytes = tile * share_ < step_bytes_ ? share_ : 0;
+    return {panel_ + num_steps_ * (step_bytes_ + tile * share_), bytes};
   }
 
  private:
   bool is_stream_;
+  int64_t step_bytes_;
   int64_t share_;
   int64_t num_steps_;
   const char* panel_;

@@ -5,7 +5,7 @@
 | Q8_0 | 8 bits, groups of 32 | 8.5, 8.5 |
 | Q4_0 | 4 bits, groups of 32 | 4.5, 4.5 |
 | Q4_K | 4 bits, groups of 32, with minimums; scales in two levels | 4.5, 4.625 |
-| Q6_K | 6 bits, in bytes, groups of 16; scales in two levels | 6.5625, 8.5625 |
+| Q6_K | 6 bits, groups of 16; scales in two levels | 6.5625, 6.5625 |
 
 Source: ggml-quants.c of the ggml project, and gguf/quants.py, which the tests compare with.
 """

@@ -16,6 +16,7 @@ from flexinfer.layers import host_linear, quantised_linear, rows
 from flexinfer.layers.adapters import are_in_force
 from flexinfer.layers.attention import FusedAttention
 from flexinfer.layers.host_linear import HostLinear
+from flexinfer.layers.joined_linear import JoinedLinear
 from flexinfer.layers.linear import Linear
 from flexinfer.layers.mlp import GatedMLP
 from flexinfer.layers.norm import RMSNorm
@@ -47,9 +48,9 @@ class DecoderKernel:
             output_norm=_norm(norms[1]),
             query_norm=_norm(attention.q_norm),
             key_norm=_norm(attention.k_norm),
-            qkv=_product(attention.qkv_proj),
+            qkv=[_product(part) for part in _parts(attention.qkv_proj)],
             o=_product(attention.o_proj),
-            gate_up=_product(mlp.gate_up_proj),
+            gate_up=[_product(part) for part in _parts(mlp.gate_up_proj)],
             down=_product(mlp.down_proj),
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
@@ -101,7 +102,8 @@ def make_decoder_kernel(
 ) -> DecoderKernel | None:
     """None: a part is of a kind that the kernel does not know."""
     own_norms = [*norms, *(n for n in (attention.q_norm, attention.k_norm) if n is not None)]
-    linears = _linears(attention, mlp)
+    inner = [*_parts(attention.qkv_proj), *_parts(mlp.gate_up_proj)]
+    linears = [*inner, attention.o_proj, mlp.down_proj]
     if not (all(type(n) is RMSNorm for n in own_norms) and all(map(_is_known, linears))):
         return None
     if not _shapes_fit(attention, mlp, own_norms):
@@ -119,7 +121,8 @@ def _shapes_fit(attention: FusedAttention, mlp: GatedMLP, norms: list[torch.nn.M
     """The kernel trusts its addresses: what it will read must be there."""
     width, dim = attention.o_proj.out_features, attention.head_dim
     num_columns = (attention.num_heads + 2 * attention.num_kv_heads) * dim
-    shapes = [(part.out_features, part.in_features) for part in _linears(attention, mlp)]
+    linears = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
+    shapes = [(linear.out_features, linear.in_features) for linear in linears]
     hidden = mlp.down_proj.in_features
     return shapes == [
         (num_columns, width),
@@ -129,8 +132,9 @@ def _shapes_fit(attention: FusedAttention, mlp: GatedMLP, norms: list[torch.nn.M
     ] and [n.weight.shape for n in norms] == [(width,)] * 2 + [(dim,)] * (len(norms) - 2)
 
 
-def _linears(attention: FusedAttention, mlp: GatedMLP) -> list[Linear]:
-    return [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
+def _parts(linear: Linear) -> list[Linear]:
+    """The layers whose outputs, one after the other, are those of this one."""
+    return linear.parts if type(linear) is JoinedLinear else [linear]
 
 
 def _is_known(linear: Linear) -> bool:

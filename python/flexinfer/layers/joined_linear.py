@@ -23,6 +23,10 @@ class JoinedLinear(OpaqueLinear):
         self._widths = widths
         self.weight = layers[0].weight
 
+    @property
+    def parts(self) -> list[Linear]:
+        return [part for part in self.layers if isinstance(part, Linear)]
+
     def multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """residual + x weight^T + bias."""
         if residual is None:

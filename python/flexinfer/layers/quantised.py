@@ -93,14 +93,15 @@ class QuantisedTensor:
     def in_levels(
         cls, integers: torch.Tensor, bits: int, group: int, *levels: ScaleLevels
     ) -> QuantisedTensor:
-        """levels: of scales and, if wanted, of offsets: of 4 bits the weight is (integers + 8) *
-        scale - offset. Raises ValueError for sizes that do not go together."""
+        """levels: of scales and, if wanted, of offsets: the weight is (integers + 8) * scale -
+        offset, 8 being half of what so many bits can be. Raises ValueError for sizes that do not go
+        together."""
         columns, depth = integers.shape
         for level in levels:
             level.check(columns, depth, group)
         scales, minimums = levels[0].products(), None
         if len(levels) > 1:
-            minimums = (8 if bits == 4 else 128) * scales - levels[1].products()
+            minimums = (1 << bits - 1) * scales - levels[1].products()
         return cls(integers, scales, minimums, bits, group, levels=levels)
 
     @property

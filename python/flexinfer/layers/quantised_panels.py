@@ -16,8 +16,8 @@ from flexinfer.layers.scale_levels import ScaleLevels
 from flexinfer.runtime.kernels import SCALE_FORMATS
 
 PANEL_COLUMNS = 64
-NIBBLES = (0, 4, 1, 5), (2, 6, 3, 7)
-"""Which of eight inputs are the lower and the upper four bits of a word's bytes."""
+STEP_INPUTS = {8: 4, 6: 16, 4: 8}
+"""By bits: the fewest inputs whose integers fill whole words."""
 
 
 class Kind(NamedTuple):
@@ -97,26 +97,35 @@ def _levels_in_panels(levels: ScaleLevels) -> torch.Tensor:
 
 
 def words_of(source: QuantisedTensor) -> torch.Tensor:
-    """int32 [panels, depth / inputs of a word, 64], as cpp/kernels/calls/quantised.h says."""
-    inputs = 8 if source.bits == 4 else 4
-    if source.integers.shape[1] % inputs or (source.group and source.group % inputs):
+    """int32 [panels, steps, words of a step, 64], as cpp/kernels/calls/quantised.h says."""
+    inputs, integers = STEP_INPUTS[source.bits], source.integers
+    columns, depth = integers.shape
+    if depth % inputs or (source.group and source.group % inputs):
         raise ValueError(
             f"a weight of {source.bits} bits needs inputs and groups that are multiples of "
-            f"{inputs}, got {source.integers.shape[1]} and {source.group}"
+            f"{inputs}, got {depth} and {source.group}"
         )
-    integers = source.integers
     if source.bits == 6 and not -32 <= integers.min() <= integers.max() < 32:
         raise ValueError(f"a weight of 6 bits has {integers.min()} to {integers.max()} in it")
-    columns, depth = integers.shape
     integers = torch.nn.functional.pad(integers, (0, 0, 0, -columns % PANEL_COLUMNS))
-    integers = integers.view(-1, PANEL_COLUMNS, depth // inputs, inputs)
-    if source.bits != 4 and source.group and source.byte_inputs:
-        integers = (integers.view(torch.uint8) ^ 128).view(torch.int8)
-    if source.bits == 4:
-        shifted = (integers + 8).to(torch.uint8)
-        low, high = (shifted[..., list(order)] for order in NIBBLES)
-        integers = (low | high << 4).view(torch.int8)
-    return integers.transpose(1, 2).contiguous().view(torch.int32)[..., 0]
+    steps = _pack(integers.view(-1, depth // inputs, inputs), source.bits)
+    if source.bits == 8 and source.group and source.byte_inputs:
+        steps = steps ^ 128
+    words = steps.view(torch.int32)[..., 0].unflatten(0, (-1, PANEL_COLUMNS))
+    return words.permute(0, 2, 3, 1).contiguous()
+
+
+def _pack(steps: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [columns, steps, words, 4] of int8 [columns, steps, inputs]."""
+    if bits == 8:
+        return steps.view(torch.uint8).unsqueeze(2)
+    shifted = (steps + (1 << bits - 1)).view(torch.uint8)
+    # Of each eight inputs 0, 4, 1, 5 and 2, 6, 3, 7.
+    fours = shifted.unflatten(2, (-1, 2, 4)).transpose(3, 4).flatten(2).unflatten(2, (-1, 4))
+    if bits == 4:
+        return fours[:, :, :1] | fours[:, :, 1:] << 4
+    pieces = [fours[:, :, 3] << 6 - 2 * i & 192 for i in range(3)]
+    return fours[:, :, :3] | torch.stack(pieces, dim=2)
 
 
 def in_panels(numbers: torch.Tensor) -> torch.Tensor:

@@ -143,17 +143,30 @@ class Problem {
   }
   // An integer into its word, as kernels/calls/quantised.h says.
   void put(int64_t column, int64_t k, int value) {
-    const int64_t inputs = 32 / shape_.bits;
-    const int64_t word = column / kQuantisedColumns * shape_.depth / inputs + k / inputs;
-    uint8_t* bytes = words_.get() + (word * kQuantisedColumns + column % kQuantisedColumns) * 4;
     sums_[static_cast<size_t>(column)] += 128 * value;
     if (shape_.bits == 8) {
-      bytes[k % 4] = static_cast<uint8_t>(value + (shape_.group == 0 ? 0 : 128));
-    } else {
-      const int64_t nibble = k % 8 / 2 + k % 2 * 4;
-      const auto shifted = static_cast<unsigned>(value + 8) << (nibble % 2 * 4);
-      bytes[nibble / 2] = static_cast<uint8_t>(bytes[nibble / 2] | shifted);
+      put_bits(column, k / 4, k % 4 * 8, value + (shape_.group == 0 ? 0 : 128), 8);
+      return;
     }
+    const int shifted = value + (1 << (shape_.bits - 1));
+    const int64_t bit = (k % 2 * 2 + k % 8 / 4) * 8;  // of the byte
+    if (shape_.bits == 4) {
+      put_bits(column, k / 8, bit + k % 4 / 2 * 4, shifted, 4);
+      return;
+    }
+    const int64_t word = k / 16 * 3, four = k % 16 / 8 * 2 + k % 4 / 2;
+    if (four < 3) {
+      put_bits(column, word + four, bit, shifted, 6);
+    } else {
+      for (int i = 0; i < 3; ++i) put_bits(column, word + i, bit + 6, shifted >> (2 * i), 2);
+    }
+  }
+  // The lowest `count` bits of a value, from a bit on of one of an output's words.
+  void put_bits(int64_t column, int64_t word, int64_t bit, int value, int count) {
+    const int64_t row = column / kQuantisedColumns * (shape_.depth * shape_.bits / 32) + word;
+    uint8_t* bytes = words_.get() + (row * kQuantisedColumns + column % kQuantisedColumns) * 4;
+    const int bits = (value & ((1 << count) - 1)) << (bit % 8);
+    bytes[bit / 8] = static_cast<uint8_t>(bytes[bit / 8] | bits);
   }
   // The upper bytes of float32 numbers: float32, or bfloat16.
   Bytes numbers(int64_t count) {
@@ -234,7 +247,7 @@ TEST_P(QuantisedLevels, groups_are_those_of_the_definition_and_rows_the_same_bit
     return values[random() % values.size()];
   };
   for (unsigned i = 0; i < 60; ++i) {
-    const int bits = random() % 2 == 0 ? 8 : 4;
+    const auto bits = static_cast<int>(one_of({4, 6, 8}));
     const int64_t group = one_of({16, 32, 64, 192});
     const DType dtype = random() % 2 == 0 ? DType::kFloat32 : DType::kBFloat16;
     const Shape shape = {one_of({1, 2, 5, 6, 7, 11, 12, 13, 29, 70}),

@@ -66,19 +66,14 @@ struct Numbers {
   }
 };
 
-// One weight, with scales in blocks and in float32; of 6 bits there, it has 8 here.
+// One weight, with scales in blocks and in float32.
 class Problem {
  public:
   Problem(const Shape& shape, std::mt19937& random)
-      : words_(static_cast<size_t>(kPadded * shape.depth / (shape.bits == 4 ? 8 : 4) + 16)),
+      : words_(static_cast<size_t>(kPadded * shape.depth * shape.bits / 32 + 16)),
         scales_(shape, random),
         minimums_(shape, random) {
     for (uint32_t& word : words_) word = static_cast<uint32_t>(random());
-    if (shape.bits == 6 && !shape.byte_inputs) {  // the sixth bit is the sign
-      for (uint32_t& word : words_) {
-        word = (word & 0x1f1f1f1f) | (word >> 5 & 0x01010101) * 0xe0;
-      }
-    }
     blocks_.bits = shape.bits;
     blocks_.group = shape.group;
     blocks_.depth = shape.depth;
@@ -87,7 +82,6 @@ class Problem {
     const auto address = reinterpret_cast<uintptr_t>(words_.data());
     blocks_.words = words_.data() + (64 - address % 64) % 64 / 4;
     floats_ = blocks_;
-    if (shape.bits == 6) floats_.bits = 8;
     blocks_.scale_format = ScaleFormat::kBlocks;
     blocks_.scales = scales_.stored.data();
     for (size_t i = 0; i < scales_.values.size(); ++i) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from flexinfer import LLM, SamplingParams
 from flexinfer.layers.decoder import FusedDecoderLayer
 from flexinfer.layers.decoder_kernel import MAX_ROWS, DecoderKernel
 from flexinfer.layers.host_linear import supports
+from helpers.gguf_files import Type, write_gguf
+from helpers.gguf_models import CONFIGS as GGUF_CONFIGS
+from helpers.gguf_models import mixed
 from helpers.tiny_models import draw_model
 
 SIZES: dict[str, Any] = {
@@ -107,6 +111,29 @@ def test_it_gives_the_bits_of_its_parts(
 
 def test_kv_of_bytes_goes_the_same_way(folders: dict[str, Path], kernel_rows: list[int]) -> None:
     with load(folders["llama"], quantization="int8", kv_cache_dtype="int8") as llm:
+        found = answers(llm)
+        assert kernel_rows
+        for layer in fused(llm):
+            layer.runs_parts = True
+        assert answers(llm) == found
+
+
+def mixed_everywhere(name: str) -> Type:
+    """Queries, keys and values are three products, gates and factors two."""
+    if "attn_output" in name:
+        return Type.Q8_0
+    return Type.Q4_K if "ffn_gate" in name or "attn_k" in name else Type.Q6_K
+
+
+@pytest.mark.parametrize(
+    ("name", "types"), [("llama with biases", mixed), ("qwen3", mixed_everywhere)]
+)
+def test_weights_of_several_formats_are_one_call_too(
+    kernel_rows: list[int], name: str, types: Callable[[str], Type], tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, draw_model(GGUF_CONFIGS[name]()), types)
+    with load(path, dtype="bfloat16") as llm:
         found = answers(llm)
         assert kernel_rows
         for layer in fused(llm):

@@ -103,7 +103,7 @@ def test_layers_are_joined_and_cut_with_their_levels(kind: str) -> None:
     assert cut.nbytes == QuantisedLinear(parts[1], None, torch.float32).nbytes
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("Q4_K", 4.625), ("Q6_K", 8.5625)])
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_K", 4.625), ("Q6_K", 6.5625)])
 def test_scales_take_a_byte_a_group_and_two_a_block(kind: str, bits: float) -> None:
     layer = QuantisedLinear(draw(kind, 128, 1024), None, torch.float32)
     assert layer.nbytes * 8 == 128 * 1024 * bits

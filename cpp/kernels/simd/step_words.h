@@ -1,0 +1,111 @@
+// StepWords: the words of a step, the fewest inputs that are taken apart at once, of a vector of
+// outputs, and their integers: as bytes, or as factors of float32 or bfloat16 inputs.
+//
+// kernels/calls/quantised.h says where each integer stands. An index below is known when the loop
+// around it is unrolled.
+#pragma once
+
+#include "kernels/calls/quantised.h"
+#include "kernels/simd/pairs.h"
+#include "kernels/simd/vec.h"
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace vtensor::kernels {
+namespace {
+
+VTENSOR_INLINE UVec load_words(const uint32_t* words) {
+  UVec v;
+  __builtin_memcpy(&v, words, sizeof v);
+  return v;
+}
+
+template <int kBits>
+struct StepWords {
+  UVec of[step_words(kBits)];
+
+  StepWords() = default;
+  VTENSOR_INLINE explicit StepWords(const uint32_t* words) {
+    for (int i = 0; i < step_words(kBits); ++i) of[i] = load_words(words + i * kQuantisedColumns);
+  }
+};
+
+// Four integers, those of group i of four in a word's order, in the lower six bits of each byte;
+// what stands above is of others.
+VTENSOR_INLINE UVec six_bits_of(const StepWords<6>& step, int i) {
+  if (i < 3) return step.of[i];
+  const UVec low = (step.of[0] >> 6 & 0x03030303) | (step.of[1] >> 4 & 0x0c0c0c0c);
+  return low | (step.of[2] >> 2 & 0x30303030);
+}
+
+// The same, alone in bytes.
+template <int kBits>
+VTENSOR_INLINE UVec bytes_of(const StepWords<kBits>& step, int i) {
+  if constexpr (kBits == 8) return step.of[0];
+  if constexpr (kBits == 6) return six_bits_of(step, i) & 0x3f3f3f3f;
+  if constexpr (kBits == 4) return step.of[0] >> (4 * i) & 0x0f0f0f0f;
+}
+
+// Input k as float32.
+template <int kBits>
+VTENSOR_INLINE Vec float_of(const StepWords<kBits>& step, int k) {
+  if constexpr (kBits == 8) {
+    const IVec integers = reinterpret_cast<IVec>(step.of[0]) << (24 - 8 * k) >> 24;
+    return __builtin_convertvector(integers, Vec);
+  } else if constexpr (kBits == 6) {
+    const UVec shifted = six_bits_of(step, k / 8 * 2 + k % 4 / 2) >> (k % 2 * 16 + k % 8 / 4 * 8);
+    const IVec integers = reinterpret_cast<IVec>(shifted & 63) - 32;
+    return __builtin_convertvector(integers, Vec);
+  } else {
+    const UVec shifted = step.of[0] >> (k % 2 * 16 + k / 2 * 4);
+#if defined(__AVX512F__) && VTENSOR_LANES == 16
+    const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    return reinterpret_cast<Vec>(
+        _mm512_maskz_permutexvar_ps(0xffff, reinterpret_cast<__m512i>(shifted), table));
+#else
+    const IVec integers = reinterpret_cast<IVec>(shifted & 15) - 8;
+    return __builtin_convertvector(integers, Vec);
+#endif
+  }
+}
+
+#if defined(__AVX512BF16__) && VTENSOR_LANES == 16
+// bfloat16 of [-32, 32), by those numbers plus 32.
+struct SixBitNumbers {
+  uint16_t of[64];
+  constexpr SixBitNumbers() : of() {
+    for (int i = 0; i < 64; ++i) {
+      const auto number = static_cast<float>(i - 32);
+      of[i] = static_cast<uint16_t>(__builtin_bit_cast(uint32_t, number) >> 16);
+    }
+  }
+};
+
+// Inputs 2 k and 2 k + 1 as pairs of bfloat16: such integers are exact in it.
+template <int kBits>
+VTENSOR_INLINE UVec pairs_of(const StepWords<kBits>& step, int k) {
+  if constexpr (kBits == 8) {
+    const UVec first = bits_of(float_of(step, 2 * k));
+    return (first >> 16) | (bits_of(float_of(step, 2 * k + 1)) & 0xffff0000);
+  } else if constexpr (kBits == 6) {
+    alignas(64) static constexpr SixBitNumbers kNumbers;
+    const UVec shifted = six_bits_of(step, k / 4 * 2 + k % 2) >> (k % 4 / 2 * 8);
+    return reinterpret_cast<UVec>(_mm512_permutex2var_epi16(_mm512_load_si512(kNumbers.of),
+                                                            reinterpret_cast<__m512i>(shifted),
+                                                            _mm512_load_si512(kNumbers.of + 32)));
+  } else {
+    alignas(64) static constexpr uint16_t kTable[32] = {
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0,      0x3f80, 0x4000,
+        0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+        0xc000, 0xbf80, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    const __m512i table = _mm512_load_si512(kTable);  // twice: bit 4 is the next number's
+    const __m512i shifted =
+        _mm512_srli_epi16(reinterpret_cast<__m512i>(step.of[0]), static_cast<unsigned>(4 * k));
+    return reinterpret_cast<UVec>(_mm512_permutexvar_epi16(shifted, table));
+  }
+}
+#endif
+
+}  // namespace
+}  // namespace vtensor::kernels
