@@ -128,8 +128,10 @@ class Product:
 class DecoderLayer:
     """A decoder layer in one call; addresses as integers."""
 
-    def __init__(self, *, dtype: int, row_ops: RowOps, linear: Linear, quantised: QuantisedLinear, input_norm: tuple[int, float], output_norm: tuple[int, float], query_norm: tuple[int, float], key_norm: tuple[int, float], qkv: Product, o: Product, gate_up: Product, down: Product, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-        """Norms: address of the weight, 0 for none, and eps."""
+    def __init__(self, *, dtype: int, row_ops: RowOps, linear: Linear, quantised: QuantisedLinear, input_norm: tuple[int, float], output_norm: tuple[int, float], query_norm: tuple[int, float], key_norm: tuple[int, float], qkv: Sequence[Product], o: Product, gate_up: Sequence[Product], down: Product, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        """
+        Norms: address of the weight, 0 for none, and eps. Products of a list are as one, their outputs one after the other.
+        """
 
     def forward(self, attention: HostAttention, plan: Plan, layer: int, stores: bool, scaling: float, softcap: float, x: int, cos: int, sin: int, output: int, num_rows: int, num_threads: int) -> None:
         """

@@ -111,7 +111,8 @@ def words_of(source: QuantisedTensor) -> torch.Tensor:
     steps = _pack(integers.view(-1, depth // inputs, inputs), source.bits)
     if source.bits == 8 and source.group and source.byte_inputs:
         steps = steps ^ 128
-    words = steps.view(torch.int32)[..., 0].unflatten(0, (-1, PANEL_COLUMNS))
+    num_words = steps.shape[2]
+    words = steps.view(torch.int32).view(-1, PANEL_COLUMNS, depth // inputs, num_words)
     return words.permute(0, 2, 3, 1).contiguous()
 
 
@@ -121,11 +122,13 @@ def _pack(steps: torch.Tensor, bits: int) -> torch.Tensor:
         return steps.view(torch.uint8).unsqueeze(2)
     shifted = (steps + (1 << bits - 1)).view(torch.uint8)
     # Of each eight inputs 0, 4, 1, 5 and 2, 6, 3, 7.
-    fours = shifted.unflatten(2, (-1, 2, 4)).transpose(3, 4).flatten(2).unflatten(2, (-1, 4))
+    eights = shifted.view(*steps.shape[:2], -1, 2, 4).transpose(3, 4)
+    fours = eights.reshape(*steps.shape[:2], -1, 4)
+    first, rest = fours[:, :, :-1], fours[:, :, -1:]
     if bits == 4:
-        return fours[:, :, :1] | fours[:, :, 1:] << 4
-    pieces = [fours[:, :, 3] << 6 - 2 * i & 192 for i in range(3)]
-    return fours[:, :, :3] | torch.stack(pieces, dim=2)
+        return torch.bitwise_or(first, rest << 4)
+    pieces = [rest << 6 - 2 * i & 192 for i in range(3)]
+    return torch.bitwise_or(first, torch.cat(pieces, dim=2))
 
 
 def in_panels(numbers: torch.Tensor) -> torch.Tensor:
