@@ -112,7 +112,7 @@ def words_of(source: QuantisedTensor) -> torch.Tensor:
     if source.bits == 8 and source.group and source.byte_inputs:
         steps = steps ^ 128
     num_words = steps.shape[2]
-    words = steps.view(torch.int32).view(-1, PANEL_COLUMNS, depth // inputs, num_words)
+    words = steps.contiguous().view(torch.int32).view(-1, PANEL_COLUMNS, depth // inputs, num_words)
     return words.permute(0, 2, 3, 1).contiguous()
 
 
