@@ -9,13 +9,18 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flexinfer import SamplingParams
+from flexinfer.speculation.step_costs import StepCosts
 from helpers.engine_kit import preempt_at_random, submit
 from helpers.rank_kit import make_ranked_engine
 from helpers.tiny_models import random_prompts, reference
 
 
-def test_proposals_change_no_token_and_are_taken_back_on_all_ranks() -> None:
-    """With forced swaps, between which books are compared in every step."""
+def test_proposals_change_no_token_and_are_taken_back_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With forced swaps, between which books are compared in every step. Proposals pay, whatever
+    others do to the time of a step."""
+    monkeypatch.setattr(StepCosts, "estimate", lambda _, num, further: [1.0] * (further + 1))
     speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
     swap = {"swap_space": "4MiB", "preemption_mode": "swap"}
     engine = make_ranked_engine(speculative_config=speculation, **swap)
