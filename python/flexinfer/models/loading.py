@@ -8,6 +8,7 @@ Two gates, each with a clear refusal (`UnsupportedModelError`):
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.errors import UnsupportedModelError
@@ -124,6 +125,8 @@ def _place(
     else:
         loaded = model
         name = str(getattr(config, "name_or_path", "")) or type(loaded).__name__
+    if fill is not None:
+        _read_generation_config(loaded, name)
     check_class(type(loaded))
     module: torch.nn.Module = loaded
     if device is not None and fill is None:
@@ -151,6 +154,19 @@ def _without_weights(
         )
     byte_inputs = quantization == BYTE_INPUTS
     return open_stored(checkpoint, config, weights_dtype(config, dtype, device), byte_inputs)
+
+
+def _read_generation_config(model: PreTrainedModel, name: str) -> None:
+    """As transformers does where it reads the weights itself: a folder's generation_config.json has
+    tokens that end an answer, config.json often not all of them. A GGUF file's config has all."""
+    from transformers import GenerationConfig
+
+    from flexinfer.checkpoints.gguf import is_gguf
+
+    if is_gguf(name):
+        return
+    with suppress(OSError):  # there is none
+        model.generation_config = GenerationConfig.from_pretrained(name)
 
 
 def resolve_config(model: Any) -> Any:

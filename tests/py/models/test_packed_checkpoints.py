@@ -185,6 +185,14 @@ def test_a_bias_that_only_the_checkpoint_has_is_added(tmp_path: Path) -> None:
     assert generate(tmp_path, [list(prompt)]) == [expected]
 
 
+def test_tokens_that_end_an_answer_are_those_of_the_generation_config(tmp_path: Path) -> None:
+    """As in folders of chat models, where config.json names the end of a text alone."""
+    write_folder(tmp_path, tiny(), *CASES["gptq"])
+    assert load_model(str(tmp_path)).eos_token_ids == frozenset()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    assert load_model(str(tmp_path)).eos_token_ids == {5, 7}
+
+
 def changed(settings: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     settings = copy.deepcopy(settings)
     *outer, last = path.split("/")
