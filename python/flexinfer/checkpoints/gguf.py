@@ -1,4 +1,4 @@
-"""GgufCheckpoint: the weights of a GGUF file, and its tokenizer."""
+"""GgufCheckpoint: the weights of a GGUF file."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from flexinfer.layers.quantised import QuantisedTensor
 
 ENDING = ".gguf"
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-PRE_TOKENIZERS = {"llama-bpe", "llama3", "llama-v3", "qwen2", "deepseek-r1-qwen", "tekken", "gpt-2"}
-"""How byte-level vocabularies cut text, those that transformers does as llama.cpp."""
 
 
 def is_gguf(model: Any) -> bool:
@@ -111,18 +109,3 @@ class GgufCheckpoint(Checkpoint):
 def load_gguf_config(path: str) -> Any:
     """The config that the file describes; reads no weight. Raises UnsupportedModelError."""
     return config_of(read_header(path))
-
-
-def load_gguf_tokenizer(path: str) -> Any:
-    """The tokenizer and chat template of a file, by transformers. Raises UnsupportedModelError."""
-    from transformers import PreTrainedTokenizerFast
-
-    header = read_header(path)
-    kind, pre = (header.metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
-    if kind == "gpt2" and pre not in PRE_TOKENIZERS:
-        raise UnsupportedModelError(
-            f"{path!r} has a tokenizer that cuts text by {pre!r}; known are "
-            f"{', '.join(sorted(PRE_TOKENIZERS))}. Name another tokenizer (tokenizer=, --tokenizer)"
-        )
-    folder, name = os.path.split(os.path.abspath(path))
-    return PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=name)

@@ -125,7 +125,7 @@ def config_of(header: GgufHeader) -> Any:
         rope_parameters=_rope(values),
         tie_word_embeddings="output.weight" not in header.tensors,
         dtype=_dtype(header),
-        **_special_tokens(header.metadata),
+        **_special_tokens(header),
     )
 
 
@@ -206,10 +206,11 @@ def _rope(values: _Values) -> dict[str, Any]:
     return parameters
 
 
-def _special_tokens(metadata: dict[str, Any]) -> dict[str, Any]:
+def _special_tokens(header: GgufHeader) -> dict[str, Any]:
     """All tokens that end an answer are ends of sequence to transformers."""
+    metadata = header.metadata
     ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    ends = list(dict.fromkeys(i for i in ids if i is not None))
+    ends = list(dict.fromkeys(i for i in (*ids, *header.end_ids) if i is not None))
     return {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,

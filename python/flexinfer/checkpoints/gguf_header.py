@@ -1,8 +1,8 @@
 """GgufHeader: what a GGUF file says before its weights, read in milliseconds.
 
 The reader of the `gguf` package makes an array of each string: with a vocabulary of 128,256 it
-takes many seconds and 600 MiB. This one walks past the vocabulary. Source: docs/gguf.md of the ggml
-project.
+takes many seconds and 600 MiB. This one walks past the vocabulary, and looks for tokens of a few
+texts. Source: docs/gguf.md of the ggml project.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -50,6 +52,19 @@ BLOCKS = {
 """Numbers and bytes of a block."""
 
 
+TOKENS = "tokenizer.ggml.tokens"
+ENDS = {
+    text.encode()
+    for text in (
+        "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>",
+        "<end_of_turn>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    )
+}  # fmt: skip
+"""Tokens that end an answer, whatever else the file says: most name one of several. As llama.cpp
+has them, for models that can be read here."""
+END_LENGTHS = {len(text) for text in ENDS}
+
+
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
     """Where one tensor lies in the file, and how."""
@@ -81,6 +96,8 @@ class GgufHeader:
     metadata: dict[str, Any]
     """Of arrays of strings only how many there are."""
     tensors: dict[str, GgufTensor]
+    end_ids: tuple[int, ...] = ()
+    """Of tokens whose text, of ENDS, says that an answer ends."""
 
     @property
     def architecture(self) -> str:
@@ -90,9 +107,23 @@ class GgufHeader:
 def read_header(path: str) -> GgufHeader:
     """Raises UnsupportedModelError for a file that is none, is damaged, or has tensors of a type
     that cannot be read, each by name."""
-    try:
+    with _refusing(path):
         status = os.stat(path)
         return _read_header(path, status.st_mtime_ns, status.st_size)
+
+
+def read_texts(path: str, keys: Collection[str]) -> dict[str, list[str]]:
+    """The arrays of strings of these keys, those that there are. Raises as `read_header`."""
+    with _refusing(path):
+        metadata = _read(path, os.stat(path).st_size, keys).metadata
+    return {key: metadata[key] for key in keys if isinstance(metadata.get(key), list)}
+
+
+@contextmanager
+def _refusing(path: str) -> Iterator[None]:
+    """Failures of reading as UnsupportedModelError."""
+    try:
+        yield
     except UnsupportedModelError:
         raise
     except OSError as error:
@@ -103,19 +134,25 @@ def read_header(path: str) -> GgufHeader:
 
 @lru_cache(maxsize=2)
 def _read_header(path: str, mtime_ns: int, size_bytes: int) -> GgufHeader:
+    return _read(path, size_bytes)
+
+
+def _read(path: str, size_bytes: int, wanted: Collection[str] = ()) -> GgufHeader:
     with open(path, "rb") as file:
         if file.read(4) != MAGIC:
             raise UnsupportedModelError(f"{path!r} is no GGUF file: it does not begin with 'GGUF'")
-        return _Reader(path, file, size_bytes).header()
+        return _Reader(path, file, size_bytes, wanted).header()
 
 
 class _Reader:
     """Walks through a header; `_at` is how far."""
 
-    def __init__(self, path: str, file: BinaryIO, size_bytes: int) -> None:
-        self._path, self._size_bytes = path, size_bytes
+    def __init__(self, path: str, file: BinaryIO, size_bytes: int, wanted: Collection[str]) -> None:
+        """wanted: keys of the arrays of strings that are kept."""
+        self._path, self._size_bytes, self._wanted = path, size_bytes, wanted
         self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._at = len(MAGIC)
+        self._end_ids: list[int] = []
 
     def header(self) -> GgufHeader:
         (version,) = self._take("I")
@@ -125,7 +162,11 @@ class _Reader:
                 f"are {' and '.join(map(str, VERSIONS))}"
             )
         num_tensors, num_values = self._take("QQ")
-        metadata = {self._text(): self._value(*self._take("I")) for _ in range(num_values)}
+        metadata: dict[str, Any] = {}
+        for _ in range(num_values):
+            key = self._text()
+            (kind,) = self._take("I")
+            metadata[key] = self._value(kind, key)
         if metadata.get("split.count", 1) > 1:
             raise UnsupportedModelError(
                 f"{self._path!r} is one of {metadata['split.count']} parts of a model: join them "
@@ -142,7 +183,7 @@ class _Reader:
             if tensor.offset + tensor.size_bytes > self._size_bytes:
                 raise ValueError(f"{name} ends beyond the file")
             tensors[name] = tensor
-        return GgufHeader(self._path, metadata, tensors)
+        return GgufHeader(self._path, metadata, tensors, tuple(self._end_ids))
 
     def _type(self, name: str, kind: int) -> str:
         if kind not in TENSOR_TYPES:
@@ -159,7 +200,7 @@ class _Reader:
         kind, offset = self._take("IQ")
         return name, kind, shape, offset
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, key: str) -> Any:
         if kind == STRING:
             return self._text()
         if kind != ARRAY:
@@ -169,15 +210,22 @@ class _Reader:
             return list(self._take(f"{count}{NUMBERS[kind]}"))
         if kind != STRING:
             return self._unknown(kind)
-        for _ in range(count):
+        if key in self._wanted:
+            return [self._text() for _ in range(count)]
+        for index in range(count):
             (length,) = self._take("Q")
             self._at += length
+            if key == TOKENS and length in END_LENGTHS and self._before(length) in ENDS:
+                self._end_ids.append(index)
         return count
+
+    def _before(self, length: int) -> bytes:
+        return self._bytes[self._at - length : self._at]
 
     def _text(self) -> str:
         (length,) = self._take("Q")
         self._at += length
-        return self._bytes[self._at - length : self._at].decode()
+        return self._before(length).decode()
 
     def _take(self, form: str) -> tuple[Any, ...]:
         values = struct.unpack_from("<" + form, self._bytes, self._at)

@@ -128,7 +128,8 @@ def load_tokenizer(tokenizer: Any, model: Any) -> Any:
         return tokenizer
     from transformers import AutoTokenizer
 
-    from flexinfer.checkpoints.gguf import is_gguf, load_gguf_tokenizer
+    from flexinfer.checkpoints.gguf import is_gguf
+    from flexinfer.checkpoints.gguf_tokenizer import load_gguf_tokenizer
 
     try:
         if is_gguf(source):

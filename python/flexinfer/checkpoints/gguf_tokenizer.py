@@ -1,0 +1,177 @@
+"""The tokenizer and chat template of a GGUF file, which cuts text as llama.cpp does.
+
+    gpt2     bytes by the merges of the file, inside of the pieces that a pattern cuts
+    llama    SentencePiece: characters by the scores of what they become, spaces as "▁", one more in
+             front of the text and behind each special token
+
+Source: src/llama-vocab.cpp of llama.cpp, and vocabularies in its models/ with what they give.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flexinfer.checkpoints.gguf_header import TOKENS, GgufHeader, read_header, read_texts
+from flexinfer.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PREFIX = "tokenizer.ggml."
+MERGES = f"{PREFIX}merges"
+CONTROL, USER_DEFINED = 3, 4
+"""Types of tokens that are found in text as they stand."""
+SPACE = "\u2581"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What the name of a byte-level tokenizer says."""
+
+    pattern: str | None
+    """Of pieces that nothing is merged across; None: GPT-2's."""
+    is_begun: bool = False
+    """Whether a text begins with its special token, where the file does not say it; and whether a
+    piece that is a token becomes it without merges. Both go together in these."""
+
+
+LLAMA_3 = Cut(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    is_begun=True,
+)
+QWEN_2 = Cut(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = Cut(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    is_begun=True,
+)
+CUTS = {
+    "deepseek-r1-qwen": QWEN_2,
+    "gpt-2": Cut(None),
+    "llama-bpe": LLAMA_3,
+    "llama-v3": LLAMA_3,
+    "llama3": LLAMA_3,
+    "qwen2": QWEN_2,
+    "tekken": TEKKEN,
+}
+"""Those that are known, by `tokenizer.ggml.pre`."""
+NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+OTHER = "Name another tokenizer (tokenizer=, --tokenizer)"
+
+
+def load_gguf_tokenizer(path: str) -> Any:
+    """A tokenizer of transformers. Raises UnsupportedModelError for one that is not known."""
+    from transformers import PreTrainedTokenizerFast
+
+    header = read_header(path)
+    cut = _cut_of(header)
+    texts = read_texts(path, (TOKENS, MERGES))
+    tokens = texts.get(TOKENS, [])
+    if cut is None:
+        tokenizer = _sentencepiece(header, tokens)
+    else:
+        tokenizer = _byte_level(tokens, texts.get(MERGES, []), cut)
+    special = _add_whole(tokenizer, tokens, header.metadata.get(f"{PREFIX}token_type", []))
+    named = _named(header.metadata, tokens)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        add_bos_token=header.metadata.get(f"{PREFIX}add_bos_token", cut is None or cut.is_begun),
+        add_eos_token=header.metadata.get(f"{PREFIX}add_eos_token", False),
+        extra_special_tokens=[token for token in special if token not in named.values()],
+        chat_template=header.metadata.get("tokenizer.chat_template"),
+        **named,
+    )
+
+
+def _cut_of(header: GgufHeader) -> Cut | None:
+    """None: SentencePiece, which cuts nothing."""
+    kind, pre = (str(header.metadata.get(PREFIX + name)) for name in ("model", "pre"))
+    if kind == "llama":
+        return None
+    if kind != "gpt2":
+        raise UnsupportedModelError(
+            f"{header.path!r} has a tokenizer of the kind {kind!r}; known are 'gpt2' and 'llama'. "
+            f"{OTHER}"
+        )
+    if pre not in CUTS:
+        raise UnsupportedModelError(
+            f"{header.path!r} has a tokenizer that cuts text by {pre!r}; known are "
+            f"{', '.join(sorted(CUTS))}. {OTHER}"
+        )
+    return CUTS[pre]
+
+
+def _byte_level(tokens: list[str], merges: list[str], cut: Cut) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    model = models.BPE(_ids(tokens), pairs, ignore_merges=cut.is_begun)
+    tokenizer = Tokenizer(model)
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.pattern is None)
+    if cut.pattern is None:
+        tokenizer.pre_tokenizer = to_bytes
+    else:
+        split = pre_tokenizers.Split(Regex(cut.pattern), behavior="isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(header: GgufHeader, tokens: list[str]) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = header.metadata.get(f"{PREFIX}scores", [])
+    merges = _merges(tokens, scores)
+    tokenizer = Tokenizer(models.BPE(_ids(tokens), merges, fuse_unk=True, byte_fallback=True))
+    spaces: list[Any] = [normalizers.Replace(" ", SPACE)]
+    steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if header.metadata.get(f"{PREFIX}add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend(SPACE))
+        steps.append(decoders.Strip(" ", left=1))
+    tokenizer.normalizer = normalizers.Sequence(spaces)
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+    """What becomes one token, the best first: all ways to cut each in two."""
+    ids = _ids(tokens)
+    found = []
+    for token, score in zip(tokens, scores, strict=True):
+        for at in range(1, len(token)):
+            left, right = token[:at], token[at:]
+            if left in ids and right in ids:
+                found.append((-score, -at, ids[left], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _ids(tokens: list[str]) -> dict[str, int]:
+    return {token: number for number, token in enumerate(tokens)}
+
+
+def _add_whole(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> list[str]:
+    """Have tokens found as they stand that no merges lead to. Returns the special ones."""
+    from tokenizers import AddedToken
+
+    found: dict[int, list[str]] = {CONTROL: [], USER_DEFINED: []}
+    for token, kind in zip(tokens, types, strict=False):
+        if kind in found and token:
+            found[kind].append(token)
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in found[CONTROL]])
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in found[USER_DEFINED]])
+    return found[CONTROL]
+
+
+def _named(metadata: dict[str, Any], tokens: list[str]) -> dict[str, str | None]:
+    """transformers' names of special tokens -> what they are."""
+    ids = {name: metadata.get(f"{PREFIX}{key}_token_id") for name, key in NAMED.items()}
+    return {
+        name: tokens[number] if number is not None and number < len(tokens) else None
+        for name, number in ids.items()
+    }

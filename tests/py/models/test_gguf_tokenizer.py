@@ -1,0 +1,156 @@
+"""Tokenizers of GGUF files: as llama.cpp cuts text, whatever the file leaves unsaid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+gguf = pytest.importorskip("gguf")
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from flexinfer.checkpoints.gguf_tokenizer import load_gguf_tokenizer
+from flexinfer.errors import UnsupportedModelError
+from flexinfer.models.loading import load_config
+from helpers.gguf_files import add_sizes, finish
+from helpers.gguf_models import CONFIGS
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+BEGIN, USER, END = "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜end▁of▁sentence｜>"
+BYTE_TOKENS = {
+    **dict.fromkeys(bytes_to_unicode().values(), NORMAL),
+    **dict.fromkeys(["he", "ll", "hello"], NORMAL),
+    **dict.fromkeys([BEGIN, END, "<|eot_id|>"], CONTROL),
+    USER: USER_DEFINED,
+}
+"""What tokens are of which type. No merges lead to "hello"."""
+PIECES = {"<unk>": UNKNOWN, "<s>": CONTROL, "</s>": CONTROL, "<|im_end|>": CONTROL}
+PIECES |= {f"<0x{byte:02X}>": BYTE for byte in range(256)}
+PIECES |= dict.fromkeys(["▁", "h", "i", "hi", "▁hi", "▁h"], NORMAL)
+SCORES = {"hi": -1.0, "▁hi": -2.0, "▁h": -3.0}
+
+
+def write(path: Path, tokens: Mapping[str, int], **values: Any) -> str:
+    """A file of sizes and a tokenizer, which the values describe."""
+    writer = gguf.GGUFWriter(path, "llama")
+    add_sizes(writer, CONFIGS["llama"]())
+    writer.add_token_list(list(tokens))
+    writer.add_token_types(list(tokens.values()))
+    for key, value in values.items():
+        name = f"tokenizer.ggml.{key}"
+        if isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        else:
+            writer.add_array(name, value)
+    writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 256), np.float32))
+    finish(writer)
+    return str(path)
+
+
+def byte_level(path: Path, **values: Any) -> str:
+    ids = {token: number for number, token in enumerate(BYTE_TOKENS)}
+    own = {"model": "gpt2", "pre": "llama-bpe", "merges": ["h e", "l l"]}
+    ends = {"bos_token_id": ids[BEGIN], "eos_token_id": ids[END]}
+    return write(path, BYTE_TOKENS, **{**own, **ends, **values})
+
+
+def sentencepiece(path: Path, **values: Any) -> str:
+    scores = [SCORES.get(piece, -9.0) for piece in PIECES]
+    own = {"model": "llama", "pre": "default", "scores": scores}
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    return write(path, PIECES, **{**own, **ends, **values})
+
+
+def cut(path: str, text: str, add_special_tokens: bool = False) -> list[str]:
+    tokenizer = load_gguf_tokenizer(path)
+    ids = tokenizer(text, add_special_tokens=add_special_tokens).input_ids
+    assert tokenizer.decode(ids) == text or add_special_tokens or text.startswith("<s>")
+    return [str(token) for token in tokenizer.convert_ids_to_tokens(ids)]
+
+
+@pytest.mark.parametrize(
+    ("values", "begins"),
+    [
+        ({}, True),
+        ({"pre": "tekken"}, True),
+        ({"pre": "qwen2"}, False),
+        ({"pre": "qwen2", "add_bos_token": True}, True),
+        ({"add_bos_token": False}, False),
+    ],
+)
+def test_a_text_begins_as_the_file_or_the_name_of_its_tokenizer_says(
+    values: dict[str, Any], begins: bool, tmp_path: Path
+) -> None:
+    """Most files of Llama 3 do not say it."""
+    tokens = cut(byte_level(tmp_path / "model.gguf", **values), "he", add_special_tokens=True)
+    assert tokens == ([BEGIN] if begins else []) + ["he"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "tokens"), [("llama-bpe", ["hello"]), ("qwen2", ["he", "ll", "o"])]
+)
+def test_a_piece_that_is_a_token_needs_no_merges_in_some(
+    pre: str, tokens: list[str], tmp_path: Path
+) -> None:
+    assert cut(byte_level(tmp_path / "model.gguf", pre=pre), "hello") == tokens
+
+
+def test_special_tokens_of_any_letters_are_found_in_text(tmp_path: Path) -> None:
+    """DeepSeek's, which were spelled in bytes, and a token beyond the vocabulary began a text."""
+    path = byte_level(tmp_path / "model.gguf")
+    tokenizer = load_gguf_tokenizer(path)
+    assert len(tokenizer) == len(BYTE_TOKENS)
+    assert tokenizer.bos_token_id == list(BYTE_TOKENS).index(BEGIN)
+    assert cut(path, f"{BEGIN}{USER}hello") == [BEGIN, USER, "hello"]
+    special = tokenizer([f"{BEGIN}{USER}he"], add_special_tokens=False).input_ids[0]
+    assert tokenizer.decode(special, skip_special_tokens=True) == f"{USER}he"
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("hi", ["▁hi"]),
+        (" hi", ["▁", "▁hi"]),
+        ("  hi", ["▁", "▁", "▁hi"]),
+        ("<s>hi", ["<s>", "▁hi"]),
+        ("é", ["▁", "<0xC3>", "<0xA9>"]),
+    ],
+)
+def test_sentencepiece_has_a_space_in_front_of_a_text_and_behind_special_tokens(
+    text: str, tokens: list[str], tmp_path: Path
+) -> None:
+    assert cut(sentencepiece(tmp_path / "model.gguf"), text) == tokens
+
+
+def test_sentencepiece_has_no_such_space_where_the_file_says_so(tmp_path: Path) -> None:
+    path = sentencepiece(tmp_path / "model.gguf", add_space_prefix=False)
+    assert cut(path, "hi") == ["hi"]
+    assert cut(path, " hi") == ["▁hi"]
+
+
+def test_all_tokens_end_an_answer_whose_text_says_so(tmp_path: Path) -> None:
+    """Files name one of several: the end of a text, where a chat's turns end by another."""
+    path = byte_level(tmp_path / "bytes.gguf")
+    ids = [list(BYTE_TOKENS).index(token) for token in (END, "<|eot_id|>")]
+    assert load_config(path).eos_token_id == ids
+    assert load_config(sentencepiece(tmp_path / "pieces.gguf")).eos_token_id == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [({"pre": "klingon"}, "'klingon'.*Name another tokenizer"), ({"model": "t5"}, "kind 't5'")],
+)
+def test_tokenizers_that_are_not_known_are_refused(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_gguf_tokenizer(byte_level(tmp_path / "model.gguf", **values))
