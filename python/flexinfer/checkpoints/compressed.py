@@ -16,6 +16,7 @@ import torch
 from flexinfer.checkpoints.packed import (
     PackedCheckpoint,
     Settings,
+    check_groups,
     refuse_other,
     unpack,
     with_zeros,
@@ -35,16 +36,15 @@ class CompressedCheckpoint(PackedCheckpoint):
 
     def __init__(self, files: TensorFiles, settings: Settings) -> None:
         own = _only_group(settings)
+        self._has_byte_inputs = own.get("input_activations") is not None
         kind = own.get("format") or settings.get("format")
-        self._is_packed = (
-            refuse_other({"format": kind}, METHOD, "format", (PACKED, PLAIN)) == PACKED
-        )
+        known = (PLAIN,) if self._has_byte_inputs else (PACKED, PLAIN)
+        self._is_packed = refuse_other({"format": kind}, METHOD, "format", known) == PACKED
         self.mark = "weight_packed" if self._is_packed else "weight"  # type: ignore[misc]
         weights = own["weights"]
         self._bits: int = refuse_other(
             weights, METHOD, "num_bits", (8, 4) if self._is_packed else (8,)
         )
-        self._has_byte_inputs = own.get("input_activations") is not None
         _check_settings(settings, own)
         super().__init__(files)
 
@@ -68,6 +68,7 @@ class CompressedCheckpoint(PackedCheckpoint):
         scales = self._part(path, "weight_scale").float()
         scales = scales.view(len(scales), -1)
         if self._has_byte_inputs:
+            check_groups(numbers, scales, scales[:, :1])
             return QuantisedTensor(numbers, scales, None, 8, 0, byte_inputs=True)
         if self._is_packed:
             numbers = unpack(numbers, self._bits).flatten(1)
@@ -81,7 +82,7 @@ class CompressedCheckpoint(PackedCheckpoint):
             return torch.zeros(scales.shape, dtype=torch.int32)
         zeros = self._files.read(name)
         if zeros.dtype != torch.int32:
-            return zeros.view(scales.shape).int()
+            return zeros.view(len(zeros), -1).int()
         middle = 1 << (self._bits - 1)
         zeros = unpack(zeros.T, self._bits).flatten(1).T[: len(scales)]
         return zeros.int() - middle

@@ -54,7 +54,11 @@ class PackedCheckpoint(Checkpoint):
         return self._files.read(name)
 
     def read_quantised(self, name: str) -> QuantisedTensor:
-        return self._read_layer(name.rpartition(".")[0])
+        path = name.rpartition(".")[0]
+        try:
+            return self._read_layer(path)
+        except ValueError as error:
+            raise UnsupportedModelError(f"{path} cannot be read: {error}") from error
 
     def _is_layer(self, path: str) -> bool:
         return True
@@ -75,7 +79,8 @@ class PackedCheckpoint(Checkpoint):
         """Raises UnsupportedModelError for what cannot be read."""
 
     @abstractmethod
-    def _read_layer(self, path: str) -> QuantisedTensor: ...
+    def _read_layer(self, path: str) -> QuantisedTensor:
+        """Raises ValueError for parts that do not go together."""
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -90,7 +95,8 @@ def with_zeros(
     numbers: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, bits: int
 ) -> QuantisedTensor:
     """Of (numbers - zeros) * scales. numbers: uint8 [outputs, inputs]; zeros: integers, and scales
-    [outputs, groups]."""
+    [outputs, groups]. Raises ValueError for other shapes."""
+    check_groups(numbers, scales, zeros)
     middle = 1 << (bits - 1)
     offsets = middle - zeros.int()
     scales = scales.float().contiguous()
@@ -98,6 +104,16 @@ def with_zeros(
     minimums = scales * offsets if bool(offsets.any()) else None
     group = numbers.shape[1] // scales.shape[1]
     return QuantisedTensor(integers.contiguous(), scales, minimums, bits, group)
+
+
+def check_groups(numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> None:
+    """Raises ValueError for shapes that do not go together: some torch would stretch."""
+    (outputs, inputs), (rows, groups) = numbers.shape, scales.shape
+    if rows != outputs or not groups or inputs % groups or zeros.shape != scales.shape:
+        raise ValueError(
+            f"scales {list(scales.shape)} and zero points {list(zeros.shape)} do not go with a "
+            f"weight {list(numbers.shape)}"
+        )
 
 
 def refuse_other(settings: Settings, method: str, name: str, known: tuple[Any, ...]) -> Any:

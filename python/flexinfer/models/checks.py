@@ -76,6 +76,17 @@ def check_complete(model_class: Any, missing: Collection[str]) -> None:
         )
 
 
+def check_plain(name: str, unexpected: Collection[str]) -> None:
+    """Refuse scales beside weights where the config says nothing of quantised ones: transformers
+    would take integers for weights."""
+    scales = [key for key in unexpected if key.rpartition(".")[2].startswith("weight_scale")]
+    if scales:
+        raise UnsupportedModelError(
+            f"model {name!r} has {listed(scales)}, as quantised weights have, and no "
+            "quantization_config in its config.json that says in which way they are"
+        )
+
+
 def listed(names: Collection[str]) -> str:
     """The first three by name, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.errors import UnsupportedModelError
-from flexinfer.models.checks import check_class, check_complete, check_config
+from flexinfer.models.checks import check_class, check_complete, check_config, check_plain
 from flexinfer.models.describe import LoadedModel, describe
 
 if TYPE_CHECKING:
@@ -223,6 +223,7 @@ def _load_weights(name: str, config: Any, dtype: Any, device: str) -> PreTrained
         ) from error
     model: PreTrainedModel = loaded[0]
     check_complete(type(model), loaded[1]["missing_keys"])
+    check_plain(name, loaded[1]["unexpected_keys"])
     return model
 
 

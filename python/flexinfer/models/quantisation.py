@@ -26,6 +26,8 @@ def open_checkpoint(name: str, config: Any) -> Checkpoint | None:
     if is_gguf(name):
         return GgufCheckpoint(name)
     settings = getattr(config, "quantization_config", None)
+    if settings is None:  # early compressed-tensors
+        settings = getattr(config, "compression_config", None)
     if settings is None:
         return None
     method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method

@@ -193,6 +193,52 @@ def test_tokens_that_end_an_answer_are_those_of_the_generation_config(tmp_path: 
     assert load_model(str(tmp_path)).eos_token_ids == {5, 7}
 
 
+def test_the_key_of_early_compressed_tensors_is_read(tmp_path: Path) -> None:
+    """Its integers were taken for weights."""
+    written = write_folder(tmp_path, tiny(), *CASES["compressed 8 bits"])
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(
+        text.replace('"quantization_config"', '"compression_config"')
+    )
+    prompt = random_prompts((20,))[0]
+    expected = continue_prompt(written, tuple(prompt), NUM_TOKENS)
+    assert generate(tmp_path, [prompt]) == [expected]
+
+
+def test_scales_that_the_config_says_nothing_of_are_refused(tmp_path: Path) -> None:
+    settings = compressed_settings(BYTES, INPUTS, "int-quantized")
+    write_folder(tmp_path, tiny(), settings, fixed(0, 8, True), compressed_bytes)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"weight_scale.*no quantization_config"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "rows"),
+    [
+        ("gptq", "qzeros", 1),
+        ("gptq", "scales", 1),
+        ("awq", "scales", 1),
+        ("compressed", "weight_scale", 32),
+        ("compressed asymmetric", "weight_zero_point", 4),
+    ],
+)
+def test_parts_of_other_sizes_than_their_weight_are_refused_by_name(
+    case: str, part: str, rows: int, tmp_path: Path
+) -> None:
+    write_folder(tmp_path, tiny(), *CASES[case])
+    name = f"model.layers.0.self_attn.q_proj.{part}"
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[name] = tensors[name][:rows].clone()
+    for key in [key for key in tensors if key.endswith("g_idx")]:
+        del tensors[key]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"0\.self_attn\.q_proj cannot be read: scales"):
+        load_model(str(tmp_path))
+
+
 def changed(settings: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     settings = copy.deepcopy(settings)
     *outer, last = path.split("/")
@@ -226,6 +272,7 @@ OWN = "config_groups/group_0"
         (changed(W8, f"{OWN}/input_activations/dynamic", False), "dynamic = False"),
         (changed(W8, f"{OWN}/input_activations/symmetric", False), "symmetric = False"),
         (changed(W8, f"{OWN}/weights/strategy", "tensor"), "strategy = 'tensor'"),
+        (changed(W8, "format", "pack-quantized"), "format = 'pack-quantized'.*: 'int-quantized'"),
     ],
 )
 def test_what_is_not_known_is_refused_before_any_tensor_is_read(
