@@ -77,6 +77,11 @@ class GgufCheckpoint(Checkpoint):
         tensor = self._header.tensors.get(ROPE_FACTORS)
         if tensor is None:
             return
+        if tensor.type not in FLOATS or tensor.shape != (self._config.head_dim // 2,):
+            raise UnsupportedModelError(
+                f"{ROPE_FACTORS} is {tensor.type} {list(tensor.shape)}, where the model has "
+                f"{self._config.head_dim // 2} frequencies"
+            )
         factors = self._bytes(tensor).view(FLOATS[tensor.type])
         for name, buffer in model.named_buffers():
             if name.endswith("inv_freq"):

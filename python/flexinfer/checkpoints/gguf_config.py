@@ -171,13 +171,18 @@ class _Values:
         self._header, self._prefix = header, header.architecture + "."
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self._header.metadata.get(self._prefix + key, default)
+        """Raises UnsupportedModelError for a value for each layer."""
+        value = self._header.metadata.get(self._prefix + key, default)
+        if isinstance(value, list):
+            raise UnsupportedModelError(
+                f"{self._header.path!r} has one for each layer of {self._prefix}{key}"
+            )
+        return value
 
     def need(self, key: str) -> Any:
         value = self.get(key)
-        if value is None or isinstance(value, list):
-            wrong = "no" if value is None else "one for each layer of"
-            raise UnsupportedModelError(f"{self._header.path!r} has {wrong} {self._prefix}{key}")
+        if value is None:
+            raise UnsupportedModelError(f"{self._header.path!r} has no {self._prefix}{key}")
         return value
 
     def refuse(self, key: str, known: str) -> NoReturn:
@@ -198,7 +203,9 @@ class _Values:
 
 def _rope(values: _Values) -> dict[str, Any]:
     parameters = {"rope_type": "default", "rope_theta": float(values.get("rope.freq_base", 1e4))}
-    kind = values.get("rope.scaling.type", "none")
+    # A factor alone is of linear scaling, as llama.cpp reads it.
+    unsaid = "none" if values.get("rope.scaling.factor") is None else "linear"
+    kind = values.get("rope.scaling.type", unsaid)
     if kind == "linear":
         parameters |= {"rope_type": "linear", "factor": values.need("rope.scaling.factor")}
     elif kind != "none":

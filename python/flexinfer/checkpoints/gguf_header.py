@@ -128,7 +128,7 @@ def _refusing(path: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise UnsupportedModelError(f"model file {path!r} cannot be read: {error}") from error
-    except (struct.error, ValueError) as error:
+    except (struct.error, ValueError, TypeError, ArithmeticError) as error:
         raise UnsupportedModelError(f"{path!r} is a damaged GGUF file: {error}") from error
 
 

@@ -119,11 +119,13 @@ def test_frequencies_that_the_file_stretches(tmp_path: Path) -> None:
     assert generate(path, prompts) == expected(written, prompts)
 
 
-def test_linear_scaling_of_positions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [{"rope.scaling.type": "linear"}, {}])
+def test_linear_scaling_of_positions(kind: dict[str, str], tmp_path: Path) -> None:
+    """A factor alone says it, too."""
     path = tmp_path / "model.gguf"
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
     model = draw_model(CONFIGS["llama"](rope_parameters=rope))
-    extra = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    extra = {**kind, "rope.scaling.factor": 4.0}
     written = write_gguf(path, model, same(Type.Q8_0), extra)
     prompts = random_prompts((40,))
     assert generate(path, prompts) == expected(written, prompts)
@@ -226,6 +228,21 @@ def test_experts_are_quantised_as_in_the_file(name: str, tmp_path: Path) -> None
     # Q4_K has scales and minimums of a byte for 32 inputs, Q6_K scales for 16; of a block 16 bits.
     assert experts.nbytes * 16 == 2 * numbers * 9.25 + numbers * 13.125
     assert not any(parameter.is_meta for parameter in loaded.parameters())
+
+
+def test_values_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", draw_model(CONFIGS["llama"]())
+    writer = writer_of(path, model)
+    writer.add_tensor("rope_freqs.weight", torch.ones(7).numpy())
+    add_weights(writer, model, same(Type.Q8_0))
+    finish(writer)
+    with pytest.raises(UnsupportedModelError, match=r"F32 \[7\], where the model has 32"):
+        load_model(str(path))
+    writer = writer_of(path, model, {"attention.head_count_kw": 1.0})
+    writer.add_uint32("general.alignment", 0)
+    finish(writer)
+    with pytest.raises(UnsupportedModelError, match="is a damaged GGUF file"):
+        load_model(str(path))
 
 
 def rename(path: Path, old: str, new: str) -> None:
