@@ -111,9 +111,21 @@ class PeftFolder:
         if unknown:
             raise RequestError(f"{self._who} has {', '.join(sorted(unknown))}: not supported")
         for field in ("r", "lora_alpha"):
-            value = config.get(field)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-                raise RequestError(f"{self._who}: {field} must be a positive number, got {value!r}")
+            self._check_number(field, config.get(field))
+        alphas = config.get("alpha_pattern") or {}
+        if not isinstance(alphas, dict):
+            raise RequestError(f"{self._who}: alpha_pattern must be a mapping, got {alphas!r}")
+        for pattern, value in alphas.items():
+            self._check_number(f"alpha_pattern of {pattern!r}", value)
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise RequestError(f"{self._who}: alpha_pattern {pattern!r}: {error}") from None
+
+    def _check_number(self, field: str, value: Any) -> None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise RequestError(f"{self._who}: {field} must be a positive number, got {value!r}")
 
     def _check_tensors(self, max_rank: int) -> list[str]:
         """Paths of the layers that it has products for."""
