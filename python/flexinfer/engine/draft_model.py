@@ -73,6 +73,13 @@ class DraftModel:
         self._max_len = max_len
         self._max_step_tokens = max_step_tokens
         self._held: dict[Request, _Held] = {}
+        self._caught_up = False
+
+    @property
+    def caught_up(self) -> bool:
+        """The last `propose` had more than the last tokens of a request to compute: its prompt, or
+        an answer that went on without proposals."""
+        return self._caught_up
 
     def outlook(self, request: Request, most: int) -> Outlook:
         return Outlook(max(0, min(most, self._max_len - request.num_tokens)))
@@ -151,6 +158,7 @@ class DraftModel:
                 held.num_computed = end
             if is_ready:
                 ready[request] = i
+        self._caught_up = bool(rows)
         if rows:
             self._compute(rows)
         return ready

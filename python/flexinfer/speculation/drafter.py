@@ -25,6 +25,12 @@ class Outlook:
 class Drafter(Protocol):
     """Not thread-safe."""
 
+    @property
+    def caught_up(self) -> bool:
+        """Whether the last `propose` did work for a first time too, such as reading a prompt: how
+        long it took does not tell what proposals cost."""
+        ...
+
     def outlook(self, request: Request, most: int) -> Outlook:
         """For at most `most` tokens."""
         ...
@@ -42,6 +48,9 @@ class Drafter(Protocol):
 
 class NgramDrafter:
     """What followed the last tokens of a request where they stood before."""
+
+    caught_up = False
+    """Reading a prompt is cheap."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._lengths = shortest, longest

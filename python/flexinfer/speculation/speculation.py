@@ -80,6 +80,8 @@ class Speculation:
             logger.exception("proposing tokens has failed: this engine speculates no more")
             self._is_off = True
             return
+        if any(lengths) and self._drafter.caught_up:
+            self._num_further = None
         if drafted and self._extend(drafted.values()):
             for i, item in drafted.items():
                 batch.items[i] = item

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,13 @@ from flexinfer import LLM, LLMEngine, SamplingParams
 from flexinfer.engine.draft_model import DraftModel
 from flexinfer.speculation.step_costs import StepCosts
 from helpers.engine_kit import check, drain, make_engine, preempt_at_random, submit
-from helpers.tiny_models import make_model, random_prompts, reference
+from helpers.tiny_models import (
+    make_model,
+    make_tokenizer,
+    random_prompts,
+    reference,
+    save_chat_model,
+)
 
 NUM_NEW = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW)
@@ -193,6 +201,74 @@ def test_another_vocabulary_is_refused_before_weights_are_read(
     monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ValueError, match="has a vocabulary of 77 tokens, the model one of"):
         drafting(other)
+
+
+def small_folder(path: Path, *, tokenizer: Any = None) -> Path:
+    """A draft of two layers for `save_chat_model`'s model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=270, num_hidden_layers=2, eos_token_id=1, **sizes)
+    LlamaForCausalLM(config).save_pretrained(path)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
+    return path
+
+
+def with_draft(folder: str, draft: Path, **settings: Any) -> LLM:
+    config = {"method": "draft_model", "num_speculative_tokens": 2, "model": draft}
+    return LLM(folder, kv_cache_memory_bytes="8MiB", speculative_config=config, **settings)
+
+
+def test_another_tokenizer_is_refused_of_a_path_as_of_its_name(tmp_path: Path) -> None:
+    folder = save_chat_model(tmp_path / "model")
+    other = copy.deepcopy(make_tokenizer())
+    other.add_special_tokens({"additional_special_tokens": ["<other>"]})
+    draft = small_folder(tmp_path / "draft", tokenizer=other)
+    with pytest.raises(ValueError, match="draft' has another tokenizer than the model"):
+        with_draft(folder, draft)
+
+
+def test_a_draft_of_weights_alone_proposes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    draft = small_folder(tmp_path / "draft")
+    with with_draft(save_chat_model(tmp_path / "model"), draft) as llm:
+        llm.generate("hello", SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+        stats = llm.llm_engine.stats().speculation
+    assert stats is not None
+    assert stats.num_drafts > 0
+    assert "draft' has no tokenizer that can be loaded" in caplog.text
+
+
+def test_a_layout_of_the_model_is_not_asked_of_a_draft_with_fewer_layers(tmp_path: Path) -> None:
+    folder = save_chat_model(tmp_path / "model")
+    with with_draft(folder, small_folder(tmp_path / "draft"), layers_per_plane=4) as llm:
+        assert draft_of(llm.llm_engine).manager.spec.num_layers == 2
+
+
+def test_to_catch_up_with_a_prompt_is_not_what_proposals_cost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a long prompt would end proposals for as long as its cost is believed."""
+    observe, observed = StepCosts.observe, []
+
+    def note(self: StepCosts, num_requests: int, num_further: int, step_us: float) -> None:
+        observed.append(num_further)
+        observe(self, num_requests, num_further, step_us)
+
+    monkeypatch.setattr(StepCosts, "observe", note)
+    engine = drafting()
+    submit(engine, PROMPTS[:1], GREEDY)
+    engine.step()  # the prompt, of the model
+    engine.step()  # and of the draft
+    stats = engine.stats().speculation
+    assert stats is not None
+    assert stats.num_drafts == 1
+    assert observed == []
+    engine.step()
+    assert observed == [3]
+    engine.close()
 
 
 def test_requests_longer_than_the_draft_knows_are_not_drafted(
