@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from flexinfer.errors import UnsupportedModelError
 from flexinfer.memory.budget import KVMemory
 from flexinfer.memory.kv_groups import kv_spec
 from flexinfer.memory.kv_setup import make_manager
@@ -14,11 +17,12 @@ if TYPE_CHECKING:
     from flexinfer.engine.draft_model import DraftModel
     from flexinfer.models.describe import LoadedModel
 
+logger = logging.getLogger(__name__)
+
 
 def check_draft(config: EngineConfig, tokenizer: Any | None) -> None:
     """Whether the two models speak of the same tokens. Reads no weights; raises ValueError or
     UnsupportedModelError."""
-    from flexinfer.engine.inputs import load_tokenizer
     from flexinfer.models.loading import resolve_config
 
     speculation = config.speculation
@@ -38,11 +42,27 @@ def check_draft(config: EngineConfig, tokenizer: Any | None) -> None:
             f"the draft model {_name(speculation.model)} has a vocabulary of {sizes[1]} tokens, "
             f"the model one of {sizes[0]}: what it proposes would mean something else"
         )
-    if tokenizer is None or not isinstance(speculation.model, str):
+    if tokenizer is not None and isinstance(speculation.model, (str, os.PathLike)):
+        _check_tokenizer(speculation.model, tokenizer)
+
+
+def _check_tokenizer(model: str | os.PathLike[str], tokenizer: Any) -> None:
+    """A folder without one, as of weights alone, is taken at its vocabulary's size: what it
+    proposes is verified whatever it means."""
+    from flexinfer.engine.inputs import load_tokenizer
+
+    try:
+        own = load_tokenizer(None, model)
+    except UnsupportedModelError:
+        logger.warning(
+            "the draft model %s has no tokenizer that can be loaded: its tokens are taken to be "
+            "the model's",
+            _name(model),
+        )
         return
-    if load_tokenizer(None, speculation.model).get_vocab() != tokenizer.get_vocab():
+    if own.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
-            f"the draft model {_name(speculation.model)} has another tokenizer than the model: "
+            f"the draft model {_name(model)} has another tokenizer than the model: "
             "what it proposes would mean something else"
         )
 
@@ -94,6 +114,7 @@ def make_draft_model(
         preemption_mode="recompute",
         prefix_cache_memory=None,
         kv_cache_dtype="auto",
+        layers_per_plane=None,  # of the model's layers, not of these
     )
     manager = make_manager(settings, draft, max_len, memory)
     try:
@@ -107,4 +128,4 @@ def make_draft_model(
 
 
 def _name(model: Any) -> str:
-    return repr(model) if isinstance(model, str) else type(model).__name__
+    return repr(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else type(model).__name__
