@@ -1,8 +1,8 @@
 """EngineThread: an LLMEngine that runs in a thread of its own.
 
 A caller hands over a function, which the thread calls between two
-steps. With nothing to compute the thread sleeps in its queue: no polling. Once it has slept a
-while, what malloc keeps free for the next step goes back to the system.
+steps. With nothing to compute the thread sleeps in its queue: no polling. A while after the last
+step what malloc keeps free for the next one goes back to the system.
 
 Thread-safety: all methods may be called from any thread. Callbacks are called in the engine's
 thread and must not block.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -56,7 +57,7 @@ class EngineThread:
         self._engine = engine
         self._callbacks: dict[str, Callback] = {}
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
-        self._keeps_memory = False
+        self._return_at_s: float | None = None  # when memory goes back; None: it has gone
         self._lock = threading.Lock()  # orders the last command before the end
         self._ended: EngineDeadError | None = None
         self._thread = threading.Thread(target=self._serve, name=THREAD_NAME, daemon=True)
@@ -158,17 +159,17 @@ class EngineThread:
             engine.check_ranks()
 
     def _wait_for_command(self) -> Command | None:
-        if self._keeps_memory:
+        """IDLE_S after the last step memory goes back, however often others ask meanwhile."""
+        if self._return_at_s is not None:
             with suppress(Empty):
-                return self._commands.get(timeout=IDLE_S)
+                return self._commands.get(timeout=max(0.0, self._return_at_s - time.monotonic()))
             return_freed_memory()
-            self._keeps_memory = False
+            self._return_at_s = None
         return self._commands.get()
 
     def _step(self) -> None:
         """One step. One that fails ends its own requests; if it ended none, it would fail for
         ever, and the error goes on."""
-        self._keeps_memory = True
         try:
             outputs = self._engine.step()
         except EngineDeadError:
@@ -182,6 +183,7 @@ class EngineThread:
                 self._tell(request_id, _step_error(request_id, error), last=True)
         else:
             self._deliver(outputs)
+        self._return_at_s = time.monotonic() + IDLE_S
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

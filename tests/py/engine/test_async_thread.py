@@ -81,6 +81,25 @@ def test_memory_of_steps_goes_back_once_after_a_while_without_work(
     with_llm(scenario)
 
 
+def test_calls_that_are_no_steps_do_not_put_off_the_return_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of who looks at its numbers more often than it would have to be idle."""
+    returned: SimpleQueue[None] = SimpleQueue()
+    monkeypatch.setattr(thread, "IDLE_S", 0.2)
+    monkeypatch.setattr(thread, "return_freed_memory", lambda: returned.put(None))
+
+    async def scenario(llm: AsyncLLM) -> None:
+        await last(llm.generate([1, 2, 3], GREEDY))
+        until_s = time.monotonic() + 60
+        while returned.empty():
+            assert time.monotonic() < until_s
+            await llm.call(lambda engine: engine.stats())
+            await asyncio.sleep(0.02)
+
+    with_llm(scenario)
+
+
 def test_a_caller_whose_loop_is_gone_is_forgotten() -> None:
     llm = AsyncLLM(make_model("llama"), **SETTINGS)
 
