@@ -121,7 +121,14 @@ def make_draft_model(
         unused = GrammarCompiler(None, draft.vocab_size, draft.eos_token_ids)
         runner = ModelRunner(draft, manager, config.attention_backend, config.seed, unused)
         max_step_tokens = config.scheduler_config(max_model_len).max_num_batched_tokens
-        return DraftModel(manager, runner, max_len, max_step_tokens, share)
+        return DraftModel(
+            manager,
+            runner,
+            max_len,
+            max_step_tokens,
+            share,
+            caches_prefixes=config.enable_prefix_caching,
+        )
     except BaseException:
         manager.close()
         raise

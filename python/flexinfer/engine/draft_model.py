@@ -64,14 +64,17 @@ class DraftModel:
         max_len: int,
         max_step_tokens: int,
         share: float,
+        *,
+        caches_prefixes: bool = True,
     ) -> None:
         """max_len: most tokens of a request; longer ones are not drafted. share: of all KV memory,
-        the part of this model."""
+        the part of this model. caches_prefixes: what ended requests leave is kept for others."""
         self.manager = manager
         self._share = share
         self._runner = runner
         self._max_len = max_len
         self._max_step_tokens = max_step_tokens
+        self._caches_prefixes = caches_prefixes
         self._held: dict[Request, _Held] = {}
         self._caught_up = False
 
@@ -108,10 +111,12 @@ class DraftModel:
     def forget(self, ended: Iterable[Request]) -> None:
         for request in ended:
             held = self._held.pop(request, None)
-            if held is not None:
+            if held is None:
+                continue
+            if self._caches_prefixes:
                 self._truncate(request, held)
                 held.vtensor.record_prefix(request.token_array[: held.num_computed])
-                held.vtensor.release()
+            held.vtensor.release()
 
     def release_all(self) -> None:
         """Forget everything, and give all memory back: before sleep, or another budget."""

@@ -128,6 +128,16 @@ def test_the_next_turn_and_its_fork_share_what_the_draft_has_computed() -> None:
     engine.close()
 
 
+def test_without_prefix_caching_the_draft_keeps_nothing_either() -> None:
+    engine = drafting(enable_prefix_caching=False)
+    for _ in range(2):
+        submit(engine, PROMPTS, GREEDY)
+        check(drain_both(engine), PROMPTS, NUM_NEW)
+    stats = draft_of(engine).manager.stats()
+    assert stats.recorded_tokens == stats.prefix_hit_tokens == 0
+    engine.close()
+
+
 def test_preempted_requests_go_on_and_a_draft_without_memory_does_without() -> None:
     engine = drafting(preemption_mode="recompute", max_model_len=80)
     draft = draft_of(engine)
