@@ -85,7 +85,10 @@ class DraftModel:
         return self._caught_up
 
     def outlook(self, request: Request, most: int) -> Outlook:
-        return Outlook(max(0, min(most, self._max_len - request.num_tokens)))
+        num_left = self._max_len - request.num_tokens
+        if num_left <= 0:
+            self.forget([request])  # it only grows: others can do with its memory
+        return Outlook(max(0, min(most, num_left)))
 
     def propose(
         self, requests: Sequence[Request], lengths: Sequence[int]

@@ -287,6 +287,11 @@ def test_requests_longer_than_the_draft_knows_are_not_drafted(
     engine = drafting()
     monkeypatch.setattr(draft_of(engine), "_max_len", 30)
     submit(engine, PROMPTS[:2], GREEDY)
+    while (request := engine._groups["0"].leader).num_tokens <= 30:
+        engine.step()
+    engine.step()
+    assert not request.is_finished
+    assert draft_of(engine).manager.stats().num_vtensors == 0  # what it had is others' to use
     final = drain_both(engine)
     assert final["1"].outputs[0].token_ids == reference("llama", tuple(PROMPTS[1]), NUM_NEW)
     stats = engine.stats().speculation
