@@ -39,7 +39,7 @@ void bind_decoder_layer(nb::module_& m) {
              const QuantisedLinear& quantised, const NormTuple& input_norm,
              const NormTuple& output_norm, const NormTuple& query_norm, const NormTuple& key_norm,
              const std::vector<Product>& qkv, const Product& o, const std::vector<Product>& gate_up,
-             const Product& down, int num_heads, int num_kv_heads, int head_dim) {
+             const Product* down, int num_heads, int num_kv_heads, int head_dim) {
             const DecoderWeights weights = {norm_of(input_norm),
                                             norm_of(output_norm),
                                             norm_of(query_norm),
@@ -47,30 +47,32 @@ void bind_decoder_layer(nb::module_& m) {
                                             qkv,
                                             o,
                                             gate_up,
-                                            down,
+                                            down == nullptr ? Product{} : *down,
                                             num_heads,
                                             num_kv_heads,
                                             head_dim};
             new (self) DecoderLayer(dtype_of(dtype), weights, row_ops, linear, quantised);
           },
           nb::kw_only(), "dtype"_a, "row_ops"_a, "linear"_a, "quantised"_a, "input_norm"_a,
-          "output_norm"_a, "query_norm"_a, "key_norm"_a, "qkv"_a, "o"_a, "gate_up"_a, "down"_a,
-          "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
+          "output_norm"_a, "query_norm"_a, "key_norm"_a, "qkv"_a, "o"_a, "gate_up"_a,
+          "down"_a.none(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
           "Norms: address of the weight, 0 for none, and eps. Products of a list are as one, their "
-          "outputs one after the other.")
+          "outputs one after the other. gate_up [] and down None: the layer up to its MLP.")
       .def(
           "forward",
           [](const DecoderLayer& self, HostAttention& attention, const Plan& plan, size_t layer,
              bool stores, float scaling, float softcap, uintptr_t x, uintptr_t cos, uintptr_t sin,
-             uintptr_t output, int64_t num_rows, int num_threads) {
-            self.forward(
-                {&attention, &plan, layer, stores, scaling, softcap},
-                {pointer(x), pointer(cos), pointer(sin), pointer(output), num_rows, num_threads});
+             uintptr_t output, uintptr_t normed, int64_t num_rows, int num_threads) {
+            self.forward({&attention, &plan, layer, stores, scaling, softcap},
+                         {pointer(x), pointer(cos), pointer(sin), pointer(output), pointer(normed),
+                          num_rows, num_threads});
           },
           nb::call_guard<nb::gil_scoped_release>(), "attention"_a, "plan"_a, "layer"_a, "stores"_a,
-          "scaling"_a, "softcap"_a, "x"_a, "cos"_a, "sin"_a, "output"_a, "num_rows"_a,
+          "scaling"_a, "softcap"_a, "x"_a, "cos"_a, "sin"_a, "output"_a, "normed"_a, "num_rows"_a,
           "num_threads"_a,
-          "x [rows, width] -> output [rows, width]; cos, sin [rows, head_dim]; all dense.");
+          "x [rows, width] -> output [rows, width]; cos, sin [rows, head_dim]; all dense. Of a "
+          "layer "
+          "up to its MLP output is what the MLP's is added to, normed [rows, width] its input.");
 }
 
 }  // namespace vtensor::kernels

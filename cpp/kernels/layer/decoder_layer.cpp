@@ -26,7 +26,7 @@ class DecoderLayer::Run {
         weights_(owner.weights_),
         call_(call),
         bytes_(static_cast<int64_t>(element_bytes(owner.dtype_))),
-        width_(weights_.down.columns),
+        width_(weights_.o.columns),
         hidden_(weights_.down.depth) {
     for (const Product& product : weights_.qkv) qkv_width_ += product.columns;
     const int64_t widths[] = {width_, qkv_width_, weights_.o.depth, width_, 2 * hidden_, hidden_};
@@ -43,12 +43,17 @@ class DecoderLayer::Run {
   }
 
   void forward(const DecoderAttention& attention) {
-    norm(weights_.input_norm, call_.x);
+    norm(weights_.input_norm, call_.x, normed_);
     multiply(weights_.qkv, normed_, qkv_, qkv_width_);
     rotate();
     attend(attention);
+    if (weights_.gate_up.empty()) {
+      multiply(weights_.o, attended_, call_.x, call_.output, width_);
+      norm(weights_.output_norm, call_.output, call_.normed);
+      return;
+    }
     multiply(weights_.o, attended_, call_.x, middle_, width_);
-    norm(weights_.output_norm, middle_);
+    norm(weights_.output_norm, middle_, normed_);
     multiply(weights_.gate_up, normed_, gate_up_, 2 * hidden_);
     const RowCall gates = {
         gate_up_, gate_up_ + hidden_ * bytes_, gated_, 2 * hidden_, 2 * hidden_, hidden_, 0};
@@ -59,8 +64,8 @@ class DecoderLayer::Run {
  private:
   int64_t block_bytes(int64_t width) const { return aligned(call_.num_rows * width * bytes_); }
 
-  void norm(const Norm& norm, const void* x) {
-    const RowCall rows = {x, norm.weight, normed_, width_, 0, width_, norm.eps};
+  void norm(const Norm& norm, const void* x, void* output) {
+    const RowCall rows = {x, norm.weight, output, width_, 0, width_, norm.eps};
     owner_.row_ops_.rms_norm(owner_.dtype_, rows, call_.num_rows, call_.num_threads);
   }
 

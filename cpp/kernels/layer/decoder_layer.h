@@ -4,6 +4,9 @@
 //   x -> norm -> q, k, v -> rotated -> attention -> o + x = y -> norm -> gate, up -> silu -> down +
 //   y
 //
+// Of a layer whose MLP is something else, a mixture of experts, it is the part before: y, and the
+// MLP's input.
+//
 // The same kernels in the same order as a call for each of them, so the same bits; what falls away
 // is the caller's time between them, which is a tenth of a decode step of one row.
 //
@@ -35,7 +38,7 @@ struct DecoderWeights {
   Norm key_norm;
   std::vector<Product> qkv;      // columns: queries, keys, values, head by head
   Product o;                     // residual added
-  std::vector<Product> gate_up;  // columns: gates, then as many factors
+  std::vector<Product> gate_up;  // columns: gates, then as many factors; none: there is no MLP here
   Product down;                  // residual added
   int num_heads = 0;
   int num_kv_heads = 0;
@@ -47,7 +50,8 @@ struct DecoderCall {
   const void* x = nullptr;    // [rows, width]
   const void* cos = nullptr;  // [rows, head_dim]
   const void* sin = nullptr;
-  void* output = nullptr;  // [rows, width]; not x
+  void* output = nullptr;  // [rows, width]; not x. Without an MLP: y
+  void* normed = nullptr;  // [rows, width]; without an MLP: its input
   int64_t num_rows = 0;    // those of the plan, then padding
   int num_threads = 1;
 };

@@ -1,5 +1,5 @@
-"""FusedDecoderLayer: a decoder layer whose two additions are done by the products before them, and
-which is one call of our own kernel where it can be."""
+"""FusedDecoderLayer: a decoder layer whose additions are done by the products before them, and
+which is one call of our own kernel where it can be, up to its MLP if that is no gated one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class FusedDecoderLayer(torch.nn.Module):
     runs_parts = False
     """Whether the parts are called one by one where one call would do: for who watches them."""
 
-    def __init__(self, layer: Any, attention: FusedAttention, mlp: GatedMLP) -> None:
-        """layer: of Llama's kind; attention, mlp: what takes the place of its own."""
+    def __init__(self, layer: Any, attention: FusedAttention, mlp: torch.nn.Module) -> None:
+        """layer: of Llama's kind; attention, mlp: what takes the place of its own. An mlp that is
+        no GatedMLP, a mixture of experts, gives [1, tokens, width] of as much."""
         super().__init__()
         self.input_layernorm = _norm(layer.input_layernorm)
         self.self_attn = attention
@@ -46,9 +47,10 @@ class FusedDecoderLayer(torch.nn.Module):
         """hidden_states: [1, tokens, width]. rows: int64, of the tokens, whose output alone is
         wanted: [1, rows, width]; None: all."""
         if rows is None and position_embeddings is not None and past_key_values is None:
-            output = self._in_one_call(hidden_states, position_embeddings)
-            if output is not None:
-                return output
+            found = self._in_one_call(hidden_states, position_embeddings)
+            if found is not None:
+                x, normed = found
+                return x if normed is None else self._add_mlp(x, normed)
         x, _ = self.self_attn(
             self.input_layernorm(hidden_states),
             position_embeddings,
@@ -57,19 +59,25 @@ class FusedDecoderLayer(torch.nn.Module):
             hidden_states if rows is None else hidden_states.index_select(1, rows),
             rows,
         )
-        return self.mlp(self.post_attention_layernorm(x), x)  # type: ignore[no-any-return]
+        return self._add_mlp(x, self.post_attention_layernorm(x))
+
+    def _add_mlp(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.mlp, GatedMLP):
+            return self.mlp(normed, x)  # type: ignore[no-any-return]
+        return x + self.mlp(normed)  # type: ignore[no-any-return]
 
     def _in_one_call(
         self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor | None:
-        """None: the parts are to be called one by one."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """As of DecoderKernel; None: the parts are to be called one by one."""
         if torch.compiler.is_compiling():  # first: the others cannot be traced
             return None
         if self.runs_parts or step_in_force() is None:
             return None
         if not self._is_laid_out:  # by the first step; in a trial it is not yet
             norms = self.input_layernorm, self.post_attention_layernorm
-            self._kernel = make_decoder_kernel(self.self_attn, self.mlp, norms)
+            mlp = self.mlp if isinstance(self.mlp, GatedMLP) else None
+            self._kernel = make_decoder_kernel(self.self_attn, mlp, norms)
             self._is_laid_out = True
         return None if self._kernel is None else self._kernel.forward(x, positions)
 
@@ -83,6 +91,12 @@ def fuse_decoder_layer(module: Any) -> FusedDecoderLayer | None:
     if attention is None or mlp is None:
         return None
     return FusedDecoderLayer(module, attention, mlp)
+
+
+def fuse_around_mlp(module: Any) -> FusedDecoderLayer | None:
+    """The same for a layer whose parts have been looked at, with the MLP that it then has."""
+    is_fused = is_known(module, DECODER_LAYERS) and type(module.self_attn) is FusedAttention
+    return FusedDecoderLayer(module, module.self_attn, module.mlp) if is_fused else None
 
 
 def _norm(module: torch.nn.Module) -> torch.nn.Module:

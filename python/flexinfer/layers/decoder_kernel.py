@@ -2,8 +2,9 @@
 
 A layer is nine calls of kernels, and what Python takes between them, 0.12 ms, was a tenth of a
 decode step of one request. The kernel (cpp/kernels/layer) makes the same calls in the same order:
-the same bits. Where a layer has parts that the kernel does not know, or a step wants something
-else, the parts are called one by one, which also is the reference of the tests.
+the same bits. Of a layer with a mixture of experts it is all up to them. Where a layer has parts
+that the kernel does not know, or a step wants something else, the parts are called one by one,
+which also is the reference of the tests.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class DecoderKernel:
     """REQUIRES parts that `make_decoder_kernel` has accepted, and that live as long."""
 
     def __init__(
-        self, attention: FusedAttention, mlp: GatedMLP, norms: tuple[RMSNorm, RMSNorm]
+        self, attention: FusedAttention, mlp: GatedMLP | None, norms: tuple[RMSNorm, RMSNorm]
     ) -> None:
-        """norms: before attention, before the MLP."""
+        """mlp: None for one that the caller computes. norms: before attention, before the MLP."""
         self._attention = attention
         self._dtype = norms[0].weight.dtype
         self._width = norms[0].weight.shape[0]
@@ -50,17 +51,19 @@ class DecoderKernel:
             key_norm=_norm(attention.k_norm),
             qkv=[_product(part) for part in _parts(attention.qkv_proj)],
             o=_product(attention.o_proj),
-            gate_up=[_product(part) for part in _parts(mlp.gate_up_proj)],
-            down=_product(mlp.down_proj),
+            gate_up=[] if mlp is None else [_product(part) for part in _parts(mlp.gate_up_proj)],
+            down=None if mlp is None else _product(mlp.down_proj),
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
         )
+        self._has_mlp = mlp is not None
 
     def forward(
         self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor | None:
-        """x: [1, tokens, width]; positions: cos and sin [1, tokens, head_dim]. None: this step is
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """x: [1, tokens, width]; positions: cos and sin [1, tokens, head_dim]. Returns the layer's
+        output; or, without an MLP, what its output is added to, and its input. None: this step is
         for the parts one by one."""
         attention, dtype, (cos, sin) = self._attention, self._dtype, positions
         num_rows = x.shape[1]
@@ -80,6 +83,7 @@ class DecoderKernel:
             return None
         cos, sin = cos.contiguous(), sin.contiguous()
         output = torch.empty_like(x)
+        normed = None if self._has_mlp else torch.empty_like(x)
         self._kernel.forward(
             call.kernel,
             call.plan,
@@ -91,25 +95,27 @@ class DecoderKernel:
             cos.data_ptr(),
             sin.data_ptr(),
             output.data_ptr(),
+            0 if normed is None else normed.data_ptr(),
             num_rows,
             torch.get_num_threads(),
         )
-        return output
+        return output, normed
 
 
 def make_decoder_kernel(
-    attention: FusedAttention, mlp: GatedMLP, norms: tuple[torch.nn.Module, torch.nn.Module]
+    attention: FusedAttention, mlp: GatedMLP | None, norms: tuple[torch.nn.Module, torch.nn.Module]
 ) -> DecoderKernel | None:
-    """None: a part is of a kind that the kernel does not know."""
+    """mlp: as DecoderKernel takes it. None: a part is of a kind that the kernel does not know."""
     own_norms = [*norms, *(n for n in (attention.q_norm, attention.k_norm) if n is not None)]
-    inner = [*_parts(attention.qkv_proj), *_parts(mlp.gate_up_proj)]
-    linears = [*inner, attention.o_proj, mlp.down_proj]
+    linears = [*_parts(attention.qkv_proj), attention.o_proj]
+    if mlp is not None:
+        linears += [*_parts(mlp.gate_up_proj), mlp.down_proj]
     if not (all(type(n) is RMSNorm for n in own_norms) and all(map(_is_known, linears))):
         return None
     if not _shapes_fit(attention, mlp, own_norms):
         return None
     dtypes = {part.weight.dtype for part in own_norms} | {_dtype(part) for part in linears}
-    if len(dtypes) != 1 or not (attention.rotates and mlp.is_silu):
+    if len(dtypes) != 1 or not (attention.rotates and (mlp is None or mlp.is_silu)):
         return None
     first, second = norms
     assert isinstance(first, RMSNorm)
@@ -117,19 +123,21 @@ def make_decoder_kernel(
     return DecoderKernel(attention, mlp, (first, second))
 
 
-def _shapes_fit(attention: FusedAttention, mlp: GatedMLP, norms: list[torch.nn.Module]) -> bool:
+def _shapes_fit(
+    attention: FusedAttention, mlp: GatedMLP | None, norms: list[torch.nn.Module]
+) -> bool:
     """The kernel trusts its addresses: what it will read must be there."""
     width, dim = attention.o_proj.out_features, attention.head_dim
     num_columns = (attention.num_heads + 2 * attention.num_kv_heads) * dim
-    linears = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
+    linears = [attention.qkv_proj, attention.o_proj]
+    expected = [(num_columns, width), (width, attention.num_heads * dim)]
+    if mlp is not None:
+        linears += [mlp.gate_up_proj, mlp.down_proj]
+        hidden = mlp.down_proj.in_features
+        expected += [(2 * hidden, width), (width, hidden)]
     shapes = [(linear.out_features, linear.in_features) for linear in linears]
-    hidden = mlp.down_proj.in_features
-    return shapes == [
-        (num_columns, width),
-        (width, attention.num_heads * dim),
-        (2 * hidden, width),
-        (width, hidden),
-    ] and [n.weight.shape for n in norms] == [(width,)] * 2 + [(dim,)] * (len(norms) - 2)
+    norm_shapes = [(width,)] * 2 + [(dim,)] * (len(norms) - 2)
+    return shapes == expected and [n.weight.shape for n in norms] == norm_shapes
 
 
 def _parts(linear: Linear) -> list[Linear]:

@@ -132,6 +132,7 @@ def _is_stack(base: Any) -> bool:
 def _is_head_on_base(model: Any) -> bool:
     """Whether logits are the head's, of the rows to keep of the base's output."""
     made = _making(type(model).forward, {"outputs", "hidden_states", "logits"})
+    made = [statement for statement in made if not _is_of_training(model, statement)]
     if not made or not _returns(model, "logits=logits"):
         return False
     of_base, *of_head = map(ast.unparse, made)
@@ -145,6 +146,16 @@ def _returns(module: Any, argument: str) -> bool:
     if not isinstance(last, ast.Return) or not isinstance(last.value, ast.Call):
         return False
     return argument in [ast.unparse(keyword) for keyword in last.value.keywords]
+
+
+def _is_of_training(model: Any, statement: ast.stmt) -> bool:
+    """Whether it is for a loss: what it is asked for by is never given, and not in the config."""
+    if not isinstance(statement, ast.If) or statement.orelse:
+        return False
+    test = ast.unparse(statement.test)
+    if test == "output_router_logits":
+        return not getattr(model.config, test, False)
+    return test == "labels is not None"
 
 
 def _is_default_of_positions(statement: ast.stmt) -> bool:

@@ -7,6 +7,7 @@ as it is; so does everything on a GPU.
 | part | becomes | calls |
 |---|---|---|
 | decoder layer of Llama's kind, its parts known | `FusedDecoderLayer` | no additions |
+| the same with an MLP of another kind, its attention known | `FusedDecoderLayer` | one less |
 | attention: q, k, v, rotary embedding, o | `FusedAttention` | one product for three, one pass |
 | gated MLP | `GatedMLP` | 3 for 5 |
 | experts: the gated MLPs of a mixture | `Experts` | 1 for 15 |
@@ -30,7 +31,7 @@ import torch
 
 from flexinfer.attention.latent import latent_of
 from flexinfer.layers.attention import fuse_attention, run_attention, run_decoder_layer
-from flexinfer.layers.decoder import fuse_decoder_layer
+from flexinfer.layers.decoder import FusedDecoderLayer, fuse_around_mlp, fuse_decoder_layer
 from flexinfer.layers.formats import (
     best_format,
     is_linear,
@@ -127,10 +128,34 @@ def fuse_layers(
     is_later = scheme is not None or fill is not None
     with staying_plain() if is_later else nullcontext():
         _fuse_children(fusing, "")
+        _fuse_around_mlps(fusing)
     if scheme is not None:
         _warn_of_other_experts(model)
     logger.debug("fused layers: %s", dict(fusing.counts))
     return dict(fusing.counts)
+
+
+def _fuse_around_mlps(fusing: _Fusing) -> None:
+    """Decoder layers whose MLP has stayed, or has become something else than a gated one."""
+    for path, module in list(fusing.model.named_modules()):
+        replacement = fuse_around_mlp(module)
+        if replacement is None or not _is_same_around_mlp(module, replacement):
+            continue
+        fusing.model.set_submodule(path, replacement)
+        fusing.counts[type(replacement).__name__] += 1
+
+
+def _is_same_around_mlp(module: Any, replacement: FusedDecoderLayer) -> bool:
+    """In a trial without the MLP, which is the same in both: of a mixture, another rounding before
+    it may choose other experts."""
+    mlp, o_proj = replacement.mlp, replacement.self_attn.o_proj
+    weight: Any = o_proj.weight
+    module.mlp = replacement.mlp = torch.nn.Identity()
+    try:
+        width = o_proj.out_features
+        return computes_the_same(module, replacement, width, weight.dtype, run_decoder_layer)
+    finally:
+        module.mlp = replacement.mlp = mlp
 
 
 def _warn_of_other_experts(model: torch.nn.Module) -> None:

@@ -134,6 +134,11 @@ DECODER_LAYERS = (
         "past_key_values=past_key_values, use_cache=use_cache, "
         "position_embeddings=position_embeddings",
     ),
+    _decoder_layer(  # Mixtral
+        "position_embeddings, attention_mask, position_ids, past_key_values",
+        "hidden_states=hidden_states, position_embeddings=position_embeddings, "
+        "attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values",
+    ),
 )
 EXPERTS = (
     """

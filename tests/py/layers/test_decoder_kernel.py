@@ -34,11 +34,17 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 CONFIGS: dict[str, Any] = {
     "llama": lambda: tf.LlamaConfig(**SIZES),
     "biases": lambda: tf.LlamaConfig(**SIZES, attention_bias=True),
     "norms": lambda: tf.Qwen3Config(**SIZES),
     "window": lambda: tf.MistralConfig(**SIZES, sliding_window=16),
+    "experts": lambda: tf.Qwen3MoeConfig(**SIZES, **EXPERTS, moe_intermediate_size=96),
+    "experts beside others": lambda: tf.Qwen3MoeConfig(
+        **SIZES, **EXPERTS, moe_intermediate_size=96, mlp_only_layers=[0]
+    ),
+    "mixtral": lambda: tf.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
 }
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 7, 20, MAX_ROWS + 9, 33)]
 PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=3, ignore_eos=True)
@@ -58,7 +64,7 @@ def kernel_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rows: list[int] = []
     forward = DecoderKernel.forward
 
-    def counted(self: DecoderKernel, x: torch.Tensor, positions: Any) -> torch.Tensor | None:
+    def counted(self: DecoderKernel, x: torch.Tensor, positions: Any) -> Any:
         output = forward(self, x, positions)
         if output is not None:
             rows.append(x.shape[1])

@@ -30,18 +30,26 @@ from helpers.tiny_models import make_model, random_prompts, reference
 
 STACKS = frozenset(
     [
+        "arcee",
+        "aria_text",
         "cwm",
+        "dots1",
         "got_ocr2",
+        "hy_v3",
         "internlm3",
         "iquestcoder",
         "llama",
         "ministral",
         "mistral",
+        "mixtral",
         "moss_transcribe_diarize",
         "qwen2",
+        "qwen2_moe",
         "qwen3",
+        "qwen3_moe",
         "seed_oss",
         "smollm3",
+        "solar_open",
     ]
 )
 """What transformers 5.23 has; newer architectures may be stacks, too."""

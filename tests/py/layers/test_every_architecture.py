@@ -19,6 +19,9 @@ from helpers.tiny_models import random_prompts
 # What transformers 5.23 has; newer architectures are tested, too, and may have any of these.
 WHOLE_LAYERS = frozenset(
     [
+        "arcee",
+        "aria_text",
+        "cwm",
         "dots1",
         "exaone_moe",
         "gemma",
@@ -26,21 +29,27 @@ WHOLE_LAYERS = frozenset(
         "hy_v3",
         "internlm3",
         "iquestcoder",
+        "jais2",
         "llama",
+        "mellum",
         "ministral",
         "mistral",
+        "mixtral",
         "moss_transcribe_diarize",
+        "phimoe",
         "qwen2",
+        "qwen2_moe",
         "qwen3",
+        "qwen3_moe",
         "seed_oss",
         "smollm3",
+        "solar_open",
+        "starcoder2",
     ]
 )
 ATTENTION = frozenset(
     [
         "apertus",
-        "arcee",
-        "aria_text",
         "exaone4",
         "gemma2",
         "gemma3",
@@ -49,15 +58,7 @@ ATTENTION = frozenset(
         "granitemoe",
         "granitemoeshared",
         "hyperclovax",
-        "jais2",
         "kolibri1",
-        "mellum",
-        "mixtral",
-        "phimoe",
-        "qwen2_moe",
-        "qwen3_moe",
-        "solar_open",
-        "starcoder2",
         "vaultgemma",
     ]
 )
