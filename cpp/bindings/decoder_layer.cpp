@@ -71,8 +71,8 @@ void bind_decoder_layer(nb::module_& m) {
           "scaling"_a, "softcap"_a, "x"_a, "cos"_a, "sin"_a, "output"_a, "normed"_a, "num_rows"_a,
           "num_threads"_a,
           "x [rows, width] -> output [rows, width]; cos, sin [rows, head_dim]; all dense. Of a "
-          "layer "
-          "up to its MLP output is what the MLP's is added to, normed [rows, width] its input.");
+          "layer up to its MLP output is what the MLP's is added to, normed [rows, width] its "
+          "input.");
 }
 
 }  // namespace vtensor::kernels
