@@ -62,9 +62,9 @@ class FusedDecoderLayer(torch.nn.Module):
         return self._add_mlp(x, self.post_attention_layernorm(x))
 
     def _add_mlp(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.mlp, GatedMLP):
-            return self.mlp(normed, x)  # type: ignore[no-any-return]
-        return x + self.mlp(normed)  # type: ignore[no-any-return]
+        is_gated = isinstance(self.mlp, GatedMLP)
+        output: torch.Tensor = self.mlp(normed, x) if is_gated else x + self.mlp(normed)
+        return output
 
     def _in_one_call(
         self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]
@@ -95,8 +95,10 @@ def fuse_decoder_layer(module: Any) -> FusedDecoderLayer | None:
 
 def fuse_around_mlp(module: Any) -> FusedDecoderLayer | None:
     """The same for a layer whose parts have been looked at, with the MLP that it then has."""
-    is_fused = is_known(module, DECODER_LAYERS) and type(module.self_attn) is FusedAttention
-    return FusedDecoderLayer(module, module.self_attn, module.mlp) if is_fused else None
+    attention = getattr(module, "self_attn", None)
+    if type(attention) is not FusedAttention or not is_known(module, DECODER_LAYERS):
+        return None
+    return FusedDecoderLayer(module, attention, module.mlp)
 
 
 def _norm(module: torch.nn.Module) -> torch.nn.Module:

@@ -7,7 +7,7 @@ as it is; so does everything on a GPU.
 | part | becomes | calls |
 |---|---|---|
 | decoder layer of Llama's kind, its parts known | `FusedDecoderLayer` | no additions |
-| the same with an MLP of another kind, its attention known | `FusedDecoderLayer` | one less |
+| the same with an MLP of another kind, its attention known | `FusedDecoderLayer` | one addition |
 | attention: q, k, v, rotary embedding, o | `FusedAttention` | one product for three, one pass |
 | gated MLP | `GatedMLP` | 3 for 5 |
 | experts: the gated MLPs of a mixture | `Experts` | 1 for 15 |

@@ -62,32 +62,34 @@ def test_an_idle_engine_uses_no_time() -> None:
     with_llm(scenario)
 
 
-def test_memory_of_steps_goes_back_once_after_a_while_without_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    returned: SimpleQueue[None] = SimpleQueue()
-    monkeypatch.setattr(thread, "IDLE_S", 0.01)
-    monkeypatch.setattr(thread, "return_freed_memory", lambda: returned.put(None))
+@pytest.fixture
+def returned(monkeypatch: pytest.MonkeyPatch) -> SimpleQueue[None]:
+    """Something each time that memory goes back, 0.2 s after the last step."""
+    times: SimpleQueue[None] = SimpleQueue()
+    monkeypatch.setattr(thread, "IDLE_S", 0.2)
+    monkeypatch.setattr(thread, "return_freed_memory", lambda: times.put(None))
+    return times
 
+
+def test_memory_of_steps_goes_back_once_after_a_while_without_work(
+    returned: SimpleQueue[None],
+) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         assert returned.empty()  # nothing was computed
         for _ in range(2):
             await last(llm.generate([1, 2, 3], GREEDY))
             await asyncio.to_thread(returned.get, timeout=60)
             await llm.call(lambda engine: None)  # wakes the thread, and is no step
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.5)
             assert returned.empty()
 
     with_llm(scenario)
 
 
 def test_calls_that_are_no_steps_do_not_put_off_the_return_of_memory(
-    monkeypatch: pytest.MonkeyPatch,
+    returned: SimpleQueue[None],
 ) -> None:
     """As of who looks at its numbers more often than it would have to be idle."""
-    returned: SimpleQueue[None] = SimpleQueue()
-    monkeypatch.setattr(thread, "IDLE_S", 0.2)
-    monkeypatch.setattr(thread, "return_freed_memory", lambda: returned.put(None))
 
     async def scenario(llm: AsyncLLM) -> None:
         await last(llm.generate([1, 2, 3], GREEDY))

@@ -220,6 +220,14 @@ def test_what_does_more_than_a_stack_is_none(monkeypatch: pytest.MonkeyPatch) ->
     assert find_decoder_stack(model) is None
 
 
+def test_a_mixture_that_is_to_tell_how_it_routes_is_none() -> None:
+    """Its code for losses then does something."""
+    model = fused("qwen3_moe")
+    assert find_decoder_stack(model) is not None
+    model.config.output_router_logits = True
+    assert find_decoder_stack(model) is None
+
+
 def test_what_is_put_around_its_code_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fused("llama")
     for part in (model, model.model):
