@@ -1,8 +1,11 @@
 #include "bindings/decoder_layer.h"
 
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <stdexcept>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -17,7 +20,22 @@ namespace {
 
 using NormTuple = std::pair<uintptr_t, float>;
 
+using AttentionTuple = std::tuple<HostAttention*, const Plan*, size_t, bool, float, float>;
+
 Norm norm_of(const NormTuple& norm) { return {pointer(norm.first), norm.second}; }
+
+std::vector<DecoderStep> steps_of(const std::vector<const DecoderLayer*>& layers,
+                                  const std::vector<AttentionTuple>& attention) {
+  if (layers.size() != attention.size()) {
+    throw std::invalid_argument("as many layers as calls of attention are wanted");
+  }
+  std::vector<DecoderStep> steps(layers.size());
+  for (size_t i = 0; i < steps.size(); ++i) {
+    const auto& [kernel, plan, layer, stores, scaling, softcap] = attention[i];
+    steps[i] = {layers[i], {kernel, plan, layer, stores, scaling, softcap}};
+  }
+  return steps;
+}
 
 }  // namespace
 
@@ -32,7 +50,7 @@ void bind_decoder_layer(nb::module_& m) {
                         pointer(bias), depth, columns};
           },
           nb::kw_only(), "panels"_a, "quantised"_a.none(), "bias"_a, "depth"_a, "columns"_a);
-  nb::class_<DecoderLayer>(m, "DecoderLayer", "A decoder layer in one call; addresses as integers.")
+  nb::class_<DecoderLayer>(m, "DecoderLayer", "A decoder layer's weights; addresses as integers.")
       .def(
           "__init__",
           [](DecoderLayer* self, size_t dtype, const RowOps& row_ops, const Linear& linear,
@@ -57,22 +75,23 @@ void bind_decoder_layer(nb::module_& m) {
           "output_norm"_a, "query_norm"_a, "key_norm"_a, "qkv"_a, "o"_a, "gate_up"_a,
           "down"_a.none(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
           "Norms: address of the weight, 0 for none, and eps. Products of a list are as one, their "
-          "outputs one after the other. gate_up [] and down None: the layer up to its MLP.")
-      .def(
-          "forward",
-          [](const DecoderLayer& self, HostAttention& attention, const Plan& plan, size_t layer,
-             bool stores, float scaling, float softcap, uintptr_t x, uintptr_t cos, uintptr_t sin,
-             uintptr_t output, uintptr_t normed, int64_t num_rows, int num_threads) {
-            self.forward({&attention, &plan, layer, stores, scaling, softcap},
-                         {pointer(x), pointer(cos), pointer(sin), pointer(output), pointer(normed),
-                          num_rows, num_threads});
-          },
-          nb::call_guard<nb::gil_scoped_release>(), "attention"_a, "plan"_a, "layer"_a, "stores"_a,
-          "scaling"_a, "softcap"_a, "x"_a, "cos"_a, "sin"_a, "output"_a, "normed"_a, "num_rows"_a,
-          "num_threads"_a,
-          "x [rows, width] -> output [rows, width]; cos, sin [rows, head_dim]; all dense. Of a "
-          "layer up to its MLP output is what the MLP's is added to, normed [rows, width] its "
-          "input.");
+          "outputs one after the other. gate_up [] and down None: the layer up to its MLP.");
+  m.def(
+      "forward_decoder_layers",
+      [](const std::vector<const DecoderLayer*>& layers,
+         const std::vector<AttentionTuple>& attention, uintptr_t x, uintptr_t cos, uintptr_t sin,
+         uintptr_t output, uintptr_t normed, int64_t num_rows, int num_threads) {
+        const DecoderCall call = {pointer(x),      pointer(cos), pointer(sin), pointer(output),
+                                  pointer(normed), num_rows,     num_threads};
+        const std::vector<DecoderStep> steps = steps_of(layers, attention);
+        const nb::gil_scoped_release release;
+        forward(steps, call);
+      },
+      "layers"_a, "attention"_a, "x"_a, "cos"_a, "sin"_a, "output"_a, "normed"_a, "num_rows"_a,
+      "num_threads"_a,
+      "Layers one after the other; attention: kernel, plan, layer, stores, scaling and softcap of "
+      "each. x [rows, width] -> output [rows, width]; cos, sin [rows, head_dim]; all dense. Of a "
+      "layer up to its MLP output is what the MLP's is added to, normed [rows, width] its input.");
 }
 
 }  // namespace vtensor::kernels

@@ -126,17 +126,17 @@ class Product:
     def __init__(self, *, panels: int, quantised: QuantisedWeight | None, bias: int, depth: int, columns: int) -> None: ...
 
 class DecoderLayer:
-    """A decoder layer in one call; addresses as integers."""
+    """A decoder layer's weights; addresses as integers."""
 
     def __init__(self, *, dtype: int, row_ops: RowOps, linear: Linear, quantised: QuantisedLinear, input_norm: tuple[int, float], output_norm: tuple[int, float], query_norm: tuple[int, float], key_norm: tuple[int, float], qkv: Sequence[Product], o: Product, gate_up: Sequence[Product], down: Product | None, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         """
         Norms: address of the weight, 0 for none, and eps. Products of a list are as one, their outputs one after the other. gate_up [] and down None: the layer up to its MLP.
         """
 
-    def forward(self, attention: HostAttention, plan: Plan, layer: int, stores: bool, scaling: float, softcap: float, x: int, cos: int, sin: int, output: int, normed: int, num_rows: int, num_threads: int) -> None:
-        """
-        x [rows, width] -> output [rows, width]; cos, sin [rows, head_dim]; all dense. Of a layer up to its MLP output is what the MLP's is added to, normed [rows, width] its input.
-        """
+def forward_decoder_layers(layers: Sequence[DecoderLayer], attention: Sequence[tuple[HostAttention, Plan, int, bool, float, float]], x: int, cos: int, sin: int, output: int, normed: int, num_rows: int, num_threads: int) -> None:
+    """
+    Layers one after the other; attention: kernel, plan, layer, stores, scaling and softcap of each. x [rows, width] -> output [rows, width]; cos, sin [rows, head_dim]; all dense. Of a layer up to its MLP output is what the MLP's is added to, normed [rows, width] its input.
+    """
 
 class Experts:
     """A mixture of experts in one call; addresses as integers."""

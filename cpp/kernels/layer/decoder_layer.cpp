@@ -161,4 +161,11 @@ void DecoderLayer::forward(const DecoderAttention& attention, const DecoderCall&
   Run(*this, call).forward(attention);
 }
 
+void forward(const std::vector<DecoderStep>& steps, DecoderCall call) {
+  for (const DecoderStep& step : steps) {
+    step.layer->forward(step.attention, call);
+    call.x = call.output;
+  }
+}
+
 }  // namespace vtensor::kernels

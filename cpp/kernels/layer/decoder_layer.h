@@ -1,4 +1,4 @@
-// DecoderLayer: a decoder layer of Llama's kind on the CPU in one call, for the rows of a decode
+// DecoderLayer: decoder layers of Llama's kind on the CPU in one call, for the rows of a decode
 // step.
 //
 //   x -> norm -> q, k, v -> rotated -> attention -> o + x = y -> norm -> gate, up -> silu -> down +
@@ -45,12 +45,12 @@ struct DecoderWeights {
   int head_dim = 0;  // a multiple of 2 * kHeadDimStep
 };
 
-// One step's rows of one layer; all dense, of one dtype.
+// One step's rows; all dense, of one dtype.
 struct DecoderCall {
   const void* x = nullptr;    // [rows, width]
   const void* cos = nullptr;  // [rows, head_dim]
   const void* sin = nullptr;
-  void* output = nullptr;  // [rows, width]; not x. Without an MLP: y
+  void* output = nullptr;  // [rows, width]; may be x where there is an MLP, else y
   void* normed = nullptr;  // [rows, width]; without an MLP: its input
   int64_t num_rows = 0;    // those of the plan, then padding
   int num_threads = 1;
@@ -91,5 +91,16 @@ class DecoderLayer {
   Linear linear_;
   QuantisedLinear quantised_;
 };
+
+// A layer in one step.
+struct DecoderStep {
+  const DecoderLayer* layer = nullptr;
+  DecoderAttention attention;
+};
+
+// Layers one after the other, each on the output of the one before. REQUIRES: they have one width,
+// dtype and head_dim; all but the last have their MLP. Throws as DecoderLayer::forward; the output
+// may then be anything.
+void forward(const std::vector<DecoderStep>& steps, DecoderCall call);
 
 }  // namespace vtensor::kernels

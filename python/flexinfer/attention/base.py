@@ -136,13 +136,8 @@ class AttentionOptions:
 class KernelCall(NamedTuple):
     """Attention of one layer in one step, for a kernel that computes more than it."""
 
-    kernel: Any
-    plan: Any
-    layer: int
-    """Among those of `kernel`."""
-    stores: bool
-    scaling: float
-    softcap: float
+    arguments: tuple[Any, ...]
+    """Kernel, plan, layer among those of the kernel, whether it stores KV, scaling, softcap."""
     num_tokens: int
     """Rows of the step, with padding."""
 

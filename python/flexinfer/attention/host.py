@@ -163,9 +163,9 @@ class HostAttention(AttentionBackend):
         ):
             return None
         plan = self._plan(metadata, layer, num_heads, options)
-        num_tokens = plan.num_tokens + metadata.num_padding
         scores = _of_scores(options, head_dim)
-        return KernelCall(layer.kernel, plan, layer.index, layer.stores, *scores, num_tokens)
+        arguments = (layer.kernel, plan, layer.index, layer.stores, *scores)
+        return KernelCall(arguments, plan.num_tokens + metadata.num_padding)
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.stride(2) == 1 else tensor.contiguous()

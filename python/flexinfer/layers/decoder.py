@@ -47,7 +47,8 @@ class FusedDecoderLayer(torch.nn.Module):
         """hidden_states: [1, tokens, width]. rows: int64, of the tokens, whose output alone is
         wanted: [1, rows, width]; None: all."""
         if rows is None and position_embeddings is not None and past_key_values is None:
-            found = self._in_one_call(hidden_states, position_embeddings)
+            kernel = self.kernel()
+            found = None if kernel is None else kernel.forward(hidden_states, position_embeddings)
             if found is not None:
                 x, normed = found
                 return x if normed is None else self._add_mlp(x, normed)
@@ -66,10 +67,8 @@ class FusedDecoderLayer(torch.nn.Module):
         output: torch.Tensor = self.mlp(normed, x) if is_gated else x + self.mlp(normed)
         return output
 
-    def _in_one_call(
-        self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """As of DecoderKernel; None: the parts are to be called one by one."""
+    def kernel(self) -> DecoderKernel | None:
+        """What may compute it in this step; None: the parts are to be called one by one."""
         if torch.compiler.is_compiling():  # first: the others cannot be traced
             return None
         if self.runs_parts or step_in_force() is None:
@@ -79,7 +78,7 @@ class FusedDecoderLayer(torch.nn.Module):
             mlp = self.mlp if isinstance(self.mlp, GatedMLP) else None
             self._kernel = make_decoder_kernel(self.self_attn, mlp, norms)
             self._is_laid_out = True
-        return None if self._kernel is None else self._kernel.forward(x, positions)
+        return self._kernel
 
 
 def fuse_decoder_layer(module: Any) -> FusedDecoderLayer | None:

@@ -1,4 +1,5 @@
-"""DecoderKernel: a decoder layer in one call of our own kernel, for the few rows of a decode step.
+"""DecoderKernel: a decoder layer in one call of our own kernel, for the few rows of a decode step,
+or all layers of a model (`forward_layers`).
 
 A layer is nine calls of kernels, and what Python takes between them, 0.12 ms, was a tenth of a
 decode step of one request. The kernel (cpp/kernels/layer) makes the same calls in the same order:
@@ -8,6 +9,9 @@ which also is the reference of the tests.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -36,12 +40,15 @@ class DecoderKernel:
         self, attention: FusedAttention, mlp: GatedMLP | None, norms: tuple[RMSNorm, RMSNorm]
     ) -> None:
         """mlp: None for one that the caller computes. norms: before attention, before the MLP."""
-        self._attention = attention
-        self._dtype = norms[0].weight.dtype
-        self._width = norms[0].weight.shape[0]
+        dtype = norms[0].weight.dtype
+        self.shape = (norms[0].weight.shape[0], attention.head_dim, dtype)
+        """Width, head_dim and dtype."""
+        self.has_mlp = mlp is not None
+        self._num_heads = attention.num_heads
+        self._layer_idx = attention.layer_idx
         self._options = attention.options
-        self._kernel = _kernels.DecoderLayer(
-            dtype=DTYPES[self._dtype],
+        self.native = _kernels.DecoderLayer(
+            dtype=DTYPES[dtype],
             row_ops=rows.kernel(),
             linear=host_linear.kernel(),
             quantised=quantised_linear.kernel(),
@@ -57,7 +64,6 @@ class DecoderKernel:
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
         )
-        self._has_mlp = mlp is not None
 
     def forward(
         self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]
@@ -65,41 +71,54 @@ class DecoderKernel:
         """x: [1, tokens, width]; positions: cos and sin [1, tokens, head_dim]. Returns the layer's
         output; or, without an MLP, what its output is added to, and its input. None: this step is
         for the parts one by one."""
-        attention, dtype, (cos, sin) = self._attention, self._dtype, positions
-        num_rows = x.shape[1]
-        if not (
-            num_rows <= MAX_ROWS
-            and x.shape == (1, num_rows, self._width)
-            and cos.shape == sin.shape == (1, num_rows, attention.head_dim)
-            and x.dtype == cos.dtype == sin.dtype == dtype
-            and x.is_contiguous()
-            and not are_in_force()
-        ):
+        return forward_layers([self], x, positions)
+
+    def attention(self, num_rows: int) -> Any | None:
+        """Its call of attention in a step of so many rows; None: it cannot be told."""
+        _, head_dim, dtype = self.shape
+        call = kernel_call(self._layer_idx, self._num_heads, head_dim, dtype, **self._options)
+        return None if call is None or call.num_tokens != num_rows else call.arguments
+
+
+def forward_layers(
+    kernels: Sequence[DecoderKernel],
+    x: torch.Tensor,
+    positions: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """`DecoderKernel.forward` of layers one after the other. REQUIRES: they have one shape; all but
+    the last have their MLP."""
+    num_rows, (cos, sin) = x.shape[1], positions
+    width, head_dim, dtype = kernels[-1].shape
+    if not (
+        num_rows <= MAX_ROWS
+        and x.shape == (1, num_rows, width)
+        and cos.shape == sin.shape == (1, num_rows, head_dim)
+        and x.dtype == cos.dtype == sin.dtype == dtype
+        and x.is_contiguous()
+        and not are_in_force()
+    ):
+        return None
+    attention = []
+    for kernel in kernels:
+        arguments = kernel.attention(num_rows)
+        if arguments is None:
             return None
-        call = kernel_call(
-            attention.layer_idx, attention.num_heads, attention.head_dim, dtype, **self._options
-        )
-        if call is None or call.num_tokens != num_rows:
-            return None
-        cos, sin = cos.contiguous(), sin.contiguous()
-        output = torch.empty_like(x)
-        normed = None if self._has_mlp else torch.empty_like(x)
-        self._kernel.forward(
-            call.kernel,
-            call.plan,
-            call.layer,
-            call.stores,
-            call.scaling,
-            call.softcap,
-            x.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            output.data_ptr(),
-            0 if normed is None else normed.data_ptr(),
-            num_rows,
-            torch.get_num_threads(),
-        )
-        return output, normed
+        attention.append(arguments)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    output = torch.empty_like(x)
+    normed = None if kernels[-1].has_mlp else torch.empty_like(x)
+    _kernels.forward_decoder_layers(
+        [kernel.native for kernel in kernels],
+        attention,
+        x.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        output.data_ptr(),
+        0 if normed is None else normed.data_ptr(),
+        num_rows,
+        torch.get_num_threads(),
+    )
+    return output, normed
 
 
 def make_decoder_kernel(

@@ -4,7 +4,8 @@
                   positions -> rotary embedding, for all layers
 
 1. What transformers does between them (configs, masks, caches) takes 0.7 ms of a step, whatever the
-   model: a fourteenth of a decode step of 30 requests in one of eight layers of 512.
+   model: a fourteenth of a decode step of 30 requests in one of eight layers of 512. Of few tokens
+   all layers are one call (`decoder_kernel.py`).
 2. A prefill wants keys and values of all its tokens, and the logits of one. So in the last layer
    what comes after keys and values, which is most of it, is computed for the rows alone whose
    logits are wanted: an eighth of a prefill in a model of eight layers. llama.cpp does so, too.
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from flexinfer.layers.decoder import FusedDecoderLayer
+from flexinfer.layers.decoder_kernel import forward_layers
 from flexinfer.layers.host_linear import MAX_FEW_ROWS
 from flexinfer.layers.norm import RMSNorm
 from flexinfer.layers.recognise import tree_of
@@ -47,14 +49,46 @@ class DecoderStack:
         """
         x: torch.Tensor = self._embed(token_ids[None])
         cos_sin = self._rotary(x, position_ids=positions[None])
-        for layer in self._layers[:-1]:
-            x = layer(x, position_embeddings=cos_sin)
-        if narrows and MAX_FEW_ROWS < len(token_ids) > len(rows):
-            x = self._layers[-1](x, position_embeddings=cos_sin, rows=rows)
-        else:
-            x = self._layers[-1](x, position_embeddings=cos_sin).index_select(1, rows)
+        x = self._through_layers(x, cos_sin, rows, narrows=narrows)
         logits: torch.Tensor = self._head(self._norm(x))
         return logits[0]
+
+    def _through_layers(
+        self,
+        x: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        rows: torch.Tensor,
+        *,
+        narrows: bool,
+    ) -> torch.Tensor:
+        is_few = x.shape[1] <= MAX_FEW_ROWS
+        found = self._in_one_call(x, cos_sin) if is_few else None
+        if found is not None:
+            return found.index_select(1, rows)
+        for layer in self._layers[:-1]:
+            x = layer(x, position_embeddings=cos_sin)
+        last = self._layers[-1]
+        output: torch.Tensor
+        if narrows and not is_few and len(rows) < x.shape[1]:
+            output = last(x, position_embeddings=cos_sin, rows=rows)
+        else:
+            output = last(x, position_embeddings=cos_sin).index_select(1, rows)
+        return output
+
+    def _in_one_call(
+        self, x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """None: a layer's MLP, or who watches it, is to be called from here."""
+        kernels = []
+        for layer in self._layers:
+            kernel = layer.kernel()
+            if kernel is None or not kernel.has_mlp or _is_changed(layer):
+                return None
+            kernels.append(kernel)
+        if len({kernel.shape for kernel in kernels}) > 1:
+            return None
+        found = forward_layers(kernels, x, cos_sin)
+        return None if found is None else found[0]
 
 
 def find_decoder_stack(model: Any) -> DecoderStack | None:
@@ -67,11 +101,17 @@ def find_decoder_stack(model: Any) -> DecoderStack | None:
         return None
     if type(base.norm) is not RMSNorm or not 0 < len(layers) == base.config.num_hidden_layers:
         return None
-    if any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in (model, base)):
-        return None  # somebody watches them, or has put something else there
+    if _is_changed(model) or _is_changed(base):
+        return None
     if not (_is_of_transformers(type(model).forward) and _is_of_transformers(type(base).forward)):
         return None
     return DecoderStack(model) if _is_stack(base) and _is_head_on_base(model) else None
+
+
+def _is_changed(module: torch.nn.Module) -> bool:
+    """Whether somebody watches it, or has put something else there."""
+    is_watched = module._forward_hooks or module._forward_pre_hooks
+    return bool(is_watched) or "forward" in vars(module)
 
 
 def _is_of_transformers(forward: Any) -> bool:

@@ -11,10 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 import transformers as tf
 
-from flexinfer import LLM, SamplingParams
+from flexinfer import LLM, SamplingParams, _kernels
 from flexinfer.layers.decoder import FusedDecoderLayer
-from flexinfer.layers.decoder_kernel import MAX_ROWS, DecoderKernel
+from flexinfer.layers.decoder_kernel import MAX_ROWS
 from flexinfer.layers.host_linear import supports
+from flexinfer.layers.mlp import GatedMLP
 from helpers.gguf_files import Type, write_gguf
 from helpers.gguf_models import CONFIGS as GGUF_CONFIGS
 from helpers.gguf_models import mixed
@@ -59,19 +60,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def kernel_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each call that was one call."""
-    rows: list[int] = []
-    forward = DecoderKernel.forward
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Layers and rows of each call."""
+    seen: list[tuple[int, int]] = []
+    forward = _kernels.forward_decoder_layers
 
-    def counted(self: DecoderKernel, x: torch.Tensor, positions: Any) -> Any:
-        output = forward(self, x, positions)
-        if output is not None:
-            rows.append(x.shape[1])
-        return output
+    def counted(layers: Any, attention: Any, *others: Any) -> None:
+        forward(layers, attention, *others)
+        seen.append((len(layers), others[-2]))
 
-    monkeypatch.setattr(DecoderKernel, "forward", counted)
-    return rows
+    monkeypatch.setattr(_kernels, "forward_decoder_layers", counted)
+    return seen
 
 
 def load(folder: Path, **settings: Any) -> LLM:
@@ -99,26 +98,61 @@ def answers(llm: LLM) -> list[Any]:
 @pytest.mark.parametrize("quantization", ["int8", "int4", "auto"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_gives_the_bits_of_its_parts(
-    folders: dict[str, Path], kernel_rows: list[int], name: str, quantization: str, dtype: str
+    folders: dict[str, Path], calls: list[tuple[int, int]], name: str, quantization: str, dtype: str
 ) -> None:
     with load(folders[name], quantization=quantization, dtype=dtype) as llm:
         layers = fused(llm)
         assert len(layers) == 2
         found = answers(llm)
         if quantization != "auto" or supports(torch.zeros(192, 64, dtype=getattr(torch, dtype))):
-            assert kernel_rows
-        assert max(kernel_rows, default=0) <= MAX_ROWS
-        kernel_rows.clear()
+            has_experts = any(not isinstance(layer.mlp, GatedMLP) for layer in layers)
+            assert {count for count, _ in calls} == {1 if has_experts else 2}
+        assert all(num_rows <= MAX_ROWS for _, num_rows in calls)
+        calls.clear()
         for layer in layers:
             layer.runs_parts = True
         assert answers(llm) == found
-        assert not kernel_rows
+        assert not calls
 
 
-def test_kv_of_bytes_goes_the_same_way(folders: dict[str, Path], kernel_rows: list[int]) -> None:
+@pytest.mark.parametrize("watches", [True, False], ids=["hook", "other forward"])
+def test_a_layer_that_somebody_watches_is_called(
+    folders: dict[str, Path], calls: list[tuple[int, int]], watches: bool
+) -> None:
+    with load(folders["llama"], quantization="int8") as llm:
+        expected = answers(llm)
+        assert {count for count, _ in calls} == {2}
+        calls.clear()
+        layer, seen = fused(llm)[1], []
+        if watches:
+            layer.register_forward_hook(lambda *_: seen.append(1))
+        else:
+            forward = layer.forward
+            layer.forward = lambda *args, **others: (seen.append(1), forward(*args, **others))[1]
+        assert answers(llm) == expected
+        assert {count for count, _ in calls} == {1}
+        assert len(seen) >= PARAMS.max_tokens
+
+
+def test_layers_of_several_shapes_are_called_one_by_one(
+    folders: dict[str, Path], calls: list[tuple[int, int]]
+) -> None:
+    with load(folders["llama"], quantization="int8") as llm:
+        expected = answers(llm)
+        calls.clear()
+        kernel = fused(llm)[0]._kernel
+        assert kernel is not None
+        kernel.shape = (*kernel.shape[:2], torch.float64)
+        assert answers(llm) == expected
+        assert {count for count, _ in calls} == {1}
+
+
+def test_kv_of_bytes_goes_the_same_way(
+    folders: dict[str, Path], calls: list[tuple[int, int]]
+) -> None:
     with load(folders["llama"], quantization="int8", kv_cache_dtype="int8") as llm:
         found = answers(llm)
-        assert kernel_rows
+        assert calls
         for layer in fused(llm):
             layer.runs_parts = True
         assert answers(llm) == found
@@ -135,33 +169,33 @@ def mixed_everywhere(name: str) -> Type:
     ("name", "types"), [("llama with biases", mixed), ("qwen3", mixed_everywhere)]
 )
 def test_weights_of_several_formats_are_one_call_too(
-    kernel_rows: list[int], name: str, types: Callable[[str], Type], tmp_path: Path
+    calls: list[tuple[int, int]], name: str, types: Callable[[str], Type], tmp_path: Path
 ) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, draw_model(GGUF_CONFIGS[name]()), types)
     with load(path, dtype="bfloat16") as llm:
         found = answers(llm)
-        assert kernel_rows
+        assert calls
         for layer in fused(llm):
             layer.runs_parts = True
         assert answers(llm) == found
 
 
 def test_other_activations_and_narrow_heads_run_in_parts(
-    folders: dict[str, Path], kernel_rows: list[int], tmp_path: Path
+    folders: dict[str, Path], calls: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     config = tf.LlamaConfig(**{**SIZES, "head_dim": 16}, hidden_act="gelu")
     draw_model(config).save_pretrained(tmp_path)
     with load(tmp_path, quantization="int8") as llm:
         answers(llm)
-    assert not kernel_rows
+    assert not calls
 
 
 def test_a_layer_of_an_unknown_format_runs_in_parts(
-    folders: dict[str, Path], kernel_rows: list[int]
+    folders: dict[str, Path], calls: list[tuple[int, int]]
 ) -> None:
     with load(folders["llama"], quantization="int8") as llm:
         for layer in fused(llm):
             layer.mlp.down_proj.__class__ = type("Other", (type(layer.mlp.down_proj),), {})
         answers(llm)
-    assert not kernel_rows
+    assert not calls
