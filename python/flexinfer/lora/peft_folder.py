@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,11 @@ class PeftFolder:
         return [(layers[key], LayerUpdate.of(of_layer)) for key, of_layer in parts.items()]
 
     def _read_config(self, folder: Path) -> bytes:
-        if not folder.is_dir():
+        try:
+            is_folder = folder.is_dir()
+        except OSError as error:  # a name that is too long, for one
+            raise RequestError(f"{self._who}: {error.strerror}") from None
+        if not is_folder:
             raise RequestError(f"{self._who}: there is no such folder")
         if not self._weights.is_file():
             why = "; save the adapter with safetensors" if list(folder.glob("*.bin")) else ""
@@ -86,7 +91,7 @@ class PeftFolder:
         try:
             text = (folder / CONFIG).read_bytes()
             is_mapping = isinstance(json.loads(text), dict)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise RequestError(f"{self._who}: {CONFIG} cannot be read: {error}") from None
         if not is_mapping:
             raise RequestError(f"{self._who}: {CONFIG} is not a mapping")
@@ -124,7 +129,7 @@ class PeftFolder:
 
     def _check_number(self, field: str, value: Any) -> None:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 < value < math.inf:
+        if not is_number or not 0 < value <= sys.float_info.max:
             raise RequestError(f"{self._who}: {field} must be a positive number, got {value!r}")
 
     def _check_tensors(self, max_rank: int) -> list[str]:

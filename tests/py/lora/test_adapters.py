@@ -199,6 +199,7 @@ def refused(tmp_path: Path, match: str, change: Any = None, **config: Any) -> No
         ("some_novelty: not supported", {"some_novelty": 1}),
         ("r must be a positive number, got 0", {"r": 0}),
         ("lora_alpha must be a positive number, got inf", {"lora_alpha": float("inf")}),
+        ("lora_alpha must be a positive number, got 1000", {"lora_alpha": 10**400}),
         (r"alpha_pattern must be a mapping, got \['q_proj'\]", {"alpha_pattern": ["q_proj"]}),
         ("alpha_pattern of 'q_proj' must be a positive", {"alpha_pattern": {"q_proj": "8"}}),
         (r"alpha_pattern '\(q': missing \)", {"alpha_pattern": {"(q": 8}}),
@@ -238,10 +239,14 @@ def test_folders_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
         (lambda folder: (folder / "adapter_config.json").write_text("[]"), "is not a mapping"),
         (lambda folder: (folder / "adapter_config.json").write_text(
             json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4})), "cannot be read"),
+        (lambda folder: (folder / "adapter_config.json").write_text("[" * 200_000),
+         "adapter_config.json cannot be read"),
     ):  # fmt: skip
         make(tmp_path / "folder")
         with pytest.raises(RequestError, match=match):
             engine.add_lora(LoRARequest("a", 1, str(tmp_path / "folder")))
+    with pytest.raises(RequestError, match="File name too long"):
+        engine.add_lora(LoRARequest("a", 1, str(tmp_path / ("a" * 5000))))
     engine.close()
 
 
