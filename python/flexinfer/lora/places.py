@@ -2,7 +2,7 @@
 
 A layer is one of them if it computes all rows of a step, once, in their order: seen in a forward of
 a few tokens. An expert, which computes the tokens that are routed to it, is none; nor is the head,
-which computes those that are sampled.
+which computes those that are sampled, nor a layer of an indexer, which computes request by request.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from flexinfer.layers.linear import Linear
 from flexinfer.models.describe import LoadedModel, run_blind
 
 NUM_PROBE_TOKENS = 5
+NO_PLACES = (".experts.", ".indexer.")
+"""Parts of paths of layers that do not compute the rows of a step, whatever the few tokens showed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Places:
         modules = {path: module for path, module in model.named_modules() if _is_layer(module)}
         rows = _rows_seen(loaded, modules)
         for path, module in modules.items():
-            if rows[path] == [NUM_PROBE_TOKENS] and ".experts." not in path:
+            if rows[path] == [NUM_PROBE_TOKENS] and not any(part in path for part in NO_PLACES):
                 self._add(path, module, model)
 
     def __contains__(self, path: str) -> bool:

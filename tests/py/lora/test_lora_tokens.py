@@ -12,10 +12,21 @@ import pytest
 
 pytest.importorskip("torch")
 
-from flexinfer import LLM, LoRARequest, SamplingParams
+from safetensors.torch import save_file
+
+from flexinfer import LLM, LoRARequest, RequestError, SamplingParams
 from helpers.engine_kit import drain, make_engine, preempt_at_step
-from helpers.lora_kit import ALL, ATTENTION, merged_reference, request_for, save_adapter
-from helpers.tiny_models import CONFIGS, make_model, random_prompts
+from helpers.families import FAMILIES
+from helpers.lora_kit import (
+    ALL,
+    ATTENTION,
+    draw_adapter,
+    merged_reference,
+    request_for,
+    save_adapter,
+    write_config,
+)
+from helpers.tiny_models import CONFIGS, draw_model, make_model, random_prompts
 
 NUM_NEW = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW)
@@ -90,6 +101,28 @@ def test_a_mixed_batch_matches(name: str, source: str) -> None:
     assert answers == expected(name, mix)
     num_own = len(set(map(tuple, answers[:4])))
     assert num_own == 4 or (name == "gemma3" and num_own > 1)  # that one repeats a token
+
+
+def test_a_batch_of_a_model_with_indexers_is_computed_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = draw_model(FAMILIES["deepseek_v32"]())
+    folder = ROOT / "indexed"
+    write_config(folder, ("q_a_proj",), rank=4)
+    tensors = draw_adapter(model, ("q_a_proj",), 4, seed=1)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    indexer = ROOT / "indexer"
+    write_config(indexer, ("wq_b",), rank=4)
+    save_file(draw_adapter(model, ("wq_b",), 4, seed=1), indexer / "adapter_model.safetensors")
+    with make_llm(model) as llm:
+        plain = llm.generate(random_prompts((30, 9)), GREEDY, use_tqdm=False)
+        choices = [None, request_for(folder, 1)]
+        mixed = llm.generate(random_prompts((30, 9)), GREEDY, use_tqdm=False, lora_request=choices)
+        assert mixed[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
+        assert mixed[1].outputs[0].token_ids != plain[1].outputs[0].token_ids
+        assert "has failed" not in caplog.text
+        with pytest.raises(RequestError, match=r"adapts model.layers.0.self_attn.indexer.wq_b"):
+            llm.generate([[1]], GREEDY, use_tqdm=False, lora_request=request_for(indexer, 2))
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
