@@ -72,10 +72,14 @@ class PeftFolder:
                 place = self._places[path]
                 a, b = (file.get_tensor(_tensor(path, which)) for which in "AB")
                 b = b.float() * self._scaling(path, a.shape[0])
+                a, b = a.to(place.dtype), b.to(place.dtype)
+                if not (a.isfinite().all() and b.isfinite().all()):
+                    raise RequestError(
+                        f"{self._who} has weights of {path} that are no finite numbers in the "
+                        f"model's {str(place.dtype).removeprefix('torch.')}"
+                    )
                 layers[id(place.adapters)] = place.adapters
-                parts.setdefault(id(place.adapters), []).append(
-                    (place.first, a.to(place.dtype), b.to(place.dtype))
-                )
+                parts.setdefault(id(place.adapters), []).append((place.first, a, b))
         return [(layers[key], LayerUpdate.of(of_layer)) for key, of_layer in parts.items()]
 
     def _read_config(self, folder: Path) -> bytes:
@@ -117,15 +121,18 @@ class PeftFolder:
             raise RequestError(f"{self._who} has {', '.join(sorted(unknown))}: not supported")
         for field in ("r", "lora_alpha"):
             self._check_number(field, config.get(field))
-        alphas = config.get("alpha_pattern") or {}
-        if not isinstance(alphas, dict):
-            raise RequestError(f"{self._who}: alpha_pattern must be a mapping, got {alphas!r}")
-        for pattern, value in alphas.items():
-            self._check_number(f"alpha_pattern of {pattern!r}", value)
+        for field in ("rank_pattern", "alpha_pattern"):
+            self._check_pattern(field, config.get(field) or {})
+
+    def _check_pattern(self, field: str, patterns: Any) -> None:
+        if not isinstance(patterns, dict):
+            raise RequestError(f"{self._who}: {field} must be a mapping, got {patterns!r}")
+        for pattern, value in patterns.items():
+            self._check_number(f"{field} of {pattern!r}", value)
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise RequestError(f"{self._who}: alpha_pattern {pattern!r}: {error}") from None
+                raise RequestError(f"{self._who}: {field} {pattern!r}: {error}") from None
 
     def _check_number(self, field: str, value: Any) -> None:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -155,6 +162,11 @@ class PeftFolder:
             if a[0] > max_rank:
                 raise RequestError(
                     f"{self._who} has rank {a[0]}, and max_lora_rank is {max_rank}: raise it"
+                )
+            rank = self._value("rank_pattern", path, self._config["r"])
+            if a[0] != rank:
+                raise RequestError(
+                    f"{self._who} has rank {a[0]} in {path}, and {rank} by its {CONFIG}"
                 )
         self._check_complete(set(paths))
         return list(paths)
@@ -196,13 +208,16 @@ class PeftFolder:
         return RequestError(f"{self._who} is for another model{made_for}: {why}")
 
     def _scaling(self, path: str, rank: int) -> float:
-        """As PEFT has it; patterns name layers by the end of their paths."""
-        alpha = self._config["lora_alpha"]
-        for pattern, value in (self._config.get("alpha_pattern") or {}).items():
-            if re.fullmatch(rf"(.*\.)?({pattern})", path):
-                alpha = value
-                break
+        """As PEFT has it."""
+        alpha = self._value("alpha_pattern", path, self._config["lora_alpha"])
         return float(alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank))
+
+    def _value(self, field: str, path: str, default: float) -> float:
+        """Of the first pattern that names this layer by the end of its path."""
+        for pattern, value in (self._config.get(field) or {}).items():
+            if re.fullmatch(rf"(.*\.)?({pattern})", path):
+                return float(value)
+        return default
 
 
 def _tensor(path: str, which: str) -> str:

@@ -203,6 +203,10 @@ def refused(tmp_path: Path, match: str, change: Any = None, **config: Any) -> No
         (r"alpha_pattern must be a mapping, got \['q_proj'\]", {"alpha_pattern": ["q_proj"]}),
         ("alpha_pattern of 'q_proj' must be a positive", {"alpha_pattern": {"q_proj": "8"}}),
         (r"alpha_pattern '\(q': missing \)", {"alpha_pattern": {"(q": 8}}),
+        (r"rank_pattern must be a mapping, got \['q_proj'\]", {"rank_pattern": ["q_proj"]}),
+        (r"rank_pattern '\(q': missing \)", {"rank_pattern": {"(q": 4}}),
+        ("rank 4 in model.layers.0.mlp.down_proj, and 8 by its", {"r": 8}),
+        ("rank 4 in model.layers.0.self_attn.v_proj, and 2.0 by", {"rank_pattern": {"v_proj": 2}}),
         ("has rank 32, and max_lora_rank is 16", {"rank": 32}),
         ("adapts lm_head", {"targets": ("lm_head",)}),
         ("adapts model.embed_tokens", {"targets": ("embed_tokens",)}),
@@ -227,6 +231,20 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, "do not fit", lambda t: t.pop(f"{Q}B.weight"))
     magnitude = "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"
     refused(tmp_path, magnitude, lambda t: t.update({magnitude: torch.zeros(64)}))
+
+
+@pytest.mark.parametrize(
+    ("which", "value", "alpha"), [("A", float("nan"), 8), ("B", float("inf"), 8), ("B", 1.0, 1e300)]
+)
+def test_weights_that_are_no_finite_numbers_are_refused(
+    which: str, value: float, alpha: float, tmp_path: Path
+) -> None:
+    refused(
+        tmp_path,
+        "that are no finite numbers in the model's float32",
+        lambda tensors: tensors[f"{Q}{which}.weight"].fill_(value),
+        lora_alpha=alpha,
+    )
 
 
 def test_folders_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
