@@ -121,6 +121,9 @@ class PeftFolder:
             raise RequestError(f"{self._who} has {', '.join(sorted(unknown))}: not supported")
         for field in ("r", "lora_alpha"):
             self._check_number(field, config.get(field))
+        for field in ("target_modules", "exclude_modules"):
+            if isinstance(config.get(field), str):
+                self._check_expression(field, config[field])
         for field in ("rank_pattern", "alpha_pattern"):
             self._check_pattern(field, config.get(field) or {})
 
@@ -129,10 +132,13 @@ class PeftFolder:
             raise RequestError(f"{self._who}: {field} must be a mapping, got {patterns!r}")
         for pattern, value in patterns.items():
             self._check_number(f"{field} of {pattern!r}", value)
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise RequestError(f"{self._who}: {field} {pattern!r}: {error}") from None
+            self._check_expression(field, pattern)
+
+    def _check_expression(self, field: str, pattern: str) -> None:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise RequestError(f"{self._who}: {field} {pattern!r}: {error}") from None
 
     def _check_number(self, field: str, value: Any) -> None:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -193,14 +199,27 @@ class PeftFolder:
 
     def _check_complete(self, paths: set[str]) -> None:
         """Refuse weights that lack one of the layers that the config names."""
-        config = self._config
-        targets = config.get("target_modules")
-        is_partial = config.get("layers_to_transform") is not None or config.get("exclude_modules")
-        if not isinstance(targets, list) or is_partial:
-            return
         for path in self._places:
-            if path not in paths and any(f".{path}".endswith(f".{name}") for name in targets):
+            if path not in paths and self._is_target(path):
                 raise RequestError(f"{self._who} is incomplete: it has no weights for {path}")
+
+    def _is_target(self, path: str) -> bool:
+        """Whether the config names it, as PEFT reads it; False where it leaves that to PEFT."""
+        targets, config = self._config.get("target_modules"), self._config
+        excluded = config.get("exclude_modules")
+        if targets == "all-linear" or (excluded and _is_named(path, excluded)):
+            return False
+        if not _is_named(path, targets):
+            return False
+        layers = config.get("layers_to_transform")
+        if isinstance(targets, str) or path in (targets or ()) or layers in (None, []):
+            return True
+        patterns = config.get("layers_pattern") or [r"[^.]*"]
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            found = re.match(rf".*\.{pattern}\.(\d+)\.", path)
+            if found is not None:
+                return int(found[1]) in (layers if isinstance(layers, list) else [layers])
+        return False
 
     def _of_another_model(self, why: str) -> RequestError:
         base = self._config.get("base_model_name_or_path")
@@ -218,6 +237,13 @@ class PeftFolder:
             if re.fullmatch(rf"(.*\.)?({pattern})", path):
                 return float(value)
         return default
+
+
+def _is_named(path: str, names: Any) -> bool:
+    """Whether an expression is all of the path, or one of these names its end."""
+    if isinstance(names, str):
+        return re.fullmatch(names, path) is not None
+    return isinstance(names, list) and any(f".{path}".endswith(f".{name}") for name in names)
 
 
 def _tensor(path: str, which: str) -> str:

@@ -53,6 +53,8 @@ class Places:
         model: Any = loaded.model
         self.others.update(name for name, _ in model.named_modules())
         modules = {path: module for path, module in model.named_modules() if _is_layer(module)}
+        for path in [path for path in modules if path.rpartition(".layers.")[0] in modules]:
+            del modules[path]  # a part of a `JoinedLinear`, whose outputs are adapted as a whole
         rows = _rows_seen(loaded, modules)
         for path, module in modules.items():
             if rows[path] == [NUM_PROBE_TOKENS] and not any(part in path for part in NO_PLACES):
