@@ -21,7 +21,7 @@ from flexinfer.models.describe import LoadedModel, run_blind
 
 NUM_PROBE_TOKENS = 5
 NO_PLACES = (".experts.", ".indexer.")
-"""Parts of paths of layers that do not compute the rows of a step, whatever the few tokens showed."""
+"""Parts of paths of layers that compute other rows than those of a step, or request by request."""
 
 
 @dataclass(frozen=True, slots=True)
