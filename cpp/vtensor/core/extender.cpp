@@ -156,9 +156,14 @@ std::vector<ExtensionPart> Extender::outline_all(std::span<const VTensorId> ids,
                                   " stands twice in one extend");
     }
     vtensor.plan = state_.plan;
+    vtensor.planned_tokens = std::min(num_tokens[i], pool_.geometry.max_tokens);
     if (num_tokens[i] <= std::max(vtensor.num_tokens, vtensor.write_limit)) continue;
-    if (vtensor.last_row_shared && take_back_row(vtensor)) {
-      vtensors_.update_write_limit(vtensor);
+    if (vtensor.last_row_shared) {
+      if (take_back_row(vtensor)) {
+        vtensors_.update_write_limit(vtensor);
+      } else {
+        vtensor.planned_tokens = pool_.geometry.max_tokens;  // what is mapped now is outlined
+      }
     }
     parts.push_back(outline(vtensor, num_tokens[i]));
   }
@@ -209,7 +214,8 @@ Extension Extender::plan_pre_extend(VTensorId id, size_t num_tokens) {
 
 bool Extender::copy_shared_row(VTensor& vtensor) {
   ++state_.plan;
-  vtensor.plan = state_.plan;    // its own rows are not to be taken for this
+  vtensor.plan = state_.plan;  // its own rows are not to be taken for this
+  vtensor.planned_tokens = pool_.geometry.max_tokens;
   vtensor.forgotten_tokens = 0;  // nor given back while it is planned
   Extension extension;
   extension.parts.push_back(outline(vtensor, vtensor.num_tokens));

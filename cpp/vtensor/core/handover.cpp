@@ -78,6 +78,7 @@ std::optional<Copies> Handover::plan(VTensor& vtensor, std::span<const Entry> en
     copies.used_bytes.push_back(entry.used_bytes);
   }
   vtensor.plan = ++state_.plan;  // its own rows are not to be taken for the copies
+  vtensor.planned_tokens = pool_.geometry.max_tokens;
   if (!reclaimer_.make_claimable(copies.sources.size())) return std::nullopt;
   copies.claims = p_claim(pool_, copies.sources.size(), ScrubPolicy::kOff, vtensor.tenant,
                           state_.apart(++state_.num_aparts))

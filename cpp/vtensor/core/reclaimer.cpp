@@ -55,14 +55,15 @@ void Reclaimer::unmap_parked(size_t first_row, size_t last_row, std::span<const 
   }
 }
 
-// Rows mapped ahead of need, of a vTensor that is not part of the plan under way. None where views
-// are alive: one made before a truncation may reach into these rows. None while a step is open: its
-// kernels may read them, and cannot be waited for.
+// Rows mapped ahead of need, which the plan under way does not spare. None where views are alive:
+// one made before a truncation may reach into these rows. None while a step is open: its kernels
+// may read them, and cannot be waited for.
 size_t Reclaimer::surplus_rows(const VTensor& vtensor) const {
-  if (vtensor.busy || vtensor.plan == state_.plan || state_.epochs.is_open()) return 0;
+  if (vtensor.busy || state_.epochs.is_open()) return 0;
   if (pool_.vset[vtensor.slot].num_views > 0) return 0;
-  const size_t needed =
-      std::max(pool_.geometry.rows_for(vtensor.num_tokens), vtensor.first_owned_row);
+  const size_t planned = vtensor.plan == state_.plan ? vtensor.planned_tokens : 0;
+  const size_t num_tokens = std::max(vtensor.num_tokens, planned);
+  const size_t needed = std::max(pool_.geometry.rows_for(num_tokens), vtensor.first_owned_row);
   const size_t rows = pool_.vset.mapped_rows(vtensor.slot);
   return rows > needed ? rows - needed : 0;
 }

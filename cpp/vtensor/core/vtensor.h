@@ -41,6 +41,7 @@ struct alignas(64) VTensor {
   size_t cut_by_window = 0;      // its tokens; 0: nothing was cut
   std::vector<ChunkId> kept;     // swapped: its first rows, which others hold too; row-major
   std::vector<SwapStore::Ticket> swapped;  // the rows that follow: one per chunk
+  size_t planned_tokens = 0;               // of its rows, `plan` spares those of so many tokens
   size_t past_tokens = 0;        // no query before this one follows, by the last that was said
   size_t forgotten_tokens = 0;   // noted: no query before this one follows; 0: nothing is due
   uint64_t forgotten_epoch = 0;  // the last one that may read what is due

@@ -63,6 +63,22 @@ TEST_P(CoreMemoryTest, shortage_takes_nothing_from_anybody) {
   EXPECT_EQ(calls(), before);
 }
 
+// As after a rejected proposal: the first one has a row beyond what it is to grow to now.
+TEST_P(CoreMemoryTest, rows_that_a_plan_does_not_need_go_to_others_of_it) {
+  const VTensorId ids[] = {extended(12), extended(4)};
+  core_.extender.truncate(ids[0], 5);
+  const size_t too_many[] = {6, 9};
+  EXPECT_FALSE(core_.extender.plan_extend(ids, too_many));
+  EXPECT_EQ(faulty_.pool.vset.mapped_rows(live(ids[0]).slot), 3U);
+  const size_t num_tokens[] = {6, 5};
+  std::optional<Extension> extension = core_.extender.plan_extend(ids, num_tokens);
+  ASSERT_TRUE(extension);
+  extension->run(faulty_.faults, faulty_.pool.vset, faulty_.pool.geometry);
+  core_.extender.commit(*extension);
+  EXPECT_EQ(faulty_.pool.vset.mapped_rows(live(ids[0]).slot), 2U);
+  EXPECT_EQ(live(ids[0]).num_tokens, 6U);
+}
+
 TEST_P(CoreMemoryTest, surplus_rows_under_views_stay) {
   const VTensorId victim = extended(16);
   core_.extender.truncate(victim, 1);

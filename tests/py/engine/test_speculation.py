@@ -189,6 +189,36 @@ def test_rejection_moves_no_chunk_and_copies_none(
     engine.close()
 
 
+@pytest.mark.parametrize("preemption_mode", ["off", "recompute"])
+def test_rows_of_rejected_proposals_are_there_for_others(
+    preemption_mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are of 4 tokens, and there are 8. Two hold 6 and 1, and the second one needs another
+    before it ends. What was rejected has given the first one the eighth, which it does not need."""
+    monkeypatch.setattr(StepCosts, "estimate", lambda _, num, further: [1.0] * (further + 1))
+    prompts = random_prompts((21, 3))
+
+    def wrong_for_the_first(_: NgramIndex, tokens: Sequence[int], num: int) -> list[int]:
+        return [1] * num if tokens[:21] == prompts[0] else []
+
+    monkeypatch.setattr(NgramIndex, "propose", wrong_for_the_first)
+    engine = make_engine(
+        speculative_config=NGRAM,
+        preemption_mode=preemption_mode,
+        kv_cache_memory_bytes=8 * 4 * TOKEN_BYTES,
+        max_model_len=32,
+        enable_pre_extend=False,
+    )
+    for i, max_tokens in enumerate((10, 4)):
+        engine.add_request(str(i), prompts[i], SamplingParams(temperature=0, max_tokens=max_tokens))
+    final = drain(engine)
+    assert [final[i].outputs[0].finish_reason for i in "01"] == ["length", "length"]
+    assert not any(engine.scheduler.preemption.counts.values())
+    assert engine._speculation is not None
+    assert engine._speculation.stats.num_draft_tokens > 0
+    engine.close()
+
+
 def test_several_samples_and_beams_are_not_speculated(oracle: Oracle) -> None:
     oracle.known = [p + reference("llama", tuple(p), NUM_NEW) for p in PROMPTS]
     engine = make_engine(speculative_config=NGRAM)
