@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, TypedDict
 FinishReason = Literal["stop", "length", "abort", "error"]
 """Why a completion ended: a stop token or string; a length limit; the caller; a failure."""
 
-CacheLimit = Literal["off", "complete", "not recorded", "window", "state"]
+CacheLimit = Literal["off", "complete", "not recorded", "window", "state", "memory"]
 """Why no more of a prompt was found in the prefix cache: there is none; all that need not be
 computed was found; no more was recorded; more was, but not the rows that a sliding window needs
 there any more; more was, but no recurrent state behind it."""

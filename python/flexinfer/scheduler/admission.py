@@ -104,18 +104,34 @@ class Admission:
         shared = manager.bytes_for(num_matched, with_windows=False)
         if running and not self.has_room(needed - shared, running):
             return None
-        vtensor = self._try_create(request)
-        if vtensor is None:
-            return None
-        end = self._first_end(request, vtensor, needed, num_left, running)
-        if end is None or not self.states.try_extend([request], [vtensor], [end]):
+        for most in self._lengths_to_share(request, num_matched, running):
+            vtensor = self._try_create(request, most)
+            if vtensor is None:
+                return None
+            end = self._first_end(request, vtensor, needed, num_left, running)
+            if end is not None and self.states.try_extend([request], [vtensor], [end]):
+                break
             release_all([vtensor, *request.take_vtensors()])
+        else:
             return None
         request.metrics.chunks_aliased += vtensor.info().chunks_aliased
         if request.cache_limit is None:
-            request.cache_limit = self._cache_limit(request, vtensor)
+            is_cut = most < num_matched
+            request.cache_limit = "memory" if is_cut else self._cache_limit(request, vtensor)
         request.start(vtensor, end)
         return vtensor
+
+    def _lengths_to_share(
+        self, request: Request, num_matched: int, running: Collection[Request]
+    ) -> list[int]:
+        """Of the cached prefix, most tokens first. Where it ends inside of a row, that row is there
+        twice, recorded and copied: a request that is alone, and needs all of the budget, fits with
+        fewer."""
+        most = request.num_reusable_tokens if self.config.enable_prefix_caching else 0
+        if running or num_matched == 0:
+            return [most]
+        row_tokens = self.manager.chunk_bytes // self.manager.spec.plane_token_bytes
+        return [most, num_matched - num_matched % max(1, row_tokens), 0]
 
     def _cache_limit(self, request: Request, vtensor: VTensor) -> CacheLimit:
         """Why no more of the request is shared."""
@@ -130,12 +146,11 @@ class Admission:
             return "state" if num_usable > vtensor.num_cached_tokens else "not recorded"
         return "not recorded"
 
-    def _try_create(self, request: Request) -> VTensor | None:
+    def _try_create(self, request: Request, max_cached: int) -> VTensor | None:
         """A vTensor with the request's cached prefix, and where the model keeps a state the one
         behind it. None: no slot is left."""
-        max_cached = request.num_reusable_tokens if self.config.enable_prefix_caching else 0
         if self.states.are_kept:
-            max_cached = self.match(request)
+            max_cached = self.num_usable(request.token_array, request.cache_salt, max_cached)
             if not self.states.open(request, max_cached):
                 max_cached = 0
         vtensor = self.manager.try_create(
@@ -159,9 +174,11 @@ class Admission:
         manager = self.manager
         needed = manager.bytes_for(request.num_tokens)
         needed += self.states.bytes_for(1 + request.num_forks)
+        held = manager.bytes_for(request.num_extended_tokens)
+        has = f", of which it has {held}" if held else ""
         return (
             f"request {request.request_id!r} needs KV memory for {request.num_tokens} tokens "
-            f"({needed} bytes), but only {manager.available_bytes} "
+            f"({needed} bytes{has}), but only {manager.available_bytes} "
             f"bytes of the budget of {manager.memory_budget} are available"
         )
 

@@ -392,6 +392,7 @@ class Scheduler:
         """It does not fit, and no other request may be preempted: waiting longer cannot help it."""
         message = self.admission.explain_shortage(request)
         if not self.preemption.is_on and len(self.running) > 1:
-            message += f"; {len(self.running) - 1} other requests run and preemption is off"
+            num_others = len(self.running) - 1
+            message += f" to all; {num_others} other requests run and preemption is off"
         self.abort([request], "error", message)
         batch.failed.append(request)

@@ -26,10 +26,9 @@ from scheduler.test_scheduler import (
 def scheduler_of(num_chunks: int, **settings: Any) -> Scheduler:
     """Without a cache and without mapping ahead: each chunk is somebody's need."""
     manager = make_manager(num_chunks, swap_space=num_chunks * CHUNK_BYTES)
-    defaults = {"enable_prefix_caching": False, "enable_pre_extend": False}
-    return make_scheduler(
-        manager, has_swap_space=True, preemption_mode="swap", **{**defaults, **settings}
-    )
+    defaults: dict[str, Any] = {"enable_prefix_caching": False, "enable_pre_extend": False}
+    defaults |= {"has_swap_space": True, "preemption_mode": "swap"}
+    return make_scheduler(manager, **{**defaults, **settings})
 
 
 def waiting(scheduler: Scheduler) -> list[str]:
@@ -98,6 +97,47 @@ def test_the_last_token_of_a_recorded_prompt_is_computed() -> None:
     run_step(scheduler)
     scheduler.add(make_request("again", 40, first_token=0))
     assert shape(run_step(scheduler))["again"] == (39, 40)
+
+
+@pytest.mark.parametrize("num_new", [4, 0])
+def test_a_request_that_needs_the_whole_budget_shares_what_leaves_room(
+    num_new: int,
+) -> None:
+    """It continues a recorded prompt inside of a row, which would be there twice: recorded, and in
+    a copy of its own."""
+    scheduler = make_scheduler(make_manager(3))
+    scheduler.add(make_request("a", 36, max_tokens=2, first_token=0))
+    while scheduler.has_unfinished_requests():
+        run_step(scheduler)
+    longer = make_request("b", 36 + num_new, 8, tokens=[*range(36), *[9] * num_new])
+    scheduler.add(longer)
+    while scheduler.has_unfinished_requests():
+        assert not run_step(scheduler).failed
+    assert (longer.num_cached_tokens, longer.cache_limit) == (32, "memory")
+
+
+def test_a_request_that_does_not_fit_is_told_numbers_that_say_so() -> None:
+    """Its prompt is recorded up to the middle of a row, and the budget has become too small."""
+    scheduler = make_scheduler(make_manager(3))
+    scheduler.add(make_request("a", 36, max_tokens=2, first_token=0))
+    while scheduler.has_unfinished_requests():
+        run_step(scheduler)
+    scheduler.manager.memory_budget = 2 * CHUNK_BYTES
+    scheduler.add(make_request("b", 40, tokens=[*range(36), *[9] * 4]))
+    (failed,) = run_step(scheduler).failed
+    assert f"({3 * CHUNK_BYTES} bytes), but only {2 * CHUNK_BYTES}" in str(failed.stop_message)
+
+
+def test_a_request_that_cannot_grow_is_told_what_it_has() -> None:
+    scheduler = scheduler_of(3, preemption_mode="off")
+    for name in "ab":
+        scheduler.add(make_request(name, TOKENS_PER_CHUNK - 2, max_tokens=20))
+    while not (batch := run_step(scheduler)).failed:
+        pass
+    message = str(batch.failed[0].stop_message)
+    assert f"({2 * CHUNK_BYTES} bytes, of which it has {CHUNK_BYTES})" in message
+    assert f"only {CHUNK_BYTES} bytes" in message
+    assert "are available to all; 1 other requests run and preemption is off" in message
 
 
 def test_a_fork_is_as_old_as_its_parent() -> None:
