@@ -6,26 +6,36 @@
        | '
        +--+----+------- rows beyond one per request
 
-Learned for each number of requests, from steps of decodes alone. A measurement is believed for
-MAX_AGE steps: requests grow longer, and a step that something else delayed must not decide for
-ever. Not thread-safe.
+Learned for each number of requests, from steps of decodes alone. Of the last steps of a kind the
+median counts, once there are MIN_STEPS: a step that something else delayed must not end proposals,
+after which none would be measured. What is known is believed for MAX_AGE steps: requests grow
+longer. Not thread-safe.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median_low
 
 import numpy as np
 
 MAX_AGE = 256
-"""Steps; one of so many is spent on measuring what is not known, or no more."""
-SMOOTHING = 0.3
+"""Steps; MIN_STEPS of so many are spent on measuring what is not known, or no more."""
+MIN_STEPS = 2
+"""Of two the quicker one counts: what delays a step makes none quicker."""
+NUM_STEPS = 5
 
 
 @dataclass(slots=True)
 class _Measured:
-    us: float
-    step: int
+    step: int = 0
+    """The last one."""
+    last_us: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_STEPS))
+
+    @property
+    def us(self) -> float:
+        return median_low(self.last_us)
 
 
 class StepCosts:
@@ -41,18 +51,21 @@ class StepCosts:
         self._num_steps += 1
         known = self._known.setdefault(rounded(num_requests), {})
         key = rounded(num_further)
-        if key in known and self._num_steps - known[key].step <= MAX_AGE:
-            us = known[key].us
-            known[key] = _Measured(us + SMOOTHING * (step_us - us), self._num_steps)
-        else:
-            known[key] = _Measured(step_us, self._num_steps)
+        if key not in known or self._num_steps - known[key].step > MAX_AGE:
+            known[key] = _Measured()
+        known[key].step = self._num_steps
+        known[key].last_us.append(step_us)
 
     def estimate(self, num_requests: int, num_further: int) -> list[float] | None:
-        """Microseconds of steps with 0, 1, ... `num_further` further rows; None: measure one
+        """Microseconds of steps with 0, 1, ... `num_further` further rows; None: measure steps
         without any first."""
         known = self._known.get(rounded(num_requests), {})
         oldest = self._num_steps - MAX_AGE
-        points = sorted((rows, one.us) for rows, one in known.items() if one.step >= oldest)
+        points = sorted(
+            (rows, one.us)
+            for rows, one in known.items()
+            if one.step >= oldest and len(one.last_us) >= MIN_STEPS
+        )
         if not points or points[0][0] != 0:
             return None
         rows, costs = zip(*points, strict=True)

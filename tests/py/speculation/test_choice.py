@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from flexinfer.scheduler.scheduler import Batch
 from flexinfer.speculation.acceptance import Acceptance
 from flexinfer.speculation.ngram import NgramIndex
 from flexinfer.speculation.speculation import Speculation
-from flexinfer.speculation.step_costs import MAX_AGE, StepCosts
+from flexinfer.speculation.step_costs import MAX_AGE, MIN_STEPS, StepCosts
 from helpers.engine_kit import make_engine, submit
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2}
@@ -64,8 +65,9 @@ def test_a_proposal_that_is_not_verified_is_compared_with_what_comes() -> None:
 def test_costs_are_lines_between_measurements_that_are_not_too_old() -> None:
     costs = StepCosts()
     assert costs.estimate(2, 4) is None
-    costs.observe(2, 0, 100.0)
-    costs.observe(2, 4, 180.0)
+    for _ in range(MIN_STEPS):
+        costs.observe(2, 0, 100.0)
+        costs.observe(2, 4, 180.0)
     estimate = costs.estimate(2, 6)
     assert estimate is not None
     assert estimate[:5] == pytest.approx([100, 120, 140, 160, 180])
@@ -78,8 +80,27 @@ def test_costs_are_lines_between_measurements_that_are_not_too_old() -> None:
     assert estimate[4] < 180
 
 
-def speculate(num_requests: int, row_us: float, *, is_right: bool, steps: int = 40) -> list[int]:
-    """Further rows of each step, where a step takes 100 us and `row_us` for each of them."""
+def test_of_the_last_steps_the_median_counts() -> None:
+    costs = StepCosts()
+    for us in (900.0, 100.0, 100.0, 900.0, 102.0, 101.0, 900.0):
+        costs.observe(1, 0, us)
+        costs.observe(1, 2, us + 10)
+    assert costs.estimate(1, 2) == pytest.approx([102, 107, 112])
+    for _ in range(3):
+        costs.observe(1, 0, 200.0)
+    assert costs.estimate(1, 0) == [200]
+
+
+def speculate(
+    num_requests: int,
+    row_us: float,
+    *,
+    is_right: bool,
+    steps: int = 40,
+    slow: Collection[int] = (),
+) -> list[int]:
+    """Further rows of each step, where a step takes 100 us and `row_us` for each of them, and a
+    hundred times as long for those that are `slow`."""
     engine = make_engine(speculative_config=NGRAM, max_num_seqs=8, kv_cache_memory_bytes="8MiB")
     prompts = [[i, 7, 8] * 10 for i in range(num_requests)]
     submit(engine, prompts, SamplingParams(temperature=0, max_tokens=90))
@@ -89,7 +110,7 @@ def speculate(num_requests: int, row_us: float, *, is_right: bool, steps: int = 
     for request in engine.scheduler.running.values():
         request.token_ids += [7, 8]
         request.num_computed_tokens = request.num_launched_tokens = request.num_tokens - 1
-    for _ in range(steps):
+    for step in range(steps):
         batch = Batch(items=engine.scheduler.schedule().items)
         speculation.draft(batch)
         found.append(sum(len(item.draft) for item in batch.items))
@@ -98,7 +119,7 @@ def speculate(num_requests: int, row_us: float, *, is_right: bool, steps: int = 
             drawn = [*(item.draft or item.request.token_ids[-3:-2]), 7] if is_right else [300]
             tokens += [(item.request, token) for token in drawn]
         speculation.settle(batch, tokens)
-        speculation.observe(100 + found[-1] * row_us)
+        speculation.observe((100 + found[-1] * row_us) * (100 if step in slow else 1))
     engine.close()
     return found
 
@@ -120,6 +141,14 @@ def test_speculation_goes_on_only_where_it_pays(
     assert rows[0] == 0  # a step without is measured first
     last = rows[-20:]
     assert min(last) == 4 * num_requests if pays else max(last) == 0
+
+
+@pytest.mark.parametrize("row_us", [5.0, 200.0])
+@pytest.mark.parametrize("slow", [{0}, {1}, {2}, {3}, {18}, {1, 18}])
+def test_a_step_that_something_else_delays_decides_nothing(slow: set[int], row_us: float) -> None:
+    """The first steps are without proposals, those after them the first with some."""
+    rows = speculate(1, row_us, is_right=True, slow=slow)[-20:]
+    assert min(rows) == 4 if row_us < 100 else max(rows) == 0
 
 
 @pytest.mark.parametrize(
