@@ -269,6 +269,33 @@ def test_running_usage_begins_with_no_completion_token(http: httpx.Client) -> No
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_running_usage_is_that_of_the_choice_and_the_last_one_of_all(
+    path: str, http: httpx.Client
+) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = BODIES[path] | {"stream_options": options, "n": 3, "ignore_eos": True}
+    *found, last = events(http, path, body)
+    counts: dict[int, list[int]] = {}
+    for one in found:
+        assert one["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"]
+        choice = counts.setdefault(one["choices"][0]["index"], [])
+        choice.append(one["usage"]["completion_tokens"])
+    for choice in counts.values():
+        assert choice[:2] == ([0, 1] if path == CHAT else [1, 2])
+        assert choice == sorted(choice)
+    assert sum(choice[-1] for choice in counts.values()) == last["usage"]["completion_tokens"]
+
+
+def test_running_usage_has_the_prompt_of_the_choice(http: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    prompts = {"prompt": [[5, 6, 7], [8] * 9], "max_tokens": 2, "stream_options": options}
+    *found, last = events(http, COMPLETIONS, BODIES[COMPLETIONS] | prompts)
+    told = {(e["choices"][0]["index"], e["usage"]["prompt_tokens"]) for e in found}
+    assert told == {(0, 3), (1, 9)}
+    assert last["usage"]["prompt_tokens"] == 12
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_a_streams_first_event_has_the_prompts_ids(path: str, http: httpx.Client) -> None:
     body = BODIES[path] | {"return_token_ids": True}
     whole = http.post(path, json=body).json()

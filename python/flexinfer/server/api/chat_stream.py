@@ -60,9 +60,7 @@ class ChatStream:
 
     def usage(self) -> Usage:
         """Tokens so far."""
-        return self._counter.usage(
-            num_reasoning=num_reasoning(self._call, list(self._choices.values()))
-        )
+        return self._counter.usage(num_reasoning(self._call, list(self._choices.values())))
 
     def _events(self, one: CompletionOutput) -> Iterator[str]:
         if one.index not in self._choices:
@@ -78,8 +76,7 @@ class ChatStream:
         """Before any token: running usage counts none of this choice yet."""
         body = self._body(index, {"role": "assistant", "content": ""})
         if self._call.body.wants_running_usage:
-            usage = self._counter.usage(with_last=False)
-            body["usage"] = usage.model_dump()
+            body["usage"] = self._counter.running(0, index, is_begun=False).model_dump()
         if self._call.body.return_token_ids:
             body["prompt_token_ids"] = self._call.job.prompts[0]["prompt_token_ids"]
         return event(body)
@@ -120,7 +117,7 @@ class ChatStream:
         chunk: dict[str, Any] = {**self._head, "choices": [choice]}
         if self._call.body.wants_usage:
             wanted = self._call.body.wants_running_usage
-            chunk["usage"] = self._counter.usage().model_dump() if wanted else None
+            chunk["usage"] = self._counter.running(0, index).model_dump() if wanted else None
         return chunk
 
 

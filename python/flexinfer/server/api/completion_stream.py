@@ -49,7 +49,9 @@ class CompletionStream:
             return self._plain.event(index, one.text)
         choice = self._choice(index, prompt_idx, output, one)
         self._offsets[index] = (offset or 0) + len(choice["text"])
-        return event(self._chunk(choice))
+        is_wanted = self._call.body.wants_running_usage
+        running = self._counter.running(prompt_idx, one.index) if is_wanted else None
+        return event(self._chunk(choice, running))
 
     def _choice(
         self, index: int, prompt_idx: int, output: RequestOutput, one: CompletionOutput
@@ -72,12 +74,10 @@ class CompletionStream:
                 choice["prompt_token_ids"] = output.prompt_token_ids
         return choice
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _chunk(self, choice: dict[str, Any], running: Usage | None = None) -> dict[str, Any]:
         chunk = {**self._head, "choices": [choice]}
-        body = self._call.body
-        if body.wants_usage:
-            running = self._counter.usage().model_dump() if body.wants_running_usage else None
-            chunk["usage"] = running
+        if self._call.body.wants_usage:
+            chunk["usage"] = None if running is None else running.model_dump()
         return chunk
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -251,19 +252,26 @@ class UsageCounter:
 
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}  # number of tokens, of cached ones
-        self._num_completion = 0
-        self._num_last = 0
+        self._completions: Counter[tuple[int, int]] = Counter()
+        """By prompt and choice."""
 
     def add(self, prompt_idx: int, output: RequestOutput) -> None:
         self._prompts[prompt_idx] = (len(output.prompt_token_ids), output.num_cached_tokens or 0)
-        self._num_last = sum(len(one.token_ids) for one in output.outputs)
-        self._num_completion += self._num_last
+        for one in output.outputs:
+            self._completions[prompt_idx, one.index] += len(one.token_ids)
 
-    def usage(self, *, with_last: bool = True, num_reasoning: int | None = None) -> Usage:
-        """`with_last`: with what the last output added."""
+    def usage(self, num_reasoning: int | None = None) -> Usage:
+        """Of all choices."""
         return make_usage(
             sum(num_tokens for num_tokens, _ in self._prompts.values()),
-            self._num_completion - (0 if with_last else self._num_last),
+            self._completions.total(),
             sum(num_cached for _, num_cached in self._prompts.values()),
             num_reasoning,
         )
+
+    def running(self, prompt_idx: int, choice_idx: int, *, is_begun: bool = True) -> Usage:
+        """What a chunk says: tokens of its own choice and prompt alone, as vLLM's do. `is_begun`:
+        False before the first of them is told."""
+        num_tokens, num_cached = self._prompts[prompt_idx]
+        num_completion = self._completions[prompt_idx, choice_idx] if is_begun else 0
+        return make_usage(num_tokens, num_completion, num_cached)
