@@ -78,7 +78,7 @@ class RequestStats:
     first_token_s: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BUCKETS_S))
     """From arrival to the first token."""
     inter_token_s: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS_S))
-    """Between two tokens of one sequence."""
+    """Between two steps that gave a sequence tokens: of an accepted proposal it gets several."""
     per_output_token_s: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS_S))
     """Mean time of a token after the first, one value per request."""
     end_to_end_s: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS_S))
@@ -125,7 +125,7 @@ class RequestStats:
             self.cached_prompt_tokens += num_cached_tokens
             self.first_token_s.observe(now_s - metrics.arrival_time)
         elif metrics.last_token_time is not None:
-            self.inter_token_s.observe((now_s - metrics.last_token_time) / num_each, num_tokens)
+            self.inter_token_s.observe(now_s - metrics.last_token_time, num_tokens // num_each)
         metrics.last_token_time = now_s
         metrics.num_token_steps += num_each
         metrics.num_generated_tokens += num_tokens

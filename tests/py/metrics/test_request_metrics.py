@@ -64,6 +64,19 @@ def test_samples_of_one_prompt_count_each_token_and_one_request() -> None:
     assert (stats.per_output_token_s.count, stats.per_output_token_s.sum) == (1, 1.5)
 
 
+def test_tokens_of_one_step_come_together() -> None:
+    """As in vLLM: a caller waits for the step, however many tokens it gives."""
+    stats = RequestStats()
+    metrics = RequestMetrics(arrival_time=0.0, first_scheduled_time=0.0)
+    stats.note_tokens(metrics, 5, 1, 1.0)
+    stats.note_tokens(metrics, 5, 4, 3.0, num_each=4)
+    stats.note_tokens(metrics, 5, 1, 4.0)
+    stats.note_end(output(metrics, "length", 5), 4.0)
+    assert (stats.inter_token_s.count, stats.inter_token_s.sum) == (2, 3.0)
+    assert stats.inter_token_s.cumulative()[15] == (2.5, 2)
+    assert stats.per_output_token_s.sum == 3 / 5
+
+
 def test_a_request_that_never_ran_has_only_an_end() -> None:
     stats = RequestStats()
     stats.note_end(output(RequestMetrics(arrival_time=1.0), "abort"), 3.0)

@@ -57,7 +57,7 @@ CHUNK_TOTALS = {
 }
 LATENCIES = {
     "first_token_s": ("time_to_first_token_seconds", "From arrival to the first token."),
-    "inter_token_s": ("inter_token_latency_seconds", "Between two tokens of a sequence."),
+    "inter_token_s": ("inter_token_latency_seconds", "Between steps that gave a sequence tokens."),
     "per_output_token_s": (
         "request_time_per_output_token_seconds",
         "Mean time of a request's tokens after the first.",
