@@ -116,7 +116,13 @@ def make_draft_model(
         kv_cache_dtype="auto",
         layers_per_plane=None,  # of the model's layers, not of these
     )
-    manager = make_manager(settings, draft, max_len, memory)
+    try:
+        manager = make_manager(settings, draft, max_len, memory)
+    except ValueError as error:
+        name = _name(config.speculation and config.speculation.model)
+        raise ValueError(
+            f"the draft model {name}, which has {share:.1%} of the KV memory: {error}"
+        ) from error
     try:
         unused = GrammarCompiler(None, draft.vocab_size, draft.eos_token_ids)
         runner = ModelRunner(draft, manager, config.attention_backend, config.seed, unused)

@@ -130,9 +130,15 @@ class DraftModel:
         self.manager.trim()
 
     def split(self, size: int | str) -> tuple[int, int]:
-        """The engine's part of KV memory, and the part of this model, in bytes."""
+        """The engine's part of KV memory, and the part of this model, in bytes. Raises ValueError
+        if that holds no token."""
         total = parse_bytes(size, "KV cache memory")
         drafts = int(total * self._share)
+        if drafts < self.manager.bytes_for(1):
+            raise ValueError(
+                f"of {total} bytes of KV cache memory the draft model has {self._share:.1%}, which "
+                f"holds no token of it: that takes {self.manager.bytes_for(1)} bytes"
+            )
         return total - drafts, drafts
 
     def set_budget(self, budget: int) -> None:

@@ -171,6 +171,24 @@ def test_sleep_and_a_smaller_budget_take_the_drafts_memory_too() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("size", ["16KiB", 0])
+def test_a_budget_that_holds_no_token_of_the_draft_is_refused_before_it_changes_anything(
+    size: str | int,
+) -> None:
+    engine = drafting(small_draft(), chunk_bytes=4096)
+    before = engine.manager.memory_budget, draft_of(engine).manager.memory_budget
+    with pytest.raises(ValueError, match=r"draft model has 11\.1%, .* takes 8192 bytes"):
+        engine.set_kv_cache_memory(size)
+    assert (engine.manager.memory_budget, draft_of(engine).manager.memory_budget) == before
+    engine.close()
+
+
+def test_what_is_too_little_for_the_draft_is_said_to_be_the_drafts() -> None:
+    config = {"method": "draft_model", "num_speculative_tokens": 3, "model": small_draft()}
+    with pytest.raises(ValueError, match=r"draft model LlamaForCausalLM, .* 11\.1% .*: memory_bud"):
+        make_engine(speculative_config=config, kv_cache_memory_bytes="32KiB")
+
+
 def test_a_draft_that_fails_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: DraftModel, rows: Any) -> list[int]:
         raise ArithmeticError("cannot be computed")
@@ -211,6 +229,17 @@ def test_another_vocabulary_is_refused_before_weights_are_read(
     monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ValueError, match="has a vocabulary of 77 tokens, the model one of"):
         drafting(other)
+
+
+def small_draft() -> Any:
+    """A draft of one layer for the tiny Llama, with an eighth of its bytes per token."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    vocab_size = make_model("llama").config.vocab_size
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=vocab_size, num_hidden_layers=1, num_key_value_heads=1, **sizes)
+    )
 
 
 def small_folder(path: Path, *, tokenizer: Any = None) -> Path:
