@@ -109,6 +109,7 @@ class DraftModel:
         for request in ready:
             self._held[request].num_known = request.num_tokens
             self._held[request].drafted = drafted[request]
+        self._give_back(requests)
         return list(drafted.values())
 
     def forget(self, ended: Iterable[Request]) -> None:
@@ -215,6 +216,12 @@ class DraftModel:
         held.num_computed = min(held.num_computed, request.num_tokens - 1)
         if held.vtensor.num_tokens > held.num_computed:
             held.vtensor.truncate(held.num_computed)
+
+    def _give_back(self, requests: Iterable[Request]) -> None:
+        """What windows have left; what is rejected begins behind the last token at least."""
+        held = [(request, self._held[request]) for request in requests if request in self._held]
+        ends = [min(one.num_computed, request.num_tokens - 1) for request, one in held]
+        self.manager.forget([one.vtensor for _, one in held], ends)
 
     def _last_row(self, request: Request) -> _Row:
         held = self._held[request]

@@ -189,6 +189,29 @@ def test_what_is_too_little_for_the_draft_is_said_to_be_the_drafts() -> None:
         make_engine(speculative_config=config, kv_cache_memory_bytes="32KiB")
 
 
+def test_a_draft_with_windows_gives_back_what_they_have_left() -> None:
+    """Its window is 16 tokens, four layers of which a chunk holds four."""
+    config = {"method": "draft_model", "num_speculative_tokens": 3, "model": make_model("mistral")}
+    engine = make_engine("mistral", speculative_config=config, max_num_batched_tokens=32)
+    prompts = random_prompts((100, 60))
+    submit(engine, prompts, SamplingParams(temperature=0, max_tokens=40))
+    manager, most = draft_of(engine).manager, 0
+    final = {}
+    while engine.has_unfinished_requests():
+        final |= {output.request_id: output for output in engine.step()}
+        manager.drain()
+        manager.check_integrity()
+        most = max(most, manager.stats().mapped_bytes)
+    for i, prompt in enumerate(prompts):
+        expected = reference("mistral", tuple(prompt), 40)
+        assert final[str(i)].outputs[0].token_ids == expected
+    assert most <= sum(manager.bytes_for(len(prompt) + 40) for prompt in prompts)
+    stats = engine.stats().speculation
+    assert stats is not None
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 20
+    engine.close()
+
+
 def test_a_draft_that_fails_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: DraftModel, rows: Any) -> list[int]:
         raise ArithmeticError("cannot be computed")
