@@ -17,6 +17,8 @@ SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 SCHEDULING_POLICIES = ("fcfs", "priority", "prefix")
 PREEMPTION_MODES = ("recompute", "swap", "auto", "off")
 SPECULATIVE_METHODS = ("ngram", "draft_model")
+MAX_SPECULATIVE_TOKENS = 256
+"""Each place in a proposal is counted in a metric, and all are weighed before each step."""
 KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")
 DEFAULT_LOOKUP = 5
 DEFAULT_STATE_SNAPSHOT_TOKENS = 1024
@@ -100,7 +102,8 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         _require_choice("speculative_config: method", self.method, SPECULATIVE_METHODS)
-        _require_positive("speculative_config: num_speculative_tokens", self.num_speculative_tokens)
+        name = "speculative_config: num_speculative_tokens"
+        _require_positive(name, self.num_speculative_tokens, MAX_SPECULATIVE_TOKENS)
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             if getattr(self, name) is not None:
                 _require_positive(f"speculative_config: {name}", getattr(self, name))
@@ -384,9 +387,11 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _require_positive(name: str, value: Any) -> None:
+def _require_positive(name: str, value: Any, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
 
 
 def _require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

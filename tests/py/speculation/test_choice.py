@@ -161,6 +161,10 @@ def test_a_step_that_something_else_delays_decides_nothing(slow: set[int], row_u
         ({"method": "ngram"}, "needs num_speculative_tokens"),
         ({"num_speculative_tokens": 2}, "needs method"),
         ({**NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens must be a positive"),
+        (
+            {**NGRAM, "num_speculative_tokens": 257},
+            "num_speculative_tokens must be at most 256, got",
+        ),
         ({**NGRAM, "prompt_lookup_min": 3}, r"prompt_lookup_min \(3\) must be at most"),
         ({**NGRAM, "prompt_lookup_max": 0}, "prompt_lookup_max must be a positive"),
         ({**NGRAM, "tree": 1}, "has tree, which is not supported"),
