@@ -34,6 +34,8 @@ HARMLESS = {
 """Fields that are honoured, or that training alone reads; any other must be off."""
 KEEPS_BASE = {"true", "false", "gaussian", "eva", "orthogonal"}
 """Ways to begin a training that leave the model's own weights as they are."""
+DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
+"""Of weights: integers mean nothing without their scales."""
 NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 
 Updates = list[tuple[LayerAdapters, LayerUpdate]]
@@ -182,10 +184,17 @@ class PeftFolder:
 
         try:
             with safe_open(self._weights, framework="pt") as file:
-                names = file.keys()
-                return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+                parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                dtypes = {name: part.get_dtype() for name, part in parts.items()}
+                shapes = {name: tuple(part.get_shape()) for name, part in parts.items()}
         except (OSError, SafetensorError) as error:
             raise RequestError(f"{self._who}: {WEIGHTS} cannot be read: {error}") from None
+        for name, dtype in dtypes.items():
+            if dtype not in DTYPES:
+                raise RequestError(
+                    f"{self._who}: {name} is {dtype}; known: {', '.join(sorted(DTYPES))}"
+                )
+        return shapes
 
     def _check_path(self, path: str) -> None:
         if path in self._places:

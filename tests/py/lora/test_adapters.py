@@ -256,6 +256,32 @@ def test_weights_that_are_no_finite_numbers_are_refused(
     )
 
 
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.int8, "I8"), (torch.bool, "BOOL"), (torch.complex64, "C64")]
+)
+def test_weights_that_are_no_floating_point_numbers_are_refused(
+    dtype: torch.dtype, name: str, tmp_path: Path
+) -> None:
+    tensor = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[tensor] = (tensors[tensor] * 8).to(dtype)
+
+    refused(tmp_path, rf"{tensor} is {name}; known: BF16", change)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn])
+def test_weights_of_other_floating_point_dtypes_are_served(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    lora = adapter(tmp_path / "a")
+    weights = Path(lora.lora_path) / "adapter_model.safetensors"
+    save_file({name: part.to(dtype) for name, part in load_file(weights).items()}, weights)
+    engine = make_engine(enable_lora=True)
+    assert answer(engine, lora).outputs[0].token_ids != answer(engine, None).outputs[0].token_ids
+    engine.close()
+
+
 def test_folders_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
     engine = make_engine(enable_lora=True)
     for make, match in (
