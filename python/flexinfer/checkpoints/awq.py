@@ -12,6 +12,7 @@ import torch
 from flexinfer.checkpoints.packed import (
     PackedCheckpoint,
     Settings,
+    check_group_size,
     refuse_other,
     unpack,
     with_zeros,
@@ -32,6 +33,7 @@ class AwqCheckpoint(PackedCheckpoint):
         refuse_other(settings, self.method, "bits", (4,))
         version = str(settings.get("version", "gemm")).lower()
         refuse_other({"version": version}, self.method, "version", ("gemm",))
+        self._group_size = settings.get("group_size")
         super().__init__(files)
 
     def _shape(self, path: str) -> tuple[int, int]:
@@ -39,7 +41,8 @@ class AwqCheckpoint(PackedCheckpoint):
         return words * 8, inputs
 
     def _check_layer(self, path: str) -> None:
-        return
+        inputs, groups = self._shape(path)[1], self._files.shape(f"{path}.scales")[0]
+        check_group_size(path, self._group_size, inputs, groups)
 
     def _read_layer(self, path: str) -> QuantisedTensor:
         numbers, zeros = (_outputs(self._part(path, part)) for part in ("qweight", "qzeros"))

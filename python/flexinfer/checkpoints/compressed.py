@@ -16,6 +16,7 @@ import torch
 from flexinfer.checkpoints.packed import (
     PackedCheckpoint,
     Settings,
+    check_group_size,
     check_groups,
     refuse_other,
     unpack,
@@ -46,6 +47,8 @@ class CompressedCheckpoint(PackedCheckpoint):
             weights, METHOD, "num_bits", (8, 4) if self._is_packed else (8,)
         )
         _check_settings(settings, own)
+        has_groups = weights.get("strategy") == "group"
+        self._group_size = weights.get("group_size") if has_groups else -1
         super().__init__(files)
 
     def _is_layer(self, path: str) -> bool:
@@ -58,6 +61,8 @@ class CompressedCheckpoint(PackedCheckpoint):
     def _check_layer(self, path: str) -> None:
         name = f"{path}.weight_shape"
         shape = self._shape(path)
+        _, *groups = self._files.shape(f"{path}.weight_scale")
+        check_group_size(path, self._group_size, shape[1], groups[0] if groups else 1)
         if name in self._files and tuple(self._files.read(name).tolist()) != shape:
             raise UnsupportedModelError(
                 f"{path} has rows that are filled up to {shape[1]} inputs, which cannot be read"

@@ -13,6 +13,7 @@ import torch
 from flexinfer.checkpoints.packed import (
     PackedCheckpoint,
     Settings,
+    check_group_size,
     refuse_other,
     unpack,
     with_zeros,
@@ -34,6 +35,7 @@ class GptqCheckpoint(PackedCheckpoint):
         refuse_other(settings, self.method, "is_marlin_format", (False, None))
         refuse_other(settings, self.method, "pack_dtype", ("int32", None))
         refuse_other(settings, self.method, "dynamic", (None, {}))
+        self._group_size = settings.get("group_size")
         self._lacking = 1 if kind == "gptq" else 0
         super().__init__(files)
 
@@ -44,6 +46,7 @@ class GptqCheckpoint(PackedCheckpoint):
     def _check_layer(self, path: str) -> None:
         """Inputs whose groups lie apart (desc_act) would have to be gathered for each product."""
         inputs, groups = self._shape(path)[1], self._files.shape(f"{path}.scales")[0]
+        check_group_size(path, self._group_size, inputs, groups)
         if f"{path}.g_idx" not in self._files:
             return
         if not torch.equal(self._part(path, "g_idx").long(), _in_order(inputs, groups)):

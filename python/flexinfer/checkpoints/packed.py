@@ -116,6 +116,25 @@ def check_groups(numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tenso
         )
 
 
+def check_group_size(path: str, size: Any, inputs: int, groups: int) -> None:
+    """Raises UnsupportedModelError where a layer has other groups than the settings' `group_size`,
+    -1: one group; None: unsaid. What is left over may be a group of its own in the file."""
+    if size is None:
+        return
+    if not isinstance(size, int) or (size < 1 and size != -1):
+        raise UnsupportedModelError(f"group_size = {size!r} cannot be read here")
+    if size > 0 and inputs % size:
+        raise UnsupportedModelError(
+            f"{path} cannot be read: its {inputs} inputs are no whole number of groups of {size} "
+            f"(group_size): the last one has {inputs % size}"
+        )
+    if groups != (inputs // size if size > 0 else 1):
+        raise UnsupportedModelError(
+            f"{path} cannot be read: scales of {groups} groups do not go with its {inputs} inputs "
+            f"and group_size {size}"
+        )
+
+
 def refuse_other(settings: Settings, method: str, name: str, known: tuple[Any, ...]) -> Any:
     """The setting, if it is one of those that are known; the first one is the default."""
     value = settings.get(name, known[0])

@@ -297,6 +297,41 @@ def test_groups_whose_inputs_lie_apart_are_refused_by_name(tmp_path: Path) -> No
         load_model(str(tmp_path))
 
 
+def cut_short(pack: Any) -> Any:
+    """With groups of 40 of 64 or 96 inputs: there are as many as of 32."""
+
+    def parts_of(numbers: Any) -> dict[str, torch.Tensor]:
+        parts: dict[str, torch.Tensor] = pack(numbers)
+        if "g_idx" in parts:
+            parts["g_idx"] = torch.arange(len(parts["g_idx"]), dtype=torch.int32) // 40
+        return parts
+
+    return parts_of
+
+
+@pytest.mark.parametrize("case", ["gptq", "awq", "compressed"])
+def test_a_last_group_that_is_cut_short_is_said_to_be_that(case: str, tmp_path: Path) -> None:
+    """Of 96 inputs in groups of 40 there are three, as if they were of 32."""
+    settings, draw, pack = CASES[case]
+    where = f"{OWN}/weights/group_size" if case == "compressed" else "group_size"
+    write_folder(tmp_path, tiny(), changed(settings, where, 40), draw, cut_short(pack))
+    message = r"96 inputs are no whole number of groups of 40 \(group_size\): the last one has 16"
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("case", ["gptq", "awq", "compressed"])
+@pytest.mark.parametrize(("size", "message"), [(16, "size 16"), (-1, "size -1"), (0, "size = 0")])
+def test_groups_of_another_size_than_the_settings_say_are_refused(
+    case: str, size: int, message: str, tmp_path: Path
+) -> None:
+    settings, draw, pack = CASES[case]
+    where = f"{OWN}/weights/group_size" if case == "compressed" else "group_size"
+    write_folder(tmp_path, tiny(), changed(settings, where, size), draw, pack)
+    with pytest.raises(UnsupportedModelError, match=f"group_{message}"):
+        load_model(str(tmp_path))
+
+
 def test_tensors_that_would_be_passed_over_are_refused_by_name(tmp_path: Path) -> None:
     write_folder(tmp_path, tiny(), *CASES["compressed"])
     tensors = load_file(tmp_path / "model.safetensors")
