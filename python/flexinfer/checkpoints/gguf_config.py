@@ -107,6 +107,9 @@ def config_of(header: GgufHeader) -> Any:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise UnsupportedModelError(f"{header.path!r} has no tensor 'token_embd.weight'")
+    vocab_size = embedding.shape[0]
+    if values.get("vocab_size", vocab_size) != vocab_size:
+        values.refuse("vocab_size", f"only the rows of the embedding, {vocab_size}")
     num_experts = values.get("expert_count", 0)
     own = architecture.experts_config if num_experts else architecture.config
     if own is None:
@@ -121,11 +124,11 @@ def config_of(header: GgufHeader) -> Any:
         **settings,
         num_key_value_heads=values.get("attention.head_count_kv", heads),
         head_dim=head_dim,
-        vocab_size=embedding.shape[0],
+        vocab_size=vocab_size,
         rope_parameters=_rope(values),
         tie_word_embeddings="output.weight" not in header.tensors,
         dtype=_dtype(header),
-        **_special_tokens(header),
+        **_special_tokens(header, vocab_size),
     )
 
 
@@ -213,15 +216,22 @@ def _rope(values: _Values) -> dict[str, Any]:
     return parameters
 
 
-def _special_tokens(header: GgufHeader) -> dict[str, Any]:
+def _special_tokens(header: GgufHeader, vocab_size: int) -> dict[str, Any]:
     """All tokens that end an answer are ends of sequence to transformers."""
-    metadata = header.metadata
-    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    ends = list(dict.fromkeys(i for i in (*ids, *header.end_ids) if i is not None))
+    ids = {}
+    for name in ("bos", "eos", "eot", "eom", "padding"):
+        key = f"tokenizer.ggml.{name}_token_id"
+        ids[name] = header.metadata.get(key)
+        if ids[name] is not None and ids[name] not in range(vocab_size):
+            raise UnsupportedModelError(
+                f"{header.path!r} has {key} = {ids[name]}, but the embedding has {vocab_size} rows"
+            )
+    known = (ids["eos"], ids["eot"], ids["eom"], *header.end_ids)
+    ends = list(dict.fromkeys(i for i in known if i is not None))
     return {
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": ids["bos"],
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+        "pad_token_id": ids["padding"],
     }
 
 

@@ -195,6 +195,40 @@ def test_a_setting_that_is_not_known_is_refused_by_name(
         load_model(str(path))
 
 
+def write_numbers(path: Path, **numbers: int) -> None:
+    """A file with 128 rows of the embedding, and these values."""
+    config = CONFIGS["llama"]()
+    config.vocab_size = 128
+    model = draw_model(config)
+    writer = writer_of(path, model)
+    for key, value in numbers.items():
+        writer.add_uint32(key.replace("__", "."), value)
+    add_weights(writer, model, same(Type.F32))
+    finish(writer)
+
+
+@pytest.mark.parametrize("size", [127, 129])
+def test_a_vocabulary_of_another_size_than_the_embedding_is_refused(
+    size: int, tmp_path: Path
+) -> None:
+    write_numbers(tmp_path / "model.gguf", llama__vocab_size=size)
+    with pytest.raises(UnsupportedModelError, match=rf"vocab_size = {size}; known: only .* 128"):
+        load_model(str(tmp_path / "model.gguf"))
+    write_numbers(tmp_path / "fits.gguf", llama__vocab_size=128)
+    assert load_model(str(tmp_path / "fits.gguf")).vocab_size == 128
+
+
+@pytest.mark.parametrize("name", ["bos", "eos", "eot", "eom", "padding"])
+def test_special_tokens_beyond_the_vocabulary_are_refused(name: str, tmp_path: Path) -> None:
+    key = f"tokenizer__ggml__{name}_token_id"
+    write_numbers(tmp_path / "model.gguf", **{key: 128})
+    with pytest.raises(UnsupportedModelError, match=rf"{name}_token_id = 128, .* has 128 rows"):
+        load_model(str(tmp_path / "model.gguf"))
+    write_numbers(tmp_path / "fits.gguf", **{key: 127})
+    ends = load_model(str(tmp_path / "fits.gguf")).eos_token_ids
+    assert ends == ({127} if name.startswith("e") else set())
+
+
 def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path: Path) -> None:
     model = draw_model(CONFIGS["llama"]())
     strange = tmp_path / "strange.gguf"
