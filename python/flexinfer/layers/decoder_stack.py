@@ -24,7 +24,7 @@ from flexinfer.layers.decoder import FusedDecoderLayer
 from flexinfer.layers.decoder_kernel import forward_layers
 from flexinfer.layers.host_linear import MAX_FEW_ROWS
 from flexinfer.layers.norm import RMSNorm
-from flexinfer.layers.recognise import tree_of
+from flexinfer.layers.recognise import chain_of, is_of_library, tree_of
 from flexinfer.layers.rotary_table import keep_rotary_table
 
 
@@ -116,12 +116,7 @@ def _is_changed(module: torch.nn.Module) -> bool:
 
 def _is_of_transformers(forward: Any) -> bool:
     """Whether it and all that wraps it are: what somebody has put around it would not be called."""
-    while forward is not None:
-        module = getattr(forward, "__globals__", {}).get("__name__", "")
-        if module.partition(".")[0] not in ("transformers", "torch"):
-            return False
-        forward = getattr(forward, "__wrapped__", None)
-    return True
+    return all(map(is_of_library, chain_of(forward)))
 
 
 LAYERS = (
@@ -162,10 +157,23 @@ def _is_stack(base: Any) -> bool:
         and ast.unparse(begin) == "hidden_states = inputs_embeds"
         and ast.unparse(positions) in POSITIONS
         and ast.unparse(loop.iter) in LAYERS
-        and ast.unparse(loop.body[0]).startswith("hidden_states = decoder_layer(hidden_states, ")
-        and "position_embeddings=position_embeddings" in ast.unparse(loop.body[0])
+        and _calls_layer(loop.body[0])
         and ast.unparse(norm) == "hidden_states = self.norm(hidden_states)"
         and _returns(base, "last_hidden_state=hidden_states")
+    )
+
+
+def _calls_layer(statement: ast.stmt) -> bool:
+    """Whether hidden states become what a layer gives for them and the rotary embedding."""
+    if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
+        return False
+    call = statement.value
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    return (
+        [*map(ast.unparse, statement.targets)] == ["hidden_states"]
+        and ast.unparse(call.func) == "decoder_layer"
+        and [*map(ast.unparse, call.args)] == ["hidden_states"]
+        and given.get("position_embeddings") == "position_embeddings"
     )
 
 

@@ -6,7 +6,9 @@ transformers writes the same layer once for each family. What may differ is brou
 3. attention options that read only the module are left out: they are probed;
 4. dropout is left out: models are in evaluation mode.
 Everything else must be equal to a text in `known.py`. No name of a class or a child decides, and
-what depends on data (a clamp, a comparison) is in the text.
+what depends on data (a clamp, a comparison) is in the text. A function around which others than
+transformers and torch have put something is not known; one that is no longer what was read is read
+anew.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +28,8 @@ HARMLESS_DECORATORS = frozenset({"deprecate_kwarg", "use_kernel_forward_from_hub
 """The second replaces code only in models that are kernelised on purpose."""
 INNOCENT_FUNCTIONS = frozenset({"eager_attention_forward"})
 """Named, and not called: the engine attends through its own function."""
+LIBRARIES = frozenset({"transformers", "torch"})
+"""Their wrappers change nothing that is computed here."""
 
 
 def is_known(module: torch.nn.Module, known: Iterable[str]) -> bool:
@@ -46,27 +50,62 @@ def is_watched(module: torch.nn.Module) -> bool:
     return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
 
 
-_codes: dict[type, str | None] = {}
+def chain_of(function: Any) -> list[Any]:
+    """The function and what it wraps, up to the code that was written."""
+    chain = [function]
+    while (function := getattr(function, "__wrapped__", None)) is not None:
+        chain.append(function)
+    return chain
+
+
+def is_of_library(function: Any) -> bool:
+    module: str = getattr(function, "__globals__", {}).get("__name__", "")
+    return module.partition(".")[0] in LIBRARIES
+
+
+class _Found(NamedTuple):
+    """A function, and where it was found."""
+
+    owner: Any
+    """A class, or the globals of a file."""
+    name: str
+    function: Callable[..., Any]
+
+    def is_still_there(self) -> bool:
+        return _look_up(self.owner, self.name) is self.function
+
+
+class _Code(NamedTuple):
+    text: str | None
+    functions: list[_Found]
+    """All that it was read from: somebody may put others there."""
+
+
+_codes: dict[type, _Code] = {}
 """Of classes whose code reads the same for all their modules."""
 
 
 def code_of(module: torch.nn.Module) -> str | None:
     """Its forward and the functions that it calls; None: there is no source to read."""
-    if type(module) in _codes:
-        return _codes[type(module)]
+    code = _codes.get(type(module))
+    if code is not None and all(found.is_still_there() for found in code.functions):
+        return code.text
     form = _Form(module)
-    code = _code(module, form)
+    functions = [_Found(type(module), "forward", type(module).forward)]
+    text = _code(module, form, functions)
     if not form.has_decided:
-        _codes[type(module)] = code
-    return code
+        _codes[type(module)] = _Code(text, functions)
+    return text
 
 
-def _code(module: torch.nn.Module, form: _Form) -> str | None:
+def _code(module: torch.nn.Module, form: _Form, functions: list[_Found]) -> str | None:
+    """functions: its forward, to which those that it calls are added."""
     texts: list[str] = []
-    waiting: list[Callable[..., Any]] = [type(module).forward]
     seen: set[Callable[..., Any]] = set()
-    while waiting:
-        function = inspect.unwrap(waiting.pop(0))
+    for found in functions:
+        *wrappers, function = chain_of(found.function)
+        if not all(map(is_of_library, wrappers)):
+            return None
         if function in seen:
             continue
         seen.add(function)
@@ -77,7 +116,7 @@ def _code(module: torch.nn.Module, form: _Form) -> str | None:
             node.args.defaults, node.args.kw_defaults = [], [None] * len(node.args.kwonlyargs)
         node = form.visit(node)
         texts.append(ast.unparse(node))
-        waiting += _called(node, function, module)
+        functions += _called(node, function, module)
     return "\n".join(texts)
 
 
@@ -110,20 +149,25 @@ def _attributes(text: str) -> frozenset[str]:
     return frozenset(node.attr for node in reads if ast.unparse(node.value) == "self")
 
 
-def _called(tree: ast.AST, function: Any, module: torch.nn.Module) -> list[Callable[..., Any]]:
+def _called(tree: ast.AST, function: Any, module: torch.nn.Module) -> list[_Found]:
     """The functions of its file and the methods of the module that the tree calls."""
-    called: list[Callable[..., Any]] = []
+    called: list[_Found] = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        found: Any = None
+        owner: Any = None
         if isinstance(node.func, ast.Name) and node.func.id not in INNOCENT_FUNCTIONS:
-            found = function.__globals__.get(node.func.id)
+            owner, name = function.__globals__, node.func.id
         elif isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "self":
-            found = getattr(type(module), node.func.attr, None)
+            owner, name = type(module), node.func.attr
+        found = None if owner is None else _look_up(owner, name)
         if isinstance(found, FunctionType):
-            called.append(found)
+            called.append(_Found(owner, name, found))
     return called
+
+
+def _look_up(owner: Any, name: str) -> Any:
+    return owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
 
 
 class _Form(ast.NodeTransformer):

@@ -250,6 +250,11 @@ def test_what_is_put_around_its_code_is_called(monkeypatch: pytest.MonkeyPatch) 
         ("hidden_states = self.norm(hidden_states)", "hidden_states = hidden_states"),
         ("position_embeddings=position_embeddings", "position_embeddings=None"),
         (
+            "position_embeddings=position_embeddings",
+            "position_embeddings=position_embeddings[::-1]",
+        ),
+        ("**kwargs,\n        )\n\n    hid", "**kwargs,\n        ) * 2.0\n\n    hid"),
+        (
             "    hidden_states = self.norm",
             "    hidden_states.mul_(2.0)\n    hidden_states = self.norm",
         ),

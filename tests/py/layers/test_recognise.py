@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -10,9 +11,22 @@ torch = pytest.importorskip("torch")
 
 import transformers as tf
 from torch import nn
+from transformers.models.llama import modeling_llama
 
 from flexinfer.layers.known import ATTENTIONS, NORMS
 from flexinfer.layers.recognise import is_known
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
 
 
 class Norm(nn.Module):
@@ -95,20 +109,40 @@ def test_a_forward_of_its_own_and_a_hook_are_seen() -> None:
     assert not is_known(watched, NORMS)
 
 
+def clamped(function: Any) -> Any:
+    """Around it, as a user may put it there: no trial's input reaches the clamp."""
+
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        output = function(*args, **kwargs)
+        return output.clamp(-1e6, 1e6) if isinstance(output, torch.Tensor) else output
+
+    return wrapper
+
+
+def test_what_somebody_has_put_around_code_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**SMALL)).eval()
+    attention = model.model.layers[0].self_attn
+    for known in (True, False, True):  # whatever has been looked at before
+        assert is_known(Norm(), NORMS) is known
+        assert is_known(attention, ATTENTIONS) is known
+        if known:
+            monkeypatch.setattr(Norm, "forward", clamped(Norm.forward))
+            rotate = clamped(modeling_llama.apply_rotary_pos_emb)
+            monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
+        else:
+            monkeypatch.undo()
+
+
+def test_a_class_that_has_got_other_code_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_known(Norm(), NORMS)
+    monkeypatch.setattr(Norm, "forward", DataDependentNorm.forward)
+    assert not is_known(Norm(), NORMS)
+
+
 def test_what_the_forward_calls_belongs_to_its_code() -> None:
     """ERNIE 4.5 has Llama's attention, but its rotary embedding turns pairs of neighbours."""
-    small: dict[str, Any] = {
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "eos_token_id": None,
-        "bos_token_id": None,
-        "pad_token_id": 0,
-    }
-    ernie = tf.AutoModelForCausalLM.from_config(tf.Ernie4_5Config(**small))
-    llama = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**small))
+    ernie = tf.AutoModelForCausalLM.from_config(tf.Ernie4_5Config(**SMALL))
+    llama = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**SMALL))
     assert is_known(llama.model.layers[0].self_attn.eval(), ATTENTIONS)
     assert not is_known(ernie.model.layers[0].self_attn.eval(), ATTENTIONS)
