@@ -3,6 +3,7 @@ which is one call of our own kernel where it can be, up to its MLP if that is no
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from flexinfer.layers.decoder_kernel import DecoderKernel, make_decoder_kernel
 from flexinfer.layers.known import DECODER_LAYERS
 from flexinfer.layers.mlp import GatedMLP, fuse_mlp
 from flexinfer.layers.norm import fuse_norm
-from flexinfer.layers.recognise import is_known
+from flexinfer.layers.recognise import hooks_of, is_known
 
 
 class FusedDecoderLayer(torch.nn.Module):
@@ -33,6 +34,8 @@ class FusedDecoderLayer(torch.nn.Module):
         if hasattr(layer, "attention_type"):
             self.attention_type = layer.attention_type  # the model reads it
         self._kernel: DecoderKernel | None = None
+        self._hooks: list[Mapping[int, Any]] = []
+        """Those of the parts that the kernel stands for."""
         self._is_laid_out = False
 
     def forward(
@@ -77,8 +80,10 @@ class FusedDecoderLayer(torch.nn.Module):
             norms = self.input_layernorm, self.post_attention_layernorm
             mlp = self.mlp if isinstance(self.mlp, GatedMLP) else None
             self._kernel = make_decoder_kernel(self.self_attn, mlp, norms)
+            parts = (self.self_attn, *norms) if mlp is None else (self.self_attn, *norms, mlp)
+            self._hooks = hooks_of(module for part in parts for module in part.modules())
             self._is_laid_out = True
-        return self._kernel
+        return None if any(self._hooks) else self._kernel
 
 
 def fuse_decoder_layer(module: Any) -> FusedDecoderLayer | None:

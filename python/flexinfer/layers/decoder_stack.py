@@ -24,7 +24,7 @@ from flexinfer.layers.decoder import FusedDecoderLayer
 from flexinfer.layers.decoder_kernel import forward_layers
 from flexinfer.layers.host_linear import MAX_FEW_ROWS
 from flexinfer.layers.norm import RMSNorm
-from flexinfer.layers.recognise import chain_of, is_of_library, tree_of
+from flexinfer.layers.recognise import chain_of, hooks_of, is_of_library, tree_of
 from flexinfer.layers.rotary_table import keep_rotary_table
 
 
@@ -38,6 +38,13 @@ class DecoderStack:
         self._layers: list[FusedDecoderLayer] = list(base.layers)
         self._norm: torch.nn.Module = base.norm
         self._head: torch.nn.Module = model.lm_head
+        self._hooks = hooks_of((model, base, base.rotary_emb))
+        self._hooks_of_layers = hooks_of(self._layers)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether hooks wait in modules that it does not call."""
+        return any(self._hooks)
 
     def logits(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, *, narrows: bool
@@ -79,10 +86,12 @@ class DecoderStack:
         self, x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor | None:
         """None: a layer's MLP, or who watches it, is to be called from here."""
+        if any(self._hooks_of_layers):
+            return None
         kernels = []
         for layer in self._layers:
             kernel = layer.kernel()
-            if kernel is None or not kernel.has_mlp or _is_changed(layer):
+            if kernel is None or not kernel.has_mlp or "forward" in vars(layer):
                 return None
             kernels.append(kernel)
         if len({kernel.shape for kernel in kernels}) > 1:
@@ -101,17 +110,11 @@ def find_decoder_stack(model: Any) -> DecoderStack | None:
         return None
     if type(base.norm) is not RMSNorm or not 0 < len(layers) == base.config.num_hidden_layers:
         return None
-    if _is_changed(model) or _is_changed(base):
-        return None
+    if any("forward" in vars(module) for module in (model, base)):
+        return None  # somebody has put something else there
     if not (_is_of_transformers(type(model).forward) and _is_of_transformers(type(base).forward)):
         return None
     return DecoderStack(model) if _is_stack(base) and _is_head_on_base(model) else None
-
-
-def _is_changed(module: torch.nn.Module) -> bool:
-    """Whether somebody watches it, or has put something else there."""
-    is_watched = module._forward_hooks or module._forward_pre_hooks
-    return bool(is_watched) or "forward" in vars(module)
 
 
 def _is_of_transformers(forward: Any) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -47,7 +47,12 @@ def is_known(module: torch.nn.Module, known: Iterable[str]) -> bool:
 
 def is_watched(module: torch.nn.Module) -> bool:
     """Whether a hook waits in it or in a module below: a replacement would not call it."""
-    return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    return any(hooks_of(module.modules()))
+
+
+def hooks_of(modules: Iterable[torch.nn.Module]) -> list[Mapping[int, Any]]:
+    """Where their hooks are, and will be; empty ones are none."""
+    return [hooks for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks)]
 
 
 def chain_of(function: Any) -> list[Any]:

@@ -214,7 +214,7 @@ class ModelRunner:
             self.loaded.model, self.backend, inputs.metadata, counts_calls=counts_calls
         )
         with attending, self.states.in_force():
-            if self._stack is not None:
+            if self._stack is not None and not self._stack.is_watched:
                 rows = inputs.logits_rows
                 narrows = inputs.adapters is None  # they are told by rows of the whole batch
                 return self._stack.logits(inputs.token_ids, inputs.positions, rows, narrows=narrows)

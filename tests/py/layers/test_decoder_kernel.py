@@ -147,6 +147,29 @@ def test_layers_of_several_shapes_are_called_one_by_one(
         assert {count for count, _ in calls} == {1}
 
 
+@pytest.mark.parametrize("part", ["self_attn.o_proj", "post_attention_layernorm"])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_hooks_of_parts_are_called_in_each_step(
+    folders: dict[str, Path], calls: list[tuple[int, int]], name: str, part: str
+) -> None:
+    with load(folders[name], quantization="int8") as llm:
+        before = answers(llm)
+        layer = fused(llm)[0]
+        calls.clear()
+        rows: list[int] = []
+        hook = layer.get_submodule(part).register_forward_hook(
+            lambda _module, _given, output: rows.append(output.shape[-2])
+        )
+        answers(llm)
+        assert min(rows) < MAX_ROWS
+        num_steps = len(rows)
+        few = [count for count in rows if count <= MAX_ROWS]
+        assert calls == [(1, count) for count in few]  # the other layer's
+        hook.remove()
+        assert answers(llm) == before
+        assert len(rows) == num_steps
+
+
 def test_kv_of_bytes_goes_the_same_way(
     folders: dict[str, Path], calls: list[tuple[int, int]]
 ) -> None:

@@ -243,6 +243,21 @@ def test_what_is_put_around_its_code_is_called(monkeypatch: pytest.MonkeyPatch) 
     assert find_decoder_stack(model) is not None
 
 
+@pytest.mark.parametrize("part", ["", "model", "model.rotary_emb"])
+def test_hooks_around_it_are_called(part: str, tmp_path: Path) -> None:
+    make_model("mixtral").save_pretrained(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(str(tmp_path), skip_tokenizer_init=True) as llm:
+        seen: list[Any] = []
+        watched = llm.llm_engine.loaded.model.get_submodule(part)
+        watched.register_forward_pre_hook(lambda *call: seen.append(call))
+        prompts: Any = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert len(seen) >= 8
+    expected = [reference("mixtral", tuple(prompt), 8) for prompt in PROMPTS]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
