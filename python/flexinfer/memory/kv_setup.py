@@ -183,4 +183,4 @@ def fit_max_model_len(manager: VTensorManager, wanted_len: int, config: EngineCo
 
 
 def _of_which_state(state_bytes: int) -> str:
-    return f", {state_bytes} of them for its recurrent state," if state_bytes else ""
+    return f", {state_bytes} of them for its recurrent state" if state_bytes else ""

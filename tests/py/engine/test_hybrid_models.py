@@ -247,3 +247,9 @@ def test_the_model_is_as_before_between_steps() -> None:
     drain(engine)
     assert not any("forward" in vars(module) for module in make_hybrid("jamba").modules())
     engine.close()
+
+
+def test_a_budget_for_less_than_a_state_is_refused_with_what_the_state_takes() -> None:
+    message = r"\d+ of them for its recurrent state: raise kv_cache_memory_bytes"
+    with pytest.raises(ValueError, match=message):
+        make_engine("qwen3_next", kv_cache_memory_bytes=32 << 10, max_model_len=256)
