@@ -38,12 +38,12 @@ class DecoderStack:
         self._layers: list[FusedDecoderLayer] = list(base.layers)
         self._norm: torch.nn.Module = base.norm
         self._head: torch.nn.Module = model.lm_head
-        self._hooks = hooks_of((model, base, base.rotary_emb))
+        self._hooks = hooks_of((model, base))
         self._hooks_of_layers = hooks_of(self._layers)
 
     @property
     def is_watched(self) -> bool:
-        """Whether hooks wait in modules that it does not call."""
+        """Whether hooks wait in the modules around the layers, which it does not call."""
         return any(self._hooks)
 
     def logits(
