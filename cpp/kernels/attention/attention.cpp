@@ -50,8 +50,9 @@ class HostAttention::LayerRun {
         bytes_(element_bytes(owner.shape_.dtype)),
         stored_bytes_(is_plain() ? bytes_ : 1),
         num_threads_(num_threads),
-        unit_blocks_(blocks_per_unit()),
-        num_units_(plan.tasks().size() * units_per_task()),
+        num_alone_(plan.num_tasks_of_many_rows() * plan.head_blocks().size()),
+        side_by_side_(blocks_side_by_side()),
+        num_units_(num_alone_ + num_tasks_of_few_rows() * units_per_task()),
         scratch_floats_(scratch_floats(owner.shape_.key_dim, owner.shape_.value_dim)) {
     call_.query = inputs.query.data;
     call_.query_head_stride = inputs.query.head_stride;
@@ -100,18 +101,22 @@ class HostAttention::LayerRun {
   bool is_plain() const { return shape_.format == KVFormat::kPlain; }
   auto quantise() const { return owner_.isa_->quantise[format()][dtype()]; }
 
-  size_t units_per_task() const {
-    return (plan_.head_blocks().size() + unit_blocks_ - 1) / unit_blocks_;
+  size_t num_tasks_of_few_rows() const {
+    return plan_.tasks().size() - plan_.num_tasks_of_many_rows();
   }
 
   // One where a head has several blocks, or threads would go short.
-  size_t blocks_per_unit() const {
-    const size_t blocks = plan_.head_blocks().size();
-    if (blocks != static_cast<size_t>(shape_.num_kv_heads)) return 1;
+  size_t blocks_side_by_side() const {
+    if (!plan_.has_one_block_a_head()) return 1;
     const size_t key_bytes = static_cast<size_t>(shape_.key_dim) * stored_bytes_;
     const size_t wanted = kUnitsPerThread * static_cast<size_t>(num_threads_);
-    const size_t affordable = plan_.tasks().size() * blocks / wanted;
+    const size_t affordable = num_tasks_of_few_rows() * plan_.head_blocks().size() / wanted;
     return std::clamp<size_t>(std::min(kRunBytes / key_bytes, affordable), 1, kMaxSideBySide);
+  }
+
+  // Of few rows.
+  size_t units_per_task() const {
+    return (plan_.head_blocks().size() + side_by_side_ - 1) / side_by_side_;
   }
 
   void count_pending() {
@@ -159,32 +164,45 @@ class HostAttention::LayerRun {
     return next_.load() + static_cast<size_t>(num_threads_) < num_units_ ? next_++ : num_units_;
   }
 
-  const PlannedTask& task_of_unit(size_t unit) const {
-    return plan_.tasks()[unit / units_per_task()];
-  }
-  size_t first_block_of(size_t unit) const { return unit % units_per_task() * unit_blocks_; }
+  // Head blocks [first_block, last_block) of a task: one, or as many as are read in one go.
+  struct Unit {
+    const PlannedTask& task;
+    size_t first_block, last_block;
+  };
 
-  // As many head blocks as a unit has; `following` as in draw_ahead.
-  void compute(size_t unit, size_t following, float* scratch) {
-    const PlannedTask& planned = task_of_unit(unit);
-    const size_t first = first_block_of(unit);
-    const size_t last = std::min(first + unit_blocks_, plan_.head_blocks().size());
+  Unit unit_at(size_t index) const {
+    const size_t blocks = plan_.head_blocks().size();
+    if (index < num_alone_) {
+      const size_t block = index % blocks;
+      return {plan_.tasks()[index / blocks], block, block + 1};
+    }
+    const size_t of_few = index - num_alone_;
+    const size_t first = of_few % units_per_task() * side_by_side_;
+    return {plan_.tasks()[plan_.num_tasks_of_many_rows() + of_few / units_per_task()], first,
+            std::min(first + side_by_side_, blocks)};
+  }
+
+  // `following` as in draw_ahead.
+  void compute(size_t index, size_t following, float* scratch) {
+    const Unit unit = unit_at(index);
     AttendTask tasks[kMaxSideBySide];
-    for (size_t block = first; block < last; ++block) {
+    for (size_t block = unit.first_block; block < unit.last_block; ++block) {
       const HeadBlock& heads = plan_.head_blocks()[block];
-      if (planned.stores_segment >= 0) {
-        store({planned.stores_segment}, heads.kv_head, 1);
-      }
-      tasks[block - first] = task_of(planned, heads);
+      if (unit.task.stores_segment >= 0) store({unit.task.stores_segment}, heads.kv_head, 1);
+      tasks[block - unit.first_block] = task_of(unit.task, heads);
     }
     AttendTask later;
     if (following < num_units_) {
-      later = task_of(task_of_unit(following), plan_.head_blocks()[first_block_of(following)]);
+      const Unit next = unit_at(following);
+      later = task_of(next.task, plan_.head_blocks()[next.first_block]);
     }
-    owner_.isa_->attend[format()][dtype()](call_, tasks, static_cast<int>(last - first),
+    const auto num_tasks = static_cast<int>(unit.last_block - unit.first_block);
+    owner_.isa_->attend[format()][dtype()](call_, tasks, num_tasks,
                                            following < num_units_ ? &later : nullptr, scratch);
-    if (planned.partial < 0) return;
-    for (size_t block = first; block < last; ++block) merge_complete(tasks[block - first], block);
+    if (unit.task.partial < 0) return;
+    for (size_t block = unit.first_block; block < unit.last_block; ++block) {
+      merge_complete(tasks[block - unit.first_block], block);
+    }
   }
 
   AttendTask task_of(const PlannedTask& planned, const HeadBlock& heads) const {
@@ -229,7 +247,8 @@ class HostAttention::LayerRun {
   size_t bytes_;         // of a number that comes
   size_t stored_bytes_;  // of one in the arena
   int num_threads_;
-  size_t unit_blocks_;
+  size_t num_alone_;     // units of one block, of tasks of many rows; the others follow
+  size_t side_by_side_;  // blocks of a unit of theirs
   size_t num_units_;
   size_t scratch_floats_;
   float* scratch_;

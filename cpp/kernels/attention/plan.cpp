@@ -1,6 +1,7 @@
 #include "kernels/attention/plan.h"
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 #include <string>
 
@@ -58,8 +59,7 @@ Plan::Plan(std::vector<Segment> segments, const std::vector<SharedRange>& shared
   add_shared(shared, pieces);
   add_own(pieces);
   cut_long_tasks();
-  std::stable_sort(tasks_.begin(), tasks_.end(),
-                   [this](const auto& a, const auto& b) { return cost_of(a) > cost_of(b); });
+  sort_tasks();
   number_partials();
   choose_stores();
 }
@@ -78,6 +78,14 @@ int64_t Plan::first_visible(int64_t position) const {
 double Plan::cost_of(const PlannedTask& task) const {
   const double rows = static_cast<double>(task.num_tokens) * options_.group;
   return static_cast<double>(task.end - task.begin) * (kKeyCost + rows);
+}
+
+bool Plan::has_few_rows(const PlannedTask& task) const {
+  return task.num_tokens * int64_t{options_.group} <= kMaxFewRows;
+}
+
+bool Plan::has_one_block_a_head() const {
+  return head_blocks_.size() == static_cast<size_t>(options_.num_kv_heads);
 }
 
 void Plan::add_positions() {
@@ -193,10 +201,13 @@ void Plan::cut_long_tasks() {
   // Each task is done once for each head block, so there are that many times more to share out.
   const double fair = cost_ * static_cast<double>(head_blocks_.size()) /
                       (kTasksPerThread * static_cast<double>(options_.num_threads));
+  const double side_by_side =
+      has_one_block_a_head() ? std::min(options_.num_kv_heads, kMaxSideBySide) : 1;
   std::vector<PlannedTask> cut;
   for (const PlannedTask& task : tasks_) {
     const int64_t keys = task.end - task.begin;
-    const auto wanted = static_cast<int64_t>(cost_of(task) / fair) + 1;
+    const double blocks = has_few_rows(task) ? side_by_side : 1;
+    const auto wanted = std::max<int64_t>(std::llround(cost_of(task) * blocks / fair), 1);
     const int64_t parts = std::clamp<int64_t>(keys / kMinKeys, 1, wanted);
     const int64_t step = (keys / parts + kTileTokens - 1) / kTileTokens * kTileTokens;
     for (int64_t begin = task.begin; begin < task.end; begin += parts == 1 ? keys : step) {
@@ -207,6 +218,14 @@ void Plan::cut_long_tasks() {
     }
   }
   tasks_ = std::move(cut);
+}
+
+void Plan::sort_tasks() {
+  std::stable_sort(tasks_.begin(), tasks_.end(),
+                   [this](const auto& a, const auto& b) { return cost_of(a) > cost_of(b); });
+  const auto few = std::stable_partition(tasks_.begin(), tasks_.end(),
+                                         [this](const auto& task) { return !has_few_rows(task); });
+  num_many_ = static_cast<size_t>(few - tasks_.begin());
 }
 
 void Plan::number_partials() {
@@ -247,11 +266,10 @@ void Plan::number_partials() {
 
 // A decode's new key is read by one task a head block, which can store it first, in cache.
 void Plan::choose_stores() {
-  const bool one_block_a_head = head_blocks_.size() == static_cast<size_t>(options_.num_kv_heads);
   std::vector<int32_t> segment_of(positions_.size(), -1);
   for (size_t i = 0; i < segments_.size(); ++i) {
     const auto row = static_cast<size_t>(segments_[i].row);
-    if (one_block_a_head && segments_[i].num_tokens() == 1 && is_wanted_[row] != 0) {
+    if (has_one_block_a_head() && segments_[i].num_tokens() == 1 && is_wanted_[row] != 0) {
       segment_of[row] = static_cast<int32_t>(i);
       continue;
     }

@@ -85,8 +85,13 @@ class Plan {
   const std::vector<int64_t>& positions() const { return positions_; }
   // The first token of its request that it sees.
   const std::vector<int64_t>& firsts() const { return firsts_; }
-  // The most expensive ones first. Each is computed once for each head block.
+  // Those of many query rows, then those of few, the most expensive ones first. Each is computed
+  // once for each head block.
   const std::vector<PlannedTask>& tasks() const { return tasks_; }
+  // With few rows a task waits for memory, which reads neighbouring heads best in one go.
+  size_t num_tasks_of_many_rows() const { return num_many_; }
+  // Else a KV head has more query heads than a task takes.
+  bool has_one_block_a_head() const;
   const std::vector<int32_t>& task_tokens() const { return task_tokens_; }
   const std::vector<HeadBlock>& head_blocks() const { return head_blocks_; }
   int64_t num_partials() const { return num_partials_; }
@@ -109,10 +114,12 @@ class Plan {
   std::vector<int32_t> wanted_tokens(const Segment& segment) const;
   void add_task(int64_t slot, int64_t begin, int64_t end, std::span<const int32_t> tokens);
   void cut_long_tasks();
+  void sort_tasks();
   void number_partials();
   void choose_stores();
   int64_t first_visible(int64_t position) const;
   double cost_of(const PlannedTask& task) const;
+  bool has_few_rows(const PlannedTask& task) const;
 
   std::vector<Segment> segments_;
   PlanOptions options_;
@@ -127,6 +134,7 @@ class Plan {
   std::vector<int32_t> partial_begins_;  // [num_tokens + 1]
   std::vector<PlannedStore> stored_first_;
   int64_t num_partials_ = 0;
+  size_t num_many_ = 0;
   int64_t num_slots_ = 0;
   int64_t max_seq_len_ = 0;
   double cost_ = 0;

@@ -187,6 +187,25 @@ TEST(AttentionPlan, one_long_decode_is_cut_for_the_threads) {
   EXPECT_GE(cut.tasks().size(), 4U);
 }
 
+// Of four tasks a thread: those of few rows are done once for neighbouring heads.
+TEST(AttentionPlan, decodes_are_cut_into_fair_parts_for_whole_tokens) {
+  const PlanOptions options{kNoWindow, 4, 8, 2};
+  const Plan two({{0, 0, 8191, 8192}, {1, 1, 8191, 8192}}, {}, options);
+  EXPECT_EQ(two.tasks().size(), 8U);
+  std::vector<Segment> eight;
+  for (int64_t i = 0; i < 8; ++i) eight.push_back({i, i, 1000 + i, 1001 + i});
+  EXPECT_EQ(Plan(eight, {}, options).num_partials(), 0);
+}
+
+// Their keys would be packed once for each part, and their many outputs merged.
+TEST(AttentionPlan, prefills_are_shared_out_by_heads_and_come_first) {
+  const Plan plan({{0, 0, 8191, 8192}, {1, 1, 0, 256}}, {}, {kNoWindow, 2, 4, 2});
+  ASSERT_EQ(plan.num_tasks_of_many_rows(), 1U);
+  EXPECT_EQ(plan.tasks().front().num_tokens, 256);
+  EXPECT_EQ(plan.tasks().front().partial, -1);
+  EXPECT_GT(plan.num_partials(), 1);
+}
+
 TEST(AttentionPlan, tasks_keep_within_the_rows_of_a_thread_s_scratch) {
   std::mt19937 random(4);
   for (const int group : {1, 5, 96, 97, 300}) {
