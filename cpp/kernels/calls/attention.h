@@ -17,8 +17,7 @@ inline constexpr int kMaxRows = 512;
 inline constexpr int kMaxBlockHeads = 96;
 // Tasks that read neighbouring KV heads of the same tokens, and may be computed in turns.
 inline constexpr int kMaxSideBySide = 8;
-// Tasks of more query rows are always computed by matrix products; of fewer where AMX multiplies or
-// KV is quantised.
+// Tasks of more query rows are always computed by matrix products; of fewer where AMX multiplies.
 inline constexpr int kMaxFewRows = 12;
 // Keys that are computed at once.
 inline constexpr int kTileTokens = 128;

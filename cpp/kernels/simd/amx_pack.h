@@ -12,9 +12,12 @@
 
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "kernels/calls/attention.h"
 #include "kernels/simd/amx_tiles.h"
 #include "kernels/simd/split.h"
+#include "kernels/simd/stored_kv.h"
 
 namespace vtensor::kernels {
 namespace {
@@ -34,22 +37,33 @@ struct Numbers {
 };
 
 template <class T>
-VTENSOR_INLINE Numbers<T> load_numbers(const T* p) {
+VTENSOR_INLINE Numbers<T> numbers_of(Vec low, Vec high) {
+  const auto both = [](Vec first, Vec second) {
+    return reinterpret_cast<Vec>(
+        _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(second), reinterpret_cast<__m512>(first)));
+  };
+  if constexpr (kPartsOf<T> == 1) return {both(low, high)};
   Numbers<T> numbers;
-  const SplitVec low = split(load(p)), high = split(load(p + kLanes));
+  const SplitVec low_parts = split(low), high_parts = split(high);
 #pragma GCC unroll 3
   for (int i = 0; i < kParts; ++i) {
-    const __m512bh both = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(high.part[i]),
-                                              reinterpret_cast<__m512>(low.part[i]));
-    __builtin_memcpy(&numbers.part[i], &both, sizeof both);
+    numbers.part[i] = both(from_bits(low_parts.part[i]), from_bits(high_parts.part[i]));
   }
   return numbers;
 }
 
-VTENSOR_INLINE Numbers<BFloat16> load_numbers(const BFloat16* p) {
-  Numbers<BFloat16> numbers;
-  __builtin_memcpy(&numbers, p, sizeof numbers);
-  return numbers;
+// Of a row that is stored as S.
+template <class T, class S>
+VTENSOR_INLINE Numbers<T> load_numbers(const S* p, float scale) {
+  if constexpr (std::is_same_v<S, BFloat16>) {
+    Numbers<T> numbers;
+    __builtin_memcpy(&numbers, p, sizeof numbers);
+    return numbers;
+  } else if constexpr (kHasScale<S>) {
+    return numbers_of<T>(load(p) * scale, load(p + kLanes) * scale);
+  } else {
+    return numbers_of<T>(load(p), load(p + kLanes));
+  }
 }
 
 // 16 numbers each of `even` and `odd`, side by side; bfloat16 ones rounded to nearest.
@@ -69,11 +83,14 @@ VTENSOR_INLINE Numbers<T> interleave(Vec even, Vec odd) {
   return numbers;
 }
 
-// Of numbers that T holds, which need no rounding.
-template <class T>
-VTENSOR_INLINE Numbers<T> interleave_exactly(Vec even, Vec odd) {
-  if constexpr (kPartsOf<T> == 1) return {from_bits(bits_of(even) >> 16 | bits_of(odd))};
-  return interleave<T>(even, odd);
+// Of rows that are stored as S; numbers of T itself need no rounding.
+template <class T, class S>
+VTENSOR_INLINE Numbers<T> interleave_stored(const S* even, const S* odd, float even_scale,
+                                            float odd_scale) {
+  const Vec x = even == nullptr ? Vec{} : load(even), y = odd == nullptr ? Vec{} : load(odd);
+  if constexpr (kHasScale<S>) return interleave<T>(x * even_scale, y * odd_scale);
+  if constexpr (kPartsOf<T> == 1) return {from_bits(bits_of(x) >> 16 | bits_of(y))};
+  return interleave<T>(x, y);
 }
 
 // A tile as a square of pairs, row j of it at p + j * 16, in place.
@@ -92,7 +109,7 @@ inline void amx_pack_queries(const T* const* rows, int num_rows, int head_dim, f
   for (int i = 0; i < head_dim; i += kAmxDepth, tiles += kPartsOf<T> * kTileFloats) {
     for (int j = 0; j < kTileRows; ++j) {
       Numbers<T> numbers = {};
-      if (j < num_rows) numbers = load_numbers(rows[j] + i);
+      if (j < num_rows) numbers = load_numbers<T>(rows[j] + i, 1);
 #pragma GCC unroll 3
       for (int p = 0; p < kPartsOf<T>; ++p) {
         store(tiles + p * kTileFloats + j * kLanes, numbers.part[p]);
@@ -104,14 +121,16 @@ inline void amx_pack_queries(const T* const* rows, int num_rows, int head_dim, f
 }
 
 // Rows of a tile beyond num_keys stay what they are: their scores are hidden.
-template <class T>
-inline void amx_pack_keys(const T* k, int64_t token_stride, int num_keys, int head_dim,
+template <class T, class S>
+inline void amx_pack_keys(const S* k, int64_t token_stride, int num_keys, int head_dim,
                           float* tiles) {
   const int64_t block = head_dim / kAmxDepth * kPartsOf<T> * kTileFloats;
   for (int key = 0; key < num_keys; ++key) {
+    const S* row = k + key * token_stride;
+    const float scale = scale_of(row, head_dim);
     float* to = tiles + key / kTileRows * block + key % kTileRows * kLanes;
     for (int i = 0; i < head_dim; i += kAmxDepth) {
-      const Numbers<T> numbers = load_numbers(k + key * token_stride + i);
+      const Numbers<T> numbers = load_numbers<T>(row + i, scale);
 #pragma GCC unroll 3
       for (int p = 0; p < kPartsOf<T>; ++p, to += kTileFloats) store(to, numbers.part[p]);
     }
@@ -119,19 +138,22 @@ inline void amx_pack_keys(const T* k, int64_t token_stride, int num_keys, int he
 }
 
 // Keys beyond num_keys, up to the next multiple of 32, are 0.
-template <class T>
-inline void amx_pack_values(const T* v, int64_t token_stride, int num_keys, int head_dim,
+template <class T, class S>
+inline void amx_pack_values(const S* v, int64_t token_stride, int num_keys, int head_dim,
                             float* tiles) {
   constexpr int64_t kStep = kPartsOf<T> * kTileFloats;
   for (int first = 0; first < num_keys; first += kAmxDepth) {
     float* step = tiles + first / kAmxDepth * kStep;
     for (int j = 0; j < kTileRows; ++j) {
       const int key = first + 2 * j;
-      const T* row = v + key * token_stride;
+      const S* even = key < num_keys ? v + key * token_stride : nullptr;
+      const S* odd = key + 1 < num_keys ? v + (key + 1) * token_stride : nullptr;
+      const float even_scale = even == nullptr ? 0 : scale_of(even, head_dim);
+      const float odd_scale = odd == nullptr ? 0 : scale_of(odd, head_dim);
       for (int i = 0; i < head_dim; i += kTileRows) {
-        const Vec even = key < num_keys ? load(row + i) : Vec{};
-        const Vec odd = key + 1 < num_keys ? load(row + token_stride + i) : Vec{};
-        const Numbers<T> numbers = interleave_exactly<T>(even, odd);
+        const Numbers<T> numbers =
+            interleave_stored<T>(even == nullptr ? even : even + i, odd == nullptr ? odd : odd + i,
+                                 even_scale, odd_scale);
         float* to = step + i / kTileRows * kKeySteps * kStep + j * kLanes;
 #pragma GCC unroll 3
         for (int p = 0; p < kPartsOf<T>; ++p) store(to + p * kTileFloats, numbers.part[p]);

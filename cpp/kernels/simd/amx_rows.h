@@ -125,11 +125,12 @@ VTENSOR_INLINE void amx_multiply_values(const RowBlock& block, const float* weig
   }
 }
 
-// Of many_rows.h.
-template <class T>
+// Of many_rows.h, for queries of type T, KV stored as S: numbers of KV with scales become T's parts
+// once for all rows of the task.
+template <class T, class S>
 struct AmxProducts {
   using Number = T;
-  using Stored = T;
+  using Stored = S;
   static constexpr int kPairFloats = kPartsOf<T>;
   static constexpr int kKeyStep = kAmxDepth;
   static constexpr int64_t kWeightFloats = kBlockVecs * kKeySteps * kPartsOf<T> * kTileFloats;
@@ -142,12 +143,12 @@ struct AmxProducts {
                         queries + vec * key_dim / kAmxDepth * kPartsOf<T> * kTileFloats);
   }
 
-  static void pack_keys(const T* k, int64_t stride, int num_keys, int key_dim, float* packed) {
-    amx_pack_keys(k, stride, num_keys, key_dim, packed);
+  static void pack_keys(const S* k, int64_t stride, int num_keys, int key_dim, float* packed) {
+    amx_pack_keys<T>(k, stride, num_keys, key_dim, packed);
   }
 
-  static void pack_values(const T* v, int64_t stride, int num_keys, int value_dim, float* packed) {
-    amx_pack_values(v, stride, num_keys, value_dim, packed);
+  static void pack_values(const S* v, int64_t stride, int num_keys, int value_dim, float* packed) {
+    amx_pack_values<T>(v, stride, num_keys, value_dim, packed);
   }
 
   template <class Overlap>

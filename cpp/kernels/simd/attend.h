@@ -17,11 +17,12 @@ namespace vtensor::kernels {
 namespace {
 
 #if defined(__AMX_BF16__)
-// From so many query rows on, AMX pays, which packs keys and values in parts.
-template <class T>
+// From so many query rows on, AMX pays, which packs keys and values in parts. Few rows of bytes are
+// multiplied as they stand.
+template <class T, class S>
 constexpr int kAmxRowsFrom = 48;
-template <>
-constexpr int kAmxRowsFrom<BFloat16> = 8;
+template <class S>
+constexpr int kAmxRowsFrom<BFloat16, S> = kHasScale<S> ? kMaxFewRows + 1 : 8;
 #endif
 
 template <class T>
@@ -165,19 +166,17 @@ template <class T, class S>
 inline bool takes_amx([[maybe_unused]] const LayerCall& call,
                       [[maybe_unused]] const AttendTask& task) {
 #if defined(__AMX_BF16__)
-  // Quantised KV has no tiles yet.
-  return !kHasScale<S> && task.num_tokens * task.num_heads >= kAmxRowsFrom<T> &&
-         call.key_dim % kAmxDepth == 0 && call.value_dim % kAmxDepth == 0;
+  return task.num_tokens * task.num_heads >= kAmxRowsFrom<T, S> && call.key_dim % kAmxDepth == 0 &&
+         call.value_dim % kAmxDepth == 0;
 #else
   return false;
 #endif
 }
 
-// Few rows leave most lanes of a product empty. Quantised KV they would widen four rows at a time.
+// Few rows leave most lanes of a product empty.
 template <class T, class S>
 inline bool are_few(const LayerCall& call, const AttendTask& task) {
-  const int rows = task.num_tokens * task.num_heads;
-  return rows <= (kHasScale<S> ? 7 : kMaxFewRows) && !takes_amx<T, S>(call, task);
+  return task.num_tokens * task.num_heads <= kMaxFewRows && !takes_amx<T, S>(call, task);
 }
 
 template <class P>
@@ -193,17 +192,15 @@ inline void attend_many(const LayerCall& call, const AttendTask& task, float* sc
 template <class T, class S>
 inline void attend_many(const LayerCall& call, const AttendTask& task, float* scratch) {
 #if defined(__AMX_BF16__)
-  if constexpr (!kHasScale<S>) {
-    if (takes_amx<T, S>(call, task)) {
-      const AmxTiles tiles;
-      attend_many<AmxProducts<T>>(call, task, scratch);
-      return;
-    }
+  if (takes_amx<T, S>(call, task)) {
+    const AmxTiles tiles;
+    attend_many<AmxProducts<T, S>>(call, task, scratch);
+    return;
   }
 #elif defined(VTENSOR_HAS_PAIRS)
-  if constexpr (std::is_same_v<T, BFloat16> && !kHasScale<S>) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
     if (takes_pairs(call)) {
-      attend_many<PairProducts>(call, task, scratch);
+      attend_many<PairProducts<S>>(call, task, scratch);
       return;
     }
   }

@@ -101,10 +101,19 @@ inline void few_pair_rows_tile(const LayerCall& call, const AttendTask& task, co
   });
 }
 
-// Of many_rows.h. A word is a pair.
+// 32 numbers of a row of KV, in their order.
+template <class S>
+VTENSOR_INLINE UVec load_numbers(const S* p, float scale) {
+  return round_in_order(load(p) * scale, load(p + kLanes) * scale);
+}
+VTENSOR_INLINE UVec load_numbers(const BFloat16* p, float /*scale*/) { return load_pairs(p); }
+
+// Of many_rows.h, for KV stored as S. A word is a pair: numbers of KV with scales become bfloat16
+// ones, once for all rows of the task.
+template <class S>
 struct PairProducts {
   using Number = BFloat16;
-  using Stored = BFloat16;
+  using Stored = S;
   static constexpr int kPairFloats = 1;
   static constexpr int kKeyStep = kKeysPerStep;
   static constexpr int64_t kWeightFloats = kScoreFloats;
@@ -118,22 +127,26 @@ struct PairProducts {
   }
 
   // packed: [keys, key_dim]
-  static void pack_keys(const BFloat16* k, int64_t stride, int num_keys, int key_dim,
-                        float* packed) {
+  static void pack_keys(const S* k, int64_t stride, int num_keys, int key_dim, float* packed) {
     for (int j = 0; j < num_keys; ++j) {
+      const S* row = k + j * stride;
+      const float scale = scale_of(row, key_dim);
       for (int i = 0; i < key_dim; i += kPairLanes) {
-        store(packed + (j * key_dim + i) / 2, from_bits(load_pairs(k + j * stride + i)));
+        store(packed + (j * key_dim + i) / 2, from_bits(load_numbers(row + i, scale)));
       }
     }
   }
 
   // packed: [pairs of keys, value_dim]; keys up to the next multiple of kKeyStep are 0.
-  static void pack_values(const BFloat16* v, int64_t stride, int num_keys, int value_dim,
-                          float* packed) {
+  static void pack_values(const S* v, int64_t stride, int num_keys, int value_dim, float* packed) {
     for (int j = 0; j < num_keys; j += 2, packed += value_dim) {
+      const S* even_row = v + j * stride;
+      const S* odd_row = j + 1 < num_keys ? even_row + stride : nullptr;
+      const float even_scale = scale_of(even_row, value_dim);
+      const float odd_scale = odd_row == nullptr ? 0 : scale_of(odd_row, value_dim);
       for (int i = 0; i < value_dim; i += kPairLanes) {
-        UVec even, odd;
-        load_two(v + i, stride, j, num_keys, even, odd);
+        const UVec even = load_numbers(even_row + i, even_scale);
+        const UVec odd = odd_row == nullptr ? UVec{} : load_numbers(odd_row + i, odd_scale);
         store(packed + i, from_bits(pair_up<false>(even, odd)));
         store(packed + i + kLanes, from_bits(pair_up<true>(even, odd)));
       }

@@ -56,6 +56,13 @@ VTENSOR_INLINE UVec pair_up(UVec even, UVec odd) {
                                                           reinterpret_cast<__m512i>(odd)));
 }
 
+// Numbers, rounded to the nearest, those of `first` before those of `second`.
+VTENSOR_INLINE UVec round_in_order(Vec first, Vec second) {
+  const __m512bh both =
+      _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(second), reinterpret_cast<__m512>(first));
+  return reinterpret_cast<UVec>(both);
+}
+
 // Numbers, rounded to the nearest: even ones in the lower halves.
 VTENSOR_INLINE UVec round_to_pairs(Vec even, Vec odd) {
   struct Index {
@@ -65,10 +72,9 @@ VTENSOR_INLINE UVec round_to_pairs(Vec even, Vec odd) {
     }
   };
   alignas(64) static constexpr Index kIndex;
-  const __m512bh both =
-      _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(odd), reinterpret_cast<__m512>(even));
-  return reinterpret_cast<UVec>(_mm512_maskz_permutexvar_epi16(
-      0xffffffff, _mm512_load_si512(kIndex.of), reinterpret_cast<__m512i>(both)));
+  return reinterpret_cast<UVec>(
+      _mm512_maskz_permutexvar_epi16(0xffffffff, _mm512_load_si512(kIndex.of),
+                                     reinterpret_cast<__m512i>(round_in_order(even, odd))));
 }
 #else
 constexpr bool kHasPairs = false;
