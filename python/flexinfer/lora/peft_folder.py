@@ -14,6 +14,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from flexinfer.errors import RequestError
 from flexinfer.layers.adapters import LayerAdapters, LayerUpdate
 from flexinfer.lora.places import Places
+from flexinfer.lora.targets import Targets
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HARMLESS = {
@@ -176,7 +178,7 @@ class PeftFolder:
                 raise RequestError(
                     f"{self._who} has rank {a[0]} in {path}, and {rank} by its {CONFIG}"
                 )
-        self._check_complete(set(paths))
+        self._check_targets(paths)
         return list(paths)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -206,29 +208,19 @@ class PeftFolder:
             )
         raise self._of_another_model(f"the model has no {path}")
 
-    def _check_complete(self, paths: set[str]) -> None:
-        """Refuse weights that lack one of the layers that the config names."""
+    def _check_targets(self, paths: Mapping[str, Any]) -> None:
+        """Refuse weights that lack one of the layers that the config names, or have others."""
+        targets = Targets(self._config)
         for path in self._places:
-            if path not in paths and self._is_target(path):
+            if path not in paths and targets.requires(path):
                 raise RequestError(f"{self._who} is incomplete: it has no weights for {path}")
-
-    def _is_target(self, path: str) -> bool:
-        """Whether the config names it, as PEFT reads it; False where it leaves that to PEFT."""
-        targets, config = self._config.get("target_modules"), self._config
-        excluded = config.get("exclude_modules")
-        if targets == "all-linear" or (excluded and _is_named(path, excluded)):
-            return False
-        if not _is_named(path, targets):
-            return False
-        layers = config.get("layers_to_transform")
-        if isinstance(targets, str) or path in (targets or ()) or layers in (None, []):
-            return True
-        patterns = config.get("layers_pattern") or [r"[^.]*"]
-        for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            found = re.match(rf".*\.{pattern}\.(\d+)\.", path)
-            if found is not None:
-                return int(found[1]) in (layers if isinstance(layers, list) else [layers])
-        return False
+        others = [path for path in paths if path not in targets]
+        if others:
+            more = f" and {len(others) - 1} other layers" if len(others) > 1 else ""
+            raise RequestError(
+                f"{self._who} has weights of {others[0]}{more}, which its {CONFIG} does not choose "
+                f"({targets}): PEFT would leave them out in silence"
+            )
 
     def _of_another_model(self, why: str) -> RequestError:
         base = self._config.get("base_model_name_or_path")
@@ -246,13 +238,6 @@ class PeftFolder:
             if re.fullmatch(rf"(.*\.)?({pattern})", path):
                 return float(value)
         return default
-
-
-def _is_named(path: str, names: Any) -> bool:
-    """Whether an expression is all of the path, or one of these names its end."""
-    if isinstance(names, str):
-        return re.fullmatch(names, path) is not None
-    return isinstance(names, list) and any(f".{path}".endswith(f".{name}") for name in names)
 
 
 def _tensor(path: str, which: str) -> str:

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 
 from flexinfer import LLM, LoRARequest, SamplingParams
+from flexinfer.lora.targets import Targets
 from helpers.tiny_models import continue_prompt, make_model, random_prompts
 
 pytestmark = pytest.mark.slow  # importing PEFT takes seconds
@@ -58,3 +59,22 @@ def test_an_adapter_of_peft_gives_what_peft_gives(name: str, index: int, tmp_pat
     assert answers == [continue_prompt(model.eval(), tuple(p), 10) for p in prompts]
     plain = [continue_prompt(make_model(name), tuple(p), 10) for p in prompts]
     assert answers != plain
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": "all-linear", "exclude_modules": ["q_proj", "1.mlp.up_proj"]},
+        {"target_modules": ["q_proj", "model.layers.1.mlp.up_proj"], "layers_to_transform": [0, 2]},
+        {"target_modules": ["q_proj"], "layers_to_transform": 2, "layers_pattern": ["h", "layers"]},
+        {"target_modules": r"model\.layers\.[13].*(up|down)_proj", "exclude_modules": ".*3.*up.*"},
+    ],
+)
+def test_layers_are_chosen_as_peft_chooses_them(settings: dict[str, Any]) -> None:
+    model = copy.deepcopy(make_model("llama"))
+    linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
+    adapted = peft.get_peft_model(model, config).targeted_module_names
+    targets = Targets(settings)
+    assert [path for path in linear if path in targets and path != "lm_head"] == adapted
