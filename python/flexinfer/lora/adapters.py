@@ -104,7 +104,8 @@ class Adapters:
         from flexinfer.lora.peft_folder import PeftFolder
 
         folder = PeftFolder(request.lora_name, request.lora_path, self._places, self._max_rank)
-        return Adapter(request, next(_numbers), folder.digest(), folder.read())
+        digest, updates = folder.read()
+        return Adapter(request, next(_numbers), digest, updates)
 
     def prepare(self, request: LoRARequest) -> Future[Adapter]:
         """`read` in a thread of a pool, once for all who ask meanwhile. Do not cancel the future.

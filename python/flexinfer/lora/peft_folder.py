@@ -54,36 +54,55 @@ class PeftFolder:
         self._config: dict[str, Any] = json.loads(text)
         self._places = places
         self._check_config()
+        self._shapes = self._read_shapes()
         self._paths = self._check_tensors(max_rank)
         self._text = text
 
-    def digest(self) -> str:
-        """Of config and weights: adapters with the same one give the same."""
+    def read(self) -> tuple[str, Updates]:
+        """The digest of config and weights, by which equal adapters are known, and the adapter's
+        part in each layer that has one. The weights are read once: both are of the same bytes,
+        whatever becomes of the file meanwhile."""
+        data = self._read_weights()
         digest = hashlib.blake2b(self._text, digest_size=16)
-        with self._weights.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-        return digest.hexdigest()
+        digest.update(data)
+        return digest.hexdigest(), self._updates(self._tensors_of(data))
 
-    def read(self) -> Updates:
-        """The adapter's part in each layer that has one."""
-        from safetensors import safe_open
+    def _read_weights(self) -> bytes:
+        try:
+            return self._weights.read_bytes()
+        except OSError as error:
+            raise RequestError(f"{self._who}: {WEIGHTS} cannot be read: {error}") from None
 
+    def _tensors_of(self, data: bytes) -> dict[str, torch.Tensor]:
+        """Refuses what is not what was checked."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        try:
+            tensors = load(data)
+        except SafetensorError as error:
+            raise RequestError(f"{self._who}: {WEIGHTS} cannot be read: {error}") from None
+        shapes = {n: tuple(part.shape) for n, part in tensors.items() if part.is_floating_point()}
+        if shapes != self._shapes:
+            raise RequestError(f"{self._who}: {WEIGHTS} has changed while it was read: ask again")
+        return tensors
+
+    def _updates(self, tensors: dict[str, torch.Tensor]) -> Updates:
+        """Takes the tensors out of the dictionary, so that none is held twice."""
         parts: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
         layers: dict[int, LayerAdapters] = {}
-        with safe_open(self._weights, framework="pt") as file:
-            for path in self._paths:
-                place = self._places[path]
-                a, b = (file.get_tensor(_tensor(path, which)) for which in "AB")
-                b = b.float() * self._scaling(path, a.shape[0])
-                a, b = a.to(place.dtype), b.to(place.dtype)
-                if not (a.isfinite().all() and b.isfinite().all()):
-                    raise RequestError(
-                        f"{self._who} has weights of {path} that are no finite numbers in the "
-                        f"model's {str(place.dtype).removeprefix('torch.')}"
-                    )
-                layers[id(place.adapters)] = place.adapters
-                parts.setdefault(id(place.adapters), []).append((place.first, a, b))
+        for path in self._paths:
+            place = self._places[path]
+            a, b = (tensors.pop(_tensor(path, which)) for which in "AB")
+            b = b.float() * self._scaling(path, a.shape[0])
+            a, b = a.to(place.dtype), b.to(place.dtype)
+            if not (a.isfinite().all() and b.isfinite().all()):
+                raise RequestError(
+                    f"{self._who} has weights of {path} that are no finite numbers in the "
+                    f"model's {str(place.dtype).removeprefix('torch.')}"
+                )
+            layers[id(place.adapters)] = place.adapters
+            parts.setdefault(id(place.adapters), []).append((place.first, a, b))
         return [(layers[key], LayerUpdate.of(of_layer)) for key, of_layer in parts.items()]
 
     def _read_config(self, folder: Path) -> bytes:
@@ -151,7 +170,7 @@ class PeftFolder:
 
     def _check_tensors(self, max_rank: int) -> list[str]:
         """Paths of the layers that it has products for."""
-        shapes = self._shapes()
+        shapes = self._shapes
         paths = dict.fromkeys(found[1] for name in shapes if (found := NAME.fullmatch(name)))
         others = [name for name in shapes if not NAME.fullmatch(name)]
         if others:
@@ -181,7 +200,7 @@ class PeftFolder:
         self._check_targets(paths)
         return list(paths)
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
+    def _read_shapes(self) -> dict[str, tuple[int, ...]]:
         from safetensors import SafetensorError, safe_open
 
         try:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from flexinfer import LLM, LoRARequest, RequestError, SamplingParams, UnsupportedModelError
 from flexinfer.config import EngineConfig
 from flexinfer.layers.linear import Linear
+from flexinfer.lora.peft_folder import WEIGHTS, PeftFolder
 from helpers.engine_kit import drain, make_engine
 from helpers.lora_kit import merged_reference, save_adapter
 from helpers.tiny_models import make_model, random_prompts
@@ -55,6 +56,46 @@ def test_a_copy_of_an_adapter_shares_its_kv_and_another_under_its_name_does_not(
     assert output.num_cached_tokens == 0
     expected = merged_reference("llama", Path(changed.lora_path), PROMPT, 6)
     assert output.outputs[0].token_ids == expected
+    engine.close()
+
+
+def test_a_digest_is_of_the_weights_that_are_used_when_the_file_is_replaced_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora, before = adapter(tmp_path / "a"), adapter(tmp_path / "before")
+    adapter(tmp_path / "after", seed=5)
+    engine = make_engine(enable_lora=True)
+    expected = engine.adapters.read(before)
+    opened = Path.open
+
+    def replaced(path: Path, *given: Any, **named: Any) -> Any:
+        file = opened(path, *given, **named)
+        if path == tmp_path / "a" / WEIGHTS and (tmp_path / "after" / WEIGHTS).exists():
+            (tmp_path / "after" / WEIGHTS).rename(path)
+        return file
+
+    monkeypatch.setattr(Path, "open", replaced)
+    found = engine.adapters.read(lora)
+    assert not (tmp_path / "after" / WEIGHTS).exists()
+    assert found.digest == expected.digest
+    parts = [[update.a for _, update in read.updates] for read in (found, expected)]
+    assert all(map(torch.equal, *parts))
+    engine.close()
+
+
+def test_weights_that_are_no_longer_what_was_checked_are_refused(tmp_path: Path) -> None:
+    lora = adapter(tmp_path / "a")
+    engine = make_engine(enable_lora=True)
+    folder = PeftFolder("a", lora.lora_path, engine.adapters._places, max_rank=16)
+    adapter(tmp_path / "a", rank=2)
+    with pytest.raises(RequestError, match="has changed while it was read: ask again"):
+        folder.read()
+    (tmp_path / "a" / WEIGHTS).write_bytes(b"")
+    with pytest.raises(RequestError, match="safetensors cannot be read"):
+        folder.read()
+    (tmp_path / "a" / WEIGHTS).unlink()
+    with pytest.raises(RequestError, match="safetensors cannot be read"):
+        folder.read()
     engine.close()
 
 
