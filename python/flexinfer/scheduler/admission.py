@@ -71,13 +71,6 @@ class Admission:
         head = request.token_ids[:num_shared]
         return any(other.token_ids[:num_shared] == head for other in prefilling)
 
-    def waits_for_adapters(self, request: Request, running: Collection[Request]) -> bool:
-        """Whether others run with as many adapters as there may be, and none with this one's."""
-        if not request.adapter:
-            return False
-        chosen = {other.adapter for other in running} - {0}
-        return request.adapter not in chosen and len(chosen) >= self.config.max_loras
-
     def has_room(self, needed_bytes: int, running: Collection[Request]) -> bool:
         """Whether so much can be had beside what running prefills were promised, and a reserve
         for decodes to grow."""

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 from flexinfer.config import SchedulerConfig
 from flexinfer.errors import OutOfMemoryError
 from flexinfer.metrics.steps import StepStats
+from flexinfer.scheduler.adapter_turns import AdapterTurns
 from flexinfer.scheduler.admission import Admission, release_all
 from flexinfer.scheduler.batch import Batch, ScheduledRequest, next_tokens, plan_running
 from flexinfer.scheduler.in_flight import StepsInFlight
@@ -313,12 +314,11 @@ class Scheduler:
             return
         self.waiting.promote()
         match = cache(self.admission.match)
+        turns = AdapterTurns(self.config.max_loras, self.running.values())
         for request in self.waiting.candidates(num_slots, match):
             if num_left == 0 or num_slots <= request.num_forks:
                 return
-            if self.admission.waits_for_adapters(request, self.running.values()):
-                if request.is_overdue:
-                    return
+            if turns.waits(request):
                 continue
             num_matched = match(request)
             if self.admission.waits_for_prefix(request, num_matched, self.running.values()):
@@ -335,6 +335,7 @@ class Scheduler:
                     return
                 self._fail(request, batch)
                 continue
+            turns.start(request)
             batch.items.append(next_tokens(request, num_left))
             num_left -= batch.items[-1].num_tokens
             if self.waiting.promote():

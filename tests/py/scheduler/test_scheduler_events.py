@@ -89,6 +89,7 @@ class World:
             has_swap_space=setup.swap_chunks > 0,
             admission_reserve=self.rng.choice([0.0, 0.05]),
             max_passed_over=8,
+            max_loras=2,
         )
         self.scheduler = Scheduler(config, self.manager)
         self.elastic = ElasticMemory(self.scheduler, self.manager)
@@ -117,6 +118,7 @@ class World:
             metrics=RequestMetrics(arrival_time=0.0),
             priority=rng.choice([0, 0, 0, 1, 5]),
             cache_salt=rng.choice(["", "", "tenant"]),
+            adapter=rng.choice([0, 0, 1, 2, 3]),
         )
         self.live[request.request_id] = request
         self.scheduler.add(request)
@@ -216,6 +218,7 @@ class World:
         scheduler = self.scheduler
         assert batch.num_tokens <= scheduler.config.max_num_batched_tokens
         assert scheduler.num_seqs <= scheduler.config.max_num_seqs
+        assert len({r.adapter for r in scheduler.running.values()} - {0}) <= 2
         for item in batch.items:
             assert item.end <= item.request.num_extended_tokens
             assert item.start == item.request.num_computed_tokens
