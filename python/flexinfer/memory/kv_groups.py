@@ -52,7 +52,10 @@ def kv_spec(
             )
         dtype, scale_bytes = "uint8", SCALE_BYTES
     layers: dict[tuple[int, int, int, int | None], list[int]] = {}
-    for owner, window in _windows(loaded, max_seq_len).items():
+    windows = _windows(loaded, max_seq_len)
+    if loaded.state and None not in windows.values():
+        windows = dict.fromkeys(windows)  # a state lies where KV is kept for all tokens
+    for owner, window in windows.items():
         shape = loaded.layers[owner]
         value_dim = 0 if shape.is_latent else shape.value_dim + scale_bytes
         key = (shape.num_kv_heads, shape.key_dim + scale_bytes, value_dim, window)

@@ -91,13 +91,16 @@ def draw_model(config: Any, seed: int = 0) -> Any:
     return model.eval()
 
 
-def continue_prompt(model: Any, prompt: tuple[int, ...], max_new_tokens: int) -> list[int]:
+def continue_prompt(
+    model: Any, prompt: tuple[int, ...], max_new_tokens: int, use_cache: bool = True
+) -> list[int]:
     """Greedy continuation of one prompt alone, by transformers."""
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         do_sample=False,
         max_new_tokens=max_new_tokens,
+        use_cache=use_cache,
     )
     continuation: list[int] = output[0, len(prompt) :].tolist()
     return continuation
