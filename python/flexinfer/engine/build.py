@@ -87,6 +87,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
     set_up_torch(rank_threads(config))
     config = _check(config)
     from flexinfer.models.checks import check_calls_compilable, check_compilable, max_positions
+    from flexinfer.models.eager_experts import check_experts_compilable
     from flexinfer.models.loading import load_model, resolve_config
 
     model_config = resolve_config(config.model)
@@ -111,6 +112,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
             loaded = ranks.load()
         if config.compile:
             check_calls_compilable(loaded.name, counts_calls=loaded.counts_calls)
+            check_experts_compilable(loaded.model)
         parts = _open(config, tokenizer, loaded, wanted_len, ranks)
         if events is not None:
             events.start(parts.manager)

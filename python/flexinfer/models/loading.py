@@ -78,6 +78,7 @@ def load_part_of_model(
     """One rank's part of a model (`sharding.py`), to be described when all ranks have theirs, and
     the bytes of its weights."""
     from flexinfer.models.dtypes import weights_dtype
+    from flexinfer.models.eager_experts import use_eager_experts
     from flexinfer.models.sharding import load_part, split_layers
     from flexinfer.runtime.library_pages import let_go_of_library_pages
     from flexinfer.runtime.torch_settings import large_blocks_apart, return_freed_memory
@@ -92,6 +93,7 @@ def load_part_of_model(
             model: PreTrainedModel = load_part(name, config, dtype, part)
         model.eval()
         num_bytes = split_layers(model, part, scheme)
+        use_eager_experts(model)
         let_go_of_files(model)
     return_freed_memory()
     let_go_of_library_pages()
@@ -106,6 +108,7 @@ def _place(
     from flexinfer.attention.latent import keep_latents
     from flexinfer.attention.token_index import index_tokens
     from flexinfer.layers.fuse import fuse_layers
+    from flexinfer.models.eager_experts import use_eager_experts
     from flexinfer.models.quantisation import choose_scheme, open_checkpoint, open_experts
     from flexinfer.runtime.weight_files import let_go_of_files
 
@@ -137,6 +140,7 @@ def _place(
     if loaded is not model:
         fuse_layers(loaded, scheme, fill)
         let_go_of_files(loaded)
+    use_eager_experts(loaded)
     return loaded, name
 
 
