@@ -56,7 +56,7 @@ class Gateway:
         self._forward = forward
         self._replicas = RollCall(ask_all)
         self._administration = Administration(forward, self._replicas)
-        self._adapters = frozenset(name for name, _ in settings.lora_modules)
+        self._adapters = frozenset(module.name for module in settings.lora_modules)
         limited = BodyLimitMiddleware(self._serve, settings.max_request_bytes)
         self._checked: ASGIApp = AuthMiddleware(limited, settings.api_keys, settings.admin_api_key)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from flexinfer.server.handover.endpoints import Endpoint, endpoint_of
 from flexinfer.server.http.hosts import is_loopback
 from flexinfer.server.http.tls import TLSSettings
+from flexinfer.server.lora_module_path import LoRAModulePath
 from flexinfer.server.observability.tracing import check_endpoint
 from flexinfer.server.parsing.reasoning import reasoning_form
 from flexinfer.server.parsing.tool_formats import tool_format
@@ -32,8 +33,8 @@ class ServerSettings:
     """Whether the model may choose to call; otherwise callers must force or forbid it."""
     reasoning_parser: str | None = None
     """The form of the model's reasoning: a name in parsing/reasoning.py; None: it is content."""
-    lora_modules: tuple[tuple[str, str], ...] = ()
-    """Name and folder of the LoRA adapters that are served from the start."""
+    lora_modules: tuple[LoRAModulePath, ...] = ()
+    """The LoRA adapters that are served from the start."""
     role: str = "both"
     """As the engine's: "prefill" takes no requests of clients, "decode" has a partner."""
     handover_socket: Path | None = None
@@ -105,7 +106,7 @@ class ServerSettings:
         for name in (*times, "handover_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
-        adapters = [name for name, _ in self.lora_modules]
+        adapters = [module.name for module in self.lora_modules]
         for name in adapters:
             if adapters.count(name) > 1 or name in self.served_model_names:
                 raise ValueError(f"the name {name!r} is given to more than one model or adapter")

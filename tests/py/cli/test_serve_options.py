@@ -16,6 +16,7 @@ import typer
 from flexinfer.cli.app import app
 from flexinfer.cli.serve.options import ServeOptions
 from flexinfer.cli.serve.settings import engine_config, server_settings
+from flexinfer.server.lora_module_path import LoRAModulePath
 
 SNAPSHOT = Path(__file__).with_name("serve_options.json")
 """Flags, environment variables and defaults: people's scripts and files hold them."""
@@ -78,14 +79,56 @@ def test_adapters_are_names_and_folders() -> None:
     words = ("--lora-modules", "a=x/y", "--lora-modules", "b=z=1")
     given = options("--enable-lora", *words)
     found = server_settings(given, engine_config(given)).lora_modules
-    assert found == (("a", "x/y"), ("b", "z=1"))
+    assert found == (LoRAModulePath("a", "x/y"), LoRAModulePath("b", "z=1"))
     for wrong, message in (
         (words, "needs --enable-lora"),
-        (("--enable-lora", "--lora-modules", "a"), "takes NAME=FOLDER, got 'a'"),
+        (("--enable-lora", "--lora-modules", "a"), "takes NAME=FOLDER or .*, got 'a'"),
     ):
         given = options(*wrong)
         with pytest.raises(ValueError, match=message):
             server_settings(given, engine_config(given))
+
+
+SQL = {"name": "sql", "path": "x y", "base_model_name": "z"}
+MODULES = (LoRAModulePath("sql", "x y", "z"), LoRAModulePath("mail", "m=1"))
+
+
+@pytest.mark.parametrize("source", ["flags", "list", "environment", "file"])
+def test_adapters_are_json_as_for_vllm_beside_names_and_folders(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--enable-lora"]
+    if source == "flags":
+        words += ["--lora-modules", json.dumps(SQL), "--lora-modules", "mail=m=1"]
+    elif source == "list":
+        words += ["--lora-modules", json.dumps([SQL, "mail=m=1"])]
+    elif source == "environment":
+        monkeypatch.setenv("FLEXINFER_LORA_MODULES", json.dumps(SQL) + " mail=m=1")
+    else:
+        file = tmp_path / "serve.yaml"
+        file.write_text(json.dumps({"lora-modules": [SQL, "mail=m=1"]}))
+        words += ["--config", str(file)]
+    given = options(*words)
+    assert server_settings(given, engine_config(given)).lora_modules == MODULES
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ('{"name": "a"}', "takes base_model_name, name, path, got {'name': 'a'}"),
+        ('{"name": "a", "path": "x", "rank": 4}', "takes base_model_name, name, path, got .*rank"),
+        ('{"name": "a", "path": 5}', "path must be a string that is not empty, got 5"),
+        ('{"name": "", "path": "x"}', "name must be a string that is not empty, got ''"),
+        ('{"name": "a", "path": "x", "base_model_name": 5}', "base_model_name must be a string"),
+        ('{"name": "a", "path": "x", "is_3d_lora_weight": true}', "experts are not supported"),
+        ('{"name": "a", "path": "x"', "is not JSON: it takes NAME=FOLDER or"),
+        ('["a=x", 5]', "takes NAME=FOLDER or .*, got 5"),
+    ],
+)
+def test_json_that_names_no_adapter_is_refused(wrong: str, message: str) -> None:
+    given = options("--enable-lora", "--lora-modules", wrong)
+    with pytest.raises(ValueError, match=f"--lora-modules .*{message}"):
+        server_settings(given, engine_config(given))
 
 
 @pytest.mark.parametrize("text", ['["a", 5]', '["a"'])

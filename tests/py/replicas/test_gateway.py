@@ -17,6 +17,7 @@ from flexinfer.async_llm import AsyncLLM
 from flexinfer.ray import metrics
 from flexinfer.ray.gateway import MAX_ATTEMPTS
 from flexinfer.server.app import create_app
+from flexinfer.server.lora_module_path import LoRAModulePath
 from helpers.replica_cluster import Cluster
 from helpers.serving import MODEL, make_llm, settings
 
@@ -272,7 +273,7 @@ async def test_adapters_are_not_loaded_by_one_replica_alone(llm: AsyncLLM) -> No
 
 async def test_adapters_have_prefixes_of_their_own(llm: AsyncLLM) -> None:
     replicas = Cluster(llm)
-    replicas.settings = settings(lora_modules=(("other", "folder"),))
+    replicas.settings = settings(lora_modules=(LoRAModulePath("other", "folder"),))
     for model in (MODEL, "other", "other"):
         await post(replicas, {**LONG, "model": model})
     base, other, again = (call.routed_prompt().blocks for call in replicas.calls)

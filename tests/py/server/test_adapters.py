@@ -16,6 +16,7 @@ import httpx
 
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.server.app import create_app
+from flexinfer.server.lora_module_path import LoRAModulePath
 from flexinfer.server.settings import ServerSettings
 from helpers.lora_kit import save_shipped_adapter
 from helpers.serving import MODEL, make_llm
@@ -36,8 +37,9 @@ def llm() -> Iterator[AsyncLLM]:
     made.shutdown()
 
 
-def client_of(llm: AsyncLLM) -> httpx.AsyncClient:
-    settings = ServerSettings(served_model_names=(MODEL,), admin_api_key="admin")
+def client_of(llm: AsyncLLM, *others: str) -> httpx.AsyncClient:
+    """others: names of the model."""
+    settings = ServerSettings(served_model_names=(MODEL, *others), admin_api_key="admin")
     transport = httpx.ASGITransport(app=create_app(llm, settings))
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=60)
 
@@ -126,7 +128,30 @@ def test_only_the_admin_key_loads_and_what_cannot_be_served_is_said(
 
 def test_names_are_given_once() -> None:
     with pytest.raises(ValueError, match="'a' is given to more than one"):
-        ServerSettings(served_model_names=("a",), lora_modules=(("a", "x"),))
+        ServerSettings(served_model_names=("a",), lora_modules=(LoRAModulePath("a", "x"),))
+
+
+def test_the_parent_of_an_adapter_is_the_name_of_the_model_that_it_was_given(
+    llm: AsyncLLM, folder: Path
+) -> None:
+    modules = [
+        LoRAModulePath("one", str(folder)),
+        LoRAModulePath("two", str(folder), "other"),
+        LoRAModulePath("three", str(folder), "of somebody"),
+    ]
+
+    async def visit() -> None:
+        async with client_of(llm, "other") as client:
+            adapters = client._transport.app.state.flexinfer.adapters  # type: ignore[attr-defined]
+            await adapters.load_all(modules)
+            cards = (await client.get("/v1/models")).json()["data"]
+            parents = {card["id"]: card["parent"] for card in cards}
+            none = {MODEL: None, "other": None}
+            assert parents == {**none, "one": MODEL, "two": "other", "three": MODEL}
+            for module in modules:
+                await unload(client, module.name)
+
+    asyncio.run(visit())
 
 
 class HeldChats:

@@ -37,8 +37,13 @@ def read_config(context: typer.Context, path: Path) -> dict[str, Any]:
         name = names.get(str(key).replace("_", "-"))
         if name is None:
             raise typer.BadParameter(f"{path} has {key!r}, which is not an option of this command")
-        values[name] = json.dumps(value) if isinstance(value, dict) else value
+        values[name] = [_text(one) for one in value] if isinstance(value, list) else _text(value)
     return values
+
+
+def _text(value: Any) -> Any:
+    """As on the command line, where a mapping is JSON."""
+    return json.dumps(value) if isinstance(value, dict) else value
 
 
 def _parameter_names(context: typer.Context) -> dict[str, str]:

@@ -115,7 +115,10 @@ class AdapterOptions:
     enable_lora: Annotated[bool, option("Requests may choose LoRA adapters: docs/lora.md.")] = False
     lora_modules: Annotated[
         list[str] | None,
-        option("NAME=FOLDER of an adapter to serve as the model NAME; may be given several times."),
+        option(
+            "NAME=FOLDER of an adapter to serve as the model NAME, or a JSON object with its name, "
+            "path and base_model_name; may be given several times."
+        ),
     ] = None
     max_loras: Annotated[int, option("Maximum number of adapters in one batch.", min=1)] = 8
     max_lora_rank: Annotated[int, option("Maximum rank of an adapter.", min=1)] = 16

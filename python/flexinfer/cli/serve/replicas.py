@@ -43,10 +43,14 @@ def replica_options(
         raise ValueError("port 0 cannot be combined with replicas: name one for Serve's proxies")
     if options.log_format != "text":
         raise ValueError("log_format cannot be combined with replicas: Ray writes their logs")
-    for name, folder in settings.lora_modules:
-        if options.ray_address is None and not Path(folder).is_dir():  # else others may have it
-            raise ValueError(f"LoRA adapter {name!r} ({folder}): there is no such folder")
-    adapters = tuple((name, _absolute(folder)) for name, folder in settings.lora_modules)
+    for module in settings.lora_modules:
+        if options.ray_address is None and not Path(module.path).is_dir():  # others may have it
+            raise ValueError(
+                f"LoRA adapter {module.name!r} ({module.path}): there is no such folder"
+            )
+    adapters = tuple(
+        dataclasses.replace(module, path=_absolute(module.path)) for module in settings.lora_modules
+    )
     trace_dir = settings.trace_dir and settings.trace_dir.resolve()
     return ReplicaOptions(
         engine=dataclasses.replace(config, model=_absolute(config.model)),

@@ -13,6 +13,7 @@ from flexinfer.cli.errors import reason_of
 if TYPE_CHECKING:
     from flexinfer.cli.serve.options import ServeOptions
     from flexinfer.config import EngineConfig
+    from flexinfer.server.lora_module_path import LoRAModulePath
     from flexinfer.server.settings import ServerSettings
 
 
@@ -94,17 +95,13 @@ def _list(given: Sequence[str] | None, flag: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _adapters(options: ServeOptions) -> tuple[tuple[str, str], ...]:
-    """Name and folder of each, given as NAME=FOLDER."""
-    pairs = []
-    for given in _list(options.lora_modules, "--lora-modules"):
-        name, _, folder = given.partition("=")
-        if not name or not folder:
-            raise ValueError(f"--lora-modules takes NAME=FOLDER, got {given!r}")
-        pairs.append((name, folder))
-    if pairs and not options.enable_lora:
+def _adapters(options: ServeOptions) -> tuple[LoRAModulePath, ...]:
+    from flexinfer.cli.serve.adapters import lora_modules
+
+    modules = lora_modules(options.lora_modules or ())
+    if modules and not options.enable_lora:
         raise ValueError("--lora-modules needs --enable-lora")
-    return tuple(pairs)
+    return modules
 
 
 def _names_of(folder: str, model: str | None) -> list[str]:

@@ -25,11 +25,11 @@ async def get_model(state: State, name: str) -> ModelCard:
 
 
 def _card(state: ServerState, name: str) -> ModelCard:
-    adapter = state.adapters.get(name)
+    adapter, own = state.adapters.get(name), state.settings.model_name
     return ModelCard(
         id=name,
         created=state.created,
-        root=state.settings.model_name if adapter is None else adapter.request.lora_path,
-        parent=None if adapter is None else state.settings.model_name,
+        root=own if adapter is None else adapter.request.lora_path,
+        parent=None if adapter is None else adapter.request.base_model_name or own,
         max_model_len=state.llm.max_model_len,
     )

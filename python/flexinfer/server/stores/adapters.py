@@ -9,6 +9,7 @@ from flexinfer.async_llm import AsyncLLM
 from flexinfer.lora.adapters import Adapter, salt_of
 from flexinfer.lora.request import LoRARequest
 from flexinfer.server.http.errors import APIError, bad_request
+from flexinfer.server.lora_module_path import LoRAModulePath
 from flexinfer.server.settings import ServerSettings
 
 
@@ -32,10 +33,10 @@ class ServedAdapters:
         """None for the name of the model itself. Who has it may use it, removed or not."""
         return None if name is None else self._by_name.get(name)
 
-    async def load_all(self, modules: Sequence[tuple[str, str]]) -> None:
-        """Raises ValueError for a (name, folder) that cannot be served."""
-        for name, folder in modules:
-            await self._load(name, folder)
+    async def load_all(self, modules: Sequence[LoRAModulePath]) -> None:
+        """Raises ValueError for what cannot be served."""
+        for module in modules:
+            await self._load(module.name, module.path, module.base_model_name)
 
     async def load(self, name: str, folder: str) -> None:
         """Raises APIError for a name that is taken, and for what cannot be served."""
@@ -67,6 +68,7 @@ class ServedAdapters:
             return cache_salt  # nobody can go on with an adapter that was unloaded
         return salt_of(cache_salt, adapter)
 
-    async def _load(self, name: str, folder: str) -> None:
-        request = LoRARequest(name, next(self._ids), folder)
+    async def _load(self, name: str, folder: str, base_model_name: str | None = None) -> None:
+        base = base_model_name if base_model_name in self._model_names else None
+        request = LoRARequest(name, next(self._ids), folder, base)
         self._by_name[name] = await self._llm.load_adapter(request)
