@@ -67,14 +67,14 @@ def save_adapter(
     return folder
 
 
-def save_shipped_adapter(folder: Path) -> Path:
+def save_shipped_adapter(folder: Path, seed: int = 1) -> Path:
     """One of the shipped model that changes what it says."""
     from transformers import AutoModelForCausalLM
 
     targets = ("q_proj", "v_proj", "down_proj")
     model = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL)
     write_config(folder, targets, rank=4)
-    save_file(draw_adapter(model, targets, 4, seed=1), folder / "adapter_model.safetensors")
+    save_file(draw_adapter(model, targets, 4, seed), folder / "adapter_model.safetensors")
     return folder
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -46,6 +47,11 @@ def client_of(llm: AsyncLLM, *others: str) -> httpx.AsyncClient:
 
 async def load(client: httpx.AsyncClient, name: str, folder: Path) -> httpx.Response:
     body = {"lora_name": name, "lora_path": str(folder)}
+    return await client.post("/v1/load_lora_adapter", json=body, headers=ADMIN)
+
+
+async def replace(client: httpx.AsyncClient, name: str, folder: Path) -> httpx.Response:
+    body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
     return await client.post("/v1/load_lora_adapter", json=body, headers=ADMIN)
 
 
@@ -150,6 +156,80 @@ def test_the_parent_of_an_adapter_is_the_name_of_the_model_that_it_was_given(
             assert parents == {**none, "one": MODEL, "two": "other", "three": MODEL}
             for module in modules:
                 await unload(client, module.name)
+
+    asyncio.run(visit())
+
+
+def test_an_adapter_is_replaced_in_place_and_those_who_have_chosen_it_are_served_by_it(
+    llm: AsyncLLM, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of one folder change, as in a training."""
+    path = tmp_path / "adapter"
+    other = save_shipped_adapter(tmp_path / "other", seed=2)
+    body = {"model": "mine", "prompt": "Hello " * 40, "max_tokens": 8, "temperature": 0}
+
+    async def answer(client: httpx.AsyncClient) -> tuple[str, int]:
+        found = (await client.post("/v1/completions", json=body)).raise_for_status().json()
+        cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return found["choices"][0]["text"], cached
+
+    async def visit() -> None:
+        async with client_of(llm) as client:
+            copytree(folder, path)
+            assert (await replace(client, "mine", path)).status_code == 200  # there was none
+            old = (await answer(client))[0]
+            assert (await answer(client))[1] > 0
+            begun, go = asyncio.Event(), asyncio.Event()
+            prepare = llm.prepare_grammar
+
+            async def held(given: Any) -> Any:
+                begun.set()
+                await go.wait()
+                return await prepare(given)
+
+            monkeypatch.setattr(llm, "prepare_grammar", held)
+            chosen = asyncio.create_task(answer(client))
+            await begun.wait()
+            monkeypatch.setattr(llm, "prepare_grammar", prepare)
+            copytree(other, path, dirs_exist_ok=True)
+            assert (await load(client, "mine", path)).status_code == 400
+            assert (await replace(client, "mine", path)).text.startswith("Success: LoRA adapter")
+            new, num_cached = await answer(client)
+            assert new != old
+            assert num_cached == 0
+            go.set()
+            assert (await chosen)[0] == old
+            assert len(await llm.list_loras()) == 1
+            await load(client, "fresh", other)
+            assert (await answer(client))[0] == new
+            assert (await replace(client, "mine", tmp_path / "nothing")).status_code == 400
+            assert (await replace(client, MODEL, path)).status_code == 400
+            assert (await answer(client))[0] == new
+            for name in ("mine", "fresh"):
+                assert (await unload(client, name)).status_code == 200
+        assert await llm.list_loras() == set()
+
+    asyncio.run(asyncio.wait_for(visit(), 120))
+
+
+def test_other_fields_are_as_everywhere_refused_where_they_are_known_and_else_ignored(
+    llm: AsyncLLM, folder: Path
+) -> None:
+    async def visit() -> None:
+        async with client_of(llm) as client:
+            body = {"lora_name": "mine", "lora_path": str(folder)}
+            for more, status in (
+                ({"is_3d_lora_weight": True}, 400),
+                ({"load_inplace": "yes"}, 400),
+                ({"load_inplace": False, "is_3d_lora_weight": False, "novelty": 1}, 200),
+            ):
+                answer = await client.post("/v1/load_lora_adapter", json=body | more, headers=ADMIN)
+                assert answer.status_code == status
+                if status == 400:
+                    assert next(iter(more)) in answer.text
+            body = {"lora_name": "mine", "lora_int_id": 5}
+            answer = await client.post("/v1/unload_lora_adapter", json=body, headers=ADMIN)
+            assert answer.status_code == 200
 
     asyncio.run(visit())
 

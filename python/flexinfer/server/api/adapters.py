@@ -21,8 +21,9 @@ TEXT: dict[int | str, dict[str, Any]] = {
 
 @router.post("/load_lora_adapter", response_class=Response, responses=TEXT)
 async def load(state: State, body: LoadAdapterRequest) -> Response:
-    """Serve the adapter in a folder under a name, beside the model."""
-    await state.adapters.load(body.lora_name, body.lora_path)
+    """Serve the adapter in a folder under a name, beside the model, or in place of the adapter that
+    had the name, by which requests that have chosen it are answered."""
+    await state.adapters.load(body.lora_name, body.lora_path, in_place=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} added successfully.")
 
 

@@ -34,6 +34,9 @@ class LoadAdapterRequest(Model):
     lora_name: str
     lora_path: str
     """A folder on the server's machine."""
+    load_inplace: bool = False
+    """Whether an adapter of this name is replaced."""
+    is_3d_lora_weight: Refused = None
 
 
 class UnloadAdapterRequest(Model):

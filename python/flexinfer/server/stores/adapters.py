@@ -38,10 +38,15 @@ class ServedAdapters:
         for module in modules:
             await self._load(module.name, module.path, module.base_model_name)
 
-    async def load(self, name: str, folder: str) -> None:
-        """Raises APIError for a name that is taken, and for what cannot be served."""
-        if name in (*self._by_name, *self._loading, *self._model_names):
-            raise bad_request(f"the name {name!r} is taken: unload that adapter first", "lora_name")
+    async def load(self, name: str, folder: str, in_place: bool = False) -> None:
+        """in_place: if there is one of this name, instead of that: see `_load`. Raises APIError for
+        a name that is taken, and for what cannot be served; then all is as it was."""
+        if name in (*self._model_names, *self._loading):
+            owner = "the model's" if name in self._model_names else "being loaded"
+            raise bad_request(f"the name {name!r} is {owner}", "lora_name")
+        if name in self._by_name and not in_place:
+            reason = "is taken: unload that adapter first, or set load_inplace"
+            raise bad_request(f"the name {name!r} {reason}", "lora_name")
         self._loading.add(name)
         try:
             await self._load(name, folder)
@@ -69,6 +74,12 @@ class ServedAdapters:
         return salt_of(cache_salt, adapter)
 
     async def _load(self, name: str, folder: str, base_model_name: str | None = None) -> None:
+        """One that had its name until then serves those that have chosen it to their end. Its KV
+        has the digest of its own weights, and is of no use to others."""
         base = base_model_name if base_model_name in self._model_names else None
         request = LoRARequest(name, next(self._ids), folder, base)
-        self._by_name[name] = await self._llm.load_adapter(request)
+        loaded = await self._llm.load_adapter(request)
+        replaced = self._by_name.get(name)
+        self._by_name[name] = loaded
+        if replaced is not None:
+            await self._llm.remove_lora(replaced.request.lora_int_id)
