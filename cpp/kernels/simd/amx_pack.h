@@ -85,12 +85,10 @@ VTENSOR_INLINE Numbers<T> interleave(Vec even, Vec odd) {
 
 // Of rows that are stored as S; numbers of T itself need no rounding.
 template <class T, class S>
-VTENSOR_INLINE Numbers<T> interleave_stored(const S* even, const S* odd, float even_scale,
-                                            float odd_scale) {
-  const Vec x = even == nullptr ? Vec{} : load(even), y = odd == nullptr ? Vec{} : load(odd);
-  if constexpr (kHasScale<S>) return interleave<T>(x * even_scale, y * odd_scale);
-  if constexpr (kPartsOf<T> == 1) return {from_bits(bits_of(x) >> 16 | bits_of(y))};
-  return interleave<T>(x, y);
+VTENSOR_INLINE Numbers<T> interleave_stored(Vec even, Vec odd, float even_scale, float odd_scale) {
+  if constexpr (kHasScale<S>) return interleave<T>(even * even_scale, odd * odd_scale);
+  if constexpr (kPartsOf<T> == 1) return {from_bits(bits_of(even) >> 16 | bits_of(odd))};
+  return interleave<T>(even, odd);
 }
 
 // A tile as a square of pairs, row j of it at p + j * 16, in place.
@@ -151,9 +149,9 @@ inline void amx_pack_values(const S* v, int64_t token_stride, int num_keys, int 
       const float even_scale = even == nullptr ? 0 : scale_of(even, head_dim);
       const float odd_scale = odd == nullptr ? 0 : scale_of(odd, head_dim);
       for (int i = 0; i < head_dim; i += kTileRows) {
-        const Numbers<T> numbers =
-            interleave_stored<T>(even == nullptr ? even : even + i, odd == nullptr ? odd : odd + i,
-                                 even_scale, odd_scale);
+        const Vec x = even == nullptr ? Vec{} : load(even + i);
+        const Vec y = odd == nullptr ? Vec{} : load(odd + i);
+        const Numbers<T> numbers = interleave_stored<T, S>(x, y, even_scale, odd_scale);
         float* to = step + i / kTileRows * kKeySteps * kStep + j * kLanes;
 #pragma GCC unroll 3
         for (int p = 0; p < kPartsOf<T>; ++p) store(to + p * kTileFloats, numbers.part[p]);

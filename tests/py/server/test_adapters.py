@@ -19,6 +19,7 @@ from flexinfer.async_llm import AsyncLLM
 from flexinfer.server.app import create_app
 from flexinfer.server.lora_module_path import LoRAModulePath
 from flexinfer.server.settings import ServerSettings
+from flexinfer.server.state import ServerState
 from helpers.lora_kit import save_shipped_adapter
 from helpers.serving import MODEL, make_llm
 
@@ -45,18 +46,40 @@ def client_of(llm: AsyncLLM, *others: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=60)
 
 
-async def load(client: httpx.AsyncClient, name: str, folder: Path) -> httpx.Response:
-    body = {"lora_name": name, "lora_path": str(folder)}
+def state_of(client: httpx.AsyncClient) -> ServerState:
+    transport = client._transport  # httpx has no other way to the app that it was given
+    assert isinstance(transport, httpx.ASGITransport)
+    state: ServerState = transport.app.state.flexinfer  # type: ignore[attr-defined]  # FastAPI's
+    return state
+
+
+async def load(
+    client: httpx.AsyncClient, name: str, folder: Path, **more: object
+) -> httpx.Response:
+    body = {"lora_name": name, "lora_path": str(folder), **more}
     return await client.post("/v1/load_lora_adapter", json=body, headers=ADMIN)
 
 
 async def replace(client: httpx.AsyncClient, name: str, folder: Path) -> httpx.Response:
-    body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
-    return await client.post("/v1/load_lora_adapter", json=body, headers=ADMIN)
+    return await load(client, name, folder, load_inplace=True)
 
 
 async def unload(client: httpx.AsyncClient, name: str) -> httpx.Response:
     return await client.post("/v1/unload_lora_adapter", json={"lora_name": name}, headers=ADMIN)
+
+
+class Held:
+    """An async method of `owner` that waits until `go` is set. `call` is the method itself."""
+
+    def __init__(self, owner: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go = asyncio.Event(), asyncio.Event()
+        self.call = getattr(owner, method)
+        monkeypatch.setattr(owner, method, self._wait)
+
+    async def _wait(self, *given: Any, **named: Any) -> Any:
+        self.begun.set()
+        await self.go.wait()
+        return await self.call(*given, **named)
 
 
 async def say(client: httpx.AsyncClient, model: str) -> list[str]:
@@ -148,8 +171,7 @@ def test_the_parent_of_an_adapter_is_the_name_of_the_model_that_it_was_given(
 
     async def visit() -> None:
         async with client_of(llm, "other") as client:
-            adapters = client._transport.app.state.flexinfer.adapters  # type: ignore[attr-defined]
-            await adapters.load_all(modules)
+            await state_of(client).adapters.load_all(modules)
             cards = (await client.get("/v1/models")).json()["data"]
             parents = {card["id"]: card["parent"] for card in cards}
             none = {MODEL: None, "other": None}
@@ -179,25 +201,17 @@ def test_an_adapter_is_replaced_in_place_and_those_who_have_chosen_it_are_served
             assert (await replace(client, "mine", path)).status_code == 200  # there was none
             old = (await answer(client))[0]
             assert (await answer(client))[1] > 0
-            begun, go = asyncio.Event(), asyncio.Event()
-            prepare = llm.prepare_grammar
-
-            async def held(given: Any) -> Any:
-                begun.set()
-                await go.wait()
-                return await prepare(given)
-
-            monkeypatch.setattr(llm, "prepare_grammar", held)
+            held = Held(llm, "prepare_grammar", monkeypatch)
             chosen = asyncio.create_task(answer(client))
-            await begun.wait()
-            monkeypatch.setattr(llm, "prepare_grammar", prepare)
+            await held.begun.wait()
+            monkeypatch.setattr(llm, "prepare_grammar", held.call)  # for this request alone
             copytree(other, path, dirs_exist_ok=True)
             assert (await load(client, "mine", path)).status_code == 400
             assert (await replace(client, "mine", path)).text.startswith("Success: LoRA adapter")
             new, num_cached = await answer(client)
             assert new != old
             assert num_cached == 0
-            go.set()
+            held.go.set()
             assert (await chosen)[0] == old
             assert len(await llm.list_loras()) == 1
             await load(client, "fresh", other)
@@ -217,13 +231,12 @@ def test_other_fields_are_as_everywhere_refused_where_they_are_known_and_else_ig
 ) -> None:
     async def visit() -> None:
         async with client_of(llm) as client:
-            body = {"lora_name": "mine", "lora_path": str(folder)}
             for more, status in (
                 ({"is_3d_lora_weight": True}, 400),
                 ({"load_inplace": "yes"}, 400),
                 ({"load_inplace": False, "is_3d_lora_weight": False, "novelty": 1}, 200),
             ):
-                answer = await client.post("/v1/load_lora_adapter", json=body | more, headers=ADMIN)
+                answer = await load(client, "mine", folder, **more)
                 assert answer.status_code == status
                 if status == 400:
                     assert next(iter(more)) in answer.text
@@ -234,29 +247,13 @@ def test_other_fields_are_as_everywhere_refused_where_they_are_known_and_else_ig
     asyncio.run(visit())
 
 
-class HeldChats:
-    """Rendering of chats, which waits until `go` is set."""
-
-    def __init__(self, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.go = asyncio.Event(), asyncio.Event()
-        chat = client._transport.app.state.flexinfer.chat  # type: ignore[attr-defined]
-        render = chat.render
-
-        async def held(*given: Any, **named: Any) -> Any:
-            self.begun.set()
-            await self.go.wait()
-            return await render(*given, **named)
-
-        monkeypatch.setattr(chat, "render", held)
-
-
 def test_a_name_that_goes_while_a_request_is_read_is_not_answered_by_the_model_itself(
     llm: AsyncLLM, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def visit() -> None:
         async with client_of(llm) as client:
             await load(client, "mine", folder)
-            chats = HeldChats(client, monkeypatch)
+            chats = Held(state_of(client).chat, "render", monkeypatch)
             body = {"model": "mine", "messages": QUESTION, "max_tokens": 4}
             asked = asyncio.create_task(client.post("/v1/chat/completions", json=body))
             await chats.begun.wait()
@@ -276,17 +273,11 @@ def test_a_request_that_has_chosen_is_served_by_an_adapter_that_goes_before_the_
             await load(client, "mine", folder)
             body = {"model": "mine", "prompt": "Hello", "max_tokens": 8, "temperature": 0}
             expected = (await client.post("/v1/completions", json=body)).json()["choices"]
-            begun, go = asyncio.Event(), asyncio.Event()
-
-            async def held(_: Any) -> None:
-                begun.set()
-                await go.wait()
-
-            monkeypatch.setattr(llm, "prepare_grammar", held)
+            held = Held(llm, "prepare_grammar", monkeypatch)
             asked = asyncio.create_task(client.post("/v1/completions", json=body))
-            await begun.wait()
+            await held.begun.wait()
             await unload(client, "mine")
-            go.set()
+            held.go.set()
             assert (await asked).json()["choices"] == expected
         assert await llm.list_loras() == set()
 
@@ -297,23 +288,15 @@ def test_a_name_is_taken_while_it_is_loaded_and_served_only_then(
     llm: AsyncLLM, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def visit() -> None:
-        begun, go = asyncio.Event(), asyncio.Event()
-        load_adapter = llm.load_adapter
-
-        async def held(request: Any) -> Any:
-            begun.set()
-            await go.wait()
-            return await load_adapter(request)
-
-        monkeypatch.setattr(llm, "load_adapter", held)
+        held = Held(llm, "load_adapter", monkeypatch)
         async with client_of(llm) as client:
             loading = asyncio.create_task(load(client, "mine", folder))
-            await begun.wait()
+            await held.begun.wait()
             assert (await load(client, "mine", folder)).status_code == 400
             assert (await unload(client, "mine")).status_code == 404
             body = {"model": "mine", "prompt": "Hello", "max_tokens": 1}
             assert (await client.post("/v1/completions", json=body)).status_code == 404
-            go.set()
+            held.go.set()
             assert (await loading).status_code == 200
             assert (await client.post("/v1/completions", json=body)).status_code == 200
             assert (await unload(client, "mine")).status_code == 200
