@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # One command for a machine with a GPU and no network: builds flexinfer against the torch that is there, tests and
-# measures it in three calls of under nine minutes, each useful alone, and leaves a summary, tables, plots, JSON and
+# measures it in four calls of under nine minutes, each useful alone, and leaves a summary, tables, plots, JSON and
 # logs in one folder, anew after every stage. docs/gpu_check.md says how to use it.
 #
 #   scripts/gpu_check.sh 1          builds; aliasing, conformance, engine identity, driver calls, overlap, memcheck
 #   scripts/gpu_check.sh 2          kernels and a full budget of requests, against pages; begins flash-attn's build
 #   scripts/gpu_check.sh 3          flash-attn's kernels, and the engine against transformers
+#   scripts/gpu_check.sh 4          every family of models, and what requests may ask for
 #   scripts/gpu_check.sh            the first of them that has not been made
 #   scripts/gpu_check.sh --only A,B | --skip A,B   chooses stages, of any call;  --list  prints them
 #   scripts/gpu_check.sh --seconds N        time for everything (default 540)
@@ -35,8 +36,8 @@ DEVICE=cuda
 # whichever is less; the report has its own reserve. Cold machines are slow at first: the first `import torch` took
 # over 20 s there.
 STAGES="\
-environment   123   50  the machine, its driver and packages; fails without a GPU
-build         123   75  flexinfer, built here, in a virtual environment over the packages that are there
+environment   1234  50  the machine, its driver and packages; fails without a GPU
+build         1234  75  flexinfer, built here, in a virtual environment over the packages that are there
 aliasing      1     65  tests: one chunk behind many addresses, memory under running kernels, shortage
 ctest         1     75  the C++ tests, and the driver conformance suite on the real driver
 engine        1     85  tests: the engine says what transformers says, with graphs and without
@@ -51,7 +52,9 @@ flash-wait    3    160  waits for flash-attn's build and installs it
 flash_tests   3     40  tests: flash-attn's kernels and the engine that uses them
 flash_kernels 3     45  benchmark: flash-attn on vTensors, plain tensors and pages
 flash_budget  3     60  benchmark: 1,000 of these requests, flash-attn on ranges and on pages
-end_to_end    3     85  benchmark: generation against transformers' continuous batching"
+end_to_end    3     85  benchmark: generation against transformers' continuous batching
+families      4     150 tests: every family of models says what transformers says
+features      4     90  tests: sampling, speculation, adapters, structure, preemption, sleep"
 REPORT_RESERVE=15
 
 stages_of() { awk -v call="$1" 'index($2, call) {print $1}' <<<"$STAGES" | paste -sd " "; }
@@ -67,7 +70,7 @@ usage() { sed -n '2,/^source/p' "${BASH_SOURCE[0]}" | sed '$d; s/^# \{0,1\}//'; 
 
 while [ "$#" -gt 0 ]; do
   case "$1" in
-    1 | 2 | 3) call="$1" ;;
+    1 | 2 | 3 | 4) call="$1" ;;
     --only) chosen="environment build $(tr , "\n" <<<"$2" | sed -E "/^(environment|build)?$/d" | paste -sd " ")"; shift ;;
     --skip) skip="${2//,/ }"; shift ;;
     --seconds) total="$2"; shift ;;
@@ -91,14 +94,15 @@ done
 # Pure or cp312 wheels that the GPU machine may miss; torch, triton and transformers are there or nothing works.
 PACKED="sortedcontainers typer rich shellingham markdown-it-py mdurl pygments tqdm jinja2 markupsafe psutil
 httpx httpcore h11 anyio idna certifi pytest pytest-timeout pluggy iniconfig hypothesis scikit-build-core pathspec nanobind packaging einops
-typing-extensions"
+typing-extensions fastapi starlette pydantic pydantic-core typing-inspection annotated-types annotated-doc uvicorn click
+httptools uvloop prometheus-client pyyaml llguidance opentelemetry-api"
 
 pack_carry() {
   mkdir -p "$CARRY/wheels" "$LOGS"
   local platform
   local -a pip=("$BASE" -m pip download --disable-pip-version-check --no-deps --dest "$CARRY/wheels")
   local -a target=(--only-binary=:all: --python-version 3.12 --implementation cp)
-  for platform in 2_28 2_27 2_17; do target+=(--platform "manylinux_${platform}_x86_64"); done
+  for platform in 2_39 2_35 2_34 2_31 2_28 2_27 2_17; do target+=(--platform "manylinux_${platform}_x86_64"); done
   target+=(--platform manylinux2014_x86_64 --platform any)
   say "wheels for Python 3.12"
   # shellcheck disable=SC2086
@@ -187,18 +191,18 @@ report() {
 next_step() {
   local bad other
   bad="$(awk -F '\t' '$2 == "failed" || $2 == "timeout" {print $1}' "$RUN/stages.tsv" | paste -sd ,)"
-  for other in 1 2 3; do [ -e "$CALLS/$other/ended" ] || break; done
+  for other in 1 2 3 4; do [ -e "$CALLS/$other/ended" ] || break; done
   if [ -n "$bad" ]; then
     echo "next: look at $bad in $RESULTS/summary.md, repair, then scripts/gpu_check.sh --only $bad"
   elif [ ! -e "$CALLS/$other/ended" ]; then
     echo "next: scripts/gpu_check.sh $other ($(stages_of "$other"))"
   else
-    echo "next: nothing, all three calls were made; keep $RESULTS"
+    echo "next: nothing, all four calls were made; keep $RESULTS"
   fi
 }
 
 if [ -z "$call" ] && [ -z "$chosen" ]; then
-  for call in 1 2 3; do [ -e "$CALLS/$call/ended" ] || break; done
+  for call in 1 2 3 4; do [ -e "$CALLS/$call/ended" ] || break; done
 fi
 [ -n "$chosen" ] || chosen="$(stages_of "$call")"
 RUN="$CALLS/${call:-some}"

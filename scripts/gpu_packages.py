@@ -3,7 +3,8 @@
     python scripts/gpu_packages.py FOLDER_OF_WHEELS NOTES_FILE
 
 Nothing that is installed is changed, and nothing is fetched. What is missing is written to
-NOTES_FILE; it is an error if flexinfer or its tests can not run without it. Needs Python 3.11.
+NOTES_FILE; it is an error if the engine or its tests can not run without it, for the server a note.
+Needs Python 3.11.
 """
 
 from __future__ import annotations
@@ -51,24 +52,30 @@ def with_needs(requirement: Requirement) -> list[Requirement]:
     return [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
 
 
-def main() -> None:
-    wheels, notes = Path(sys.argv[1]), Path(sys.argv[2])
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    required = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
-    needed = [Requirement(text) for text in (*required, *TESTS)]
-    fatal, lines = [], []
+def supply(needed: list[Requirement], wheels: Path, lines: list[str]) -> list[str]:
+    """Installs what is missing and was carried, and says so in `lines`; returns what was not."""
+    absent: list[str] = []
     for requirement in needed:  # grows while it is walked
         reason = missing(requirement)
         if reason is None:
             continue
-        carried = wheels.is_dir() and install(str(requirement), wheels)
-        if carried:
-            carried_too = [need for need in with_needs(requirement) if missing(need)]
-            needed += carried_too
+        if wheels.is_dir() and install(str(requirement), wheels):
+            needed += [need for need in with_needs(requirement) if missing(need)]
             lines.append(f"package {requirement}: {reason}; the carried one was installed")
         else:
             lines.append(f"package {requirement}: {reason}, and it was not carried")
-            fatal.append(str(requirement))
+            absent.append(str(requirement))
+    return absent
+
+
+def main() -> None:
+    wheels, notes = Path(sys.argv[1]), Path(sys.argv[2])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    required = [*project["project"]["dependencies"], *project["build-system"]["requires"], *TESTS]
+    lines: list[str] = []
+    fatal = supply([Requirement(text) for text in required], wheels, lines)
+    server = project["project"]["optional-dependencies"]["serve"]
+    supply([Requirement(text) for text in server], wheels, lines)
     lines += [
         f"optional package {name}: not installed"
         for name in OPTIONAL

@@ -2,7 +2,7 @@
 # Builds a replica of a lent GPU machine, without its GPU, and proves scripts/gpu_check.sh in it: Python 3.12, PyPI's
 # CUDA build of torch 2.11, transformers 5.17 and what else scripts/gpu_replica.txt lists, and no network.
 #
-#   scripts/gpu_replica.sh                   all three calls of gpu_check.sh, --dry-run-on-cpu
+#   scripts/gpu_replica.sh                   all four calls of gpu_check.sh, --dry-run-on-cpu
 #   scripts/gpu_replica.sh 1 --only build    arguments for gpu_check.sh instead
 #
 # The first run fetches 3 GB and takes 7 GB of disk. Settings: PYTHON=python3.12, REPLICA=build/gpu_replica.
@@ -32,13 +32,23 @@ offline() {
     HF_HUB_OFFLINE=1 PATH="$VENV/bin:$PATH" "${wrap[@]}" scripts/gpu_check.sh "$@" --dry-run-on-cpu --seconds 5400
 }
 
+# What was built here spares the GPU machine the minute: scripts/gpu_check.sh takes it where the sources are the same.
+keep_wheel() {
+  ls "$REPLICA"/check/dist/flexinfer-*.whl >/dev/null 2>&1 || return 0
+  mkdir -p build/gpu_carry
+  rm -f build/gpu_carry/flexinfer-*.whl
+  cp "$REPLICA"/check/dist/flexinfer-*.whl build/gpu_carry
+  cp "$REPLICA/check/built" build/gpu_carry/sources
+}
+
 make_replica
 if [ "$#" -gt 0 ]; then
   stage "gpu_check.sh $* --dry-run-on-cpu"
   offline "$@"
 else
-  for call in 1 2 3; do
+  for call in 1 2 3 4; do
     stage "gpu_check.sh $call --dry-run-on-cpu"
     offline "$call"
   done
 fi
+keep_wheel

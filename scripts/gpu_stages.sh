@@ -52,12 +52,22 @@ source_hash() {
   find cpp python CMakeLists.txt pyproject.toml -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum | sha256sum
 }
 
+# The wheel that scripts/gpu_replica.sh has built of these sources, if it travelled.
+carried_build() {
+  [ "$(cat "$CARRY/sources" 2>/dev/null)" = "$(source_hash)" ] && ls "$CARRY"/flexinfer-*.whl
+}
+
 stage_build() {
   make_venv
   if is_built; then skipped "these sources were built by an earlier call"; fi
-  rm -rf "$WORK/ext/CMakeCache.txt"
-  PATH="$(dirname "$(command -v "$BASE")"):$PATH" "$PY" -m pip install --no-index --no-deps --no-build-isolation \
-    --force-reinstall --disable-pip-version-check -C build-dir="$WORK/ext" . || return 1
+  local wheel
+  if ! wheel="$(carried_build)"; then
+    rm -rf "$WORK/ext/CMakeCache.txt" "$WORK/dist"
+    PATH="$(dirname "$(command -v "$BASE")"):$PATH" "$PY" -m pip wheel --no-index --no-deps --no-build-isolation \
+      --disable-pip-version-check -C build-dir="$WORK/ext" --wheel-dir "$WORK/dist" . || return 1
+    wheel="$(ls "$WORK"/dist/flexinfer-*.whl)"
+  fi
+  "$PY" -m pip install --no-index --no-deps --force-reinstall --disable-pip-version-check "$wheel" || return 1
   # The tests must see what was just built, nothing else that is called flexinfer.
   (cd / && "$PY" -c '
 import pathlib, sys, flexinfer
@@ -77,6 +87,10 @@ has_flash() { "$PY" -c 'import flash_attn' 2>/dev/null; }
 
 stage_flash-start() {
   has_flash && skipped "flash-attn is installed"
+  if ls "$CARRY"/flash_attn-*.whl >/dev/null 2>&1; then
+    install_flash "$CARRY"
+    return
+  fi
   [ -n "$(flash_sdist)" ] || skipped "flash-attn's source was not carried (scripts/gpu_check.sh --pack fetches it)"
   local full=()
   [ "${FLASH_FULL:-0}" = 0 ] || full=(--full)
@@ -101,8 +115,8 @@ stage_flash-start() {
   echo "started, process $!; its log is flash/build.log"
 }
 
-install_flash() {
-  "$PY" -m pip install --no-index --no-deps --force-reinstall --disable-pip-version-check "$FLASH"/dist/flash_attn-*.whl
+install_flash() { # the folder of its wheel
+  "$PY" -m pip install --no-index --no-deps --force-reinstall --disable-pip-version-check "$1"/flash_attn-*.whl
   "$PY" -c 'import flash_attn; print("flash-attn", flash_attn.__version__)'
 }
 
@@ -117,13 +131,13 @@ stage_flash-wait() {
     fi
     sleep 2
   done
-  install_flash
+  install_flash "$FLASH/dist"
 }
 
 # Between two stages: a build that is done is used at once.
 adopt_flash() {
   if [ -f "$FLASH/done" ] && [ ! -f "$FLASH/installed" ]; then
-    if install_flash >"$LOGS/flash-install.log" 2>&1; then
+    if install_flash "$FLASH/dist" >"$LOGS/flash-install.log" 2>&1; then
       note "flash-attn was built and installed $SECONDS s after this call's start"
     else
       note "flash-attn was built but can not be installed: $(tail -n 1 "$LOGS/flash-install.log")"
@@ -138,7 +152,7 @@ gpu_tests() {
   local budget="$1" marker="not slow" workers=()
   shift
   [ "$DEVICE" = cpu ] || marker=gpu
-  if [ "$JOBS" -ge 8 ] && "$PY" -c 'import xdist' 2>/dev/null; then workers=(-n 4); fi
+  if [ "$JOBS" -ge 8 ] && "$PY" -c 'import xdist' 2>/dev/null; then workers=(-n 8); fi
   local pytest=("$PY" -m pytest -p gpu_results --gpu-results "$RUN/tests.jsonl" -q --timeout 90 --durations 5
     -o cache_dir="$WORK/pytest" --session-timeout "$((budget > 20 ? budget - 10 : budget))")
   export PYTHONPATH="$ROOT/scripts"
@@ -152,6 +166,8 @@ gpu_tests() {
 
 stage_aliasing() { gpu_tests "$1" tests/py/gpu/test_gpu_{aliasing,epochs,memory,random}.py; }
 stage_engine() { gpu_tests "$1" tests/py/gpu/test_gpu_engine.py; }
+stage_families() { gpu_tests "$1" tests/py/gpu/test_gpu_families.py; }
+stage_features() { gpu_tests "$1" tests/py/gpu/test_gpu_features.py; }
 stage_kernel_tests() { gpu_tests "$1" tests/py/gpu/test_gpu_kernels.py; }
 
 stage_flash_tests() {

@@ -151,7 +151,8 @@ def _set_linear_cache(cache: Any, layer_idx: int, state: torch.Tensor) -> None:
 def put_state(cache: Any, tensor: StateTensor, values: torch.Tensor, *, is_fresh: bool) -> None:
     """Have a mixer find `values` [batch, *shape]; is_fresh: memory for what it leaves, no state."""
     layer = cache.layers[tensor.layer]
-    layer.has_previous_state[tensor.idx] = not is_fresh
+    # Of all that the layer could keep: older transformers ask whether each of them is there.
+    layer.has_previous_state = dict.fromkeys(range(_MAX_STATES), not is_fresh)
     if tensor.kind == "conv":
         layer.conv_states[tensor.idx] = values
         layer.is_conv_states_initialized[tensor.idx] = True

@@ -22,7 +22,7 @@ def call(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(SCRIPT), *arguments], capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("number", "123")
+@pytest.mark.parametrize("number", "1234")
 def test_the_budgets_of_each_call_fit_into_nine_minutes(number: str) -> None:
     rows = [line.split() for line in call("--list").stdout.splitlines()]
     budgets = {name: int(budget) for name, calls, budget, *_ in rows if number in calls}
@@ -43,11 +43,11 @@ def test_calls_follow_each_other_and_keep_what_was_measured(
     """Without a number it is the first call that was not made; each says what is next."""
     monkeypatch.setenv("GPU_CHECK_DIR", str(tmp_path))
     names = {line.split()[0] for line in call("--list").stdout.splitlines()}
-    for number in "123":
+    for number in "1234":
         done = call("--skip", ",".join(names), "--dry-run-on-cpu")
         assert done.returncode == 0, done.stderr
         assert "0 stages failed" in done.stdout
-        expected = f"next: scripts/gpu_check.sh {int(number) + 1}" if number < "3" else "all three"
+        expected = f"next: scripts/gpu_check.sh {int(number) + 1}" if number < "4" else "all four"
         assert expected in done.stdout
         assert (tmp_path / "calls" / number / "ended").exists()
     (tmp_path / "calls" / "1" / "kernels.json").write_text("{}")

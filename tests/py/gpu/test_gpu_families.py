@@ -1,0 +1,87 @@
+"""Every family of models on each device says what transformers says there, in float32.
+
+On the CPU these are three of many tests (tests/py/models); on CUDA they are all that there is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexinfer import LLM, SamplingParams
+from helpers.families import FAMILIES, make_family
+from helpers.hybrids import HYBRIDS, UNLIKE_CACHED, make_hybrid
+from helpers.tiny_models import CONFIGS, make_model, random_prompts
+
+NUM_NEW = 10
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,
+    "max_model_len": 200,
+    "kv_cache_memory_bytes": 256 << 20,
+    "skip_tokenizer_init": True,
+}
+MAKERS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(CONFIGS, make_model),
+    **dict.fromkeys(FAMILIES, make_family),
+    **dict.fromkeys(HYBRIDS, make_hybrid),
+}
+ON_CPU = ("qwen2", "deepseek_v3", "jamba")
+CASES = [("cpu", name) for name in ON_CPU] + [
+    pytest.param("cuda", name, marks=pytest.mark.gpu) for name in MAKERS
+]
+on_each = pytest.mark.parametrize(("device", "name"), CASES, indirect=["device"])
+
+
+@cache
+def model_on(name: str, device: str) -> Any:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    return copy.deepcopy(MAKERS[name](name)).to(device)
+
+
+@cache
+def continuation(name: str, device: str, prompt: tuple[int, ...]) -> list[int]:
+    """Greedy, alone, by transformers on the same device."""
+    model = model_on(name, device)
+    ids = torch.tensor([prompt], device=model.device)
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=NUM_NEW,
+        use_cache=name not in UNLIKE_CACHED,
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+def check(llm: LLM, name: str, device: str) -> None:
+    """Prompts from one token to eight windows, two with a head in common; then the next turns."""
+    prompts = random_prompts((1, 40, 130, 17))
+    prompts.append(prompts[2][:33] + prompts[1][:10])
+    for _ in range(2):
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        llm.llm_engine.manager.check_integrity()
+        answers = [list(output.outputs[0].token_ids) for output in outputs]
+        assert answers == [continuation(name, device, tuple(prompt)) for prompt in prompts]
+        prompts = [p + a + [7, 8, 9] for p, a in zip(prompts, answers, strict=True)]
+
+
+@on_each
+def test_a_model_that_is_handed_over(name: str, device: str) -> None:
+    with LLM(model_on(name, device), device=device, **SETTINGS) as llm:
+        check(llm, name, device)
+
+
+@on_each
+def test_a_model_from_a_folder(name: str, device: str, tmp_path: Path) -> None:
+    MAKERS[name](name).save_pretrained(tmp_path)
+    with LLM(str(tmp_path), device=device, dtype="float32", **SETTINGS) as llm:
+        check(llm, name, device)
