@@ -49,7 +49,7 @@ is_built() { [ "$(cat "$WORK/built" 2>/dev/null)" = "$(source_hash)" ] && (cd / 
 
 # Of everything that a build reads: a copy of the tree may have no git.
 source_hash() {
-  find cpp python CMakeLists.txt pyproject.toml -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum | sha256sum
+  find cpp python CMakeLists.txt pyproject.toml -type f ! -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum
 }
 
 # The wheel that scripts/gpu_replica.sh has built of these sources, if it travelled.

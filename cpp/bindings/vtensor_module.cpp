@@ -136,11 +136,12 @@ void bind_vtensors(nb::class_<Manager>& manager) {
       .def(
           "try_create",
           [](Manager& self, const TokenArray& tokens, const std::string& cache_salt,
-             size_t expected_tokens, bool to_export) {
+             size_t expected_tokens, bool to_export, bool wait) {
             const nb::gil_scoped_release unlocked;
-            return self.try_create(tokens_of(tokens), cache_salt, expected_tokens, to_export);
+            return self.try_create(tokens_of(tokens), cache_salt, expected_tokens, to_export, wait);
           },
-          "tokens"_a, "cache_salt"_a, "expected_tokens"_a = 0, "to_export"_a = false)
+          "tokens"_a, "cache_salt"_a, "expected_tokens"_a = 0, "to_export"_a = false,
+          "wait"_a = false)
       .def("try_export", &Manager::try_export, "id"_a, GilRelease())
       .def("try_adopt", &Manager::try_adopt, "parcel"_a, "cache_salt"_a, GilRelease())
       .def("try_fork", &Manager::try_fork, "id"_a, GilRelease())

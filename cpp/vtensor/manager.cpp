@@ -108,15 +108,18 @@ void Manager::expire_pins() {
 }
 
 std::optional<VTensorId> Manager::try_create(std::span<const Token> tokens, const std::string& salt,
-                                             size_t expected_tokens, bool to_export) {
+                                             size_t expected_tokens, bool to_export, bool wait) {
   const Lock held = lock();
   if (to_export) check_hands_over();
   const Stopwatch watch(exposed_ns_);
   TraceOp op(*trace_, core_.state, "create");
   op.tokens(tokens).put("salt", salt).put("expected", expected_tokens);
   expire_pins();
-  const std::optional<VTensorId> id =
-      core_.placement.create(tokens, salt, expected_tokens, to_export);
+  std::optional<VTensorId> id = core_.placement.create(tokens, salt, expected_tokens, to_export);
+  if (!id && wait) {
+    core_.retirement.reap_all();
+    id = core_.placement.create(tokens, salt, expected_tokens, to_export);
+  }
   op.put("result", id.value_or(kNoVTensor));
   return id;
 }

@@ -40,8 +40,10 @@ class Manager : public std::enable_shared_from_this<Manager> {
   Manager(const Manager&) = delete;
   Manager& operator=(const Manager&) = delete;
 
+  // wait: for the slots of released vTensors that a running step may still read, if none is left.
   std::optional<VTensorId> try_create(std::span<const Token> tokens, const std::string& salt,
-                                      size_t expected_tokens = 0, bool to_export = false);
+                                      size_t expected_tokens = 0, bool to_export = false,
+                                      bool wait = false);
   std::optional<VTensorId> try_fork(VTensorId id);
   void release(VTensorId id);
   bool try_extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);

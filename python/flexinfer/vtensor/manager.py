@@ -151,15 +151,11 @@ class VTensorManager(OpenCore):
                 own, which costs page faults where other KV reuses memory.
             label: what it is called in a trace, such as a request id; see :meth:`label`.
 
-        Raises OutOfMemoryError when no slot is left, ValueError for more than max_seq_len tokens.
+        Where the only slots left were released and a running step may read them, it waits for that
+        step. Raises OutOfMemoryError when no slot is left, ValueError for more than max_seq_len tokens.
         """
-        vtensor = self.try_create(
-            tokens,
-            cache_salt=cache_salt,
-            max_cached_tokens=max_cached_tokens,
-            expected_tokens=expected_tokens,
-            to_export=to_export,
-            label=label,
+        vtensor = self._create(
+            tokens, cache_salt, max_cached_tokens, expected_tokens, to_export, label, wait=True
         )
         if vtensor is None:
             raise self._no_slot()
@@ -175,12 +171,27 @@ class VTensorManager(OpenCore):
         to_export: bool = False,
         label: str | None = None,
     ) -> VTensor | None:
-        """As :meth:`create`; None when no slot is left."""
+        """As :meth:`create`; None when no slot is left, without waiting for a step."""
+        return self._create(
+            tokens, cache_salt, max_cached_tokens, expected_tokens, to_export, label, wait=False
+        )
+
+    def _create(
+        self,
+        tokens: Any,
+        cache_salt: str,
+        max_cached_tokens: int | None,
+        expected_tokens: int,
+        to_export: bool,
+        label: str | None,
+        *,
+        wait: bool,
+    ) -> VTensor | None:
         wanted = token_array(() if tokens is None else tokens)
         if max_cached_tokens is not None:
             wanted = wanted[: max(0, max_cached_tokens)]
         expected = check_length(expected_tokens)
-        created = self._core.try_create(wanted, cache_salt, expected, to_export)
+        created = self._core.try_create(wanted, cache_salt, expected, to_export, wait)
         if created is None:
             return None
         vtensor = VTensor(self, created)  # first: it releases itself should its label be refused

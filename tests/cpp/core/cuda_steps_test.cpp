@@ -75,6 +75,17 @@ std::vector<Window> windows() {
          release_all(manager, ids);
          extend(manager, *manager.try_create(kStepPrompt, ""), 60);
        }},
+      {"ReleaseAndTakeTheSlotsThatAreLeft", false,
+       [=](Manager& manager, const Ids& ids) {
+         release_all(manager, ids);
+         while (manager.try_create({}, "")) continue;
+       }},
+      {"ReleaseAndWaitForASlot", true,
+       [=](Manager& manager, const Ids& ids) {
+         release_all(manager, ids);
+         while (manager.try_create({}, "")) continue;
+         EXPECT_TRUE(manager.try_create({}, "", 0, false, /*wait=*/true));
+       }},
       {"ReleaseAndReuseWhenMemoryIsShort", true,
        [=](Manager& manager, const Ids& ids) {
          release_all(manager, ids);

@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
-from flexinfer import LLM, SamplingParams
+from flexinfer import LLM, SamplingParams, UnsupportedModelError
 from helpers.families import FAMILIES, make_family
 from helpers.hybrids import HYBRIDS, UNLIKE_CACHED, make_hybrid
 from helpers.tiny_models import CONFIGS, make_model, random_prompts
 
 NUM_NEW = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+TIE = 5e-4
+"""Of the logits' range: what rounding does to a float32 model with a state (Nemotron-H: 2e-4)."""
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 48,
@@ -62,6 +65,20 @@ def continuation(name: str, device: str, prompt: tuple[int, ...]) -> list[int]:
     return tokens
 
 
+def assert_same_up_to_a_tie(name: str, device: str, prompt: list[int], answer: list[int]) -> None:
+    """The first token that is not transformers' own has the best logit but for rounding."""
+    expected = continuation(name, device, tuple(prompt))
+    if answer == expected:
+        return
+    place = next(i for i, pair in enumerate(zip(answer, expected, strict=True)) if len({*pair}) > 1)
+    model = model_on(name, device)
+    with torch.inference_mode():
+        ids = torch.tensor([prompt + expected[:place]], device=model.device)
+        logits = model(ids, use_cache=False).logits[0, -1]
+    gap = float((logits.max() - logits[answer[place]]) / (logits.max() - logits.min()))
+    assert gap < TIE, (answer, expected, gap)
+
+
 def check(llm: LLM, name: str, device: str) -> None:
     """Prompts from one token to eight windows, two with a head in common; then the next turns."""
     prompts = random_prompts((1, 40, 130, 17))
@@ -70,18 +87,27 @@ def check(llm: LLM, name: str, device: str) -> None:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         llm.llm_engine.manager.check_integrity()
         answers = [list(output.outputs[0].token_ids) for output in outputs]
-        assert answers == [continuation(name, device, tuple(prompt)) for prompt in prompts]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert_same_up_to_a_tie(name, device, prompt, answer)
         prompts = [p + a + [7, 8, 9] for p, a in zip(prompts, answers, strict=True)]
+
+
+def open_or_skip(model: Any, **settings: Any) -> LLM:
+    """Older versions of transformers have families that are refused by name."""
+    try:
+        return LLM(model, **settings)
+    except UnsupportedModelError as error:
+        pytest.skip(f"transformers {transformers.__version__}: {error}")
 
 
 @on_each
 def test_a_model_that_is_handed_over(name: str, device: str) -> None:
-    with LLM(model_on(name, device), device=device, **SETTINGS) as llm:
+    with open_or_skip(model_on(name, device), device=device, **SETTINGS) as llm:
         check(llm, name, device)
 
 
 @on_each
 def test_a_model_from_a_folder(name: str, device: str, tmp_path: Path) -> None:
     MAKERS[name](name).save_pretrained(tmp_path)
-    with LLM(str(tmp_path), device=device, dtype="float32", **SETTINGS) as llm:
+    with open_or_skip(str(tmp_path), device=device, dtype="float32", **SETTINGS) as llm:
         check(llm, name, device)
