@@ -103,8 +103,9 @@ class FlashPages(PagedKernel):
     def prefixed(
         self, q: torch.Tensor, layer: LayerKV, table: torch.Tensor, end: int
     ) -> torch.Tensor:
+        lengths = torch.full((1,), end, dtype=torch.int32, device=q.device)
         output: torch.Tensor = self._attend(
-            q[None], layer.k, layer.v, cache_seqlens=end, block_table=table, causal=True
+            q[None], layer.k, layer.v, cache_seqlens=lengths, block_table=table, causal=True
         )
         return output[0]
 

@@ -73,6 +73,8 @@ class ArenaSource(Source):
 
     def release(self, slot: int) -> None:
         """Nothing is behind this slot from now on."""
+        if self._k.is_cuda:
+            torch.cuda.synchronize()  # what has filled it may still run: no step was declared
         self._vtensors[slot].release()
         self._manager.trim()
 

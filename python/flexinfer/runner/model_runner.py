@@ -135,6 +135,7 @@ class ModelRunner:
             )
         self.inputs = InputBuilder(loaded.device, self.backend.sharing_cost, pads_rows=pads_rows)
         self.states = StepStates(loaded, manager)
+        self._max_seq_len = manager.spec.max_seq_len
         self.graphs: DecodeGraphs | None = None
         self._drawn: Drawn | None = None  # by the last step
 
@@ -242,9 +243,14 @@ class ModelRunner:
         if not self.backend.supports_graphs:
             logger.info("no CUDA graphs: attention goes request by request")
             return
-        max_seq_len = self.backend.layers[0].k.shape[1]
-        cost = self.backend.graph_sharing_cost
-        graphs = DecodeGraphs(self._forward, recorder, sizes, max_seq_len, self.loaded.device, cost)
+        graphs = DecodeGraphs(
+            self._forward,
+            recorder,
+            sizes,
+            self._max_seq_len,
+            self.loaded.device,
+            self.backend.graph_sharing_cost,
+        )
         start_s = time.perf_counter()
         if graphs.capture(vtensor.slot):
             self.graphs = graphs

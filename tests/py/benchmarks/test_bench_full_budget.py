@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -67,6 +67,39 @@ def test_over_pages_the_engine_says_the_same(engines: Any, model: Any, page_toke
     assert stats.chunks_evicted > 0
     assert sum(engine.preemptions["recompute"].values()) > 0
     assert len(pool.free) == 208 // page_tokens
+
+
+class Uncaptured:
+    """A `Recorder` whose graphs are computed anew."""
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        function()
+        return function
+
+
+def test_over_pages_decodes_are_replayed_at_every_length(
+    engines: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = prompts(model.config.vocab_size)[:5]
+    settings: dict[str, Any] = {
+        "max_model_len": 128,
+        "max_num_seqs": 5,
+        "kv_cache_memory_bytes": "64MiB",
+    }
+    with engines.open_ours(model, **settings) as llm:
+        expected = tokens_of(llm, many)
+    kernel = engines.PlainPages(torch.device("cpu"))
+    with engines.open_paged(model, kernel, 16, **settings) as llm:
+        runner, vtensor = llm.llm_engine.runner, llm.llm_engine.manager.create()
+        monkeypatch.setattr(engines.PagedAttention, "supports_graphs", True)
+        runner.capture_graphs(vtensor, Uncaptured(), [1, 2, 4, 5])
+        vtensor.release()
+        assert runner.graphs is not None
+        replayed = []
+        real = runner.graphs.run
+        monkeypatch.setattr(runner.graphs, "run", lambda inputs: replayed.append(1) or real(inputs))
+        assert tokens_of(llm, many) == expected
+        assert len(replayed) > 20
 
 
 def test_what_was_chosen_for_an_engine_is_forgotten(engines: Any, model: Any) -> None:
