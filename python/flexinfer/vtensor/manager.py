@@ -152,10 +152,17 @@ class VTensorManager(OpenCore):
             label: what it is called in a trace, such as a request id; see :meth:`label`.
 
         Where the only slots left were released and a running step may read them, it waits for that
-        step. Raises OutOfMemoryError when no slot is left, ValueError for more than max_seq_len tokens.
+        step. Raises OutOfMemoryError when no slot is left, ValueError for more than max_seq_len
+        tokens.
         """
-        vtensor = self._create(
-            tokens, cache_salt, max_cached_tokens, expected_tokens, to_export, label, wait=True
+        vtensor = self.try_create(
+            tokens,
+            cache_salt=cache_salt,
+            max_cached_tokens=max_cached_tokens,
+            expected_tokens=expected_tokens,
+            to_export=to_export,
+            label=label,
+            wait=True,
         )
         if vtensor is None:
             raise self._no_slot()
@@ -170,23 +177,9 @@ class VTensorManager(OpenCore):
         expected_tokens: int = 0,
         to_export: bool = False,
         label: str | None = None,
+        wait: bool = False,
     ) -> VTensor | None:
-        """As :meth:`create`; None when no slot is left, without waiting for a step."""
-        return self._create(
-            tokens, cache_salt, max_cached_tokens, expected_tokens, to_export, label, wait=False
-        )
-
-    def _create(
-        self,
-        tokens: Any,
-        cache_salt: str,
-        max_cached_tokens: int | None,
-        expected_tokens: int,
-        to_export: bool,
-        label: str | None,
-        *,
-        wait: bool,
-    ) -> VTensor | None:
+        """As :meth:`create`; None when no slot is left. Waits for a step only where it may."""
         wanted = token_array(() if tokens is None else tokens)
         if max_cached_tokens is not None:
             wanted = wanted[: max(0, max_cached_tokens)]
