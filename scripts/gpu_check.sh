@@ -44,7 +44,7 @@ engine        1     85  tests: the engine says what transformers says, with grap
 api_latency   1     25  benchmark: the driver's memory calls by chunk size
 gpu_overlap   1     50  benchmark: step time with mapping ahead of the kernels and without
 sanitizer     1     90  a short program over the manager under compute-sanitizer
-flash-start   23     5  starts flash-attn's build in the background, where its source was carried
+flash-start   23    10  starts flash-attn's build in the background, where its source was carried
 kernel_tests  2     50  tests: every attention kernel against attention written out
 full_budget   2    220  benchmark: 5,000 requests over 15 shared prompts in a full budget, against pages
 kernels       2    115  benchmark: attention on vTensors, plain tensors and pages

@@ -22,7 +22,11 @@ from helpers.tiny_models import CONFIGS, make_model, random_prompts
 NUM_NEW = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
 TIE = 5e-4
-"""Of the logits' range: what rounding does to a float32 model with a state (Nemotron-H: 2e-4)."""
+"""Of the logits' range, for `ROUNDED` alone."""
+ROUNDED = ("nemotron_h",)
+"""On an H200 a token whose logit was 0.002 below the best of 6.638 was chosen, once."""
+NEWER = ("deepseek_v32", "glm_moe_dsa")
+"""transformers 5.17 has them in another form, which is refused by name."""
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 48,
@@ -66,8 +70,10 @@ def continuation(name: str, device: str, prompt: tuple[int, ...]) -> list[int]:
 
 
 def assert_same_up_to_a_tie(name: str, device: str, prompt: list[int], answer: list[int]) -> None:
-    """The first token that is not transformers' own has the best logit but for rounding."""
+    """Of `ROUNDED`: the first other token has the best logit but for rounding. Others: the same."""
     expected = continuation(name, device, tuple(prompt))
+    if name not in ROUNDED:
+        assert answer == expected
     if answer == expected:
         return
     place = next(i for i, pair in enumerate(zip(answer, expected, strict=True)) if len({*pair}) > 1)
@@ -92,22 +98,24 @@ def check(llm: LLM, name: str, device: str) -> None:
         prompts = [p + a + [7, 8, 9] for p, a in zip(prompts, answers, strict=True)]
 
 
-def open_or_skip(model: Any, **settings: Any) -> LLM:
-    """Older versions of transformers have families that are refused by name."""
+def open_or_skip(name: str, model: Any, **settings: Any) -> LLM:
+    """Skips what of `NEWER` this version of transformers has in another form."""
     try:
         return LLM(model, **settings)
     except UnsupportedModelError as error:
+        if name not in NEWER:
+            raise
         pytest.skip(f"transformers {transformers.__version__}: {error}")
 
 
 @on_each
 def test_a_model_that_is_handed_over(name: str, device: str) -> None:
-    with open_or_skip(model_on(name, device), device=device, **SETTINGS) as llm:
+    with open_or_skip(name, model_on(name, device), device=device, **SETTINGS) as llm:
         check(llm, name, device)
 
 
 @on_each
 def test_a_model_from_a_folder(name: str, device: str, tmp_path: Path) -> None:
     MAKERS[name](name).save_pretrained(tmp_path)
-    with open_or_skip(str(tmp_path), device=device, dtype="float32", **SETTINGS) as llm:
+    with open_or_skip(name, str(tmp_path), device=device, dtype="float32", **SETTINGS) as llm:
         check(llm, name, device)
