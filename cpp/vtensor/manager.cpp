@@ -130,7 +130,11 @@ std::optional<VTensorId> Manager::try_fork(VTensorId id) {
   TraceOp op(*trace_, core_.state, "fork", id);
   wait_until_idle(held, {&id, 1});
   op.restart_counters();
-  const std::optional<VTensorId> child = core_.placement.fork(id);
+  std::optional<VTensorId> child = core_.placement.fork(id);
+  if (!child) {
+    core_.retirement.reap_all();
+    child = core_.placement.fork(id);
+  }
   op.put("result", child.value_or(kNoVTensor));
   return child;
 }

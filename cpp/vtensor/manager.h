@@ -44,6 +44,7 @@ class Manager : public std::enable_shared_from_this<Manager> {
   std::optional<VTensorId> try_create(std::span<const Token> tokens, const std::string& salt,
                                       size_t expected_tokens = 0, bool to_export = false,
                                       bool wait = false);
+  // Always waits for these.
   std::optional<VTensorId> try_fork(VTensorId id);
   void release(VTensorId id);
   bool try_extend(std::span<const VTensorId> ids, std::span<const size_t> num_tokens);

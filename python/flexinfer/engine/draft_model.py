@@ -183,23 +183,24 @@ class DraftModel:
         held = self._held.get(request)
         if held is not None:
             return held
-        vtensor = self._try_create(request)
+        vtensor = self._try_create(request, wait=False)
         if vtensor is None:
             idle = [other for other in self._held if other not in wanted]
             if not idle:
                 return None
             self.forget(idle)
-            vtensor = self._try_create(request)
+            vtensor = self._try_create(request, wait=True)
         if vtensor is None:
             return None
         held = self._held[request] = _Held(vtensor, vtensor.num_cached_tokens)
         return held
 
-    def _try_create(self, request: Request) -> VTensor | None:
+    def _try_create(self, request: Request, *, wait: bool) -> VTensor | None:
         return self.manager.try_create(
             request.token_array,
             cache_salt=request.cache_salt,
             max_cached_tokens=request.num_tokens - 1,
+            wait=wait,
         )
 
     def _truncate(self, request: Request, held: _Held) -> None:

@@ -98,7 +98,7 @@ class Admission:
         if running and not self.has_room(needed - shared, running):
             return None
         for most in self._lengths_to_share(request, num_matched, running):
-            vtensor = self._try_create(request, most)
+            vtensor = self._try_create(request, most, wait=not running)
             if vtensor is None:
                 return None
             end = self._first_end(request, vtensor, needed, num_left, running)
@@ -139,9 +139,9 @@ class Admission:
             return "state" if num_usable > vtensor.num_cached_tokens else "not recorded"
         return "not recorded"
 
-    def _try_create(self, request: Request, max_cached: int) -> VTensor | None:
+    def _try_create(self, request: Request, max_cached: int, *, wait: bool) -> VTensor | None:
         """A vTensor with the request's cached prefix, and where the model keeps a state the one
-        behind it. None: no slot is left."""
+        behind it. None: no slot is left, or with `wait` none that only a step still reads."""
         if self.states.are_kept:
             max_cached = self.num_usable(request.token_array, request.cache_salt, max_cached)
             if not self.states.open(request, max_cached):
@@ -152,6 +152,7 @@ class Admission:
             max_cached_tokens=max_cached,
             expected_tokens=request.num_tokens,
             to_export=self.config.to_export,
+            wait=wait,
             label=request.request_id if self.config.label_vtensors else None,
         )
         if vtensor is None:

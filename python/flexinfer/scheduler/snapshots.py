@@ -74,7 +74,7 @@ class Snapshots:
         with self._lock:
             if not self._is_there(digest, cache_salt):
                 return None
-            return self._manager.try_create(self._key(digest), cache_salt=cache_salt)
+            return self._manager.try_create(self._key(digest), cache_salt=cache_salt, wait=True)
 
     def pin_prefix(
         self, token_ids: Sequence[int], owner: str, ttl_s: float | None, cache_salt: str

@@ -131,6 +131,7 @@ class States:
                 cache_salt=request.cache_salt,
                 expected_tokens=self._num_tokens,
                 to_export=self._to_export,
+                wait=True,  # for what the last step still reads: that is no shortage
                 label=f"{request.request_id} state" if self._labels else None,
             )
             if target is None:

@@ -87,7 +87,8 @@ class VTensor:
     def fork(self) -> VTensor:
         """A vTensor with the same contents; whole chunks are shared, the tail is copied on write.
 
-        Raises OutOfMemoryError when no slot is left.
+        Waits for a step as :meth:`VTensorManager.create` does. Raises OutOfMemoryError when no slot
+        is left.
         """
         forked = self._manager._core.try_fork(self.id)
         if forked is None:

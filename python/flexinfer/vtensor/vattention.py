@@ -118,6 +118,7 @@ class VAttention:
             tokens,
             max_cached_tokens=max_cached_tokens,
             expected_tokens=self.manager.spec.max_seq_len,
+            wait=True,
         )
         if request is None:
             raise OutOfMemoryError(f"all {self.manager.max_requests} reqids are active; free one")

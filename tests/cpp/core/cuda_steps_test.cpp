@@ -86,6 +86,12 @@ std::vector<Window> windows() {
          while (manager.try_create({}, "")) continue;
          EXPECT_TRUE(manager.try_create({}, "", 0, false, /*wait=*/true));
        }},
+      {"ReleaseAndWaitToFork", true,
+       [=](Manager& manager, const Ids& ids) {
+         manager.release(ids[0]);
+         while (manager.try_create({}, "")) continue;
+         EXPECT_TRUE(manager.try_fork(ids[1]));
+       }},
       {"ReleaseAndReuseWhenMemoryIsShort", true,
        [=](Manager& manager, const Ids& ids) {
          release_all(manager, ids);

@@ -1,6 +1,6 @@
 """Every family of models on each device says what transformers says there, in float32.
 
-On the CPU these are three of many tests (tests/py/models); on CUDA they are all that there is."""
+On the CPU these are some of many tests (tests/py/models); on CUDA they are all that there is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import transformers
 
 from flexinfer import LLM, SamplingParams, UnsupportedModelError
+from helpers.engine_kit import drain, submit
 from helpers.families import FAMILIES, make_family
 from helpers.hybrids import HYBRIDS, UNLIKE_CACHED, make_hybrid
 from helpers.tiny_models import CONFIGS, make_model, random_prompts
@@ -42,6 +44,9 @@ MAKERS: dict[str, Callable[[str], Any]] = {
 ON_CPU = ("qwen2", "deepseek_v3", "jamba")
 CASES = [("cpu", name) for name in ON_CPU] + [
     pytest.param("cuda", name, marks=pytest.mark.gpu) for name in MAKERS
+]
+WITH_STATE = [("cpu", "jamba")] + [
+    pytest.param("cuda", name, marks=pytest.mark.gpu) for name in HYBRIDS
 ]
 on_each = pytest.mark.parametrize(("device", "name"), CASES, indirect=["device"])
 
@@ -119,3 +124,20 @@ def test_a_model_from_a_folder(name: str, device: str, tmp_path: Path) -> None:
     MAKERS[name](name).save_pretrained(tmp_path)
     with open_or_skip(name, str(tmp_path), device=device, dtype="float32", **SETTINGS) as llm:
         check(llm, name, device)
+
+
+@pytest.mark.parametrize(("device", "name"), WITH_STATE, indirect=["device"])
+def test_a_state_goes_on_where_its_request_was_preempted(name: str, device: str) -> None:
+    """Prompts in parts, so that steps are scheduled while others run, and all slots in use."""
+    parts = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "state_snapshot_tokens": 16}
+    settings = {**SETTINGS, **parts, "preemption_mode": "recompute"}
+    prompts = random_prompts((50, 70, 1, 33, 41), seed=1)
+    prompts[3][:20] = prompts[0][:20]
+    prompts[4][:36] = prompts[0][:36]
+    with LLM(model_on(name, device), device=device, **settings) as llm:
+        submit(llm.llm_engine, prompts, GREEDY)
+        final = drain(llm.llm_engine, Random(name), 0.2)
+        assert sum(llm.llm_engine.stats().preemptions["recompute"].values()) > 0
+    for i, prompt in enumerate(prompts):
+        answer = list(final[str(i)].outputs[0].token_ids)
+        assert_same_up_to_a_tie(name, device, prompt, answer)
