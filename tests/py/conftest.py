@@ -7,7 +7,6 @@ import pulls in.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from helpers.cuda_devices import hides_gpus, num_cuda_devices
 
 if TYPE_CHECKING:
     from helpers.standin_cuda import StandinCuda
@@ -45,16 +46,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def num_cuda_devices() -> int:
-    """Devices that the installed NVIDIA driver offers; 0 without a driver."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
+def pytest_configure(config: pytest.Config) -> None:
+    if hides_gpus(config.getoption("markexpr")):  # before anything imports torch
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def has_browser() -> bool:
@@ -65,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what this machine cannot run, with the reason."""
     missing: dict[str, str] = {}
     if any(item.get_closest_marker("gpu") for item in items) and num_cuda_devices() == 0:
-        missing["gpu"] = "no CUDA device"
+        missing["gpu"] = "no CUDA device; where there is one, it is seen with -m gpu"
     if not has_browser():
         missing["browser"] = "no Chromium or Chrome on PATH"
     for item in items:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.cuda_devices import hides_gpus, num_cuda_devices
+
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
 RESERVE_S = 15
@@ -202,3 +204,23 @@ def test_flash_attn_is_reduced_to_the_kernels_that_are_measured(tmp_path: Path) 
     assert setup.count("-DFLASHATTENTION_DISABLE_BACKWARD") == 2  # for nvcc and for the compiler
     compile(setup, "setup.py", "exec")
     assert make_lean(tmp_path) == kept, "a second call changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("expression", "hidden"),
+    [
+        ("", True),
+        ("not slow and not gpu and not browser", True),
+        ("gpu", False),
+        ("gpu and not slow", False),
+        ("not slow and gpu", False),
+    ],
+)
+def test_only_tests_for_a_gpu_see_one(expression: str, hidden: bool) -> None:
+    assert hides_gpus(expression) == hidden
+
+
+def test_the_tests_of_this_run_see_what_they_are_to_see(pytestconfig: pytest.Config) -> None:
+    hidden = hides_gpus(pytestconfig.getoption("markexpr"))
+    assert (os.environ.get("CUDA_VISIBLE_DEVICES") == "") == hidden
+    assert not (hidden and num_cuda_devices())
