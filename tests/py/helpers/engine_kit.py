@@ -84,7 +84,8 @@ def check_nothing_is_left(engine: LLMEngine) -> None:
 def check(
     final: dict[str, RequestOutput], prompts: list[list[int]], num_new: int = NUM_NEW
 ) -> None:
+    """Each of the prompts was continued to the end, and as transformers continues it."""
     for i, prompt in enumerate(prompts):
-        if str(i) in final and final[str(i)].outputs[0].finish_reason == "length":
-            expected = reference("llama", tuple(prompt), num_new)
-            assert final[str(i)].outputs[0].token_ids == expected
+        output = final[str(i)].outputs[0]
+        assert output.finish_reason == "length", (i, output.finish_reason, output.stop_reason)
+        assert output.token_ids == reference("llama", tuple(prompt), num_new), i
