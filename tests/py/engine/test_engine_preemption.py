@@ -47,7 +47,7 @@ def test_forced_preemption_at_random_steps_changes_no_token(mode: str, seed: int
         for output in engine.step():
             final[output.request_id] = output
         engine.manager.check_integrity()
-    check(final, prompts)
+    check(final, prompts, cut_short=aborted)
     assert set(final) | aborted == set("012345")
     assert sum(engine.stats().preemptions[mode].values()) > 0
     assert engine.manager.stats().swapped_bytes == 0
@@ -134,5 +134,5 @@ def test_without_preemption_a_shortage_ends_one_request_with_the_numbers() -> No
         final["2"].outputs[0].token_ids
         == reference("llama", tuple(prompts[2]), 16)[: len(final["2"].outputs[0].token_ids)]
     )
-    check(final, prompts, 16)
+    check(final, prompts, 16, cut_short={"2"})
     engine.close()
