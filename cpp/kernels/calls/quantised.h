@@ -78,10 +78,22 @@ struct QuantisedWeight {
 
 // What `inputs` of one row are, made once for all panels.
 enum class Inputs {
-  kBytes,     // integers with a scale a row: plus 128, uint8; in groups int8, in a step's order
-  kFloats,    // float32
-  kBFloat16s  // pairs of them are multiplied at once
+  kBytes,   // integers with a scale a row: plus 128, uint8; in groups int8, in a step's order
+  kFloats,  // float32
+  // Pairs of which are multiplied at once:
+  kBFloat16s,  // as they are
+  kInt16s      // integers of 16 bits, with a unit a piece of a group
 };
+inline constexpr size_t kNumInputs = 4;
+
+// Inputs whose products by kInt16s fit 32 bits.
+inline constexpr int64_t kMaxPiece = 512;
+// The inputs of a group that share a unit: all, if they are not too many.
+constexpr int64_t piece_of(int64_t group, int bits) {
+  int64_t num_pieces = (group + kMaxPiece - 1) / kMaxPiece;
+  while (group % num_pieces != 0 || group / num_pieces % step_inputs(bits) != 0) ++num_pieces;
+  return group / num_pieces;
+}
 
 // output = x weight^T + bias + residual, as `layer` says (its x and panels are not read here).
 struct QuantisedCall {
@@ -89,10 +101,14 @@ struct QuantisedCall {
   QuantisedWeight weight;
   const void* inputs = nullptr;     // [rows, depth]
   int64_t input_stride = 0;         // bytes between two rows
-  const float* x_scales = nullptr;  // kBytes: [rows]
+  const float* x_scales = nullptr;  // kBytes: [rows]; kInt16s: [rows, pieces]
   const float* x_sums = nullptr;    // where there are minimums: [rows, groups]
-  // kBytes in groups: [rows, groups] of -zero() * sum(x_int), for weights are multiplied plus that.
+  // kBytes in groups, and kInt16s but for weights of 8 bits: [rows, groups or pieces] of
+  // -zero() * sum(x_int), for weights are multiplied plus that.
   const int32_t* x_offsets = nullptr;
+  // Of a row; groups but with kInt16s.
+  int64_t num_pieces = 0;
+  int64_t piece = 0;  // inputs of one
 };
 
 }  // namespace vtensor::kernels

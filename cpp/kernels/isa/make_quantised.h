@@ -8,23 +8,27 @@
 namespace vtensor::kernels {
 namespace {
 
+template <class X, int kBits>
+constexpr QuantisedIsa::Multiply pairs_of_inputs() {
+  constexpr bool kHas = std::is_same_v<X, TwoBFloat16s> ? kMultipliesBFloat16s : kMultipliesInt16s;
+  if constexpr (kHas) return multiply_quantised<GroupTile<X, kBits>>;
+  return nullptr;
+}
+
+template <int kBits>
+constexpr QuantisedIsa::ByInputs make_group_kernels() {
+  return {multiply_quantised<GroupTile<FourBytes, kBits>>,
+          multiply_quantised<GroupTile<float, kBits>>, pairs_of_inputs<TwoBFloat16s, kBits>(),
+          pairs_of_inputs<TwoInt16s, kBits>()};
+}
+
 constexpr QuantisedIsa make_quantised(const char* name) {
-#if defined(__AVX512BF16__)
-  constexpr QuantisedIsa::Multiply kByPairs[] = {multiply_quantised<GroupTile<TwoBFloat16s, 8>>,
-                                                 multiply_quantised<GroupTile<TwoBFloat16s, 6>>,
-                                                 multiply_quantised<GroupTile<TwoBFloat16s, 4>>};
-#else
-  constexpr QuantisedIsa::Multiply kByPairs[] = {nullptr, nullptr, nullptr};
-#endif
   return {name,
           240,
           multiply_quantised<ByteTile>,
-          {multiply_quantised<GroupTile<FourBytes, 8>>, multiply_quantised<GroupTile<float, 8>>,
-           kByPairs[0]},
-          {multiply_quantised<GroupTile<FourBytes, 6>>, multiply_quantised<GroupTile<float, 6>>,
-           kByPairs[1]},
-          {multiply_quantised<GroupTile<FourBytes, 4>>, multiply_quantised<GroupTile<float, 4>>,
-           kByPairs[2]}};
+          make_group_kernels<8>(),
+          make_group_kernels<6>(),
+          make_group_kernels<4>()};
 }
 
 }  // namespace

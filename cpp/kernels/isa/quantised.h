@@ -6,12 +6,16 @@
 // Thread-safety: no state.
 #pragma once
 
+#include <array>
+
 #include "kernels/calls/quantised.h"
 
 namespace vtensor::kernels {
 
 struct QuantisedIsa {
   using Multiply = void (*)(const QuantisedCall&, DType, const LinearBlock&);
+  // None where the instruction set multiplies no such pairs, or others sooner.
+  using ByInputs = std::array<Multiply, kNumInputs>;
 
   const char* name;
   // Rows whose inputs are made ready at once and for which the weight is read once: a few
@@ -19,11 +23,10 @@ struct QuantisedIsa {
   int64_t block_rows;
   // Rows and panels of a block, of weights with one scale an output (8 bits, inputs as bytes), ...
   Multiply multiply_outputs;
-  // ... and of weights in groups, by Inputs; none where the instruction set multiplies no such
-  // pairs.
-  Multiply multiply_8_bits[3];
-  Multiply multiply_6_bits[3];
-  Multiply multiply_4_bits[3];
+  // ... and of weights in groups.
+  ByInputs multiply_8_bits;
+  ByInputs multiply_6_bits;
+  ByInputs multiply_4_bits;
 };
 
 // One for each isa/quantised_<name>.cpp; none where the compiler's target has no such instructions.

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <numeric>
+#include <utility>
 
 namespace vtensor::kernels {
 namespace {
@@ -15,7 +17,6 @@ constexpr int64_t kNumbersPerThread = 64 << 10;
 constexpr auto kCacheLine = std::align_val_t{64};
 
 float widen(float x) { return x; }
-float widen(int8_t x) { return x; }
 float widen(BFloat16 x) {
   const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
   float value;
@@ -69,6 +70,45 @@ void order_bytes(uint8_t* bytes, int64_t depth) {
   }
 }
 
+// A power of two, and what takes numbers to multiples of it.
+struct Unit {
+  float factor;
+  float unit;
+
+  // From the bits of the largest magnitude, which it takes to 2^14 and more.
+  explicit Unit(int32_t largest_bits) {
+    constexpr int32_t kBias = 127, kLargest = 14, kSmallest = kBias - 100, kOdd = 255;
+    const int32_t exponent = largest_bits >> 23;
+    const bool counts = exponent >= kSmallest && exponent < kOdd;
+    const int32_t factor_bits = counts ? (2 * kBias + kLargest - exponent) << 23 : 0;
+    const int32_t unit_bits = exponent == kOdd ? 0x7fc00000
+                              : counts         ? (exponent - kLargest) << 23
+                                               : 0;
+    std::memcpy(&factor, &factor_bits, sizeof factor);
+    std::memcpy(&unit, &unit_bits, sizeof unit);
+  }
+};
+
+template <class T>
+float round_to_int16s(const T* x, int64_t count, int16_t* output) {
+  int32_t largest_bits = 0;
+  for (int64_t k = 0; k < count; ++k) {
+    const auto magnitude = static_cast<int32_t>(bits_of(widen(x[k])) & 0x7fffffff);
+    largest_bits = magnitude > largest_bits ? magnitude : largest_bits;
+  }
+  const Unit of(largest_bits);
+  if (of.factor == 0) {
+    std::fill_n(output, count, int16_t{0});
+    return of.unit;
+  }
+  for (int64_t k = 0; k < count; ++k) {
+    // Exact, so that it may be one instruction with the sum, which rounds to an integer.
+    const uint32_t rounded = bits_of(widen(x[k]) * of.factor + 0x1.8p23F);
+    output[k] = static_cast<int16_t>(rounded);
+  }
+  return of.unit;
+}
+
 template <class T>
 void widen_row(const T* x, int64_t depth, float* output) {
   for (int64_t k = 0; k < depth; ++k) output[k] = widen(x[k]);
@@ -97,17 +137,29 @@ PreparedInputs::PreparedInputs(Inputs kind, DType dtype, const QuantisedWeight& 
     : kind_(kind),
       dtype_(dtype),
       weight_(weight),
-      row_bytes_(kind == Inputs::kBytes ? weight.depth : weight.depth * 4),
-      is_copied_(kind == Inputs::kBytes || (kind == Inputs::kFloats && dtype != DType::kFloat32)) {
+      piece_(kind == Inputs::kInt16s ? piece_of(weight.group, weight.bits)
+             : weight.group > 0      ? weight.group
+                                     : weight.depth),
+      num_pieces_(weight.depth / piece_),
+      row_bytes_(weight.depth * (kind == Inputs::kBytes    ? 1
+                                 : kind == Inputs::kInt16s ? 2
+                                                           : 4)),
+      is_copied_(kind == Inputs::kBytes || kind == Inputs::kInt16s ||
+                 (kind == Inputs::kFloats && dtype != DType::kFloat32)) {
   const auto rows = static_cast<size_t>(num_rows);
   if (is_copied_) {
     rows_.reset(new (kCacheLine) uint32_t[rows * static_cast<size_t>(row_bytes_ / 4)]);
   }
+  const auto pieces = rows * static_cast<size_t>(num_pieces_);
   if (kind == Inputs::kBytes) scales_.reset(new float[rows]);
-  const bool has_offsets = kind == Inputs::kBytes && weight.group > 0;
-  const auto numbers = rows * static_cast<size_t>(weight.num_groups());
-  if (has_offsets) offsets_.reset(new int32_t[numbers]);
-  if (has_offsets || weight.minimums != nullptr) sums_.reset(new float[numbers]);
+  if (kind == Inputs::kInt16s) scales_.reset(new float[pieces]);
+  const bool in_groups = kind == Inputs::kBytes && weight.group > 0;
+  if (in_groups || (kind == Inputs::kInt16s && weight.bits < 8)) {
+    offsets_.reset(new int32_t[pieces]);
+  }
+  if (weight.minimums != nullptr) {
+    sums_.reset(new float[rows * static_cast<size_t>(weight.num_groups())]);
+  }
 }
 
 void PreparedInputs::prepare(const Parallel& parallel, int num_threads, int64_t first,
@@ -119,6 +171,8 @@ void PreparedInputs::prepare(const Parallel& parallel, int num_threads, int64_t 
   call.x_scales = scales_.get();
   call.x_sums = sums_.get();
   call.x_offsets = offsets_.get();
+  call.num_pieces = num_pieces_;
+  call.piece = piece_;
   if (!is_copied_ && sums_ == nullptr) return;
   const int64_t worth = 1 + num_rows * weight_.depth / kNumbersPerThread;
   const int64_t parts = parallel.can_fork() ? std::min({worth, int64_t{num_threads}, num_rows}) : 1;
@@ -136,34 +190,57 @@ void PreparedInputs::prepare(const Parallel& parallel, int num_threads, int64_t 
 
 void PreparedInputs::prepare_row(const LinearCall& layer, int64_t from, int64_t row) {
   const auto each = [&](const auto* x) {
-    const int64_t depth = weight_.depth;
-    char* output = reinterpret_cast<char*>(rows_.get()) + row * row_bytes_;
     if (kind_ == Inputs::kBytes) {
-      auto* bytes = reinterpret_cast<uint8_t*>(output);
-      const uint8_t zero = weight_.group == 0 ? 128 : 0;
-      scales_[static_cast<size_t>(row)] = quantise_row(x, depth, zero, bytes);
-      if (weight_.group > 0 && weight_.bits < 8) order_bytes(bytes, depth);
+      prepare_bytes(x, row);
+      return;
+    }
+    if (kind_ == Inputs::kInt16s) {
+      prepare_int16s(x, row);
     } else if (is_copied_) {
-      widen_row(x, depth, reinterpret_cast<float*>(output));
+      widen_row(x, weight_.depth, reinterpret_cast<float*>(rows_.get()) + row * weight_.depth);
     }
     if (sums_ == nullptr) return;
-    const int64_t num_groups = weight_.num_groups(), first_sum = row * num_groups;
-    float* sums = sums_.get() + first_sum;
-    if (offsets_ == nullptr) {
-      sum_groups(x, depth, weight_.group, sums);
-    } else {
-      sum_groups(reinterpret_cast<const int8_t*>(output), depth, weight_.group, sums);
-      for (int64_t i = 0; i < num_groups; ++i) {
-        offsets_[static_cast<size_t>(first_sum + i)] =
-            -weight_.zero() * static_cast<int32_t>(sums[i]);
-      }
-    }
+    sum_groups(x, weight_.depth, weight_.group, sums_.get() + row * weight_.num_groups());
   };
   if (dtype_ == DType::kFloat32) {
     each(static_cast<const float*>(layer.x) + from * layer.x_stride);
   } else {
     each(static_cast<const BFloat16*>(layer.x) + from * layer.x_stride);
   }
+}
+
+template <class T>
+void PreparedInputs::prepare_bytes(const T* x, int64_t row) {
+  const int64_t depth = weight_.depth, group = weight_.group;
+  auto* bytes = reinterpret_cast<uint8_t*>(rows_.get()) + row * row_bytes_;
+  scales_[static_cast<size_t>(row)] = quantise_row(x, depth, group == 0 ? 128 : 0, bytes);
+  if (group == 0) return;
+  if (weight_.bits < 8) order_bytes(bytes, depth);
+  const auto* integers = reinterpret_cast<const int8_t*>(bytes);
+  for (int64_t i = 0; i < num_pieces_; ++i, integers += group) {
+    const int64_t place = row * num_pieces_ + i;
+    const int32_t sum = std::accumulate(integers, integers + group, int32_t{0});
+    set_offset(place, sum);
+    if (sums_ != nullptr) sums_[static_cast<size_t>(place)] = static_cast<float>(sum);
+  }
+}
+
+template <class T>
+void PreparedInputs::prepare_int16s(const T* x, int64_t row) {
+  auto* int16s = reinterpret_cast<int16_t*>(rows_.get()) + row * weight_.depth;
+  for (int64_t i = 0; i < num_pieces_; ++i, x += piece_, int16s += piece_) {
+    const int64_t place = row * num_pieces_ + i;
+    scales_[static_cast<size_t>(place)] = round_to_int16s(x, piece_, int16s);
+    if (offsets_ != nullptr) {
+      set_offset(place, std::accumulate(int16s, int16s + piece_, int32_t{0}));
+    } else {
+      for (int64_t k = 0; k < piece_; k += 4) std::swap(int16s[k + 1], int16s[k + 2]);
+    }
+  }
+}
+
+void PreparedInputs::set_offset(int64_t place, int32_t sum) {
+  offsets_[static_cast<size_t>(place)] = -weight_.zero() * sum;
 }
 
 }  // namespace vtensor::kernels

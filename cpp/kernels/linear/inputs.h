@@ -24,6 +24,11 @@ class PreparedInputs {
   // (x times 127 / max |x|, both rounded to float32). A row with an infinity or a NaN gives NaN.
   // In groups without the 128; of 4 and 6 bits, of eight inputs 0, 4, 1, 5, 2, 6, 3, 7: as a step
   // has them.
+  //
+  // kInt16s: of each piece of a row a unit, the power of two by which its largest number lies from
+  // 2^14 to 2^15, and x / unit, rounded likewise: bfloat16 numbers down to a 128th of the largest
+  // one stay what they are. Of 8 bits in the order 0, 2, 1, 3. A piece whose numbers are all below
+  // 2^-100 is zeros; one with an infinity or a NaN gives NaN.
   void prepare(const Parallel& parallel, int num_threads, int64_t first, int64_t num_rows,
                QuantisedCall& call);
 
@@ -33,12 +38,19 @@ class PreparedInputs {
   };
 
   void prepare_row(const LinearCall& layer, int64_t from, int64_t row);
+  template <class T>
+  void prepare_bytes(const T* x, int64_t row);
+  template <class T>
+  void prepare_int16s(const T* x, int64_t row);
+  void set_offset(int64_t place, int32_t sum);
 
   Inputs kind_;
   DType dtype_;
   const QuantisedWeight& weight_;
+  int64_t piece_;
+  int64_t num_pieces_;
   int64_t row_bytes_;
-  bool is_copied_;                                 // bfloat16 pairs are read where they stand
+  bool is_copied_;  // pairs of bfloat16 and float32 are read where they stand
   std::unique_ptr<uint32_t[], FreeAligned> rows_;  // AMX reads whole cache lines
   std::unique_ptr<float[]> scales_;
   std::unique_ptr<float[]> sums_;

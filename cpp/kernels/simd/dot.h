@@ -1,7 +1,8 @@
 // Four bytes times four bytes in vectors, by the instructions that each set has for them.
 //
 // sum + x0 w0 + x1 w1 + x2 w2 + x3 w3 in each lane, exactly: x unsigned, w signed. Four and two
-// products stay far below 2^31, so all ways give the same.
+// products stay far below 2^31, so all ways give the same. And two integers of 16 bits times two,
+// all signed.
 #pragma once
 
 #include "kernels/simd/vec.h"
@@ -11,6 +12,8 @@
 
 namespace vtensor::kernels {
 namespace {
+
+typedef int16_t SVec __attribute__((vector_size(kLanes * 4)));
 
 #if (defined(__AVX512VNNI__) && VTENSOR_LANES == 16) || (defined(__AVXVNNI__) && VTENSOR_LANES == 8)
 struct SignedBytes {
@@ -23,6 +26,15 @@ struct UnsignedBytes {
   UnsignedBytes() = default;
   VTENSOR_INLINE explicit UnsignedBytes(UVec words) : of(words) {}
 };
+VTENSOR_INLINE IVec add_int16s(IVec sum, SVec x, SVec w) {
+#if VTENSOR_LANES == 16
+  return reinterpret_cast<IVec>(_mm512_dpwssd_epi32(
+      reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(x), reinterpret_cast<__m512i>(w)));
+#else
+  return reinterpret_cast<IVec>(_mm256_dpwssd_avx_epi32(
+      reinterpret_cast<__m256i>(sum), reinterpret_cast<__m256i>(x), reinterpret_cast<__m256i>(w)));
+#endif
+}
 VTENSOR_INLINE IVec add_dot(IVec sum, const UnsignedBytes& x, const SignedBytes& w) {
 #if VTENSOR_LANES == 16
   return reinterpret_cast<IVec>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum),
@@ -35,8 +47,6 @@ VTENSOR_INLINE IVec add_dot(IVec sum, const UnsignedBytes& x, const SignedBytes&
 #endif
 }
 #else
-
-typedef int16_t SVec __attribute__((vector_size(kLanes * 4)));
 
 // Pairs of products of 16 bits: bytes 0 and 2 of each word, then 1 and 3.
 struct SignedBytes {
@@ -64,6 +74,7 @@ VTENSOR_INLINE IVec add_pairs(SVec a, SVec b) {
   return (first << 16 >> 16) * (second << 16 >> 16) + (first >> 16) * (second >> 16);
 #endif
 }
+VTENSOR_INLINE IVec add_int16s(IVec sum, SVec x, SVec w) { return sum + add_pairs(x, w); }
 VTENSOR_INLINE IVec add_dot(IVec sum, const UnsignedBytes& x, const SignedBytes& w) {
   return sum + add_pairs(x.even, w.even) + add_pairs(x.odd, w.odd);
 }

@@ -1,11 +1,13 @@
 // StepWords: the words of a step, the fewest inputs that are taken apart at once, of a vector of
-// outputs, and their integers: as bytes, or as factors of float32 or bfloat16 inputs.
+// outputs, and their integers: as bytes, as integers of 16 bits, or as factors of
+// float32 or bfloat16 inputs.
 //
 // kernels/calls/quantised.h says where each integer stands. An index below is known when the loop
 // around it is unrolled.
 #pragma once
 
 #include "kernels/calls/quantised.h"
+#include "kernels/simd/dot.h"
 #include "kernels/simd/pairs.h"
 #include "kernels/simd/vec.h"
 #if defined(__AVX512F__)
@@ -106,6 +108,21 @@ VTENSOR_INLINE UVec pairs_of(const StepWords<kBits>& step, int k) {
   }
 }
 #endif
+
+// Two of them in 16 bits each: of 8 bits inputs k and k + 2 of four, signed; else inputs 2 k and
+// 2 k + 1, plus zero().
+template <int kBits>
+VTENSOR_INLINE SVec int16s_of(const StepWords<kBits>& step, int k) {
+  if constexpr (kBits == 8) {
+    const SVec both = reinterpret_cast<SVec>(step.of[0]);
+    return k == 0 ? both << 8 >> 8 : both >> 8;
+  } else if constexpr (kBits == 6) {
+    return reinterpret_cast<SVec>(six_bits_of(step, k / 4 * 2 + k % 2) >> (k % 4 / 2 * 8) &
+                                  0x003f003f);
+  } else {
+    return reinterpret_cast<SVec>(step.of[0] >> (4 * k) & 0x000f000f);
+  }
+}
 
 }  // namespace
 }  // namespace vtensor::kernels

@@ -115,24 +115,59 @@ def test_inputs_become_the_integers_that_the_definition_says(isa: str) -> None:
     assert torch.equal((layer(x) / scales).round(), integers)
 
 
+@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("group", [16, 512, 1024, 1536, 1552])
+def test_inputs_of_bfloat16_are_multiplied_as_they_are(isa: str, bits: int, group: int) -> None:
+    """Where none is less than a 128th of the largest one of its group: by words of 16 bits, too,
+    at the ends of their range and in groups that are multiplied in pieces."""
+    torch.manual_seed(group)
+    most = 1 << bits - 1
+    integers = torch.randint(-most, most, (80, group)).to(torch.int8)
+    integers[:2, 1:], integers[2, 1:] = -most, most - 1
+    scales, minimums = torch.ones(80, 1), torch.full((80, 1), 2.0)
+    source = QuantisedTensor(integers, scales, minimums, bits, group)
+    x = torch.randint(2, 256, (30, group)).float() * torch.randn(30, group).sign()
+    x[0], x[1] = 255, -255
+    output = QuantisedLinear(source, None, torch.bfloat16)(x.bfloat16())
+    expected = source.reference(x).float().bfloat16()  # float32 has the sums, which are integers
+    assert torch.equal(output, expected)
+
+
+def test_small_inputs_beside_large_ones_lose_no_bit(isa: str) -> None:
+    """Down to a 128th."""
+    torch.manual_seed(0)
+    integers = torch.eye(64).to(torch.int8)
+    source = QuantisedTensor(integers, torch.ones(64, 2), None, 4, 32)
+    x = (torch.randn(40, 64).sign() * 2 ** (8 * torch.rand(40, 64))).bfloat16()
+    assert torch.equal(QuantisedLinear(source, None, torch.bfloat16)(x), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", ["int8", "int4", "int4-a8", *STORED])
-def test_rows_that_are_not_numbers_spoil_themselves_alone(isa: str, scheme: str) -> None:
-    x = torch.randn(4, 128)
+def test_rows_that_are_not_numbers_spoil_themselves_alone(
+    isa: str, scheme: str, dtype: torch.dtype
+) -> None:
+    x = torch.randn(4, 128).to(dtype)
     x[1, 5], x[2, 7], x[3] = torch.nan, torch.inf, 0
     source = quantise(scheme, torch.randn(64, 128))
-    output = QuantisedLinear(source, None, torch.float32)(x)
+    output = QuantisedLinear(source, None, dtype)(x)
     assert output[0].isfinite().all()
     assert not output[1].isfinite().any()
     assert not output[2].isfinite().any()
     assert not output[3].any()
 
 
-def test_tiny_rows_are_zero_and_large_ones_are_not_infinite(isa: str) -> None:
-    source = Scheme.parse("int8").quantise(torch.eye(64))
-    x = torch.stack([torch.full((64,), 1e-44), torch.full((64,), 1e38)])
-    output = QuantisedLinear(source, None, torch.float32)(x)
-    assert not output[0].any()
-    torch.testing.assert_close(output[1], x[1])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"), [("int8", torch.float32), ("int4", torch.bfloat16)], ids=str
+)
+def test_tiny_rows_are_zero_and_large_ones_are_not_infinite(
+    isa: str, scheme: str, dtype: torch.dtype
+) -> None:
+    source = Scheme.parse(scheme).quantise(-torch.eye(64))
+    x = torch.stack([torch.full((64,), 1e-44), torch.full((64,), 1e37)]).to(dtype)
+    output = QuantisedLinear(source, None, dtype)(x)
+    assert output[0].abs().max() < 1e-38
+    torch.testing.assert_close(output[1], -x[1])
 
 
 @pytest.mark.parametrize("columns", [64, 100])
