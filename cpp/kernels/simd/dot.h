@@ -80,5 +80,20 @@ VTENSOR_INLINE IVec add_dot(IVec sum, const UnsignedBytes& x, const SignedBytes&
 }
 #endif
 
+// The same of unsigned bytes below 64, sums of whose pairs of products fit 16 bits.
+VTENSOR_INLINE IVec add_small_dot(IVec sum, UVec x, UVec w) {
+#if defined(__AVX512BW__) && !defined(__AVX512VNNI__) && VTENSOR_LANES == 16
+  const __m512i pairs =
+      _mm512_maddubs_epi16(reinterpret_cast<__m512i>(x), reinterpret_cast<__m512i>(w));
+  return add_int16s(sum, reinterpret_cast<SVec>(pairs), SVec{} + int16_t{1});
+#elif defined(__AVX2__) && !defined(__AVXVNNI__) && VTENSOR_LANES == 8
+  const __m256i pairs =
+      _mm256_maddubs_epi16(reinterpret_cast<__m256i>(x), reinterpret_cast<__m256i>(w));
+  return add_int16s(sum, reinterpret_cast<SVec>(pairs), SVec{} + int16_t{1});
+#else
+  return add_dot(sum, UnsignedBytes(x), SignedBytes(w));
+#endif
+}
+
 }  // namespace
 }  // namespace vtensor::kernels

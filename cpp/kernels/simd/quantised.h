@@ -148,14 +148,22 @@ struct GroupTile {
 #pragma GCC unroll 16
     for (int i = 0; i < kNumbers; ++i) {
       if constexpr (kIsBytes) {
-        UnsignedBytes factors[N];
+        using Factor = std::conditional_t<kBits == 8, UnsignedBytes, UVec>;
+        using Input = std::conditional_t<kBits == 8, SignedBytes, UVec>;
+        Factor factors[N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) factors[n] = UnsignedBytes(bytes_of(step[n], i));
+        for (int n = 0; n < N; ++n) factors[n] = Factor(bytes_of(step[n], i));
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m) {
-          const SignedBytes x(UVec{} + static_cast<uint32_t>(rows.at(m, bytes + i * 4)));
+          const Input x(UVec{} + static_cast<uint32_t>(rows.at(m, bytes + i * 4)));
 #pragma GCC unroll 4
-          for (int n = 0; n < N; ++n) sums[m][n] = add_dot(sums[m][n], factors[n], x);
+          for (int n = 0; n < N; ++n) {
+            if constexpr (kBits == 8) {
+              sums[m][n] = add_dot(sums[m][n], factors[n], x);
+            } else {
+              sums[m][n] = add_small_dot(sums[m][n], factors[n], x);
+            }
+          }
         }
       } else if constexpr (kIsPair) {
 #if defined(__AVX512BF16__) && VTENSOR_LANES == 16

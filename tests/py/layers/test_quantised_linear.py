@@ -90,15 +90,18 @@ def test_integers_are_added_exactly_at_the_ends_of_their_range(isa: str) -> None
     torch.testing.assert_close(output, expected)
 
 
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("group", [16, 32, 256])
 def test_integers_of_groups_are_added_exactly_at_the_ends_of_their_range(
-    isa: str, group: int
+    isa: str, group: int, bits: int
 ) -> None:
     """Of weights in groups that are -128 and 127, as files may have them."""
-    integers = torch.full((32, 256), -128, dtype=torch.int8)
-    integers[:, 1::2] = 127
+    most = 1 << bits - 1
+    integers = torch.full((32, 256), -most, dtype=torch.int8)
+    integers[:, 1::2] = most - 1
+    integers[16:] = most - 1
     scales = torch.ones(32, 256 // group)
-    source = QuantisedTensor(integers, scales, None, 8, group, byte_inputs=True)
+    source = QuantisedTensor(integers, scales, None, bits, group, byte_inputs=True)
     x = torch.tensor([-127.0, 127.0]).repeat(128)
     x = torch.stack([x, -x, x.abs(), -x.abs()])
     output = QuantisedLinear(source, None, torch.float32)(x)
