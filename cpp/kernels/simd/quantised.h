@@ -9,6 +9,7 @@
 #include "kernels/calls/quantised.h"
 #include "kernels/simd/dot.h"
 #include "kernels/simd/group_numbers.h"
+#include "kernels/simd/input_products.h"
 #include "kernels/simd/linear.h"
 #include "kernels/simd/step_words.h"
 
@@ -105,39 +106,18 @@ struct ByteTile {
   }
 };
 
-// What 32 bits hold of a row's inputs, beside a float: two bfloat16, two integers, or four.
-enum class TwoBFloat16s : uint32_t {};
-enum class TwoInt16s : uint32_t {};
-enum class FourBytes : uint32_t {};
-
-// By which pairs bfloat16 inputs are multiplied. With AVX-512 alone a product of integers
-// of 16 bits is two instructions, as are those of floats: few rows would be faster by a quarter,
-// many slower by a sixth (measured on Zen 4).
-#if defined(__AVX512BF16__) && VTENSOR_LANES == 16
-constexpr bool kMultipliesBFloat16s = true;
-#else
-constexpr bool kMultipliesBFloat16s = false;
-#endif
-#if defined(__AVX512VNNI__) || (defined(__AVX2__) && VTENSOR_LANES == 8)
-constexpr bool kMultipliesInt16s = !kMultipliesBFloat16s;
-#else
-constexpr bool kMultipliesInt16s = false;
-#endif
-
 // Weights in groups. X is how inputs of a step are read.
 template <class X, int kBits>
 struct GroupTile {
-  static constexpr bool kIsPair = std::is_same_v<X, TwoBFloat16s>;
+  using Product = InputProduct<X, kBits>;
+  using Part = typename Product::Sum;  // of a sum: a piece's
   static constexpr bool kIsInt16s = std::is_same_v<X, TwoInt16s>;
   static constexpr bool kIsBytes = std::is_same_v<X, FourBytes>;
   // Numbers of a row for a step.
-  static constexpr int kNumbers = step_inputs(kBits) / (kIsBytes               ? 4
-                                                        : kIsPair || kIsInt16s ? 2
-                                                                               : 1);
+  static constexpr int kNumbers = step_inputs(kBits) / Product::kInputs;
   // As many as leave registers for sums of a group and of the row: bytes are done too soon for
   // memory.
   static constexpr int kRows = kIsBytes ? kFewRows : kTallRows;
-  using Part = std::conditional_t<kIsBytes || kIsInt16s, IVec, Vec>;  // of a sum: a piece's
 
   template <int M, int N>
   VTENSOR_INLINE static void add_step(const RowPointers<X, M>& rows, int64_t bytes,
@@ -147,58 +127,14 @@ struct GroupTile {
     for (int n = 0; n < N; ++n) step[n] = StepWords<kBits>(words + n * kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < kNumbers; ++i) {
-      if constexpr (kIsBytes) {
-        using Factor = std::conditional_t<kBits == 8, UnsignedBytes, UVec>;
-        using Input = std::conditional_t<kBits == 8, SignedBytes, UVec>;
-        Factor factors[N];
+      typename Product::Factor factors[N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) factors[n] = Factor(bytes_of(step[n], i));
+      for (int n = 0; n < N; ++n) factors[n] = Product::factor(step[n], i);
 #pragma GCC unroll 12
-        for (int m = 0; m < M; ++m) {
-          const Input x(UVec{} + static_cast<uint32_t>(rows.at(m, bytes + i * 4)));
+      for (int m = 0; m < M; ++m) {
+        const typename Product::Input x(rows.at(m, bytes + i * 4));
 #pragma GCC unroll 4
-          for (int n = 0; n < N; ++n) {
-            if constexpr (kBits == 8) {
-              sums[m][n] = add_dot(sums[m][n], factors[n], x);
-            } else {
-              sums[m][n] = add_small_dot(sums[m][n], factors[n], x);
-            }
-          }
-        }
-      } else if constexpr (kIsPair) {
-#if defined(__AVX512BF16__) && VTENSOR_LANES == 16
-        UVec pairs[N];
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) pairs[n] = pairs_of(step[n], i);
-#pragma GCC unroll 12
-        for (int m = 0; m < M; ++m) {
-          const auto x = static_cast<uint32_t>(rows.at(m, bytes + i * 4));
-#pragma GCC unroll 4
-          for (int n = 0; n < N; ++n) sums[m][n] = add_products(sums[m][n], x, pairs[n]);
-        }
-#endif
-      } else if constexpr (kIsInt16s) {
-        SVec factors[N];
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) factors[n] = int16s_of(step[n], i);
-#pragma GCC unroll 12
-        for (int m = 0; m < M; ++m) {
-          const UVec x = UVec{} + static_cast<uint32_t>(rows.at(m, bytes + i * 4));
-#pragma GCC unroll 4
-          for (int n = 0; n < N; ++n) {
-            sums[m][n] = add_int16s(sums[m][n], reinterpret_cast<SVec>(x), factors[n]);
-          }
-        }
-      } else {
-        Vec factors[N];
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) factors[n] = float_of(step[n], i);
-#pragma GCC unroll 12
-        for (int m = 0; m < M; ++m) {
-          const float x = rows.at(m, bytes + i * 4);
-#pragma GCC unroll 4
-          for (int n = 0; n < N; ++n) sums[m][n] += x * factors[n];
-        }
+        for (int n = 0; n < N; ++n) sums[m][n] = Product::add(sums[m][n], x, factors[n]);
       }
     }
   }
