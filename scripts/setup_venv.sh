@@ -74,6 +74,8 @@ use_ccache() {
   export CCACHE_DIR="${CCACHE_DIR-$ROOT/build/ccache}" CCACHE_BASEDIR="${CCACHE_BASEDIR-$ROOT}"
   export CCACHE_SLOPPINESS="${CCACHE_SLOPPINESS-pch_defines,time_macros}" # it asks for these with precompiled headers
   export CCACHE_NOHASHDIR="${CCACHE_NOHASHDIR-1}" # nothing names the folder of its build: no debug information
+  # To the cache another name is another compiler, and scikit-build-core alone would take the name of Python's.
+  export CXX="${CXX:-c++}"
 }
 
 setup_venv() {
