@@ -74,9 +74,15 @@ VTENSOR_INLINE IVec add_pairs(SVec a, SVec b) {
   return (first << 16 >> 16) * (second << 16 >> 16) + (first >> 16) * (second >> 16);
 #endif
 }
-VTENSOR_INLINE IVec add_int16s(IVec sum, SVec x, SVec w) { return sum + add_pairs(x, w); }
+VTENSOR_INLINE IVec add_int16s(IVec sum, SVec x, SVec w) {
+  sum += add_pairs(x, w);
+#if defined(__AVX2__)
+  __asm__("" : "+v"(sum));  // gcc would put a step's products on the stack, and add them at its end
+#endif
+  return sum;
+}
 VTENSOR_INLINE IVec add_dot(IVec sum, const UnsignedBytes& x, const SignedBytes& w) {
-  return sum + add_pairs(x.even, w.even) + add_pairs(x.odd, w.odd);
+  return add_int16s(add_int16s(sum, x.even, w.even), x.odd, w.odd);
 }
 #endif
 

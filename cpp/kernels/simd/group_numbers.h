@@ -37,7 +37,7 @@ class GroupNumbers {
         if (left_ == 0) enter_block();
         --left_;
         load_next<Int8>(numbers);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) numbers[n] *= factors_[n];
         break;
       case ScaleFormat::kFloat16:
@@ -52,14 +52,14 @@ class GroupNumbers {
   template <class T>
   VTENSOR_INLINE void load_next(Vec (&numbers)[N]) {
     const auto* from = reinterpret_cast<const T*>(next_);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int n = 0; n < N; ++n) numbers[n] = load(from + n * kLanes);
     next_ += kQuantisedColumns * sizeof(T);
   }
 
   VTENSOR_INLINE void enter_block() {
     left_ = block_groups_;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int n = 0; n < N; ++n) factors_[n] = load(next_factors_ + n * kLanes);
     next_factors_ += kQuantisedColumns;
   }

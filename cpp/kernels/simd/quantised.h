@@ -16,12 +16,17 @@
 namespace vtensor::kernels {
 namespace {
 
-// 24 of 32 registers accumulate with AVX-512, 12 of 16 before. Tall tiles take a word apart for
-// more rows at once.
+// 24 of 32 registers accumulate with AVX-512, 12 of 16 before.
 constexpr int kFewRows = 6;
-constexpr int kFewVecs = kLanes == 16 ? 4 : 2;
-constexpr int kTallRows = kLanes == 16 ? 12 : 6;
-constexpr int kTallVecs = 2;
+// Vectors of a tile of so many rows. One row, as memory is what it waits for, takes a panel from
+// end to end.
+constexpr int tile_vecs(int rows) {
+  if (kLanes == 16) return 4;
+  return rows == 1 ? kMaxVecs : rows <= kFewRows / 2 ? 4 : 2;
+}
+// How far ahead memory is asked for, in steps: with AVX2, 2,048 bytes are too few of 6 bits (half
+// as long again), but not with AVX-512 (measured on Zen 4).
+constexpr int64_t kStreamSteps = 8;
 // Bytes of one word of all outputs of a panel.
 constexpr int64_t kWordsBytes = kQuantisedColumns * 4;
 
@@ -70,7 +75,8 @@ struct ByteOutputs {
 
 // Inputs as integers.
 struct ByteTile {
-  static constexpr int kRows = kTallRows;
+  template <int M>
+  static constexpr int kVecs = tile_vecs(M);
 
   template <int M, int N>
   static void compute(const QuantisedCall& call, DType dtype, const TilePlace& at) {
@@ -85,20 +91,20 @@ struct ByteTile {
     for (int64_t k = 0; k < weight.depth; k += 4, words += kQuantisedColumns) {
       ahead.step();
       SignedBytes w[N];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int n = 0; n < N; ++n) w[n] = SignedBytes(load_words(words + n * kLanes));
-#pragma GCC unroll 12
+#pragma GCC unroll 6
       for (int m = 0; m < M; ++m) {
         const UnsignedBytes x(UVec{} + rows.at(m, k));
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) sums[m][n] = add_dot(sums[m][n], x, w[n]);
       }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
       const int64_t column = at.column + n * kLanes;
       const ByteOutputs outputs(weight, at.panel, column);
-#pragma GCC unroll 12
+#pragma GCC unroll 6
       for (int m = 0; m < M; ++m) {
         outputs.finish(call, dtype, at.row + m, at.panel * kQuantisedColumns + column, sums[m][n]);
       }
@@ -117,23 +123,24 @@ struct GroupTile {
   static constexpr int kNumbers = step_inputs(kBits) / Product::kInputs;
   // As many as leave registers for sums of a group and of the row: bytes are done too soon for
   // memory.
-  static constexpr int kRows = kIsBytes ? kFewRows : kTallRows;
+  template <int M>
+  static constexpr int kVecs = kIsBytes && M > kFewRows / 2 ? 2 : tile_vecs(M);
 
   template <int M, int N>
   VTENSOR_INLINE static void add_step(const RowPointers<X, M>& rows, int64_t bytes,
                                       const uint32_t* words, Part (&sums)[M][N]) {
     StepWords<kBits> step[N];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int n = 0; n < N; ++n) step[n] = StepWords<kBits>(words + n * kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < kNumbers; ++i) {
       typename Product::Factor factors[N];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int n = 0; n < N; ++n) factors[n] = Product::factor(step[n], i);
-#pragma GCC unroll 12
+#pragma GCC unroll 6
       for (int m = 0; m < M; ++m) {
         const typename Product::Input x(rows.at(m, bytes + i * 4));
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) sums[m][n] = Product::add(sums[m][n], x, factors[n]);
       }
     }
@@ -168,29 +175,29 @@ struct GroupTile {
           bytes += kNumbers * 4;
         }
         if (i == 0) scales.next(scale);
-#pragma GCC unroll 12
+#pragma GCC unroll 6
         for (int m = 0; m < M; ++m) {
           const float unit = unit_of(call, at.row + m, piece);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (int n = 0; n < N; ++n) sums[m][n] += scale[n] * unit * in_floats(part[m][n]);
         }
       }
       if (weight.minimums == nullptr) continue;
       minimums.next(minimum);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int n = 0; n < N; ++n) {
         if (is_product) minimum[n] = scale[n] * static_cast<float>(weight.zero()) - minimum[n];
       }
-#pragma GCC unroll 12
+#pragma GCC unroll 6
       for (int m = 0; m < M; ++m) {
         const float x_sum = call.x_sums[(at.row + m) * num_groups + group];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) sums[m][n] += minimum[n] * x_sum;
       }
     }
-#pragma GCC unroll 12
+#pragma GCC unroll 6
     for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int n = 0; n < N; ++n) {
         const int64_t column = at.panel * kQuantisedColumns + at.column + n * kLanes;
         const float x_scale = kIsBytes ? call.x_scales[at.row + m] : 1;
@@ -211,10 +218,10 @@ struct GroupTile {
   VTENSOR_INLINE static void start(const QuantisedCall& call, const TilePlace& at, int64_t piece,
                                    Part (&part)[M][N]) {
     if constexpr (kIsBytes || (kIsInt16s && kBits < 8)) {
-#pragma GCC unroll 12
+#pragma GCC unroll 6
       for (int m = 0; m < M; ++m) {
         const int32_t offset = call.x_offsets[(at.row + m) * call.num_pieces + piece];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) part[m][n] = IVec{} + offset;
       }
     }
@@ -230,13 +237,14 @@ class Ahead {
       : is_stream_(num_tiles == 1 || panel == block.begin),
         step_bytes_(step_words(call.weight.bits) * kWordsBytes),
         share_(num_tiles < 4 ? step_bytes_ / 2 : step_bytes_ / 4),
+        stream_bytes_(kLanes == 16 ? kStreamBytes : kStreamSteps * step_bytes_),
         num_steps_(call.weight.depth / step_inputs(call.weight.bits)),
         panel_(reinterpret_cast<const char*>(call.weight.words) +
                panel * num_steps_ * step_bytes_) {}
 
   VTENSOR_INLINE Prefetch next_tile() {
     const int64_t tile = tile_++;
-    if (tile == 0 && is_stream_) return {panel_ + kStreamBytes, step_bytes_};
+    if (tile == 0 && is_stream_) return {panel_ + stream_bytes_, step_bytes_};
     const int64_t bytes = tile * share_ < step_bytes_ ? share_ : 0;
     return {panel_ + num_steps_ * (step_bytes_ + tile * share_), bytes};
   }
@@ -245,46 +253,52 @@ class Ahead {
   bool is_stream_;
   int64_t step_bytes_;
   int64_t share_;
+  int64_t stream_bytes_;
   int64_t num_steps_;
   const char* panel_;
   int64_t tile_ = 0;
 };
 
 // All outputs of a panel, M rows at once.
-template <class Tile, int M, int N>
+template <class Tile, int M>
 VTENSOR_INLINE void panel_rows(const QuantisedCall& call, DType dtype, TilePlace at, Ahead& ahead) {
-  for (at.column = 0; at.column < kQuantisedColumns; at.column += N * kLanes) {
+  constexpr int kVecs = Tile::template kVecs<M>;
+  for (at.column = 0; at.column < kQuantisedColumns; at.column += kVecs * kLanes) {
     at.ahead = ahead.next_tile();
-    Tile::template compute<M, N>(call, dtype, at);
+    Tile::template compute<M, kVecs>(call, dtype, at);
   }
 }
 
+// The same of num_rows.
 template <class Tile, int M = kFewRows>
-VTENSOR_INLINE void last_rows(const QuantisedCall& call, DType dtype, int64_t num_rows,
-                              const TilePlace& at, Ahead& ahead) {
+VTENSOR_INLINE void few_rows(const QuantisedCall& call, DType dtype, int64_t num_rows,
+                             const TilePlace& at, Ahead& ahead) {
   if (num_rows == M) {
-    panel_rows<Tile, M, kFewVecs>(call, dtype, at, ahead);
+    panel_rows<Tile, M>(call, dtype, at, ahead);
   } else if constexpr (M > 1) {
-    last_rows<Tile, M - 1>(call, dtype, num_rows, at, ahead);
+    few_rows<Tile, M - 1>(call, dtype, num_rows, at, ahead);
   }
+}
+
+// How many tiles that is.
+template <class Tile, int M = kFewRows>
+constexpr int64_t tiles_of(int64_t num_rows) {
+  if (num_rows == M) return kQuantisedColumns / (Tile::template kVecs<M> * kLanes);
+  if constexpr (M > 1) return tiles_of<Tile, M - 1>(num_rows);
+  return 0;
 }
 
 template <class Tile>
 void multiply_quantised(const QuantisedCall& call, DType dtype, const LinearBlock& block) {
-  constexpr int64_t kVecs = kQuantisedColumns / kLanes;
   const int64_t num_rows = block.row_end - block.row_begin;
-  const int64_t tall = num_rows / Tile::kRows, rest = num_rows % Tile::kRows;
-  const int64_t tiles = (rest + kFewRows - 1) / kFewRows;
-  const int64_t num_tiles = tall * (kVecs / kTallVecs) + tiles * (kVecs / kFewVecs);
+  const int64_t parts = (num_rows + kFewRows - 1) / kFewRows;
+  // No more than there are, where parts differ by a row.
+  const int64_t num_tiles = parts * tiles_of<Tile>(num_rows / parts);
   for (int64_t panel = block.begin; panel < block.end; ++panel) {
     Ahead ahead(call, block, panel, num_tiles);
-    int64_t row = block.row_begin;
-    for (int64_t tile = 0; tile < tall; ++tile, row += Tile::kRows) {
-      panel_rows<Tile, Tile::kRows, kTallVecs>(call, dtype, {row, panel, 0, {}}, ahead);
-    }
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t first = row + rest * tile / tiles, last = row + rest * (tile + 1) / tiles;
-      last_rows<Tile>(call, dtype, last - first, {first, panel, 0, {}}, ahead);
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t first = num_rows * part / parts, last = num_rows * (part + 1) / parts;
+      few_rows<Tile>(call, dtype, last - first, {block.row_begin + first, panel, 0, {}}, ahead);
     }
   }
 }
