@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/calls/linear.h"
+#include "kernels/simd/ahead.h"
 #include "kernels/simd/pairs.h"
 #include "kernels/simd/row_pointers.h"
 #include "kernels/simd/rows.h"
@@ -47,17 +48,6 @@ VTENSOR_INLINE float widen(BFloat16 x) {
   __builtin_memcpy(&value, &bits, sizeof value);
   return value;
 }
-
-// What is asked for while a tile is computed: `bytes` of the panel from `address` on a step.
-struct Prefetch {
-  const char* address;
-  int64_t bytes;
-
-  VTENSOR_INLINE void step() {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(address + i, 0, 2);
-    address += bytes;
-  }
-};
 
 template <int M, int N>
 VTENSOR_INLINE void multiply(const float* x, int64_t x_stride, const float* panel, int64_t depth,
@@ -183,18 +173,15 @@ void linear_tiles(const LinearCall& call, int64_t num_rows, int64_t begin, int64
   constexpr int64_t kPair = sizeof(T) == 4 ? 1 : 2;
   constexpr int64_t kColumns = N * kLanes;
   const int64_t tiles = (num_rows + M - 1) / M;
-  const int64_t steps = call.depth / kPair, panel_bytes = steps * kStepBytes<T>;
   for (int64_t panel = begin; panel < end; ++panel) {
     const T* weight = static_cast<const T*>(call.panels) + panel * kPanelColumns<T> * call.depth;
-    const char* here = reinterpret_cast<const char*>(weight);
+    Ahead ahead({weight, call.depth / kPair, kStepBytes<T>}, tiles * (kPanelColumns<T> / kColumns),
+                panel == begin, kStreamBytes);
     for (int64_t n = 0; n < kPanelColumns<T>; n += kColumns) {
       for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t share = (kStepBytes<T> / tiles + 63) / 64 * 64;
-        Prefetch ahead = {here + panel_bytes + tile * steps * share, share};
-        if (tiles == 1 || (panel == begin && tile == 0)) ahead = {here + kStreamBytes, share};
         const int64_t first = num_rows * tile / tiles, last = num_rows * (tile + 1) / tiles;
         linear_rows<T, N, M>(call, first, last - first, panel * kPanelColumns<T> + n,
-                             weight + n * kPair, ahead);
+                             weight + n * kPair, ahead.next_tile());
       }
     }
   }

@@ -17,7 +17,8 @@ namespace {
 
 // Rows [row, row + M) times the outputs.
 template <bool kGates, int M>
-void pair_tile(const LinearCall& call, int64_t row, const TileOutputs<BFloat16>& outputs) {
+void pair_tile(const LinearCall& call, int64_t row, const TileOutputs<BFloat16>& outputs,
+               Prefetch ahead) {
   Vec sums[M][4] = {};
   const RowPointers<BFloat16, M> rows(static_cast<const BFloat16*>(call.x) + row * call.x_stride,
                                       call.x_stride);
@@ -26,6 +27,7 @@ void pair_tile(const LinearCall& call, int64_t row, const TileOutputs<BFloat16>&
   for (int64_t k = 0; k < call.depth; k += 2) {
     const UVec pairs[4] = {load_pairs(left), load_pairs(left + kPairLanes), load_pairs(right),
                            load_pairs(right + kPairLanes)};
+    ahead.step();
     left += 2 * kManyColumns;
     right += 2 * kManyColumns;
 #pragma GCC unroll 12
@@ -51,20 +53,27 @@ void pair_tile(const LinearCall& call, int64_t row, const TileOutputs<BFloat16>&
 
 template <bool kGates, int M = kLinearRows>
 VTENSOR_INLINE void pair_rows(const LinearCall& call, int64_t row, int64_t num_rows,
-                              const TileOutputs<BFloat16>& outputs) {
-  if (num_rows >= M) {
-    pair_tile<kGates, M>(call, row, outputs);
+                              const TileOutputs<BFloat16>& outputs, Prefetch ahead) {
+  if (num_rows == M) {
+    pair_tile<kGates, M>(call, row, outputs, ahead);
   } else if constexpr (M > 1) {
-    pair_rows<kGates, M - 1>(call, row, num_rows, outputs);
+    pair_rows<kGates, M - 1>(call, row, num_rows, outputs, ahead);
   }
 }
 
 template <bool kGates>
 void pair_block(const LinearCall& call, const LinearBlock& block) {
+  const int64_t num_rows = block.row_end - block.row_begin;
+  const int64_t tiles = (num_rows + kLinearRows - 1) / kLinearRows;
   for (int64_t unit = block.begin; unit < block.end; ++unit) {
     const TileOutputs<BFloat16> outputs = tile_outputs<BFloat16>(call, unit);
-    for (int64_t row = block.row_begin; row < block.row_end; row += kLinearRows) {
-      pair_rows<kGates>(call, row, block.row_end - row, outputs);
+    const PanelSteps panel = {outputs.left, call.depth / 2, kStepBytes<BFloat16>};
+    Ahead ahead(panel, tiles, unit == block.begin, kStreamBytes);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t first = num_rows * tile / tiles, last = num_rows * (tile + 1) / tiles;
+      // Of gates and factors, which are two panels' halves, there are too many rows to wait for.
+      pair_rows<kGates>(call, block.row_begin + first, last - first, outputs,
+                        kGates ? Prefetch{} : ahead.next_tile());
     }
   }
 }

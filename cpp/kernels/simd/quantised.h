@@ -73,13 +73,17 @@ struct ByteOutputs {
   }
 };
 
+// A tile is a function of its own: gcc would hand out its registers by what it is inlined into, and
+// keep sums on the stack.
+
 // Inputs as integers.
 struct ByteTile {
   template <int M>
   static constexpr int kVecs = tile_vecs(M);
 
   template <int M, int N>
-  static void compute(const QuantisedCall& call, DType dtype, const TilePlace& at) {
+  [[gnu::noinline]] static void compute(const QuantisedCall& call, DType dtype,
+                                        const TilePlace& at) {
     const QuantisedWeight& weight = call.weight;
     const RowPointers<uint32_t, M> rows(
         reinterpret_cast<const uint32_t*>(static_cast<const char*>(call.inputs) +
@@ -147,7 +151,8 @@ struct GroupTile {
   }
 
   template <int M, int N>
-  static void compute(const QuantisedCall& call, DType dtype, const TilePlace& at) {
+  [[gnu::noinline]] static void compute(const QuantisedCall& call, DType dtype,
+                                        const TilePlace& at) {
     const QuantisedWeight& weight = call.weight;
     const RowPointers<X, M> rows(reinterpret_cast<const X*>(static_cast<const char*>(call.inputs) +
                                                             at.row * call.input_stride),
@@ -228,35 +233,6 @@ struct GroupTile {
   }
 };
 
-// What the tiles of a panel ask for: one tile alone for the panel itself, as it comes from memory;
-// of several, the first ones for a share of the next panel each, so that its tiles find it in the
-// cache.
-class Ahead {
- public:
-  Ahead(const QuantisedCall& call, const LinearBlock& block, int64_t panel, int64_t num_tiles)
-      : is_stream_(num_tiles == 1 || panel == block.begin),
-        step_bytes_(step_words(call.weight.bits) * kWordsBytes),
-        share_(num_tiles < 4 ? step_bytes_ / 2 : step_bytes_ / 4),
-        num_steps_(call.weight.depth / step_inputs(call.weight.bits)),
-        panel_(reinterpret_cast<const char*>(call.weight.words) +
-               panel * num_steps_ * step_bytes_) {}
-
-  VTENSOR_INLINE Prefetch next_tile() {
-    const int64_t tile = tile_++;
-    if (tile == 0 && is_stream_) return {panel_ + kPanelStreamBytes, step_bytes_};
-    const int64_t bytes = tile * share_ < step_bytes_ ? share_ : 0;
-    return {panel_ + num_steps_ * (step_bytes_ + tile * share_), bytes};
-  }
-
- private:
-  bool is_stream_;
-  int64_t step_bytes_;
-  int64_t share_;
-  int64_t num_steps_;
-  const char* panel_;
-  int64_t tile_ = 0;
-};
-
 // All outputs of a panel, M rows at once.
 template <class Tile, int M>
 VTENSOR_INLINE void panel_rows(const QuantisedCall& call, DType dtype, TilePlace at, Ahead& ahead) {
@@ -292,8 +268,11 @@ void multiply_quantised(const QuantisedCall& call, DType dtype, const LinearBloc
   const int64_t parts = (num_rows + kFewRows - 1) / kFewRows;
   // No more than there are, where parts differ by a row.
   const int64_t num_tiles = parts * tiles_of<Tile>(num_rows / parts);
+  PanelSteps steps = {nullptr, call.weight.depth / step_inputs(call.weight.bits),
+                      step_words(call.weight.bits) * kWordsBytes};
   for (int64_t panel = block.begin; panel < block.end; ++panel) {
-    Ahead ahead(call, block, panel, num_tiles);
+    steps.begin = call.weight.words + panel * call.weight.num_words() * kQuantisedColumns;
+    Ahead ahead(steps, num_tiles, panel == block.begin, kPanelStreamBytes);
     for (int64_t part = 0; part < parts; ++part) {
       const int64_t first = num_rows * part / parts, last = num_rows * (part + 1) / parts;
       few_rows<Tile>(call, dtype, last - first, {block.row_begin + first, panel, 0, {}}, ahead);
