@@ -71,7 +71,10 @@ class RowSampling {
   }
 
   int64_t first_of_largest() const {
-    return std::find(values_, values_ + call_.vocab_size, maximum_) - values_;
+    const std::vector<float>& maxima = scratch_.block_max;
+    const int64_t block = std::find(maxima.begin(), maxima.end(), maximum_) - maxima.begin();
+    const float* values = values_ + block * kSampleBlock;
+    return std::find(values, values_ + call_.vocab_size, maximum_) - values_;
   }
 
   void raise(float threshold) { threshold_ = std::clamp(threshold, threshold_, maximum_); }
