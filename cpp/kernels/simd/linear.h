@@ -165,9 +165,7 @@ VTENSOR_INLINE void linear_rows(const LinearCall& call, int64_t row, int64_t num
   }
 }
 
-// Tiles of equal height, as few as there can be of up to M rows. One tile reads the panel as it
-// comes from memory; of several, each asks for its share of the next panel, and finds its own in
-// the cache.
+// Tiles of equal height, as few as there can be of up to M rows.
 template <class T, int N, int M>
 void linear_tiles(const LinearCall& call, int64_t num_rows, int64_t begin, int64_t end) {
   constexpr int64_t kPair = sizeof(T) == 4 ? 1 : 2;

@@ -73,10 +73,8 @@ struct ByteOutputs {
   }
 };
 
-// A tile is a function of its own: gcc would hand out its registers by what it is inlined into, and
-// keep sums on the stack.
-
-// Inputs as integers.
+// Inputs as integers. A tile is a function of its own: gcc would hand out its registers by what it
+// is inlined into, and keep sums on the stack.
 struct ByteTile {
   template <int M>
   static constexpr int kVecs = tile_vecs(M);
@@ -116,7 +114,7 @@ struct ByteTile {
   }
 };
 
-// Weights in groups. X is how inputs of a step are read.
+// Weights in groups, a function of its own, too. X is how inputs of a step are read.
 template <class X, int kBits>
 struct GroupTile {
   using Product = InputProduct<X, kBits>;
