@@ -183,6 +183,7 @@ flexinfer = FlexInfer
 ENGINES: dict[str, Callable[[Path, str, int], Engine]] = {
     "flexinfer": flexinfer,
     "flexinfer-no-cache": partial(flexinfer, enable_prefix_caching=False),
+    "flexinfer-dense": partial(flexinfer, layers_per_plane=1),
     "flexinfer-compiled": partial(flexinfer, compile=True),
     "transformers-batch": TransformersBatch,
     "transformers-continuous": transformers_continuous,
