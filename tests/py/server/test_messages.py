@@ -165,12 +165,14 @@ def test_a_schema_is_kept(claude: Any) -> None:
 
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
+UNTYPED_RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [{"text": "x"}]}
 
 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "'image' are not supported"),
+        ({"messages": [{"role": "user", "content": [UNTYPED_RESULT]}]}, "type"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": []}]}, "nothing in them"),
         ({"tool_choice": {"type": "any"}}, "only allowed with tools"),

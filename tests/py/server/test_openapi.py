@@ -90,6 +90,33 @@ def test_the_document_says_that_an_answer_may_be_a_stream(api: Any, path: str) -
     assert set(answer["content"]) == {"application/json", "text/event-stream"}
 
 
+TEXT = {"type": "text", "text": "x"}
+ITEMS = [
+    {"role": "user", "content": "x"},
+    {"type": "message", "role": "user", "content": "x"},
+    {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "a", "output": "x"},
+    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]},
+]
+BLOCKS = [
+    TEXT,
+    {"type": "thinking", "thinking": "x"},
+    {"type": "tool_use", "id": "a", "name": "f", "input": {}},
+    {"type": "tool_result", "tool_use_id": "a", "content": [TEXT]},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [("ResponsesRequest", {"model": "tiny_chat", "input": [item]}) for item in ITEMS]
+    + [("MessageParam", {"role": "user", "content": [block]}) for block in BLOCKS],
+)
+def test_a_part_is_of_one_kind_by_the_document(api: Any, name: str, body: Any) -> None:
+    jsonschema_rs = pytest.importorskip("jsonschema_rs")
+    document = {**api.raw_schema, "$ref": f"#/components/schemas/{name}"}
+    jsonschema_rs.Draft202012Validator(document).validate(body)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", GenerationMode)
 def test_the_document_is_kept_by_many_requests(api: Any, mode: GenerationMode) -> None:

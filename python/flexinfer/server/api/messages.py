@@ -115,7 +115,7 @@ def _blocks(said: Saying) -> list[AnswerBlock]:
     for part in said.answer.parts:
         if isinstance(part, CallPart):
             given = _input(part.arguments)
-            blocks.append(ToolUseBlock(id=next(ids), name=part.name, input=given))
+            blocks.append(ToolUseBlock(type="tool_use", id=next(ids), name=part.name, input=given))
         else:
             blocks.append(_block(part))
     return blocks
@@ -123,8 +123,8 @@ def _blocks(said: Saying) -> list[AnswerBlock]:
 
 def _block(part: TextPart) -> AnswerBlock:
     if part.kind is Content:
-        return TextBlock(text=part.text)
-    return ThinkingBlock(thinking=part.text)
+        return TextBlock(type="text", text=part.text)
+    return ThinkingBlock(type="thinking", thinking=part.text)
 
 
 def _input(arguments: str) -> dict[str, Any]:

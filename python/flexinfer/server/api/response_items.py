@@ -45,6 +45,7 @@ def item_of(
     is_empty = status == "in_progress"
     if isinstance(part, CallPart):
         return FunctionCallItem(
+            type="function_call",
             id=item_id,
             call_id=call_id or "",
             name=part.name,
@@ -55,7 +56,7 @@ def item_of(
         content = [] if is_empty else [OutputText(text=part.text)]
         return OutputMessage(id=item_id, status=status, content=content)
     thoughts = [] if is_empty else [ReasoningText(text=part.text)]
-    return ReasoningItem(id=item_id, status=status, content=thoughts)
+    return ReasoningItem(type="reasoning", id=item_id, status=status, content=thoughts)
 
 
 def new_item_id(part: TextPart | CallPart) -> str:

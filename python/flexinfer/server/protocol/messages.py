@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic.json_schema import SkipJsonSchema
 
 from flexinfer.server.protocol.base import FunctionName, Model
 from flexinfer.server.protocol.chat import MAX_MESSAGES
@@ -20,19 +21,19 @@ from flexinfer.server.protocol.sampling import SamplingFields
 
 
 class TextBlock(Model):
-    type: Literal["text"] = "text"
+    type: Literal["text"]
     text: str
 
 
 class ThinkingBlock(Model):
-    type: Literal["thinking"] = "thinking"
+    type: Literal["thinking"]
     thinking: str
     signature: str = ""
     """Empty: nothing is signed here, and nothing checked."""
 
 
 class ToolUseBlock(Model):
-    type: Literal["tool_use"] = "tool_use"
+    type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
@@ -43,7 +44,7 @@ def _unread(kind: Any) -> Any:
 
 
 class UnreadBlock(Model):
-    type: Annotated[Any, AfterValidator(_unread)] = None
+    type: Annotated[Any, AfterValidator(_unread)]
 
 
 READ = ("text", "thinking", "tool_use", "tool_result")
@@ -55,13 +56,13 @@ def _kind_of(block: Any) -> str:
 
 
 ResultContent = Annotated[
-    Annotated[TextBlock, Tag("text")] | Annotated[UnreadBlock, Tag("other")],
+    Annotated[TextBlock, Tag("text")] | Annotated[SkipJsonSchema[UnreadBlock], Tag("other")],
     Discriminator(lambda block: "text" if _kind_of(block) == "text" else "other"),
 ]
 
 
 class ToolResultBlock(Model):
-    type: Literal["tool_result"] = "tool_result"
+    type: Literal["tool_result"]
     tool_use_id: str
     content: str | Annotated[list[ResultContent], Field(fail_fast=True)] | None = None
     is_error: bool | None = None
@@ -72,7 +73,7 @@ Block = Annotated[
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
-    | Annotated[UnreadBlock, Tag("other")],
+    | Annotated[SkipJsonSchema[UnreadBlock], Tag("other")],
     Discriminator(_kind_of),
 ]
 

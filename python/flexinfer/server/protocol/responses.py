@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic.json_schema import SkipJsonSchema
 
 from flexinfer.server.protocol.base import FunctionName, Metadata, Model
 from flexinfer.server.protocol.chat import MAX_MESSAGES, Content, ContentLogprob
@@ -21,7 +22,7 @@ class InputMessage(Model):
 
 
 class FunctionCallItem(Model):
-    type: Literal["function_call"] = "function_call"
+    type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
@@ -43,7 +44,7 @@ class ReasoningText(Model):
 
 
 class ReasoningItem(Model):
-    type: Literal["reasoning"] = "reasoning"
+    type: Literal["reasoning"]
     id: str | None = None
     summary: list[Any] = Field(default_factory=list)
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
@@ -55,7 +56,7 @@ def _unread(kind: Any) -> Any:
 
 
 class UnreadItem(Model):
-    type: Annotated[Any, AfterValidator(_unread)] = None
+    type: Annotated[Any, AfterValidator(_unread)]
 
 
 READ = ("message", "function_call", "function_call_output", "reasoning")
@@ -72,7 +73,7 @@ InputItem = Annotated[
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[UnreadItem, Tag("other")],
+    | Annotated[SkipJsonSchema[UnreadItem], Tag("other")],
     Discriminator(_kind_of),
 ]
 """Chosen by its type: of a plain union all faults of all types would be found, item by item."""
