@@ -172,7 +172,7 @@ UNTYPED_RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [{"text"
     ("fields", "says"),
     [
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "'image' are not supported"),
-        ({"messages": [{"role": "user", "content": [UNTYPED_RESULT]}]}, "type"),
+        ({"messages": [{"role": "user", "content": [UNTYPED_RESULT]}]}, "type: Field required"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": []}]}, "nothing in them"),
         ({"tool_choice": {"type": "any"}}, "only allowed with tools"),

@@ -15,6 +15,7 @@ from hypothesis.errors import Unsatisfiable
 
 schemathesis = pytest.importorskip("schemathesis")
 
+import jsonschema_rs
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -112,7 +113,6 @@ BLOCKS = [
     + [("MessageParam", {"role": "user", "content": [block]}) for block in BLOCKS],
 )
 def test_a_part_is_of_one_kind_by_the_document(api: Any, name: str, body: Any) -> None:
-    jsonschema_rs = pytest.importorskip("jsonschema_rs")
     document = {**api.raw_schema, "$ref": f"#/components/schemas/{name}"}
     jsonschema_rs.Draft202012Validator(document).validate(body)
 
