@@ -53,9 +53,14 @@ class Linear(torch.nn.Module, ABC):
     """What is added for rows that have an adapter; None: the engine has none."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """weight: [out_features, in_features]; a subclass lays it out."""
+        """weight: [out_features, in_features]; a subclass lays it out. Raises ValueError for a bias
+        of another shape than [out_features]: kernels read so many of its numbers unseen."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
+        if bias is not None and bias.shape != (self.out_features,):
+            raise ValueError(
+                f"a layer of {self.out_features} outputs got a bias of {list(bias.shape)}"
+            )
         self.bias = None if bias is None else bias.detach()
         register()
         self.number = next(_next_layer)

@@ -7,7 +7,7 @@ the most that is held is the model in its last form and one layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -102,7 +102,7 @@ class StoredModel:
     def _read_part(self, path: str, expert: int, part: str) -> Weight:
         name = expert_weight(path, expert, part)
         if not self._checkpoint.weights[name].is_quantised:
-            return self._checkpoint.read(name).to(self._dtype)
+            return self._read_plain(name)
         source = self._checkpoint.read_quantised(name)
         # In their groups: of experts by output, some may have minimums where others have none.
         return replace(source, byte_inputs=source.byte_inputs or self._byte_inputs)
@@ -114,11 +114,21 @@ class StoredModel:
         if self._is_quantised(name):
             weight = self._checkpoint.read_quantised(source).dequantised_to(self._dtype)
         else:
-            weight = self._checkpoint.read(source).to(self._dtype)
+            weight = self._read_plain(source)
         parameter = torch.nn.Parameter(weight, requires_grad=False)
         if sum(other == source for other in self._sources.values()) > 1:
             self._read[source] = parameter
         return parameter
+
+    def _read_plain(self, name: str) -> torch.Tensor:
+        """One that is not quantised, in the model's dtype."""
+        weight = self._checkpoint.read(name)
+        if not weight.is_floating_point():
+            raise UnsupportedModelError(
+                f"{name} is of {weight.dtype} in the checkpoint and has no scales: it cannot be "
+                "read; take a checkpoint that has it in floating-point numbers"
+            )
+        return weight.to(self._dtype)
 
     def _is_quantised(self, name: str) -> bool:
         return self._checkpoint.weights[self._sources[name]].is_quantised
@@ -166,7 +176,7 @@ class StoredModel:
         unknown = [name for name in weights if name not in sources and name not in of_experts]
         for name in list(unknown):
             # Some programs write a bias for each layer that they quantise, of zeros if need be.
-            layer = self._linear(name)
+            layer = self._linear(name, sources)
             if layer is not None and layer.bias is None:
                 sources[name] = name
                 unknown.remove(name)
@@ -177,11 +187,12 @@ class StoredModel:
             )
         return sources
 
-    def _linear(self, bias: str) -> Any:
-        """The quantised layer that has this bias."""
+    def _linear(self, bias: str, sources: Mapping[str, str]) -> Any:
+        """The quantised layer of the model that has this bias."""
         path, _, ending = bias.rpartition(".")
         weight = self._checkpoint.weights.get(f"{path}.weight")
-        if ending != "bias" or weight is None or not weight.is_quantised:
+        is_layer = f"{path}.weight" in sources and weight is not None and weight.is_quantised
+        if ending != "bias" or not is_layer:
             return None
         module = self.model.get_submodule(path)
         return module if is_linear(module) else None
@@ -189,6 +200,9 @@ class StoredModel:
     def _check_shapes(self) -> None:
         """And that experts of one layer are all quantised, or none of them."""
         wanted = {name: (self._sources[name], tuple(p.shape)) for name, p in self._parameters()}
+        for bias in sorted(self._sources.keys() - wanted.keys()):  # the model has none there
+            weight = self._checkpoint.weights[f"{bias.removesuffix('bias')}weight"]
+            wanted[bias] = (bias, weight.shape[:1])
         for path in sorted(self._experts):
             shapes = self._expert_shapes(path)
             wanted |= {name: (name, shape) for name, shape in shapes.items()}

@@ -54,6 +54,15 @@ def test_products(weight_format: WeightFormat, dtype: torch.dtype, num_rows: int
     torch.testing.assert_close(gated, layer(x, gates=True))
 
 
+@pytest.mark.parametrize("shape", [(1,), (127,), (256,), (1, 128), ()])
+@pytest.mark.parametrize("weight_format", [WeightFormat.PLAIN, WeightFormat.HOST])
+def test_a_bias_that_kernels_would_read_beyond_is_refused(
+    weight_format: WeightFormat, shape: tuple[int, ...]
+) -> None:
+    with pytest.raises(ValueError, match="a layer of 128 outputs got a bias of"):
+        FORMATS[weight_format](torch.zeros(128, 64), torch.zeros(shape))
+
+
 def test_nothing_is_left_of_the_kernels_when_python_ends() -> None:
     """torch keeps operators to the very end, and with them all that they refer to."""
     program = (

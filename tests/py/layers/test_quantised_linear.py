@@ -187,12 +187,15 @@ def test_a_compiled_graph_calls_the_same_kernel(columns: int) -> None:
 
 
 def test_what_the_kernel_would_read_beyond_is_refused() -> None:
-    layer = QuantisedLinear(Scheme.parse("int8").quantise(torch.randn(16, 64)), None, torch.float32)
+    source = Scheme.parse("int8").quantise(torch.randn(16, 64))
+    layer = QuantisedLinear(source, None, torch.float32)
     for x in (torch.zeros(2, 60), torch.zeros(2, 64).bfloat16()):
         with pytest.raises(ValueError, match=r"64 inputs of torch\.float32"):
             layer(x)
     with pytest.raises(ValueError, match="residual must be"):
         layer(torch.zeros(2, 64), torch.zeros(1, 16))
+    with pytest.raises(ValueError, match=r"16 outputs got a bias of \[1\]"):
+        QuantisedLinear(source, torch.ones(1), torch.float32)
 
 
 @pytest.mark.parametrize(
