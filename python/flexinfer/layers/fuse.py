@@ -13,6 +13,7 @@ as it is; so does everything on a GPU.
 | experts: the gated MLPs of a mixture | `Experts` | 1 for 15 |
 | RMSNorm | `RMSNorm` | 1 for 6 |
 | torch.nn.Linear, Conv1D | `Linear` in the best format | |
+| a head and the embedding that it is tied to | `HostLinear`, `PanelEmbedding` | |
 | all of them, where weights are quantised | `QuantisedLinear` | |
 
 In a compiled model they are operators that the compiler does not look into (`operators.py`).
@@ -53,7 +54,8 @@ from flexinfer.layers.mlp import fuse_mlp
 from flexinfer.layers.norm import fuse_norm
 from flexinfer.layers.quantise import lay_out, lay_out_parts, scheme_of, stored
 from flexinfer.layers.quantised import Scheme
-from flexinfer.layers.recognise import is_watched
+from flexinfer.layers.recognise import is_watched, weights_read_by
+from flexinfer.layers.tied_head import fuse_tied_heads
 from flexinfer.layers.trial import Run, computes_the_same
 from flexinfer.runtime.weight_files import drop_pages
 
@@ -129,6 +131,7 @@ def fuse_layers(
     with staying_plain() if is_later else nullcontext():
         _fuse_children(fusing, "")
         _fuse_around_mlps(fusing)
+    fusing.counts.update(fuse_tied_heads(model))
     if scheme is not None:
         _warn_of_other_experts(model)
     logger.debug("fused layers: %s", dict(fusing.counts))
@@ -184,6 +187,7 @@ def _count_uses(fusing: _Fusing) -> None:
 
 def _fuse_children(fusing: _Fusing, path: str) -> None:
     parent = fusing.model.get_submodule(path)
+    read_by_parent = weights_read_by(parent)
     # By name, one by one: a list of the children would keep the weights of those replaced.
     for name in [name for name, _ in parent.named_children()]:
         child_path = f"{path}.{name}" if path else name
@@ -191,7 +195,8 @@ def _fuse_children(fusing: _Fusing, path: str) -> None:
             fusing.fill(child_path)
             _count_uses(fusing)
         child = parent.get_submodule(name)
-        replacement = _replacement(fusing, name, child)
+        is_read = is_linear(child) and name in read_by_parent
+        replacement = None if is_read else _replacement(fusing, name, child)
         if replacement is None:
             _fuse_children(fusing, child_path)
             continue

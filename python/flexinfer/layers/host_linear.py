@@ -34,6 +34,7 @@ MAX_FEW_ROWS = 48
 """With more rows gates are computed with their product, with whatever instruction set."""
 DEPTH_STEP = 32
 COLUMNS_STEP = 16
+"""The kernel writes so many outputs at once."""
 
 
 def supports(weight: torch.Tensor) -> bool:
@@ -45,8 +46,8 @@ def can_run(weight: torch.Tensor) -> bool:
     """Whether the kernel can compute this layer, on whatever CPU."""
     if weight.device.type != "cpu" or weight.dim() != 2:
         return False
-    columns, depth = weight.shape
-    fits = columns % COLUMNS_STEP == 0 and depth % DEPTH_STEP == 0 and depth > 0
+    depth = weight.shape[1]
+    fits = depth % DEPTH_STEP == 0 and weight.numel() > 0
     return fits and weight.dtype in (torch.float32, torch.bfloat16)
 
 
@@ -73,6 +74,9 @@ class HostLinear(OpaqueLinear):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """weight: [out_features, in_features], copied into panels."""
         super().__init__(weight, bias)
+        self._padding = -self.out_features % COLUMNS_STEP
+        if self.bias is not None and self._padding:
+            self.bias = torch.nn.functional.pad(self.bias, (0, self._padding))
         self.dtype = weight.dtype
         self.weight = in_panels(weight.detach())
         """Opaque, but for its dtype and device."""
@@ -86,13 +90,16 @@ class HostLinear(OpaqueLinear):
             quantised=None,
             bias=0 if self.bias is None else self.bias.data_ptr(),
             depth=self.in_features,
-            columns=self.out_features,
+            columns=self.out_features + self._padding,
         )
 
     def multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        output = empty_activation((*x.shape[:-1], self.out_features), self.dtype)
+        columns, padding = self.out_features, self._padding
+        output = empty_activation((*x.shape[:-1], columns + padding), self.dtype)
+        if padding and residual is not None:
+            residual = torch.nn.functional.pad(residual, (0, padding))
         multiply_panels(x, self._panels, self.in_features, self.bias, residual, output)
-        return output
+        return output[..., :columns].contiguous() if padding else output
 
     def multiply_gates(self, x: torch.Tensor) -> torch.Tensor:
         """In the product where it can: the same bits as in two passes."""

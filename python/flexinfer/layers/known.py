@@ -170,6 +170,13 @@ def forward(self, hidden_states, top_k_index, top_k_weights):
     return final_hidden_states
 """,
 )
+SCALED_EMBEDDINGS = (
+    """
+def forward(self, input_ids):
+    return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)
+""",
+)
+"""Of classes of which torch.nn.Embedding is the base: Gemma's."""
 ROTARY_EMBEDDINGS = (
     """
 @torch.no_grad()

@@ -50,6 +50,26 @@ def is_watched(module: torch.nn.Module) -> bool:
     return any(hooks_of(module.modules()))
 
 
+def weights_read_by(module: torch.nn.Module) -> frozenset[str]:
+    """Children whose weights its forward multiplies by itself: they stay as they are. LongCat's
+    router does so with its classifier."""
+    forward = inspect.unwrap(type(module).forward)
+    if not isinstance(forward, FunctionType) or "weight" not in forward.__code__.co_names:
+        return frozenset()  # told without reading the source, as most are
+    tree = tree_of(forward)
+    nodes = [] if tree is None else list(ast.walk(_Form(module).visit(tree)))
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    of_no_numbers = {id(node.value) for node in attributes if node.attr in ("dtype", "device")}
+    return frozenset(
+        node.value.attr
+        for node in attributes
+        if node.attr == "weight"
+        and isinstance(node.value, ast.Attribute)
+        and ast.unparse(node.value.value) == "self"
+        and id(node) not in of_no_numbers
+    )
+
+
 def hooks_of(modules: Iterable[torch.nn.Module]) -> list[Mapping[int, Any]]:
     """Where their hooks are, and will be; empty ones are none."""
     return [hooks for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks)]

@@ -238,15 +238,6 @@ def test_a_norm_with_another_formula_stays() -> None:
     assert not any(isinstance(module, RMSNorm) for module in model.modules())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tied_head_stays(dtype: Any) -> None:
-    model = torch.nn.ModuleDict(
-        {"embed": torch.nn.Embedding(320, 128), "head": torch.nn.Linear(128, 320, bias=False)}
-    ).to(dtype)
-    model["head"].weight = model["embed"].weight
-    assert fuse_layers(model) == {}
-
-
 def test_a_model_that_was_handed_over_stays() -> None:
     model = make_model("llama")
     with LLM(model, skip_tokenizer_init=True, kv_cache_memory_bytes=64 << 20):

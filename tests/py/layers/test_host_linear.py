@@ -168,6 +168,25 @@ def test_special_numbers_of_bfloat16_reach_the_outputs_of_their_row_alone(
     assert output.isfinite().all(dim=1).sum() == 69
 
 
+@pytest.mark.parametrize("columns", [1, 15, 17, 60, 331])
+@pytest.mark.parametrize("rows", [1, 5, 49, 130])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_of_any_number_of_outputs(isa: str, columns: int, rows: int, dtype: Any) -> None:
+    torch.manual_seed(columns)
+    weight, bias = torch.randn(columns, 96).to(dtype), torch.randn(columns).to(dtype)
+    x, residual = torch.randn(2, rows, 96).to(dtype), torch.randn(2, rows, columns).to(dtype)
+    tolerance = 2e-5 if dtype == torch.float32 else 0.05
+    for given_bias in (None, bias):
+        layer = HostLinear(weight, given_bias)
+        expected = torch.nn.functional.linear(x.double(), weight.double())
+        expected += 0 if given_bias is None else given_bias.double()
+        for added in (None, residual):
+            output = layer(x, added)
+            whole = expected if added is None else expected + added.double()
+            torch.testing.assert_close(output, whole.to(dtype), atol=tolerance, rtol=tolerance)
+            assert output.is_contiguous()
+
+
 def test_an_odd_depth_in_float32(isa: str) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(64, 37), torch.randn(9, 37)
@@ -183,12 +202,12 @@ def z(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> t
 @pytest.mark.parametrize(
     "weight",
     [
-        z(24, 32),
         z(32, 16, dtype=torch.bfloat16),
         z(32, 32, dtype=torch.float16),
         z(32, 32, device="meta"),
         z(32),
         z(32, 0),
+        z(0, 32),
     ],
 )
 def test_weights_that_the_kernel_does_not_take_are_told(weight: torch.Tensor) -> None:

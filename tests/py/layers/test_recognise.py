@@ -13,8 +13,9 @@ import transformers as tf
 from torch import nn
 from transformers.models.llama import modeling_llama
 
+from flexinfer.layers.fuse import fuse_layers
 from flexinfer.layers.known import ATTENTIONS, NORMS
-from flexinfer.layers.recognise import is_known
+from flexinfer.layers.recognise import is_known, weights_read_by
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -146,3 +147,28 @@ def test_what_the_forward_calls_belongs_to_its_code() -> None:
     llama = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**SMALL))
     assert is_known(llama.model.layers[0].self_attn.eval(), ATTENTIONS)
     assert not is_known(ernie.model.layers[0].self_attn.eval(), ATTENTIONS)
+
+
+class Reads(nn.Module):
+    """Multiplies by one child's weight itself, and asks the others' for something else or never."""
+
+    def __init__(self, slow: bool = False) -> None:
+        super().__init__()
+        self.read, self.asked, self.called, self.idle = (nn.Linear(32, 32) for _ in range(4))
+        self.slow = slow
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.linear(x.float(), self.read.weight.type(torch.float32))
+        x = self.called(x.to(self.asked.weight.dtype).to(self.asked.weight.device))
+        if self.slow:
+            x = x @ self.idle.weight.t()
+        return x
+
+
+def test_children_whose_weights_are_read_are_told() -> None:
+    assert weights_read_by(Reads()) == {"read"}
+    assert weights_read_by(Reads(slow=True)) == {"read", "idle"}
+    assert weights_read_by(nn.Linear(32, 32)) == frozenset()
+    reads = Reads()
+    fuse_layers(reads)
+    assert type(reads.read) is nn.Linear
