@@ -21,8 +21,8 @@ from flexinfer.errors import UnsupportedModelError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-DEFAULT_ALIGNMENT = 32
-STRING, ARRAY = 8, 9
+ALIGNMENT, DEFAULT_ALIGNMENT = "general.alignment", 32
+UINT32, STRING, ARRAY = 4, 8, 9
 NUMBERS = {
     0: "B",
     1: "b",
@@ -162,28 +162,52 @@ class _Reader:
                 f"are {' and '.join(map(str, VERSIONS))}"
             )
         num_tensors, num_values = self._take("QQ")
-        metadata: dict[str, Any] = {}
-        for _ in range(num_values):
-            key = self._text()
-            (kind,) = self._take("I")
-            metadata[key] = self._value(kind, key)
+        metadata = self._metadata(num_values)
         if metadata.get("split.count", 1) > 1:
             raise UnsupportedModelError(
                 f"{self._path!r} is one of {metadata['split.count']} parts of a model: join them "
                 "first, by llama-gguf-split --merge"
             )
         infos = [self._tensor() for _ in range(num_tensors)]
-        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        start = -(-self._at // alignment) * alignment
-        tensors = {}
+        tensors = self._tensors(infos, metadata.get(ALIGNMENT, DEFAULT_ALIGNMENT))
+        return GgufHeader(self._path, metadata, tensors, tuple(self._end_ids))
+
+    def _metadata(self, num_values: int) -> dict[str, Any]:
+        metadata: dict[str, Any] = {}
+        for _ in range(num_values):
+            key = self._text()
+            (kind,) = self._take("I")
+            if key in metadata:
+                raise ValueError(f"it has {key} twice")
+            if key == ALIGNMENT and kind != UINT32:
+                raise ValueError(f"{key} is a value of type {kind}, not {UINT32}")
+            metadata[key] = self._value(kind, key)
+        return metadata
+
+    def _tensors(
+        self, infos: list[tuple[str, int, tuple[int, ...], int]], alignment: int
+    ) -> dict[str, GgufTensor]:
+        """Each begins where the one before it ends, as ggml's own reader asks too: with a damaged
+        type or offset the numbers would be others, and nobody would see it."""
+        if alignment.bit_count() != 1:
+            raise ValueError(f"{ALIGNMENT} = {alignment} is no power of two")
+        start = at = -(-self._at // alignment) * alignment
+        tensors: dict[str, GgufTensor] = {}
         for name, kind, shape, offset in infos:
             tensor = GgufTensor(self._type(name, kind), shape, start + offset)
+            if name in tensors:
+                raise ValueError(f"it has two tensors {name}")
             if shape[-1] % BLOCKS[tensor.type][0]:
                 raise ValueError(f"{name} has rows of {shape[-1]} in blocks of {tensor.type}")
-            if tensor.offset + tensor.size_bytes > self._size_bytes:
+            if tensor.offset != at:
+                raise ValueError(
+                    f"{name} is at {offset}, and the one before it ends at {at - start}"
+                )
+            if at + tensor.size_bytes > self._size_bytes:
                 raise ValueError(f"{name} ends beyond the file")
             tensors[name] = tensor
-        return GgufHeader(self._path, metadata, tensors, tuple(self._end_ids))
+            at += -(-tensor.size_bytes // alignment) * alignment
+        return tensors
 
     def _type(self, name: str, kind: int) -> str:
         if kind not in TENSOR_TYPES:

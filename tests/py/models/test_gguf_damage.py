@@ -1,0 +1,147 @@
+"""GGUF files that are damaged, or say what cannot be: refused by name, not computed with."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+gguf = pytest.importorskip("gguf")
+
+from flexinfer.checkpoints.gguf_header import read_header
+from flexinfer.errors import UnsupportedModelError
+from flexinfer.models.loading import load_model
+from helpers.gguf_files import Type, add_weights, finish, write_gguf, writer_of
+from helpers.gguf_models import CONFIGS, same
+from helpers.tiny_models import draw_model
+
+QUERIES, OUTPUT, NORM = "blk.0.attn_q.weight", "blk.0.attn_output.weight", "blk.0.attn_norm.weight"
+
+
+def write(path: Path, kind: Type = Type.Q8_0, name: str = "llama") -> str:
+    write_gguf(path, draw_model(CONFIGS[name]()), same(kind))
+    return str(path)
+
+
+def refused(path: str) -> str:
+    """Why a file is refused."""
+    with pytest.raises(UnsupportedModelError) as refusal:
+        load_model(path)
+    return str(refusal.value)
+
+
+def end_of_name(data: bytearray, name: str) -> int:
+    text = struct.pack("<Q", len(name)) + name.encode()
+    return data.index(text) + len(text)
+
+
+def type_at(data: bytearray, name: str) -> int:
+    """Where the type of a tensor stands; behind it its offset."""
+    at = end_of_name(data, name)
+    return at + 4 + 8 * int(struct.unpack_from("<I", data, at)[0])
+
+
+def set_type(name: str, kind: Type) -> Callable[[bytearray], None]:
+    return lambda data: struct.pack_into("<I", data, type_at(data, name), kind)
+
+
+def set_offset(name: str, offset_of: Callable[[int, int], int]) -> Callable[[bytearray], None]:
+    """offset_of: its own and that of OUTPUT -> another."""
+
+    def edit(data: bytearray) -> None:
+        at, other = (type_at(data, n) + 4 for n in (name, OUTPUT))
+        offsets = (struct.unpack_from("<Q", data, place)[0] for place in (at, other))
+        struct.pack_into("<Q", data, at, offset_of(*offsets))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit", "message"),
+    [
+        (Type.Q8_0, set_offset(QUERIES, lambda own, other: other), "the one before it ends at"),
+        (Type.Q8_0, set_offset(QUERIES, lambda own, other: own + 34), "attn_q.weight is at"),
+        (Type.F32, set_offset(QUERIES, lambda own, other: own + 32), "attn_q.weight is at"),
+        (Type.Q8_0, set_type(QUERIES, Type.Q4_0), "the one before it ends at"),
+    ],
+)
+def test_tensors_that_do_not_lie_one_behind_the_other_are_refused(
+    kind: Type, edit: Callable[[bytearray], None], message: str, tmp_path: Path
+) -> None:
+    """Their numbers were taken from elsewhere in the file, or for others."""
+    path = write(tmp_path / "model.gguf", kind)
+    data = bytearray(Path(path).read_bytes())
+    edit(data)
+    Path(path).write_bytes(data)
+    assert message in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("add", "value", "message"),
+    [
+        ("uint32", 48, "general.alignment = 48 is no power of two"),
+        ("uint32", 0, "general.alignment = 0 is no power of two"),
+        ("int32", -64, "general.alignment is a value of type 5, not 4"),
+        ("float32", 32.0, "general.alignment is a value of type 6, not 4"),
+    ],
+)
+def test_an_alignment_that_is_none_is_refused(
+    add: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    writer = writer_of(tmp_path / "model.gguf", draw_model(CONFIGS["llama"]()))
+    getattr(writer, f"add_{add}")("general.alignment", value)
+    finish(writer)
+    assert message in refused(str(tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("blk.1.attn_q.weight", "blk.0.attn_q.weight", "has two tensors blk.0.attn_q.weight"),
+        ("llama.attention.key_length", "llama.attention.head_count", "head_count twice"),
+    ],
+)
+def test_what_a_file_has_twice_is_refused(old: str, new: str, message: str, tmp_path: Path) -> None:
+    """The last one was taken."""
+    path = write(tmp_path / "model.gguf")
+    data = Path(path).read_bytes()
+    texts = [struct.pack("<Q", len(name)) + name.encode() for name in (old, new)]
+    assert texts[0] in data
+    Path(path).write_bytes(data.replace(*texts))
+    assert message in refused(path)
+
+
+@pytest.mark.parametrize("alignment", [8, 32, 64, 4096])
+def test_files_of_any_alignment_may_have_more_behind_the_last_tensor(
+    alignment: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    model = draw_model(CONFIGS["llama"]())
+    writer = writer_of(path, model)
+    writer.add_custom_alignment(alignment)
+    add_weights(writer, model, same(Type.Q8_0))
+    finish(writer)
+    before = read_header(str(path)).tensors
+    path.write_bytes(path.read_bytes() + bytes(1000))
+    assert read_header(str(path)).tensors == before
+    assert load_model(str(path)).vocab_size == 128
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "of"),
+    [("blk.0.attn_output", 1, "layers.0.self_attn.o_proj"), ("output", 4096, "lm_head")],
+)
+def test_a_bias_has_as_many_numbers_as_its_layer_has_outputs(
+    name: str, count: int, of: str, tmp_path: Path
+) -> None:
+    """The kernel read on behind the end of a shorter one."""
+    path, model = tmp_path / "model.gguf", draw_model(CONFIGS["llama"]())
+    writer = writer_of(path, model)
+    add_weights(writer, model, same(Type.Q8_0))
+    writer.add_tensor(f"{name}.bias", torch.ones(count).numpy())
+    finish(writer)
+    assert f"{of}.bias is [{count}] in the checkpoint" in refused(str(path))
