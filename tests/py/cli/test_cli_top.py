@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from typing import Any
 
 import pytest
@@ -126,6 +127,20 @@ def test_memory_is_that_of_the_manager(server: Server) -> None:
     assert numbers["memory_bytes"]["shared"] == stats.shared_bytes > 0
     assert numbers["memory_bytes"]["saved"] == stats.saved_bytes
     assert numbers["prefix_hit_rate"] == stats.prefix_hit_tokens / stats.prefix_query_tokens
+
+
+def test_mapping_time_is_summed_over_replicas(server: Server) -> None:
+    """Real text has `engine` with every sample, and `replica` where there are several."""
+    totals = 'flexinfer:mapping_time_seconds_total{engine="0",kind="%s",model_name="tiny"} '
+    server.serve(50, 0.01)
+    text = re.sub(r"(?m)^flexinfer:mapping_time_seconds_total.*\n", "", server.text())
+    text += totals % "exposed" + "0.25\n" + totals % "hidden" + "0.5\n"
+    replicas = [text.replace('engine="0"', f'engine="0",replica="{name}"') for name in "ab"]
+    alone = Sample.parse(text, 200.0).numbers(None)
+    several = Sample.parse("".join(replicas), 200.0).numbers(None)
+    for numbers in (alone, several):
+        assert numbers["exposed_us_per_step"] == 5000.0
+        assert numbers["hidden_us_per_step"] == 10000.0
 
 
 def test_a_quantile_lies_in_the_bucket_of_the_true_one() -> None:

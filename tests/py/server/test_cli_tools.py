@@ -89,6 +89,7 @@ def test_top_counts_what_was_served(server: ServerProcess, http: httpx.Client) -
     assert shown["up"]
     assert shown["model"] == MODEL
     assert shown["latency_s"]["time_to_first_token"]["p50"] > 0
+    assert shown["exposed_us_per_step"] > 0
     assert "since the start" in invoke("top", "--url", server.url, "--once")
 
 

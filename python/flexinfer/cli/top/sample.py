@@ -22,6 +22,8 @@ MEMORY = (
     *("free", "parked", "swapped", "budget"),
 )
 START = "process_start_time_seconds"
+SOURCE = frozenset({"model_name", "engine", "replica"})
+"""Labels that say whose number it is; the others say of what."""
 QUANTILES = (0.5, 0.9, 0.99)
 
 
@@ -33,7 +35,7 @@ class Sample:
     model: str = ""
     values: dict[str, float] = field(default_factory=dict)
     labelled: dict[tuple[str, str], float] = field(default_factory=dict)
-    """(name, value of the one label besides model_name) -> value."""
+    """(name, value of the one label besides those of SOURCE) -> value."""
     buckets: dict[str, dict[float, float]] = field(default_factory=dict)
 
     @classmethod
@@ -57,7 +59,7 @@ class Sample:
                     buckets[name.removesuffix("_bucket")][bound] += item.value
                     continue
                 values[name] += item.value
-                others = [v for k, v in item.labels.items() if k != "model_name"]
+                others = [v for k, v in item.labels.items() if k not in SOURCE]
                 if len(others) == 1:
                     labelled[name, others[0]] += item.value
         if "engine_up" not in values:
