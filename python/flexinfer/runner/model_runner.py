@@ -67,12 +67,14 @@ class PendingTokens:
         if self.drawn is not None:
             sampled = self.sampler.finish(self.drawn)
             rows = zip(self.sampling_ids, self.drawn.states, strict=True)
-            rejecting = None  # the sequence of which a proposed token was not drawn
+            rejecting = None  # the sequence that gets no further token of this step
             for row, (sampling_id, state) in enumerate(rows):
                 if sampling_id in failures or sampling_id == rejecting:
                     continue
                 if row in sampled.errors:
-                    failures[sampling_id] = sampled.errors[row]
+                    rejecting = sampling_id
+                    if row - 1 not in self.proposed:  # else it may never be asked for this token
+                        failures[sampling_id] = sampled.errors[row]
                     continue
                 token_id, scores = sampled.token_ids[row], state.take_scores()
                 tokens.append(SampledToken(sampling_id, token_id, sampled.logprobs[row], scores))

@@ -91,7 +91,7 @@ class SequenceFailure:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The tokens of a step, in the order of its `sampling_ids`, and what failed instead. Without
-    those drawn behind a proposed token that was not."""
+    those drawn behind a proposed token that was not, and without failures behind a token."""
 
     tokens: list[SampledToken]
     failures: list[SequenceFailure] = field(default_factory=list)

@@ -276,34 +276,28 @@ class TokenMatcher:
         the last `num_drafted` of them only proposed.
 
         When the text is complete only end-of-sequence tokens are; after a proposed token that may
-        not stand there, all: it will not be drawn, nor what follows it. Raises EngineError.
+        not stand there, or is too much for the grammar, none: that row fails, and nothing else.
+        Raises EngineError.
         """
         import numpy as np
 
         num_drawn = len(output_token_ids) - num_drafted
         new = list(output_token_ids[self._num_read : num_drawn])
         if new and not self._matcher.is_stopped() and not self._matcher.consume_tokens(new):
-            raise EngineError(self._why())
+            raise EngineError(_why(self._matcher))
         self._num_read += len(new)
-        drafted = list(output_token_ids[num_drawn:])
-        if drafted and (
-            self._matcher.is_stopped() or self._matcher.validate_tokens(drafted) < num_drafted
-        ):
-            return np.ones(self._vocab_size, dtype=np.bool_)
-        if drafted:
-            self._matcher.consume_tokens(drafted)
-        mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if self._matcher.is_error():
-            raise EngineError(self._why())
-        if drafted and not self._matcher.rollback(num_drafted):
-            raise EngineError(self._why())
+        matcher = self._matcher
+        if num_drafted:  # a matcher that fails, fails for good: this one's is a copy, for 1 us
+            matcher, drafted = matcher.deep_copy(), list(output_token_ids[num_drawn:])
+            if matcher.is_stopped() or matcher.validate_tokens(drafted) < num_drafted:
+                return np.zeros(self._vocab_size, dtype=np.bool_)
+            matcher.consume_tokens(drafted)
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        if matcher.is_error():
+            if num_drafted:
+                return np.zeros(self._vocab_size, dtype=np.bool_)
+            raise EngineError(_why(matcher))
         return np.unpackbits(mask, bitorder="little")[: self._vocab_size].view(np.bool_)
-
-    def _why(self) -> str:
-        """It stopped at a token that it has not allowed, which is our fault, or at a limit."""
-        line = _first_line(self._matcher)
-        is_wrong_token = "doesn't satisfy the grammar" in line
-        return f"{'structured output went wrong' if is_wrong_token else TOO_COMPLEX}: {line}"
 
 
 def _key(params: StructuredOutputsParams) -> GrammarKey:
@@ -348,6 +342,13 @@ def _as_lark(grammar: str) -> str:
         return gbnf_to_lark(grammar)
     except GbnfToLarkError as error:
         raise ValueError(f"as EBNF it has an error: {error}") from None
+
+
+def _why(matcher: LLMatcher) -> str:
+    """It stopped at a token that it has not allowed, which is our fault, or at a limit."""
+    line = _first_line(matcher)
+    is_wrong_token = "doesn't satisfy the grammar" in line
+    return f"{'structured output went wrong' if is_wrong_token else TOO_COMPLEX}: {line}"
 
 
 def _first_line(matcher: LLMatcher) -> str:

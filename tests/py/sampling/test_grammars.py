@@ -190,6 +190,23 @@ def test_a_grammar_that_fails_among_twenty_rows_ends_alone(
     assert [o.outputs for o in outputs] == [o.outputs for o in plain]
 
 
+def test_a_proposed_token_cannot_harm_the_matcher_of_its_request(offline: LLM) -> None:
+    """Behind a brace nothing can be told: there are too many properties."""
+    big = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(700)}}
+    schema = {"anyOf": [{"enum": [12, 34]}, {**big, "additionalProperties": False}]}
+    params = StructuredOutputsParams(json=schema, whitespace_pattern="")
+    engine = offline.llm_engine
+    brace, *one_two = engine.tokenizer.convert_tokens_to_ids(list("{12"))
+    matcher, other = engine.grammars.matcher(params), engine.grammars.matcher(params)
+    assert not matcher.allowed([brace], num_drafted=1).any()
+    assert not matcher.allowed([brace, brace], num_drafted=2).any()
+    assert not matcher.allowed(one_two[1:], num_drafted=1).any()
+    assert (matcher.allowed([]) == other.allowed([])).all()
+    assert (matcher.allowed(one_two, num_drafted=1) == other.allowed(one_two)).all()
+    with pytest.raises(EngineError, match="the grammar is too complex"):
+        engine.grammars.matcher(params).allowed([brace])
+
+
 @pytest.mark.parametrize(
     ("structure", "reason"),
     [
