@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 
 from flexinfer.checkpoints.packed import (
+    SCALES,
+    WORDS,
     PackedCheckpoint,
     Settings,
     check_group_size,
@@ -26,15 +28,14 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 class AwqCheckpoint(PackedCheckpoint):
     method = "awq"
-    mark = "qweight"
-    needed = frozenset({"qzeros", "scales"})
 
     def __init__(self, files: TensorFiles, settings: Settings) -> None:
         refuse_other(settings, self.method, "bits", (4,))
         version = str(settings.get("version", "gemm")).lower()
         refuse_other({"version": version}, self.method, "version", ("gemm",))
         self._group_size = settings.get("group_size")
-        super().__init__(files)
+        parts = {"qweight": WORDS, "qzeros": WORDS, "scales": SCALES}
+        super().__init__(files, "qweight", parts)
 
     def _shape(self, path: str) -> tuple[int, int]:
         inputs, words = self._files.shape(f"{path}.qweight")

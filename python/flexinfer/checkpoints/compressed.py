@@ -14,7 +14,11 @@ from typing import Any
 import torch
 
 from flexinfer.checkpoints.packed import (
+    INTEGERS,
+    SCALES,
+    WORDS,
     PackedCheckpoint,
+    Part,
     Settings,
     check_group_size,
     check_groups,
@@ -28,12 +32,11 @@ from flexinfer.layers.quantised import QuantisedTensor
 
 METHOD = "compressed-tensors"
 PACKED, PLAIN = "pack-quantized", "int-quantized"
+ZEROS = "weight_zero_point"
 
 
 class CompressedCheckpoint(PackedCheckpoint):
     method = METHOD
-    needed = frozenset({"weight_scale"})
-    optional = frozenset({"weight_shape", "weight_zero_point"})
 
     def __init__(self, files: TensorFiles, settings: Settings) -> None:
         own = _only_group(settings)
@@ -41,25 +44,32 @@ class CompressedCheckpoint(PackedCheckpoint):
         kind = own.get("format") or settings.get("format")
         known = (PLAIN,) if self._has_byte_inputs else (PACKED, PLAIN)
         self._is_packed = refuse_other({"format": kind}, METHOD, "format", known) == PACKED
-        self.mark = "weight_packed" if self._is_packed else "weight"  # type: ignore[misc]
         weights = own["weights"]
         self._bits: int = refuse_other(
             weights, METHOD, "num_bits", (8, 4) if self._is_packed else (8,)
         )
         _check_settings(settings, own)
+        is_symmetric = refuse_other(weights, METHOD, "symmetric", (True, False))
         has_groups = weights.get("strategy") == "group"
         self._group_size = weights.get("group_size") if has_groups else -1
-        super().__init__(files)
+        mark = "weight_packed" if self._is_packed else "weight"
+        parts = {
+            mark: WORDS if self._is_packed else Part(("I8",)),
+            "weight_scale": Part(SCALES.dtypes, (1, 2)),
+            "weight_shape": Part(INTEGERS, (1,), is_needed=False),
+            ZEROS: Part(INTEGERS, (1, 2), is_needed=not is_symmetric),
+        }
+        super().__init__(files, mark, parts)
 
     def _is_layer(self, path: str) -> bool:
         return self._is_packed or self._files.dtype(f"{path}.weight") == "I8"
 
     def _shape(self, path: str) -> tuple[int, int]:
-        outputs, inputs = self._files.shape(f"{path}.{self.mark}")
+        outputs, inputs = self._files.shape(f"{path}.{self._mark}")
         return outputs, inputs * (32 // self._bits if self._is_packed else 1)
 
     def _check_layer(self, path: str) -> None:
-        name = f"{path}.weight_shape"
+        name, zeros = f"{path}.weight_shape", f"{path}.{ZEROS}"
         shape = self._shape(path)
         _, *groups = self._files.shape(f"{path}.weight_scale")
         check_group_size(path, self._group_size, shape[1], groups[0] if groups else 1)
@@ -67,9 +77,14 @@ class CompressedCheckpoint(PackedCheckpoint):
             raise UnsupportedModelError(
                 f"{path} has rows that are filled up to {shape[1]} inputs, which cannot be read"
             )
+        if self._has_byte_inputs and zeros in self._files and self._files.read(zeros).any():
+            raise UnsupportedModelError(
+                f"{zeros} has others than 0, which cannot be read where inputs have 8 bits; take a "
+                "checkpoint whose weights are symmetric"
+            )
 
     def _read_layer(self, path: str) -> QuantisedTensor:
-        numbers, middle = self._part(path, self.mark), 1 << (self._bits - 1)
+        numbers, middle = self._part(path, self._mark), 1 << (self._bits - 1)
         scales = self._part(path, "weight_scale").float()
         scales = scales.view(len(scales), -1)
         if self._has_byte_inputs:
@@ -82,28 +97,38 @@ class CompressedCheckpoint(PackedCheckpoint):
         return with_zeros(numbers, middle + self._zeros(path, scales), scales, self._bits)
 
     def _zeros(self, path: str, scales: torch.Tensor) -> torch.Tensor:
-        name = f"{path}.weight_zero_point"
+        name = f"{path}.{ZEROS}"
         if name not in self._files:
             return torch.zeros(scales.shape, dtype=torch.int32)
         zeros = self._files.read(name)
         if zeros.dtype != torch.int32:
             return zeros.view(len(zeros), -1).int()
         middle = 1 << (self._bits - 1)
-        zeros = unpack(zeros.T, self._bits).flatten(1).T[: len(scales)]
+        zeros = unpack(zeros.t(), self._bits).flatten(1).T[: len(scales)]
         return zeros.int() - middle
 
 
 def _only_group(settings: Settings) -> dict[str, Any]:
-    groups = settings.get("config_groups") or {}
+    groups = _mapping("config_groups", settings.get("config_groups") or {})
     if len(groups) != 1:
         raise UnsupportedModelError(
             f"weights quantised by {METHOD!r} in {len(groups)} ways (config_groups) cannot be read "
             "here, only those in one"
         )
-    own: dict[str, Any] = next(iter(groups.values()))
+    own = _mapping("config_groups", next(iter(groups.values())))
     if own.get("weights") is None:
         raise UnsupportedModelError(f"{METHOD!r} without quantised weights cannot be read here")
+    for name in ("weights", "input_activations"):
+        _mapping(name, own.get(name) or {})
     return own
+
+
+def _mapping(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UnsupportedModelError(
+            f"{METHOD!r} with {value!r} in {name} cannot be read here: settings there have names"
+        )
+    return value
 
 
 def _check_settings(settings: Settings, own: Settings) -> None:

@@ -11,7 +11,11 @@ from __future__ import annotations
 import torch
 
 from flexinfer.checkpoints.packed import (
+    INTEGERS,
+    SCALES,
+    WORDS,
     PackedCheckpoint,
+    Part,
     Settings,
     check_group_size,
     refuse_other,
@@ -25,9 +29,6 @@ from flexinfer.layers.quantised import QuantisedTensor
 
 class GptqCheckpoint(PackedCheckpoint):
     method = "gptq"
-    mark = "qweight"
-    needed = frozenset({"qzeros", "scales"})
-    optional = frozenset({"g_idx"})
 
     def __init__(self, files: TensorFiles, settings: Settings) -> None:
         self._bits = refuse_other(settings, self.method, "bits", (4, 8))
@@ -37,7 +38,8 @@ class GptqCheckpoint(PackedCheckpoint):
         refuse_other(settings, self.method, "dynamic", (None, {}))
         self._group_size = settings.get("group_size")
         self._lacking = 1 if kind == "gptq" else 0
-        super().__init__(files)
+        parts = {"qweight": WORDS, "qzeros": WORDS, "scales": SCALES}
+        super().__init__(files, "qweight", {**parts, "g_idx": Part(INTEGERS, (1,), False)})
 
     def _shape(self, path: str) -> tuple[int, int]:
         words, outputs = self._files.shape(f"{path}.qweight")

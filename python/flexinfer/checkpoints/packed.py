@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,17 +25,29 @@ POSITIONS = "rotary_emb.inv_freq"
 """Old checkpoints have what the config says anyway."""
 
 
-class PackedCheckpoint(Checkpoint):
-    mark: ClassVar[str]
-    """The tensor that each quantised layer has, and no other layer."""
-    needed: ClassVar[frozenset[str]]
-    """What it has besides."""
-    optional: ClassVar[frozenset[str]] = frozenset()
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one tensor of a layer may be."""
 
-    def __init__(self, files: TensorFiles) -> None:
-        """Raises UnsupportedModelError for layers that cannot be read; reads no weight."""
-        self._files = files
-        paths = [n.rpartition(".")[0] for n in files if n.rpartition(".")[2] == self.mark]
+    dtypes: tuple[str, ...]
+    """As safetensors names them."""
+    dims: tuple[int, ...] = (2,)
+    """How many it may have."""
+    is_needed: bool = True
+
+
+INTEGERS = ("I8", "I32", "I64")
+WORDS = Part(("I32",))
+SCALES = Part(("F16", "BF16", "F32", "F64"))
+
+
+class PackedCheckpoint(Checkpoint):
+    def __init__(self, files: TensorFiles, mark: str, parts: Mapping[str, Part]) -> None:
+        """parts: the tensors of a quantised layer; mark: which of them no other layer has.
+
+        Raises UnsupportedModelError for layers that cannot be read; reads no weight."""
+        self._files, self._mark, self._parts = files, mark, parts
+        paths = [n.rpartition(".")[0] for n in files if n.rpartition(".")[2] == mark]
         layers = {path for path in paths if self._is_layer(path)}
         self.weights = {
             name: StoredWeight(files.shape(name), False)
@@ -42,11 +55,7 @@ class PackedCheckpoint(Checkpoint):
             if not (self._is_part(name, layers) or name.endswith(POSITIONS))
         }
         for path in sorted(layers):
-            missing = sorted(e for e in self.needed if f"{path}.{e}" not in files)
-            if missing:
-                raise UnsupportedModelError(
-                    f"{path}.{self.mark} is there, but not its {' and '.join(missing)}"
-                )
+            self._check_parts(path)
             self._check_layer(path)
             self.weights[f"{path}.weight"] = StoredWeight(self._shape(path), True)
 
@@ -65,7 +74,25 @@ class PackedCheckpoint(Checkpoint):
 
     def _is_part(self, name: str, layers: set[str]) -> bool:
         path, _, ending = name.rpartition(".")
-        return path in layers and ending in {self.mark, *self.needed, *self.optional}
+        return path in layers and ending in self._parts
+
+    def _check_parts(self, path: str) -> None:
+        """Raises UnsupportedModelError: the bits of other dtypes would be taken for integers."""
+        found = {ending for ending in self._parts if f"{path}.{ending}" in self._files}
+        missing = sorted(e for e, part in self._parts.items() if part.is_needed and e not in found)
+        if missing:
+            raise UnsupportedModelError(
+                f"{path}.{self._mark} is there, but not its {' and '.join(missing)}"
+            )
+        for ending in sorted(found):
+            part, name = self._parts[ending], f"{path}.{ending}"
+            shape, dtype = self._files.shape(name), self._files.dtype(name)
+            if dtype not in part.dtypes or len(shape) not in part.dims or 0 in shape:
+                raise UnsupportedModelError(
+                    f"{name} is {dtype} {list(shape)}, which {self.method!r} does not write; it "
+                    f"has to be {' or '.join(part.dtypes)} of {' or '.join(map(str, part.dims))} "
+                    "dimensions"
+                )
 
     def _part(self, path: str, ending: str) -> torch.Tensor:
         return self._files.read(f"{path}.{ending}")
@@ -85,7 +112,8 @@ class PackedCheckpoint(Checkpoint):
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     """uint8 [..., n, 32 / bits] of int32 [..., n]: each word's numbers, the lowest bits first."""
-    found = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+    # Flat first: of one row or column, what is contiguous may have strides that no view takes.
+    found = words.reshape(-1).view(torch.uint8).view(*words.shape, 4)
     if bits == 8:
         return found
     return torch.stack([found & 15, found >> 4], dim=-1).flatten(-2)
@@ -120,6 +148,10 @@ def check_group_size(path: str, size: Any, inputs: int, groups: int) -> None:
     """Raises UnsupportedModelError where a layer has other groups than the settings' `group_size`,
     -1: one group; None: unsaid. What is left over may be a group of its own in the file."""
     if size is None:
+        if inputs % groups:
+            raise UnsupportedModelError(
+                f"{path} cannot be read: {groups} groups do not go with its {inputs} inputs"
+            )
         return
     if not isinstance(size, int) or (size < 1 and size != -1):
         raise UnsupportedModelError(f"group_size = {size!r} cannot be read here")
@@ -138,7 +170,7 @@ def check_group_size(path: str, size: Any, inputs: int, groups: int) -> None:
 def refuse_other(settings: Settings, method: str, name: str, known: tuple[Any, ...]) -> Any:
     """The setting, if it is one of those that are known; the first one is the default."""
     value = settings.get(name, known[0])
-    if value not in known:
+    if not any(value == other and type(value) is type(other) for other in known):
         raise UnsupportedModelError(
             f"weights quantised by {method!r} with {name} = {value!r} cannot be read here; known: "
             f"{', '.join(map(repr, known))}"

@@ -7,6 +7,7 @@ is let go of comes back with its neighbours.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -120,8 +121,14 @@ def _file_names(model: str) -> list[str]:
     index = _find(model, INDEX)
     if index is None:
         return [SINGLE]
-    with open(index, encoding="utf-8") as file:
-        return sorted(set(json.load(file)["weight_map"].values()))
+    try:
+        with open(index, encoding="utf-8") as file:
+            names = set(json.load(file)["weight_map"].values())
+        return sorted(map(os.fspath, names))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UnsupportedModelError(
+            f"{index!r} is damaged: it should have a weight_map, of each tensor's file ({error!r})"
+        ) from error
 
 
 def _find(model: str, name: str) -> str | None:

@@ -36,7 +36,7 @@ def open_checkpoint(name: str, config: Any) -> Checkpoint | None:
         "compressed-tensors": CompressedCheckpoint,
         "gptq": GptqCheckpoint,
     }
-    if method not in known or not isinstance(settings, dict):
+    if not isinstance(method, str) or method not in known or not isinstance(settings, dict):
         raise UnsupportedModelError(
             f"this model's weights are quantised already, by {str(method)!r}, which cannot be read "
             f"here (known: gguf, {', '.join(known)}); take the model that they were made of, and "

@@ -35,7 +35,7 @@ from helpers.packed_cases import (
 )
 from helpers.packed_folders import compressed_bytes, gptq, write_folder
 from helpers.slow_products import furthest_behind, with_byte_inputs
-from helpers.tiny_models import CONFIGS, continue_prompt, random_prompts
+from helpers.tiny_models import CONFIGS, continue_prompt, draw_model, random_prompts
 
 NUM_TOKENS = 10
 
@@ -127,6 +127,17 @@ def test_a_bias_that_only_the_checkpoint_has_is_added(tmp_path: Path) -> None:
     assert generate(tmp_path, [list(prompt)]) == [expected]
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "gptq" not in case])
+def test_layers_of_8_outputs(case: str, tmp_path: Path) -> None:
+    """Zero points of one word: torch took no view of their bytes."""
+    config = CONFIGS["llama"]()
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 8, 1, 8
+    written = write_folder(tmp_path, draw_model(config), *CASES[case])
+    name = "model.layers.0.self_attn.k_proj.weight"
+    stored = checkpoint_of(tmp_path).read_quantised(name).dequantised()
+    assert torch.equal(stored, written.state_dict()[name])
+
+
 def test_tokens_that_end_an_answer_are_those_of_the_generation_config(tmp_path: Path) -> None:
     """As in folders of chat models, where config.json names the end of a text alone."""
     write_folder(tmp_path, tiny(), *CASES["gptq"])
@@ -185,8 +196,10 @@ def test_parts_of_other_sizes_than_their_weight_are_refused_by_name(
     ("settings", "message"),
     [
         ({"quant_method": "bitsandbytes"}, "quantised already, by 'bitsandbytes'"),
+        ({"quant_method": ["gptq"]}, r"quantised already, by \"\['gptq'\]\""),
         ({"quant_method": "fp8"}, "quantised already, by 'fp8'.*known: gguf, awq"),
         (changed(GPTQ, "bits", 3), "'gptq' with bits = 3.*known: 4, 8"),
+        (changed(GPTQ, "bits", 4.0), "'gptq' with bits = 4.0.*known: 4, 8"),
         (changed(GPTQ, "checkpoint_format", "marlin"), "checkpoint_format = 'marlin'"),
         (changed(GPTQ, "dynamic", {"-:x": {}}), "dynamic = "),
         (changed(AWQ, "version", "gemv"), "'awq' with version = 'gemv'"),
@@ -194,6 +207,10 @@ def test_parts_of_other_sizes_than_their_weight_are_refused_by_name(
         (changed(W4, "kv_cache_scheme", {"num_bits": 8}), "kv_cache_scheme = "),
         (changed(W4, "sparsity_config", {"format": "sparse-24"}), "sparsity_config = "),
         (changed(W4, "config_groups/group_1", {}), r"in 2 ways \(config_groups\)"),
+        (changed(W4, "config_groups", [1]), r"with \[1\] in config_groups"),
+        (changed(W4, OWN, None), "with None in config_groups"),
+        (changed(W4, f"{OWN}/weights", 5), "with 5 in weights"),
+        (changed(W4, f"{OWN}/weights/symmetric", "no"), "symmetric = 'no'"),
         (changed(W4, f"{OWN}/weights/type", "float"), "type = 'float'"),
         (changed(W4, f"{OWN}/weights/actorder", "group"), "actorder = 'group'"),
         (changed(W4, f"{OWN}/weights/num_bits", 3), "num_bits = 3"),

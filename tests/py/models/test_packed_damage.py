@@ -14,8 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.loading import load_model
-from helpers.packed_cases import CASES, tiny
-from helpers.packed_folders import write_folder
+from helpers.packed_cases import CASES, W8, fixed, tiny
+from helpers.packed_folders import compressed_bytes, write_folder
+
+QUERIES = "model.layers.0.self_attn.q_proj"
+W8A8 = (W8, fixed(0, 8, True), compressed_bytes)
 
 
 def edit(folder: Path, **tensors: torch.Tensor) -> None:
@@ -23,6 +26,10 @@ def edit(folder: Path, **tensors: torch.Tensor) -> None:
     file = folder / "model.safetensors"
     named = {f"model.layers.0.{k.replace('__', '.')}": tensor for k, tensor in tensors.items()}
     save_file({**load_file(file), **named}, file, {"format": "pt"})
+
+
+def queries(folder: Path, part: str) -> torch.Tensor:
+    return load_file(folder / "model.safetensors")[f"{QUERIES}.{part}"]
 
 
 @pytest.mark.parametrize("shape", [(1,), (32,), (4096,), (0,), (1, 64)])
@@ -58,4 +65,97 @@ def test_what_is_not_quantised_has_no_integers(
     edit(tmp_path, **{name: torch.ones(64, dtype=dtype)})
     message = rf"{name.replace('__', '.')} is of {dtype} in the checkpoint and has no scales"
     with pytest.raises(UnsupportedModelError, match=message):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("lacking", [f"{QUERIES}.weight_zero_point", "weight_zero_point"])
+def test_weights_that_are_not_symmetric_have_zero_points(lacking: str, tmp_path: Path) -> None:
+    """They were read as if they were."""
+    write_folder(tmp_path, tiny(), *CASES["compressed asymmetric"])
+    file = tmp_path / "model.safetensors"
+    tensors = {k: v for k, v in load_file(file).items() if not k.endswith(lacking)}
+    save_file(tensors, file, {"format": "pt"})
+    message = r"proj\.weight_packed is there, but not its weight_zero_point"
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_model(str(tmp_path))
+
+
+def test_zero_points_of_w8a8_are_zeros(tmp_path: Path) -> None:
+    """Others were passed over."""
+    write_folder(tmp_path, tiny(), *W8A8)
+    zeros = torch.zeros(queries(tmp_path, "weight_scale").shape, dtype=torch.int8)
+    edit(tmp_path, self_attn__q_proj__weight_zero_point=zeros)
+    load_model(str(tmp_path))
+    zeros[3] = 50
+    edit(tmp_path, self_attn__q_proj__weight_zero_point=zeros)
+    with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight_zero_point has others than 0"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.int64])
+@pytest.mark.parametrize(
+    ("case", "part"),
+    [
+        ("gptq", "qweight"),
+        ("gptq", "qzeros"),
+        ("awq", "qweight"),
+        ("awq", "qzeros"),
+        ("compressed asymmetric", "weight_packed"),
+    ],
+)
+def test_integers_are_in_words_of_32_bits(
+    case: str, part: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """The bits of float32 were taken for them."""
+    write_folder(tmp_path, tiny(), *CASES[case])
+    edit(tmp_path, **{f"self_attn__q_proj__{part}": queries(tmp_path, part).to(dtype)})
+    with pytest.raises(
+        UnsupportedModelError, match=rf"q_proj\.{part} is [FI]\d\d \[.*to be I32 of"
+    ):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("shape", [(), (64,), (1, 8, 8), (0, 64), (64, 0)])
+@pytest.mark.parametrize(
+    ("case", "part"),
+    [
+        ("gptq", "qweight"),
+        ("gptq", "scales"),
+        ("awq", "qweight"),
+        ("awq", "scales"),
+        ("compressed", "weight_packed"),
+        ("compressed", "weight_scale"),
+    ],
+)
+def test_parts_of_other_dimensions_are_refused_by_name(
+    case: str, part: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    write_folder(tmp_path, tiny(), *CASES[case])
+    dtype = queries(tmp_path, part).dtype
+    edit(tmp_path, **{f"self_attn__q_proj__{part}": torch.ones(shape, dtype=dtype)})
+    # A scale for each output may have one dimension.
+    is_known = part == "weight_scale" and shape == (64,)
+    message = "scales of 1 groups" if is_known else rf"{part} is .*{re.escape(str(list(shape)))}"
+    with pytest.raises(UnsupportedModelError, match=rf"q_proj.*{message}"):
+        load_model(str(tmp_path))
+
+
+def test_more_groups_than_inputs_are_refused_where_no_setting_says_how_many(
+    tmp_path: Path,
+) -> None:
+    settings, *rest = CASES["gptq"]
+    write_folder(tmp_path, tiny(), {**settings, "group_size": None}, *rest)
+    scales = torch.ones(65, 64, dtype=torch.float16)
+    edit(tmp_path, self_attn__q_proj__scales=scales)
+    with pytest.raises(UnsupportedModelError, match=r"q_proj cannot be read: 65 groups do not go"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 5}}', "\xff"]
+)
+def test_an_index_that_says_no_files_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    write_folder(tmp_path, tiny(), *CASES["gptq"])
+    (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UnsupportedModelError, match=r"index\.json' is damaged: .*weight_map"):
         load_model(str(tmp_path))
