@@ -47,7 +47,7 @@ std::span<Candidate> narrow(std::span<Candidate> rest, Amount& target, AmountOf 
   };
   std::array<Amount, kRanges> amounts{};
   for (const Candidate& candidate : rest) amounts[range_of(candidate)] += amount_of(candidate);
-  size_t range = kRanges - 1;  // not empty: the largest candidate is in it
+  size_t range = range_of(*most);  // not empty, as the last one may be by rounding
   for (size_t i = range; i > 0 && amounts[range] < target;) {
     --i;
     if (amounts[i] == 0) continue;

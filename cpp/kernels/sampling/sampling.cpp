@@ -17,6 +17,8 @@ namespace {
 constexpr int64_t kLogitsPerThread = 16 << 10;
 // Keeps 0 x scale a number at the smallest temperatures.
 constexpr float kMaxScale = 1e30F;
+// Keeps temperature x log(min_p) one at the largest, which make all tokens equal long before.
+constexpr float kMaxTemperature = 1e30F;
 
 // What one thread needs; large arrays stay untouched, and cost nothing, until a row needs them.
 struct Scratch {
@@ -40,7 +42,7 @@ class RowSampling {
         call_(call),
         row_(row),
         scratch_(scratch),
-        temperature_(call.temperature[row]),
+        temperature_(std::min(call.temperature[row], kMaxTemperature)),
         top_k_(call.top_k[row] < 1 ? call.vocab_size : call.top_k[row]),
         top_p_(call.top_p[row]) {}
 

@@ -26,6 +26,9 @@ from flexinfer.sampling.sequences import SequenceState, SequenceStates
 
 logger = logging.getLogger(__name__)
 
+MAX_TEMPERATURE = 1e30
+"""One that float32 has; all tokens are equally probable long before."""
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -144,7 +147,10 @@ class Sampler:
                 forbidden[row] |= state.token_filter.forbidden(
                     state.output_token_ids, logits.shape[1]
                 )
-        return logits.masked_fill(torch.from_numpy(forbidden).to(logits.device), -torch.inf)
+        masked = logits.masked_fill(torch.from_numpy(forbidden).to(logits.device), -torch.inf)
+        # A NaN makes its row fail even where it was forbidden.
+        masked[:, 0].masked_fill_(logits.sum(dim=-1).isnan(), torch.nan)
+        return masked
 
     def _new_matcher(self, params: SamplingParams) -> TokenMatcher:
         assert self._grammars is not None
@@ -205,7 +211,8 @@ def random_numbers(states: Sequence[SequenceState]) -> list[float]:
 def draw(logits: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
     """One random token per row, [num_rows] int64; -1 where `choose` says so."""
     params = [state.params for state in states]
-    logits = logits / _column([p.temperature for p in params], logits)
+    temperatures = [min(p.temperature, MAX_TEMPERATURE) for p in params]
+    logits = logits / _column(temperatures, logits)
     logits = apply_min_p(logits, [p.min_p for p in params])
     logits = apply_top_k_top_p(logits, [p.top_k for p in params], [p.top_p for p in params])
     sums = torch.softmax(logits, dim=-1).cumsum(dim=-1)

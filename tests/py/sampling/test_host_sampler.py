@@ -180,6 +180,24 @@ def test_extreme_temperatures_are_the_argmax_and_the_uniform_distribution(
     assert found == ({1} if temperature < 1 else {0, 1, 3})
 
 
+@pytest.mark.parametrize("temperature", [1e30, 1e39])
+def test_min_p_holds_at_the_largest_temperatures(isa: str, temperature: float) -> None:
+    """1e39 is infinite in float32, and so many times log(1) is NaN."""
+    logits = torch.full((1500,), -math.inf)
+    logits[[500, 1400]] = torch.tensor([1.0, 0.0])
+    found = draw_all(logits, [0.0, 0.4, 0.6, 0.99], temperature, min_p=1.0)
+    assert set(found.tolist()) == {500}
+
+
+@pytest.mark.parametrize("top_p", [1e-50, 1e-45, 1e-9])
+def test_the_smallest_top_p_is_the_argmax(isa: str, top_p: float) -> None:
+    """1e-50 is zero in float32: of no weight at all."""
+    torch.manual_seed(0)
+    for _ in range(100):
+        logits = torch.randn(2000)
+        assert draw_all(logits, [0.5], top_p=top_p).item() == logits.argmax()
+
+
 @pytest.mark.parametrize("top_k", [1, 5, 9000])
 def test_equal_logits_are_all_kept(isa: str, top_k: int) -> None:
     numbers = [(i + 0.5) / 5000 for i in range(0, 5000, 50)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -293,6 +294,29 @@ def test_sequences_without_a_seed_draw_different_numbers() -> None:
     states.add(setups)
     assert len({states[i].seed for i in range(20)}) == 20
     assert len(set(choose(torch.zeros(20, VOCAB_SIZE), [states[i] for i in range(20)]))) > 8
+
+
+@pytest.mark.parametrize("by", [choose, choose_by_torch])
+def test_a_temperature_that_float32_has_not_makes_tokens_equal(
+    by: Callable[..., list[int]],
+) -> None:
+    logits = torch.tensor([[1.0, 0.0, -math.inf]])
+    params = SamplingParams(temperature=1e39, min_p=0.5)
+    drawn = {int(by(logits, [make_state(params, seed=seed)])[0]) for seed in range(40)}
+    assert drawn == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"allowed_token_ids": [1, 2]}, {"bad_words_token_ids": [[7]]}, {"top_k": 2}]
+)
+def test_a_nan_makes_its_row_fail_where_it_is_forbidden_too(fields: dict[str, Any]) -> None:
+    logits = torch.zeros(2, VOCAB_SIZE)
+    logits[1, 7] = math.nan
+    states = [make_state(SamplingParams(**fields)) for _ in range(2)]
+    output = Sampler(0, torch.device("cpu")).sample(logits, states)
+    assert output.token_ids[0] >= 0
+    assert output.token_ids[1] == -1
+    assert output.errors == {1: "the model computed logits that are NaN or infinite"}
 
 
 @pytest.mark.parametrize("by", [choose, choose_by_torch])
