@@ -41,13 +41,18 @@ class GgufCheckpoint(Checkpoint):
         self._tensors: dict[str, GgufTensor] = {}
         """Under the model's names."""
         for name, tensor in self._header.tensors.items():
-            known = model_name(self._header, name)
+            known = model_name(name)
             experts = experts_name(name)
             if experts is not None and len(tensor.shape) == 3:
-                path, part = experts
+                module, part = experts
                 for expert in range(tensor.shape[0]):
-                    self._tensors[expert_weight(path, expert, part)] = tensor.part(expert)
+                    self._tensors[expert_weight(module, expert, part)] = tensor.part(expert)
             elif known is not None:
+                if tensor.type in DECODERS and len(tensor.shape) != 2:
+                    raise UnsupportedModelError(
+                        f"{path!r} has {name!r} as {tensor.type} {list(tensor.shape)}; known are "
+                        "matrices of such blocks"
+                    )
                 self._tensors[known] = tensor
             elif name != ROPE_FACTORS:
                 raise UnsupportedModelError(

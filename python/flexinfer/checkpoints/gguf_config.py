@@ -6,8 +6,10 @@ docs/gguf.md and gguf/constants.py of llama.cpp; names of weights as in gguf/ten
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NoReturn
 
 from flexinfer.checkpoints.gguf_header import GgufHeader
@@ -52,6 +54,8 @@ NAMES = {
 """llama.cpp's name of a part -> transformers'."""
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """llama.cpp's name of the weights of all experts of a layer -> which part of theirs they are."""
+BLOCK = re.compile(r"blk\.([0-9]+)\.(\w+)\.(\w+)")
+"""llama.cpp's name of a tensor of one layer: its number, the part, weight or bias."""
 ROPE_FACTORS = "rope_freqs.weight"
 """By what the frequencies of the rotary embedding are divided (Llama 3)."""
 SIZES = {
@@ -59,13 +63,13 @@ SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 """Keys that must be there -> names of the config."""
 OTHER_KEYS = {
+    "attention.head_count",
     "attention.head_count_kv",
     "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
     "attention.value_length",
     "expert_count",
     "expert_feed_forward_length",
@@ -94,22 +98,18 @@ def architecture_of(header: GgufHeader) -> Architecture:
 def config_of(header: GgufHeader) -> Any:
     """The transformers config. Raises UnsupportedModelError for what a file says and it cannot."""
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
 
     architecture = architecture_of(header)
     values = _Values(header)
     values.refuse_unknown()
-    settings = {name: values.need(key) for key, name in SIZES.items()}
-    heads = settings["num_attention_heads"]
-    head_dim = values.get("attention.key_length") or settings["hidden_size"] // heads
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if values.get(key, head_dim) != head_dim:
-            values.refuse(key, f"only the width of keys, {head_dim}")
+    settings: dict[str, Any] = {name: values.count(key) for key, name in SIZES.items()}
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise UnsupportedModelError(f"{header.path!r} has no tensor 'token_embd.weight'")
-    vocab_size = embedding.shape[0]
-    if values.get("vocab_size", vocab_size) != vocab_size:
-        values.refuse("vocab_size", f"only the rows of the embedding, {vocab_size}")
+    vocab_size, width = embedding.shape[0], embedding.shape[-1]
+    values.equal("vocab_size", vocab_size, "the rows of the embedding", default=vocab_size)
+    values.equal("embedding_length", width, "the columns of the embedding")
     num_experts = values.get("expert_count", 0)
     own = architecture.experts_config if num_experts else architecture.config
     if own is None:
@@ -118,53 +118,76 @@ def config_of(header: GgufHeader) -> Any:
     if own == "LlamaConfig":
         settings["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     if num_experts:
-        settings |= _experts(values, own)
+        settings |= _experts(header, values, own)
+    blocks = {block[1] for name in header.tensors if (block := BLOCK.fullmatch(name))}
+    values.equal("block_count", len(blocks), "the number of blocks that have tensors")
     make: Callable[..., Any] = getattr(transformers, own)
-    return make(
-        **settings,
-        num_key_value_heads=values.get("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        vocab_size=vocab_size,
-        rope_parameters=_rope(values),
-        tie_word_embeddings="output.weight" not in header.tensors,
-        dtype=_dtype(header),
-        **_special_tokens(header, vocab_size),
-    )
+    try:
+        return make(
+            **settings,
+            **_heads(header, values, width),
+            rms_norm_eps=values.factor("attention.layer_norm_rms_epsilon"),
+            vocab_size=vocab_size,
+            rope_parameters=_rope(values),
+            tie_word_embeddings="output.weight" not in header.tensors,
+            dtype=_dtype(header),
+            **_special_tokens(header, vocab_size),
+        )
+    except StrictDataclassError as error:
+        raise UnsupportedModelError(f"{header.path!r} describes no {own}: {error}") from error
 
 
-def _experts(values: _Values, config: str) -> dict[str, Any]:
+def _heads(header: GgufHeader, values: _Values, width: int) -> dict[str, int]:
+    heads = values.count("attention.head_count")
+    of_kv = values.count("attention.head_count_kv", heads)
+    if heads % of_kv:
+        values.refuse("attention.head_count_kv", f"only divisors of the head_count, {heads}")
+    head_dim = values.count("attention.key_length", width // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        values.equal(key, head_dim, "the width of keys", default=head_dim)
+    queries = header.tensors.get("blk.0.attn_q.weight")
+    if queries is not None and queries.shape[0] != heads * head_dim:
+        known = f"only heads of {head_dim} that make up {queries.shape[0]} rows of queries"
+        values.refuse("attention.head_count", known)
+    return {"num_attention_heads": heads, "num_key_value_heads": of_kv, "head_dim": head_dim}
+
+
+def _experts(header: GgufHeader, values: _Values, config: str) -> dict[str, Any]:
     """Weights of a token's experts add up to 1 in both architectures."""
-    count, used = values.need("expert_count"), values.need("expert_used_count")
+    count, used = values.count("expert_count"), values.count("expert_used_count")
+    if used > count:
+        values.refuse("expert_used_count", f"at most the expert_count, {count}")
+    for name, tensor in header.tensors.items():
+        if experts_name(name):
+            values.equal("expert_count", tensor.shape[0], f"the experts of {name}")
     key = "expert_feed_forward_length"
     if config == "Qwen3MoeConfig":
         return {
             "num_experts": count,
             "num_experts_per_tok": used,
-            "moe_intermediate_size": values.need(key),
+            "moe_intermediate_size": values.count(key),
             "norm_topk_prob": True,
         }
-    width = values.need("feed_forward_length")
-    if values.get(key, width) != width:
-        values.refuse(key, f"only the feed_forward_length, {width}")
+    width = values.count("feed_forward_length")
+    values.equal(key, width, "the feed_forward_length", default=width)
     return {"num_local_experts": count, "num_experts_per_tok": used, "sliding_window": None}
 
 
 def experts_name(name: str) -> tuple[str, str] | None:
     """The module of the experts that the file calls `name`, and the part; None: it is no such."""
-    part, _, ending = name.rpartition(".")
-    if not part.startswith("blk.") or ending != "weight":
+    block = BLOCK.fullmatch(name)
+    if block is None or block[2] not in EXPERTS or block[3] != "weight":
         return None
-    _, layer, part = part.split(".", 2)
-    return (f"model.layers.{layer}.mlp.experts", EXPERTS[part]) if part in EXPERTS else None
+    return f"model.layers.{block[1]}.mlp.experts", EXPERTS[block[2]]
 
 
-def model_name(header: GgufHeader, name: str) -> str | None:
+def model_name(name: str) -> str | None:
     """What transformers calls the weight that the file calls `name`; None: there is none."""
-    part, _, ending = name.rpartition(".")
-    if part.startswith("blk."):
-        _, layer, part = part.split(".", 2)
-        return f"model.layers.{layer}.{NAMES[part]}.{ending}" if part in NAMES else None
-    return f"{NAMES[part]}.{ending}" if part in NAMES else None
+    if block := BLOCK.fullmatch(name):
+        layer, part, ending = f"model.layers.{block[1]}.", block[2], block[3]
+    else:
+        layer, (part, _, ending) = "", name.rpartition(".")
+    return f"{layer}{NAMES[part]}.{ending}" if part in NAMES else None
 
 
 class _Values:
@@ -188,6 +211,26 @@ class _Values:
             raise UnsupportedModelError(f"{self._header.path!r} has no {self._prefix}{key}")
         return value
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """default: None where there has to be one. Raises UnsupportedModelError for what counts
+        nothing."""
+        value = self.need(key) if default is None else self.get(key, default)
+        if type(value) is not int or value < 1:
+            self.refuse(key, "whole numbers from 1 on")
+        return value
+
+    def factor(self, key: str, default: float | None = None) -> float:
+        """As `count`, of numbers that something is multiplied with or divided by."""
+        value = self.need(key) if default is None else self.get(key, default)
+        if type(value) not in (int, float) or not 0 < value < inf:
+            self.refuse(key, "numbers above 0")
+        return float(value)
+
+    def equal(self, key: str, wanted: int, of: str, default: int | None = None) -> None:
+        """Raises UnsupportedModelError where it is not what `of` are."""
+        if self.count(key, default) != wanted:
+            self.refuse(key, f"only {of}, {wanted}")
+
     def refuse(self, key: str, known: str) -> NoReturn:
         raise UnsupportedModelError(
             f"{self._header.path!r} has {self._prefix}{key} = {self.get(key)!r}; known: {known}"
@@ -205,12 +248,12 @@ class _Values:
 
 
 def _rope(values: _Values) -> dict[str, Any]:
-    parameters = {"rope_type": "default", "rope_theta": float(values.get("rope.freq_base", 1e4))}
+    parameters = {"rope_type": "default", "rope_theta": values.factor("rope.freq_base", 1e4)}
     # A factor alone is of linear scaling, as llama.cpp reads it.
     unsaid = "none" if values.get("rope.scaling.factor") is None else "linear"
     kind = values.get("rope.scaling.type", unsaid)
     if kind == "linear":
-        parameters |= {"rope_type": "linear", "factor": values.need("rope.scaling.factor")}
+        parameters |= {"rope_type": "linear", "factor": values.factor("rope.scaling.factor")}
     elif kind != "none":
         values.refuse("rope.scaling.type", "none and linear")
     return parameters

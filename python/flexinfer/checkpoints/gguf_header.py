@@ -197,6 +197,8 @@ class _Reader:
             tensor = GgufTensor(self._type(name, kind), shape, start + offset)
             if name in tensors:
                 raise ValueError(f"it has two tensors {name}")
+            if 0 in shape:
+                raise ValueError(f"{name} is {list(shape)}: of no numbers")
             if shape[-1] % BLOCKS[tensor.type][0]:
                 raise ValueError(f"{name} has rows of {shape[-1]} in blocks of {tensor.type}")
             if tensor.offset != at:

@@ -35,7 +35,13 @@ def open_stored(
     """byte_inputs: whether quantised layers, but routers, get inputs of 8 bits.
 
     Raises UnsupportedModelError where names or shapes are not the model's; reads no weight."""
-    return StoredModel(_make_empty(config, dtype), checkpoint, dtype, byte_inputs)
+    try:
+        model = _make_empty(config, dtype)
+    except RuntimeError as error:  # torch's, of sizes that no memory has
+        raise UnsupportedModelError(
+            f"a model of type {config.model_type!r} of such sizes cannot be made: {error}"
+        ) from error
+    return StoredModel(model, checkpoint, dtype, byte_inputs)
 
 
 class StoredModel:

@@ -145,3 +145,98 @@ def test_a_bias_has_as_many_numbers_as_its_layer_has_outputs(
     writer.add_tensor(f"{name}.bias", torch.ones(count).numpy())
     finish(writer)
     assert f"{of}.bias is [{count}] in the checkpoint" in refused(str(path))
+
+
+def set_value(path: Path, key: str, value: Any, name: str = "llama") -> str:
+    """A file with another value of this key."""
+    model = draw_model(CONFIGS[name]())
+    writer = writer_of(path, model)
+    whole = f"llama.{key}"
+    writer.kv_data[0].pop(whole, None)
+    kinds = {str: writer.add_string, bool: writer.add_bool, float: writer.add_float32}
+    kinds.get(type(value), writer.add_int64)(whole, value)
+    add_weights(writer, model, same(Type.Q8_0))
+    finish(writer)
+    return str(path)
+
+
+@pytest.mark.parametrize("value", [0, -1, "x", True, 2.5])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+    ],
+)
+def test_sizes_that_count_nothing_are_refused_by_name(key: str, value: Any, tmp_path: Path) -> None:
+    message = refused(set_value(tmp_path / "model.gguf", key, value))
+    assert message.endswith(f"has llama.{key} = {value!r}; known: whole numbers from 1 on")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), "x", True])
+@pytest.mark.parametrize("key", ["attention.layer_norm_rms_epsilon", "rope.freq_base"])
+def test_factors_that_are_no_numbers_above_0_are_refused_by_name(
+    key: str, value: Any, tmp_path: Path
+) -> None:
+    message = refused(set_value(tmp_path / "model.gguf", key, value))
+    assert message.endswith(f"has llama.{key} = {value!r}; known: numbers above 0")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "known"),
+    [
+        ("llama", "block_count", 1, "only the number of blocks that have tensors, 2"),
+        ("llama", "block_count", 2**31, "only the number of blocks that have tensors, 2"),
+        ("llama", "embedding_length", 2**40, "only the columns of the embedding, 256"),
+        ("llama", "attention.head_count", 8, "only heads of 64 that make up 256 rows of queries"),
+        ("llama", "attention.head_count_kv", 3, "only divisors of the head_count, 4"),
+        ("mixtral", "expert_used_count", 0, "whole numbers from 1 on"),
+        ("mixtral", "expert_used_count", 9, "at most the expert_count, 4"),
+        ("mixtral", "expert_count", 2**31, "only the experts of blk.0.ffn_gate_exps.weight, 4"),
+    ],
+)
+def test_sizes_that_the_tensors_have_not_are_refused_before_the_model_is_made(
+    name: str, key: str, value: int, known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 ** 31 layers were made until the system killed the process."""
+    monkeypatch.setattr("flexinfer.models.stored._make_empty", pytest.fail)
+    message = refused(set_value(tmp_path / "model.gguf", key, value, name))
+    assert message.endswith(f"has llama.{key} = {value}; known: {known}")
+
+
+def test_a_model_that_no_memory_has_room_for_is_refused(tmp_path: Path) -> None:
+    message = refused(set_value(tmp_path / "model.gguf", "feed_forward_length", 2**50))
+    assert "a model of type 'llama' of such sizes cannot be made" in message
+
+
+@pytest.mark.parametrize("name", ["blk.1xattn_q.weight", "blk.x.attn_q.weight"])
+def test_tensors_of_no_block_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf")
+    data = Path(path).read_bytes()
+    Path(path).write_bytes(data.replace(b"blk.1.attn_q.weight", name.encode()))
+    assert f"has the tensor {name!r}, which is not known" in refused(path)
+
+
+def test_a_norm_is_not_quantised(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = draw_model(CONFIGS["llama"]())
+    writer = writer_of(path, model)
+    add_weights(writer, model, same(Type.Q8_0))
+    info = writer.tensors[0][NORM]
+    info.dtype, info.nbytes = Type.Q8_0, 256 // 32 * 34
+    info.tensor = torch.zeros(info.nbytes, dtype=torch.uint8).numpy()
+    finish(writer)
+    assert f"has {NORM!r} as Q8_0 [256]; known are matrices" in refused(str(path))
+
+
+def test_a_tensor_of_no_numbers_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf")
+    data = bytearray(Path(path).read_bytes())
+    struct.pack_into("<Q", data, end_of_name(data, QUERIES) + 12, 0)
+    Path(path).write_bytes(data)
+    assert "attn_q.weight is [0, 256]: of no numbers" in refused(path)
