@@ -159,10 +159,13 @@ class Adapters:
             self._drop_unused(self._installed[number])
 
     def close(self) -> None:
-        """The model is as it was."""
+        """The model is as it was, but for what other engines have in it."""
         with self._lock:
             if self._pool is not None:
                 self._pool.shutdown(wait=False)
+        self._by_id.clear()
+        for adapter in list(self._installed.values()):
+            self._drop_unused(adapter)
         self._places.close()
 
     def _install(self, adapter: Adapter) -> None:

@@ -3,14 +3,18 @@
 A layer is one of them if it computes all rows of a step, once, in their order: seen in a forward of
 a few tokens. An expert, which computes the tokens that are routed to it, is none; nor is the head,
 which computes those that are sampled, nor a layer of an indexer, which computes request by request.
+
+Engines may share a model, and do not see each other's adapters: their numbers differ.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -22,6 +26,10 @@ from flexinfer.models.describe import LoadedModel, run_blind
 NUM_PROBE_TOKENS = 5
 NO_PLACES = (".experts.", ".indexer.")
 """Parts of paths of layers that compute other rows than those of a step, or request by request."""
+_num_users: WeakKeyDictionary[Linear, int] = WeakKeyDictionary()
+"""How many engines have the adapters of a layer in common."""
+_lock = threading.Lock()
+"""Of it: each engine may have a thread of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +85,8 @@ class Places:
     def _add(self, path: str, module: Any, model: Any) -> None:
         adapters = LayerAdapters()
         if isinstance(module, Linear):
-            module.adapters = adapters
-            self._undo.append(lambda: setattr(module, "adapters", None))
+            adapters = _share(module)
+            self._undo.append(lambda: _give_back(module))
         else:
             hook = module.register_forward_hook(
                 lambda _, given, output: adapters.add_to(output, given[0])
@@ -95,6 +103,23 @@ class Places:
         if parts:
             del self._by_path[path]  # no checkpoint knows it
             self.others.discard(path)
+
+
+def _share(module: Linear) -> LayerAdapters:
+    """Its adapters, for one more engine."""
+    with _lock:
+        _num_users[module] = _num_users.get(module, 0) + 1
+        if module.adapters is None:
+            module.adapters = LayerAdapters()
+        return module.adapters
+
+
+def _give_back(module: Linear) -> None:
+    """The last one leaves the layer as it was."""
+    with _lock:
+        _num_users[module] -= 1
+        if not _num_users[module]:
+            module.adapters = None
 
 
 def _is_layer(module: Any) -> bool:

@@ -15,6 +15,8 @@ pytest.importorskip("torch")
 from safetensors.torch import save_file
 
 from flexinfer import LLM, LoRARequest, RequestError, SamplingParams
+from flexinfer.layers.linear import Linear
+from flexinfer.models.loading import load_model
 from helpers.engine_kit import drain, make_engine, preempt_at_step
 from helpers.families import FAMILIES
 from helpers.lora_kit import (
@@ -123,6 +125,29 @@ def test_a_batch_of_a_model_with_indexers_is_computed_at_once(
         assert "has failed" not in caplog.text
         with pytest.raises(RequestError, match=r"adapts model.layers.0.self_attn.indexer.wq_b"):
             llm.generate([[1]], GREEDY, use_tqdm=False, lora_request=request_for(indexer, 2))
+
+
+def num_updates(llm: LLM) -> list[int]:
+    """Of each place; some have their layer in common."""
+    places = llm.llm_engine.adapters._places
+    return [len(places[path].adapters.updates) for path in places]
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_engines_that_share_a_model_keep_their_adapters(is_fused: bool) -> None:
+    model = load_model(model_folder("llama"), "float32").model if is_fused else make_model("llama")
+    mix = mixed("llama")[:4]
+    with make_llm(model) as first:
+        assert generate(first, mix) == expected("llama", mix)
+        before = num_updates(first)
+        with make_llm(model) as second:
+            for llm in (second, first):
+                assert generate(llm, mix[::-1]) == expected("llama", mix[::-1])
+        assert generate(first, mix) == expected("llama", mix)
+        assert num_updates(first) == before
+    linear = [module for module in model.modules() if isinstance(module, Linear)]
+    assert bool(linear) == is_fused
+    assert all(module.adapters is None for module in linear)
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
