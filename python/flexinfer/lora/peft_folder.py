@@ -22,6 +22,7 @@ import torch
 
 from flexinfer.errors import RequestError
 from flexinfer.layers.adapters import LayerAdapters, LayerUpdate
+from flexinfer.lora.expressions import Expressions
 from flexinfer.lora.places import Places
 from flexinfer.lora.targets import Targets
 
@@ -34,6 +35,8 @@ HARMLESS = {
     "qalora_group_size", "eva_config", "ensure_weight_tying",
 }  # fmt: skip
 """Fields that are honoured, or that training alone reads; any other must be off."""
+MAX_CONFIG_BYTES = 1 << 20
+"""Some 10 kB are usual, and 100 kB with a rank for each layer."""
 KEEPS_BASE = {"true", "false", "gaussian", "eva", "orthogonal"}
 """Ways to begin a training that leave the model's own weights as they are."""
 DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
@@ -54,6 +57,7 @@ class PeftFolder:
         self._config: dict[str, Any] = json.loads(text)
         self._places = places
         self._check_config()
+        self._expressions = self._match_expressions()
         self._shapes = self._read_shapes()
         self._paths = self._check_tensors(max_rank)
         self._text = text
@@ -106,19 +110,25 @@ class PeftFolder:
         return [(layers[key], LayerUpdate.of(of_layer)) for key, of_layer in parts.items()]
 
     def _read_config(self, folder: Path) -> bytes:
+        """Of regular files alone: reading another kind may block or never end."""
+        config = folder / CONFIG
         try:
-            is_folder = folder.is_dir()
+            if not folder.is_dir():
+                raise RequestError(f"{self._who}: there is no such folder")
+            if not self._weights.is_file():
+                why = "; save the adapter with safetensors" if list(folder.glob("*.bin")) else ""
+                raise RequestError(f"{self._who} has no file {WEIGHTS}{why}")
+            if not config.is_file():
+                raise RequestError(f"{self._who} has no file {CONFIG}")
+            with config.open("rb") as file:
+                text = file.read(MAX_CONFIG_BYTES + 1)
         except OSError as error:  # a name that is too long, for one
-            raise RequestError(f"{self._who}: {error.strerror}") from None
-        if not is_folder:
-            raise RequestError(f"{self._who}: there is no such folder")
-        if not self._weights.is_file():
-            why = "; save the adapter with safetensors" if list(folder.glob("*.bin")) else ""
-            raise RequestError(f"{self._who} has no {WEIGHTS}{why}")
+            raise RequestError(f"{self._who} cannot be read: {error.strerror}") from None
+        if len(text) > MAX_CONFIG_BYTES:
+            raise RequestError(f"{self._who}: {CONFIG} has more than {MAX_CONFIG_BYTES} bytes")
         try:
-            text = (folder / CONFIG).read_bytes()
             is_mapping = isinstance(json.loads(text), dict)
-        except (OSError, ValueError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"{self._who}: {CONFIG} cannot be read: {error}") from None
         if not is_mapping:
             raise RequestError(f"{self._who}: {CONFIG} is not a mapping")
@@ -144,24 +154,27 @@ class PeftFolder:
             raise RequestError(f"{self._who} has {', '.join(sorted(unknown))}: not supported")
         for field in ("r", "lora_alpha"):
             self._check_number(field, config.get(field))
-        for field in ("target_modules", "exclude_modules"):
-            if isinstance(config.get(field), str):
-                self._check_expression(field, config[field])
         for field in ("rank_pattern", "alpha_pattern"):
             self._check_pattern(field, config.get(field) or {})
+        patterns = config.get("layers_pattern") or []
+        of_list = patterns if isinstance(patterns, list) else [patterns]
+        if not all(isinstance(pattern, str) for pattern in of_list):
+            raise RequestError(
+                f"{self._who}: layers_pattern must be an expression or a list of expressions, "
+                f"got {patterns!r}"
+            )
 
     def _check_pattern(self, field: str, patterns: Any) -> None:
         if not isinstance(patterns, dict):
             raise RequestError(f"{self._who}: {field} must be a mapping, got {patterns!r}")
         for pattern, value in patterns.items():
             self._check_number(f"{field} of {pattern!r}", value)
-            self._check_expression(field, pattern)
 
-    def _check_expression(self, field: str, pattern: str) -> None:
+    def _match_expressions(self) -> Expressions:
         try:
-            re.compile(pattern)
-        except re.error as error:
-            raise RequestError(f"{self._who}: {field} {pattern!r}: {error}") from None
+            return Expressions(self._config, list(self._places))
+        except ValueError as error:
+            raise RequestError(f"{self._who}: {error}") from None
 
     def _check_number(self, field: str, value: Any) -> None:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -229,7 +242,7 @@ class PeftFolder:
 
     def _check_targets(self, paths: Mapping[str, Any]) -> None:
         """Refuse weights that lack one of the layers that the config names, or have others."""
-        targets = Targets(self._config)
+        targets = Targets(self._config, self._expressions)
         for path in self._places:
             if path not in paths and targets.requires(path):
                 raise RequestError(f"{self._who} is incomplete: it has no weights for {path}")
@@ -254,7 +267,7 @@ class PeftFolder:
     def _value(self, field: str, path: str, default: float) -> float:
         """Of the first pattern that names this layer by the end of its path."""
         for pattern, value in (self._config.get(field) or {}).items():
-            if re.fullmatch(rf"(.*\.)?({pattern})", path):
+            if path in self._expressions.found(field, pattern):
                 return float(value)
         return default
 

@@ -262,6 +262,11 @@ def refused(tmp_path: Path, match: str, change: Any = None, **config: Any) -> No
                                                      "target_modules": ["k_proj", "v_proj"],
                                                      "exclude_modules": r".*\.0\..*"}),
         (r"target_modules '\(q': missing \)", {"target_modules": "(q"}),
+        ("target_modules 'a{9+}': the repetition number is too large",
+         {"target_modules": "a{99999999999}"}),
+        (r"rank_pattern '\(\?i\)q': global flags not at the", {"rank_pattern": {"(?i)q": 4}}),
+        (r"layers_pattern '\(': missing \)", {"layers_to_transform": [0], "layers_pattern": "("}),
+        ("layers_pattern must be an expression or a list of .*, got 5", {"layers_pattern": 5}),
         (r"weights of model.layers.0.self_attn.v_proj and 3 other layers, which its adapter_config."
          r"json does not choose \(target_modules=\['q_proj'\]\)", {"targets": ("q_proj", "v_proj"),
                                                               "target_modules": ["q_proj"]}),
@@ -337,9 +342,9 @@ def test_folders_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
     engine = make_engine(enable_lora=True)
     for make, match in (
         (lambda folder: None, "no such folder"),
-        (lambda folder: folder.mkdir(), "has no adapter_model.safetensors"),
+        (lambda folder: folder.mkdir(), "has no file adapter_model.safetensors"),
         (lambda folder: (folder / "adapter_model.bin").touch(), "save the adapter with safe"),
-        (lambda folder: (folder / "adapter_model.safetensors").touch(), "config.json cannot be"),
+        (lambda folder: (folder / "adapter_model.safetensors").touch(), "has no file adapter_con"),
         (lambda folder: (folder / "adapter_config.json").write_text("[]"), "is not a mapping"),
         (lambda folder: (folder / "adapter_config.json").write_text(
             json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4})), "cannot be read"),

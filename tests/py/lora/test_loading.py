@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flexinfer import AsyncLLM, EngineDeadError, LoRARequest, RequestError
-from flexinfer.lora.peft_folder import PeftFolder
+from flexinfer.lora.peft_folder import CONFIG, MAX_CONFIG_BYTES, WEIGHTS, PeftFolder
+from flexinfer.lora.places import Places
 from helpers.async_kit import GREEDY, last, with_llm
 from helpers.lora_kit import merged_reference, request_for, save_adapter
 from helpers.tiny_models import random_prompts, reference
@@ -93,6 +96,52 @@ def test_others_are_served_while_an_adapter_is_read(
         assert reads.num_torch_threads == [1]
 
     with_llm(scenario, enable_lora=True)
+
+
+@pytest.fixture
+def ends_if_all_stands_still() -> Iterator[None]:
+    """A thread that holds the interpreter's lock for ever holds up pytest's own limit, too."""
+    faulthandler.dump_traceback_later(WAIT_S, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.usefixtures("ends_if_all_stands_still")
+def test_others_are_served_while_an_expression_backtracks_for_ever(
+    folder: Path, tmp_path: Path
+) -> None:
+    endless = save_adapter(tmp_path / "b", target_modules="(([a-z_.0-9]+)*)*!")
+
+    async def scenario(llm: AsyncLLM) -> None:
+        bad, good = request_for(endless, 1), request_for(folder, 2)
+        assert bad is not None
+        assert good is not None
+        loading = asyncio.create_task(llm.add_lora(bad))
+        assert await tokens(llm, good) == merged_reference("llama", folder, PROMPT, NUM_NEW)
+        with pytest.raises(RequestError, match=r"target_modules .* takes longer than 1 s"):
+            await loading
+
+    with_llm(scenario, enable_lora=True)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("name", "make", "match"),
+    [
+        (CONFIG, os.mkfifo, f"has no file {CONFIG}"),
+        (CONFIG, lambda path: path.symlink_to("/dev/null"), f"has no file {CONFIG}"),
+        (CONFIG, lambda path: path.write_text(" " * 2**20 + "{}"), f"more than {MAX_CONFIG_BYTES}"),
+        (WEIGHTS, os.mkfifo, f"has no file {WEIGHTS}"),
+    ],
+)
+def test_a_file_that_might_never_end_is_not_read(
+    name: str, make: Callable[[Path], None], match: str, tmp_path: Path
+) -> None:
+    save_adapter(tmp_path)
+    (tmp_path / name).unlink()
+    make(tmp_path / name)
+    with pytest.raises(RequestError, match=match):
+        PeftFolder("a", str(tmp_path), Places(None), max_rank=16)
 
 
 def test_all_who_ask_meanwhile_wait_for_one_read_and_who_goes_takes_none_along(

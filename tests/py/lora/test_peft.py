@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 
 from flexinfer import LLM, LoRARequest, SamplingParams
+from flexinfer.lora.expressions import Expressions
 from flexinfer.lora.targets import Targets
 from helpers.tiny_models import continue_prompt, make_model, random_prompts
 
@@ -68,6 +69,11 @@ def test_an_adapter_of_peft_gives_what_peft_gives(name: str, index: int, tmp_pat
         {"target_modules": "all-linear", "exclude_modules": ["q_proj", "1.mlp.up_proj"]},
         {"target_modules": ["q_proj", "model.layers.1.mlp.up_proj"], "layers_to_transform": [0, 2]},
         {"target_modules": ["q_proj"], "layers_to_transform": 2, "layers_pattern": ["h", "layers"]},
+        {
+            "target_modules": ["v_proj"],
+            "layers_to_transform": [1],
+            "layers_pattern": "(h|layers)",
+        },
         {"target_modules": r"model\.layers\.[13].*(up|down)_proj", "exclude_modules": ".*3.*up.*"},
     ],
 )
@@ -76,5 +82,5 @@ def test_layers_are_chosen_as_peft_chooses_them(settings: dict[str, Any]) -> Non
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
     adapted = peft.get_peft_model(model, config).targeted_module_names
-    targets = Targets(settings)
+    targets = Targets(settings, Expressions(settings, linear))
     assert [path for path in linear if path in targets and path != "lm_head"] == adapted

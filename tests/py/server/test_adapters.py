@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree
@@ -151,6 +152,24 @@ def test_only_the_admin_key_loads_and_what_cannot_be_served_is_said(
             assert nothing.status_code == 400
             assert "no such folder" in nothing.json()["error"]["message"]
             assert (await client.get("/v1/models/other")).status_code == 404
+
+    asyncio.run(visit())
+
+
+@pytest.mark.parametrize("pattern", ["(", 5, "(?P<idx>h)"])
+def test_a_config_that_cannot_be_read_is_the_callers_error(
+    pattern: object, llm: AsyncLLM, folder: Path, tmp_path: Path
+) -> None:
+    copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    config |= {"layers_to_transform": [0], "layers_pattern": pattern}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+
+    async def visit() -> None:
+        async with client_of(llm) as client:
+            answer = await load(client, "bad", tmp_path)
+            assert answer.status_code == 400
+            assert "layers_pattern" in answer.json()["error"]["message"]
 
     asyncio.run(visit())
 
