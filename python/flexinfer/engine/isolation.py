@@ -7,8 +7,9 @@
     . . . . . f . .     computed
     . . . . . . g h     computed
 
-Each row is computed at most log2(n) + 1 times more. KV that a failed attempt has written is written
-again, to the same places; requests have not moved on meanwhile.
+Each row is computed at most log2(n) + 1 times more, and once more without its proposal where that
+fails: a request gets none any more then. KV that a failed attempt has written is written again, to
+the same places; requests have not moved on meanwhile.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def execute_in_parts(
     tokens: list[SampledToken] = []
     failures: list[SequenceFailure] = []
     guilty: list[Failure] = []
-    parts = list(_halves(items))
+    parts = _smaller(items)
     is_any_computed = False
     while parts:
         part = parts.pop()
@@ -47,11 +48,13 @@ def execute_in_parts(
         except EngineDeadError:
             raise
         except Exception as error:
-            if is_shortage(error) or (len(part) == 1 and not parts and not is_any_computed):
+            if is_shortage(error):
                 raise
-            if len(part) > 1:
-                parts += _halves(part)
+            if len(part) > 1 or part[0].draft:
+                parts += _smaller(part)
                 continue
+            if not parts and not is_any_computed:
+                raise
             request = part[0].request
             logger.warning("request %r makes its step fail", request.request_id, exc_info=True)
             guilty.append((request, f"{type(error).__name__}: {error}"))
@@ -62,9 +65,11 @@ def execute_in_parts(
     return StepResult(tokens, failures), guilty
 
 
-def _halves(
-    items: Sequence[ScheduledRequest],
-) -> tuple[Sequence[ScheduledRequest], Sequence[ScheduledRequest]]:
-    """The second, then the first, which is thus the next on a stack."""
+def _smaller(items: Sequence[ScheduledRequest]) -> list[Sequence[ScheduledRequest]]:
+    """The second half, then the first, which is thus the next on a stack; of one item, itself
+    without its proposal."""
+    if len(items) == 1:
+        items[0].request.may_speculate = False
+        return [[items[0].without_draft()]]
     middle = len(items) // 2
-    return items[middle:], items[:middle]
+    return [items[middle:], items[:middle]]

@@ -292,12 +292,13 @@ class LLMEngine:
         """Run the model on the batch; returns the groups that got tokens, or failed."""
         result, failures = self._steps.execute(batch, may_run_ahead=may_run_ahead)
         failures += self._plans.match_failures(result)
+        new_tokens = self._plans.match(result)
+        if self._speculation is not None:
+            token_ids = ((r, token.token_id) for r, token in new_tokens)
+            failures = self._speculation.settle(batch, token_ids, failures)
         failures = [failure for failure in failures if not failure[0].is_finished]
         for request, message in failures:
             request.finish("error", message)  # so that it is neither recorded nor forked
-        new_tokens = self._plans.match(result)
-        if self._speculation is not None:
-            self._speculation.settle(batch, ((r, token.token_id) for r, token in new_tokens))
         self.scheduler.advance(batch)
         now = time.monotonic()
         tokens_of: dict[RequestGroup, list[NewToken]] = {}

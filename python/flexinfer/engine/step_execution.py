@@ -57,7 +57,7 @@ class StepExecution:
                 raise
             except Exception as error:
                 is_shortage = self._torch_memory.is_shortage(error)
-                if not is_shortage and len(batch.items) == 1:
+                if not is_shortage and len(batch.items) == 1 and not batch.items[0].draft:
                     raise
                 reason = f"{type(error).__name__}: {error}"
             # Here the error is gone, and with its traceback the tensors of the failed attempt.

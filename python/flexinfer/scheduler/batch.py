@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from flexinfer.scheduler.request import Request
@@ -29,6 +29,9 @@ class ScheduledRequest:
     @property
     def num_tokens(self) -> int:
         return self.end - self.start
+
+    def without_draft(self) -> ScheduledRequest:
+        return replace(self, end=self.end - len(self.draft), draft=())
 
 
 @dataclass(slots=True)

@@ -56,7 +56,8 @@ class Request:
     siblings: list[Request] = field(default_factory=list)
     """Those of them that sample their first token from this prompt's logits."""
     may_speculate: bool = True
-    """Whether tokens may be proposed ahead: not where several sequences go on from one prompt."""
+    """Whether tokens may be proposed ahead: not where several sequences go on from one prompt, nor
+    after a step that failed with a proposal."""
     vtensor: VTensor | None = None
     num_computed_tokens: int = 0
     num_launched_tokens: int = 0

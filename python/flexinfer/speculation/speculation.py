@@ -88,23 +88,39 @@ class Speculation:
             if self._num_further is not None:
                 self._num_further = sum(len(item.draft) for item in drafted.values())
 
-    def settle(self, batch: Batch, tokens: Iterable[tuple[Request, int]]) -> None:
+    def settle(
+        self,
+        batch: Batch,
+        tokens: Iterable[tuple[Request, int]],
+        failures: Sequence[tuple[Request, str]] = (),
+    ) -> list[tuple[Request, str]]:
         """The step has given these tokens: take back what was rejected, as if it had not been
-        scheduled."""
+        scheduled. Returns those of the failures that end their requests.
+
+        A proposal may be why a request failed: what attention masks still poisons a row if it is
+        NaN. All of it is taken back then, the token before it included, to be computed again alone.
+        """
         got: dict[Request, list[int]] = {}
         for request, token_id in tokens:
             got.setdefault(request, []).append(token_id)
+        given_up: set[Request] = set()
         for i, item in enumerate(batch.items):
-            drawn = got.get(item.request, [])
-            acceptance = self._acceptance.get(item.request)
+            request, drawn = item.request, got.get(item.request, [])
+            acceptance = self._acceptance.get(request)
             if item.draft:
                 num_accepted = max(0, len(drawn) - 1)
-                batch.items[i] = self._take_back(item, num_accepted)
+                batch.items[i] = self._take_back(item, len(drawn))
                 self.stats.note(len(item.draft), num_accepted)
                 if acceptance is not None:
                     acceptance.observe(len(item.draft), num_accepted)
+                if not drawn and request.may_speculate:
+                    given_up.add(request)
+                    request.may_speculate = False
+                if not request.may_speculate:
+                    self.forget([request])
             elif acceptance is not None and drawn:
                 acceptance.observe_token(drawn[0])
+        return [failure for failure in failures if failure[0] not in given_up]
 
     def observe(self, step_us: float) -> None:
         """The step took so long, all of it."""
@@ -178,9 +194,10 @@ class Speculation:
             item.request.num_extended_tokens = item.end
         return True
 
-    def _take_back(self, item: ScheduledRequest, num_accepted: int) -> ScheduledRequest:
-        """The item without its rejected tokens, whose memory stays mapped for the next ones."""
-        end = item.end - len(item.draft) + num_accepted
+    def _take_back(self, item: ScheduledRequest, num_kept: int) -> ScheduledRequest:
+        """The item with so many of its tokens: a token was drawn behind each of them. The memory of
+        the others stays mapped for the next ones."""
+        end = item.start + num_kept
         if end < item.end:
             item.vtensor.truncate(end)
             item.request.num_extended_tokens = end

@@ -33,11 +33,11 @@ def it_always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepCosts, "estimate", lambda _, num, further: [1.0] * (further + 1))
 
 
-def drafting(model: Any = None, **settings: Any) -> LLMEngine:
+def drafting(model: Any = None, of: Any = "llama", **settings: Any) -> LLMEngine:
     """By default with the model itself as its draft: all that it proposes is right."""
     config = {"method": "draft_model", "num_speculative_tokens": 3}
     config["model"] = make_model("llama") if model is None else model
-    return make_engine(speculative_config=config, kv_cache_memory_bytes="8MiB", **settings)
+    return make_engine(of, speculative_config=config, kv_cache_memory_bytes="8MiB", **settings)
 
 
 def draft_of(engine: LLMEngine) -> DraftModel:
@@ -223,6 +223,29 @@ def test_a_draft_that_fails_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(DraftModel, "_compute", fail)
     check(drain_both(engine), PROMPTS, NUM_NEW)
     engine.close()
+
+
+def test_a_request_that_failed_with_a_proposal_goes_on_without_a_draft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the draft proposes is infinite in the model, and in the draft nothing of it is left."""
+    model = copy.deepcopy(make_model("llama"))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[127] = float("inf")
+    prompts = [[token % 127 for token in prompt] for prompt in PROMPTS]
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, logit_bias={127: -100.0})
+    found = []
+    monkeypatch.setattr(DraftModel, "_compute", lambda _, rows: [127] * len(rows))
+    for engine in (make_engine(model), drafting(of=model)):
+        submit(engine, prompts, params)
+        for _ in range(8):
+            engine.step()
+        if engine._draft_model is not None:
+            assert draft_of(engine).manager.stats().num_vtensors == 0
+            assert engine.stats().speculation.num_drafts == len(prompts)
+        found.append({i: o.outputs[0] for i, o in drain(engine).items()})
+        engine.close()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,25 @@ that fails with a proposal is computed again without one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("llguidance")
 
-from flexinfer import LLM, SamplingParams
+from flexinfer import LLM, LLMEngine, SamplingParams
 from flexinfer.cli.settings import SHIPPED_MODEL
 from flexinfer.outputs import CompletionOutput
+from flexinfer.runner.model_runner import ModelRunner
 from flexinfer.sampling.grammars import StructuredOutputsParams
+from flexinfer.speculation.ngram import NgramIndex
 from flexinfer.speculation.step_costs import StepCosts
+from helpers.engine_kit import drain, make_engine, submit
+from helpers.tiny_models import make_model, random_prompts
 
 NGRAM = {
     "method": "ngram",
@@ -24,6 +29,10 @@ NGRAM = {
     "prompt_lookup_min": 1,
     "prompt_lookup_max": 2,
 }
+POISON = 127
+PROMPTS = [[token % POISON for token in prompt] for prompt in random_prompts((20, 33, 7))]
+BAD = PROMPTS[0]
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logit_bias={POISON: -100.0})
 
 
 @pytest.fixture(autouse=True)
@@ -96,3 +105,101 @@ def test_a_grammar_at_a_loss_behind_a_proposed_token_ends_no_request(llms: list[
     stats = llms[1].llm_engine.stats().speculation
     assert stats is not None
     assert stats.num_draft_tokens > stats.num_accepted_tokens
+
+
+def poisoned(name: str) -> Any:
+    """A model that computes NaN with one token, and with all that attend to it."""
+    model = copy.deepcopy(make_model(name))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[POISON] = float("inf")
+    return model
+
+
+def said(engine: LLMEngine, prompts: list[list[int]]) -> list[CompletionOutput]:
+    submit(engine, prompts, GREEDY)
+    final = drain(engine)
+    return [final[str(i)].outputs[0] for i in range(len(prompts))]
+
+
+def propose(patch: pytest.MonkeyPatch, known: list[list[int]], token: int) -> None:
+    """What will come, and for the first prompt this token."""
+
+    def look_up(_: NgramIndex, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        if token_ids[: len(BAD)] == BAD:
+            return [token] * num_tokens
+        coming = (all_ids[len(token_ids) :] for all_ids in known if all_ids[:7] == token_ids[:7])
+        return next(coming)[:num_tokens]
+
+    patch.setattr(NgramIndex, "propose", look_up)
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+@pytest.mark.parametrize(
+    ("name", "kv_cache_dtype"),
+    [("llama", "auto"), ("llama", "int8"), ("llama", "fp8_e4m3"), ("mistral", "auto")],
+)
+def test_a_proposed_token_whose_kv_is_nan_ends_no_request(
+    name: str, kv_cache_dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is proposed once; what is recorded after that is sound: the second turn shares it."""
+    settings = {"kv_cache_dtype": kv_cache_dtype, "attention_backend": backend}
+    turns = [PROMPTS]
+    engine = make_engine(poisoned(name), enable_prefix_caching=False, **settings)
+    plain = [said(engine, PROMPTS)]
+    turns.append([p + o.token_ids + [5, 6] for p, o in zip(PROMPTS, plain[0], strict=True)])
+    plain.append(said(engine, turns[1]))
+    engine.close()
+    known = [p + o.token_ids for p, o in zip(turns[1], plain[1], strict=True)]
+    propose(monkeypatch, known, POISON)
+    engine = make_engine(poisoned(name), speculative_config=NGRAM, **settings)
+    for num_turns, (prompts, expected) in enumerate(zip(turns, plain, strict=True), 1):
+        assert said(engine, prompts) == expected
+        stats = engine.stats().speculation
+        assert stats is not None
+        assert stats.num_draft_tokens - stats.num_accepted_tokens == 4 * num_turns
+    assert engine.manager.stats().prefix_hit_tokens > 60
+    engine.close()
+
+
+def fails_in_forward(patch: pytest.MonkeyPatch, is_guilty: bool) -> None:
+    """The model fails with the token, and, if guilty, with all that comes after that."""
+    real, failed = ModelRunner.forward, []
+
+    def fail(self: ModelRunner, inputs: Any) -> torch.Tensor:
+        if POISON in inputs.token_ids.tolist() or (failed and is_guilty):
+            failed.append(inputs)
+            raise ArithmeticError("cannot be computed")
+        return real(self, inputs)
+
+    patch.setattr(ModelRunner, "forward", fail)
+
+
+@pytest.mark.parametrize("num_requests", [1, 3])
+def test_a_request_with_which_the_model_fails_is_computed_without_its_proposal(
+    num_requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = PROMPTS[:num_requests]
+    engine = make_engine()
+    plain = said(engine, prompts)
+    engine.close()
+    propose(monkeypatch, [p + o.token_ids for p, o in zip(prompts, plain, strict=True)], POISON)
+    fails_in_forward(monkeypatch, is_guilty=False)
+    engine = make_engine(speculative_config=NGRAM)
+    assert said(engine, prompts) == plain
+    stats = engine.stats().speculation
+    assert stats is not None
+    assert stats.num_draft_tokens - stats.num_accepted_tokens == 4
+    engine.close()
+
+
+def test_one_that_fails_without_its_proposal_too_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    propose(monkeypatch, [], POISON)
+    fails_in_forward(monkeypatch, is_guilty=True)
+    engine = make_engine(speculative_config=NGRAM)
+    submit(engine, [BAD], GREEDY)
+    with pytest.raises(ArithmeticError, match="cannot be computed"):
+        drain(engine)
+    assert not engine.has_unfinished_requests()
+    engine.reset_prefix_cache()
+    assert engine.manager.stats().num_vtensors == 0
+    engine.close()
