@@ -196,8 +196,8 @@ class EngineThread:
             return
         try:
             callback(item)
-        except Exception:
-            logger.warning("the output of request %r finds no taker", request_id, exc_info=True)
+        except Exception as error:
+            logger.warning("the output of request %r finds no taker: %s", request_id, error)
             self._engine.abort_request(request_id)
             last = True
         if last:

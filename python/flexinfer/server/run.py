@@ -1,4 +1,5 @@
-"""Runs an app under uvicorn until a signal: drain, then stop; a second signal means now."""
+"""Runs an app under uvicorn until a signal: drain, then end what still runs, then stop; a second
+signal means now."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import logging
 import signal
 import socket
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 ENGINE_FAILED = 1
 """Exit code when the engine has died."""
 WATCH_INTERVAL_S = 0.5
+ENDING_S = 2.0
+"""For answers to requests that are ended: a step may be under way, and readers may be slow."""
 
 
 class Server(uvicorn.Server):
@@ -31,6 +34,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
         super().__init__(config)
         self._state = state
+        self._hurry = asyncio.Event()
         self.exit_code = 0
 
     @contextmanager
@@ -46,15 +50,34 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """Drain; called again: stop now."""
+        """Drain; called again: end now what runs."""
         if self.should_exit:
             logger.warning("stopping at once")
-            self.force_exit = True
+            self._hurry.set()
         else:
             active = self._state.limits.num_active
             logger.info("shutting down: %d sequences are still being served", active)
         self._state.is_draining = True
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.ensure_future(self._end_in_time())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_in_time(self) -> None:
+        """What has not ended is answered so, then disconnected: for an app that is a client who
+        goes. uvicorn would cancel its tasks: a traceback and a plain 500 for each."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), self._state.settings.shutdown_timeout_s)
+        logger.warning("ending %d sequences", self._state.limits.num_active)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._state.end_requests(), ENDING_S)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        self.force_exit = self._hurry.is_set()
 
     async def watch_engine(self) -> None:
         """A dead engine cannot be served from: go down, so that a supervisor starts anew."""
@@ -70,14 +93,12 @@ def serve(app: FastAPI, sock: socket.socket) -> int:
     """Serve on a socket that is bound; returns the exit code. The engine is left running."""
     state: ServerState = app.state.flexinfer
     tls = state.settings.tls
-    timeout_s = max(1, round(state.settings.shutdown_timeout_s))
     config = uvicorn.Config(
         app,
         http=_protocol(state.settings.receive_timeout_s),
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=timeout_s,
         lifespan="on",
         **({} if tls is None else tls.uvicorn_options()),
     )

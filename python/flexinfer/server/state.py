@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 from fastapi import Depends, Request
 
@@ -21,7 +22,7 @@ from flexinfer.server.handover.partner import PrefillPartner
 from flexinfer.server.handover.prefiller import Prefiller
 from flexinfer.server.handover.stats import HandoverStats
 from flexinfer.server.http.bodies import Turnstile
-from flexinfer.server.http.errors import APIError
+from flexinfer.server.http.errors import APIError, shutting_down
 from flexinfer.server.http.limits import Limits
 from flexinfer.server.observability.logs import new_id
 from flexinfer.server.observability.memory_map import MemoryMap
@@ -34,6 +35,8 @@ from flexinfer.server.stores.conversations import ConversationStore
 from flexinfer.server.stores.responses import ResponseStore
 from flexinfer.server.stores.shares import equal_share
 from flexinfer.server.token_bytes import TokenBytes
+
+END_INTERVAL_S = 0.1
 
 
 class ServerState:
@@ -91,6 +94,8 @@ class ServerState:
             )
         self.is_draining = False
         """The server is going down: new requests are refused."""
+        self.is_ending = False
+        """Those that are being served have no more time: they get 503, too."""
         self.trace_path: Path | None = None
         self._engine_ids: set[str] = set()
 
@@ -119,6 +124,15 @@ class ServerState:
         finally:
             self._engine_ids.difference_update(claimed)
 
+    async def end_requests(self) -> NoReturn:
+        """Have all that is being served answered 503, or by an event that says the same; until it
+        is cancelled, since some may be on their way to the engine."""
+        self.is_ending = True
+        while True:
+            aborted = map(self.llm.abort, self._engine_ids)
+            await asyncio.gather(*aborted, return_exceptions=True)  # a dead engine has told them
+            await asyncio.sleep(END_INTERVAL_S)
+
     async def grammar(
         self, tenant: str, structure: StructuredOutputsParams
     ) -> CompiledGrammar | None:
@@ -134,12 +148,7 @@ class ServerState:
     def check_serving(self, model: str | None) -> None:
         """Raises APIError if the server is going down, or serves no such model."""
         if self.is_draining:
-            raise APIError(
-                503,
-                "the server is shutting down: try another one, or try again later",
-                code="shutting_down",
-                headers={"Retry-After": "5"},
-            )
+            raise shutting_down()
         if self.prefiller is not None:
             raise APIError(
                 403,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -19,7 +22,7 @@ import httpx
 import pytest
 
 from flexinfer.server.app import create_app
-from flexinfer.server.run import ENGINE_FAILED
+from flexinfer.server.run import ENDING_S, ENGINE_FAILED
 from helpers.serving import ServerProcess, make_llm, settings
 from helpers.waiting import until
 
@@ -40,9 +43,9 @@ def start_stream(url: str, result: dict[str, Any]) -> threading.Thread:
     def read() -> None:
         try:
             with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=120) as answer:
-                for line in answer.iter_lines():
+                for line in filter(None, answer.iter_lines()):
                     started.set()
-                    result["last"] = line or result.get("last")
+                    result["last_two"] = [*result.get("last_two", []), line][-2:]
         except httpx.HTTPError as error:
             result["error"] = error
 
@@ -71,7 +74,8 @@ def test_sigterm_drains_what_runs(process: ServerProcess) -> None:
     assert answer.startswith(b"HTTP/1.1 503")
     assert b'"shutting_down"' in answer
     thread.join(120)
-    assert result == {"last": "data: [DONE]"}
+    assert result["last_two"][1] == "data: [DONE]"
+    assert "error" not in result
     assert process.wait() == 0
     lines = [json.loads(line) for line in process.log.read_text().splitlines()]
     assert any(line["message"].startswith("Serving tiny_chat at http://") for line in lines)
@@ -133,7 +137,55 @@ def test_a_second_sigterm_stops_at_once(process: ServerProcess) -> None:
     process.signal(signal.SIGINT)
     process.wait(60)
     thread.join(60)
-    assert result["last"] != "data: [DONE]"
+    assert_was_told(result)
+    assert "Traceback" not in process.log.read_text()
+
+
+def assert_was_told(result: dict[str, Any]) -> None:
+    """The stream was cut off by an event in the shape of OpenAI's errors."""
+    told, last = result["last_two"]
+    error = json.loads(told.removeprefix("data: "))["error"]
+    assert (error["type"], error["code"]) == ("service_unavailable_error", "shutting_down")
+    assert last == "data: [DONE]"
+
+
+@pytest.mark.parametrize("changed", [{}, {"use_beam_search": True, "n": 2}])
+def test_requests_that_have_no_more_time_are_told(tmp_path: Path, changed: dict[str, Any]) -> None:
+    result: dict[str, Any] = {}
+    plain = {**LONG, "stream": False, **changed}
+    with ServerProcess(tmp_path / "log", "--shutdown-timeout", "0.2") as process:
+        url = process.wait_until_ready().url
+        thread = start_stream(url, result)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(httpx.post, f"{url}/v1/completions", json=plain, timeout=60)
+            until(lambda: num_running(url) > 1, "both to run")
+            process.signal()
+            start_s = time.monotonic()
+            answer = asked.result()
+            assert time.monotonic() - start_s < 0.2 + ENDING_S
+        thread.join(60)
+        assert process.wait() == 0
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+    assert_was_told(result)
+    assert "Traceback" not in process.log.read_text()
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path / "log", "--shutdown-timeout", "0") as process:
+        url = httpx.URL(process.wait_until_ready().url)
+        with socket.create_connection((url.host, url.port or 0), 60) as late:
+            late.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+            late.sendall(b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
+            process.signal()
+            assert process.wait(30) == 0
+    assert "Traceback" not in process.log.read_text()
+
+
+def num_running(url: str) -> float:
+    text = httpx.get(f"{url}/metrics", timeout=60).text
+    found = re.search(r"(?m)^flexinfer:num_requests_running\{.*\} (.+)$", text)
+    assert found is not None
+    return float(found[1])
 
 
 def test_an_engine_that_fails_for_good_ends_the_server_with_its_own_code(tmp_path: Path) -> None:

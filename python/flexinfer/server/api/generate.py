@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nu
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from flexinfer.errors import EngineError
 from flexinfer.lora.adapters import Adapter
 from flexinfer.outputs import BeamSearchOutput, RequestOutput
 from flexinfer.sampling.grammars import TOO_COMPLEX
@@ -18,7 +19,7 @@ from flexinfer.sampling.params import (
     RequestOutputKind,
     SamplingParams,
 )
-from flexinfer.server.http.errors import APIError, bad_request
+from flexinfer.server.http.errors import APIError, bad_request, shutting_down
 from flexinfer.server.observability.logs import log_with_request
 from flexinfer.server.protocol.base import CompletionTokensDetails, PromptTokensDetails, Usage
 from flexinfer.server.state import ServerState
@@ -133,7 +134,12 @@ def _admit(state: ServerState, job: Job) -> Iterator[list[str]]:
         state.limits.hold(job.tenant, job.num_sequences),
         state.claim_ids(job.engine_ids) as ids,
     ):
-        yield ids
+        try:
+            yield ids
+        except (APIError, EngineError):
+            if state.is_ending:
+                raise shutting_down() from None
+            raise
 
 
 async def _outputs(

@@ -100,6 +100,15 @@ def invalid_field(error: ValueError) -> APIError:
     return bad_request(str(error), name[1] if name else None)
 
 
+def shutting_down() -> APIError:
+    return APIError(
+        503,
+        "the server is shutting down: try another one, or try again later",
+        code="shutting_down",
+        headers={"Retry-After": "5"},
+    )
+
+
 def wrong_content_type(kind: str) -> APIError:
     """Most often that of `curl -d` by itself, which says that it sends a form."""
     return bad_request(
