@@ -21,6 +21,8 @@ MAX_SPECULATIVE_TOKENS = 256
 """Each place in a proposal is counted in a metric, and all are weighed before each step."""
 KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")
 DEFAULT_LOOKUP = 5
+MAX_LOOKUP = 32
+"""Each length between the shortest and the longest has an index of all tokens of a request."""
 DEFAULT_STATE_SNAPSHOT_TOKENS = 1024
 DEFAULT_MAX_LORAS = 8
 
@@ -94,7 +96,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     """The longest proposal; how much of it is verified adapts to what it brings."""
     prompt_lookup_max: int | None = None
-    """The longest tail that is looked up; None: `prompt_lookup_min`, or 5."""
+    """The longest tail that is looked up, at most 32; None: `prompt_lookup_min`, or 5."""
     prompt_lookup_min: int | None = None
     """The shortest; None: `prompt_lookup_max`."""
     model: Any = None
@@ -104,9 +106,8 @@ class SpeculativeConfig:
         _require_choice("speculative_config: method", self.method, SPECULATIVE_METHODS)
         name = "speculative_config: num_speculative_tokens"
         _require_positive(name, self.num_speculative_tokens, MAX_SPECULATIVE_TOKENS)
-        for name in ("prompt_lookup_min", "prompt_lookup_max"):
-            if getattr(self, name) is not None:
-                _require_positive(f"speculative_config: {name}", getattr(self, name))
+        for name, length in self._given_lengths().items():
+            _require_positive(f"speculative_config: {name}", length, MAX_LOOKUP)
         self._check_model()
         shortest, longest = self.lookup_lengths
         if shortest > longest:
@@ -115,18 +116,17 @@ class SpeculativeConfig:
                 f"prompt_lookup_max ({self.prompt_lookup_max})"
             )
 
+    def _given_lengths(self) -> dict[str, int]:
+        lengths = {name: getattr(self, name) for name in ("prompt_lookup_min", "prompt_lookup_max")}
+        return {name: length for name, length in lengths.items() if length is not None}
+
     def _check_model(self) -> None:
-        lookup = {
-            "prompt_lookup_min": self.prompt_lookup_min,
-            "prompt_lookup_max": self.prompt_lookup_max,
-        }
         if self.method == "ngram" and self.model is not None:
             raise ValueError('speculative_config: method "ngram" takes no model')
         if self.method == "draft_model":
             if self.model is None:
                 raise ValueError('speculative_config: method "draft_model" needs a model')
-            given = [name for name, value in lookup.items() if value is not None]
-            if given:
+            if given := self._given_lengths():
                 raise ValueError(
                     f'speculative_config: method "draft_model" takes no {" and no ".join(given)}'
                 )

@@ -167,6 +167,8 @@ def test_a_step_that_something_else_delays_decides_nothing(slow: set[int], row_u
         ),
         ({**NGRAM, "prompt_lookup_min": 3}, r"prompt_lookup_min \(3\) must be at most"),
         ({**NGRAM, "prompt_lookup_max": 0}, "prompt_lookup_max must be a positive"),
+        ({**NGRAM, "prompt_lookup_max": 33}, "prompt_lookup_max must be at most 32, got 33"),
+        ({**NGRAM, "prompt_lookup_min": 200}, "prompt_lookup_min must be at most 32, got 200"),
         ({**NGRAM, "tree": 1}, "has tree, which is not supported"),
         ("{", "is no JSON"),
         ([1], "must be a mapping"),
