@@ -26,6 +26,9 @@ from flexinfer.sampling.sequences import SequenceState, SequenceStates
 
 logger = logging.getLogger(__name__)
 
+REJECTED = "no token can be chosen behind what is only proposed"
+"""Of such a row nobody asks why: that would cost a pass over its logits."""
+
 MAX_TEMPERATURE = 1e30
 """One that float32 has; all tokens are equally probable long before."""
 
@@ -162,7 +165,11 @@ def _output(drawn: Drawn) -> SamplerOutput:
     logits, token_ids = drawn.logits, drawn.token_ids
     if isinstance(token_ids, HostCopy):
         token_ids = token_ids.tolist()
-    errors = {row: explain_failure(logits[row]) for row, token in enumerate(token_ids) if token < 0}
+    errors = {
+        row: REJECTED if state.num_drafted else explain_failure(logits[row])
+        for row, (token, state) in enumerate(zip(token_ids, drawn.states, strict=True))
+        if token < 0
+    }
     asked = [
         None if row in errors else state.params.logprobs for row, state in enumerate(drawn.states)
     ]
