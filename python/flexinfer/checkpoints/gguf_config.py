@@ -84,6 +84,10 @@ OTHER_KEYS = {
 }
 
 
+UNSAID_IDS = {"bos": 1, "eos": 2, "unknown": 0}
+"""Special tokens of SentencePiece where the file does not name them, as llama.cpp takes them."""
+
+
 def architecture_of(header: GgufHeader) -> Architecture:
     """Raises UnsupportedModelError for one that is not known."""
     found = ARCHITECTURES.get(header.architecture)
@@ -259,15 +263,25 @@ def _rope(values: _Values) -> dict[str, Any]:
     return parameters
 
 
+def token_id(header: GgufHeader, name: str) -> int | None:
+    """Of a special token; None: there is none. Raises UnsupportedModelError for what is no id."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    is_sentencepiece = header.metadata.get("tokenizer.ggml.model") == "llama"
+    found = header.metadata.get(key, UNSAID_IDS.get(name) if is_sentencepiece else None)
+    if found is not None and (type(found) is not int or found < 0):
+        raise UnsupportedModelError(f"{header.path!r} has {key} = {found!r}, which is no token")
+    return found
+
+
 def _special_tokens(header: GgufHeader, vocab_size: int) -> dict[str, Any]:
     """All tokens that end an answer are ends of sequence to transformers."""
     ids = {}
     for name in ("bos", "eos", "eot", "eom", "padding"):
-        key = f"tokenizer.ggml.{name}_token_id"
-        ids[name] = header.metadata.get(key)
-        if ids[name] is not None and ids[name] not in range(vocab_size):
+        ids[name] = found = token_id(header, name)
+        if found is not None and found >= vocab_size:
             raise UnsupportedModelError(
-                f"{header.path!r} has {key} = {ids[name]}, but the embedding has {vocab_size} rows"
+                f"{header.path!r} has tokenizer.ggml.{name}_token_id = {found}, but the embedding "
+                f"has {vocab_size} rows"
             )
     known = (ids["eos"], ids["eot"], ids["eom"], *header.end_ids)
     ends = list(dict.fromkeys(i for i in known if i is not None))

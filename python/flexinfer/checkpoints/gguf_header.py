@@ -116,7 +116,8 @@ def read_texts(path: str, keys: Collection[str]) -> dict[str, list[str]]:
     """The arrays of strings of these keys, those that there are. Raises as `read_header`."""
     with _refusing(path):
         metadata = _read(path, os.stat(path).st_size, keys).metadata
-    return {key: metadata[key] for key in keys if isinstance(metadata.get(key), list)}
+    found = {key: metadata[key] for key in keys if isinstance(metadata.get(key), list)}
+    return {key: texts for key, texts in found.items() if isinstance(next(iter(texts), ""), str)}
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flexinfer.checkpoints.gguf_config import token_id
 from flexinfer.checkpoints.gguf_header import TOKENS, GgufHeader, read_header, read_texts
 from flexinfer.errors import UnsupportedModelError
 
@@ -71,18 +72,24 @@ def load_gguf_tokenizer(path: str) -> Any:
 
     header = read_header(path)
     cut = _cut_of(header)
-    texts = read_texts(path, (TOKENS, MERGES))
-    tokens = texts.get(TOKENS, [])
+    needed = (TOKENS,) if cut is None else (TOKENS, MERGES)
+    texts = read_texts(path, needed)
+    for key in needed:
+        if key not in texts:
+            raise UnsupportedModelError(f"{path!r} has no texts as its {key}. {OTHER}")
+    tokens = texts[TOKENS]
     if cut is None:
         tokenizer = _sentencepiece(header, tokens)
     else:
-        tokenizer = _byte_level(tokens, texts.get(MERGES, []), cut)
-    special = _add_whole(tokenizer, tokens, header.metadata.get(f"{PREFIX}token_type", []))
-    named = _named(header.metadata, tokens)
+        tokenizer = _byte_level(header, tokens, texts[MERGES], cut)
+    has_types = f"{PREFIX}token_type" in header.metadata
+    types = _of_each(header, "token_type", tokens) if has_types else []
+    special = _add_whole(tokenizer, tokens, types)
+    named = _named(header, tokens)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        add_bos_token=header.metadata.get(f"{PREFIX}add_bos_token", cut is None or cut.is_begun),
-        add_eos_token=header.metadata.get(f"{PREFIX}add_eos_token", False),
+        add_bos_token=_flag(header, "add_bos_token", cut is None or cut.is_begun),
+        add_eos_token=_flag(header, "add_eos_token", False),
         extra_special_tokens=[token for token in special if token not in named.values()],
         chat_template=header.metadata.get("tokenizer.chat_template"),
         **named,
@@ -107,11 +114,38 @@ def _cut_of(header: GgufHeader) -> Cut | None:
     return CUTS[pre]
 
 
-def _byte_level(tokens: list[str], merges: list[str], cut: Cut) -> Tokenizer:
+def _flag(header: GgufHeader, name: str, default: bool) -> bool:
+    value = header.metadata.get(PREFIX + name, default)
+    if not isinstance(value, bool):
+        raise UnsupportedModelError(
+            f"{header.path!r} has {PREFIX}{name} = {value!r}; known: true and false. {OTHER}"
+        )
+    return value
+
+
+def _of_each(header: GgufHeader, name: str, tokens: list[str]) -> list[Any]:
+    """A number for each token."""
+    values = header.metadata.get(PREFIX + name)
+    if not isinstance(values, list) or len(values) != len(tokens):
+        raise UnsupportedModelError(
+            f"{header.path!r} has no {PREFIX}{name} of {len(tokens)} numbers, one for each token. "
+            f"{OTHER}"
+        )
+    return values
+
+
+def _byte_level(header: GgufHeader, tokens: list[str], merges: list[str], cut: Cut) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+    ids = _ids(tokens)
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    model = models.BPE(_ids(tokens), pairs, ignore_merges=cut.is_begun)
+    for left, right in pairs:
+        if not (left in ids and right in ids and left + right in ids):
+            raise UnsupportedModelError(
+                f"{header.path!r} merges {left!r} and {right!r}, and has not all these tokens. "
+                f"{OTHER}"
+            )
+    model = models.BPE(ids, pairs, ignore_merges=cut.is_begun)
     tokenizer = Tokenizer(model)
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.pattern is None)
     if cut.pattern is None:
@@ -126,12 +160,11 @@ def _byte_level(tokens: list[str], merges: list[str], cut: Cut) -> Tokenizer:
 def _sentencepiece(header: GgufHeader, tokens: list[str]) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = header.metadata.get(f"{PREFIX}scores", [])
-    merges = _merges(tokens, scores)
+    merges = _merges(tokens, _of_each(header, "scores", tokens))
     tokenizer = Tokenizer(models.BPE(_ids(tokens), merges, fuse_unk=True, byte_fallback=True))
     spaces: list[Any] = [normalizers.Replace(" ", SPACE)]
     steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if header.metadata.get(f"{PREFIX}add_space_prefix", True):
+    if _flag(header, "add_space_prefix", True):
         spaces.insert(0, normalizers.Prepend(SPACE))
         steps.append(decoders.Strip(" ", left=1))
     tokenizer.normalizer = normalizers.Sequence(spaces)
@@ -168,9 +201,9 @@ def _add_whole(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> lis
     return found[CONTROL]
 
 
-def _named(metadata: dict[str, Any], tokens: list[str]) -> dict[str, str | None]:
+def _named(header: GgufHeader, tokens: list[str]) -> dict[str, str | None]:
     """transformers' names of special tokens -> what they are."""
-    ids = {name: metadata.get(f"{PREFIX}{key}_token_id") for name, key in NAMED.items()}
+    ids = {name: token_id(header, key) for name, key in NAMED.items()}
     return {
         name: tokens[number] if number is not None and number < len(tokens) else None
         for name, number in ids.items()

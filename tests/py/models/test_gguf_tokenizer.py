@@ -36,13 +36,15 @@ SCORES = {"hi": -1.0, "▁hi": -2.0, "▁h": -3.0}
 
 
 def write(path: Path, tokens: Mapping[str, int], **values: Any) -> str:
-    """A file of sizes and a tokenizer, which the values describe."""
+    """A file of sizes and a tokenizer, which the values describe; None: without it."""
     writer = gguf.GGUFWriter(path, "llama")
     add_sizes(writer, CONFIGS["llama"]())
     writer.add_token_list(list(tokens))
-    writer.add_token_types(list(tokens.values()))
+    values = {"token_type": list(tokens.values()), **values}
     for key, value in values.items():
         name = f"tokenizer.ggml.{key}"
+        if value is None:
+            continue
         if isinstance(value, bool):
             writer.add_bool(name, value)
         elif isinstance(value, int):
@@ -156,3 +158,40 @@ def test_tokenizers_that_are_not_known_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         load_gguf_tokenizer(byte_level(tmp_path / "model.gguf", **values))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        ("bytes", {"merges": None}, r"no texts as its tokenizer\.ggml\.merges\. Name another"),
+        ("bytes", {"merges": 3}, r"no texts as its tokenizer\.ggml\.merges"),
+        ("bytes", {"merges": [3, 4]}, r"no texts as its tokenizer\.ggml\.merges"),
+        ("bytes", {"merges": ["h e", "h zz"]}, "merges 'h' and 'zz', and has not all these"),
+        ("bytes", {"add_bos_token": "false"}, r"add_bos_token = 'false'; known: true and false"),
+        ("bytes", {"add_eos_token": 1}, "add_eos_token = 1; known: true and false"),
+        ("bytes", {"bos_token_id": "<s>"}, "bos_token_id = '<s>', which is no token"),
+        ("bytes", {"token_type": [1, 3]}, r"no tokenizer\.ggml\.token_type of 263 numbers"),
+        ("pieces", {"token_type": 3}, r"no tokenizer\.ggml\.token_type of 266 numbers"),
+        ("pieces", {"scores": None}, r"no tokenizer\.ggml\.scores of 266 numbers, one for each"),
+        ("pieces", {"scores": [0.0, 1.0]}, r"no tokenizer\.ggml\.scores of 266 numbers"),
+        ("pieces", {"add_space_prefix": "no"}, "add_space_prefix = 'no'"),
+        ("pieces", {"unknown_token_id": True}, "unknown_token_id = True, which is no token"),
+    ],
+)
+def test_tokenizers_that_lack_parts_are_refused_by_name(
+    kind: str, values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Text was cut into bytes where merges were missing."""
+    make = byte_level if kind == "bytes" else sentencepiece
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_gguf_tokenizer(make(tmp_path / "model.gguf", **values))
+
+
+def test_special_tokens_of_sentencepiece_that_the_file_leaves_unsaid(tmp_path: Path) -> None:
+    unsaid = {f"{name}_token_id": None for name in ("bos", "eos", "unknown")}
+    path = sentencepiece(tmp_path / "model.gguf", **unsaid)
+    tokenizer = load_gguf_tokenizer(path)
+    ids = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id
+    assert ids == (1, 2, 0)
+    assert load_config(path).eos_token_id == [2, 3]
+    assert cut(path, "hi", add_special_tokens=True) == ["<s>", "▁hi"]
