@@ -14,6 +14,7 @@ as it is; so does everything on a GPU.
 | RMSNorm | `RMSNorm` | 1 for 6 |
 | torch.nn.Linear, Conv1D | `Linear` in the best format | |
 | a head and the embedding that it is tied to | `HostLinear`, `PanelEmbedding` | |
+| a weight by which code multiplies itself: of routers | `RowwiseWeight` | |
 | all of them, where weights are quantised | `QuantisedLinear` | |
 
 In a compiled model they are operators that the compiler does not look into (`operators.py`).
@@ -55,6 +56,7 @@ from flexinfer.layers.norm import fuse_norm
 from flexinfer.layers.quantise import lay_out, lay_out_parts, scheme_of, stored
 from flexinfer.layers.quantised import Scheme
 from flexinfer.layers.recognise import is_watched, weights_read_by
+from flexinfer.layers.rowwise_weight import make_rowwise
 from flexinfer.layers.tied_head import fuse_tied_heads
 from flexinfer.layers.trial import Run, computes_the_same
 from flexinfer.runtime.weight_files import drop_pages
@@ -132,6 +134,7 @@ def fuse_layers(
         _fuse_children(fusing, "")
         _fuse_around_mlps(fusing)
     fusing.counts.update(fuse_tied_heads(model))
+    make_rowwise(model)
     if scheme is not None:
         _warn_of_other_experts(model)
     logger.debug("fused layers: %s", dict(fusing.counts))
