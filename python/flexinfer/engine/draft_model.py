@@ -12,11 +12,13 @@ memory is short, requests go without proposals. Not thread-safe.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from flexinfer.memory.elastic import BudgetChange
 from flexinfer.runner.plan import StepPlan
 from flexinfer.runtime.units import parse_bytes
 from flexinfer.scheduler.request import Request
@@ -122,13 +124,16 @@ class DraftModel:
                 held.vtensor.record_prefix(request.token_array[: held.num_computed])
             held.vtensor.release()
 
-    def release_all(self) -> None:
-        """Forget everything, and give all memory back: before sleep, or another budget."""
+    def release_all(self) -> int:
+        """Forget everything, and give all memory back: before sleep, or another budget. Returns how
+        many bytes."""
+        resident_bytes = self.manager.resident_bytes
         for held in self._held.values():
             held.vtensor.release()
         self._held.clear()
         self.manager.reset_prefix_cache()
         self.manager.trim()
+        return resident_bytes - self.manager.resident_bytes
 
     def split(self, size: int | str) -> tuple[int, int]:
         """The engine's part of KV memory, and the part of this model, in bytes. Raises ValueError
@@ -142,11 +147,18 @@ class DraftModel:
             )
         return total - drafts, drafts
 
-    def set_budget(self, budget: int) -> None:
+    def set_budget(self, budget: int) -> BudgetChange:
         """Less memory is had by forgetting everything."""
-        if budget < self.manager.memory_budget:
-            self.release_all()
+        old_bytes, start_s = self.manager.memory_budget, time.perf_counter()
+        returned_bytes = self.release_all() if budget < old_bytes else 0
         self.manager.memory_budget = budget
+        return BudgetChange(
+            old_bytes=old_bytes,
+            new_bytes=self.manager.memory_budget,
+            returned_bytes=returned_bytes,
+            num_preempted=0,
+            seconds=time.perf_counter() - start_s,
+        )
 
     def close(self) -> None:
         self._held.clear()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from flexinfer.metrics.requests import RequestStats
 from flexinfer.metrics.speculation import SpeculationStats
 from flexinfer.metrics.steps import EngineStats, StepMeter
 from flexinfer.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from flexinfer.vtensor import Stats
 
 
 def take_stats(
@@ -15,6 +19,7 @@ def take_stats(
     meter: StepMeter,
     requests: RequestStats,
     speculation: SpeculationStats | None,
+    draft_memory: Stats | None,
 ) -> EngineStats:
     """Walks all chunks."""
     manager = scheduler.manager
@@ -31,6 +36,7 @@ def take_stats(
         steps=replace(meter.totals),
         last_step=meter.last,
         memory=memory,
+        draft_memory=draft_memory,
         requests=requests,
         step_tokens=meter.tokens.copy(),
         num_deferred=scheduler.num_deferred,

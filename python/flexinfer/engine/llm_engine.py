@@ -200,14 +200,14 @@ class LLMEngine:
     # Memory while serving. All of it between steps.
 
     def set_kv_cache_memory(self, size: int | str) -> BudgetChange:
-        """Change the budget of physical KV memory; see `ElasticMemory.set_budget`."""
+        """Change the budget of physical KV memory; see `ElasticMemory.set_budget`. Size and answer
+        are of the draft model's part too."""
         self._settle()
         if self._draft_model is None:
             change = self._elastic.set_budget(size)
         else:
             own, drafts = self._draft_model.split(size)
-            change = self._elastic.set_budget(own)
-            self._draft_model.set_budget(drafts)
+            change = self._elastic.set_budget(own) + self._draft_model.set_budget(drafts)
         self._executor.sync()
         return change
 
@@ -219,9 +219,9 @@ class LLMEngine:
         with level 1, forgotten with level 2. The model's weights stay where they are.
         """
         self._settle()
-        if self._draft_model is not None:
-            self._draft_model.release_all()
         num_bytes = self._elastic.sleep(level)
+        if self._draft_model is not None:
+            num_bytes += self._draft_model.release_all()
         self._executor.sync()
         return_freed_memory()
         return num_bytes
@@ -281,7 +281,9 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """All numbers at this moment. Walks all chunks: not for every step."""
         speculation = None if self._speculation is None else self._speculation.stats.copy()
-        return take_stats(self.scheduler, self._meter, self._requests.copy(), speculation)
+        draft_memory = None if self._draft_model is None else self._draft_model.manager.stats()
+        requests = self._requests.copy()
+        return take_stats(self.scheduler, self._meter, requests, speculation, draft_memory)
 
     def _settle(self) -> None:
         """Wait for the step in flight, if there is one; the next `step()` gives its outputs."""

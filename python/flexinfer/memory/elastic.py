@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 from flexinfer.errors import OutOfMemoryError
@@ -30,6 +30,11 @@ class BudgetChange:
     """Physical memory that went back to the system."""
     num_preempted: int
     seconds: float
+
+    def __add__(self, other: BudgetChange) -> BudgetChange:
+        """Of two managers, one after the other."""
+        mine, others = astuple(self), astuple(other)
+        return BudgetChange(*[a + b for a, b in zip(mine, others, strict=True)])
 
 
 class ElasticMemory:
@@ -115,7 +120,7 @@ class ElasticMemory:
         largest = max(self._scheduler.requests, key=needed, default=None)
         if largest is not None and needed(largest) > budget:
             raise ValueError(
-                f"KV cache memory of {budget} bytes is too little for request "
+                f"{budget} bytes of KV cache memory for the model are too little for request "
                 f"{largest.request_id!r}, which may need {needed(largest)} bytes "
                 f"({largest.max_num_tokens - 1} tokens): let it end or abort it first"
             )

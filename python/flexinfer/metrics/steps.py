@@ -71,6 +71,8 @@ class EngineStats:
     last_step: StepStats | None = None
     memory: Stats | None = None
     """Numbers of the manager: resident, shared, recorded bytes, chunks deduplicated, ..."""
+    draft_memory: Stats | None = None
+    """Those of the draft model's manager; None without one."""
     requests: RequestStats | None = None
     """Latencies and tokens of all requests; a copy."""
     step_tokens: Histogram | None = None
@@ -92,8 +94,9 @@ class EngineStats:
         for name in ("steps", "last_step"):
             if (part := out[name]) is not None:
                 out[name] = {item.name: getattr(part, item.name) for item in fields(part)}
-        if self.memory is not None:
-            out["memory"] = self.memory.as_dict()
+        for name in ("memory", "draft_memory"):
+            if out[name] is not None:
+                out[name] = out[name].as_dict()
         if self.requests is not None:
             out["requests"] = self.requests.as_dict()
         if self.speculation is not None:

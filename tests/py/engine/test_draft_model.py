@@ -154,20 +154,36 @@ def test_preempted_requests_go_on_and_a_draft_without_memory_does_without() -> N
     engine.close()
 
 
-def test_sleep_and_a_smaller_budget_take_the_drafts_memory_too() -> None:
-    engine = drafting()
+def test_sleep_and_a_smaller_budget_take_the_drafts_memory_too(tmp_path: Path) -> None:
+    engine = drafting(swap_directory=str(tmp_path))
     submit(engine, PROMPTS, GREEDY)
     for _ in range(4):
         engine.step()
     draft = draft_of(engine).manager
     assert draft.stats().resident_bytes > 0
-    engine.sleep()
+    resident_bytes = engine.manager.stats().resident_bytes + draft.stats().resident_bytes
+    assert engine.sleep() == resident_bytes
     assert draft.stats().resident_bytes == 0
     engine.wake_up()
-    engine.set_kv_cache_memory("4MiB")
+    change = engine.set_kv_cache_memory("4MiB")
+    assert (change.old_bytes, change.new_bytes) == (8 << 20, 4 << 20)
     assert engine.manager.memory_budget + draft.memory_budget == 4 << 20
     assert draft.memory_budget == 2 << 20
     check(drain_both(engine), PROMPTS, NUM_NEW)
+    engine.close()
+
+
+def test_what_a_smaller_budget_gives_back_is_of_both_parts() -> None:
+    engine = drafting()
+    submit(engine, PROMPTS, GREEDY)
+    drain_both(engine)
+    managers = engine.manager, draft_of(engine).manager
+    before = [manager.stats().resident_bytes for manager in managers]
+    change = engine.set_kv_cache_memory("64KiB")
+    after = [manager.stats().resident_bytes for manager in managers]
+    assert all(old > new for old, new in zip(before, after, strict=True))
+    assert change.returned_bytes == sum(before) - sum(after)
+    assert engine.stats().as_dict()["draft_memory"]["budget_bytes"] == 32 << 10
     engine.close()
 
 

@@ -18,6 +18,8 @@ from flexinfer.cli.app import app
 from flexinfer.config import EngineConfig
 from flexinfer.server.observability.memory_map import MemoryMap
 from flexinfer.server.observability.prometheus_families import engine_families
+from flexinfer.speculation.step_costs import StepCosts
+from helpers.engine_kit import make_engine as make_tiny_engine
 from helpers.engine_kit import submit
 from helpers.hybrids import make_engine as make_hybrid_engine
 from helpers.tiny_models import make_model, make_tokenizer, random_prompts
@@ -177,3 +179,23 @@ def test_layers_that_all_keep_everything_are_told_once() -> None:
     found = map_of("llama", 2)
     assert found["vtensors"]
     assert all("groups" not in one for one in (*found["vtensors"], *found["prefixes"]))
+
+
+def test_the_metrics_count_the_bytes_of_a_draft_model_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepCosts, "estimate", lambda _, num, further: [1.0] * (further + 1))
+    llama = make_model("llama")
+    config = {"method": "draft_model", "num_speculative_tokens": 3, "model": llama}
+    engine = make_tiny_engine(llama, speculative_config=config)
+    submit(engine, random_prompts((20,)), SamplingParams(temperature=0, max_tokens=20))
+    for _ in range(3):
+        engine.step()
+    stats = engine.stats()
+    assert stats.memory is not None
+    assert stats.draft_memory is not None
+    families = {family.name: family for family in engine_families(stats, "tiny")}
+    for kind in ("budget", "resident", "mapped"):
+        (sample,) = families[f"flexinfer:kv_cache_{kind}_bytes"].samples
+        of_draft = getattr(stats.draft_memory, f"{kind}_bytes")
+        assert of_draft > 0
+        assert sample.value == getattr(stats.memory, f"{kind}_bytes") + of_draft
+    engine.close()

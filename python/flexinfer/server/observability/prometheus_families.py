@@ -93,6 +93,7 @@ def engine_families(stats: EngineStats, model_name: str) -> Iterator[Metric]:
     if stats.speculation is not None:
         yield from _speculation(stats.speculation, make)
     if stats.memory is not None:
+        yield from _memory_bytes(stats, make)
         yield from _memory(stats.memory, make)
         yield from _mapping(stats.memory, make)
 
@@ -288,14 +289,19 @@ def _states(stats: EngineStats, make: Maker) -> Metric:
     )
 
 
+def _memory_bytes(stats: EngineStats, make: Maker) -> Iterator[Metric]:
+    """Of both managers, where a draft model has one."""
+    managers = [each for each in (stats.memory, stats.draft_memory) if each is not None]
+    for kind, text in MEMORY_BYTES.items():
+        value = sum(getattr(each, f"{kind}_bytes") for each in managers)
+        yield make.gauge(f"kv_cache_{kind}_bytes", text, value)
+
+
 def _memory(memory: Stats, make: Maker) -> Iterator[Metric]:
     used = 1 - memory.available_bytes / memory.budget_bytes if memory.budget_bytes else 0.0
     yield make.gauge(
         "kv_cache_usage_perc", "Part of the KV memory that no request could get, 0 to 1.", used
     )
-    for kind, text in MEMORY_BYTES.items():
-        value = getattr(memory, f"{kind}_bytes")
-        yield make.gauge(f"kv_cache_{kind}_bytes", text, value)
     yield make.gauge(
         "kv_cache_obtainable_bytes",
         "Physical: what requests could still have, evicting included.",
