@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexinfer.cli.errors import usage_errors
+from flexinfer.cli.fitting_table import FittingTable
 from flexinfer.cli.terminal_text import size_text
 
 if TYPE_CHECKING:
@@ -74,8 +75,8 @@ def _print(report: ReplayReport) -> None:
         f"{size_text(report.memory_budget_bytes)}, in {report.wall_s:.2f} s"
         + ("; the file is cut off" if report.truncated else "")
     )
-    console.print(_totals(report))
-    console.print(_calls(report))
+    console.print(FittingTable(_totals(report)))
+    console.print(FittingTable(_calls(report)))
     for shortage in report.shortages[:MAX_SHORTAGES_SHOWN]:
         name = shortage.label or f"vTensor {shortage.vtensor}"
         console.print(f"short of memory, line {shortage.line}: {shortage.op} of {name}")

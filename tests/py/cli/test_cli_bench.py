@@ -65,6 +65,12 @@ def test_each_part_is_held_against_what_the_machine_can_do(folder: str, tmp_path
     assert f"could take {report['decode_of_limit']:.0%}" in out
 
 
+def test_requests_longer_than_the_model_takes_are_one_line(folder: str) -> None:
+    code, out = bench("--model", folder, *SMALL, "--prompt-tokens", "5000")
+    assert (code, len(out.splitlines())) == (2, 1)
+    assert "prompts of 5000 tokens and 4 new ones are more than the " in out
+
+
 def test_without_profile_there_are_no_parts(folder: str) -> None:
     code, out = bench("--model", folder, *SMALL)
     assert code == 0

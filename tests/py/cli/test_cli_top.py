@@ -179,6 +179,19 @@ def test_the_view_shows_the_numbers(server: Server) -> None:
     assert "budget 1.0 MiB" in text
 
 
+@pytest.mark.parametrize("columns", ["20", "40", "80"])
+def test_a_narrow_terminal_has_every_number(server: Server, columns: str) -> None:
+    server.serve(50, 0.01)
+    with loopback({"/metrics": Reply(server.text())}) as loop:
+        arguments = ["top", "--url", loop.url, "--once"]
+        plain = CliRunner().invoke(app, arguments, env={"COLUMNS": columns}).stdout
+    text = " ".join(plain.split())
+    assert "0 ended, 3 preempted" in text
+    assert "512.0 KiB reserved" in text
+    assert "saved by sharing" in text
+    assert all(number in text for number in ("14.2", "22.8", "24.8"))
+
+
 def test_once_and_json_are_for_scripts(server: Server) -> None:
     server.serve(5, 0.01)
     with loopback({"/metrics": Reply(server.text())}) as loop:

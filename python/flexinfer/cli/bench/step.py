@@ -16,6 +16,7 @@ import typer
 
 from flexinfer.cli.bench.step_table import profile_table
 from flexinfer.cli.errors import usage_errors
+from flexinfer.cli.fitting_table import FittingTable
 from flexinfer.cli.options import KV_CACHE_DTYPE_HELP, QUANTIZATION_HELP
 
 if TYPE_CHECKING:
@@ -39,6 +40,15 @@ class StepBench:
             raise ValueError(
                 f"shared_tokens is {self.shared_tokens}, but prompts have {self.prompt_tokens} "
                 "tokens: each needs one of its own"
+            )
+
+    def check_fits(self, max_model_len: int) -> None:
+        """Raises ValueError for requests that are longer than the model takes."""
+        if self.prompt_tokens + self.new_tokens > max_model_len:
+            raise ValueError(
+                f"prompts of {self.prompt_tokens} tokens and {self.new_tokens} new ones are more "
+                f"than the {max_model_len} that the model takes: lower --prompt-tokens or "
+                "--new-tokens"
             )
 
     def prompts(self, vocab_size: int) -> list[Any]:
@@ -99,8 +109,10 @@ def step(
         llm = open_engine(
             model, random_weights, dtype, device, seed, max_num_seqs=requests, **settings
         )
+    opened_s = time.perf_counter() - start_s
     with llm:
-        opened_s = time.perf_counter() - start_s
+        with usage_errors():
+            plan.check_fits(llm.engine.max_model_len)
         report = measure(llm, plan, profile or roofline)
         if roofline:
             add_limits(report, llm.engine.loaded.dtype)
@@ -248,4 +260,4 @@ def print_report(report: dict[str, Any]) -> None:
             highlight=False,
         )
     if "decode" in report:
-        console.print(profile_table(report["prefill"], report["decode"]))
+        console.print(FittingTable(profile_table(report["prefill"], report["decode"])))

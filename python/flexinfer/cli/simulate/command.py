@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.cli.errors import usage_errors
+from flexinfer.cli.fitting_table import FittingTable
 from flexinfer.cli.simulate.options import SimulateOptions
 from flexinfer.cli.terminal_text import size_text
 
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
     from flexinfer.simulation.step_cost import StepCost
 
 COLUMNS = {
-    "hit rate": ("hit_rate", "{:.3f}"),
-    "TTFT p50": ("p50_ttft_ms", "{:.0f}"),
+    "hit\nrate": ("hit_rate", "{:.3f}"),
+    "TTFT\np50": ("p50_ttft_ms", "{:.0f}"),
     "p90": ("p90_ttft_ms", "{:.0f}"),
     "p99": ("p99_ttft_ms", "{:.0f}"),
-    "end p99": ("p99_e2el_ms", "{:.0f}"),
-    "load skew": ("load_skew", "{:.2f}"),
+    "end\np99": ("p99_e2el_ms", "{:.0f}"),
+    "load\nskew": ("load_skew", "{:.2f}"),
     "busy": ("utilisation", "{:.0%}"),
-    "failed": ("num_failed", "{}"),
+    "fails": ("num_failed", "{}"),
 }
 
 
@@ -119,15 +120,23 @@ def _run(
 
 
 def _print(report: dict[str, Any]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     title = f"{report['num_requests']} requests, {report['replicas']} replicas; times in ms"
-    table = Table(title=title)
-    table.add_column("router", no_wrap=True)
-    for title in (*COLUMNS, "KV elsewhere"):
-        table.add_column(title, justify="right")
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,  # with times of five digits it takes 80 columns
+    )
+    table.add_column("router")
+    for head in (*COLUMNS, "KV\nelsewhere"):
+        table.add_column(head, justify="right")
     for router, numbers in report["routers"].items():
         cells = [text.format(numbers[name]) for name, text in COLUMNS.values()]
         table.add_row(router, *cells, size_text(numbers["kv_elsewhere_bytes"]))
-    Console().print(table)
+    Console().print(FittingTable(table))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flexinfer.cli.fitting_table import FittingTable
 from flexinfer.cli.terminal_text import ms_text, one_row, size_text
 from flexinfer.cli.top.sample import Sample
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-BAR_WIDTH = 40
+BAR_WIDTH = 38
+"""With what stands beside it, not more than 80 columns."""
 BARS = {
     "resident": "green",
     "shared": "cyan",
@@ -65,24 +67,27 @@ def _memory(numbers: dict[str, Any]) -> RenderableType:
         )
         rows.append([kind, bar, size_text(sizes[kind])])
     virtual = ", ".join(f"{size_text(sizes[kind])} {kind}" for kind in ("mapped", "reserved"))
-    rows.append(["virtual", virtual, f"{size_text(sizes['saved'])} saved by sharing"])
+    rows += [["virtual", virtual], ["saved by sharing", size_text(sizes["saved"])]]
     return _grid(rows)
 
 
 def _latencies(numbers: dict[str, Any]) -> RenderableType:
-    heads = ["ms", *next(iter(numbers["latency_s"].values()))]
+    heads = ("ms", *next(iter(numbers["latency_s"].values())))
     rows = [
         [name.replace("_", " "), *(ms_text(value) for value in quantiles.values())]
         for name, quantiles in numbers["latency_s"].items()
     ]
-    return _grid([heads, *rows])
+    return _grid(rows, heads)
 
 
-def _grid(rows: list[Any]) -> RenderableType:
+def _grid(rows: list[Any], heads: tuple[str, ...] = ()) -> RenderableType:
     from rich.table import Table
 
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", min_width=19)
+    grid = Table.grid(*heads, padding=(0, 2))
+    grid.show_header = bool(heads)
+    if not heads:
+        grid.add_column()
+    grid.columns[0].style, grid.columns[0].min_width = "dim", 19
     for row in rows:
         grid.add_row(*row)
-    return grid
+    return FittingTable(grid)
