@@ -56,7 +56,7 @@ def demo(settings: DemoSettings) -> None:
 
 
 def chat(settings: ChatSettings) -> None:
-    """ChatSession to a model at the terminal; each turn reuses the KV cache of the turns before."""
+    """Chat with a model at the terminal; each turn reuses the KV cache of the turns before."""
     from flexinfer.cli.chat.command import run_chat
 
     run_chat(settings)

@@ -76,7 +76,7 @@ class Chat:
         }
 
     def run(self) -> None:
-        """ChatSession until the end of input or /exit."""
+        """Chat until the end of input or /exit."""
         greeting = self._backend.greeting()
         self._note("\n".join([f"{greeting[0]} /help lists the commands.", *greeting[1:]]))
         while True:

@@ -23,7 +23,7 @@ class ChatOptions:
     repetition_penalty: Annotated[float, option("Above 1: less repetition.")] = 1.0
     url: Annotated[
         str | None,
-        option("ChatSession to the server there instead; --model is then a served name."),
+        option("Chat with the server there instead; --model is then a served name."),
     ] = None
     api_key: ApiKey = None
     admin_api_key: AdminKey = None
