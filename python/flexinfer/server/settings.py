@@ -106,6 +106,8 @@ class ServerSettings:
         for name in (*times, "handover_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
+        if self.chat_template is not None:
+            _check_template(self.chat_template)
         adapters = [module.name for module in self.lora_modules]
         for name in adapters:
             if adapters.count(name) > 1 or name in self.served_model_names:
@@ -160,3 +162,18 @@ class ServerSettings:
             raise ValueError("an API key must not be empty: leave the option out for none")
         if self.admin_api_key is not None and self.admin_api_key in self.api_keys:
             raise ValueError("the admin API key must differ from the API keys")
+
+
+def _check_template(source: str) -> None:
+    """Raises ValueError for what does not compile."""
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template([[]], chat_template=source)
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"the chat template is broken in line {error.lineno}: {error.message}"
+        ) from None
+    except Exception:  # it compiles; a chat without messages is not what it is for
+        return

@@ -160,6 +160,10 @@ def test_options_become_settings(tmp_path: Path) -> None:
     assert not config.enable_prefix_caching
     with pytest.raises(ValueError, match="chat template"):
         server_settings(replace(given, chat_template=str(tmp_path / "none.jinja")), config)
+    for broken, fault in (("{% if x %}", "endif"), ("a\n{{ x | nope }}", "nope")):
+        line = broken.count("\n") + 1
+        with pytest.raises(ValueError, match=f"template is broken in line {line}: .*{fault}"):
+            server_settings(replace(given, chat_template=broken), config)
     with pytest.raises(ValueError, match="differ"):
         server_settings(replace(given, api_key=["x"], admin_api_key="x"), config)
 
