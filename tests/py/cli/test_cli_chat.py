@@ -24,10 +24,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_folder(tmp_path_factory.mktemp("model"))
 
 
-def session(folder: str, text: str, *arguments: str) -> str:
+def session(folder: str, text: str, *arguments: str, exit_code: int = 0) -> str:
     command = ["chat", "--model", folder, "--max-tokens", "6", "--memory", "8MiB"]
     result = CliRunner().invoke(app, [*command, "--chunk-bytes", "4KiB", *arguments], input=text)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == exit_code, result.output
     return result.output
 
 
@@ -65,7 +65,7 @@ def test_a_new_system_prompt_begins_anew(folder: str) -> None:
 
 
 def test_a_full_conversation_says_so_and_goes_on(folder: str) -> None:
-    out = session(folder, f"{'long ' * 100}\nHello\n")
+    out = session(folder, f"{'long ' * 100}\nHello\n", exit_code=2)
     assert "max_model_len" in out
     assert out.count("reused") == 1
 

@@ -30,11 +30,13 @@ def invoke(*arguments: str, text: str = "") -> tuple[int, str, str]:
 # chat --url
 
 
-def chat(text: str, *replies: Reply, arguments: tuple[str, ...] = ()) -> tuple[str, list[Any]]:
+def chat(
+    text: str, *replies: Reply, arguments: tuple[str, ...] = (), exit_code: int = 0
+) -> tuple[str, list[Any]]:
     """What was shown, and the bodies of the requests."""
     with loopback({"/v1/models": MODELS, CHAT: replies}) as server:
         code, out, err = invoke("chat", "--url", server.url, *arguments, text=text)
-        assert code == 0, out + err
+        assert code == exit_code, out + err
         return out, server.bodies(CHAT)
 
 
@@ -77,7 +79,8 @@ def test_a_turn_that_fails_is_no_turn() -> None:
         Reply({"error": {"message": "queue is full"}}, 429),
         Reply(({"error": {"message": "engine broke"}},)),
     )
-    out, bodies = chat("One\nTwo\nThree\n/history\n", *failures, events("ok"))
+    talk = "One\nTwo\nThree\n/history\n"
+    out, bodies = chat(talk, *failures, events("ok"), exit_code=2)
     assert "answers 429: queue is full" in out
     assert "engine broke" in out
     assert [len(body["messages"]) for body in bodies] == [1, 1, 1]

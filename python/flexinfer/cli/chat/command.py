@@ -6,18 +6,20 @@ or a FlexInfer server they share the chunks of what they have in common.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
 from flexinfer.cli.chat.backend import Backend, BackendError, ChatSession
 from flexinfer.cli.chat.interrupt import Interrupt
 from flexinfer.cli.chat.prompt import PromptReader
-from flexinfer.cli.errors import usage_errors
+from flexinfer.cli.errors import USAGE_ERROR, usage_errors
 from flexinfer.cli.terminal_text import one_row, printable
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ class Chat:
         self._system = system
         self._branches: list[ChatSession] = [backend.session(system)]
         self._current = 0
+        self.has_failed = False
+        """A message has found no answer."""
         self._commands: dict[str, Callable[[str], None]] = {
             "/regenerate": self._regenerate,
             "/undo": self._undo,
@@ -117,6 +121,7 @@ class Chat:
                     if interrupt.wanted:
                         break
         except BackendError as error:
+            self.has_failed = True
             self._note(f"{error}. /reset begins a new conversation, /undo takes a turn back.")
             return False
         self._console.print()
@@ -218,3 +223,5 @@ def run_chat(settings: ChatSettings) -> None:
             backend = LocalBackend(settings)
         opened = Chat(backend, params, system or "")
     opened.run()
+    if opened.has_failed and not sys.stdin.isatty():  # a script does not read what was said
+        raise typer.Exit(USAGE_ERROR)
