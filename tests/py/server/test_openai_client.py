@@ -111,9 +111,12 @@ def test_echo_shows_the_prompt(client: openai.OpenAI) -> None:
 
 
 def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI, offline: LLM) -> None:
-    choice = client.completions.create(
+    answer = client.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=0, echo=True, logprobs=1
-    ).choices[0]
+    )
+    choice = answer.choices[0]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     (output,) = offline.generate(PROMPT, params, use_tqdm=False)
     scored = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)

@@ -43,6 +43,13 @@ class CompletionCall:
     def index_of(self, prompt_idx: int, sample_idx: int) -> int:
         return prompt_idx * (self.body.n or 1) + sample_idx
 
+    def asked_for(self, output: RequestOutput) -> RequestOutput:
+        """The same without the token that the engine makes where echo alone was asked for."""
+        if self.max_tokens == 0:
+            for one in output.outputs:
+                one.text, one.token_ids, one.logprobs = "", [], None
+        return output
+
     def answer(self, choices: list[CompletionChoice]) -> Completion:
         return Completion(
             id=self.job.request_id,
@@ -59,7 +66,7 @@ class CompletionCall:
         num_top = self.body.logprobs
         if num_top is None:
             return None
-        entries = [] if self.max_tokens == 0 else list(one.logprobs or ())
+        entries = list(one.logprobs or ())
         first = None
         if shows_prompt:
             entries = [entry for entry in output.prompt_logprobs or () if entry] + entries
@@ -134,13 +141,12 @@ def final_choice(
 ) -> CompletionChoice:
     """A finished one."""
     echo = call.texts[prompt_idx] if call.body.echo else ""
-    is_echo_only = call.max_tokens == 0
     wants_ids = bool(call.body.return_token_ids)
     return CompletionChoice(
         index=call.index_of(prompt_idx, one.index),
-        text=echo if is_echo_only else echo + one.text,
+        text=echo + one.text,
         logprobs=call.logprobs(output, one, 0, shows_prompt=bool(call.body.echo)),
-        finish_reason="length" if is_echo_only else one.finish_reason,  # type: ignore[arg-type]
+        finish_reason="length" if call.max_tokens == 0 else one.finish_reason,  # type: ignore[arg-type]
         stop_reason=one.stop_reason,
         token_ids=one.token_ids if wants_ids else None,
         prompt_token_ids=output.prompt_token_ids if wants_ids else None,

@@ -58,10 +58,8 @@ class CompletionStream:
     ) -> dict[str, Any]:
         call, body = self._call, self._call.body
         shows_prompt = bool(body.echo) and index not in self._offsets
-        text = call.texts[prompt_idx] if shows_prompt else ""
-        if call.max_tokens != 0:
-            text += one.text
-        choice = _plain_choice(index, text)
+        echo = call.texts[prompt_idx] if shows_prompt else ""
+        choice = _plain_choice(index, echo + one.text)
         choice["finish_reason"] = one.finish_reason
         choice["stop_reason"] = one.stop_reason
         offset = self._offsets.get(index, 0)

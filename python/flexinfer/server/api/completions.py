@@ -42,7 +42,8 @@ async def create_completion(
     if body.wants_stream:
         events = _events(call)
         return await start_stream(request, events, state.settings.send_timeout_s)
-    outputs = await until_disconnect(request, generate.generate_final(state, call.job))
+    finals = await until_disconnect(request, generate.generate_final(state, call.job))
+    outputs = [call.asked_for(output) for output in finals]
     usage = generate.usage_of(outputs)
     generate.log_usage(usage)
     answer = call.answer(
@@ -64,7 +65,7 @@ async def _events(call: CompletionCall) -> Events:
     try:
         async with aclosing(generate.stream(call.state, call.job)) as outputs:
             async for prompt_idx, output in outputs:
-                yield stream.add(prompt_idx, output)
+                yield stream.add(prompt_idx, call.asked_for(output))
     finally:
         generate.log_usage(stream.usage())
     yield stream.finish()
