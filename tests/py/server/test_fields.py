@@ -122,6 +122,40 @@ def test_fields_that_leave_no_token_are_the_callers_fault(
     assert "leave no token" in error(http, path, **fields)["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("completions", {"messages": [{"role": "user", "content": "Hi"}]}, "messages: this field"),
+        ("chat/completions", {"prompt": "Hi"}, "prompt: this field is not supported"),
+        ("completions", {"max_tokens": 3}, "prompt: Field required"),
+    ],
+)
+def test_a_field_of_another_endpoint_is_told_before_one_that_lacks(
+    path: str, body: dict[str, Any], says: str, http: httpx.Client
+) -> None:
+    error = http.post(f"/v1/{path}", json=body).json()["error"]
+    assert error["message"].startswith(says)
+    assert error["param"] == says.partition(":")[0]
+
+
+def test_a_stream_of_the_prompt_alone_counts_no_completion_token(http: httpx.Client) -> None:
+    body = {"prompt": "Once", "max_tokens": 0, "echo": True, "return_token_ids": True}
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    text = http.post("/v1/completions", json={**body, **usage}).text
+    first, *_, last, _ = [line[6:] for line in text.splitlines() if line]
+    assert json.loads(first)["choices"][0]["token_ids"] == []
+    assert json.loads(last)["usage"]["completion_tokens"] == 0
+
+
+def test_a_ping_names_all_methods_that_it_takes(http: httpx.Client) -> None:
+    assert all(http.request(method, "/ping").status_code == 200 for method in ("HEAD", "POST"))
+    answer = http.put("/ping")
+    assert (answer.status_code, set(answer.headers["Allow"].split(", "))) == (
+        405,
+        {"GET", "HEAD", "POST"},
+    )
+
+
 def test_two_structures_exclude_each_other(http: httpx.Client) -> None:
     assert "exclude each other" in error(http, CHAT, regex="a", guided_choice=["b"])["message"]
 

@@ -172,7 +172,7 @@ UNTYPED_RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [{"text"
     ("fields", "says"),
     [
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "'image' are not supported"),
-        ({"messages": [{"role": "user", "content": [UNTYPED_RESULT]}]}, "type: Field required"),
+        ({"messages": [{"role": "user", "content": [UNTYPED_RESULT]}]}, "content.0.type: Field"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": []}]}, "nothing in them"),
         ({"tool_choice": {"type": "any"}}, "only allowed with tools"),
@@ -195,6 +195,7 @@ def test_what_is_refused_has_anthropics_shape(
     assert body["type"] == "error"
     assert body["error"]["type"] == "invalid_request_error"
     assert says in body["error"]["message"]
+    assert "other" not in body["error"]["message"]
     assert "\n" not in body["error"]["message"]
 
 

@@ -138,8 +138,9 @@ def error_response(error: APIError, path: str) -> JSONResponse:
 
 
 def validation_error(error: RequestValidationError) -> APIError:
-    """The first thing that is wrong with a request, by the name of its field."""
-    first = _most_telling(error.errors())
+    """The first thing that is wrong with a request, by the name of its field. A field that is not
+    there says less than one that is: it may have got another endpoint's name."""
+    first = _most_telling(sorted(error.errors(), key=_is_absent))
     if first["type"] == "json_invalid":
         return not_json(first["ctx"]["error"])
     param = ".".join(_field_path(first["loc"])) or None
@@ -149,6 +150,10 @@ def validation_error(error: RequestValidationError) -> APIError:
     more = sum(not any(path == one[: len(path)] != one for one in paths) for path in paths) - 1
     where = f"{param}: " if param else ""
     return bad_request(f"{where}{message}" + (f" (and {more} more)" if more else ""), param)
+
+
+def _is_absent(error: Any) -> bool:
+    return error["type"] == "missing" and len(error["loc"]) == 2
 
 
 def _most_telling(errors: Sequence[Any]) -> Any:

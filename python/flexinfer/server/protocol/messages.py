@@ -48,16 +48,18 @@ class UnreadBlock(Model):
 
 
 READ = ("text", "thinking", "tool_use", "tool_result")
+UNREAD = "(unread)"
+"""No identifier: the path of an error leaves it out."""
 
 
 def _kind_of(block: Any) -> str:
     kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    return kind if kind in READ else "other"
+    return kind if kind in READ else UNREAD
 
 
 ResultContent = Annotated[
-    Annotated[TextBlock, Tag("text")] | Annotated[SkipJsonSchema[UnreadBlock], Tag("other")],
-    Discriminator(lambda block: "text" if _kind_of(block) == "text" else "other"),
+    Annotated[TextBlock, Tag("text")] | Annotated[SkipJsonSchema[UnreadBlock], Tag(UNREAD)],
+    Discriminator(lambda block: "text" if _kind_of(block) == "text" else UNREAD),
 ]
 
 
@@ -73,7 +75,7 @@ Block = Annotated[
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
-    | Annotated[SkipJsonSchema[UnreadBlock], Tag("other")],
+    | Annotated[SkipJsonSchema[UnreadBlock], Tag(UNREAD)],
     Discriminator(_kind_of),
 ]
 
