@@ -9,7 +9,7 @@ from typing import Any
 
 from flexinfer.events.config import KVEventsConfig
 from flexinfer.handover.roles import check_role
-from flexinfer.runtime.json_options import from_mapping
+from flexinfer.runtime.json_options import from_mapping, require_choice
 
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
@@ -68,8 +68,8 @@ class SchedulerConfig:
         sizes = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "min_shared_tokens")
         for name in (*sizes, "max_passed_over"):
             _require_positive(name, getattr(self, name))
-        _require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
-        _require_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        require_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         if not 0.0 <= self.admission_reserve < 1.0:
             raise ValueError(f"admission_reserve must be in [0, 1), got {self.admission_reserve!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -103,7 +103,7 @@ class SpeculativeConfig:
     """The draft model, with the same vocabulary: a local folder, a hub id, or a loaded model."""
 
     def __post_init__(self) -> None:
-        _require_choice("speculative_config: method", self.method, SPECULATIVE_METHODS)
+        require_choice("speculative_config: method", self.method, SPECULATIVE_METHODS)
         name = "speculative_config: num_speculative_tokens"
         _require_positive(name, self.num_speculative_tokens, MAX_SPECULATIVE_TOKENS)
         for name, length in self._given_lengths().items():
@@ -140,7 +140,7 @@ class SpeculativeConfig:
     @classmethod
     def parse(cls, given: Any) -> SpeculativeConfig:
         """From a mapping or its JSON. Raises ValueError, naming what is wrong with it."""
-        return from_mapping(cls, "speculative_config", given)
+        return from_mapping(cls, "speculative_config", given, method=SPECULATIVE_METHODS)
 
 
 @dataclass(frozen=True)
@@ -278,9 +278,9 @@ class EngineConfig:
 
     def _check_memory_settings(self) -> None:
         _require_positive("max_passed_over", self.max_passed_over)
-        _require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
-        _require_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
-        _require_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        require_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        require_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         for name in ("swap_space", "free_memory_low", "free_memory_high", "prefix_cache_memory"):
             value = getattr(self, name)
             if isinstance(value, bool) or (isinstance(value, int) and value < 0):
@@ -392,9 +392,3 @@ def _require_positive(name: str, value: Any, most: int | None = None) -> None:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
     if most is not None and value > most:
         raise ValueError(f"{name} must be at most {most}, got {value}")
-
-
-def _require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        known = ", ".join(map(repr, choices))
-        raise ValueError(f"{name} must be one of {known}, got {value!r}")

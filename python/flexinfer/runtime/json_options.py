@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
@@ -22,8 +22,16 @@ def read_mapping(option: str, given: Any) -> Mapping[str, Any]:
     return given
 
 
-def from_mapping(cls: type[T], option: str, given: Any) -> T:
-    """Raises ValueError, naming the option and what is wrong with it."""
+def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises ValueError for any other value."""
+    if value not in choices:
+        known = ", ".join(map(repr, choices))
+        raise ValueError(f"{name} must be one of {known}, got {value!r}")
+
+
+def from_mapping(cls: type[T], option: str, given: Any, **choices: Sequence[str]) -> T:
+    """`choices`: of fields on which it depends what others there must be, so that they are looked
+    at first. Raises ValueError, naming the option and what is wrong with it."""
     if isinstance(given, cls):
         return given
     given = read_mapping(option, given)
@@ -35,6 +43,8 @@ def from_mapping(cls: type[T], option: str, given: Any) -> T:
             f"{option} has {', '.join(unknown)}, which is not supported; "
             f"it may have {', '.join(names)}"
         )
+    for name in choices.keys() & given.keys():
+        require_choice(f"{option}: {name}", given[name], choices[name])
     missing = [item.name for item in known if item.default is MISSING and item.name not in given]
     if missing:
         raise ValueError(f"{option} needs {' and '.join(missing)}")

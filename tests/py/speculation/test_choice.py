@@ -158,6 +158,7 @@ def test_a_step_that_something_else_delays_decides_nothing(slow: set[int], row_u
             {"method": "eagle", "num_speculative_tokens": 2},
             "one of 'ngram', 'draft_model', got 'eagle'",
         ),
+        ({"method": "eagle"}, "one of 'ngram', 'draft_model', got 'eagle'"),
         ({"method": "ngram"}, "needs num_speculative_tokens"),
         ({"num_speculative_tokens": 2}, "needs method"),
         ({**NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens must be a positive"),
