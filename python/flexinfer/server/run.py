@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 ENGINE_FAILED = 1
 """Exit code when the engine has died."""
 WATCH_INTERVAL_S = 0.5
+WAYS_OUT = {
+    errno.EADDRINUSE: "; name another --port",
+    errno.EADDRNOTAVAIL: "; --host takes an address of this machine, or 0.0.0.0 for all of them",
+}
 ENDING_S = 2.0
 """For answers to requests that are ended: a step may be under way, and readers may be slow."""
 
@@ -150,7 +154,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        way_out = "; name another --port" if error.errno == errno.EADDRINUSE else ""
+        way_out = WAYS_OUT.get(error.errno or 0, "")
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}{way_out}") from error
     except BaseException:
         sock.close()

@@ -228,7 +228,13 @@ def test_a_server_is_asked_with_the_admin_key(manager: VTensorManager) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("{}", "not a memory map"), ("[]", "not a memory map"), ("x", "not JSON")]
+    ("text", "says"),
+    [
+        ("{}", "not a memory map"),
+        ("[]", "not a memory map"),
+        ("x", "not JSON"),
+        ('{"vtensors": [], "prefixes": []}', "save what GET /admin/memory answers"),
+    ],
 )
 def test_a_file_that_is_no_map_is_one_line(text: str, says: str, tmp_path: Path) -> None:
     file = tmp_path / "map.json"

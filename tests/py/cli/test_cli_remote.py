@@ -242,6 +242,7 @@ def test_a_server_that_refuses_ends_the_run_before_it_begins() -> None:
         (("--percentile-metrics", "p50"), "--percentile-metrics knows"),
         (("--tokenizer", "/no/such"), "there is no"),
         (("--extra-body", "[1]"), "JSON object"),
+        (("--extra-body", "{bad"), "--extra-body is no JSON"),
         (("--header", "x"), "KEY=VALUE"),
         (("ttft:5",), "unexpected arguments"),
         (("--save-detailed",), "--save-result"),

@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from flexinfer.server.app import create_app
-from flexinfer.server.run import ENDING_S, ENGINE_FAILED
+from flexinfer.server.run import ENDING_S, ENGINE_FAILED, bind
 from helpers.serving import ServerProcess, make_llm, settings
 from helpers.waiting import until
 
@@ -215,6 +215,11 @@ def test_a_port_in_use_is_one_line_and_no_traceback() -> None:
     assert result.returncode == 2
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_an_address_of_another_machine_is_said_with_what_to_do() -> None:
+    with pytest.raises(OSError, match=r"192\.0\.2\.1:0: .*; --host takes an address of this"):
+        bind("192.0.2.1", 0)  # for documentation: nobody has it
 
 
 def test_an_app_that_is_given_up_keeps_no_engine() -> None:

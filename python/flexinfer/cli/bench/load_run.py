@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +28,7 @@ from flexinfer.loadgen.workload import (
     random_workload,
     trace_workload,
 )
+from flexinfer.runtime.json_options import read_mapping
 
 DATASETS = ("random", "custom", "trace")
 
@@ -53,6 +55,7 @@ class LoadSettings(LoadOptions):
             if not 0 <= percentile <= 100:
                 raise ValueError(f"--metric-percentiles are 0 to 100, got {percentile}")
         self.goodput_limits  # noqa: B018  checked before any work
+        self.extra_fields  # noqa: B018
         if self.plot is not None:
             from flexinfer.cli.plot import check_can_plot
 
@@ -104,6 +107,10 @@ class LoadSettings(LoadOptions):
         rng = random.Random(self.seed + 1)
         return gamma_arrivals(len(workload.requests), self.request_rate, self.burstiness, rng)
 
+    @property
+    def extra_fields(self) -> Mapping[str, Any]:
+        return read_mapping("--extra-body", self.extra_body) if self.extra_body else {}
+
     def target(self, model: str) -> Target:
         headers = _pairs(self.header, "--header")
         if self.api_key:
@@ -111,11 +118,7 @@ class LoadSettings(LoadOptions):
         options: dict[str, Any] = {"temperature": self.temperature}
         if self.ignore_eos:
             options["ignore_eos"] = True
-        if self.extra_body:
-            extra = json.loads(self.extra_body)
-            if not isinstance(extra, dict):
-                raise ValueError(f"--extra-body is a JSON object, got {self.extra_body!r}")
-            options.update(extra)
+        options.update(self.extra_fields)
         backend: Any = self.backend
         return Target(self.url, model, backend, self.endpoint, headers, options)
 

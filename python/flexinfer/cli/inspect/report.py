@@ -108,6 +108,11 @@ class MemoryReport:
     @classmethod
     def from_json(cls, body: Any) -> MemoryReport:
         """Raises ValueError for what is not a memory map."""
+        if isinstance(body, Mapping) and "vtensors" in body and "chunks" not in body:
+            raise ValueError(
+                "this was made by inspect --json, which leaves chunks out: save what "
+                "GET /admin/memory answers"
+            )
         try:
             return cls(
                 model=str(body.get("model", "")),
