@@ -25,12 +25,9 @@ def _with_one_name(param: Any) -> Any:
     if not getattr(param, "secondary_opts", ()):
         return param
     shown = copy.copy(param)
-    state = (
-        f"On by default; {param.secondary_opts[0]} turns it off."
-        if param.default
-        else "Off by default."
-    )
-    shown.help = f"{param.help} {state}"
+    turns_off = f"{param.secondary_opts[0]} turns it off."
+    states = {True: f"On by default; {turns_off}", False: "Off by default.", None: turns_off}
+    shown.help = f"{param.help} {states[param.default]}"
     shown.secondary_opts = []
     shown.show_default = False
     return shown

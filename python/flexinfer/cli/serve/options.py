@@ -33,7 +33,9 @@ class EngineOptions:
         str | None, option("cpu, cuda or cuda:N; by default a GPU if there is one.")
     ] = None
     seed: Annotated[int, option("Seed for requests that give none.")] = 0
-    attention_backend: Annotated[str, option("auto, flash, host or sdpa: docs/cuda.md.")] = "auto"
+    attention_backend: Annotated[
+        str, option("auto, flash, host, sdpa or two_phase: docs/cuda.md.")
+    ] = "auto"
     enforce_eager: Annotated[bool, option("On a GPU: no CUDA graphs for decoding.")] = False
     threads: Annotated[int | None, option(THREADS_HELP)] = None
     compile: Annotated[bool, option(COMPILE_HELP)] = False
