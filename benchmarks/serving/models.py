@@ -38,7 +38,18 @@ SIZES = {
         "num_key_value_heads": 4,
         "intermediate_size": 2816,
     },
+    "600m": {
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "tie_word_embeddings": True,
+    },
 }
+"""600m: the shape of Qwen3 0.6B."""
 
 WEIGHTS = ("plain", "w8a8")
 BYTES = {"num_bits": 8, "type": "int", "symmetric": True}
@@ -71,10 +82,9 @@ def _make_plain(folder: Path, size: str) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB_SIZE, **SIZES[size]}
+    sizes = {"vocab_size": VOCAB_SIZE, "tie_word_embeddings": False, **SIZES[size]}
     config = LlamaConfig(
         max_position_embeddings=4096,
-        tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=3,
