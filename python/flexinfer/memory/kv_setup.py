@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import mmap
 from dataclasses import replace
+from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING
 
 from flexinfer.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, EngineConfig
+from flexinfer.errors import DriverError
 from flexinfer.memory.budget import KVMemory, choose_eager_bytes, choose_kv_memory
 from flexinfer.memory.kv_groups import kv_spec
 from flexinfer.runtime.units import parse_bytes
@@ -83,6 +85,8 @@ def derive_kv_memory(config: EngineConfig, loaded: LoadedModel, max_seq_len: int
     )
 
 
+RESERVATIONS = ("mmap", "cuMemAddressReserve")
+"""Calls of drivers by which a manager gets addresses when it is made."""
 SLOTS_WITH_STATE = 3
 """Of a request: its KV, the state that a step reads and the one that it writes."""
 
@@ -105,7 +109,8 @@ def make_manager(
         num_chunks=config.max_num_seqs * spec.row_chunks,
         budget=memory.budget_bytes,
     )
-    return VTensorManager(
+    make = partial(
+        VTensorManager,
         spec,
         device=str(loaded.device),
         max_requests=config.max_num_seqs * (SLOTS_WITH_STATE if loaded.state else 1)
@@ -123,6 +128,15 @@ def make_manager(
         swap_space=config.swap_space,
         swap_directory=config.swap_directory,
     )
+    try:
+        return make()
+    except DriverError as error:
+        if error.call not in RESERVATIONS:
+            raise
+        raise ValueError(
+            f"the addresses for {config.max_num_seqs} requests of {max_seq_len} tokens each cannot "
+            f"be reserved: lower max_model_len or max_num_seqs ({error})"
+        ) from error
 
 
 def _step_tokens(config: EngineConfig) -> int | None:

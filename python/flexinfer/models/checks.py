@@ -76,6 +76,19 @@ def check_complete(model_class: Any, missing: Collection[str]) -> None:
         )
 
 
+def check_shapes(mismatched: Collection[tuple[str, Any, Any]]) -> None:
+    """Refuse weights of other shapes than the config says: transformers would draw them anew.
+
+    mismatched: names, shapes in the checkpoint, shapes in the model."""
+    if mismatched:
+        name, there, wanted = min(mismatched)
+        others = f", and {len(mismatched) - 1} more do not fit" if len(mismatched) > 1 else ""
+        raise UnsupportedModelError(
+            f"the checkpoint has {name} of {list(there)} where config.json asks for {list(wanted)}"
+            f"{others}: one of the two is of another model"
+        )
+
+
 def check_plain(name: str, unexpected: Collection[str]) -> None:
     """Refuse scales beside weights where the config says nothing of quantised ones: transformers
     would take integers for weights."""

@@ -12,7 +12,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.errors import UnsupportedModelError
-from flexinfer.models.checks import check_class, check_complete, check_config, check_plain
+from flexinfer.models.checks import (
+    check_class,
+    check_complete,
+    check_config,
+    check_plain,
+    check_shapes,
+)
 from flexinfer.models.describe import LoadedModel, describe
 
 if TYPE_CHECKING:
@@ -203,6 +209,8 @@ def load_config(name: str) -> Any:
         raise UnsupportedModelError(
             f"model {name!r} cannot be loaded: {_first_line(error)}"
         ) from error
+    except Exception as error:  # of any kind: transformers trusts the types in a config.json
+        raise _unusable_config(name, error) from error
 
 
 def _load_weights(name: str, config: Any, dtype: Any, device: str) -> PreTrainedModel:
@@ -220,12 +228,16 @@ def _load_weights(name: str, config: Any, dtype: Any, device: str) -> PreTrained
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
             )
     except OSError as error:
         raise UnsupportedModelError(
             f"model {name!r} has no safetensors weights that can be read: {_first_line(error)}"
         ) from error
+    except (LookupError, ArithmeticError, AssertionError) as error:
+        raise _unusable_config(name, error) from error
     model: PreTrainedModel = loaded[0]
+    check_shapes(loaded[1]["mismatched_keys"])
     check_complete(type(model), loaded[1]["missing_keys"])
     check_plain(name, loaded[1]["unexpected_keys"])
     return model
@@ -239,6 +251,14 @@ def _require_model(model: Any) -> PreTrainedModel:
             f"model must be a path, a hub id or a transformers model, got {type(model).__name__}"
         )
     return model
+
+
+def _unusable_config(name: str, error: Exception) -> UnsupportedModelError:
+    why = " ".join(f"{type(error).__name__}: {error}".split())
+    return UnsupportedModelError(
+        f"model {name!r} cannot be loaded: its config.json has a value that transformers cannot "
+        f"use ({why})"
+    )
 
 
 def _first_line(error: Exception) -> str:

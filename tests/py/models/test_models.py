@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from flexinfer import UnsupportedModelError
+from flexinfer import LLM, UnsupportedModelError
 from flexinfer.attention.hook import attention_forward, probe_forward, register
 from flexinfer.memory.kv_groups import kv_spec
 from flexinfer.models.checks import check_config, max_positions
 from flexinfer.models.loading import load_model
 from flexinfer.models.probe import probe
-from helpers.tiny_models import CONFIGS, make_model
+from helpers.tiny_models import CONFIGS, draw_model, make_model
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -221,6 +222,49 @@ def test_unknown_hub_id_is_refused_by_name() -> None:
 def test_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"has no config\.json"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_size": "many"},
+        {"hidden_act": "unheard-of"},
+        {"num_key_value_heads": 0},
+        {"num_attention_heads": 0},
+        {"quantization_config": 5},
+        {"quantization_config": "gptq"},
+        {"rope_parameters": "yarn"},
+    ],
+)
+def test_a_config_with_values_of_other_types_is_refused(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    save_with(tmp_path, fields)
+    with pytest.raises(UnsupportedModelError, match=r"config\.json has a value that"):
+        load_model(tmp_path)
+
+
+def test_weights_of_other_shapes_than_the_config_says_are_named(tmp_path: Path) -> None:
+    save_with(tmp_path, {"num_key_value_heads": 4})
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"layers\.0\.self_attn\.k_proj\.weight of \[32, 64\] where .*\[64, 64\], and 7 more",
+    ):
+        load_model(tmp_path)
+
+
+def test_more_positions_than_there_are_addresses_are_refused() -> None:
+    model = draw_model(CONFIGS["llama"]())
+    model.config.max_position_embeddings = 1 << 40
+    with pytest.raises(ValueError, match=r"addresses .* lower max_model_len or max_num_seqs"):
+        LLM(model, skip_tokenizer_init=True, kv_cache_memory_bytes=64 << 20)
+
+
+def save_with(folder: Path, fields: dict[str, Any]) -> None:
+    """A model whose config.json says something else."""
+    make_model("llama").save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def test_only_safetensors_are_read(tmp_path: Path) -> None:
