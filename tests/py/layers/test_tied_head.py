@@ -90,6 +90,13 @@ class Doubled(torch.nn.Embedding):
         return 2 * super().forward(ids)
 
 
+class Hides(torch.nn.Embedding):
+    """Another one for a token that no trial looks up."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * (ids != 7)[..., None]
+
+
 def change(model: Any, name: str) -> Any:
     if name == "three users":
         model["third"] = torch.nn.Linear(WIDTH, 331, bias=False)
@@ -105,6 +112,8 @@ def change(model: Any, name: str) -> Any:
         model["embed"].forward = lambda ids: ids
     elif name == "other class":
         model["embed"].__class__ = Doubled
+    elif name == "other code":
+        model["embed"].__class__ = Hides
     elif name == "other head":
         model["head"].__class__ = type("Other", (torch.nn.Linear,), {})
     elif name == "float16":
@@ -118,7 +127,7 @@ def change(model: Any, name: str) -> Any:
     "name",
     [
         *("three users", "two heads, no embedding", "hook", "hook of the head", "forward"),
-        *("other class", "other head", "float16", "norms"),
+        *("other class", "other code", "other head", "float16", "norms"),
     ],
 )
 def test_what_is_not_known_stays(name: str) -> None:
