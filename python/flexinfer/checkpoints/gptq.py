@@ -39,7 +39,9 @@ class GptqCheckpoint(PackedCheckpoint):
         self._group_size = settings.get("group_size")
         self._lacking = 1 if kind == "gptq" else 0
         parts = {"qweight": WORDS, "qzeros": WORDS, "scales": SCALES}
-        super().__init__(files, "qweight", {**parts, "g_idx": Part(INTEGERS, (1,), False)})
+        super().__init__(
+            files, "qweight", {**parts, "g_idx": Part(INTEGERS, (1,), is_needed=False)}
+        )
 
     def _shape(self, path: str) -> tuple[int, int]:
         words, outputs = self._files.shape(f"{path}.qweight")

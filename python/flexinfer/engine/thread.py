@@ -196,8 +196,11 @@ class EngineThread:
             return
         try:
             callback(item)
-        except Exception as error:
-            logger.warning("the output of request %r finds no taker: %s", request_id, error)
+        except Exception as error:  # of the taker's, and no harm to other requests
+            is_fault = not isinstance(error, RuntimeError)  # which a loop that is closed raises
+            logger.warning(
+                "the output of request %r finds no taker: %s", request_id, error, exc_info=is_fault
+            )
             self._engine.abort_request(request_id)
             last = True
         if last:

@@ -134,7 +134,8 @@ def fuse_layers(
         _fuse_children(fusing, "")
         _fuse_around_mlps(fusing)
     fusing.counts.update(fuse_tied_heads(model))
-    make_rowwise(model)
+    _count_uses(fusing)
+    make_rowwise(model, fusing.uses)
     if scheme is not None:
         _warn_of_other_experts(model)
     logger.debug("fused layers: %s", dict(fusing.counts))

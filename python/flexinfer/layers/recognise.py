@@ -54,7 +54,9 @@ def weights_read_by(module: torch.nn.Module) -> frozenset[str]:
     """Children whose weights its forward multiplies by itself: they stay as they are. LongCat's
     router does so with its classifier."""
     forward = inspect.unwrap(type(module).forward)
-    if not isinstance(forward, FunctionType) or "weight" not in forward.__code__.co_names:
+    names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
+    children = module._modules.keys() & set(names)
+    if "weight" not in names or not children:
         return frozenset()  # told without reading the source, as most are
     tree = tree_of(forward)
     nodes = [] if tree is None else list(ast.walk(_Form(module).visit(tree)))
@@ -66,6 +68,7 @@ def weights_read_by(module: torch.nn.Module) -> frozenset[str]:
         if node.attr == "weight"
         and isinstance(node.value, ast.Attribute)
         and ast.unparse(node.value.value) == "self"
+        and node.value.attr in children
         and id(node) not in of_no_numbers
     )
 

@@ -71,10 +71,9 @@ def _linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> t
     return output if bias is None else output + bias
 
 
-def make_rowwise(model: torch.nn.Module) -> int:
-    """Let the weights by which code multiplies itself be rowwise; tells how many. Those of several
-    modules stay."""
-    uses = Counter(w.data_ptr() for m in model.modules() for w in m.parameters(recurse=False))
+def make_rowwise(model: torch.nn.Module, uses: Counter[int]) -> int:
+    """Let the weights by which code multiplies itself be rowwise; tells how many. uses: how many
+    parameters lie at an address; those of several modules stay."""
     count = 0
     for module in _multiplied_by_others(model):
         weight = module._parameters.get("weight")
@@ -92,4 +91,5 @@ def _multiplied_by_others(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         if not (type(module).__module__.startswith("torch.") or isinstance(module, _LOOKED_UP)):
             yield module
         for name in weights_read_by(module):
-            yield module.get_submodule(name)
+            if (child := module._modules[name]) is not None:
+                yield child

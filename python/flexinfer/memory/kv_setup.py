@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import mmap
 from dataclasses import replace
-from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING
 
@@ -109,27 +108,25 @@ def make_manager(
         num_chunks=config.max_num_seqs * spec.row_chunks,
         budget=memory.budget_bytes,
     )
-    make = partial(
-        VTensorManager,
-        spec,
-        device=str(loaded.device),
-        max_requests=config.max_num_seqs * (SLOTS_WITH_STATE if loaded.state else 1)
-        # For what is on its way to or from another process.
-        + (config.role != "both") * (2 if loaded.state else 1),
-        memory_budget=memory.budget_bytes,
-        chunk_bytes=config.chunk_bytes,
-        step_tokens=_step_tokens(config),
-        park=config.enable_deferred_reclamation,
-        dedup=config.enable_dedup,
-        min_free_bytes=low_bytes if config.eager_allocation else 0,
-        max_free_bytes=high_bytes,
-        prefix_cache_bytes=config.prefix_cache_memory,
-        prefix_cache_fraction=_prefix_cache_fraction(config, loaded.device.type),
-        swap_space=config.swap_space,
-        swap_directory=config.swap_directory,
-    )
     try:
-        return make()
+        return VTensorManager(
+            spec,
+            device=str(loaded.device),
+            max_requests=config.max_num_seqs * (SLOTS_WITH_STATE if loaded.state else 1)
+            # For what is on its way to or from another process.
+            + (config.role != "both") * (2 if loaded.state else 1),
+            memory_budget=memory.budget_bytes,
+            chunk_bytes=config.chunk_bytes,
+            step_tokens=_step_tokens(config),
+            park=config.enable_deferred_reclamation,
+            dedup=config.enable_dedup,
+            min_free_bytes=low_bytes if config.eager_allocation else 0,
+            max_free_bytes=high_bytes,
+            prefix_cache_bytes=config.prefix_cache_memory,
+            prefix_cache_fraction=_prefix_cache_fraction(config, loaded.device.type),
+            swap_space=config.swap_space,
+            swap_directory=config.swap_directory,
+        )
     except DriverError as error:
         if error.call not in RESERVATIONS:
             raise

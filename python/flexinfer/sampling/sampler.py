@@ -30,7 +30,7 @@ REJECTED = "no token can be chosen behind what is only proposed"
 """Of such a row nobody asks why: that would cost a pass over its logits."""
 
 MAX_TEMPERATURE = 1e30
-"""One that float32 has; all tokens are equally probable long before."""
+"""As the kernel's: one that float32 has; all tokens are equally probable long before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class Sampler:
                 )
         masked = logits.masked_fill(torch.from_numpy(forbidden).to(logits.device), -torch.inf)
         # A NaN makes its row fail even where it was forbidden.
-        masked[:, 0].masked_fill_(logits.sum(dim=-1).isnan(), torch.nan)
+        masked[:, 0].masked_fill_(logits.amax(dim=-1).isnan(), torch.nan)
         return masked
 
     def _new_matcher(self, params: SamplingParams) -> TokenMatcher:

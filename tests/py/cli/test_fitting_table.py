@@ -17,9 +17,9 @@ WIDTHS = [20, 40, 80, 120]
 
 
 def shown(renderable: Any, width: int) -> str:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(renderable)
-    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+    screen = io.StringIO()
+    Console(file=screen, width=width).print(renderable)
+    return screen.getvalue()
 
 
 @pytest.mark.parametrize("width", WIDTHS)

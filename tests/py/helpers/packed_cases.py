@@ -17,14 +17,17 @@ INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", 
 
 
 def compressed_settings(
-    weights: dict[str, Any], inputs: dict[str, Any] | None = None, kind: str = "pack-quantized"
+    weights: dict[str, Any],
+    inputs: dict[str, Any] | None = None,
+    kind: str = "pack-quantized",
+    ignored: tuple[str, ...] = ("lm_head",),
 ) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
         "format": kind,
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+        "ignore": list(ignored),
         "kv_cache_scheme": None,
     }
 

@@ -76,8 +76,9 @@ MORE_CONFIGS: dict[str, Any] = {
         num_key_value_heads=1,
         tie_word_embeddings=True,
     ),
+    "olmo": lambda: tf.OlmoConfig(**_GQA),
 }
-"""Those that only tests of ranks ask for."""
+"""Those that only single tests ask for."""
 
 
 def draw_model(config: Any, seed: int = 0) -> Any:

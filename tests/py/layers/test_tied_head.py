@@ -10,8 +10,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import transformers as tf
-
 from flexinfer import LLM, SamplingParams
 from flexinfer.layers import host_linear
 from flexinfer.layers.fuse import fuse_layers
@@ -19,7 +17,13 @@ from flexinfer.layers.host_linear import HostLinear
 from flexinfer.layers.tied_head import PanelEmbedding
 from flexinfer.runtime.kernels import available_isas
 from helpers.each_isa import each_isa
-from helpers.tiny_models import VOCAB_SIZE, continue_prompt, draw_model, random_prompts
+from helpers.tiny_models import (
+    CONFIGS,
+    MORE_CONFIGS,
+    continue_prompt,
+    draw_model,
+    random_prompts,
+)
 
 isa = each_isa(host_linear, available_isas())
 DTYPES = (torch.float32, torch.bfloat16)
@@ -70,19 +74,9 @@ def test_a_scale_is_kept(dtype: Any) -> None:
 
 
 def tied_config(name: str) -> Any:
-    kinds = {"qwen3": tf.Qwen3Config, "gemma3": tf.Gemma3TextConfig, "olmo": tf.OlmoConfig}
-    return kinds[name](
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    config = (CONFIGS | MORE_CONFIGS)[name]()
+    config.tie_word_embeddings = True
+    return config
 
 
 class Doubled(torch.nn.Embedding):

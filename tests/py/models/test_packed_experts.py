@@ -19,57 +19,33 @@ from flexinfer.layers.experts import Experts
 from flexinfer.models.loading import load_config, load_model
 from flexinfer.models.quantisation import open_checkpoint
 from helpers.mixtures import COMMON, CONFIGS, NUM_TOKENS, generate
+from helpers.packed_cases import AWQ, BYTES, GPTQ, INPUTS, WEIGHTS, fixed
+from helpers.packed_cases import compressed_settings as plain_settings
 from helpers.packed_folders import (
     awq,
     compressed,
     compressed_bytes,
-    draw_numbers,
     gptq,
     write_experts,
 )
 from helpers.slow_products import furthest_behind, with_byte_inputs
 from helpers.tiny_models import continue_prompt, draw_model, random_prompts
 
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-BYTES = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-
-
-def compressed_settings(
-    weights: dict[str, Any], inputs: dict[str, Any] | None = None, kind: str = "pack-quantized"
-) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": kind,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*mlp.gate$"],
-        "kv_cache_scheme": None,
-    }
-
-
-def numbers(bits: int = 4, is_symmetric: bool = False, group: int = 32) -> Any:
-    def draw(outputs: int, inputs: int, seed: int) -> Any:
-        return draw_numbers(outputs, inputs, group or inputs, bits, is_symmetric, seed)
-
-    return draw
-
+compressed_settings = partial(plain_settings, ignored=("lm_head", "re:.*mlp.gate$"))
 
 CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
-    "gptq": (GPTQ, numbers(), partial(gptq, bits=4)),
-    "gptq symmetric": ({**GPTQ, "sym": True}, numbers(4, True), partial(gptq, bits=4)),
-    "gptq 8 bits": ({**GPTQ, "bits": 8}, numbers(8), partial(gptq, bits=8)),
-    "awq": (AWQ, numbers(), awq),
+    "gptq": (GPTQ, fixed(32), partial(gptq, bits=4)),
+    "gptq symmetric": ({**GPTQ, "sym": True}, fixed(32, 4, True), partial(gptq, bits=4)),
+    "gptq 8 bits": ({**GPTQ, "bits": 8}, fixed(32, 8), partial(gptq, bits=8)),
+    "awq": (AWQ, fixed(32), awq),
     "compressed": (
         compressed_settings(WEIGHTS),
-        numbers(4, True),
+        fixed(32, 4, True),
         partial(compressed, bits=4, is_symmetric=True),
     ),
     "compressed asymmetric": (
         compressed_settings({**WEIGHTS, "symmetric": False}),
-        numbers(),
+        fixed(32),
         partial(compressed, bits=4, is_symmetric=False),
     ),
 }
@@ -104,7 +80,7 @@ def test_with_inputs_of_8_bits_tokens_are_those_of_slow_products(
 
 def test_inputs_of_8_bits_go_with_weights_of_8_bits(tmp_path: Path) -> None:
     settings = compressed_settings(BYTES, INPUTS, "int-quantized")
-    draw = numbers(8, True, group=0)
+    draw = fixed(0, 8, True)
     write_experts(tmp_path, draw_model(CONFIGS["mixtral"]()), settings, draw, compressed_bytes)
     model: Any = load_model(str(tmp_path), dtype="float32").model
     experts = model.model.layers[0].mlp.experts

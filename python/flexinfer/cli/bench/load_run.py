@@ -55,7 +55,7 @@ class LoadSettings(LoadOptions):
             if not 0 <= percentile <= 100:
                 raise ValueError(f"--metric-percentiles are 0 to 100, got {percentile}")
         self.goodput_limits  # noqa: B018  checked before any work
-        self.extra_fields  # noqa: B018
+        self.extra_fields  # noqa: B018  likewise
         if self.plot is not None:
             from flexinfer.cli.plot import check_can_plot
 
