@@ -19,7 +19,7 @@ def memory_of(llm: LLM) -> dict[str, float]:
     for module in llm.llm_engine.loaded.model.modules():
         own = getattr(module, "nbytes", None)
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if own is not None and not tensors:
+        if own is not None and not any(tensor.numel() for tensor in tensors):
             weights += own
         for tensor in tensors:
             if tensor.data_ptr() not in seen:

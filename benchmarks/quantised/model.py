@@ -9,14 +9,25 @@ from pathlib import Path
 from typing import Any
 
 VOCAB_SIZE = 32_000
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
+    "600m": {
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "tie_word_embeddings": True,
+    },
     "1b": {"hidden_size": 2048, "num_hidden_layers": 16},
     "3b": {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24},
     "7b": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14_336},
 }
-"""Llama 3.2 1B and 3B, Mistral 7B, where they differ from one another."""
+"""Qwen3 0.6B, Llama 3.2 1B and 3B, Mistral 7B, where they differ from one another. The first has
+its own vocabulary and a head that is tied to the embedding, the others a small one and a head
+apart."""
 AT_LOAD = {"int8": "Q8_0", "int4": "Q4_0", "int4-a8": "Q4_0"}
-FILES = ("Q8_0", "Q4_0", "Q4_K_M", "Q6_K")
+FILES = ("Q8_0", "Q4_0", "Q4_K_M", "Q6_K", "Q5_K_M", "Q3_K_M", "Q2_K", "IQ4_XS")
 KINDS = AT_LOAD | {f"{kind}{inputs}": kind for kind in FILES for inputs in ("", "-a8")}
 """Our way to quantise -> llama.cpp's: at load, or as a file of llama.cpp's is, with inputs as they
 are or of 8 bits."""
@@ -48,8 +59,9 @@ def make_model(
         if not quantised.exists():
             if not plain.exists():
                 write_gguf(path, plain)
-            # As ours: the head has 8 bits. Files that ours reads are as they are.
-            options = ["--output-tensor-type", "q8_0"] if kind in AT_LOAD.values() else []
+            # As ours: the head has 8 bits, tied or not. Files that ours reads are as they are.
+            heads = ["--output-tensor-type", "q8_0", "--token-embedding-type", "q8_0"]
+            options = heads if kind in AT_LOAD.values() else []
             command = [llama_bin / "llama-quantize", *options, plain, quantised, kind, "2"]
             subprocess.run(command, check=True, capture_output=True)
     plain.unlink(missing_ok=True)
@@ -78,6 +90,7 @@ def _draw(shape: str, num_layers: int | None) -> Any:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     model = model.to(torch.bfloat16).to_empty(device="cpu")
+    model.tie_weights()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(std=0.02)
@@ -102,6 +115,9 @@ def write_gguf(folder: Path, target: Path) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     add_tokenizer(writer, config.vocab_size)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)

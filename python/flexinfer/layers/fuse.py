@@ -15,7 +15,8 @@ as it is; so does everything on a GPU.
 | torch.nn.Linear, Conv1D | `Linear` in the best format | |
 | a head and the embedding that it is tied to | `HostLinear`, `PanelEmbedding` | |
 | a weight by which code multiplies itself: of routers | `RowwiseWeight` | |
-| all of them, where weights are quantised | `QuantisedLinear` | |
+| linear layers, where weights are quantised | `QuantisedLinear` | |
+| an embedding that such a head is tied to | `QuantisedEmbedding` | |
 
 In a compiled model they are operators that the compiler does not look into (`operators.py`).
 """
@@ -57,7 +58,7 @@ from flexinfer.layers.quantise import lay_out, lay_out_parts, scheme_of, stored
 from flexinfer.layers.quantised import Scheme
 from flexinfer.layers.recognise import is_watched, weights_read_by
 from flexinfer.layers.rowwise_weight import make_rowwise
-from flexinfer.layers.tied_head import fuse_tied_heads
+from flexinfer.layers.tied_head import find_ties, fuse_tied_heads
 from flexinfer.layers.trial import Run, computes_the_same
 from flexinfer.runtime.weight_files import drop_pages
 
@@ -129,11 +130,12 @@ def fuse_layers(
     fusing = _Fusing(model, scheme, fill, Counter())
     if fill is None:
         _count_uses(fusing)
+    ties = find_ties(model)
     is_later = scheme is not None or fill is not None
     with staying_plain() if is_later else nullcontext():
         _fuse_children(fusing, "")
         _fuse_around_mlps(fusing)
-    fusing.counts.update(fuse_tied_heads(model))
+    fusing.counts.update(fuse_tied_heads(model, ties))
     _count_uses(fusing)
     make_rowwise(model, fusing.uses)
     if scheme is not None:
@@ -217,9 +219,9 @@ def _has_empty(module: torch.nn.Module) -> bool:
 
 
 def _replacement(fusing: _Fusing, name: str, module: torch.nn.Module) -> torch.nn.Module | None:
-    """What takes the module's place, quantised where it is or is to be. A head that is tied to the
-    embedding then gets a weight of its own; others that something else uses stay as they are. A
-    linear layer needs no trial, as its code is torch's own."""
+    """What takes the module's place, quantised where it is or is to be. Weights that something else
+    uses, too, stay as they are, but for a head's, whose integers the embedding may share. A linear
+    layer needs no trial, as its code is torch's own."""
     uses, scheme = fusing.uses, fusing.scheme
     if scheme is None and fusing.fill is None:
         return _fused(module, uses)

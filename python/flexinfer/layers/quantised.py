@@ -19,7 +19,8 @@ import torch
 
 from flexinfer.layers.scale_levels import ScaleLevels
 
-ROWS_AT_ONCE = 256
+ROWS_AT_ONCE = 1024
+"""Of a weight that is quantised or read: copies of so many are in the cache."""
 GROUP_SIZES = (32, 64, 128)
 BYTE_INPUTS = "a8"
 """Of weights that are quantised already: they stay so, inputs become integers of 8 bits."""
@@ -64,6 +65,10 @@ class Scheme:
 
     def quantise(self, weight: torch.Tensor) -> QuantisedTensor:
         """weight: [columns, depth], float. REQUIRES `fits`."""
+        parts = [self._quantise(some) for some in torch.split(weight, ROWS_AT_ONCE)]
+        return QuantisedTensor.join(parts)
+
+    def _quantise(self, weight: torch.Tensor) -> QuantisedTensor:
         if self.group == 0:
             return quantise_outputs(weight)
         source = quantise_groups(weight, self.group, self.has_minimums)
@@ -141,12 +146,11 @@ class QuantisedTensor:
 
     def dequantised(self) -> torch.Tensor:
         """float32 [columns, depth]: the reference of all that is computed with it."""
-        columns, depth = self.integers.shape
-        weight = self.integers.float().view(columns, self.scales.shape[1], -1)
+        weight = torch.unflatten(self.integers.float(), 1, (self.scales.shape[1], -1))
         weight = weight * self.scales[:, :, None]
         if self.minimums is not None:
             weight = weight + self.minimums[:, :, None]
-        return weight.view(columns, depth)
+        return weight.flatten(1)
 
     def dequantised_to(self, dtype: torch.dtype) -> torch.Tensor:
         """The same in another dtype, by few rows at once."""

@@ -64,6 +64,10 @@ class QuantisedLinear(OpaqueLinear):
         """Bytes of the weight with its scales."""
         return self._panels.nbytes
 
+    def rows(self, outputs: torch.Tensor) -> QuantisedTensor:
+        """The weight's rows for some outputs, int64 [n]."""
+        return self._panels.rows(outputs)
+
     def multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """The residual is added while the product is still in registers."""
         dtype = self.weight.dtype

@@ -6,6 +6,8 @@ cpp/kernels/calls/quantised.h says how words, scales and minimums stand there.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -13,9 +15,10 @@ import torch
 from flexinfer import _kernels
 from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.layers.scale_levels import ScaleLevels
-from flexinfer.runtime.kernels import SCALE_FORMATS
+from flexinfer.runtime.kernels import SCALE_BLOCK, SCALE_FORMATS
 
 PANEL_COLUMNS = 64
+PANELS_AT_ONCE = 32
 STEP_INPUTS = {8: 4, 6: 16, 4: 8}
 """By bits: the fewest inputs whose integers fill whole words."""
 
@@ -41,12 +44,16 @@ class QuantisedPanels:
 
     def __init__(self, source: QuantisedTensor) -> None:
         """source: copied."""
+        self._kind = kind_of(source)
         self.words = words_of(source)
         panels = _scales_of(source)
         self.scales, self.minimums = panels[0], panels[1] if len(panels) > 1 else None
         self.sums = None
         if source.group == 0:
-            self.sums = in_panels(128 * source.integers.sum(dim=1, dtype=torch.int32)[:, None])
+            # In blocks, as torch makes integers of 32 bits of all that it adds.
+            blocks = torch.split(source.integers, PANELS_AT_ONCE * PANEL_COLUMNS)
+            sums = torch.cat([some.sum(dim=1, dtype=torch.int32) for some in blocks])
+            self.sums = in_panels(128 * sums[:, None])
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
@@ -60,6 +67,22 @@ class QuantisedPanels:
     def nbytes(self) -> int:
         """Of the weight with its scales."""
         return sum(part.nbytes for part in self.parts.values())
+
+    def rows(self, outputs: torch.Tensor) -> QuantisedTensor:
+        """What they were made of: its rows for some outputs, int64 [n], each one that there is."""
+        panel, column = outputs // PANEL_COLUMNS, outputs % PANEL_COLUMNS
+        bits, group, byte_inputs, depth, num_levels = self._kind
+        words = torch.unflatten(self.words.view(torch.uint8), 3, (PANEL_COLUMNS, 4))
+        steps = _unpack(words[panel, :, :, column], bits, _is_shifted(bits, group, byte_inputs))
+        integers = steps.reshape(len(outputs), depth)
+        if num_levels:
+            tables = [n for n in (self.scales, self.minimums) if n is not None]
+            levels = [_levels_at(n, panel, column, depth, group) for n in tables]
+            source = QuantisedTensor.in_levels(integers, bits, group, *levels)
+            return replace(source, byte_inputs=byte_inputs)
+        scales = self.scales[panel, :, column].float()
+        minimums = None if self.minimums is None else self.minimums[panel, :, column].float()
+        return QuantisedTensor(integers, scales, minimums, bits, group, byte_inputs)
 
 
 def kernel_weight(
@@ -96,6 +119,19 @@ def _levels_in_panels(levels: ScaleLevels) -> torch.Tensor:
     return torch.cat(parts, dim=1)
 
 
+def _levels_at(
+    panels: torch.Tensor, panel: torch.Tensor, column: torch.Tensor, depth: int, group: int
+) -> ScaleLevels:
+    """Of some outputs, of what `_levels_in_panels` gives."""
+    blocks, groups = depth // SCALE_BLOCK, depth // group
+    factors, integers = torch.split(
+        panels, [2 * blocks * PANEL_COLUMNS, groups * PANEL_COLUMNS], dim=1
+    )
+    factors = torch.unflatten(factors.view(torch.float16), 1, (blocks, PANEL_COLUMNS))
+    integers = torch.unflatten(integers.view(torch.int8), 1, (groups, PANEL_COLUMNS))
+    return ScaleLevels(integers[panel, :, column], factors[panel, :, column])
+
+
 def words_of(source: QuantisedTensor) -> torch.Tensor:
     """int32 [panels, steps, words of a step, 64], as cpp/kernels/calls/quantised.h says."""
     inputs, integers = STEP_INPUTS[source.bits], source.integers
@@ -107,28 +143,55 @@ def words_of(source: QuantisedTensor) -> torch.Tensor:
         )
     if source.bits == 6 and not -32 <= integers.min() <= integers.max() < 32:
         raise ValueError(f"a weight of 6 bits has {integers.min()} to {integers.max()} in it")
-    integers = torch.nn.functional.pad(integers, (0, 0, 0, -columns % PANEL_COLUMNS))
-    steps = _pack(integers.view(-1, depth // inputs, inputs), source.bits)
-    if source.bits == 8 and source.group and source.byte_inputs:
-        steps = steps ^ 128
-    num_words = steps.shape[2]
-    words = steps.contiguous().view(torch.int32).view(-1, PANEL_COLUMNS, depth // inputs, num_words)
-    return words.permute(0, 2, 3, 1).contiguous()
+    num_words = inputs * source.bits // 32
+    words = torch.empty(
+        -(-columns // PANEL_COLUMNS), depth // inputs, num_words, PANEL_COLUMNS, dtype=torch.int32
+    )
+    is_shifted = _is_shifted(source.bits, source.group, source.byte_inputs)
+    # A head has outputs by the hundred thousand, and each of these steps makes a copy.
+    for some, panels in zip(
+        torch.split(integers, PANELS_AT_ONCE * PANEL_COLUMNS),
+        torch.split(words, PANELS_AT_ONCE),
+        strict=True,
+    ):
+        padded = torch.nn.functional.pad(some, (0, 0, 0, -len(some) % PANEL_COLUMNS))
+        steps = _pack(padded.view(-1, depth // inputs, inputs), source.bits, is_shifted)
+        own = steps.contiguous().view(torch.int32).squeeze(-1)
+        own = torch.unflatten(own, 0, (-1, PANEL_COLUMNS))
+        panels.copy_(own.permute(0, 2, 3, 1))
+    return words
 
 
-def _pack(steps: torch.Tensor, bits: int) -> torch.Tensor:
+def _is_shifted(bits: int, group: int, byte_inputs: bool) -> bool:
+    """Whether words hold integers from 0 on."""
+    return bits < 8 or (group > 0 and byte_inputs)
+
+
+def _pack(steps: torch.Tensor, bits: int, is_shifted: bool) -> torch.Tensor:
     """uint8 [columns, steps, words, 4] of int8 [columns, steps, inputs]."""
+    if is_shifted:
+        steps = steps + (1 << bits - 1)
+    steps = steps.view(torch.uint8)
     if bits == 8:
-        return steps.view(torch.uint8).unsqueeze(2)
-    shifted = (steps + (1 << bits - 1)).view(torch.uint8)
-    # Of each eight inputs 0, 4, 1, 5 and 2, 6, 3, 7.
-    eights = shifted.view(*steps.shape[:2], -1, 2, 4).transpose(3, 4)
+        return steps.unsqueeze(2)
+    # Of each eight inputs 0, 4, 1, 5 and 2, 6, 3, 7. The last four fill the bits above the others.
+    eights = steps.view(*steps.shape[:2], -1, 2, 4).transpose(3, 4)
     fours = eights.reshape(*steps.shape[:2], -1, 4)
     first, rest = fours[:, :, :-1], fours[:, :, -1:]
-    if bits == 4:
-        return torch.bitwise_or(first, rest << 4)
-    pieces = [rest << 6 - 2 * i & 192 for i in range(3)]
-    return torch.bitwise_or(first, torch.cat(pieces, dim=2))
+    pieces = [rest >> i * (8 - bits) << bits for i in range(first.shape[2])]
+    return first | torch.cat(pieces, dim=2)
+
+
+def _unpack(words: torch.Tensor, bits: int, is_shifted: bool) -> torch.Tensor:
+    """int8 [...] of what `_pack` gives: the numbers of each column one after the other."""
+    if bits < 8:
+        first, above = words & (1 << bits) - 1, words >> bits
+        pieces = [above[:, :, i] << i * (8 - bits) for i in range(words.shape[2])]
+        rest = reduce(torch.bitwise_or, pieces).unsqueeze(2)
+        fours = torch.cat([first, rest], dim=2)
+        words = torch.unflatten(fours.flatten(2), 2, (-1, 4, 2)).transpose(3, 4)
+    integers = words.view(torch.int8)
+    return integers - (1 << bits - 1) if is_shifted else integers
 
 
 def in_panels(numbers: torch.Tensor) -> torch.Tensor:

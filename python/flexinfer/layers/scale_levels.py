@@ -24,9 +24,8 @@ class ScaleLevels(NamedTuple):
 
     def products(self) -> torch.Tensor:
         """float32 [columns, groups]: the numbers."""
-        columns, blocks = self.factors.shape
-        groups = self.integers.view(columns, blocks, -1)
-        return (groups * self.factors.float()[:, :, None]).view(columns, -1)
+        groups = torch.unflatten(self.integers, 1, (self.factors.shape[1], -1))
+        return (groups * self.factors.float()[:, :, None]).flatten(1)
 
     def of_outputs(self, rows: slice) -> ScaleLevels:
         """Those of some outputs: views."""

@@ -3,20 +3,24 @@
 Most small models have one: of Qwen3 0.6B the head is a quarter of what a decode step reads. The
 head's product wants panels (`host_linear.py`), in which the numbers of one token stand a cache line
 apart. Looking them up takes 3 to 6 us a token of width 1,024 (by hand, one core of a Zen 5), where
-a copy would take as much memory as the head.
+a copy would take as much memory as the head. A quantised head gives its embedding rows in the same
+way.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 
 from flexinfer.layers import host_linear
+from flexinfer.layers.embedding import QuantisedEmbedding
 from flexinfer.layers.formats import make_linear
 from flexinfer.layers.host_linear import HostLinear
 from flexinfer.layers.known import SCALED_EMBEDDINGS
+from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.layers.recognise import is_known, is_watched
 from flexinfer.layers.trial import computes_the_same
 from flexinfer.runtime.weight_files import drop_pages
@@ -51,28 +55,62 @@ class PanelEmbedding(torch.nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
-def fuse_tied_heads(model: torch.nn.Module) -> Counter[str]:
-    """Lay out each weight that a linear layer and an embedding share, and nothing besides; tells
-    how many modules of each class have come of it."""
-    counts: Counter[str] = Counter()
+class Tie(NamedTuple):
+    """A head and an embedding of one weight, which nothing else uses: the paths of each."""
+
+    heads: list[str]
+    embeddings: list[str]
+
+
+def find_ties(model: torch.nn.Module) -> list[Tie]:
+    """Of a model as it was made, with its weights or without."""
+    ties: list[Tie] = []
     for paths in _users(model):
-        modules = {id(module): module for module in map(model.get_submodule, paths)}
-        heads = [m for m in modules.values() if type(m) is torch.nn.Linear]
-        embeddings = [m for m in modules.values() if _is_embedding(m)]
-        if not len(heads) == len(embeddings) == 1 == len(modules) - 1 or not _can_share(heads[0]):
+        modules = {path: model.get_submodule(path) for path in paths}
+        heads = [path for path, module in modules.items() if type(module) is torch.nn.Linear]
+        embeddings = [path for path, module in modules.items() if _is_embedding(module)]
+        # Under several paths there may be one module.
+        num_heads, num_embeddings = (
+            len({id(modules[path]) for path in some}) for some in (heads, embeddings)
+        )
+        if num_heads == num_embeddings == 1 and len(heads) + len(embeddings) == len(paths):
+            ties.append(Tie(heads, embeddings))
+    return ties
+
+
+def fuse_tied_heads(model: torch.nn.Module, ties: Iterable[Tie]) -> Counter[str]:
+    """Lay out each weight that a head and an embedding share, and nothing besides; tells how many
+    modules of each class have come of it. Heads that are quantised by now give the embedding its
+    rows, instead of numbers that it has for itself."""
+    counts: Counter[str] = Counter()
+    for tie in ties:
+        head, embedding = map(model.get_submodule, (tie.heads[0], tie.embeddings[0]))
+        own = [*embedding.parameters()]
+        shared = _shared(head, embedding)
+        if shared is None:
             continue
-        weight = heads[0].weight
-        head = make_linear(heads[0])
-        assert isinstance(head, HostLinear)
-        embedding = PanelEmbedding(head, getattr(embeddings[0], "embed_scale", None))
-        if not _compute_the_same((heads[0], embeddings[0]), (head, embedding)):
-            continue
-        for path in paths:
-            is_head = model.get_submodule(path) is heads[0]
-            model.set_submodule(path, head if is_head else embedding)
-        drop_pages([weight])
-        counts.update(type(part).__name__ for part in (head, embedding))
+        for paths, module in zip(tie, shared, strict=True):
+            if module not in (head, embedding):
+                counts[type(module).__name__] += 1
+            for path in paths:
+                model.set_submodule(path, module)
+        drop_pages(own)
     return counts
+
+
+def _shared(head: torch.nn.Module, embedding: torch.nn.Module) -> tuple[Any, Any] | None:
+    """Head and embedding over one weight; None: they stay."""
+    scale = getattr(embedding, "embed_scale", None)
+    if isinstance(head, QuantisedLinear):
+        return head, QuantisedEmbedding(head.rows, head.dtype, scale)
+    if type(head) is not torch.nn.Linear or not _can_share(head):
+        return None
+    if head.weight.data_ptr() != embedding.get_parameter("weight").data_ptr():
+        return None
+    panels = make_linear(head)
+    assert isinstance(panels, HostLinear)
+    shared = panels, PanelEmbedding(panels, scale)
+    return shared if _compute_the_same((head, embedding), shared) else None
 
 
 @torch.inference_mode()
@@ -91,8 +129,7 @@ def _users(model: torch.nn.Module) -> list[list[str]]:
     users: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for weight in module.parameters(recurse=False):
-            if not weight.is_meta:
-                users.setdefault(weight.data_ptr(), []).append(path)
+            users.setdefault(id(weight) if weight.is_meta else weight.data_ptr(), []).append(path)
     return list(users.values())
 
 

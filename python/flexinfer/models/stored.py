@@ -82,8 +82,10 @@ class StoredModel:
         if type(module) is torch.nn.Embedding and self._is_quantised(f"{path}.weight"):
             source = self._sources[f"{path}.weight"]
             rows, decode = self._checkpoint.read_rows(source)
-            self.model.set_submodule(path, QuantisedEmbedding(rows, decode, self._dtype))
-            return None
+            embedding = QuantisedEmbedding(
+                lambda ids: decode(rows[ids]), self._dtype, nbytes=rows.nbytes
+            )
+            return self.model.set_submodule(path, embedding)
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
                 setattr(module, name, self._parameter(f"{path}.{name}" if path else name))

@@ -70,8 +70,8 @@ def with_dequantised(experts: Any, scheme: Scheme) -> None:
 
 def slow_model(model: Any, scheme: Scheme, num_ranks: int = 1) -> Any:
     """transformers' own modules around slow products with the same integers; where inputs stay as
-    they are, its own experts with the numbers that the integers stand for. model: or a name of
-    `tiny_models`."""
+    they are, its own experts with the numbers that the integers stand for; and so the embedding
+    that a head is tied to. model: or a name of `tiny_models`."""
     model = copy.deepcopy(make_model(model) if isinstance(model, str) else model)
     for path, module in list(model.named_modules()):
         if is_experts(module) and (scheme.byte_inputs or num_ranks > 1):
@@ -79,6 +79,7 @@ def slow_model(model: Any, scheme: Scheme, num_ranks: int = 1) -> Any:
             model.set_submodule(path, SlowExperts(parts))
         elif is_experts(module):
             with_dequantised(module, scheme)
+    embedding = model.get_input_embeddings()
     for path, linear in list(quantisable(model)):
         own = scheme_of(path.rpartition(".")[2], linear, scheme)
         assert own is not None
@@ -86,6 +87,8 @@ def slow_model(model: Any, scheme: Scheme, num_ranks: int = 1) -> Any:
         weight = weight if isinstance(linear, torch.nn.Linear) else weight.t()
         num_parts = num_ranks if path.endswith(SPLIT_INPUTS) else 1
         sources = [own.quantise(part) for part in weight.chunk(num_parts, dim=1)]
+        if linear.weight is embedding.weight:
+            embedding.weight = torch.nn.Parameter(sources[0].dequantised().to(weight.dtype))
         model.set_submodule(path, SlowLinear(sources, linear.bias))
     return model
 

@@ -1,4 +1,5 @@
-"""Quantised weights as checkpoints have them and nothing here makes them."""
+"""Quantised weights: as checkpoints have them and nothing here makes them, and as a layer gives
+them back."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from functools import partial
 import torch
 
 from flexinfer.layers.quantised import QuantisedTensor, Scheme
+from flexinfer.layers.quantised_linear import QuantisedLinear
 
 
 def bytes_in_groups(
@@ -30,6 +32,15 @@ def nibbles_in_large_scales(weight: torch.Tensor) -> QuantisedTensor:
     return QuantisedTensor(source.integers, scales, minimums, 4, 32, byte_inputs=True)
 
 
+def six_bits(has_minimums: bool, has_byte_inputs: bool, weight: torch.Tensor) -> QuantisedTensor:
+    """Of which five are used, in scales of float16: as Q5_0 and Q5_1."""
+    groups = weight.view(len(weight), -1, 32)
+    scales = (groups.abs().amax(dim=2) / 15).half().float()
+    integers = (groups / scales[:, :, None]).round().to(torch.int8).view(weight.shape)
+    minimums = 0.1 * torch.randn(scales.shape) if has_minimums else None
+    return QuantisedTensor(integers, scales, minimums, 6, 32, has_byte_inputs)
+
+
 STORED: dict[str, Callable[[torch.Tensor], QuantisedTensor]] = {
     "Q6_K": partial(bytes_in_groups, 16, False, False),
     "bytes in groups of 16, minimums": partial(bytes_in_groups, 16, True, False),
@@ -38,6 +49,8 @@ STORED: dict[str, Callable[[torch.Tensor], QuantisedTensor]] = {
     "bytes in groups of 64, minimums, a8": partial(bytes_in_groups, 64, True, True),
     "bytes by output, minimums, a8": partial(bytes_in_groups, 0, True, True),
     "bytes by output, a8": partial(bytes_in_groups, 0, False, True),
+    "Q5_0": partial(six_bits, False, False),
+    "Q5_1 a8": partial(six_bits, True, True),
     "Q4_K a8": nibbles_in_large_scales,
 }
 
@@ -45,3 +58,14 @@ STORED: dict[str, Callable[[torch.Tensor], QuantisedTensor]] = {
 def quantise(name: str, weight: torch.Tensor) -> QuantisedTensor:
     """name: of STORED, or a scheme's."""
     return STORED[name](weight) if name in STORED else Scheme.parse(name).quantise(weight)
+
+
+def assert_same_rows(layer: QuantisedLinear, source: QuantisedTensor) -> None:
+    """The layer gives back what it was made of, in whatever order, and as often as asked."""
+    ids = torch.randint(len(source.integers), (len(source.integers) + 9,))
+    rows = layer.rows(ids)
+    assert rows.kind == source.kind
+    assert torch.equal(rows.integers, source.integers[ids])
+    assert torch.equal(rows.scales, source.scales[ids])
+    assert torch.equal(rows.dequantised(), source.dequantised()[ids])
+    assert layer.rows(ids[:0]).dequantised().shape == (0, source.integers.shape[1])

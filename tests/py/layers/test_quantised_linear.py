@@ -14,7 +14,7 @@ from flexinfer.layers import quantised_linear
 from flexinfer.layers.quantised import QuantisedTensor, Scheme, quantise_inputs
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from helpers.each_isa import each_isa
-from helpers.stored_weights import STORED, quantise
+from helpers.stored_weights import STORED, assert_same_rows, quantise
 
 EXAMPLES = settings(
     max_examples=40,
@@ -77,6 +77,15 @@ def test_a_row_is_the_same_bits_among_whatever_rows(
     in_two = torch.cat([layer(x[:first]), layer(x[first:])])
     torch.set_num_threads(2)
     assert torch.equal(layer(x), in_two)
+
+
+@pytest.mark.parametrize("columns", [1, 64, 331])
+@pytest.mark.parametrize("scheme", [*SCHEMES, *STORED])
+def test_rows_come_back_as_they_were(columns: int, scheme: str) -> None:
+    torch.manual_seed(columns)
+    source = quantise(scheme, torch.randn(columns, 256))
+    layer = QuantisedLinear(source, None, torch.float32)
+    assert_same_rows(layer, source)
 
 
 def test_integers_are_added_exactly_at_the_ends_of_their_range(isa: str) -> None:

@@ -18,12 +18,17 @@ from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.layers.scale_levels import ScaleLevels
 from helpers.each_isa import each_isa
+from helpers.stored_weights import assert_same_rows
 
 isa = each_isa(quantised_linear, _kernels.available_quantised_isas())
 
 KINDS = {
     "Q4_K": (4, 32, True),
     "Q6_K": (6, 16, False),
+    "Q5_K": (6, 32, True),
+    "Q3_K": (4, 16, False),
+    "Q2_K": (4, 16, True),
+    "IQ4_XS": (8, 32, False),
     "4 bits in groups of 256": (4, 256, False),
     "8 bits in groups of 64, minimums": (8, 64, True),
 }
@@ -46,6 +51,14 @@ def draw(kind: str, columns: int, depth: int) -> QuantisedTensor:
 
 def in_floats(source: QuantisedTensor) -> QuantisedTensor:
     return replace(source, levels=(), bits=8 if source.bits == 6 else source.bits)
+
+
+@pytest.mark.parametrize("byte_inputs", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_come_back_as_they_were(kind: str, byte_inputs: bool) -> None:
+    torch.manual_seed(3)
+    source = replace(draw(kind, 331, 768), byte_inputs=byte_inputs)
+    assert_same_rows(QuantisedLinear(source, None, torch.float32), source)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

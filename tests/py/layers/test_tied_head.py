@@ -12,8 +12,10 @@ torch = pytest.importorskip("torch")
 
 from flexinfer import LLM, SamplingParams
 from flexinfer.layers import host_linear
+from flexinfer.layers.embedding import QuantisedEmbedding
 from flexinfer.layers.fuse import fuse_layers
 from flexinfer.layers.host_linear import HostLinear
+from flexinfer.layers.quantised import Scheme
 from flexinfer.layers.tied_head import PanelEmbedding
 from flexinfer.runtime.kernels import available_isas
 from helpers.each_isa import each_isa
@@ -138,8 +140,8 @@ def test_a_trial_tells_what_the_code_does_not(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "olmo"])
 def test_a_model_of_a_folder(name: str, quantization: Any, tmp_path: Path) -> None:
-    """Its tokens are those of transformers; quantised, the head has a weight of its own. OLMo's
-    norms have no weights: after the head's no parameter of transformers' would be left."""
+    """Its tokens are those of transformers; quantised, the embedding's rows are those of the head.
+    OLMo's norms have no weights: after the head's no parameter of transformers' would be left."""
     model = draw_model(tied_config(name))
     model.save_pretrained(tmp_path)
     prompts = random_prompts((5, 70, 20, 1))
@@ -148,7 +150,14 @@ def test_a_model_of_a_folder(name: str, quantization: Any, tmp_path: Path) -> No
     with LLM(str(tmp_path), dtype="float32", quantization=quantization, **settings) as llm:
         loaded = llm.llm_engine.loaded.model
         outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert isinstance(loaded.get_input_embeddings(), PanelEmbedding) == (quantization is None)
-    if quantization is None:
+    embedding = loaded.get_input_embeddings()
+    if quantization is not None:
+        weight = model.get_input_embeddings().weight
+        rows = Scheme.parse("int8").quantise(weight.detach()).dequantised()
+        rows *= getattr(model.get_input_embeddings(), "embed_scale", 1)
+        assert isinstance(embedding, QuantisedEmbedding)
+        assert torch.equal(embedding(torch.arange(len(rows))), rows)
+    else:
+        assert isinstance(embedding, PanelEmbedding)
         expected = [continue_prompt(model, tuple(prompt), 8) for prompt in prompts]
         assert [output.outputs[0].token_ids for output in outputs] == expected

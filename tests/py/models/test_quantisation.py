@@ -18,6 +18,7 @@ import transformers as tf
 import flexinfer
 from flexinfer import LLM, SamplingParams
 from flexinfer.errors import UnsupportedModelError
+from flexinfer.layers.embedding import QuantisedEmbedding
 from flexinfer.layers.fuse import fuse_layers
 from flexinfer.layers.quantised import Scheme
 from flexinfer.layers.quantised_linear import QuantisedLinear
@@ -134,14 +135,16 @@ def test_the_shipped_model_loses_nothing_by_quantised_kv(held_out: Any) -> None:
         assert quantised_recall > recall - 0.002
 
 
-def test_all_layers_but_the_embedding_are_quantised_and_the_head_has_8_bits() -> None:
+def test_all_layers_are_quantised_and_the_head_and_the_tied_embedding_have_8_bits() -> None:
     model = tf.AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32)
     fuse_layers(model, Scheme.parse("int4"))
     layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantisedLinear)}
     assert len(layers) == 4 * model.config.num_hidden_layers + 1
     assert layers["lm_head"].nbytes == 128 * 1024 + 1024 * (4 + 4)
     assert layers["model.layers.0.mlp.down_proj"].nbytes == 128 * 384 // 2 + 128 * 384 // 32 * 2
-    assert model.get_input_embeddings().weight.shape == (1024, 128)
+    embedding: Any = model.get_input_embeddings()
+    assert isinstance(embedding, QuantisedEmbedding)
+    assert embedding.nbytes == embedding.weight.numel() == 0
 
 
 def test_a_layer_that_chooses_experts_stays_as_it_is() -> None:
