@@ -3,11 +3,21 @@
 | type | here | bits a weight in the file, here |
 |---|---|---|
 | Q8_0 | 8 bits, groups of 32 | 8.5, 8.5 |
+| Q5_0 | 6 bits, groups of 32 | 5.5, 6.5 |
+| Q5_1 | the same with minimums | 6, 8 |
 | Q4_0 | 4 bits, groups of 32 | 4.5, 4.5 |
-| Q4_K | 4 bits, groups of 32, with minimums; scales in two levels | 4.5, 4.625 |
+| Q4_1 | the same with minimums | 5, 6 |
+| IQ4_NL | 8 bits, groups of 32 | 4.5, 8.5 |
 | Q6_K | 6 bits, groups of 16; scales in two levels | 6.5625, 6.5625 |
+| Q5_K | 6 bits, groups of 32, with minimums; scales in two levels | 5.5, 6.625 |
+| Q4_K | 4 bits, groups of 32, with minimums; scales in two levels | 4.5, 4.625 |
+| Q3_K | 4 bits, groups of 16; scales in two levels | 3.4375, 4.5625 |
+| Q2_K | 4 bits, groups of 16, with minimums; scales in two levels | 2.625, 5.125 |
+| IQ4_XS | 8 bits, groups of 32; scales in two levels | 4.25, 8.3125 |
 
-Source: ggml-quants.c of the ggml project, and gguf/quants.py, which the tests compare with.
+Words of kernels have 4, 6 or 8 bits: integers of others stand in the next wider ones, and those of
+IQ4, which one looks up in a table, as what the table says. Source: ggml-quants.c of the ggml
+project, and gguf/quants.py, which the tests compare with.
 """
 
 from __future__ import annotations
@@ -16,75 +26,159 @@ from collections.abc import Callable
 
 import torch
 
-from flexinfer.layers.quantised import QuantisedTensor
+from flexinfer.checkpoints.gguf_header import BLOCKS
+from flexinfer.layers.quantised import ROWS_AT_ONCE, QuantisedTensor
 from flexinfer.layers.scale_levels import ScaleLevels
 
+IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
-def _halves(blocks: torch.Tensor) -> torch.Tensor:
+
+def _factors(blocks: torch.Tensor) -> torch.Tensor:
     """float16 [rows, blocks] of their bytes."""
     return blocks.contiguous().view(torch.float16)[..., 0]
 
 
 def _levels(integers: torch.Tensor, factors: torch.Tensor) -> ScaleLevels:
     """Bytes [rows, blocks, groups], and the two of each block's factor."""
-    integers = integers.contiguous().view(torch.int8)
-    return ScaleLevels(integers.view(len(integers), -1), _halves(factors))
+    return ScaleLevels(integers.view(torch.int8).flatten(1), _factors(factors))
 
 
-def _split(rows: torch.Tensor, *shape: int) -> torch.Tensor:
-    """The last dimension as several."""
-    return rows.reshape(*rows.shape[:-1], *shape)
+def _fields(rows: torch.Tensor, bits: int, chunk: int) -> torch.Tensor:
+    """[..., n] integers of so many bits of bytes [..., n * bits / 8]: of each chunk of bytes their
+    lowest bits, then the next ones, and so on."""
+    rows = torch.unflatten(rows, -1, (-1, 1, chunk))
+    shifted = torch.cat([rows >> shift for shift in range(0, 8, bits)], dim=-2)
+    return (shifted & (1 << bits) - 1).flatten(-3)
 
 
-def _nibbles(rows: torch.Tensor) -> torch.Tensor:
-    """[..., 2, n] of bytes [..., n]: their lower halves, then their upper ones, less 8."""
-    return torch.stack([rows & 15, rows >> 4], dim=-2).to(torch.int8) - 8
+def _bits(rows: torch.Tensor) -> torch.Tensor:
+    """[..., 8 n] of bytes [..., n], the lowest bit of each first."""
+    return _fields(rows, 1, 1)
+
+
+def _less(integers: torch.Tensor, zero: int) -> torch.Tensor:
+    """int8 [rows, depth] of uint8 [rows, blocks, numbers of a block], less what stands for 0."""
+    return (integers.to(torch.int8) - zero).flatten(1)
+
+
+def _in_groups(
+    integers: torch.Tensor, bits: int, factors: torch.Tensor, lowest: torch.Tensor | None = None
+) -> QuantisedTensor:
+    """integers: from 0 on, the middle of the range of so many bits for 0. lowest: the bytes of what
+    is added to each, beside those of the factors."""
+    scales, minimums = _factors(factors).float(), None
+    zero = 16 if bits == 6 else 1 << bits - 1
+    if lowest is not None:
+        minimums = _factors(lowest).float() + zero * scales
+    return QuantisedTensor(_less(integers, zero), scales, minimums, bits, 32)
 
 
 def _q8_0(blocks: torch.Tensor) -> QuantisedTensor:
-    rows = blocks.shape[0]
-    integers = blocks[..., 2:].contiguous().view(torch.int8).view(rows, -1)
-    return QuantisedTensor(integers, _halves(blocks[..., :2]).float(), None, 8, 32)
+    integers = blocks[..., 2:].contiguous().view(torch.int8).flatten(1)
+    return QuantisedTensor(integers, _factors(blocks[..., :2]).float(), None, 8, 32)
+
+
+def _q5_0(blocks: torch.Tensor) -> QuantisedTensor:
+    """A factor, 32 bits, 32 integers of 4 bits below them."""
+    return _in_groups(_five_bits(blocks[..., 2:]), 6, blocks[..., :2])
+
+
+def _q5_1(blocks: torch.Tensor) -> QuantisedTensor:
+    return _in_groups(_five_bits(blocks[..., 4:]), 6, blocks[..., :2], blocks[..., 2:4])
+
+
+def _five_bits(blocks: torch.Tensor) -> torch.Tensor:
+    return _fields(blocks[..., 4:], 4, 16) | _bits(blocks[..., :4]) << 4
 
 
 def _q4_0(blocks: torch.Tensor) -> QuantisedTensor:
-    rows = blocks.shape[0]
-    integers = _nibbles(blocks[..., 2:]).view(rows, -1)
-    return QuantisedTensor(integers, _halves(blocks[..., :2]).float(), None, 4, 32)
+    return _in_groups(_fields(blocks[..., 2:], 4, 16), 4, blocks[..., :2])
+
+
+def _q4_1(blocks: torch.Tensor) -> QuantisedTensor:
+    return _in_groups(_fields(blocks[..., 4:], 4, 16), 4, blocks[..., :2], blocks[..., 2:4])
+
+
+def _iq4_nl(blocks: torch.Tensor) -> QuantisedTensor:
+    factors = _factors(blocks[..., :2]).float()
+    return QuantisedTensor(_looked_up(blocks[..., 2:]), factors, None, 8, 32)
+
+
+def _looked_up(rows: torch.Tensor) -> torch.Tensor:
+    table = torch.tensor(IQ4_TABLE, dtype=torch.int8)
+    return table[_fields(rows, 4, 16).int()].flatten(1)
+
+
+def _q2_k(blocks: torch.Tensor) -> QuantisedTensor:
+    """16 bytes of a scale and a minimum of 4 bits each, 256 integers of 2 bits, two factors."""
+    scales, integers = blocks[..., :16], _fields(blocks[..., 16:80], 2, 32)
+    levels = _levels(scales & 15, blocks[..., 80:82]), _levels(scales >> 4, blocks[..., 82:])
+    # The file has scale * n - minimum for n from 0 on; our integers are n - 8, and n - 32 of Q5_K.
+    return QuantisedTensor.in_levels(_less(integers, 8), 4, 16, *levels)
+
+
+def _q3_k(blocks: torch.Tensor) -> QuantisedTensor:
+    """256 bits, 256 integers of 2 bits below them, 16 scales of 6 bits, a factor."""
+    integers = _fields(blocks[..., 32:96], 2, 32) | _fields(blocks[..., :32], 1, 32) << 2
+    low, high = _fields(blocks[..., 96:104], 4, 8), _fields(blocks[..., 104:108], 2, 4)
+    scales = (low | high << 4).to(torch.int8) - 32
+    return QuantisedTensor.in_levels(_less(integers, 4), 4, 16, _levels(scales, blocks[..., 108:]))
 
 
 def _q4_k(blocks: torch.Tensor) -> QuantisedTensor:
-    """Two float16 factors, 8 scales and 8 minimums of 6 bits in 12 bytes, 256 nibbles."""
-    first, second, third = _split(blocks[..., 4:16], 3, 4).unbind(-2)
+    integers = _less(_fields(blocks[..., 16:], 4, 32), 8)
+    return QuantisedTensor.in_levels(integers, 4, 32, *_levels_of_6_bits(blocks))
+
+
+def _q5_k(blocks: torch.Tensor) -> QuantisedTensor:
+    """As Q4_K, with 256 bits above the others between."""
+    integers = _fields(blocks[..., 48:], 4, 32) | _fields(blocks[..., 16:48], 1, 32) << 4
+    return QuantisedTensor.in_levels(_less(integers, 32), 6, 32, *_levels_of_6_bits(blocks))
+
+
+def _levels_of_6_bits(blocks: torch.Tensor) -> tuple[ScaleLevels, ScaleLevels]:
+    """Two factors, 8 scales and 8 minimums of 6 bits in 12 bytes."""
+    first, second, third = torch.unflatten(blocks[..., 4:16], -1, (3, 4)).unbind(-2)
     scales = torch.cat([first & 63, third & 15 | first >> 2 & 48], dim=-1)
     minimums = torch.cat([second & 63, third >> 4 | second >> 2 & 48], dim=-1)
-    integers = _nibbles(_split(blocks[..., 16:], 4, 32)).view(len(blocks), -1)
-    # The file has scale * n - minimum for n from 0 to 15; our integers are n - 8.
-    levels = _levels(scales, blocks[..., :2]), _levels(minimums, blocks[..., 2:4])
-    return QuantisedTensor.in_levels(integers, 4, 32, *levels)
+    return _levels(scales, blocks[..., :2]), _levels(minimums, blocks[..., 2:4])
 
 
 def _q6_k(blocks: torch.Tensor) -> QuantisedTensor:
-    """256 lower halves of 4 bits, 256 upper ones of 2, 16 scales of 8 bits, a float16 factor."""
-    low = _split(blocks[..., :128], 2, 64)
-    low = _split(torch.stack([low & 15, low >> 4], dim=-2).flatten(-3), 2, 4, 32)
-    high = _split(blocks[..., 128:192], 2, 1, 32)
-    high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=-2)
-    integers = (low | high << 4).to(torch.int8) - 32
-    scales = _levels(blocks[..., 192:208], blocks[..., 208:])
-    return QuantisedTensor.in_levels(integers.view(len(blocks), -1), 6, 16, scales)
+    """256 lower halves of 4 bits, 256 upper ones of 2, 16 scales of 8 bits, a factor."""
+    integers = _fields(blocks[..., :128], 4, 64) | _fields(blocks[..., 128:192], 2, 32) << 4
+    levels = _levels(blocks[..., 192:208], blocks[..., 208:])
+    return QuantisedTensor.in_levels(_less(integers, 32), 6, 16, levels)
 
 
-DECODERS: dict[str, tuple[int, Callable[[torch.Tensor], QuantisedTensor]]] = {
-    "Q8_0": (34, _q8_0),
-    "Q4_0": (18, _q4_0),
-    "Q4_K": (144, _q4_k),
-    "Q6_K": (210, _q6_k),
+def _iq4_xs(blocks: torch.Tensor) -> QuantisedTensor:
+    """A factor, 8 scales of 6 bits: 2 upper ones in two bytes, then 4 lower ones in four; and 256
+    integers of 4 bits."""
+    low, high = _fields(blocks[..., 4:8], 4, 1), _fields(blocks[..., 2:4], 2, 1)
+    levels = _levels((low | high << 4).to(torch.int8) - 32, blocks[..., :2])
+    return QuantisedTensor.in_levels(_looked_up(blocks[..., 8:]), 8, 32, levels)
+
+
+DECODERS: dict[str, Callable[[torch.Tensor], QuantisedTensor]] = {
+    "Q8_0": _q8_0,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "IQ4_NL": _iq4_nl,
+    "Q6_K": _q6_k,
+    "Q5_K": _q5_k,
+    "Q4_K": _q4_k,
+    "Q3_K": _q3_k,
+    "Q2_K": _q2_k,
+    "IQ4_XS": _iq4_xs,
 }
-"""Bytes of a block, and what rows of them are."""
+"""Type of blocks -> what bytes [rows, blocks, bytes of a block] are."""
 
 
 def decode(kind: str, rows: torch.Tensor) -> QuantisedTensor:
     """rows: uint8 [rows, bytes]"""
-    block_bytes, decoder = DECODERS[kind]
-    return decoder(rows.view(len(rows), -1, block_bytes))
+    blocks = torch.unflatten(rows, 1, (-1, BLOCKS[kind][1]))
+    return QuantisedTensor.join(
+        [DECODERS[kind](some) for some in torch.split(blocks, ROWS_AT_ONCE)]
+    )

@@ -1,6 +1,6 @@
 """Tiny GGUF files, and models with the numbers that they hold, by gguf's own functions.
 
-gguf can make blocks of Q8_0 and Q4_0; those of Q4_K and Q6_K are drawn at random here.
+gguf can make blocks of Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1; those of others are drawn at random here.
 """
 
 from __future__ import annotations
@@ -26,24 +26,33 @@ ARCHITECTURES = {
 """transformers' model type -> llama.cpp's architecture."""
 
 
+FACTORS: dict[Type, dict[int, float]] = {
+    Type.Q2_K: {80: 5e-3, 82: 8e-3},
+    Type.Q3_K: {108: 2e-3},
+    Type.Q4_K: {0: 1e-3, 2: 8e-3},
+    Type.Q5_K: {0: 4e-4, 2: 8e-3},
+    Type.Q6_K: {208: 2e-4},
+    Type.IQ4_NL: {0: 4e-3},
+    Type.IQ4_XS: {0: 2e-4},
+}
+"""Of types whose blocks are drawn: the bytes at which factors lie, and how large they are."""
+
+
 def random_blocks(kind: Type, rows: int, columns: int, seed: int) -> np.ndarray[Any, Any]:
-    """uint8 [rows, bytes] of Q4_K or Q6_K, whose numbers are around 0.2."""
+    """uint8 [rows, bytes] of one of FACTORS, whose numbers are around 0.2."""
     block_columns, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     generator = np.random.default_rng(seed)
     count = rows * columns // block_columns
     blocks = generator.integers(0, 256, (count, block_bytes), dtype=np.uint8)
     factor = (generator.random((count, 1)) + 0.5).astype(np.float32)
-    if kind is Type.Q4_K:
-        blocks[:, :2] = (factor * 1e-3).astype(np.float16).view(np.uint8)
-        blocks[:, 2:4] = (factor * 8e-3).astype(np.float16).view(np.uint8)
-    else:
-        blocks[:, 208:] = (factor * 2e-4).astype(np.float16).view(np.uint8)
+    for place, size in FACTORS[kind].items():
+        blocks[:, place : place + 2] = (factor * size).astype(np.float16).view(np.uint8)
     return blocks.reshape(rows, -1)
 
 
 def quantise(weight: np.ndarray[Any, Any], kind: Type, seed: int) -> np.ndarray[Any, Any]:
     """Rows as the file has them."""
-    if kind in (Type.Q4_K, Type.Q6_K):
+    if kind in FACTORS:
         return random_blocks(kind, *weight.shape, seed)
     return np.asarray(gguf.quants.quantize(weight, kind))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import transformers as tf
 
+from flexinfer.checkpoints.gguf_blocks import DECODERS
 from helpers.gguf_files import Type
 
 COMMON: dict[str, Any] = {
@@ -51,8 +52,9 @@ def same(kind: Type) -> Callable[[str], Type]:
     return lambda name: kind
 
 
+QUANTISED = {Type[name]: name for name in DECODERS}
 TYPES = {
-    **{kind.name: same(kind) for kind in (Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q6_K)},
+    **{name: same(kind) for kind, name in QUANTISED.items()},
     **{kind.name: same(kind) for kind in (Type.F32, Type.F16, Type.BF16)},
     "Q4_K_M": mixed,
 }

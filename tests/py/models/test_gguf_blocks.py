@@ -1,0 +1,49 @@
+"""Blocks of GGUF files: exactly the numbers that gguf says, in matrices and in embeddings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+gguf = pytest.importorskip("gguf")
+
+from flexinfer.checkpoints.gguf_blocks import decode
+from flexinfer.layers.quantised_linear import QuantisedLinear
+from flexinfer.models.loading import load_model
+from helpers.gguf_files import Type, quantise, write_gguf
+from helpers.gguf_models import CONFIGS, QUANTISED, TYPES
+from helpers.tiny_models import draw_model
+
+LEVELS = {Type.Q2_K: 2, Type.Q3_K: 1, Type.Q4_K: 2, Type.Q5_K: 2, Type.Q6_K: 1, Type.IQ4_XS: 1}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_blocks_are_the_numbers_that_gguf_says(kind: Type) -> None:
+    weight = torch.randn(24, 1024, generator=torch.Generator().manual_seed(1)).numpy()
+    rows = quantise(weight, kind, 1)
+    numbers = torch.from_numpy(gguf.quants.dequantize(rows, kind))
+    decoded = decode(kind.name, torch.from_numpy(rows))
+    assert len(decoded.levels) == LEVELS.get(kind, 0)
+    if decoded.minimums is not None:  # scale * n + lowest is scale * (n - 8) + (8 * scale + lowest)
+        bound = torch.finfo(torch.float32).eps * numbers.abs().max()
+        assert (decoded.dequantised() - numbers).abs().max() <= bound
+    else:
+        assert torch.equal(decoded.dequantised(), numbers)
+
+
+@pytest.mark.parametrize("types", TYPES)
+def test_a_tied_embedding_looks_up_the_rows_of_the_head(types: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = draw_model(CONFIGS["llama"](tie_word_embeddings=True))
+    written = write_gguf(path, model, TYPES[types])
+    loaded: Any = load_model(str(path), dtype="float32").model
+    embedding, ids = loaded.model.embed_tokens, torch.tensor([[3, 127, 0], [64, 63, 3]])
+    torch.testing.assert_close(
+        embedding(ids), written.model.embed_tokens(ids).float(), rtol=0, atol=1e-7
+    )
+    if isinstance(loaded.lm_head, QuantisedLinear):
+        assert embedding.nbytes == 0
+        assert loaded.model.embed_tokens.weight.numel() == 0
