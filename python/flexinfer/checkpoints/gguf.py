@@ -10,14 +10,9 @@ import numpy as np
 import torch
 
 from flexinfer.checkpoints.checkpoint import Checkpoint, Decode, StoredWeight, expert_weight
+from flexinfer.checkpoints.gguf_architectures import architecture_of, experts_name
 from flexinfer.checkpoints.gguf_blocks import DECODERS, decode
-from flexinfer.checkpoints.gguf_config import (
-    ROPE_FACTORS,
-    architecture_of,
-    config_of,
-    experts_name,
-    model_name,
-)
+from flexinfer.checkpoints.gguf_config import ROPE_FACTORS, config_of
 from flexinfer.checkpoints.gguf_header import GgufTensor, read_header
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.quantised import QuantisedTensor
@@ -38,10 +33,11 @@ class GgufCheckpoint(Checkpoint):
         """Raises UnsupportedModelError for tensors that no weight of the model corresponds to."""
         self._header = read_header(path)
         self._config = config_of(self._header)
+        self._architecture = architecture_of(self._header)
         self._tensors: dict[str, GgufTensor] = {}
         """Under the model's names."""
         for name, tensor in self._header.tensors.items():
-            known = model_name(name)
+            known = self._architecture.weight_name(name)
             experts = experts_name(name)
             if experts is not None and len(tensor.shape) == 3:
                 module, part = experts
@@ -67,6 +63,8 @@ class GgufCheckpoint(Checkpoint):
     def read(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name]
         weight = self._bytes(tensor).view(FLOATS[tensor.type]).view(tensor.shape)
+        if self._architecture.adds_one_to_norms and name.endswith("norm.weight"):
+            return weight - 1
         order = self._order(name)
         return weight if order is None else weight[order]
 
@@ -109,7 +107,7 @@ class GgufCheckpoint(Checkpoint):
         half of a head with the second (0 with n / 2, 1 with n / 2 + 1).
         """
         module = name.split(".")[-2]
-        if module not in ("q_proj", "k_proj") or not architecture_of(self._header).rotates_pairs:
+        if module not in ("q_proj", "k_proj") or not self._architecture.rotates_pairs:
             return None
         rows = self._tensors[name].shape[0]
         heads = rows // self._config.head_dim

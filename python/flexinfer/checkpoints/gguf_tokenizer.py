@@ -9,7 +9,7 @@ Source: src/llama-vocab.cpp of llama.cpp, and vocabularies in its models/ with w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.checkpoints.gguf_config import token_id
@@ -31,10 +31,12 @@ class Cut:
     """What the name of a byte-level tokenizer says."""
 
     pattern: str | None
-    """Of pieces that nothing is merged across; None: GPT-2's."""
+    """Of pieces that nothing is merged across."""
     is_begun: bool = False
     """Whether a text begins with its special token, where the file does not say it; and whether a
     piece that is a token becomes it without merges. Both go together in these."""
+    as_gpt_2: bool = False
+    """Whether pieces are then cut as by GPT-2's pattern."""
 
 
 LLAMA_3 = Cut(
@@ -52,13 +54,32 @@ TEKKEN = Cut(
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     is_begun=True,
 )
+GPT_4O = Cut(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT_2 = Cut(None, as_gpt_2=True)
+DIGITS = Cut(r"\p{N}", as_gpt_2=True)
 CUTS = {
+    "codeshell": DIGITS,
+    "command-r": DIGITS,
+    "dbrx": replace(LLAMA_3, is_begun=False),
     "deepseek-r1-qwen": QWEN_2,
-    "gpt-2": Cut(None),
+    "exaone": DIGITS,
+    "gpt-2": GPT_2,
+    "gpt-4o": GPT_4O,
     "llama-bpe": LLAMA_3,
     "llama-v3": LLAMA_3,
     "llama3": LLAMA_3,
+    "olmo": GPT_2,
     "qwen2": QWEN_2,
+    "refact": DIGITS,
+    "smaug-bpe": replace(LLAMA_3, is_begun=False),
+    "smollm": DIGITS,
+    "starcoder": DIGITS,
     "tekken": TEKKEN,
 }
 """Those that are known, by `tokenizer.ggml.pre`."""
@@ -147,7 +168,7 @@ def _byte_level(header: GgufHeader, tokens: list[str], merges: list[str], cut: C
             )
     model = models.BPE(ids, pairs, ignore_merges=cut.is_begun)
     tokenizer = Tokenizer(model)
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.pattern is None)
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.as_gpt_2)
     if cut.pattern is None:
         tokenizer.pre_tokenizer = to_bytes
     else:

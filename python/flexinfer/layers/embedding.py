@@ -1,4 +1,5 @@
-"""QuantisedEmbedding: an embedding whose rows stay quantised until they are looked up."""
+"""Embeddings whose code is known, and QuantisedEmbedding: one whose rows stay quantised until they
+are looked up."""
 
 from __future__ import annotations
 
@@ -6,7 +7,25 @@ from collections.abc import Callable
 
 import torch
 
+from flexinfer.layers.known import SCALED_EMBEDDINGS
 from flexinfer.layers.quantised import QuantisedTensor
+from flexinfer.layers.recognise import is_known, is_plain
+
+
+def is_embedding(module: torch.nn.Module) -> bool:
+    """Whether it looks up rows of its weight, times its scale where it has one, and no more."""
+    if not isinstance(module, torch.nn.Embedding) or module.max_norm is not None:
+        return False
+    if type(module) is torch.nn.Embedding:
+        return is_plain(module)
+    is_derived = type(module).__bases__ == (torch.nn.Embedding,)
+    return is_derived and is_known(module, SCALED_EMBEDDINGS)
+
+
+def scale_of(embedding: torch.nn.Module) -> torch.Tensor | None:
+    """Of one number; None: 1. REQUIRES `is_embedding`."""
+    scale: torch.Tensor | None = getattr(embedding, "embed_scale", None)
+    return scale
 
 
 class QuantisedEmbedding(torch.nn.Module):
@@ -27,9 +46,9 @@ class QuantisedEmbedding(torch.nn.Module):
         there is no other."""
         self.nbytes = nbytes
         self._rows_of = rows_of
-        self._scale = None if scale is None else scale.to(dtype)
+        self.embed_scale = None if scale is None else scale.to(dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = self._rows_of(ids.reshape(-1)).dequantised().to(self.weight.dtype)
         rows = rows.view(*ids.shape, rows.shape[1])
-        return rows if self._scale is None else rows * self._scale
+        return rows if self.embed_scale is None else rows * self.embed_scale

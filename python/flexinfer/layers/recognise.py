@@ -34,7 +34,7 @@ LIBRARIES = frozenset({"transformers", "torch"})
 
 def is_known(module: torch.nn.Module, known: Iterable[str]) -> bool:
     """Whether the module computes what one of these texts does, and nobody watches it."""
-    if "forward" in vars(module) or is_watched(module):
+    if not is_plain(module):
         return False
     forward = inspect.unwrap(type(module).forward)
     names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
@@ -43,6 +43,11 @@ def is_known(module: torch.nn.Module, known: Iterable[str]) -> bool:
         return False  # told without reading the source, as most are
     code = code_of(module)
     return code is not None and code in map(_normalised, candidates)
+
+
+def is_plain(module: torch.nn.Module) -> bool:
+    """Whether it computes what its class says: nobody watches it or has changed its forward."""
+    return "forward" not in vars(module) and not is_watched(module)
 
 
 def is_watched(module: torch.nn.Module) -> bool:

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from flexinfer.layers import host_linear
-from flexinfer.layers.embedding import QuantisedEmbedding
+from flexinfer.layers.embedding import QuantisedEmbedding, is_embedding, scale_of
 from flexinfer.layers.formats import make_linear
 from flexinfer.layers.host_linear import HostLinear
-from flexinfer.layers.known import SCALED_EMBEDDINGS
 from flexinfer.layers.quantised_linear import QuantisedLinear
-from flexinfer.layers.recognise import is_known, is_watched
+from flexinfer.layers.recognise import is_plain
 from flexinfer.layers.trial import computes_the_same
 from flexinfer.runtime.weight_files import drop_pages
 
@@ -68,7 +67,7 @@ def find_ties(model: torch.nn.Module) -> list[Tie]:
     for paths in _users(model):
         modules = {path: model.get_submodule(path) for path in paths}
         heads = [path for path, module in modules.items() if type(module) is torch.nn.Linear]
-        embeddings = [path for path, module in modules.items() if _is_embedding(module)]
+        embeddings = [path for path, module in modules.items() if is_embedding(module)]
         # Under several paths there may be one module.
         num_heads, num_embeddings = (
             len({id(modules[path]) for path in some}) for some in (heads, embeddings)
@@ -100,7 +99,7 @@ def fuse_tied_heads(model: torch.nn.Module, ties: Iterable[Tie]) -> Counter[str]
 
 def _shared(head: torch.nn.Module, embedding: torch.nn.Module) -> tuple[Any, Any] | None:
     """Head and embedding over one weight; None: they stay."""
-    scale = getattr(embedding, "embed_scale", None)
+    scale = scale_of(embedding)
     if isinstance(head, QuantisedLinear):
         return head, QuantisedEmbedding(head.rows, head.dtype, scale)
     if type(head) is not torch.nn.Linear or not _can_share(head):
@@ -134,18 +133,4 @@ def _users(model: torch.nn.Module) -> list[list[str]]:
 
 
 def _can_share(head: Any) -> bool:
-    return host_linear.supports(head.weight) and _is_plain(head)
-
-
-def _is_embedding(module: Any) -> bool:
-    """Whether it looks up rows of its weight, times its `embed_scale` where it has one."""
-    if not isinstance(module, torch.nn.Embedding) or module.max_norm is not None:
-        return False
-    if type(module) is torch.nn.Embedding:
-        return _is_plain(module)
-    is_derived = type(module).__bases__ == (torch.nn.Embedding,)
-    return is_derived and is_known(module, SCALED_EMBEDDINGS)
-
-
-def _is_plain(module: torch.nn.Module) -> bool:
-    return not is_watched(module) and "forward" not in vars(module)
+    return host_linear.supports(head.weight) and is_plain(head)

@@ -17,7 +17,7 @@ import torch
 
 from flexinfer.checkpoints.checkpoint import EXPERT_PARTS, Checkpoint, expert_weight
 from flexinfer.errors import UnsupportedModelError
-from flexinfer.layers.embedding import QuantisedEmbedding
+from flexinfer.layers.embedding import QuantisedEmbedding, is_embedding, scale_of
 from flexinfer.layers.experts import Weight
 from flexinfer.layers.formats import is_linear
 from flexinfer.layers.fuse_experts import is_experts
@@ -79,13 +79,8 @@ class StoredModel:
             return store_experts(module, partial(self._read_expert, path))
         if is_linear(module) and self._is_quantised(f"{path}.weight"):
             return self._fill_linear(path, module, is_alone=False)
-        if type(module) is torch.nn.Embedding and self._is_quantised(f"{path}.weight"):
-            source = self._sources[f"{path}.weight"]
-            rows, decode = self._checkpoint.read_rows(source)
-            embedding = QuantisedEmbedding(
-                lambda ids: decode(rows[ids]), self._dtype, nbytes=rows.nbytes
-            )
-            return self.model.set_submodule(path, embedding)
+        if is_embedding(module) and self._is_quantised(f"{path}.weight"):
+            return self._fill_embedding(path, module)
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
                 setattr(module, name, self._parameter(f"{path}.{name}" if path else name))
@@ -102,6 +97,13 @@ class StoredModel:
             module.weight = torch.nn.Parameter(weight, requires_grad=False)
         if f"{path}.bias" in self._sources:
             module.bias = self._parameter(f"{path}.bias")
+
+    def _fill_embedding(self, path: str, module: Any) -> None:
+        rows, decode = self._checkpoint.read_rows(self._sources[f"{path}.weight"])
+        embedding = QuantisedEmbedding(
+            lambda ids: decode(rows[ids]), self._dtype, scale_of(module), rows.nbytes
+        )
+        self.model.set_submodule(path, embedding)
 
     def _read_expert(self, path: str, expert: int) -> tuple[list[Weight], Weight]:
         gate, up, down = (self._read_part(path, expert, part) for part in EXPERT_PARTS)

@@ -22,8 +22,17 @@ ARCHITECTURES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "smollm3": "smollm3",
+    "granite": "granite",
+    "olmo2": "olmo2",
+    "phi3": "phi3",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
 }
 """transformers' model type -> llama.cpp's architecture."""
+PAIRED = ("llama", "smollm3", "granite")
+"""Of these llama.cpp rotates neighbours."""
 
 
 FACTORS: dict[Type, dict[int, float]] = {
@@ -74,7 +83,25 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    add_of_some(writer, config)
+
+
+def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
+    """What only some configs have, as llama.cpp's converter writes it."""
+    if config.model_type in ("gemma2", "gemma3_text", "phi3"):
+        writer.add_sliding_window(config.sliding_window or 0)
+    for add, name in (
+        (writer.add_attn_logit_softcapping, "attn_logit_softcapping"),
+        (writer.add_final_logit_softcapping, "final_logit_softcapping"),
+        (writer.add_attention_scale, "attention_multiplier"),
+        (writer.add_embedding_scale, "embedding_multiplier"),
+        (writer.add_residual_scale, "residual_multiplier"),
+        (writer.add_logit_scale, "logits_scaling"),
+    ):
+        if getattr(config, name, None):
+            add(getattr(config, name))
 
 
 def writer_of(path: Path, model: Any, extra: Mapping[str, Any] | None = None) -> gguf.GGUFWriter:
@@ -118,9 +145,10 @@ def add_weights(writer: gguf.GGUFWriter, model: Any, type_of: Callable[[str], Ty
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None
         kind = type_of(own) if tensor.dim() > 1 else Type.F32
-        rows = quantise(tensor.numpy(), kind, seed)
-        tensor.copy_(torch.from_numpy(gguf.quants.dequantize(rows, kind)))
-        if architecture == "llama" and (".attn_q." in own or ".attn_k." in own):
+        added = 1 if architecture.startswith("gemma") and "norm" in own else 0
+        rows = quantise((tensor + added).numpy(), kind, seed)
+        tensor.copy_(torch.from_numpy(gguf.quants.dequantize(rows, kind)) - added)
+        if architecture in PAIRED and (".attn_q." in own or ".attn_k." in own):
             is_query = ".attn_q." in own
             heads = config.num_attention_heads if is_query else config.num_key_value_heads
             rows = paired_rows(rows, heads)

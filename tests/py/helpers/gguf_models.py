@@ -27,6 +27,41 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "llama with biases": lambda **more: tf.LlamaConfig(**COMMON, attention_bias=True, **more),
     "qwen2": lambda **more: tf.Qwen2Config(**COMMON, **more),
     "qwen3": lambda **more: tf.Qwen3Config(**COMMON, head_dim=32, **more),
+    "smollm3": lambda **more: tf.SmolLM3Config(
+        **COMMON | {"num_hidden_layers": 5}, pad_token_id=None, **more
+    ),
+    "granite": lambda **more: tf.GraniteConfig(
+        **COMMON,
+        attention_multiplier=0.1,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        logits_scaling=2.0,
+        **more,
+    ),
+    "olmo2": lambda **more: tf.Olmo2Config(**COMMON, **more),
+    "phi3": lambda **more: tf.Phi3Config(**COMMON, pad_token_id=None, sliding_window=None, **more),
+    "phi3 with a window": lambda **more: tf.Phi3Config(
+        **COMMON, pad_token_id=None, sliding_window=16, **more
+    ),
+    "gemma": lambda **more: tf.GemmaConfig(**COMMON, head_dim=32, **more),
+    "gemma2": lambda **more: tf.Gemma2Config(
+        **COMMON,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=16,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=3.0,
+        # transformers 5.17 drops the soft cap under SDPA; eager is right in every version.
+        attn_implementation="eager",
+        **more,
+    ),
+    "gemma3": lambda **more: tf.Gemma3TextConfig(
+        **COMMON | {"num_hidden_layers": 7},
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=16,
+        **more,
+    ),
     "mixtral": lambda **more: tf.MixtralConfig(
         **COMMON, num_local_experts=4, num_experts_per_tok=2, **more
     ),

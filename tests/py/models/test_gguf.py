@@ -62,8 +62,10 @@ def test_greedy_tokens_are_those_of_the_numbers_in_the_file(
     assert generate(path, prompts) == expected(written, prompts)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(
+    ("name", "is_tied"),
+    [(n, t) for n in CONFIGS for t in (False, True) if t or n not in ("gemma", "gemma2")],
+)
 def test_each_architecture_is_the_model_that_transformers_has(
     name: str, is_tied: bool, tmp_path: Path
 ) -> None:

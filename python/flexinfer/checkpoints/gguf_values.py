@@ -1,0 +1,66 @@
+"""GgufValues: what a GGUF file says of its architecture, each value checked as it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from math import inf
+from typing import Any, NoReturn
+
+from flexinfer.checkpoints.gguf_header import GgufHeader
+from flexinfer.errors import UnsupportedModelError
+
+
+class GgufValues:
+    """Each is asked for by its key without the name of the architecture."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self._header, self._prefix = header, header.architecture + "."
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Raises UnsupportedModelError for a value for each layer."""
+        value = self._header.metadata.get(self._prefix + key, default)
+        if isinstance(value, list):
+            raise UnsupportedModelError(
+                f"{self._header.path!r} has one for each layer of {self._prefix}{key}"
+            )
+        return value
+
+    def need(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise UnsupportedModelError(f"{self._header.path!r} has no {self._prefix}{key}")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """default: None where there has to be one. Raises UnsupportedModelError for what counts
+        nothing."""
+        value = self.need(key) if default is None else self.get(key, default)
+        if type(value) is not int or value < 1:
+            self.refuse(key, "whole numbers from 1 on")
+        return value
+
+    def factor(self, key: str, default: float | None = None) -> float:
+        """As `count`, of numbers that something is multiplied with or divided by."""
+        value = self.need(key) if default is None else self.get(key, default)
+        if type(value) not in (int, float) or not 0 < value < inf:
+            self.refuse(key, "numbers above 0")
+        return float(value)
+
+    def equal(self, key: str, wanted: int, of: str, default: int | None = None) -> None:
+        """Raises UnsupportedModelError where it is not what `of` are."""
+        if self.count(key, default) != wanted:
+            self.refuse(key, f"only {of}, {wanted}")
+
+    def refuse(self, key: str, known: str) -> NoReturn:
+        raise UnsupportedModelError(
+            f"{self._header.path!r} has {self._prefix}{key} = {self.get(key)!r}; known: {known}"
+        )
+
+    def refuse_unknown(self, known: Collection[str]) -> None:
+        keys = [k for k in self._header.metadata if k.startswith(self._prefix)]
+        unknown = sorted(set(keys) - {self._prefix + key for key in known})
+        if unknown:
+            raise UnsupportedModelError(
+                f"{self._header.path!r} has {', '.join(unknown)}, which may change what the model "
+                "computes and is not known here"
+            )
