@@ -55,6 +55,10 @@ class PackedCheckpoint(Checkpoint):
             if not (self._is_part(name, layers) or name.endswith(POSITIONS))
         }
         for path in sorted(layers):
+            if f"{path}.weight" in self.weights:
+                raise UnsupportedModelError(
+                    f"{path} has a weight beside its {mark}: which of them is meant is not known"
+                )
             self._check_parts(path)
             self._check_layer(path)
             self.weights[f"{path}.weight"] = StoredWeight(self._shape(path), True)

@@ -6,6 +6,7 @@ Each refusal is an UnsupportedModelError with the reason.
 from __future__ import annotations
 
 from collections.abc import Collection, Set
+from math import inf
 from typing import Any
 
 from flexinfer.errors import UnsupportedModelError
@@ -49,11 +50,25 @@ def check_config(config: Any, model_class: Any = None) -> None:
                 f"{kind} has layers of type {layer_type!r}; "
                 "only full, sliding, chunked and indexed attention keep nothing but KV"
             )
+    _check_numbers(kind, text)
     if _rope_types(text) & {"dynamic"}:
         raise UnsupportedModelError(
             f"{kind} uses dynamic rope scaling, which changes the keys of cached tokens"
         )
     check_class(model_class or causal_class(config))
+
+
+def _check_numbers(kind: str, text: Any) -> None:
+    """Of those that transformers takes as they are, and a model cannot."""
+    layers = getattr(text, "num_hidden_layers", 1)
+    if isinstance(layers, int) and layers < 1:
+        raise UnsupportedModelError(f"{kind} has num_hidden_layers = {layers}: a model needs one")
+    for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"):
+        value = getattr(text, name, None)
+        if isinstance(value, int | float) and not 0 <= value < inf:
+            raise UnsupportedModelError(
+                f"{kind} has {name} = {value}: norms divide by the root of what it is added to"
+            )
 
 
 def causal_class(config: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.fuse import fuse_layers
-from flexinfer.models.checks import check_complete
+from flexinfer.models.checks import check_complete, check_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +122,9 @@ def load_part(name: str, config: Any, dtype: torch.dtype, part: RankOf) -> Any:
         use_safetensors=True,
         trust_remote_code=False,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, by name
     )
+    check_shapes(info["mismatched_keys"])
     check_complete(base, info["missing_keys"])
     model.__class__ = base
     return model

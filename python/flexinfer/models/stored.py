@@ -23,6 +23,7 @@ from flexinfer.layers.formats import is_linear
 from flexinfer.layers.fuse_experts import is_experts
 from flexinfer.layers.fuse_experts import store as store_experts
 from flexinfer.layers.quantise import ROUTERS, store
+from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.models.checks import check_complete, listed
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class StoredModel:
 
     def _fill_linear(self, path: str, module: Any, is_alone: bool) -> None:
         """is_alone: nothing will compute with its weight before it is laid out."""
-        source = self._checkpoint.read_quantised(self._sources[f"{path}.weight"])
+        source = self._read_quantised(self._sources[f"{path}.weight"])
         if self._byte_inputs and path.rpartition(".")[2] not in ROUTERS:
             source = source.with_byte_inputs()
         store(module, source)
@@ -113,7 +114,7 @@ class StoredModel:
         name = expert_weight(path, expert, part)
         if not self._checkpoint.weights[name].is_quantised:
             return self._read_plain(name)
-        source = self._checkpoint.read_quantised(name)
+        source = self._read_quantised(name)
         # In their groups: of experts by output, some may have minimums where others have none.
         return replace(source, byte_inputs=source.byte_inputs or self._byte_inputs)
 
@@ -122,13 +123,22 @@ class StoredModel:
         if source in self._read:
             return self._read[source]
         if self._is_quantised(name):
-            weight = self._checkpoint.read_quantised(source).dequantised_to(self._dtype)
+            weight = self._read_quantised(source).dequantised_to(self._dtype)
         else:
             weight = self._read_plain(source)
         parameter = torch.nn.Parameter(weight, requires_grad=False)
         if sum(other == source for other in self._sources.values()) > 1:
             self._read[source] = parameter
         return parameter
+
+    def _read_quantised(self, name: str) -> QuantisedTensor:
+        source = self._checkpoint.read_quantised(name)
+        numbers = [n for n in (source.scales, source.minimums) if n is not None]
+        if not all(bool(n.isfinite().all()) for n in numbers):
+            raise UnsupportedModelError(
+                f"{name} has scales in the checkpoint that are no finite numbers: it is damaged"
+            )
+        return source
 
     def _read_plain(self, name: str) -> torch.Tensor:
         """One that is not quantised, in the model's dtype."""

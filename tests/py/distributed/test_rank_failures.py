@@ -5,6 +5,7 @@ Refusals come before a process is started.
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import signal
@@ -180,6 +181,14 @@ def test_a_rank_of_another_model_is_refused(tmp_path: Any, monkeypatch: pytest.M
     no_connection: Any = None
     with pytest.raises(ValueError, match="is not the one that rank 0 has"):
         rank._serve(no_connection, 1, setup, own)
+
+
+def test_weights_of_other_shapes_than_the_config_says_are_refused(tmp_path: Any) -> None:
+    model = copy.deepcopy(make_model("wide_mlp"))
+    model.config.intermediate_size = 256
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"where config\.json asks for"):
+        make_ranked_engine(model=str(tmp_path))
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,3 +159,22 @@ def test_an_index_that_says_no_files_is_refused_by_name(text: str, tmp_path: Pat
     (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(UnsupportedModelError, match=r"index\.json' is damaged: .*weight_map"):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("case", ["gptq", "awq"])
+def test_a_weight_beside_packed_integers_is_refused(case: str, tmp_path: Path) -> None:
+    write_folder(tmp_path, tiny(), *CASES[case])
+    edit(tmp_path, self_attn__q_proj__weight=torch.ones(64, 64))
+    with pytest.raises(UnsupportedModelError, match=r"q_proj has a weight beside its qweight"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+def test_scales_that_are_no_numbers_are_refused_by_name(number: str, tmp_path: Path) -> None:
+    """Each request that met them ended as an error."""
+    write_folder(tmp_path, tiny(), *CASES["gptq"])
+    scales = queries(tmp_path, "scales")
+    scales[0, 3] = float(number)
+    edit(tmp_path, self_attn__q_proj__scales=scales)
+    with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight has scales .* damaged"):
+        load_model(str(tmp_path))
