@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from flexinfer.layers.known import SCALED_EMBEDDINGS
-from flexinfer.layers.quantised import QuantisedTensor
+from flexinfer.layers.quantised import ROWS_AT_ONCE, QuantisedTensor
 from flexinfer.layers.recognise import is_known, is_plain
 
 
@@ -49,6 +49,8 @@ class QuantisedEmbedding(torch.nn.Module):
         self.embed_scale = None if scale is None else scale.to(dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = self._rows_of(ids.reshape(-1)).dequantised().to(self.weight.dtype)
+        dtype = self.weight.dtype
+        parts = torch.split(ids.reshape(-1), ROWS_AT_ONCE)
+        rows = torch.cat([self._rows_of(part).dequantised().to(dtype) for part in parts])
         rows = rows.view(*ids.shape, rows.shape[1])
         return rows if self.embed_scale is None else rows * self.embed_scale

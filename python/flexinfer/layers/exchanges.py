@@ -92,7 +92,8 @@ class Exchanges:
         for rank, other in enumerate(parts):
             if other[-1] != 0:
                 raise StepFailedError(rank)
-        return torch.cat([p[:-1].view(*leading, part_width) for p in parts], dim=-1)[..., :width]
+        whole = torch.cat([p[:-1].view(*leading, part_width) for p in parts], dim=-1)
+        return whole[..., :width].contiguous()
 
     def abandon(self, num_rows: int, num_logits: int) -> None:
         """Take part in what is left of a forward of so many rows, as the rank that has failed."""

@@ -54,7 +54,7 @@ from flexinfer.layers.fuse_experts import (
 from flexinfer.layers.linear import Linear, WeightFormat
 from flexinfer.layers.mlp import fuse_mlp
 from flexinfer.layers.norm import fuse_norm
-from flexinfer.layers.quantise import lay_out, lay_out_parts, scheme_of, stored
+from flexinfer.layers.quantise import head_of, lay_out, lay_out_parts, scheme_of, stored
 from flexinfer.layers.quantised import Scheme
 from flexinfer.layers.recognise import is_watched, weights_read_by
 from flexinfer.layers.rowwise_weight import make_rowwise
@@ -118,6 +118,8 @@ class _Fusing:
     fill: Fill | None
     uses: Counter[int]
     """How many parameters lie at an address."""
+    head: int
+    """The id of the layer that gives the logits: the layer itself would keep its weight."""
     counts: Counter[str] = field(default_factory=Counter)
 
 
@@ -127,7 +129,7 @@ def fuse_layers(
     """Replace what can be replaced, and tell how many of each class there are then. The model is
     not for training any more. scheme: linear layers are quantised, each when it has been fused.
     fill: the model has no weights yet, and gets those of a module when its turn comes."""
-    fusing = _Fusing(model, scheme, fill, Counter())
+    fusing = _Fusing(model, scheme, fill, Counter(), id(head_of(model)))
     if fill is None:
         _count_uses(fusing)
     ties = find_ties(model)
@@ -226,9 +228,9 @@ def _replacement(fusing: _Fusing, name: str, module: torch.nn.Module) -> torch.n
     if scheme is None and fusing.fill is None:
         return _fused(module, uses)
     if is_linear(module) and not is_watched(module):
-        own = None if scheme is None else scheme_of(name, module, scheme)
-        is_head = own is not None and name == "lm_head"
-        if stored(module) is not None or is_head:
+        is_head = id(module) == fusing.head
+        own = None if scheme is None else scheme_of(name, module, scheme, is_head)
+        if stored(module) is not None or (is_head and own is not None):
             return lay_out(module, own)
         is_for_us = own is not None or scheme is None
         return lay_out(module, own) if is_for_us and not _is_shared(module, uses) else None

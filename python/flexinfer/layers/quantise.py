@@ -79,11 +79,18 @@ def lay_out_parts(module: torch.nn.Module, scheme: Scheme | None) -> None:
         module.set_submodule(name, lay_out(module.get_submodule(name), scheme))
 
 
-def scheme_of(name: str, module: torch.nn.Module, scheme: Scheme) -> Scheme | None:
+def head_of(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The layer that gives a model's logits."""
+    find = getattr(model, "get_output_embeddings", None)
+    head: torch.nn.Module | None = None if find is None else find()
+    return head
+
+
+def scheme_of(name: str, module: Any, scheme: Scheme, is_head: bool) -> Scheme | None:
     """How a linear layer that stands alone is quantised; name: its last one. None: not at all."""
     if not is_linear(module) or name in ROUTERS:
         return None
-    return HEAD if name == "lm_head" else scheme
+    return HEAD if is_head else scheme
 
 
 def quantisable(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -103,8 +110,9 @@ def check_scheme(
             f"layers with quantised weights compute in float32 or bfloat16, not in {dtype}: "
             "set dtype to one of them"
         )
+    head = head_of(model)
     for name, module in quantisable(model):
-        own = scheme_of(name.rpartition(".")[2], module, scheme)
+        own = scheme_of(name.rpartition(".")[2], module, scheme, module is head)
         if own is not None:
             _check_depth(name, weight_of(module).shape[1], num_parts(name), own)
     for path, module in model.named_modules():

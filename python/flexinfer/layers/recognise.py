@@ -56,8 +56,9 @@ def is_watched(module: torch.nn.Module) -> bool:
 
 
 def weights_read_by(module: torch.nn.Module) -> frozenset[str]:
-    """Children whose weights its forward multiplies by itself: they stay as they are. LongCat's
-    router does so with its classifier."""
+    """Modules below it, by their paths, whose weights its forward computes with by itself: they
+    stay as they are. LongCat's router does so with its classifier, Gemma 4 with the embedding of
+    its language model."""
     forward = inspect.unwrap(type(module).forward)
     names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
     children = module._modules.keys() & set(names)
@@ -67,15 +68,19 @@ def weights_read_by(module: torch.nn.Module) -> frozenset[str]:
     nodes = [] if tree is None else list(ast.walk(_Form(module).visit(tree)))
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     of_no_numbers = {id(node.value) for node in attributes if node.attr in ("dtype", "device")}
-    return frozenset(
-        node.value.attr
+    owners = [
+        ast.unparse(node.value)
         for node in attributes
-        if node.attr == "weight"
-        and isinstance(node.value, ast.Attribute)
-        and ast.unparse(node.value.value) == "self"
-        and node.value.attr in children
-        and id(node) not in of_no_numbers
-    )
+        if node.attr == "weight" and id(node) not in of_no_numbers
+    ]
+    paths = [owner.removeprefix("self.") for owner in owners if owner.startswith("self.")]
+    return frozenset(path for path in paths if path.partition(".")[0] in children)
+
+
+def modules_read_by(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Those of `weights_read_by`."""
+    below = dict(module.named_modules()) if (paths := weights_read_by(module)) else {}
+    return [below[path] for path in sorted(paths) if path in below]
 
 
 def hooks_of(modules: Iterable[torch.nn.Module]) -> list[Mapping[int, Any]]:

@@ -16,7 +16,7 @@ import torch
 
 from flexinfer.layers import host_linear
 from flexinfer.layers.host_linear import HostLinear
-from flexinfer.layers.recognise import weights_read_by
+from flexinfer.layers.recognise import modules_read_by
 from flexinfer.layers.tied_head import PanelEmbedding
 
 _LOOKED_UP = (torch.nn.Embedding, PanelEmbedding)
@@ -90,6 +90,4 @@ def _multiplied_by_others(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     for module in model.modules():
         if not (type(module).__module__.startswith("torch.") or isinstance(module, _LOOKED_UP)):
             yield module
-        for name in weights_read_by(module):
-            if (child := module._modules[name]) is not None:
-                yield child
+        yield from modules_read_by(module)

@@ -20,7 +20,7 @@ from flexinfer.layers.embedding import QuantisedEmbedding, is_embedding, scale_o
 from flexinfer.layers.formats import make_linear
 from flexinfer.layers.host_linear import HostLinear
 from flexinfer.layers.quantised_linear import QuantisedLinear
-from flexinfer.layers.recognise import is_plain
+from flexinfer.layers.recognise import is_plain, modules_read_by
 from flexinfer.layers.trial import computes_the_same
 from flexinfer.runtime.weight_files import drop_pages
 
@@ -55,7 +55,7 @@ class PanelEmbedding(torch.nn.Module):
 
 
 class Tie(NamedTuple):
-    """A head and an embedding of one weight, which nothing else uses: the paths of each."""
+    """A head and an embedding of one weight that nothing else reads: the paths of each."""
 
     heads: list[str]
     embeddings: list[str]
@@ -64,6 +64,7 @@ class Tie(NamedTuple):
 def find_ties(model: torch.nn.Module) -> list[Tie]:
     """Of a model as it was made, with its weights or without."""
     ties: list[Tie] = []
+    read = {id(part) for module in model.modules() for part in modules_read_by(module)}
     for paths in _users(model):
         modules = {path: model.get_submodule(path) for path in paths}
         heads = [path for path, module in modules.items() if type(module) is torch.nn.Linear]
@@ -72,7 +73,9 @@ def find_ties(model: torch.nn.Module) -> list[Tie]:
         num_heads, num_embeddings = (
             len({id(modules[path]) for path in some}) for some in (heads, embeddings)
         )
-        if num_heads == num_embeddings == 1 and len(heads) + len(embeddings) == len(paths):
+        are_all = len(heads) + len(embeddings) == len(paths)
+        is_read = any(id(module) in read for module in modules.values())
+        if num_heads == num_embeddings == 1 and are_all and not is_read:
             ties.append(Tie(heads, embeddings))
     return ties
 

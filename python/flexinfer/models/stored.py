@@ -24,6 +24,7 @@ from flexinfer.layers.fuse_experts import is_experts
 from flexinfer.layers.fuse_experts import store as store_experts
 from flexinfer.layers.quantise import ROUTERS, store
 from flexinfer.layers.quantised import QuantisedTensor
+from flexinfer.layers.tied_head import find_ties
 from flexinfer.models.checks import check_complete, listed
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class StoredModel:
         self._checkpoint, self._dtype, self._byte_inputs = checkpoint, dtype, byte_inputs
         self._experts = self._find_experts()
         self._sources = self._match_names()
+        self._untie()
         self._check_shapes()
         self._read: dict[str, torch.nn.Parameter] = {}
         """Weights that several modules share."""
@@ -100,6 +102,9 @@ class StoredModel:
             module.bias = self._parameter(f"{path}.bias")
 
     def _fill_embedding(self, path: str, module: Any) -> None:
+        """Nothing is read for one that will look up rows of the head's (`tied_head.py`)."""
+        if any(path in tie.embeddings for tie in find_ties(self.model)):
+            return
         rows, decode = self._checkpoint.read_rows(self._sources[f"{path}.weight"])
         embedding = QuantisedEmbedding(
             lambda ids: decode(rows[ids]), self._dtype, scale_of(module), rows.nbytes
@@ -206,6 +211,21 @@ class StoredModel:
                 f"the checkpoint has {listed(unknown)}, which a {type(self.model).__name__} has not"
             )
         return sources
+
+    def _untie(self) -> None:
+        """Parameters that are one by the config, and several in the checkpoint, are several."""
+        first: dict[int, str] = {}
+        twins: dict[tuple[int, str], torch.nn.Parameter] = {}
+        for name, parameter in list(self._parameters()):
+            source = self._sources[name]
+            if first.setdefault(id(parameter), source) != source:
+                twin = torch.nn.Parameter(torch.empty_like(parameter), requires_grad=False)
+                path, _, own = name.rpartition(".")
+                setattr(
+                    self.model.get_submodule(path),
+                    own,
+                    twins.setdefault((id(parameter), source), twin),
+                )
 
     def _linear(self, bias: str, sources: Mapping[str, str]) -> Any:
         """The quantised layer of the model that has this bias."""

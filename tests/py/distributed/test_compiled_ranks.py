@@ -44,6 +44,6 @@ def test_each_part_is_one_graph_and_generates_the_same_tokens(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "cohere"])
+@pytest.mark.parametrize("name", ["llama", "tied", "gemma2", "mixtral", "cohere"])
 def test_compiled_parts_match(name: str) -> None:
     check(name)

@@ -99,12 +99,14 @@ def write_folder(
     settings: dict[str, Any],
     draw: Callable[[int, int, int], Numbers],
     parts_of: Callable[[Numbers], dict[str, torch.Tensor]],
+    *,
+    has_head: bool = False,
 ) -> Any:
-    """Write the model with all linear layers but the head quantised; returns a copy of it with the
-    numbers that were written. draw: (outputs, inputs, seed)."""
+    """Write the model with all linear layers quantised, the head if `has_head`; returns a copy of
+    it with the numbers that were written. draw: (outputs, inputs, seed)."""
     written, tensors = copy.deepcopy(model), {}
     for name, tensor in written.state_dict().items():
-        if not name.endswith("_proj.weight"):
+        if not (name.endswith("_proj.weight") or (has_head and name == "lm_head.weight")):
             tensors[name] = tensor.clone()
             continue
         numbers = draw(*tensor.shape, len(tensors))

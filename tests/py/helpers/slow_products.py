@@ -11,7 +11,7 @@ import torch
 from flexinfer.checkpoints.checkpoint import EXPERT_PARTS, Checkpoint, expert_weight
 from flexinfer.layers.experts import slow_experts
 from flexinfer.layers.fuse_experts import is_experts
-from flexinfer.layers.quantise import quantisable, scheme_of
+from flexinfer.layers.quantise import head_of, quantisable, scheme_of
 from flexinfer.layers.quantised import QuantisedTensor, Scheme
 from helpers.tiny_models import make_model
 
@@ -79,9 +79,9 @@ def slow_model(model: Any, scheme: Scheme, num_ranks: int = 1) -> Any:
             model.set_submodule(path, SlowExperts(parts))
         elif is_experts(module):
             with_dequantised(module, scheme)
-    embedding = model.get_input_embeddings()
+    embedding, head = model.get_input_embeddings(), head_of(model)
     for path, linear in list(quantisable(model)):
-        own = scheme_of(path.rpartition(".")[2], linear, scheme)
+        own = scheme_of(path.rpartition(".")[2], linear, scheme, linear is head)
         assert own is not None
         weight = linear.weight.detach()
         weight = weight if isinstance(linear, torch.nn.Linear) else weight.t()

@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 
 from flexinfer.layers.fuse import fuse_layers
 from flexinfer.layers.known import ATTENTIONS, NORMS
-from flexinfer.layers.recognise import is_known, weights_read_by
+from flexinfer.layers.recognise import is_known, modules_read_by, weights_read_by
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -172,3 +172,22 @@ def test_children_whose_weights_are_read_are_told() -> None:
     reads = Reads()
     fuse_layers(reads)
     assert type(reads.read) is nn.Linear
+
+
+class ReadsBelow(nn.Module):
+    """As Gemma 4 reads the embedding of its language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Reads()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        asked = self.inner.asked.weight.dtype
+        return x.to(asked) + self.inner.called.weight[0] + self.inner.none_there.weight
+
+
+def test_so_are_those_further_below() -> None:
+    outer = ReadsBelow()
+    assert weights_read_by(outer) == {"inner.called", "inner.none_there"}
+    assert modules_read_by(outer) == [outer.inner.called]
+    assert modules_read_by(outer.inner) == [outer.inner.read]

@@ -16,6 +16,7 @@ from flexinfer.layers.embedding import QuantisedEmbedding
 from flexinfer.layers.fuse import fuse_layers
 from flexinfer.layers.host_linear import HostLinear
 from flexinfer.layers.quantised import Scheme
+from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.layers.tied_head import PanelEmbedding
 from flexinfer.runtime.kernels import available_isas
 from helpers.each_isa import each_isa
@@ -130,6 +131,31 @@ def test_what_is_not_known_stays(name: str) -> None:
     model = change(tied(), name)
     assert fuse_layers(model) == {}
     assert not any(isinstance(m, HostLinear | PanelEmbedding) for m in model.modules())
+
+
+class ReadsIt(torch.nn.Module):
+    """As Gemma 4's class for images reads a row of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.language_model = tied()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        model = self.language_model
+        return model["head"](model["embed"](ids)) + self.language_model.embed.weight[0, 0]
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        head: torch.nn.Module = self.language_model["head"]
+        return head
+
+
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_an_embedding_stays_that_code_further_up_reads(scheme: str | None) -> None:
+    model = ReadsIt()
+    before = model.language_model["embed"]
+    fuse_layers(model, None if scheme is None else Scheme.parse(scheme))
+    assert model.language_model["embed"] is before
+    assert isinstance(model.language_model["head"], QuantisedLinear) == (scheme is not None)
 
 
 def test_a_trial_tells_what_the_code_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
