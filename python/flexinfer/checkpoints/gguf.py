@@ -13,7 +13,7 @@ from flexinfer.checkpoints.checkpoint import Checkpoint, Decode, StoredWeight, e
 from flexinfer.checkpoints.gguf_architectures import architecture_of, experts_name
 from flexinfer.checkpoints.gguf_blocks import DECODERS, decode
 from flexinfer.checkpoints.gguf_config import ROPE_FACTORS, config_of
-from flexinfer.checkpoints.gguf_header import GgufTensor, read_header
+from flexinfer.checkpoints.gguf_header import GgufTensor, has_header, read_header
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.quantised import QuantisedTensor
 
@@ -22,8 +22,11 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def is_gguf(model: Any) -> bool:
-    """Whether `model` names a GGUF file."""
-    return isinstance(model, (str, os.PathLike)) and os.fspath(model).endswith(ENDING)
+    """Whether `model` names a GGUF file, which may be missing, or have another ending."""
+    if not isinstance(model, (str, os.PathLike)):
+        return False
+    path = os.fspath(model)
+    return path.lower().endswith(ENDING) or (os.path.isfile(path) and has_header(path))
 
 
 class GgufCheckpoint(Checkpoint):
@@ -50,7 +53,7 @@ class GgufCheckpoint(Checkpoint):
                         "matrices of such blocks"
                     )
                 self._tensors[known] = tensor
-            elif name != ROPE_FACTORS:
+            elif name not in (ROPE_FACTORS, *self._architecture.tensors):
                 raise UnsupportedModelError(
                     f"{path!r} has the tensor {name!r}, which is not known in models of the "
                     f"architecture {self._header.architecture!r}"

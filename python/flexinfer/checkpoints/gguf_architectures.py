@@ -43,6 +43,10 @@ BLOCK = re.compile(r"blk\.([0-9]+)\.(\w+)\.(\w+)")
 """llama.cpp's name of a tensor of one layer: its number, the part, weight or bias."""
 WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 WINDOW_BASE = "rope.freq_base_swa"
+ORIGINAL = "rope.scaling.original_context_length"
+ROTATED = "rope.dimension_count"
+SCORE_FACTOR = "rope.scaling.attn_factor"
+LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 SCORE_CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 FACTORS = {
     "attention.scale": "attention_multiplier",
@@ -54,12 +58,15 @@ FACTORS = {
 
 
 def _windows(values: GgufValues, pattern: int) -> dict[str, Any]:
-    """Of so many layers the last one has no window."""
-    num_layers, pattern = values.count("block_count"), values.count(WINDOW_PATTERN, pattern)
-    kinds = [
-        "sliding_attention" if (layer + 1) % pattern else "full_attention"
-        for layer in range(num_layers)
-    ]
+    """Of so many layers the last one has no window, where the file does not say it of each."""
+    layers = range(values.count("block_count"))
+    windows = values.of_layers(WINDOW_PATTERN)
+    if windows is None:
+        pattern = values.count(WINDOW_PATTERN, pattern)
+        windows = [(layer + 1) % pattern != 0 for layer in layers]
+    if len(windows) != len(layers):
+        values.refuse(WINDOW_PATTERN, f"a number, or one for each of {len(layers)} layers")
+    kinds = ["sliding_attention" if has_window else "full_attention" for has_window in windows]
     return {"sliding_window": values.count(WINDOW, 4096), "layer_types": kinds}
 
 
@@ -98,27 +105,51 @@ def _gemma3(values: GgufValues) -> dict[str, Any]:
 
 
 def _granite(values: GgufValues) -> dict[str, Any]:
-    """A file leaves out what is 1, and the scale of scores where it is that of others."""
+    """A file leaves out what is 1, and the scale of scores where it is that of others. Without
+    rotary embeddings, as some are, transformers has no such model."""
+    if values.get("rope.scaling.finetuned", True) is False:
+        values.refuse("rope.scaling.finetuned", "true")
     width, heads = values.count("embedding_length"), values.count("attention.head_count")
     usual = {"attention.scale": values.count("attention.key_length", width // heads) ** -0.5}
     return {name: values.factor(key, usual.get(key, 1.0)) for key, name in FACTORS.items()}
 
 
 def _phi3(values: GgufValues) -> dict[str, Any]:
-    """As transformers has it, a window is kept to; llama.cpp reads it and attends to all."""
-    return {"sliding_window": values.count(WINDOW) if values.get(WINDOW) else None}
+    """As transformers has it, a window is kept to; llama.cpp reads it and attends to all. With
+    factors for long contexts the first of them serve, up to the original length."""
+    settings: dict[str, Any] = {
+        "sliding_window": values.count(WINDOW) if values.get(WINDOW) else None
+    }
+    width = values.count("embedding_length") // values.count("attention.head_count")
+    rotated = values.count(ROTATED, width) / values.count("attention.key_length", width)
+    rope = rope_of(values) | {"partial_rotary_factor": rotated}
+    short, long = (values.tensor(name) for name in LONG_ROPE)
+    if short is not None and long is not None:
+        original = values.count(ORIGINAL)
+        settings["original_max_position_embeddings"] = original
+        rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+        rope |= {"original_max_position_embeddings": original}
+        if values.get(SCORE_FACTOR) is not None:
+            rope["attention_factor"] = values.factor(SCORE_FACTOR)
+    return settings | {"rope_parameters": rope}
 
 
 def rope_of(values: GgufValues) -> dict[str, Any]:
     """The config's rope_parameters."""
     parameters = {"rope_type": "default", "rope_theta": values.factor("rope.freq_base", 1e4)}
-    # A factor alone is of linear scaling, as llama.cpp reads it.
-    unsaid = "none" if values.get("rope.scaling.factor") is None else "linear"
+    # A factor alone is of linear scaling, and one of 0 of none, as llama.cpp reads it.
+    unsaid = "linear" if values.get("rope.scaling.factor") else "none"
     kind = values.get("rope.scaling.type", unsaid)
     if kind == "linear":
-        parameters |= {"rope_type": "linear", "factor": values.factor("rope.scaling.factor")}
-    elif kind != "none":
-        values.refuse("rope.scaling.type", "none and linear")
+        return parameters | {"rope_type": kind, "factor": values.factor("rope.scaling.factor")}
+    if kind == "yarn":
+        return parameters | {
+            "rope_type": kind,
+            "factor": values.factor("rope.scaling.factor"),
+            "original_max_position_embeddings": values.count(ORIGINAL),
+        }
+    if kind != "none":
+        values.refuse("rope.scaling.type", "none, linear and yarn")
     return parameters
 
 
@@ -138,6 +169,10 @@ class Architecture:
     """As NAMES, of parts that others have not, or elsewhere."""
     keys: frozenset[str] = frozenset()
     """Of values that others have not."""
+    tensors: frozenset[str] = frozenset()
+    """Those that belong to the config."""
+    rotates_all: bool = True
+    """Whether all numbers of a head are rotated."""
     settings: Callable[[GgufValues], dict[str, Any]] = lambda _: {}
     """What the config has beside, or in place of, that of others."""
 
@@ -161,7 +196,14 @@ ARCHITECTURES = {
         "GraniteConfig", rotates_pairs=True, keys=frozenset(FACTORS), settings=_granite
     ),
     "olmo2": Architecture("Olmo2Config", names=NORMS_BEHIND),
-    "phi3": Architecture("Phi3Config", names=JOINED, keys=frozenset({WINDOW}), settings=_phi3),
+    "phi3": Architecture(
+        "Phi3Config",
+        names=JOINED,
+        keys=frozenset({WINDOW, SCORE_FACTOR}),
+        tensors=frozenset(LONG_ROPE),
+        settings=_phi3,
+        rotates_all=False,
+    ),
     "gemma": Architecture("GemmaConfig", adds_one_to_norms=True),
     "gemma2": Architecture(
         "Gemma2Config",

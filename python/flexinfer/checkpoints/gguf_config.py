@@ -47,6 +47,12 @@ OTHER_KEYS = {
 }
 
 
+ONLY = {"attention.causal": True, "expert_weights_norm": True, "pooling_type": 0}
+"""Keys of which one value is known: that of models that generate text, and of those read here."""
+HARMLESS = "tensor_data_layout"
+"""Says how a converter found the rows, which in the file lie as in others."""
+BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
+"""Flags of a config -> the tensor that tells."""
 UNSAID_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 """Special tokens of SentencePiece where the file does not name them, as llama.cpp takes them."""
 
@@ -58,7 +64,10 @@ def config_of(header: GgufHeader) -> Any:
 
     architecture = architecture_of(header)
     values = GgufValues(header)
-    values.refuse_unknown({*SIZES, *OTHER_KEYS, *architecture.keys})
+    values.refuse_unknown({*SIZES, *OTHER_KEYS, *ONLY, HARMLESS, *architecture.keys})
+    for key, wanted in ONLY.items():
+        if values.get(key, wanted) != wanted:
+            values.refuse(key, f"only {wanted}")
     settings: dict[str, Any] = {name: values.count(key) for key, name in SIZES.items()}
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
@@ -71,8 +80,8 @@ def config_of(header: GgufHeader) -> Any:
     if own is None:
         known = "only models without experts" if num_experts else "only models with experts"
         values.refuse("expert_count", known)
-    if own == "LlamaConfig":
-        settings["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    if own != "Qwen2Config":  # whose layers have the biases that they have
+        settings |= {flag: True for flag, name in BIASES.items() if name in header.tensors}
     if num_experts:
         settings |= _experts(header, values, own)
     settings |= {"rope_parameters": rope_of(values), **architecture.settings(values)}
@@ -99,7 +108,8 @@ def _heads(header: GgufHeader, values: GgufValues, width: int) -> dict[str, int]
     if heads % of_kv:
         values.refuse("attention.head_count_kv", f"only divisors of the head_count, {heads}")
     head_dim = values.count("attention.key_length", width // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    rotated = ["rope.dimension_count"] if architecture_of(header).rotates_all else []
+    for key in ("attention.value_length", *rotated):
         values.equal(key, head_dim, "the width of keys", default=head_dim)
     queries = header.tensors.get("blk.0.attn_q.weight")
     if queries is not None and queries.shape[0] != heads * head_dim:
@@ -121,7 +131,7 @@ def _experts(header: GgufHeader, values: GgufValues, config: str) -> dict[str, A
         return {
             "num_experts": count,
             "num_experts_per_tok": used,
-            "moe_intermediate_size": values.count(key),
+            "moe_intermediate_size": values.count(key, values.count("feed_forward_length") // used),
             "norm_topk_prob": True,
         }
     width = values.count("feed_forward_length")
@@ -144,7 +154,9 @@ def _special_tokens(header: GgufHeader, vocab_size: int) -> dict[str, Any]:
     ids = {}
     for name in ("bos", "eos", "eot", "eom", "padding"):
         ids[name] = found = token_id(header, name)
-        if found is not None and found >= vocab_size:
+        if name == "padding" and found is not None and found >= vocab_size:
+            ids[name] = None  # nothing is padded, and some files say so
+        elif found is not None and found >= vocab_size:
             raise UnsupportedModelError(
                 f"{header.path!r} has tokenizer.ggml.{name}_token_id = {found}, but the embedding "
                 f"has {vocab_size} rows"

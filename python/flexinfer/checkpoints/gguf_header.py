@@ -94,7 +94,8 @@ ENDS = {
     text.encode()
     for text in (
         "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>",
-        "<end_of_turn>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        "<end_of_turn>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|fim_pad|>", "<fim_pad>",
+        "<|repo_name|>", "<reponame>", "<|file_sep|>", "<end_of_utterance>", "<EOT>",
     )
 }  # fmt: skip
 """Tokens that end an answer, whatever else the file says: most name one of several. As llama.cpp
@@ -139,6 +140,15 @@ class GgufHeader:
     @property
     def architecture(self) -> str:
         return str(self.metadata.get("general.architecture"))
+
+
+def has_header(path: str) -> bool:
+    """Whether it is a GGUF file, whatever it is called."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def read_header(path: str) -> GgufHeader:

@@ -9,11 +9,12 @@ Source: src/llama-vocab.cpp of llama.cpp, and vocabularies in its models/ with w
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.checkpoints.gguf_config import token_id
-from flexinfer.checkpoints.gguf_header import TOKENS, GgufHeader, read_header, read_texts
+from flexinfer.checkpoints.gguf_header import ENDS, TOKENS, GgufHeader, read_header, read_texts
 from flexinfer.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -63,25 +64,16 @@ GPT_4O = Cut(
 )
 GPT_2 = Cut(None, as_gpt_2=True)
 DIGITS = Cut(r"\p{N}", as_gpt_2=True)
-CUTS = {
-    "codeshell": DIGITS,
-    "command-r": DIGITS,
-    "dbrx": replace(LLAMA_3, is_begun=False),
-    "deepseek-r1-qwen": QWEN_2,
-    "exaone": DIGITS,
-    "gpt-2": GPT_2,
-    "gpt-4o": GPT_4O,
-    "llama-bpe": LLAMA_3,
-    "llama-v3": LLAMA_3,
-    "llama3": LLAMA_3,
-    "olmo": GPT_2,
-    "qwen2": QWEN_2,
-    "refact": DIGITS,
-    "smaug-bpe": replace(LLAMA_3, is_begun=False),
-    "smollm": DIGITS,
-    "starcoder": DIGITS,
-    "tekken": TEKKEN,
-}
+OF_CUTS: tuple[tuple[Cut, str], ...] = (
+    (LLAMA_3, "llama-bpe llama-v3 llama3 falcon3 pixtral midm-2.0 lfm2"),
+    (replace(LLAMA_3, is_begun=False), "dbrx smaug-bpe"),
+    (QWEN_2, "qwen2 deepseek-r1-qwen megrez stablelm2 kormo hunyuan solar-open f2llmv2"),
+    (TEKKEN, "tekken"),
+    (GPT_4O, "gpt-4o llama4 kanana2 talkie"),
+    (GPT_2, "gpt-2 olmo phi-2 mpt jais a.x-4.0 gigachat mellum trillion exaone4 granite-docling"),
+    (DIGITS, "smollm refact starcoder command-r codeshell exaone minerva-7b mellum2"),
+)
+CUTS = {name: cut for cut, names in OF_CUTS for name in names.split()}
 """Those that are known, by `tokenizer.ggml.pre`."""
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 OTHER = "Name another tokenizer (tokenizer=, --tokenizer)"
@@ -105,7 +97,7 @@ def load_gguf_tokenizer(path: str) -> Any:
         tokenizer = _byte_level(header, tokens, texts[MERGES], cut)
     has_types = f"{PREFIX}token_type" in header.metadata
     types = _of_each(header, "token_type", tokens) if has_types else []
-    special = _add_whole(tokenizer, tokens, types)
+    special = _add_whole(tokenizer, tokens, types, _stripping(header, tokens, types))
     named = _named(header, tokens)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -181,7 +173,14 @@ def _byte_level(header: GgufHeader, tokens: list[str], merges: list[str], cut: C
 def _sentencepiece(header: GgufHeader, tokens: list[str]) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    merges = _merges(tokens, _of_each(header, "scores", tokens))
+    scores = _of_each(header, "scores", tokens)
+    if len({*scores}) == 1 < len(tokens):
+        # As llama.cpp's converter writes them where it has no scores.
+        raise UnsupportedModelError(
+            f"{header.path!r} has the same score for all tokens: text would be cut otherwise than "
+            f"the model has learnt it. {OTHER}"
+        )
+    merges = _merges(tokens, scores)
     tokenizer = Tokenizer(models.BPE(_ids(tokens), merges, fuse_unk=True, byte_fallback=True))
     spaces: list[Any] = [normalizers.Replace(" ", SPACE)]
     steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -209,17 +208,37 @@ def _ids(tokens: list[str]) -> dict[str, int]:
     return {token: number for number, token in enumerate(tokens)}
 
 
-def _add_whole(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> list[str]:
-    """Have tokens found as they stand that no merges lead to. Returns the special ones."""
+def _add_whole(
+    tokenizer: Tokenizer, tokens: list[str], types: list[int], strips: Collection[str]
+) -> list[str]:
+    """Have tokens found as they stand that no merges lead to. Returns the special ones. strips:
+    those that swallow the white space behind them."""
     from tokenizers import AddedToken
 
     found: dict[int, list[str]] = {CONTROL: [], USER_DEFINED: []}
     for token, kind in zip(tokens, types, strict=False):
-        if kind in found and token:
-            found[kind].append(token)
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in found[CONTROL]])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in found[USER_DEFINED]])
+        # Some files have ends of answers among the usual tokens.
+        own = CONTROL if token.encode() in ENDS else kind
+        if own in found and token:
+            found[own].append(token)
+    whole, usual = (
+        [AddedToken(t, normalized=False, rstrip=t in strips) for t in found[kind]]
+        for kind in (CONTROL, USER_DEFINED)
+    )
+    tokenizer.add_special_tokens(whole)
+    tokenizer.add_tokens(usual)
     return found[CONTROL]
+
+
+def _stripping(header: GgufHeader, tokens: list[str], types: list[int]) -> set[str]:
+    """Those that swallow the white space behind them: of Phi-3, which the file tells by its name
+    alone, all special ones but three."""
+    name = str(header.metadata.get("general.name", "")).lower()
+    if "phi-3" not in name and "phi3" not in name:
+        return set()
+    kinds = zip(tokens, types, strict=False)
+    whole = {token for token, kind in kinds if kind in (CONTROL, USER_DEFINED)}
+    return whole - {"<unk>", "<s>", "<|endoftext|>"}
 
 
 def _named(header: GgufHeader, tokens: list[str]) -> dict[str, str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Collection
 from math import inf
 from typing import Any, NoReturn
@@ -17,13 +18,35 @@ class GgufValues:
         self._header, self._prefix = header, header.architecture + "."
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Raises UnsupportedModelError for a value for each layer."""
+        """Raises UnsupportedModelError for values that are not those of each layer."""
         value = self._header.metadata.get(self._prefix + key, default)
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            value = value[0]
         if isinstance(value, list):
             raise UnsupportedModelError(
                 f"{self._header.path!r} has one for each layer of {self._prefix}{key}"
             )
         return value
+
+    def of_layers(self, key: str) -> list[Any] | None:
+        """Where there is one for each layer."""
+        value = self._header.metadata.get(self._prefix + key)
+        return value if isinstance(value, list) else None
+
+    def tensor(self, name: str) -> list[float] | None:
+        """The numbers of a small tensor of float32 that belongs to the config; None: there is no
+        such tensor."""
+        found = self._header.tensors.get(name)
+        if found is None:
+            return None
+        if found.type != "F32" or len(found.shape) != 1:
+            raise UnsupportedModelError(
+                f"{self._header.path!r} has {name!r} as {found.type} {list(found.shape)}; known "
+                "are vectors of F32"
+            )
+        with open(self._header.path, "rb") as file:
+            file.seek(found.offset)
+            return list(struct.unpack(f"<{found.shape[0]}f", file.read(found.size_bytes)))
 
     def need(self, key: str) -> Any:
         value = self.get(key)
@@ -52,8 +75,9 @@ class GgufValues:
             self.refuse(key, f"only {of}, {wanted}")
 
     def refuse(self, key: str, known: str) -> NoReturn:
+        value = self._header.metadata.get(self._prefix + key)
         raise UnsupportedModelError(
-            f"{self._header.path!r} has {self._prefix}{key} = {self.get(key)!r}; known: {known}"
+            f"{self._header.path!r} has {self._prefix}{key} = {value!r}; known: {known}"
         )
 
     def refuse_unknown(self, known: Collection[str]) -> None:

@@ -102,6 +102,20 @@ def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
     ):
         if getattr(config, name, None):
             add(getattr(config, name))
+    rope = config.rope_parameters
+    if rope.get("rope_type") in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope.get("partial_rotary_factor", 1) != 1:
+        width = config.hidden_size // config.num_attention_heads
+        writer.add_rope_dimension_count(int(width * rope["partial_rotary_factor"]))
+    if rope.get("rope_type") == "longrope":
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+        for name in ("short", "long"):
+            factors = np.array(rope[f"{name}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{name}.weight", factors)
 
 
 def writer_of(path: Path, model: Any, extra: Mapping[str, Any] | None = None) -> gguf.GGUFWriter:

@@ -43,6 +43,36 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "phi3 with a window": lambda **more: tf.Phi3Config(
         **COMMON, pad_token_id=None, sliding_window=16, **more
     ),
+    "phi3 for long contexts": lambda **more: tf.Phi3Config(
+        **COMMON,
+        pad_token_id=None,
+        sliding_window=None,
+        original_max_position_embeddings=128,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1 + i / 16 for i in range(24)],
+            "long_factor": [3.0 + i for i in range(24)],
+            "original_max_position_embeddings": 128,
+            "attention_factor": 1.25,
+            "partial_rotary_factor": 0.75,
+        },
+        **more,
+    ),
+    "qwen3 by yarn": lambda **more: tf.Qwen3Config(
+        **COMMON,
+        head_dim=32,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        **more,
+    ),
+    "llama with more biases": lambda **more: tf.LlamaConfig(
+        **COMMON, attention_bias=True, mlp_bias=True, **more
+    ),
     "gemma": lambda **more: tf.GemmaConfig(**COMMON, head_dim=32, **more),
     "gemma2": lambda **more: tf.Gemma2Config(
         **COMMON,

@@ -175,7 +175,7 @@ def test_an_unknown_tensor_type_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("rope.scaling.type", "yarn"), ("attention.sliding_window", 16.0), ("logit_scale", 2.0)],
+    [("rope.scaling.type", "longrope"), ("attention.sliding_window", 16.0), ("logit_scale", 2.0)],
 )
 def test_a_setting_that_is_not_known_is_refused_by_name(
     key: str, value: Any, tmp_path: Path
@@ -209,7 +209,7 @@ def test_a_vocabulary_of_another_size_than_the_embedding_is_refused(
     assert load_model(str(tmp_path / "fits.gguf")).vocab_size == 128
 
 
-@pytest.mark.parametrize("name", ["bos", "eos", "eot", "eom", "padding"])
+@pytest.mark.parametrize("name", ["bos", "eos", "eot", "eom"])
 def test_special_tokens_beyond_the_vocabulary_are_refused(name: str, tmp_path: Path) -> None:
     key = f"tokenizer__ggml__{name}_token_id"
     write_numbers(tmp_path / "model.gguf", **{key: 128})

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 gguf = pytest.importorskip("gguf")
 
-from flexinfer.checkpoints.gguf import load_gguf_config
+from flexinfer.checkpoints.gguf import is_gguf, load_gguf_config
 from flexinfer.checkpoints.gguf_architectures import ARCHITECTURES
 from flexinfer.errors import UnsupportedModelError
 from helpers.gguf_files import ARCHITECTURES as WRITTEN
@@ -22,10 +22,17 @@ SAID = (
     *("sliding_window", "layer_types", "no_rope_layers", "rope_parameters"),
     *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
     *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+    *("attention_bias", "mlp_bias", "original_max_position_embeddings"),
 )
 
 
-@pytest.mark.parametrize("name", ["smollm3", "granite", "phi3 with a window", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("smollm3", "granite", "phi3 with a window", "phi3 for long contexts", "gemma2", "gemma3"),
+        *("qwen3 by yarn", "llama with more biases"),
+    ],
+)
 def test_what_only_some_have_is_read(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     model = draw_model(CONFIGS[name]())
@@ -64,6 +71,9 @@ def test_queries_of_the_largest_gemma_are_scaled_by_another_width(name: str, lay
 
         count = factor = get
 
+        def of_layers(self, _: str) -> None:
+            return None
+
     for num_layers, expected in ((layers, 24), (layers - 1, 16)):
         values["block_count"] = num_layers
         settings = ARCHITECTURES[name].settings(Values())  # type: ignore[arg-type]
@@ -81,3 +91,64 @@ def test_a_window_where_there_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_every_architecture_is_written_by_these_tests() -> None:
     assert set(WRITTEN.values()) == ARCHITECTURES.keys()
+
+
+def read_with(path: Path, name: str, **values: Any) -> Any:
+    """The config of a file of a tiny model with these values besides."""
+    model = draw_model(CONFIGS[name]())
+    writer = writer_of(path, model)
+    for key, value in values.items():
+        own = f"{writer.arch}.{key.replace('__', '.')}"
+        writer.kv_data[0].pop(own, None)
+        add = {bool: writer.add_bool, int: writer.add_uint32, list: writer.add_array}[type(value)]
+        add(own, value)
+    add_weights(writer, model, same(Type.F32))
+    finish(writer)
+    return load_gguf_config(str(path))
+
+
+def test_a_window_for_each_layer(tmp_path: Path) -> None:
+    windows = [True, False, True, True, False, True, False]
+    key = "attention__sliding_window_pattern"
+    kinds = read_with(tmp_path / "model.gguf", "gemma3", **{key: windows}).layer_types
+    assert kinds == ["sliding_attention" if w else "full_attention" for w in windows]
+    with pytest.raises(UnsupportedModelError, match="one for each of 7 layers"):
+        read_with(tmp_path / "fewer.gguf", "gemma3", **{key: windows[1:]})
+
+
+def test_values_of_layers_that_are_all_equal_are_one(tmp_path: Path) -> None:
+    key = "attention__head_count_kv"
+    assert read_with(tmp_path / "m.gguf", "llama", **{key: [2, 2]}).num_key_value_heads == 2
+    with pytest.raises(UnsupportedModelError, match=r"one for each layer of llama\.attention"):
+        read_with(tmp_path / "model.gguf", "llama", **{key: [2, 4]})
+
+
+@pytest.mark.parametrize(
+    ("key", "known", "other"),
+    [
+        ("attention__causal", True, False),
+        ("expert_weights_norm", True, False),
+        ("pooling_type", 0, 1),
+    ],
+)
+def test_keys_of_which_one_value_is_known(key: str, known: Any, other: Any, tmp_path: Path) -> None:
+    read_with(tmp_path / "known.gguf", "llama", **{key: known})
+    with pytest.raises(UnsupportedModelError, match=rf"{key.replace('__', '.')} = {other}"):
+        read_with(tmp_path / "other.gguf", "llama", **{key: other})
+
+
+def test_granite_without_rotary_embeddings_is_refused(tmp_path: Path) -> None:
+    key = "rope__scaling__finetuned"
+    read_with(tmp_path / "llama.gguf", "llama", **{key: False})  # says nothing there
+    with pytest.raises(UnsupportedModelError, match="finetuned = False"):
+        read_with(tmp_path / "granite.gguf", "granite", **{key: False})
+
+
+@pytest.mark.parametrize("name", ["MODEL.GGUF", "sha256-0123abcd"])
+def test_a_file_is_known_by_its_first_bytes_too(name: str, tmp_path: Path) -> None:
+    read_with(tmp_path / name, "llama")
+    assert is_gguf(tmp_path / name)
+    (tmp_path / "text").write_text("GGU")
+    assert not is_gguf(tmp_path / "text")
+    assert not is_gguf(tmp_path)
+    assert is_gguf("not/there.gguf")

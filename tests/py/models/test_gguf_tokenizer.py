@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,16 @@ gguf = pytest.importorskip("gguf")
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from flexinfer.checkpoints.gguf_tokenizer import CUTS, load_gguf_tokenizer
+from flexinfer.checkpoints.gguf_tokenizer import (
+    CUTS,
+    DIGITS,
+    GPT_2,
+    GPT_4O,
+    LLAMA_3,
+    QWEN_2,
+    TEKKEN,
+    load_gguf_tokenizer,
+)
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.loading import load_config
 from helpers.gguf_files import add_sizes, finish
@@ -42,7 +52,7 @@ def write(path: Path, tokens: Mapping[str, int], **values: Any) -> str:
     writer.add_token_list(list(tokens))
     values = {"token_type": list(tokens.values()), **values}
     for key, value in values.items():
-        name = f"tokenizer.ggml.{key}"
+        name = key.replace("__", ".") if "__" in key else f"tokenizer.ggml.{key}"
         if value is None:
             continue
         if isinstance(value, bool):
@@ -108,38 +118,59 @@ def test_a_piece_that_is_a_token_needs_no_merges_in_some(
     assert cut(byte_level(tmp_path / "model.gguf", pre=pre), "hello") == tokens
 
 
-@pytest.mark.parametrize(
-    ("names", "pieces"),
-    [
-        ("gpt-2 olmo", ["We", "'", "LL", " fooBar", "12345", "\n\n ", " x"]),
-        (
-            "smollm refact starcoder command-r codeshell exaone",
-            ["We", "'", "LL", " fooBar", *"12345", "\n\n ", " x"],
-        ),
-        (
-            "llama-bpe llama3 llama-v3 dbrx smaug-bpe",
-            ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
-        ),
-        (
-            "qwen2 deepseek-r1-qwen",
-            ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
-        ),
-        ("gpt-4o", ["We'LL", " foo", "Bar", "123", "45", "\n\n", " ", " x"]),
-        ("tekken", ["We", "'LL", " foo", "Bar", *"12345", "\n\n", " ", " x"]),
-    ],
-)
-def test_nothing_is_merged_across_pieces(names: str, pieces: list[str], tmp_path: Path) -> None:
+PIECES_OF_CUTS = {
+    GPT_2: ["We", "'", "LL", " fooBar", "12345", "\n\n ", " x"],
+    DIGITS: ["We", "'", "LL", " fooBar", *"12345", "\n\n ", " x"],
+    LLAMA_3: ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
+    replace(LLAMA_3, is_begun=False): ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
+    QWEN_2: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
+    GPT_4O: ["We'LL", " foo", "Bar", "123", "45", "\n\n", " ", " x"],
+    TEKKEN: ["We", "'LL", " foo", "Bar", *"12345", "\n\n", " ", " x"],
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_nothing_is_merged_across_pieces(name: str, tmp_path: Path) -> None:
     """Cut as llama-server cuts it: 300 texts were compared by hand for each name (2026-11-28)."""
-    for name in names.split():
-        path = byte_level(tmp_path / f"{name}.gguf", pre=name)
-        backend = load_gguf_tokenizer(path).backend_tokenizer
-        cuts = backend.pre_tokenizer.pre_tokenize_str("We'LL fooBar12345\n\n  x")
-        assert [piece.replace("\u0120", " ").replace("\u010a", "\n") for piece, _ in cuts] == pieces
+    path = byte_level(tmp_path / "model.gguf", pre=name)
+    backend = load_gguf_tokenizer(path).backend_tokenizer
+    cuts = backend.pre_tokenizer.pre_tokenize_str("We'LL fooBar12345\n\n  x")
+    pieces = [piece.replace("\u0120", " ").replace("\u010a", "\n") for piece, _ in cuts]
+    assert pieces == PIECES_OF_CUTS[CUTS[name]]
 
 
-def test_every_way_to_cut_is_compared() -> None:
-    marks = test_nothing_is_merged_across_pieces.pytestmark  # type: ignore[attr-defined]
-    assert {name for names, _ in marks[0].args[1] for name in names.split()} == CUTS.keys()
+def test_padding_that_is_no_token_is_none(tmp_path: Path) -> None:
+    tokenizer = load_gguf_tokenizer(byte_level(tmp_path / "model.gguf", padding_token_id=2**32 - 1))
+    assert tokenizer.pad_token is None
+
+
+def test_scores_that_are_all_the_same_cut_nothing(tmp_path: Path) -> None:
+    path = sentencepiece(tmp_path / "model.gguf", scores=[-1000.0] * len(PIECES))
+    with pytest.raises(UnsupportedModelError, match=r"same score for all .*Name another tokenizer"):
+        load_gguf_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "swallows"), [("Phi-3 mini", True), ("my phi3", True), ("x", False)]
+)
+def test_special_tokens_of_phi_3_swallow_white_space(
+    name: str, swallows: bool, tmp_path: Path
+) -> None:
+    """The file tells them by its name alone."""
+    path = sentencepiece(tmp_path / "model.gguf", general__name=name, add_space_prefix=False)
+    tokenizer = load_gguf_tokenizer(path)
+    ids = tokenizer("<|im_end|> hi<s> hi", add_special_tokens=False).input_ids
+    assert tokenizer.convert_ids_to_tokens(ids) == [
+        "<|im_end|>",
+        "hi" if swallows else "▁hi",
+        "<s>",
+        "▁hi",
+    ]
+
+
+def test_ends_of_answers_are_found_in_text_whatever_their_type(tmp_path: Path) -> None:
+    path = byte_level(tmp_path / "model.gguf", token_type=[NORMAL] * len(BYTE_TOKENS))
+    assert cut(path, f"he{END}") == ["he", END]
 
 
 def test_special_tokens_of_any_letters_are_found_in_text(tmp_path: Path) -> None:
