@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from types import TracebackType
@@ -13,7 +13,7 @@ from flexinfer.conversation import Conversation
 from flexinfer.engine.beam_search import beam_search_output
 from flexinfer.engine.inputs import is_single_prompt
 from flexinfer.engine.llm_engine import LLMEngine
-from flexinfer.errors import RequestError, UnsupportedModelError
+from flexinfer.errors import ReleasedError, RequestError, UnsupportedModelError
 from flexinfer.lora.request import LoRARequest
 from flexinfer.outputs import BeamSearchOutput, RequestOutput
 from flexinfer.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -221,6 +221,14 @@ class LLM:
                 if pending:
                     for output in self.llm_engine.step():
                         self._set_aside.setdefault(output.request_id, []).append(output)
+                if self.llm_engine.manager.closed:
+                    raise ReleasedError("the engine was closed before its requests had ended")
+                # Whom another caller has ended meanwhile gives no output any more.
+                pending = {
+                    request_id
+                    for request_id in pending
+                    if request_id in self._set_aside or self.llm_engine.is_unfinished(request_id)
+                }
         finally:
             self.llm_engine.abort_request(pending)
             for request_id in request_ids:
@@ -248,6 +256,8 @@ def engine_config(model: Any, trust_remote_code: bool, settings: dict[str, Any])
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     many: Any = [prompts] if is_single_prompt(prompts) else prompts
+    if not isinstance(many, Iterable):
+        raise RequestError(f"prompts must be one or several, got {prompts!r}")
     return list(many)
 
 
@@ -266,6 +276,9 @@ def _params_for_each(
 
 def _conversations(messages: Any) -> list[Messages]:
     """One conversation (a sequence of messages) or several -> several."""
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
+        raise RequestError(f"a conversation is a list of messages, got {messages!r}")
+    messages = list(messages)
     if not messages:
         raise RequestError("the conversation is empty")
     return [messages] if isinstance(messages[0], dict) else list(messages)

@@ -59,8 +59,9 @@ class InputProcessor:
                 "the model's tokenizer has no chat template: give one (chat_template=, or "
                 "--chat-template of flexinfer serve), or use plain prompts"
             )
+        plain = [_in_plain_text(message) for message in messages]
         text: str = tokenizer.apply_chat_template(
-            messages, chat_template=chat_template, tokenize=False, **kwargs
+            plain, chat_template=chat_template, tokenize=False, **kwargs
         )
         return text
 
@@ -112,13 +113,26 @@ class InputProcessor:
         return self.tokenizer
 
 
+def _in_plain_text(message: Any) -> Mapping[str, Any]:
+    """A message whose content is text, not a list of parts; templates know the former alone."""
+    if not isinstance(message, Mapping):
+        raise RequestError(f"a message is a dict with a role and a content, got {message!r}")
+    content = message.get("content")
+    if not isinstance(content, (list, tuple)):
+        return message
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"parts of a message's content can be text alone, got {content!r}")
+    return {**message, "content": "\n".join(map(str, texts))}
+
+
 def is_single_prompt(prompts: Any) -> bool:
     """Whether `prompts` is one prompt rather than a sequence of them."""
     if isinstance(prompts, (str, Mapping)):
         return True
     if hasattr(prompts, "ndim"):
         return bool(prompts.ndim == 1)
-    return len(prompts) > 0 and isinstance(prompts[0], int)
+    return isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], int)
 
 
 def load_tokenizer(tokenizer: Any, model: Any) -> Any:

@@ -11,6 +11,10 @@ CPU_FRACTION = 0.5
 """Of what this machine and its container can still give: the model's activations, the page cache
 and other processes need the rest, and a container that runs out is killed, not told."""
 
+HEADROOM_BYTES = 256 << 20
+"""What the host driver leaves of available memory (`reserve_headroom_bytes`): with less it gives
+none, whatever the budget says."""
+
 EAGER_CHUNK_BYTES = 2 << 20
 
 
@@ -37,10 +41,17 @@ def choose_kv_memory(
 
     `available_bytes`: on a CPU the least of the free memory and what each container limit leaves;
     on a GPU, which has `gpu_bytes` in all, what is free beside weights and activations.
-    Raises ValueError for text that is not a size, for sizes below 1, and if a GPU has nothing left.
+    Raises ValueError for text that is not a size, for sizes below 1, and if nothing is left.
     """
     from flexinfer.vtensor import parse_bytes
 
+    if gpu_bytes is None and available_bytes <= HEADROOM_BYTES:
+        raise ValueError(
+            f"no memory is left for KV: {format_bytes(available_bytes)} are available (the least "
+            f"of free memory and what the container's limits leave), and "
+            f"{format_bytes(HEADROOM_BYTES)} of them are kept as headroom, since a container that "
+            "runs out is killed: give it more, or take a smaller model"
+        )
     if wanted is not None:
         budget = parse_bytes(wanted, "kv_cache_memory_bytes")
         if budget < 1:
@@ -50,7 +61,7 @@ def choose_kv_memory(
         memory = _rest_of_gpu(available_bytes, gpu_bytes, gpu_memory_utilization)
     else:
         memory = KVMemory(
-            int(available_bytes * CPU_FRACTION),
+            int(min(available_bytes * CPU_FRACTION, available_bytes - HEADROOM_BYTES)),
             f"{CPU_FRACTION:.0%} of {format_bytes(available_bytes)} available: the least of free "
             "memory and what the container's limits leave",
         )

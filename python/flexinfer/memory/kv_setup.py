@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import logging
 import mmap
+import resource
 from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING
 
 from flexinfer.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, EngineConfig
 from flexinfer.errors import DriverError
-from flexinfer.memory.budget import KVMemory, choose_eager_bytes, choose_kv_memory
+from flexinfer.memory.budget import (
+    KVMemory,
+    choose_eager_bytes,
+    choose_kv_memory,
+    format_bytes,
+)
 from flexinfer.memory.kv_groups import kv_spec
 from flexinfer.runtime.units import parse_bytes
 
@@ -132,8 +138,18 @@ def make_manager(
             raise
         raise ValueError(
             f"the addresses for {config.max_num_seqs} requests of {max_seq_len} tokens each cannot "
-            f"be reserved: lower max_model_len or max_num_seqs ({error})"
+            f"be reserved: {_reservation_advice()} ({error})"
         ) from error
+
+
+def _reservation_advice() -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return "lower max_model_len or max_num_seqs"
+    return (
+        f"this process may have {format_bytes(limit)} of addresses, mapped or not: raise the limit "
+        "(ulimit -v unlimited), or else lower max_model_len and max_num_seqs"
+    )
 
 
 def _step_tokens(config: EngineConfig) -> int | None:

@@ -5,12 +5,14 @@ What a swap moves and how long it takes teaches the preemption policy. Not threa
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
 from sortedcontainers import SortedKeyList
 
+from flexinfer.errors import DriverError
 from flexinfer.scheduler.admission import Admission
 from flexinfer.scheduler.preemption import Decision, PreemptionPolicy
 from flexinfer.scheduler.queue import SortKey
@@ -18,6 +20,8 @@ from flexinfer.scheduler.request import Request
 
 if TYPE_CHECKING:
     from flexinfer.vtensor import VTensor
+
+logger = logging.getLogger(__name__)
 
 
 class SwappedRequests:
@@ -30,6 +34,7 @@ class SwappedRequests:
         self._policy = policy
         self._admission = admission
         self._bytes_per_token = admission.manager.spec.bytes_per_token
+        self._has_warned = False
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -53,9 +58,13 @@ class SwappedRequests:
         return self._policy.choose(num_lost, num_bytes, num_lost * self._bytes_per_token)
 
     def try_move_out(self, request: Request, vtensor: VTensor) -> bool:
-        """False: no room in the store, nothing changed."""
+        """False: no room in the store, or on the disk under it; nothing changed."""
         start_s = time.perf_counter()
-        if not vtensor.try_swap_out():
+        try:
+            if not vtensor.try_swap_out():
+                return False
+        except DriverError as error:  # a full disk, which the store's size does not know of
+            self._warn(error)
             return False
         if request.next_state is not None:
             request.next_state.release()
@@ -85,6 +94,11 @@ class SwappedRequests:
         self._requests.remove(request)
         request.num_asked_rows = 0
         return True
+
+    def _warn(self, error: DriverError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("requests are computed again instead of swapped: %s", error)
 
     def _observe(self, request: Request, start_s: float) -> None:
         num_bytes = request.num_extended_tokens * self._bytes_per_token

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from flexinfer import SamplingParams
+from flexinfer.errors import DriverError
 from flexinfer.sampling.params import BeamSearchParams
+from flexinfer.vtensor import VTensor
 from helpers.engine_kit import (
     NUM_NEW,
     TOKEN_BYTES,
@@ -114,6 +117,35 @@ def test_a_full_swap_space_recomputes_instead() -> None:
     engine.scheduler.preempt(engine.scheduler.running["1"], "test")
     assert engine.stats().preemptions["recompute"] == {"test: swap space is full": 1}
     check(drain(engine), prompts)
+    engine.close()
+
+
+def test_a_full_disk_recomputes_instead(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ended all requests, and the server."""
+    engine = make_engine(preemption_mode="swap", swap_space="1MiB", enable_prefix_caching=False)
+    prompts = random_prompts((30, 30))
+    submit(engine, prompts)
+    engine.step()
+    full = DriverError("pwrite(offset=8192) failed with No space left on device (28)")
+    monkeypatch.setattr(VTensor, "try_swap_out", Mock(side_effect=full))
+    for request_id in "10":
+        engine.scheduler.preempt(engine.scheduler.running[request_id], "test")
+    assert engine.stats().preemptions["recompute"] == {"test: swap space is full": 2}
+    assert [record.message for record in caplog.records if "No space left" in record.message] == [
+        f"requests are computed again instead of swapped: {full}"
+    ]
+    check(drain(engine), prompts)
+    engine.close()
+
+
+def test_a_shortage_of_the_system_is_not_called_one_of_the_budget() -> None:
+    engine = make_engine()
+    submit(engine, random_prompts((20,)))
+    engine.step()
+    message = engine.scheduler.admission.explain_shortage(engine.scheduler.running["0"])
+    assert "the budget has them, but the system gives no more memory" in message
     engine.close()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +13,8 @@ torch = pytest.importorskip("torch")
 
 from flexinfer import LLMEngine
 from flexinfer.config import EngineConfig
-from flexinfer.memory.budget import choose_kv_memory
-from flexinfer.memory.kv_setup import make_manager, whole_slot_tokens
+from flexinfer.memory.budget import HEADROOM_BYTES, choose_kv_memory
+from flexinfer.memory.kv_setup import _reservation_advice, make_manager, whole_slot_tokens
 from flexinfer.models.describe import warm_up
 from flexinfer.models.loading import load_model
 from flexinfer.runtime.device import choose_device
@@ -74,6 +76,25 @@ def test_kv_gets_the_rest_of_the_gpus_share() -> None:
 def test_a_gpu_without_room_for_kv_is_refused_with_the_numbers() -> None:
     with pytest.raises(ValueError, match=r"70.0 GiB of 80.0 GiB are taken.*utilization is 0.85"):
         choose_kv_memory(None, 10 * GIB, gpu_bytes=80 * GIB, gpu_memory_utilization=0.85)
+
+
+def test_kv_leaves_the_headroom_that_the_driver_keeps() -> None:
+    """With less the driver gives nothing: a server started, and refused all requests."""
+    text = Path(__file__).parents[3] / "cpp/vtensor/driver/host/host_driver.h"
+    assert f"reserve_headroom_bytes = size_t{{{HEADROOM_BYTES >> 20}}} << 20" in text.read_text()
+    for wanted in (None, "1MiB"):
+        with pytest.raises(ValueError, match=r"255.0 MiB are available.*256.0 MiB .* headroom"):
+            choose_kv_memory(wanted, 255 << 20)
+    assert choose_kv_memory(None, 300 << 20).budget_bytes == 44 << 20
+    assert choose_kv_memory(None, GIB).budget_bytes == GIB // 2
+
+
+def test_where_addresses_are_limited_the_advice_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (3 * GIB, 3 * GIB))
+    assert "may have 3.0 GiB of addresses" in _reservation_advice()
+    assert "ulimit -v unlimited" in _reservation_advice()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert _reservation_advice() == "lower max_model_len or max_num_seqs"
 
 
 @pytest.mark.parametrize("part", [0, 1.5, -0.1, True, "0.9"])
