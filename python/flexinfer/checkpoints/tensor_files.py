@@ -19,6 +19,8 @@ import torch
 from flexinfer.errors import UnsupportedModelError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+LFS_POINTER = b"version https://git-lfs"
+"""How the small text begins that git leaves in place of a file where git-LFS is not set up."""
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -92,6 +94,15 @@ class TensorFiles:
         return torch.from_numpy(found).view(dtype).view(tensor.shape)
 
 
+def check_files(model: str) -> None:
+    """Raises UnsupportedModelError, with its name, for a file or an index that is damaged; those
+    that are not there are for others to miss."""
+    for name in _file_names(model):
+        path = _find(model, name)
+        if path is not None:
+            _header(path)
+
+
 def _header(path: str) -> dict[str, _Tensor]:
     """Of a file: the length of the header in 8 bytes, the header as JSON, the tensors."""
     from safetensors import SafetensorError, safe_open
@@ -100,7 +111,7 @@ def _header(path: str) -> dict[str, _Tensor]:
         with safe_open(path, framework="pt"):  # sees to it that all is as it should be
             pass
     except SafetensorError as error:
-        raise UnsupportedModelError(f"{path!r} is a damaged safetensors file: {error}") from error
+        raise UnsupportedModelError(_what_is_wrong(path, error)) from error
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -109,6 +120,17 @@ def _header(path: str) -> dict[str, _Tensor]:
         name: _Tensor(path, t["dtype"], tuple(t["shape"]), 8 + length + t["data_offsets"][0])
         for name, t in header.items()
     }
+
+
+def _what_is_wrong(path: str, error: Exception) -> str:
+    with open(path, "rb") as file:
+        start = file.read(len(LFS_POINTER))
+    if start == LFS_POINTER:
+        return f"{path!r} is a git-LFS pointer, not the weights: fetch them by `git lfs pull`"
+    return (
+        f"{path!r} is no whole safetensors file: it is cut off, still being downloaded, or damaged "
+        f"({error})"
+    )
 
 
 def _model_name(name: str, model_type: str) -> str:

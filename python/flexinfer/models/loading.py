@@ -8,7 +8,8 @@ Two gates, each with a clear refusal (`UnsupportedModelError`):
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.errors import UnsupportedModelError
@@ -219,28 +220,40 @@ def _load_weights(name: str, config: Any, dtype: Any, device: str) -> PreTrained
     from flexinfer.models.dtypes import weights_dtype
     from flexinfer.runtime.weight_files import converting_one_by_one
 
-    try:
-        with converting_one_by_one():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name,
-                config=config,
-                dtype=weights_dtype(config, dtype, device),
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
-            )
-    except OSError as error:
-        raise UnsupportedModelError(
-            f"model {name!r} has no safetensors weights that can be read: {_first_line(error)}"
-        ) from error
-    except (LookupError, ArithmeticError, AssertionError) as error:
-        raise _unusable_config(name, error) from error
+    with _refusing_by_name(name), converting_one_by_one():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=weights_dtype(config, dtype, device),
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+        )
     model: PreTrainedModel = loaded[0]
     check_shapes(loaded[1]["mismatched_keys"])
     check_complete(type(model), loaded[1]["missing_keys"])
     check_plain(name, loaded[1]["unexpected_keys"])
     return model
+
+
+@contextmanager
+def _refusing_by_name(name: str) -> Iterator[None]:
+    """What transformers raises of a folder's files: it names neither the file nor the remedy."""
+    from flexinfer.checkpoints.tensor_files import check_files
+
+    try:
+        yield
+    except Exception as error:  # of any kind: safetensors has one that is a plain Exception
+        with suppress(OSError):  # a file that cannot be opened: the error at hand says as much
+            check_files(name)
+        if isinstance(error, OSError):
+            raise UnsupportedModelError(
+                f"model {name!r} has no safetensors weights that can be read: {_first_line(error)}"
+            ) from error
+        if isinstance(error, (LookupError, ArithmeticError, AssertionError)):
+            raise _unusable_config(name, error) from error
+        raise
 
 
 def _require_model(model: Any) -> PreTrainedModel:
