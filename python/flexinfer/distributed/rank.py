@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from flexinfer.vtensor import VTensorManager
 
 logger = logging.getLogger(__name__)
+POLL_S = 1.0
 
 
 def serve_rank(config: EngineConfig | None = None) -> None:
@@ -50,7 +52,10 @@ def serve_rank(config: EngineConfig | None = None) -> None:
 
     config: this rank's own, where it was given one: its model's folder may be another one.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches rank 0 too, which ends us
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        # Ctrl-C and systemd reach rank 0 too, which ends us when its requests have ended.
+        signal.signal(kind, signal.SIG_IGN)
+    end_with_parent()
     connection, meeting = call_rank_0()
     try:
         setup = connection.recv()
@@ -67,6 +72,19 @@ def serve_rank(config: EngineConfig | None = None) -> None:
     finally:
         connection.close()
         leave_group()
+
+
+def end_with_parent() -> None:
+    """Have this process end soon after the one that has started it: while it waits for the others
+    to meet, it would not learn for two minutes that rank 0 has gone."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def _serve(

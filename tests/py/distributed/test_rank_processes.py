@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -15,9 +16,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from flexinfer import AsyncLLM
+from flexinfer import AsyncLLM, SamplingParams
 from flexinfer.errors import RankError
-from helpers.rank_kit import children, folder_of
+from helpers.rank_kit import children, folder_of, make_ranked_engine
 from helpers.tiny_models import reference
 
 PROMPT = list(range(20))
@@ -93,3 +94,48 @@ def test_ranks_end_when_rank_0_is_killed(tmp_path: Path) -> None:
                 return
             ended.wait(0.1)
         raise AssertionError("rank 1 has outlived rank 0 by 60 s")
+
+
+ORPHAN = """
+import os, sys, time
+from flexinfer.distributed.rank import end_with_parent
+end_with_parent()
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+print(child.stdout.readline().decode(), flush=True)
+"""
+
+
+def test_a_rank_ends_with_its_parent_whatever_it_waits_for() -> None:
+    command = [sys.executable, "-c", PARENT, ORPHAN]
+    pid = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists():
+            return
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail("it is still there")
+
+
+def test_a_rank_does_not_end_by_a_signal_that_rank_0_gets_too() -> None:
+    """systemd sends SIGTERM to all processes of a service; rank 0 then lets requests end."""
+    engine = make_ranked_engine()
+    try:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        engine.add_request("a", [1, 2, 3], params)
+        engine.step()
+        for pid in children():
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGINT)
+        final = None
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                final = output
+        assert final is not None
+        assert final.outputs[0].finish_reason == "length"
+    finally:
+        engine.close()
