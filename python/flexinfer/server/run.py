@@ -94,7 +94,7 @@ class Server(uvicorn.Server):
 
 
 def serve(app: FastAPI, sock: socket.socket) -> int:
-    """Serve on a socket that is bound; returns the exit code. The engine is left running."""
+    """Serve on a socket of `bind`; returns the exit code. The engine is left running."""
     state: ServerState = app.state.flexinfer
     tls = state.settings.tls
     config = uvicorn.Config(
@@ -146,12 +146,16 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening address, taken before the model is loaded. Raises OSError with the address."""
+    """A listening socket, taken before the model is loaded: who connects meanwhile waits. Raises
+    OSError with the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
+        # With SO_REUSEADDR two servers can be bound to one port until one listens, and uvloop
+        # passes over that error of the other's.
+        sock.listen()
     except OSError as error:
         sock.close()
         way_out = WAYS_OUT.get(error.errno or 0, "")

@@ -217,6 +217,13 @@ def test_a_port_in_use_is_one_line_and_no_traceback() -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_two_servers_that_load_do_not_both_have_a_port() -> None:
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(OSError, match=f"{port}: Address already in use; name another --port"):
+            bind("127.0.0.1", port)
+
+
 def test_an_address_of_another_machine_is_said_with_what_to_do() -> None:
     with pytest.raises(OSError, match=r"192\.0\.2\.1:0: .*; --host takes an address of this"):
         bind("192.0.2.1", 0)  # for documentation: nobody has it
