@@ -161,7 +161,8 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """End all requests and free everything; waits for the step under way."""
-        self._finalizer()
+        self._thread.stop()  # until it has returned, the end of the interpreter stops it too
+        self._finalizer.detach()
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -194,6 +195,7 @@ class AsyncLLM:
         priority: int,
         lora_request: Choice,
     ) -> AsyncGenerator[RequestOutput, None]:
+        self._thread.check_process()
         if request_id is None:
             request_id = f"async-{next(self._request_ids)}"
         stream = _Stream(self._mailbox(), latest_only=kind is RequestOutputKind.CUMULATIVE)
@@ -221,6 +223,7 @@ class AsyncLLM:
         """The loaded adapter. Its files are read in no thread that others wait for; `generate`
         does so itself, and takes what this returns in the place of the request. Raises
         RequestError."""
+        self._thread.check_process()
         found = self._adapters.find(lora_request)
         if found is not None:
             return found
@@ -242,6 +245,7 @@ class AsyncLLM:
         which a caller that goes away does not end. Raises RequestError."""
         if not isinstance(params, SamplingParams) or params.structured_outputs is None:
             return None
+        self._thread.check_process()
         try:
             future = self.grammars.prepare(params.structured_outputs)
         except RuntimeError:  # the engine is closed, and says so itself

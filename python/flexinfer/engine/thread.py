@@ -11,6 +11,7 @@ thread and must not block.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -60,13 +61,22 @@ class EngineThread:
         self._return_at_s: float | None = None  # when memory goes back; None: it has gone
         self._lock = threading.Lock()  # orders the last command before the end
         self._ended: EngineDeadError | None = None
+        self._pid = os.getpid()
+        self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
     @property
     def ended(self) -> EngineDeadError | None:
         """Why it serves no more; None while it does."""
-        return self._ended
+        return self._inherited() or self._ended
+
+    def check_process(self) -> None:
+        """Raises EngineDeadError after a fork: the child has the engine, and none of its threads
+        that would answer."""
+        inherited = self._inherited()
+        if inherited is not None:
+            raise inherited
 
     def call(self, function: Callable[[LLMEngine], Result]) -> Future[Result]:
         """Have the thread call `function(engine)` between two steps.
@@ -110,17 +120,40 @@ class EngineThread:
             self.call(forget)
 
     def stop(self) -> None:
-        """End all requests and the engine; returns when it has. May be called again."""
+        """End all requests and the engine; returns when it has. May be called again. An interrupt
+        is raised only then: an interpreter that ends while the thread computes aborts."""
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                self._stop()
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def _stop(self) -> None:
         with suppress(EngineDeadError):
             self._post(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self.join()
 
     def join(self) -> None:
-        """Return when the thread has ended."""
-        self._thread.join()
+        """Return when the thread has ended; at once in a forked child, which has none."""
+        if self._inherited() is None:
+            self._has_ended.wait()  # up to Python 3.12 an interrupted join() takes it for ended
+            self._thread.join()
+
+    def _inherited(self) -> EngineDeadError | None:
+        if self._pid == os.getpid():
+            return None
+        return EngineDeadError(
+            f"the engine was made in another process ({self._pid}), and threads do not survive "
+            "fork(): start processes by spawn, and open an engine there"
+        )
 
     def _post(self, command: Command | None) -> None:
+        self.check_process()  # before the lock, which may have been held at the fork
         with self._lock:
             if self._ended is not None:
                 raise _again(self._ended)
@@ -142,7 +175,10 @@ class EngineThread:
             logger.exception("the engine has failed")
             end = EngineDeadError(f"the engine has failed: {type(error).__name__}: {error}")
             end.__cause__ = error
-        self._end(end)
+        try:
+            self._end(end)
+        finally:
+            self._has_ended.set()
 
     def _run_commands(self) -> bool:
         """Run what is in the queue; wait there if there is nothing else to do. False: stop."""

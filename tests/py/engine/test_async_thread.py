@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import select
+import signal
 import time
 from queue import SimpleQueue
 from typing import Any
@@ -46,6 +49,57 @@ def test_shutdown_ends_callers_with_a_typed_error() -> None:
             await llm.call(lambda engine: None)
 
     with_llm(scenario)
+
+
+def test_an_interrupt_of_a_shutdown_is_raised_when_the_thread_has_ended() -> None:
+    """An interpreter that ends while the thread computes aborts."""
+    llm = AsyncLLM(make_model("llama"), **SETTINGS)
+    llm._thread.call(lambda engine: time.sleep(0.6))
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            llm.shutdown()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert not llm.is_running
+    llm.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_is_told_to_open_an_engine_of_its_own() -> None:
+    """It has none of the parent's threads: it would wait for ever."""
+    llm = AsyncLLM(make_model("llama"), **SETTINGS)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, _error_of(llm).encode())
+        finally:
+            os._exit(0)
+    try:
+        assert select.select([reader], [], [], 60)[0], "the child waits"
+        said = os.read(reader, 4096).decode()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reader)
+        os.close(writer)
+    assert said.startswith("EngineDeadError False the engine was made in another process")
+    assert f"({os.getpid()})" in said
+    assert "by spawn" in said
+    llm.shutdown()
+
+
+def _error_of(llm: AsyncLLM) -> str:
+    """Of a request; after it `shutdown` returns."""
+    try:
+        asyncio.run(last(llm.generate([1, 2, 3], GREEDY)))
+    except EngineError as error:
+        llm.shutdown()
+        return f"{type(error).__name__} {llm.is_running} {error}"
+    return "no error"
 
 
 def test_an_idle_engine_uses_no_time() -> None:
