@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from flexinfer.server.handover.endpoints import NetworkEndpoint
 from flexinfer.server.handover.socket_path import check_free, listen
 from helpers.serving import settings
 
+NOBODY = 65534
 SOCKET: dict[str, Any] = {"handover_socket": Path("/tmp/x")}
 ADDRESS: dict[str, Any] = {"handover_address": "10.0.0.1:7000", "handover_key": "k" * 16}
 
@@ -59,3 +64,24 @@ def test_two_servers_do_not_listen_at_one_socket(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o777 == 0o600
         listener.close()
     listen(path).close()  # what a killed server has left
+
+
+def test_a_folder_in_which_no_socket_can_be_made_is_said_before_the_model_loads() -> None:
+    with TemporaryDirectory() as name:  # not below tmp_path, which only its user may enter
+        folder = Path(name)
+        folder.chmod(0o555)
+        with _not_as_root(), pytest.raises(OSError, match="this user cannot make files in"):
+            check_free(folder / "kv.sock")
+        folder.chmod(0o755)
+
+
+@contextmanager
+def _not_as_root() -> Iterator[None]:
+    """Root may write anywhere."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(user)

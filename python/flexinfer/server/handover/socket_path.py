@@ -24,8 +24,13 @@ def check_path(path: Path) -> None:
 
 
 def check_free(path: Path) -> None:
-    """As `check_path`, for who is to listen. What a killed server has left does no harm."""
+    """As `check_path`, for who is to listen. What a killed server has left does no harm. Raises
+    PermissionError for a folder in which this user cannot make files."""
     check_path(path)
+    if not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
+        raise PermissionError(
+            f"handover_socket {str(path)!r}: this user cannot make files in {str(path.parent)!r}"
+        )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asked:
         asked.settimeout(1.0)
         try:
