@@ -13,7 +13,9 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -36,9 +38,8 @@ class TraceEntry:
 
 def read_trace(file: Path, limit: int | None = None) -> list[TraceEntry]:
     """The first `limit` entries, in order of time. Raises ValueError with the line, or OSError."""
-    opened: IO[str]
-    is_json = ".json" in "".join(file.suffixes)
-    with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as opened:
+    with _readable(file), _opened(file) as opened:
+        is_json = ".json" in "".join(file.suffixes)
         rows = _json_rows(opened, file) if is_json else _csv_rows(opened)
         entries = [
             _entry(row, file, number) for number, row in enumerate(islice(rows, limit), start=1)
@@ -53,6 +54,28 @@ def read_trace(file: Path, limit: int | None = None) -> list[TraceEntry]:
         for e in entries
     ]
     return sorted(shifted, key=lambda entry: entry.time_s or 0.0)
+
+
+def _opened(file: Path) -> IO[str]:
+    if file.suffix == ".gz":
+        return gzip.open(file, "rt", encoding="utf-8")
+    return file.open(encoding="utf-8")
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Raises ValueError that names `file` for one that is cut off, or no text: what readers raise
+    does not name it, and click takes an EOFError for Ctrl-D."""
+    try:
+        yield
+    except EOFError as error:
+        raise ValueError(f"{file} is cut off: fetch it again") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not text in UTF-8") from error
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{file} is no sound .gz file: {error}") from error
+    except csv.Error as error:
+        raise ValueError(f"{file} is not CSV: {error}") from error
 
 
 def _json_rows(opened: IO[str], file: Path) -> Iterator[dict[str, Any]]:
@@ -82,7 +105,7 @@ def _entry(row: dict[str, Any], file: Path, number: int) -> TraceEntry:
             return _checked(time_s, row["input_length"], row["output_length"], ids)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file}, request {number}: {error!r}") from error
-    raise ValueError(f"{file}: no trace format has the columns {sorted(row)}")
+    raise ValueError(f"{file}: no trace format has the columns {sorted(map(str, row))}")
 
 
 def _checked(

@@ -148,6 +148,30 @@ def test_a_file_that_is_no_trace_is_refused(text: str, says: str, tmp_path: Path
         read_trace(file)
 
 
+PACKED = gzip.compress(AZURE.encode(), mtime=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("cut.csv.gz", PACKED[:-20], "cut off"),
+        ("flat.csv.gz", AZURE.encode(), "no sound .gz file"),
+        ("torn.csv.gz", PACKED[:10] + b"\xff" * 50, "no sound .gz file"),
+        ("bytes.csv", b"\x80\x81\xff\n", "not text in UTF-8"),
+        ("bytes.jsonl", b"\x80\x81\xff\n", "not text in UTF-8"),
+        ("long.csv", b"a" * 200_000 + b"\n1\n", "not CSV"),
+        ("ragged.csv", b"a,b\n1,2,3\n", "no trace format"),
+    ],
+)
+def test_a_file_that_can_not_be_read_is_named(
+    name: str, content: bytes, says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name}:? .*{says}"):
+        read_trace(file)
+
+
 def test_equal_blocks_of_a_trace_are_equal_text(tmp_path: Path, tokenizer_file: Path) -> None:
     file = tmp_path / "mooncake.jsonl"
     file.write_text(MOONCAKE)
