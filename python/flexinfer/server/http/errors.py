@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flexinfer.errors import EngineDeadError, EngineError, OutOfMemoryError, RequestError
 
@@ -185,6 +186,23 @@ def _unrouted(request: Request, status: int) -> str | None:
     return None
 
 
+class PanicMiddleware:
+    """Makes errors of panics in libraries written in Rust, tokenizers for one: pyo3 raises them as
+    BaseException, which no handler is asked about."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except BaseException as error:
+            # Each library has a class of its own. Cancellation and exits go on as they are.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise RuntimeError(f"a library has panicked: {error}") from error
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Have every error of the app answered in its endpoint's shape."""
 
@@ -216,3 +234,4 @@ def install_error_handlers(app: FastAPI) -> None:
     for known in (EngineError, RequestError, OutOfMemoryError):
         app.add_exception_handler(known, on_known)
     app.add_exception_handler(Exception, on_unknown)
+    app.add_middleware(PanicMiddleware)
