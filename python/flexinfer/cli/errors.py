@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,11 +22,19 @@ def usage_errors() -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, LookupError, MemoryError, ImportError, OSError) as error:
-        if os.environ.get("FLEXINFER_TRACEBACK"):
+    except Exception as error:
+        if os.environ.get("FLEXINFER_TRACEBACK") or not isinstance(error, _usage_kinds()):
             raise
         typer.secho(f"flexinfer: {one_line(error)}", fg="red", err=True)
         raise typer.Exit(USAGE_ERROR) from None
+
+
+def _usage_kinds() -> tuple[type[BaseException], ...]:
+    """DriverError among them where the extension is loaded: a mapping that the system refuses, or
+    a --swap-directory that is not there. It is not loaded for this."""
+    kinds = (ValueError, LookupError, MemoryError, ImportError, OSError)
+    extension = sys.modules.get("flexinfer._vtensor")
+    return kinds if extension is None else (*kinds, extension.DriverError)
 
 
 _REASONS = {
@@ -58,5 +67,10 @@ def reason_of(error: BaseException) -> str:
 
 def check_folder(file: Path, option: str) -> None:
     """Raises ValueError, before any work, if `file` could not be written."""
-    if not file.resolve().parent.is_dir():
+    folder = file.resolve().parent
+    if not folder.is_dir():
         raise ValueError(f"{option}: the folder of {str(file)!r} does not exist; make it first")
+    if file.is_dir():
+        raise ValueError(f"{option}: {str(file)!r} is a folder; name a file")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise ValueError(f"{option}: this user may not write {str(file)!r}; check its permissions")

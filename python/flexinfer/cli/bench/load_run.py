@@ -14,6 +14,7 @@ from typing import Any
 from flexinfer.cli.bench.drafts import Counts, read_counts, summarize_drafts
 from flexinfer.cli.bench.options import LoadOptions
 from flexinfer.cli.endpoint import Endpoint
+from flexinfer.cli.errors import check_folder
 from flexinfer.loadgen.arrivals import gamma_arrivals
 from flexinfer.loadgen.client import ENDPOINTS, Client, Target
 from flexinfer.loadgen.load import run_load
@@ -48,6 +49,10 @@ class LoadSettings(LoadOptions):
             raise ValueError("--dataset-path goes with --dataset-name custom or trace")
         if self.save_detailed and not self.save_result:
             raise ValueError("--save-detailed goes with --save-result")
+        if self.save_result:
+            check_folder(
+                self.result_dir / (self.result_filename or f"{self.backend}.json"), "--result-dir"
+            )
         unknown = set(self.shown_metrics) - set(METRICS)
         if unknown:
             raise ValueError(f"--percentile-metrics knows {', '.join(METRICS)}, got {unknown}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexinfer.cli.bench.step_table import profile_table
-from flexinfer.cli.errors import usage_errors
+from flexinfer.cli.errors import check_folder, usage_errors
 from flexinfer.cli.fitting_table import FittingTable
 from flexinfer.cli.options import KV_CACHE_DTYPE_HELP, QUANTIZATION_HELP
 
@@ -97,6 +97,8 @@ def step(
     with usage_errors():
         if roofline and device not in (None, "cpu"):
             raise ValueError("--roofline measures CPUs alone; --profile has the times")
+        if json is not None:
+            check_folder(json, "--json")
         plan = StepBench(requests, prompt_tokens, new_tokens, shared_tokens, seed)
         from flexinfer.runtime.torch_settings import set_up_torch
 

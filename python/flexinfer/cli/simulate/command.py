@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from flexinfer.cli.errors import usage_errors
+from flexinfer.cli.errors import check_folder, usage_errors
 from flexinfer.cli.fitting_table import FittingTable
 from flexinfer.cli.simulate.options import SimulateOptions
 from flexinfer.cli.terminal_text import size_text
@@ -36,6 +36,10 @@ def run_simulate(options: SimulateOptions) -> None:
         from flexinfer.loadgen.trace import read_trace
         from flexinfer.routing.routers import ROUTERS
 
+        if options.json is not None:
+            check_folder(options.json, "--json")
+        if options.save_step_cost is not None:
+            check_folder(options.save_step_cost, "--save-step-cost")
         routers = options.router or list(ROUTERS)
         for router in routers:
             if router not in ROUTERS:
