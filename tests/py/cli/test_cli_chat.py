@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -24,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_folder(tmp_path_factory.mktemp("model"))
 
 
-def session(folder: str, text: str, *arguments: str, exit_code: int = 0) -> str:
+def session(folder: str, text: str | bytes, *arguments: str, exit_code: int = 0) -> str:
     command = ["chat", "--model", folder, "--max-tokens", "6", "--memory", "8MiB"]
     result = CliRunner().invoke(app, [*command, "--chunk-bytes", "4KiB", *arguments], input=text)
     assert result.exit_code == exit_code, result.output
@@ -74,6 +76,37 @@ def test_a_model_without_template_stops_at_the_next_user(tmp_path: Path) -> None
     out = session(make_folder(tmp_path, chat_template=None), "Hello\nMore\n")
     assert "no chat template" in out
     assert out.count("reused") == 2
+
+
+def test_bytes_that_are_no_text_are_left_out_and_the_chat_goes_on(folder: str) -> None:
+    out = session(folder, b"Hell\xff\n/history\nHello\n/history\n", exit_code=2)  # as one failed
+    assert "that message is not text in UTF-8: it was not sent." in out
+    assert "nothing was said yet" in out
+    assert "user:\nHello\n" in out
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('no chats today') }}", "refuses these messages: no chats today"),
+        ("{% if %}", "refuses these messages: Expected an expression"),
+    ],
+)
+def test_a_template_that_refuses_is_one_line(template: str, says: str, tmp_path: Path) -> None:
+    path = make_folder(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    out = session(path, "Hello\nHello\n", exit_code=2)
+    assert out.count(f"the model's chat template {says}") == 2
+
+
+def test_a_closed_stdin_is_one_line_before_any_work() -> None:
+    result = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m flexinfer.cli chat <&-"],
+        capture_output=True,
+        text=True,
+    )
+    said = "flexinfer: stdin is closed: there is nothing to read messages from\n"
+    assert (result.returncode, result.stderr) == (2, said)
 
 
 def test_a_seed_gives_the_same_answer_again(folder: str) -> None:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from flexinfer.cli.chat.backend import Backend, BackendError, ChatSession
 from flexinfer.cli.chat.interrupt import Interrupt
-from flexinfer.cli.chat.prompt import PromptReader
+from flexinfer.cli.chat.prompt import NotTextError, PromptReader
 from flexinfer.cli.errors import USAGE_ERROR, usage_errors
 from flexinfer.cli.terminal_text import one_row, printable
 
@@ -88,6 +88,10 @@ class Chat:
                 message = self._reader.read()
             except KeyboardInterrupt:  # at the prompt: drop the line
                 self._console.print()
+                continue
+            except NotTextError as error:
+                self.has_failed = True
+                self._note(f"{error}.")
                 continue
             word, _, rest = (message or "").partition(" ")
             if message is None or word in ("/exit", "/quit"):
@@ -204,6 +208,7 @@ class Chat:
 def run_chat(settings: ChatSettings) -> None:
     """The command: open an engine or a server, and talk."""
     with usage_errors():
+        reader = PromptReader()
         params = settings.sampling()
         system = settings.system
         backend: Backend
@@ -221,7 +226,7 @@ def run_chat(settings: ChatSettings) -> None:
 
                 system = load_script(settings.folder, 1, 1, 0).system_prompt
             backend = LocalBackend(settings)
-        opened = Chat(backend, params, system or "")
+        opened = Chat(backend, params, system or "", reader)
     opened.run()
     if opened.has_failed and not sys.stdin.isatty():  # a script does not read what was said
         raise typer.Exit(USAGE_ERROR)

@@ -34,6 +34,8 @@ class LocalSession:
         return self._conversation.messages
 
     def say(self, text: str, params: SamplingParams) -> Generator[str, None, None]:
+        from jinja2 import TemplateError
+
         self.numbers = AnswerNumbers(finish_reason="abort")
         try:
             with closing(self._conversation.stream(text, params)) as outputs:
@@ -42,6 +44,11 @@ class LocalSession:
                     yield "".join(part.text for part in output.outputs)
         except (RequestError, EngineError) as error:
             raise BackendError(str(error)) from error
+        except TemplateError as error:  # one by the template itself, or of its syntax
+            why = " ".join(str(error).split())
+            raise BackendError(
+                f"the model's chat template refuses these messages: {why}"
+            ) from error
 
     def take_back(self) -> str | None:
         return self._conversation.take_back()

@@ -12,19 +12,32 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 
 BLOCK = '"""'
+
+
+class NotTextError(ValueError):
+    """A message with bytes that are no text: no tokenizer takes it, and no request."""
 
 
 class PromptReader:
     """Reads messages from a terminal with line editing, or from a pipe without prompts."""
 
     def __init__(self, read_line: Callable[[str], str] | None = None) -> None:
-        """`read_line` shows a prompt and returns a line; it raises EOFError at the end."""
+        """`read_line` shows a prompt and returns a line; it raises EOFError at the end. Raises
+        ValueError without it if stdin is closed."""
         self._read_line = read_line or _line_reader()
 
     def read(self) -> str | None:
-        """The next message; None at the end of input."""
+        """The next message; None at the end of input. Raises NotTextError for one that is to be
+        left out: the next may be text again."""
+        message = self._message()
+        if message is not None and any("\ud800" <= char <= "\udfff" for char in message):
+            raise NotTextError("that message is not text in UTF-8: it was not sent")
+        return message
+
+    def _message(self) -> str | None:
         try:
             line = self._read_line("> ")
         except EOFError:
@@ -59,6 +72,10 @@ class PromptReader:
 
 
 def _line_reader() -> Callable[[str], str]:
+    if sys.stdin is None:  # `<&-`
+        raise ValueError("stdin is closed: there is nothing to read messages from")
+    if isinstance(sys.stdin, TextIOWrapper):  # its own error leaves it in the middle of a line
+        sys.stdin.reconfigure(errors="surrogateescape")
     if sys.stdin.isatty():
         import readline  # noqa: F401  editing and history for input()
 

@@ -28,7 +28,15 @@ def serve(options: ServeOptions) -> None:
     Every option can be set in the environment: FLEXINFER_MAX_NUM_SEQS for --max-num-seqs.
     """
     with usage_errors():
+        _have_stderr()
         _run(options)
+
+
+def _have_stderr() -> None:
+    """Where it is closed (`2>&-`), what is logged goes nowhere. Opened this early it is file 2
+    itself; else a socket could be, and C libraries would write their complaints into it."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  for as long as we run
 
 
 def _run(options: ServeOptions) -> None:
