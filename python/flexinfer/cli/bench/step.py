@@ -95,10 +95,7 @@ def step(
 ) -> None:
     """Milliseconds of prefill and decode steps of one batch; with --profile, of each part."""
     with usage_errors():
-        if roofline and device not in (None, "cpu"):
-            raise ValueError("--roofline measures CPUs alone; --profile has the times")
-        if json is not None:
-            check_folder(json, "--json")
+        check_options(roofline, device, json)
         plan = StepBench(requests, prompt_tokens, new_tokens, shared_tokens, seed)
         from flexinfer.runtime.torch_settings import set_up_torch
 
@@ -122,6 +119,14 @@ def step(
     print_report(report)
     if json is not None:
         json.write_text(json_module.dumps(report, indent=1) + "\n")
+
+
+def check_options(roofline: bool, device: str | None, json: Path | None) -> None:
+    """Raises ValueError for what would be found out only after the work."""
+    if roofline and device not in (None, "cpu"):
+        raise ValueError("--roofline measures CPUs alone; --profile has the times")
+    if json is not None:
+        check_folder(json, "--json")
 
 
 def open_engine(
