@@ -137,7 +137,7 @@ def test_plot_without_matplotlib_names_the_extra(
 
 def test_a_server_needs_no_stderr() -> None:
     """It ended by code 1 in silence; now it gets as far as the model."""
-    serve = f"exec {sys.executable} -m flexinfer.cli serve --model /no/such --port 0 2>&-"
+    serve = f"exec {sys.executable} -m flexinfer.cli serve /no/such --port 0 2>&-"
     assert subprocess.run(["sh", "-c", serve]).returncode == 2
 
 
