@@ -94,7 +94,7 @@ class Server(uvicorn.Server):
 
 
 def serve(app: FastAPI, sock: socket.socket) -> int:
-    """Serve on a socket of `bind`; returns the exit code. The engine is left running."""
+    """Serve on a socket of `listen`; returns the exit code. The engine is left running."""
     state: ServerState = app.state.flexinfer
     tls = state.settings.tls
     config = uvicorn.Config(
@@ -146,21 +146,30 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, taken before the model is loaded: who connects meanwhile waits. Raises
-    OSError with the address."""
+    """A listening address, taken before the model is loaded; see `listen`. Raises OSError with the
+    address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-        # With SO_REUSEADDR two servers can be bound to one port until one listens, and uvloop
-        # passes over that error of the other's.
-        sock.listen()
-    except OSError as error:
+    except BaseException as error:
         sock.close()
-        way_out = WAYS_OUT.get(error.errno or 0, "")
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}{way_out}") from error
-    except BaseException:
-        sock.close()
+        if isinstance(error, OSError):
+            raise _with_address(error, host, port) from error
         raise
     return sock
+
+
+def listen(sock: socket.socket) -> None:
+    """Let clients connect to a socket of `bind`. Raises OSError with the address: two servers can
+    be bound to one until the first listens, and uvloop passes over that error of the other's."""
+    try:
+        sock.listen()
+    except OSError as error:
+        raise _with_address(error, *sock.getsockname()[:2]) from error
+
+
+def _with_address(error: OSError, host: str, port: int) -> OSError:
+    way_out = WAYS_OUT.get(error.errno or 0, "")
+    return OSError(f"cannot listen on {host}:{port}: {error.strerror}{way_out}")

@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from flexinfer.server.app import create_app
-from flexinfer.server.run import ENDING_S, ENGINE_FAILED, bind
+from flexinfer.server.run import ENDING_S, ENGINE_FAILED, bind, listen
 from helpers.serving import ServerProcess, make_llm, settings
 from helpers.waiting import until
 
@@ -220,6 +220,10 @@ def test_a_port_in_use_is_one_line_and_no_traceback() -> None:
 def test_two_servers_that_load_do_not_both_have_a_port() -> None:
     with bind("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
+        with bind("127.0.0.1", port) as second:  # while the first one loads, too
+            listen(first)
+            with pytest.raises(OSError, match=f"{port}: Address already in use; name another"):
+                listen(second)
         with pytest.raises(OSError, match=f"{port}: Address already in use; name another --port"):
             bind("127.0.0.1", port)
 

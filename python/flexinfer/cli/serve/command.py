@@ -68,7 +68,7 @@ def _run(options: ServeOptions) -> None:
         from flexinfer.async_llm import AsyncLLM
         from flexinfer.server.app import create_app
         from flexinfer.server.observability.logs import adopt_transformers
-        from flexinfer.server.run import serve
+        from flexinfer.server.run import listen, serve
 
         adopt_transformers()
         llm = AsyncLLM.from_engine_args(config)
@@ -77,6 +77,7 @@ def _run(options: ServeOptions) -> None:
             asyncio.run(app.state.flexinfer.adapters.load_all(settings.lora_modules))
             url = url_of(host, port, is_tls=settings.tls is not None)
             _let_go_of_what_starting_needed()
+            listen(sock)
             _announce(f"Serving {settings.model_name} at {url}", options)
             code = serve(app, sock)
         finally:
