@@ -170,7 +170,7 @@ class Admission:
         needed += self.states.bytes_for(1 + request.num_forks)
         held = manager.bytes_for(request.num_extended_tokens)
         has = f", of which it has {held}" if held else ""
-        if needed - held <= manager.available_bytes:
+        if needed <= manager.available_bytes:
             return (
                 f"request {request.request_id!r} needs KV memory for {request.num_tokens} tokens "
                 f"({needed} bytes{has}): the budget has them, but the system gives no more memory. "
