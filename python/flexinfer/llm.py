@@ -223,16 +223,16 @@ class LLM:
                         self._set_aside.setdefault(output.request_id, []).append(output)
                 if self.llm_engine.manager.closed:
                     raise ReleasedError("the engine was closed before its requests had ended")
-                # Whom another caller has ended meanwhile gives no output any more.
-                pending = {
-                    request_id
-                    for request_id in pending
-                    if request_id in self._set_aside or self.llm_engine.is_unfinished(request_id)
-                }
+                if self.llm_engine.get_num_unfinished_requests() < len(pending):
+                    # Whom another caller has ended meanwhile gives no output any more.
+                    pending = {i for i in pending if self._is_awaited(i)}
         finally:
             self.llm_engine.abort_request(pending)
             for request_id in request_ids:
                 self._set_aside.pop(request_id, None)
+
+    def _is_awaited(self, request_id: str) -> bool:
+        return request_id in self._set_aside or self.llm_engine.is_unfinished(request_id)
 
     def _progress(
         self, outputs: Iterator[RequestOutput], total: int, use_tqdm: bool

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 from helpers.cuda_devices import hides_gpus, num_cuda_devices
 
 if TYPE_CHECKING:
+    from flexinfer import LLM
     from helpers.standin_cuda import StandinCuda
 
 # Before anything imports torch or transformers. PASSIVE: OpenMP threads that spin while another
@@ -125,3 +126,21 @@ def kv_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def root() -> Path:
     """The root of the source tree."""
     return ROOT
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a tiny model, its tokenizer and a chat template."""
+    from helpers.tiny_models import save_chat_model
+
+    return save_chat_model(tmp_path_factory.mktemp("chat_model"))
+
+
+@pytest.fixture(scope="module")
+def llm(model_path: str) -> Iterator[LLM]:
+    """An engine over that model; the tests must leave its memory sound."""
+    from flexinfer import LLM
+
+    with LLM(model_path, max_num_seqs=8, kv_cache_memory_bytes=64 << 20) as llm:
+        yield llm
+        llm.llm_engine.manager.check_integrity()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,6 @@ from helpers.tiny_models import (
 )
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_chat_model(tmp_path_factory.mktemp("chat_model"))
-
-
-@pytest.fixture(scope="module")
-def llm(model_path: str) -> Iterator[LLM]:
-    with LLM(model_path, max_num_seqs=8, kv_cache_memory_bytes=64 << 20) as llm:
-        yield llm
-        llm.llm_engine.manager.check_integrity()
 
 
 def one(llm: LLM, prompt: Any, params: SamplingParams = GREEDY) -> Any:

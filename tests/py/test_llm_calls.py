@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,21 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flexinfer import LLM, ReleasedError, RequestError, SamplingParams
-from helpers.tiny_models import save_chat_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_chat_model(tmp_path_factory.mktemp("chat_model"))
-
-
-@pytest.fixture(scope="module")
-def llm(model_path: str) -> Iterator[LLM]:
-    with LLM(model_path, max_num_seqs=8, kv_cache_memory_bytes=64 << 20) as llm:
-        yield llm
-        llm.llm_engine.manager.check_integrity()
 
 
 @pytest.mark.parametrize("end", ["abort", "close"])

@@ -51,11 +51,6 @@ def _fields(rows: torch.Tensor, bits: int, chunk: int) -> torch.Tensor:
     return (shifted & (1 << bits) - 1).flatten(-3)
 
 
-def _bits(rows: torch.Tensor) -> torch.Tensor:
-    """[..., 8 n] of bytes [..., n], the lowest bit of each first."""
-    return _fields(rows, 1, 1)
-
-
 def _less(integers: torch.Tensor, zero: int) -> torch.Tensor:
     """int8 [rows, depth] of uint8 [rows, blocks, numbers of a block], less what stands for 0."""
     return (integers.to(torch.int8) - zero).flatten(1)
@@ -64,13 +59,13 @@ def _less(integers: torch.Tensor, zero: int) -> torch.Tensor:
 def _in_groups(
     integers: torch.Tensor, bits: int, factors: torch.Tensor, lowest: torch.Tensor | None = None
 ) -> QuantisedTensor:
-    """integers: from 0 on, the middle of the range of so many bits for 0. lowest: the bytes of what
-    is added to each, beside those of the factors."""
+    """integers: of 4 or 5 bits from 0 on, of which the middle stands for 0. lowest: the bytes of
+    what is added to each, beside those of the factors."""
     scales, minimums = _factors(factors).float(), None
-    zero = 16 if bits == 6 else 1 << bits - 1
+    zero = 1 << bits - 1
     if lowest is not None:
         minimums = _factors(lowest).float() + zero * scales
-    return QuantisedTensor(_less(integers, zero), scales, minimums, bits, 32)
+    return QuantisedTensor(_less(integers, zero), scales, minimums, 4 if bits == 4 else 6, 32)
 
 
 def _q8_0(blocks: torch.Tensor) -> QuantisedTensor:
@@ -80,15 +75,15 @@ def _q8_0(blocks: torch.Tensor) -> QuantisedTensor:
 
 def _q5_0(blocks: torch.Tensor) -> QuantisedTensor:
     """A factor, 32 bits, 32 integers of 4 bits below them."""
-    return _in_groups(_five_bits(blocks[..., 2:]), 6, blocks[..., :2])
+    return _in_groups(_five_bits(blocks[..., 2:]), 5, blocks[..., :2])
 
 
 def _q5_1(blocks: torch.Tensor) -> QuantisedTensor:
-    return _in_groups(_five_bits(blocks[..., 4:]), 6, blocks[..., :2], blocks[..., 2:4])
+    return _in_groups(_five_bits(blocks[..., 4:]), 5, blocks[..., :2], blocks[..., 2:4])
 
 
 def _five_bits(blocks: torch.Tensor) -> torch.Tensor:
-    return _fields(blocks[..., 4:], 4, 16) | _bits(blocks[..., :4]) << 4
+    return _fields(blocks[..., 4:], 4, 16) | _fields(blocks[..., :4], 1, 1) << 4
 
 
 def _q4_0(blocks: torch.Tensor) -> QuantisedTensor:

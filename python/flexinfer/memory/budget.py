@@ -60,10 +60,14 @@ def choose_kv_memory(
     elif gpu_bytes is not None:
         memory = _rest_of_gpu(available_bytes, gpu_bytes, gpu_memory_utilization)
     else:
+        budget, part = int(available_bytes * CPU_FRACTION), f"{CPU_FRACTION:.0%}"
+        if available_bytes - HEADROOM_BYTES < budget:
+            budget = available_bytes - HEADROOM_BYTES
+            part = f"all but {format_bytes(HEADROOM_BYTES)} of headroom"
         memory = KVMemory(
-            int(min(available_bytes * CPU_FRACTION, available_bytes - HEADROOM_BYTES)),
-            f"{CPU_FRACTION:.0%} of {format_bytes(available_bytes)} available: the least of free "
-            "memory and what the container's limits leave",
+            budget,
+            f"{part} of {format_bytes(available_bytes)} available: the least of free memory and "
+            "what the container's limits leave",
         )
     logger.info("%s", memory)
     return memory

@@ -170,16 +170,18 @@ class Admission:
         needed += self.states.bytes_for(1 + request.num_forks)
         held = manager.bytes_for(request.num_extended_tokens)
         has = f", of which it has {held}" if held else ""
+        found = (
+            f", but only {manager.available_bytes} bytes of the budget of {manager.memory_budget} "
+            "are available"
+        )
         if needed <= manager.available_bytes:
-            return (
-                f"request {request.request_id!r} needs KV memory for {request.num_tokens} tokens "
-                f"({needed} bytes{has}): the budget has them, but the system gives no more memory. "
-                "Other processes, or the limit of a container, leave too little"
+            found = (
+                ": the budget has them, but the system gives no more memory. Other processes, or "
+                "the limit of a container, leave too little"
             )
         return (
             f"request {request.request_id!r} needs KV memory for {request.num_tokens} tokens "
-            f"({needed} bytes{has}), but only {manager.available_bytes} "
-            f"bytes of the budget of {manager.memory_budget} are available"
+            f"({needed} bytes{has}){found}"
         )
 
     def _first_end(

@@ -85,7 +85,9 @@ def test_kv_leaves_the_headroom_that_the_driver_keeps() -> None:
     for wanted in (None, "1MiB"):
         with pytest.raises(ValueError, match=r"255.0 MiB are available.*256.0 MiB .* headroom"):
             choose_kv_memory(wanted, 255 << 20)
-    assert choose_kv_memory(None, 300 << 20).budget_bytes == 44 << 20
+    least = choose_kv_memory(None, 300 << 20)
+    assert least.budget_bytes == 44 << 20
+    assert "all but 256.0 MiB of headroom of 300.0 MiB available" in str(least)
     assert choose_kv_memory(None, GIB).budget_bytes == GIB // 2
 
 
