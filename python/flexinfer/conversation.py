@@ -5,7 +5,8 @@ name: a pinned prefix holds chunks but no slot, and is never evicted. A turn ali
 computes only what is new. A fork is a second pin, nothing is copied; where branches part, each
 writes behind the shared whole chunks, and copies at most the tail row (PagedAttention, section
 4.4, with chunks instead of blocks). Prompts extend the tokens of the turns before exactly
-(`History`), so that a turn computes only its own. Not thread-safe, like the LLM it belongs to.
+(`History`), so that a turn computes only its own. Thread-safety: one thread at a time; several
+conversations of an LLM may have a thread each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""LLM: the offline API. Names and arguments are those of vLLM. Not thread-safe."""
+"""LLM: the offline API. Names and arguments are those of vLLM.
+
+Thread-safety: all of `LLM` may be called from any thread. One thread steps at a time, for the
+requests of all: calls of several threads are computed side by side, and a stream holds nobody up
+between two outputs. `llm_engine` itself, a stream and a `Conversation` are for one thread at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,8 @@ from flexinfer.conversation import Conversation
 from flexinfer.engine.beam_search import beam_search_output
 from flexinfer.engine.inputs import is_single_prompt
 from flexinfer.engine.llm_engine import LLMEngine
-from flexinfer.errors import ReleasedError, RequestError, UnsupportedModelError
+from flexinfer.engine.turns import Turns
+from flexinfer.errors import EngineError, ReleasedError, RequestError, UnsupportedModelError
 from flexinfer.lora.request import LoRARequest
 from flexinfer.outputs import BeamSearchOutput, RequestOutput
 from flexinfer.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -35,6 +42,7 @@ class LLM:
         """`settings` are the fields of `EngineConfig`; `trust_remote_code` exists to be refused."""
         self.llm_engine = LLMEngine.from_config(engine_config(model, trust_remote_code, settings))
         self._request_ids = count()
+        self._turns = Turns()  # whose turn it is to touch the engine, or the next
         self._set_aside: dict[str, list[RequestOutput]] = {}
 
     @property
@@ -149,18 +157,22 @@ class LLM:
 
     def reset_prefix_cache(self) -> int:
         """Forget all recorded prefixes; returns how many tokens they held."""
-        return self.llm_engine.reset_prefix_cache()
+        with self._turns:
+            return self.llm_engine.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> int:
         """Give all physical KV memory back to the system, as `LLMEngine.sleep`; returns bytes."""
-        return self.llm_engine.sleep(level)
+        with self._turns:
+            return self.llm_engine.sleep(level)
 
     def wake_up(self) -> None:
         """Undo `sleep`. Raises OutOfMemoryError, still asleep, when memory is short."""
-        self.llm_engine.wake_up()
+        with self._turns:
+            self.llm_engine.wake_up()
 
     def close(self) -> None:
-        self.llm_engine.close()
+        with self._turns:
+            self.llm_engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -190,16 +202,17 @@ class LLM:
         if len(adapters) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(adapters)} lora_requests")
         added: list[str] = []
-        try:
-            for prompt, one, rank, adapter in zip(
-                prompts, params, priorities, adapters, strict=True
-            ):
-                request_id = str(next(self._request_ids))
-                self.llm_engine.add_request(request_id, prompt, one, rank, adapter)
-                added.append(request_id)
-        except BaseException:
-            self.llm_engine.abort_request(added)
-            raise
+        with self._turns:
+            try:
+                for prompt, one, rank, adapter in zip(
+                    prompts, params, priorities, adapters, strict=True
+                ):
+                    request_id = str(next(self._request_ids))
+                    self.llm_engine.add_request(request_id, prompt, one, rank, adapter)
+                    added.append(request_id)
+            except BaseException:
+                self.llm_engine.abort_request(added)
+                raise
         return added
 
     def _final_outputs(self, request_ids: Sequence[str], use_tqdm: bool) -> list[RequestOutput]:
@@ -210,26 +223,42 @@ class LLM:
         return [final[request_id] for request_id in request_ids]
 
     def _run(self, request_ids: Sequence[str]) -> Iterator[RequestOutput]:
-        """Step until these requests have ended; outputs of others are set aside for their turn."""
+        """Until these requests have ended; outputs of others are set aside for their turn. Raises
+        EngineError, when the rest has ended, if another call has ended some of them."""
         pending = set(request_ids)
+        num_ended = 0
         try:
             while pending:
-                for request_id in request_ids:
-                    for output in self._set_aside.pop(request_id, ()):
-                        pending -= {output.request_id} if output.finished else set()
-                        yield output
-                if pending:
-                    for output in self.llm_engine.step():
-                        self._set_aside.setdefault(output.request_id, []).append(output)
-                if self.llm_engine.manager.closed:
-                    raise ReleasedError("the engine was closed before its requests had ended")
-                if self.llm_engine.get_num_unfinished_requests() < len(pending):
-                    # Whom another caller has ended meanwhile gives no output any more.
-                    pending = {i for i in pending if self._is_awaited(i)}
+                with self._turns:
+                    outputs = self._take(request_ids) or self._step(request_ids, pending)
+                for output in outputs:
+                    if output.finished:
+                        pending.discard(output.request_id)
+                        num_ended += 1
+                    yield output
+            if num_ended < len(request_ids):
+                raise EngineError(
+                    f"{len(request_ids) - num_ended} of {len(request_ids)} requests were ended by "
+                    "another call: aborted there, or part of a step that failed in it"
+                )
         finally:
-            self.llm_engine.abort_request(pending)
-            for request_id in request_ids:
-                self._set_aside.pop(request_id, None)
+            with self._turns:
+                self.llm_engine.abort_request(pending)
+                self._take(request_ids)
+
+    def _take(self, request_ids: Sequence[str]) -> list[RequestOutput]:
+        """What was set aside for them."""
+        return [output for i in request_ids for output in self._set_aside.pop(i, ())]
+
+    def _step(self, request_ids: Sequence[str], pending: set[str]) -> list[RequestOutput]:
+        """What a step brings them. Whom another caller has ended is pending no more."""
+        for output in self.llm_engine.step():
+            self._set_aside.setdefault(output.request_id, []).append(output)
+        if self.llm_engine.manager.closed:
+            raise ReleasedError("the engine was closed before its requests had ended")
+        if self.llm_engine.get_num_unfinished_requests() < len(pending):
+            pending &= {i for i in pending if self._is_awaited(i)}
+        return self._take(request_ids)
 
     def _is_awaited(self, request_id: str) -> bool:
         return request_id in self._set_aside or self.llm_engine.is_unfinished(request_id)

@@ -1,0 +1,103 @@
+"""LLM and AsyncLLM called by several threads: each gets what it would get alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flexinfer import LLM, AsyncLLM, EngineError, SamplingParams
+from flexinfer.engine.llm_engine import LLMEngine
+from flexinfer.outputs import RequestOutput
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+PROMPTS = ["hello", "a b c", "world of", "one two three", "x", "yes and no"]
+
+
+def streamed(llm: LLM, prompt: str) -> str:
+    return "".join(output.outputs[0].text for output in llm.stream(prompt, GREEDY))
+
+
+def said(llm: LLM, prompt: str) -> str:
+    chat = [{"role": "user", "content": prompt}]
+    (answer,) = llm.chat(chat, GREEDY, use_tqdm=False)
+    return answer.outputs[0].text
+
+
+def completed(llm: LLM, prompt: str) -> str:
+    (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    return output.outputs[0].text
+
+
+@pytest.mark.parametrize("call", [completed, streamed, said])
+def test_threads_that_share_an_llm_get_their_own_texts(
+    llm: LLM, call: Callable[[LLM, str], str]
+) -> None:
+    """They got one another's, or errors: each stepped the engine while others did."""
+    alone = [call(llm, prompt) for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        assert list(pool.map(call, [llm] * len(PROMPTS), PROMPTS)) == alone
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_a_stream_that_waits_for_its_reader_holds_no_other_thread_up(llm: LLM) -> None:
+    alone = streamed(llm, "hello")
+    stream = llm.stream("hello", GREEDY)
+    text = next(stream).outputs[0].text
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(completed, llm, "hello").result() == alone
+    assert text + "".join(output.outputs[0].text for output in stream) == alone
+
+
+def test_only_one_thread_at_a_time_is_in_the_engine(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = threading.Lock()
+    step = LLMEngine.step
+
+    def watched(engine: LLMEngine) -> list[RequestOutput]:
+        assert inside.acquire(blocking=False), "two threads step at once"
+        try:
+            return step(engine)
+        finally:
+            inside.release()
+
+    monkeypatch.setattr(LLMEngine, "step", watched)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(completed, [llm] * 4, PROMPTS[:4]))
+
+
+def test_a_stream_whose_request_ended_with_anothers_step_says_so(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = llm.stream("hello", GREEDY)
+    next(stream)
+    with monkeypatch.context() as broken:
+        broken.setattr(llm.llm_engine, "_compute", broken_step)
+        with pytest.raises(RuntimeError, match="the device is on fire"):
+            completed(llm, "world")
+    with pytest.raises(EngineError, match="1 of 1 requests were ended by another call"):
+        list(stream)
+
+
+def broken_step(*_: object, **__: object) -> None:
+    raise RuntimeError("the device is on fire")
+
+
+def test_an_async_llm_serves_loops_of_several_threads(llm: LLM, model_path: str) -> None:
+    alone = [completed(llm, prompt) for prompt in PROMPTS]
+    shared = AsyncLLM(model_path, kv_cache_memory_bytes=16 << 20)
+    try:
+
+        async def complete(prompt: str) -> str:
+            return [o async for o in shared.generate(prompt, GREEDY)][-1].outputs[0].text
+
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            assert list(pool.map(asyncio.run, map(complete, PROMPTS))) == alone
+    finally:
+        shared.shutdown()
