@@ -11,7 +11,7 @@ conversations of an LLM may have a thread each.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import count
@@ -83,7 +83,7 @@ class Conversation:
         if not llm.llm_engine.config.enable_prefix_caching:
             raise RequestError("a conversation needs enable_prefix_caching: it keeps its prefix")
         given: Any = history
-        if isinstance(given, str):
+        if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
             raise RequestError(f"a conversation starts from messages or tokens, got {given!r}")
         items: list[Any] = list(given)
         is_chat = bool(items) and isinstance(items[0], dict)
@@ -207,6 +207,8 @@ class Conversation:
     def _ask(self, content: str, params: SamplingParams | None) -> tuple[list[int], SamplingParams]:
         """The prompt for a message. The history waits for the answer, or for `take_back`."""
         self._check_open()
+        if not isinstance(content, str):
+            raise RequestError(f"what the user says must be text, got {content!r}")
         if self.token_ids and not self.messages:
             raise RequestError("this conversation goes by token ids: use append and generate")
         if self._llm.get_tokenizer() is None:

@@ -193,6 +193,8 @@ class LLM:
         lora_request: ManyAdapters,
     ) -> list[str]:
         """Queue all prompts or, if one is refused, none."""
+        if isinstance(priority, str) or not isinstance(priority, (Iterable, type(None))):
+            raise RequestError(f"priority must be a list, of one for each prompt, got {priority!r}")
         priorities = [0] * len(prompts) if priority is None else list(priority)
         if len(priorities) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(priorities)} priorities")
@@ -310,4 +312,10 @@ def _conversations(messages: Any) -> list[Messages]:
     messages = list(messages)
     if not messages:
         raise RequestError("the conversation is empty")
-    return [messages] if isinstance(messages[0], dict) else list(messages)
+    conversations = [messages] if isinstance(messages[0], Mapping) else messages
+    for one in conversations:
+        if isinstance(one, (str, Mapping)) or not isinstance(one, Sequence):
+            raise RequestError(f"a conversation is a list of messages, got {one!r}")
+        if not one:
+            raise RequestError("a conversation is empty")
+    return list(conversations)

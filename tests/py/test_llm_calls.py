@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -52,6 +53,11 @@ def test_prompts_may_come_of_a_generator_and_content_in_parts(llm: LLM) -> None:
         (None, "a conversation is a list of messages"),
         ([["hello"]], "a message is a dict"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "can be text alone"),
+        ([None], "a conversation is a list of messages, got None"),
+        ([[]], "a conversation is empty"),
+        ([{"content": "a"}], "the role of a message must be a string, got None"),
+        ([{"role": "user", "content": 3}], "the content of a message must be text"),
+        ([{"role": "user"}], "the content of a message must be text"),
     ],
 )
 def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any, message: str) -> None:
@@ -59,3 +65,67 @@ def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any, message: st
         llm.chat(messages, GREEDY)
     with pytest.raises(RequestError, match="prompts must be one or several"):
         llm.generate(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [np.int64(5), np.int64(6)],
+        [torch.tensor(5), torch.tensor(6)],
+        {"prompt_token_ids": np.array([5, 6])},
+        {"prompt_token_ids": [np.int32(5), 6]},
+        torch.tensor([[5, 6]]),
+    ],
+)
+def test_token_ids_may_be_numbers_of_numpy_or_torch(llm: LLM, prompt: Any) -> None:
+    (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert output.prompt_token_ids == [5, 6]
+    assert {type(token_id) for token_id in output.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (np.array(5), "a prompt must be text or token ids"),
+        (np.array([5.0, 6.0]), "each token id of a prompt must be an integer, got 5.0"),
+        (np.array([True]), "each token id of a prompt must be an integer, got True"),
+        (["a", 5], "a prompt must be text or token ids, got 5"),
+        ({1: 2, "a": 3}, "got the keys"),
+        ({"prompt": 3, "prompt_token_ids": [3]}, "text of a prompt must be a string, got 3"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"chat_template": "{% if"}, "the chat template cannot render"),
+        ({"chat_template": "{{ raise_exception('no') }}"}, "cannot render .*: no"),
+        ({"chat_template": 3}, "the chat template cannot render"),
+        ({"tools": 3}, "the chat template cannot render"),
+        ({"continue_final_message": True}, "the chat template cannot render"),
+    ],
+)
+def test_a_template_that_fails_is_a_request_refused(
+    llm: LLM, wrong: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.chat([{"role": "user", "content": "a"}], GREEDY, use_tqdm=False, **wrong)
+
+
+def test_priorities_are_whole_numbers_one_for_each_prompt(llm: LLM) -> None:
+    (output,) = llm.generate("a", GREEDY, priority=[np.int64(1)], use_tqdm=False)
+    assert output.finished
+    for wrong in (3, "1"):
+        with pytest.raises(RequestError, match="priority must be a list"):
+            llm.generate("a", GREEDY, priority=wrong)  # type: ignore[arg-type]
+
+
+def test_a_conversation_takes_messages_and_texts_alone(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="starts from messages or tokens, got 3"):
+        llm.conversation(3)  # type: ignore[arg-type]
+    with llm.conversation() as chat, pytest.raises(RequestError, match="must be text, got 3"):
+        chat.say(3)  # type: ignore[arg-type]

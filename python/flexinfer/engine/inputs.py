@@ -9,6 +9,7 @@ from typing import Any
 
 from flexinfer.errors import RequestError, UnsupportedModelError
 from flexinfer.lora.adapters import SALT_PREFIX
+from flexinfer.runtime.numbers import whole
 from flexinfer.types import Messages, Prompt
 
 
@@ -43,8 +44,17 @@ class InputProcessor:
     def apply_chat_template(
         self, messages: Messages, chat_template: str | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids of a conversation, by the tokenizer's chat template or the one given."""
-        return self.tokenize_rendered(self.render(messages, chat_template, **kwargs))
+        """Token ids of a conversation, by the tokenizer's chat template or the one given. Raises
+        RequestError."""
+        try:
+            text = self.render(messages, chat_template, **kwargs)
+        except RequestError:
+            raise
+        except Exception as error:  # of any kind: a template is a program
+            raise RequestError(
+                f"the chat template cannot render this conversation: {error}"
+            ) from error
+        return self.tokenize_rendered(text)
 
     def tokenize_rendered(self, text: str) -> list[int]:
         """Token ids of a text that the template made: it has its special tokens already."""
@@ -74,13 +84,15 @@ class InputProcessor:
         given = prompt.get("output_token_ids")
         output_ids = self._check_ids(given, "output_token_ids") if given else []
         if "prompt_token_ids" in prompt:
-            ids = self._check_ids(prompt["prompt_token_ids"])
-            return ParsedPrompt(prompt.get("prompt"), ids, salt, output_ids)
+            text = prompt.get("prompt")
+            if not isinstance(text, (str, type(None))):
+                raise RequestError(f"the text of a prompt must be a string, got {text!r}")
+            return ParsedPrompt(text, self._check_ids(prompt["prompt_token_ids"]), salt, output_ids)
         if "prompt" in prompt:
             ids = self._tokenize(prompt["prompt"])
             return ParsedPrompt(prompt["prompt"], ids, salt, output_ids)
         raise RequestError(
-            f"a prompt needs 'prompt' or 'prompt_token_ids', got the keys {sorted(prompt)}"
+            f"a prompt needs 'prompt' or 'prompt_token_ids', got the keys {[*prompt]}"
         )
 
     def _tokenize(self, text: Any) -> list[int]:
@@ -95,9 +107,11 @@ class InputProcessor:
             raise RequestError(f"{what} must be text or token ids, got {token_ids!r}")
         if not ids:
             raise RequestError("the prompt is empty")
+        try:
+            ids = [i if type(i) is int else whole(f"each token id of {what}", i) for i in ids]
+        except ValueError as error:
+            raise RequestError(str(error)) from None
         for token_id in ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise RequestError(f"a token id must be an integer, got {token_id!r}")
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(f"token id {token_id} is not in [0, {self.vocab_size})")
         if len(ids) >= self.max_model_len:
@@ -105,7 +119,7 @@ class InputProcessor:
                 f"the prompt has {len(ids)} tokens, but max_model_len is "
                 f"{self.max_model_len}, prompt and output together"
             )
-        return list(ids)
+        return ids
 
     def _require_tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:
@@ -117,8 +131,13 @@ def _in_plain_text(message: Any) -> Mapping[str, Any]:
     """A message whose content is text, not a list of parts; templates know the former alone."""
     if not isinstance(message, Mapping):
         raise RequestError(f"a message is a dict with a role and a content, got {message!r}")
-    content = message.get("content")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise RequestError(f"the role of a message must be a string, got {role!r} in {message!r}")
     if not isinstance(content, (list, tuple)):
+        has_more = content is None and not message.keys() <= {"role", "content"}  # calls of tools
+        if not isinstance(content, str) and not has_more:
+            raise RequestError(f"the content of a message must be text, got {message!r}")
         return message
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
     if not all(isinstance(text, str) for text in texts):
@@ -131,8 +150,10 @@ def is_single_prompt(prompts: Any) -> bool:
     if isinstance(prompts, (str, Mapping)):
         return True
     if hasattr(prompts, "ndim"):
-        return bool(prompts.ndim == 1)
-    return isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], int)
+        return bool(prompts.ndim <= 1)
+    if not isinstance(prompts, Sequence) or not prompts:
+        return False
+    return hasattr(prompts[0], "__index__") and not getattr(prompts[0], "ndim", 0)
 
 
 def load_tokenizer(tokenizer: Any, model: Any) -> Any:

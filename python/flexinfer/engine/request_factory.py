@@ -10,6 +10,7 @@ from flexinfer.engine.parallel_sampling import ParallelSampling
 from flexinfer.errors import RequestError
 from flexinfer.lora.adapters import salt_of
 from flexinfer.outputs import RequestMetrics
+from flexinfer.runtime.numbers import whole
 from flexinfer.sampling.params import BeamSearchParams, SamplingParams
 from flexinfer.sampling.token_filter import with_bad_words_token_ids
 from flexinfer.scheduler.request import Request
@@ -39,7 +40,7 @@ class RequestFactory:
         adapter: Adapter | None = None,
     ) -> RequestGroup:
         """Raises RequestError if it cannot be served."""
-        self._check_priority(priority)
+        priority = self._check_priority(priority)
         parsed = self._parts.inputs.parse(prompt)
         if isinstance(params, SamplingParams):
             params = with_bad_words_token_ids(params, self._parts.tokenizer)
@@ -105,13 +106,16 @@ class RequestFactory:
                     f"{name} names token {token_id}, but the vocabulary has {vocab_size}"
                 )
 
-    def _check_priority(self, priority: Any) -> None:
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError(f"priority must be an integer, got {priority!r}")
+    def _check_priority(self, given: Any) -> int:
+        try:
+            priority = whole("priority", given)
+        except ValueError as error:
+            raise RequestError(str(error)) from None
         if priority != 0 and self._limits.scheduling_policy == "fcfs":
             raise RequestError(
                 f'priority is {priority}, but scheduling_policy "fcfs" has no priorities'
             )
+        return priority
 
     def _check_memory(self, request: Request) -> None:
         """A request that can never fit is refused now, with the numbers."""

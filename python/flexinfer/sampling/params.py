@@ -7,11 +7,12 @@ they are made, without torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
+from flexinfer.runtime.numbers import flag, real, whole, whole_list
 from flexinfer.sampling.grammars import StructuredOutputsParams
 
 GREEDY_EPS = 1e-5
@@ -98,8 +99,19 @@ class SamplingParams:
     """`stop_token_ids` as a set."""
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop_strings", stop)
+        _read(self, whole, "n", "top_k", "min_tokens")
+        _read_given(self, whole, "best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs")
+        _read(self, real, "temperature", "top_p", "min_p", "repetition_penalty")
+        _read(self, real, "presence_penalty", "frequency_penalty")
+        _read(self, flag, "include_stop_str_in_output", "ignore_eos", "detokenize")
+        _read(self, flag, "skip_special_tokens")
+        _read_given(self, _token_ids, "stop_token_ids", "allowed_token_ids")
+        _read_given(self, _words, "bad_words_token_ids")
+        _read_given(self, _biases, "logit_bias")
+        _read_given(self, _texts, "bad_words")
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        texts = _texts("stop", () if stop is None else stop)
+        object.__setattr__(self, "stop_strings", tuple(texts))
         object.__setattr__(self, "stop_ids", frozenset(self.stop_token_ids or ()))
         self._check_number()
         self._check_sampling()
@@ -139,11 +151,11 @@ class SamplingParams:
         )
 
     def _check_number(self) -> None:
-        if _integer("n", self.n) < 1:
+        if self.n < 1:
             raise ValueError(f"n must be at least 1, got {self.n}")
         if self.best_of is None:
             return
-        if _integer("best_of", self.best_of) < self.n:
+        if self.best_of < self.n:
             raise ValueError(f"best_of must be at least n, got best_of={self.best_of}, n={self.n}")
         if self.best_of > self.n and self.output_kind is RequestOutputKind.DELTA:
             raise ValueError(
@@ -152,56 +164,37 @@ class SamplingParams:
             )
 
     def _check_sampling(self) -> None:
-        _number("temperature", self.temperature, 0.0, math.inf, "at least 0 (0 is greedy)")
-        if _integer("top_k", self.top_k) < -1:
+        _within("temperature", self.temperature, 0.0, math.inf, "at least 0 (0 is greedy)")
+        if self.top_k < -1:
             raise ValueError(f"top_k must be at least 1, or 0 or -1 for off, got {self.top_k}")
-        _number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]", low_open=True)
-        _number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
+        _within("top_p", self.top_p, 0.0, 1.0, "in (0, 1]", low_open=True)
+        _within("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
         # Beyond these float32 scores become infinite.
-        _number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6, "in [1e-6, 1e6]")
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "in [-2, 2]")
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "in [-2, 2]")
+        _within("repetition_penalty", self.repetition_penalty, 1e-6, 1e6, "in [1e-6, 1e6]")
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0, "in [-2, 2]")
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "in [-2, 2]")
         if self.seed is not None:
-            last = _integer("seed", self.seed) + self.num_samples - 1
+            last = self.seed + self.num_samples - 1
             if not -(2**63) <= self.seed <= last < 2**63:
                 raise ValueError(f"seed must be a 64-bit integer, got {self.seed}")
-        for token_id, bias in (self.logit_bias or {}).items():
-            _token_id("logit_bias", token_id)
-            _number(f"logit_bias[{token_id}]", bias, -math.inf, math.inf, "a number")
 
     def _check_vocabulary(self) -> None:
-        allowed = self.allowed_token_ids
-        if allowed is not None and not allowed:
+        if self.allowed_token_ids == []:
             raise ValueError("allowed_token_ids must not be empty: no token could be drawn")
-        for token_id in allowed or ():
-            _token_id("allowed_token_ids", token_id)
-        if isinstance(self.bad_words, str):
-            raise ValueError(f"bad_words must be a list of texts, got {self.bad_words!r}")
-        for text in self.bad_words or ():
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"bad_words must hold non-empty strings, got {text!r}")
-        for word in self.bad_words_token_ids or ():
-            if not word:
-                raise ValueError("bad_words_token_ids must hold non-empty lists of token ids")
-            for token_id in word:
-                _token_id("bad_words_token_ids", token_id)
+        if not all(self.bad_words_token_ids or ()):
+            raise ValueError("bad_words_token_ids must hold non-empty lists of token ids")
 
     def _check_ending(self) -> None:
-        if self.max_tokens is not None and _integer("max_tokens", self.max_tokens) < 1:
+        if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if _integer("min_tokens", self.min_tokens) < 0:
+        if self.min_tokens < 0:
             raise ValueError(f"min_tokens must be at least 0, got {self.min_tokens}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) must be at most max_tokens ({self.max_tokens})"
             )
-        for text in self.stop_strings:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop must hold non-empty strings, got {text!r}")
         if self.stop_strings and not self.detokenize:
             raise ValueError("stop strings need the text: detokenize must be True")
-        for token_id in self.stop_ids:
-            _token_id("stop_token_ids", token_id)
         if self.structured_outputs is None:
             return
         if not isinstance(self.structured_outputs, StructuredOutputsParams):
@@ -216,10 +209,10 @@ class SamplingParams:
             )
 
     def _check_reporting(self) -> None:
-        if self.logprobs is not None and _integer("logprobs", self.logprobs) < -1:
+        if self.logprobs is not None and self.logprobs < -1:
             raise ValueError(f"logprobs must be at least 0, or -1 for all, got {self.logprobs}")
         asked = self.prompt_logprobs
-        if asked is not None and _integer("prompt_logprobs", asked) < -1:
+        if asked is not None and asked < -1:
             raise ValueError(f"prompt_logprobs must be at least 0, or -1 for all, got {asked}")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
@@ -248,35 +241,72 @@ class BeamSearchParams:
     length will be."""
 
     def __post_init__(self) -> None:
-        if _integer("beam_width", self.beam_width) < 1:
+        _read(self, whole, "beam_width", "max_tokens")
+        _read(self, real, "temperature", "length_penalty")
+        _read(self, flag, "ignore_eos")
+        if self.beam_width < 1:
             raise ValueError(f"beam_width must be at least 1, got {self.beam_width}")
-        if _integer("max_tokens", self.max_tokens) < 1:
+        if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        _number(
+        _within(
             "temperature", self.temperature, 0.0, 0.0, "0 with beam search (it does not sample)"
         )
-        _number("length_penalty", self.length_penalty, -math.inf, math.inf, "a number")
-        if self.early_stopping not in (True, False, "never"):
-            raise ValueError(
-                f"early_stopping must be True, False or 'never', got {self.early_stopping!r}"
-            )
+        _read(self, _early_stopping, "early_stopping")
 
 
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, got {value!r}")
-    return value
+def _read(params: Any, read: Callable[[str, Any], Any], *names: str) -> None:
+    """Have these fields hold what `read` makes of them."""
+    for name in names:
+        object.__setattr__(params, name, read(name, getattr(params, name)))
 
 
-def _token_id(name: str, value: Any) -> None:
-    if _integer(name, value) < 0:
-        raise ValueError(f"{name} must hold token ids (at least 0), got {value}")
+def _read_given(params: Any, read: Callable[[str, Any], Any], *names: str) -> None:
+    """The same of fields that may be None."""
+    _read(params, read, *(name for name in names if getattr(params, name) is not None))
 
 
-def _number(
-    name: str, value: Any, low: float, high: float, allowed: str, *, low_open: bool = False
+def _token_ids(name: str, given: Any) -> list[int]:
+    token_ids = whole_list(name, given)
+    if (least := min(token_ids, default=0)) < 0:
+        raise ValueError(f"{name} must hold token ids (at least 0), got {least}")
+    return token_ids
+
+
+def _words(name: str, given: Any) -> list[list[int]]:
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        raise ValueError(f"{name} must be a list of lists of token ids, got {given!r}")
+    return [_token_ids(f"{name}[{place}]", word) for place, word in enumerate(given)]
+
+
+def _biases(name: str, given: Any) -> dict[int, float]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{name} must be a mapping from token ids to numbers, got {given!r}")
+    token_ids = _token_ids(name, [whole(f"{name}: a token id", key) for key in given])
+    values = [real(f"{name}[{key!r}]", value) for key, value in given.items()]
+    return dict(zip(token_ids, values, strict=True))
+
+
+def _texts(name: str, given: Any) -> list[str]:
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        raise ValueError(f"{name} must be a list of texts, got {given!r}")
+    texts = list(given)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{name} must hold non-empty strings, got {text!r}")
+    return texts
+
+
+def _early_stopping(name: str, given: Any) -> bool | str:
+    if isinstance(given, str) and given == "never":
+        return given
+    try:
+        return flag(name, given)
+    except ValueError:
+        raise ValueError(f"{name} must be True, False or 'never', got {given!r}") from None
+
+
+def _within(
+    name: str, value: float, low: float, high: float, allowed: str, *, low_open: bool = False
 ) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
     if value < low or value > high or (low_open and value == low):
         raise ValueError(f"{name} must be {allowed}, got {value}")

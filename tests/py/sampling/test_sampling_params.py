@@ -6,9 +6,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from flexinfer import SamplingParams
+from flexinfer import BeamSearchParams, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -46,11 +47,61 @@ from flexinfer import SamplingParams
         ("logit_bias", {-1: 0.0}),
         ("logit_bias", {1: math.nan}),
         ("output_kind", 1),
+        ("stop", 3),
+        ("stop", {"a": 1}),
+        ("stop_token_ids", 3),
+        ("stop_token_ids", [[1]]),
+        ("stop_token_ids", "ab"),
+        ("allowed_token_ids", [None]),
+        ("logit_bias", [1]),
+        ("logit_bias", {"5": 1.0}),
+        ("logit_bias", {1: None}),
+        ("bad_words", 3),
+        ("bad_words_token_ids", [3]),
+        ("bad_words_token_ids", [[]]),
+        ("ignore_eos", "no"),
+        ("detokenize", None),
+        ("skip_special_tokens", 3),
+        ("temperature", 10**400),
+        ("temperature", None),
+        ("n", None),
     ],
 )
 def test_bad_value_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):
         SamplingParams(**{field: value})
+
+
+def test_numbers_of_numpy_mean_what_pythons_mean() -> None:
+    params = SamplingParams(
+        max_tokens=np.int64(5),
+        temperature=np.float32(0.5),
+        seed=np.uint8(3),
+        ignore_eos=np.True_,
+        stop_token_ids=np.array([7, 8]),
+        allowed_token_ids=[np.int32(4)],
+        bad_words_token_ids=[np.array([1, 2])],
+        logit_bias={np.int64(6): np.float32(1)},
+    )
+    assert params == SamplingParams(
+        max_tokens=5,
+        temperature=0.5,
+        seed=3,
+        ignore_eos=True,
+        stop_token_ids=[7, 8],
+        allowed_token_ids=[4],
+        bad_words_token_ids=[[1, 2]],
+        logit_bias={6: 1.0},
+    )
+    assert BeamSearchParams(beam_width=np.int64(2)) == BeamSearchParams(beam_width=2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("beam_width", "2"), ("early_stopping", 1), ("ignore_eos", 3)]
+)
+def test_bad_value_of_a_beam_search_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{field} must be"):
+        BeamSearchParams(**{"beam_width": 2, field: value})
 
 
 def test_negative_max_tokens_message_gives_value_and_range() -> None:

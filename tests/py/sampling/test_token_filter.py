@@ -72,12 +72,12 @@ def test_words_that_cannot_be_forbidden_are_refused(
     [
         ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids must hold token ids"),
-        ({"allowed_token_ids": ["a"]}, "allowed_token_ids must be an integer"),
+        ({"allowed_token_ids": ["a"]}, r"allowed_token_ids\[0\] must be an integer"),
         ({"bad_words": "ab"}, "bad_words must be a list of texts"),
         ({"bad_words": ["a", ""]}, "bad_words must hold non-empty strings"),
         ({"bad_words": [5]}, "bad_words must hold non-empty strings"),
         ({"bad_words_token_ids": [[]]}, "bad_words_token_ids must hold non-empty lists"),
-        ({"bad_words_token_ids": [[-2]]}, "bad_words_token_ids must hold token ids"),
+        ({"bad_words_token_ids": [[-2]]}, r"bad_words_token_ids\[0\] must hold token ids"),
     ],
 )
 def test_wrong_fields_are_refused_by_name(fields: dict[str, Any], message: str) -> None:

@@ -1,0 +1,58 @@
+"""Numbers that callers give: of Python, numpy or torch, which none of this imports.
+
+Each function gives Python's own kind, or raises ValueError with the name and the value. A bool is
+no number, and a text never stands for one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from operator import index
+from typing import Any
+
+
+def whole(name: str, value: Any) -> int:
+    """An integer."""
+    try:
+        if _is_bool(value):
+            raise TypeError
+        return index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}") from None
+
+
+def real(name: str, value: Any) -> float:
+    """A finite number."""
+    try:
+        if _is_bool(value) or isinstance(value, (str, bytes)):
+            raise TypeError
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is torch's
+        raise ValueError(f"{name} must be a finite number, got {value!r}") from None
+    return number
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not _is_bool(value):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def whole_list(name: str, given: Any) -> list[int]:
+    """Integers, of a sequence of them or an array."""
+    items = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(items, (str, bytes, Mapping)) or not isinstance(items, Iterable):
+        raise ValueError(f"{name} must be a list of integers, got {given!r}")
+    return [
+        item if type(item) is int else whole(f"{name}[{place}]", item)
+        for place, item in enumerate(items)
+    ]
+
+
+def _is_bool(value: Any) -> bool:
+    is_array = str(getattr(value, "dtype", "")).endswith("bool") and not getattr(value, "ndim", 0)
+    return isinstance(value, bool) or is_array
