@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from flexinfer.events.config import KVEventsConfig
 from flexinfer.handover.roles import check_role
 from flexinfer.runtime.json_options import from_mapping, require_choice
+from flexinfer.runtime.numbers import flag, positive, real
+from flexinfer.runtime.units import parse_bytes
 
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
@@ -25,6 +27,10 @@ MAX_LOOKUP = 32
 """Each length between the shortest and the longest has an index of all tokens of a request."""
 DEFAULT_STATE_SNAPSHOT_TOKENS = 1024
 DEFAULT_MAX_LORAS = 8
+MAX_NUM_SEQS = 1 << 16
+"""Each has a slot with page tables, whether it is used or not."""
+MAX_COUNT = (1 << 31) - 1
+"""Of tokens: kernels count them in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         sizes = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "min_shared_tokens")
         for name in (*sizes, "max_passed_over"):
-            _require_positive(name, getattr(self, name))
+            positive(name, getattr(self, name))
         require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         require_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         if not 0.0 <= self.admission_reserve < 1.0:
@@ -105,9 +111,9 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         require_choice("speculative_config: method", self.method, SPECULATIVE_METHODS)
         name = "speculative_config: num_speculative_tokens"
-        _require_positive(name, self.num_speculative_tokens, MAX_SPECULATIVE_TOKENS)
+        positive(name, self.num_speculative_tokens, MAX_SPECULATIVE_TOKENS)
         for name, length in self._given_lengths().items():
-            _require_positive(f"speculative_config: {name}", length, MAX_LOOKUP)
+            positive(f"speculative_config: {name}", length, MAX_LOOKUP)
         self._check_model()
         shortest, longest = self.lookup_lengths
         if shortest > longest:
@@ -245,10 +251,15 @@ class EngineConfig:
     """File to which every memory operation is written, with time and request."""
 
     def __post_init__(self) -> None:
-        sizes = ("max_num_seqs", "max_loras", "max_lora_rank", "max_num_batched_tokens")
-        for name in (*sizes, "stream_interval", "max_model_len", "layers_per_plane"):
+        for field in fields(self):
+            if field.type == "bool":
+                flag(field.name, getattr(self, field.name))
+        for name in ("max_num_seqs", "max_loras", "max_lora_rank"):
+            self._set_positive(name, MAX_NUM_SEQS)
+        sizes = ("max_num_batched_tokens", "stream_interval", "max_model_len", "layers_per_plane")
+        for name in sizes:
             if getattr(self, name) is not None:
-                _require_positive(name, getattr(self, name))
+                self._set_positive(name, MAX_COUNT)
         every = self.state_snapshot_tokens
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise ValueError(
@@ -257,7 +268,7 @@ class EngineConfig:
             )
         for name in ("kv_cache_memory_bytes", "chunk_bytes"):
             if not isinstance(getattr(self, name), (str, type(None))):
-                _require_positive(name, getattr(self, name))
+                positive(name, getattr(self, name))
         self._check_memory_settings()
         self._check_parallel_settings()
         check_role(self)
@@ -276,27 +287,29 @@ class EngineConfig:
             choices = ", ".join(("auto", *SUPPORTED_DTYPES))
             raise ValueError(f"dtype must be one of {choices}, got {self.dtype!r}")
 
+    def _set_positive(self, name: str, most: int) -> None:
+        object.__setattr__(self, name, positive(name, getattr(self, name), most))
+
     def _check_memory_settings(self) -> None:
-        _require_positive("max_passed_over", self.max_passed_over)
+        positive("max_passed_over", self.max_passed_over)
         require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         require_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         require_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         for name in ("swap_space", "free_memory_low", "free_memory_high", "prefix_cache_memory"):
             value = getattr(self, name)
-            if isinstance(value, bool) or (isinstance(value, int) and value < 0):
-                raise ValueError(f"{name} must be a number of bytes, got {value!r}")
+            if value is not None or name == "swap_space":
+                parse_bytes(value, name)
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ValueError('preemption_mode "swap" needs swap_space, in bytes')
         if self.compile and self.enable_lora:
             raise ValueError("enable_lora does not go with compile: adapters change by the step")
 
     def _check_parallel_settings(self) -> None:
-        _require_positive("tensor_parallel_size", self.tensor_parallel_size)
-        _require_positive("distributed_check_interval", self.distributed_check_interval)
-        if not self.distributed_timeout_s > 0:
-            raise ValueError(
-                f"distributed_timeout_s must be positive, got {self.distributed_timeout_s!r}"
-            )
+        positive("tensor_parallel_size", self.tensor_parallel_size)
+        positive("distributed_check_interval", self.distributed_check_interval)
+        timeout_s = real("distributed_timeout_s", self.distributed_timeout_s)
+        if timeout_s <= 0:
+            raise ValueError(f"distributed_timeout_s must be positive, got {timeout_s}")
         if self.tensor_parallel_size == 1:
             return
         for name, reason in (
@@ -319,7 +332,7 @@ class EngineConfig:
             sizes = tuple(self.cuda_graph_sizes)
             object.__setattr__(self, "cuda_graph_sizes", sizes)
             for size in sizes:
-                _require_positive("each of cuda_graph_sizes", size)
+                positive("each of cuda_graph_sizes", size)
             if not any(size <= self.max_num_seqs for size in sizes):
                 raise ValueError(
                     f"cuda_graph_sizes {sizes} has no batch size up to max_num_seqs "
@@ -385,10 +398,3 @@ class EngineConfig:
 def dtype_name(dtype: Any) -> str:
     """'float32' for "float32", "torch.float32" and torch.float32."""
     return str(dtype).removeprefix("torch.")
-
-
-def _require_positive(name: str, value: Any, most: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    if most is not None and value > most:
-        raise ValueError(f"{name} must be at most {most}, got {value}")

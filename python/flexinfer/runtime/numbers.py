@@ -22,6 +22,19 @@ def whole(name: str, value: Any) -> int:
         raise ValueError(f"{name} must be an integer, got {value!r}") from None
 
 
+def positive(name: str, value: Any, most: int | None = None) -> int:
+    """An integer from 1 to `most`."""
+    try:
+        number = whole(name, value)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if most is not None and number > most:
+        raise ValueError(f"{name} must be at most {most}, got {number}")
+    return number
+
+
 def real(name: str, value: Any) -> float:
     """A finite number."""
     try:

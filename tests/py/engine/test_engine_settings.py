@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from flexinfer import LLM, RequestError
+from flexinfer.config import EngineConfig
 from helpers.engine_kit import GREEDY, NUM_NEW, check, drain, make_engine, submit
 from helpers.tiny_models import make_model, random_prompts
 
@@ -117,7 +119,16 @@ def test_the_default_budget_is_derived_and_told_once(caplog: pytest.LogCaptureFi
         ({"preemption_mode": "never"}, "preemption_mode must be one of 'recompute'"),
         ({"scheduling_policy": "random"}, "scheduling_policy must be one of 'fcfs'"),
         ({"max_passed_over": 0}, "max_passed_over must be a positive integer, got 0"),
-        ({"swap_space": -1}, "swap_space must be a number of bytes, got -1"),
+        ({"swap_space": -1}, "swap_space is a number of bytes from 0 .*, got -1"),
+        ({"prefix_cache_memory": 2**70}, "prefix_cache_memory is a number of bytes"),
+        ({"swap_space": None}, "swap_space is a number of bytes"),
+        ({"max_num_seqs": 10**9}, "max_num_seqs must be at most 65536, got 1000000000"),
+        ({"max_num_seqs": None}, "max_num_seqs must be a positive integer, got None"),
+        ({"max_num_batched_tokens": 10**20}, "max_num_batched_tokens must be at most 2147483647"),
+        ({"max_model_len": 10**20}, "max_model_len must be at most 2147483647"),
+        ({"layers_per_plane": 10**20}, "layers_per_plane must be at most 2147483647"),
+        ({"distributed_timeout_s": "x"}, "distributed_timeout_s must be a finite number, got 'x'"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, got 'no'"),
         ({"free_memory_low": "2MiB", "free_memory_high": "1MiB"}, "must not be above"),
         ({"kv_cache_memory_bytes": "lots"}, "kv_cache_memory_bytes is a number of bytes"),
     ],
@@ -125,6 +136,12 @@ def test_the_default_budget_is_derived_and_told_once(caplog: pytest.LogCaptureFi
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_engine(**settings)
+
+
+def test_sizes_may_be_numbers_of_numpy() -> None:
+    sizes: Any = {"max_num_seqs": np.int64(4), "max_model_len": np.int32(64)}
+    config = EngineConfig(model="m", **sizes)
+    assert (type(config.max_num_seqs), type(config.max_model_len)) == (int, int)
 
 
 def test_unknown_settings_are_refused_by_name() -> None:
