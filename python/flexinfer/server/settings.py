@@ -92,6 +92,11 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
             raise ValueError(f"a served model needs a name, got {self.served_model_names!r}")
+        if not self.host:  # for a socket: every address of this machine
+            raise ValueError(
+                "host must be an address to listen on, got '': 127.0.0.1 is for this machine "
+                "alone, 0.0.0.0 for all"
+            )
         for name in ("max_request_bytes", "max_logprobs", "max_conversations", "max_stored_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -82,3 +82,9 @@ def test_hosts_are_checked_where_nothing_else_keeps_pages_out(
     given: dict[str, Any], checks: bool
 ) -> None:
     assert ServerSettings(served_model_names=(MODEL,), **given).checks_hosts is checks
+
+
+def test_an_empty_host_is_refused() -> None:
+    """A socket takes it for every address of the machine."""
+    with pytest.raises(ValueError, match=r"host must be an address .* 0\.0\.0\.0 for all"):
+        ServerSettings(served_model_names=(MODEL,), host="")
