@@ -338,7 +338,7 @@ def test_bad_setting_is_refused_before_weights_are_read(
     monkeypatch.setattr(
         "flexinfer.models.loading._load_weights", lambda *_: pytest.fail("weights read")
     )
-    with pytest.raises(ValueError, match=r"1000|magic|no tokenizer"):
+    with pytest.raises(ValueError, match=r"1000|magic|tokenizer folder"):
         LLM(model_path, **settings)
 
 

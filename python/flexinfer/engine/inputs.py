@@ -163,18 +163,24 @@ def load_tokenizer(tokenizer: Any, model: Any) -> Any:
         return tokenizer
     from transformers import AutoTokenizer
 
+    from flexinfer.checkpoints.folder import TOKENIZER_FILES, check_folder, check_json
     from flexinfer.checkpoints.gguf import is_gguf
     from flexinfer.checkpoints.gguf_tokenizer import load_gguf_tokenizer
 
+    name = os.fspath(source)
+    if not is_gguf(name):
+        check_folder("tokenizer", name)
     try:
-        if is_gguf(source):
-            loaded = load_gguf_tokenizer(os.fspath(source))
+        if is_gguf(name):
+            loaded = load_gguf_tokenizer(name)
         else:
-            loaded = AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
+            loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        loaded("a")  # some of what is wrong in its files shows only now
     except Exception as error:
+        check_json(name, TOKENIZER_FILES)
         raise UnsupportedModelError(
-            f"no tokenizer can be loaded from {os.fspath(source)!r} ({error}); pass tokenizer=..., "
-            "or skip_tokenizer_init=True to work with token ids"
+            f"no tokenizer can be loaded from {name!r} ({error}); pass tokenizer=..., or "
+            "skip_tokenizer_init=True to work with token ids"
         ) from error
     # It would warn of texts longer than the model's context; we refuse these, and say so.
     loaded.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True

@@ -10,6 +10,7 @@ from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.checks import not_attending
 from flexinfer.models.mixers import probe_state
 from flexinfer.models.probe import LayerCall, counts_calls, no_mask, probe
+from flexinfer.runtime.numbers import whole, whole_list
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +107,7 @@ def describe(model: PreTrainedModel, name: str) -> LoadedModel:
         state=state,
         device=model.device,
         vocab_size=model.config.get_text_config().vocab_size,
-        eos_token_ids=_eos_token_ids(model),
+        eos_token_ids=_eos_token_ids(model, name),
         is_indexed=bool(indexes),
         counts_calls=counts,
         asks_cache_for_positions=bool(
@@ -165,11 +166,19 @@ def _index_layer(width: int, layer_idx: int) -> AttentionLayer:
     return AttentionLayer(1, 1, width, width, None, None, layer_idx, is_latent=True)
 
 
-def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+def _eos_token_ids(model: PreTrainedModel, name: str) -> frozenset[int]:
     for source in (model.generation_config, model.config.get_text_config()):
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
+        given = getattr(source, "eos_token_id", None)
+        if given is None:
+            continue
+        try:
+            if isinstance(given, (list, tuple)):
+                return frozenset(whole_list("eos_token_id", given))
+            return frozenset([whole("eos_token_id", given)])
+        except ValueError as error:
+            raise UnsupportedModelError(
+                f"model {name!r}: {error}; look into its generation_config.json and config.json"
+            ) from None
     return frozenset()
 
 

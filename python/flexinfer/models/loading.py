@@ -195,13 +195,13 @@ def load_config(name: str) -> Any:
     """The config of a local folder or hub id; a clear error if there is none."""
     from transformers import AutoConfig
 
+    from flexinfer.checkpoints.folder import MODEL_FILES, check_folder, check_json
     from flexinfer.checkpoints.gguf import is_gguf, load_gguf_config
 
     if is_gguf(name):
         return load_gguf_config(name)
-    looks_local = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
-    if looks_local and not os.path.isdir(name):
-        raise UnsupportedModelError(f"model folder {name!r} does not exist")
+    check_folder("model", name)
+    check_json(name, MODEL_FILES)
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         raise UnsupportedModelError(f"model folder {name!r} has no config.json")
     try:

@@ -112,7 +112,7 @@ class ServerSettings:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
         if self.chat_template is not None:
-            _check_template(self.chat_template)
+            check_template(self.chat_template)
         adapters = [module.name for module in self.lora_modules]
         for name in adapters:
             if adapters.count(name) > 1 or name in self.served_model_names:
@@ -169,7 +169,7 @@ class ServerSettings:
             raise ValueError("the admin API key must differ from the API keys")
 
 
-def _check_template(source: str) -> None:
+def check_template(source: str) -> None:
     """Raises ValueError for what does not compile."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template

@@ -29,7 +29,7 @@ from flexinfer.server.observability.memory_map import MemoryMap
 from flexinfer.server.observability.tracing import RequestTracer
 from flexinfer.server.parsing.reasoning import reasoning_form
 from flexinfer.server.parsing.tool_formats import tool_format
-from flexinfer.server.settings import ServerSettings
+from flexinfer.server.settings import ServerSettings, check_template
 from flexinfer.server.stores.adapters import ServedAdapters
 from flexinfer.server.stores.conversations import ConversationStore
 from flexinfer.server.stores.responses import ResponseStore
@@ -50,6 +50,9 @@ class ServerState:
         self.created = int(time.time())
         self.fingerprint = _fingerprint(llm, settings.model_name)
         """Of what answers depend on beside the request."""
+        own_template = getattr(llm.tokenizer, "chat_template", None)
+        if settings.chat_template is None and isinstance(own_template, str):
+            check_template(own_template)
         self.chat = ChatRenderer(llm.inputs, settings.chat_template)
         self.tool_format = tool_format(settings.tool_call_parser)
         if not self.chat.knows_tools and settings.tool_call_parser != "hermes":

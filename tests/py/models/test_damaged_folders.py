@@ -1,0 +1,83 @@
+"""JSON and templates of a folder that are damaged: refused by the file's name, not passed over."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flexinfer import AsyncLLM, UnsupportedModelError
+from flexinfer.engine.inputs import load_tokenizer
+from flexinfer.models.loading import load_model
+from flexinfer.server.settings import ServerSettings
+from flexinfer.server.state import ServerState
+
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 3\n"
+
+
+@pytest.fixture
+def folder(model_path: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model_path, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("content", ["{", "", LFS_POINTER, "[1]", "null", b"\xff\xfe"])
+def test_a_generation_config_that_is_no_json_object_is_refused(
+    folder: Path, content: str | bytes
+) -> None:
+    """transformers takes the defaults: tokens that end an answer would not end it."""
+    file = folder / "generation_config.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UnsupportedModelError, match=r"generation_config\.json' (cannot be|must)"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("eos", ["x", ["x"], 1.5, True, {}])
+def test_an_end_of_sequence_that_is_no_token_id_is_refused(folder: Path, eos: Any) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(UnsupportedModelError, match=r"eos_token_id.* must be .*generation_config"):
+        load_model(str(folder))
+
+
+def test_a_generation_config_may_be_missing(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    assert load_model(str(folder)).eos_token_ids == {1}
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map", "tokenizer"])
+@pytest.mark.parametrize("content", ["{", "[1]", LFS_POINTER])
+def test_a_tokenizers_file_that_is_no_json_object_is_named(
+    folder: Path, name: str, content: str
+) -> None:
+    (folder / f"{name}.json").write_text(content)
+    with pytest.raises(UnsupportedModelError, match=rf"/{name}\.json' (cannot be|must)"):
+        load_tokenizer(None, str(folder))
+
+
+def test_a_wrong_type_that_only_use_shows_is_refused_at_load(folder: Path) -> None:
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_max_length": "x"}))
+    with pytest.raises(UnsupportedModelError, match="no tokenizer can be loaded from"):
+        load_tokenizer(None, str(folder))
+
+
+@pytest.mark.parametrize("name", ["/nonexistent", "./no/such", "some/other/folder"])
+def test_a_tokenizers_folder_that_is_not_there_is_said_to_be_so(name: str) -> None:
+    """It spoke of the hub."""
+    with pytest.raises(UnsupportedModelError, match=f"^tokenizer folder '{name}' does not exist$"):
+        load_tokenizer(name, "model")
+
+
+def test_a_server_does_not_start_on_a_broken_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{% if")
+    llm = AsyncLLM(str(folder), kv_cache_memory_bytes=16 << 20)
+    try:
+        with pytest.raises(ValueError, match="the chat template is broken in line 1"):
+            ServerState(llm, ServerSettings(served_model_names=("m",)))
+        ServerState(llm, ServerSettings(served_model_names=("m",), chat_template="{{ messages }}"))
+    finally:
+        llm.shutdown()
