@@ -15,6 +15,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ KEEPS_BASE = {"true", "false", "gaussian", "eva", "orthogonal"}
 """Ways to begin a training that leave the model's own weights as they are."""
 DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 """Of weights: integers mean nothing without their scales."""
+LFS_POINTER = b"version https://git-lfs"
+"""How the small text begins that git leaves where git-LFS is not set up."""
 NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 
 Updates = list[tuple[LayerAdapters, LayerUpdate]]
@@ -75,7 +78,14 @@ class PeftFolder:
         try:
             return self._weights.read_bytes()
         except OSError as error:
-            raise RequestError(f"{self._who}: {WEIGHTS} cannot be read: {error}") from None
+            raise self._unreadable(error) from None
+
+    def _unreadable(self, error: Exception) -> RequestError:
+        why = str(error)
+        with suppress(OSError), self._weights.open("rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                why = "it is a git-LFS pointer: fetch the weights by `git lfs pull`"
+        return RequestError(f"{self._who}: {WEIGHTS} cannot be read: {why}")
 
     def _tensors_of(self, data: bytes) -> dict[str, torch.Tensor]:
         """Refuses what is not what was checked."""
@@ -85,7 +95,7 @@ class PeftFolder:
         try:
             tensors = load(data)
         except SafetensorError as error:
-            raise RequestError(f"{self._who}: {WEIGHTS} cannot be read: {error}") from None
+            raise self._unreadable(error) from None
         shapes = {n: tuple(part.shape) for n, part in tensors.items() if part.is_floating_point()}
         if shapes != self._shapes:
             raise RequestError(f"{self._who}: {WEIGHTS} has changed while it was read: ask again")
@@ -154,6 +164,8 @@ class PeftFolder:
             raise RequestError(f"{self._who} has {', '.join(sorted(unknown))}: not supported")
         for field in ("r", "lora_alpha"):
             self._check_number(field, config.get(field))
+        if not isinstance(by_root := config.get("use_rslora") or False, bool):
+            raise RequestError(f"{self._who}: use_rslora must be true or false, got {by_root!r}")
         for field in ("rank_pattern", "alpha_pattern"):
             self._check_pattern(field, config.get(field) or {})
         patterns = config.get("layers_pattern") or []
@@ -222,7 +234,7 @@ class PeftFolder:
                 dtypes = {name: part.get_dtype() for name, part in parts.items()}
                 shapes = {name: tuple(part.get_shape()) for name, part in parts.items()}
         except (OSError, SafetensorError) as error:
-            raise RequestError(f"{self._who}: {WEIGHTS} cannot be read: {error}") from None
+            raise self._unreadable(error) from None
         for name, dtype in dtypes.items():
             if dtype not in DTYPES:
                 raise RequestError(

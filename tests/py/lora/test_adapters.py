@@ -348,6 +348,8 @@ def test_folders_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
         (lambda folder: (folder / "adapter_config.json").write_text("[]"), "is not a mapping"),
         (lambda folder: (folder / "adapter_config.json").write_text(
             json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4})), "cannot be read"),
+        (lambda folder: (folder / "adapter_model.safetensors").write_text(
+            "version https://git-lfs.github.com/spec/v1"), "cannot be read: it is a git-LFS"),
         (lambda folder: (folder / "adapter_config.json").write_text("[" * 200_000),
          "adapter_config.json cannot be read"),
     ):  # fmt: skip
@@ -357,6 +359,11 @@ def test_folders_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="File name too long"):
         engine.add_lora(LoRARequest("a", 1, str(tmp_path / ("a" * 5000))))
     engine.close()
+
+
+def test_a_scaling_that_is_neither_on_nor_off_is_refused(tmp_path: Path) -> None:
+    """The text "false" switched it on."""
+    refused(tmp_path, "use_rslora must be true or false, got 'false'", use_rslora="false")
 
 
 def test_an_id_belongs_to_one_adapter(tmp_path: Path) -> None:

@@ -174,6 +174,23 @@ def test_a_config_that_cannot_be_read_is_the_callers_error(
     asyncio.run(visit())
 
 
+def test_a_file_that_was_cut_off_is_the_callers_error_and_the_server_goes_on(
+    llm: AsyncLLM, folder: Path, tmp_path: Path
+) -> None:
+    cut = Path(copytree(folder, tmp_path / "cut"))
+    weights = cut / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+    async def visit() -> None:
+        async with client_of(llm) as client:
+            refused = await load(client, "cut", cut)
+            assert refused.status_code == 400
+            assert "adapter_model.safetensors cannot be read" in refused.json()["error"]["message"]
+            assert len(await say(client, MODEL)) == 4
+
+    asyncio.run(visit())
+
+
 def test_names_are_given_once() -> None:
     with pytest.raises(ValueError, match="'a' is given to more than one"):
         ServerSettings(served_model_names=("a",), lora_modules=(LoRAModulePath("a", "x"),))
