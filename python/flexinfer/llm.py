@@ -8,6 +8,7 @@ time.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -25,6 +26,8 @@ from flexinfer.lora.request import LoRARequest
 from flexinfer.outputs import BeamSearchOutput, RequestOutput
 from flexinfer.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flexinfer.types import Messages, Prompt
+
+logger = logging.getLogger(__name__)
 
 ManyAdapters = LoRARequest | Sequence[LoRARequest | None] | None
 ManyParams = SamplingParams | Sequence[SamplingParams] | None
@@ -64,6 +67,8 @@ class LLM:
         """Complete one or many prompts; outputs are in the order of the prompts.
 
         `lora_request`: the adapter of all of them, or one for each, None for those without.
+        A completion that fails has finish_reason "error", the error as its stop_reason, and the
+        text that it had until then; a warning tells how many did.
         Raises RequestError, before any work, if any of the prompts cannot be served.
         """
         many = _prompts(prompts)
@@ -228,7 +233,7 @@ class LLM:
         """Until these requests have ended; outputs of others are set aside for their turn. Raises
         EngineError, when the rest has ended, if another call has ended some of them."""
         pending = set(request_ids)
-        num_ended = 0
+        num_ended, errors = 0, []
         try:
             while pending:
                 with self._turns:
@@ -237,7 +242,16 @@ class LLM:
                     if output.finished:
                         pending.discard(output.request_id)
                         num_ended += 1
+                    failed = [one for one in output.outputs if one.finish_reason == "error"]
+                    errors += [(output.request_id, one.stop_reason) for one in failed]
                     yield output
+            if errors:
+                logger.warning(
+                    "%d completions have ended with an error, which is their stop_reason; one of "
+                    "request %r: %s",
+                    len(errors),
+                    *errors[0],
+                )
             if num_ended < len(request_ids):
                 raise EngineError(
                     f"{len(request_ids) - num_ended} of {len(request_ids)} requests were ended by "

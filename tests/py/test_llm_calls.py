@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flexinfer import LLM, EngineError, ReleasedError, RequestError, SamplingParams
+from flexinfer.sampling.params import NO_TOKEN_LEFT
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
@@ -129,3 +130,17 @@ def test_a_conversation_takes_messages_and_texts_alone(llm: LLM) -> None:
         llm.conversation(3)  # type: ignore[arg-type]
     with llm.conversation() as chat, pytest.raises(RequestError, match="must be text, got 3"):
         chat.say(3)  # type: ignore[arg-type]
+
+
+def test_a_request_that_ends_with_an_error_says_so_and_is_warned_of(
+    llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An empty text was all that there was to see."""
+    impossible = SamplingParams(allowed_token_ids=[5], bad_words_token_ids=[[5]])
+    outputs = llm.generate(["a", "b", "c"], [GREEDY, impossible, impossible], use_tqdm=False)
+    ended = [(output.outputs[0].finish_reason, output.outputs[0].stop_reason) for output in outputs]
+    assert ended == [("length", None), ("error", NO_TOKEN_LEFT), ("error", NO_TOKEN_LEFT)]
+    told = [record.getMessage() for record in caplog.records if record.name == "flexinfer.llm"]
+    assert len(told) == 1
+    assert told[0].startswith("2 completions have ended with an error")
+    assert NO_TOKEN_LEFT in told[0]
