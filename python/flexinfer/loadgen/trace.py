@@ -13,6 +13,8 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +26,8 @@ from typing import IO, Any
 
 BLOCK_TOKENS = 512
 """Of one hash id."""
+MAX_TOKENS = 1 << 30
+"""Of a request: more is no length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,33 +95,48 @@ def _csv_rows(opened: IO[str]) -> Iterator[dict[str, Any]]:
     yield from csv.DictReader(opened)
 
 
-def _entry(row: dict[str, Any], file: Path, number: int) -> TraceEntry:
+def _entry(row: Any, file: Path, number: int) -> TraceEntry:
     try:
+        if not isinstance(row, dict):
+            raise ValueError(f"a request is a JSON object, got {row!r}")
         if "ContextTokens" in row:
-            return _checked(
-                _seconds(row["TIMESTAMP"]), row["ContextTokens"], row["GeneratedTokens"]
-            )
+            time_s = _seconds(row["TIMESTAMP"])
+            return _made(row, time_s, "ContextTokens", "GeneratedTokens")
         if "num_prefill_tokens" in row:
-            return _checked(None, row["num_prefill_tokens"], row["num_decode_tokens"])
+            return _made(row, None, "num_prefill_tokens", "num_decode_tokens")
         if "input_length" in row:
-            time_s = float(row["timestamp"]) / 1e3
-            ids = tuple(row.get("hash_ids", ()))
-            return _checked(time_s, row["input_length"], row["output_length"], ids)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file}, request {number}: {error!r}") from error
+            time_s = _number(row, "timestamp") / 1e3
+            return _made(row, time_s, "input_length", "output_length")
+    except KeyError as error:
+        raise ValueError(f"{file}, request {number}: there is no {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{file}, request {number}: {error}") from error
     raise ValueError(f"{file}: no trace format has the columns {sorted(map(str, row))}")
 
 
-def _checked(
-    time_s: float | None, num_prompt: Any, num_output: Any, block_ids: tuple[int, ...] = ()
-) -> TraceEntry:
-    return TraceEntry(
-        time_s, max(1, int(float(num_prompt))), max(1, int(float(num_output))), block_ids
-    )
+def _made(row: dict[str, Any], time_s: float | None, prompt: str, output: str) -> TraceEntry:
+    """Of these columns, and block ids where there are any."""
+    block_ids = row.get("hash_ids", [])
+    if not isinstance(block_ids, list):
+        raise ValueError(f"hash_ids must be a list, got {block_ids!r}")
+    num_prompt, num_output = (max(1, int(_number(row, c, MAX_TOKENS))) for c in (prompt, output))
+    return TraceEntry(time_s, num_prompt, num_output, tuple(block_ids))
 
 
-def _seconds(text: str) -> float:
+def _number(row: dict[str, Any], column: str, most: float = sys.float_info.max) -> float:
+    try:
+        number = float(row[column])
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) <= most:
+        raise ValueError(f"{column} must be a number up to {most:g}, got {row[column]!r}")
+    return number
+
+
+def _seconds(text: Any) -> float:
     """Of "2023-11-16 18:17:03.9799600", with any number of digits."""
+    if not isinstance(text, str):
+        raise ValueError(f"TIMESTAMP must be text, got {text!r}")
     whole, _, fraction = text.partition(".")
     start = datetime.fromisoformat(whole).replace(tzinfo=UTC)
     return start.timestamp() + float(f"0.{fraction or 0}")

@@ -35,8 +35,10 @@ class RandomLengths:
     def __post_init__(self) -> None:
         if not 0.0 <= self.range_ratio < 1.0:
             raise ValueError(f"--random-range-ratio must be in [0, 1), got {self.range_ratio}")
-        if self.input_len < 1 or self.output_len < 1 or self.prefix_len < 0:
-            raise ValueError(f"lengths must be positive, got {self}")
+        for name, least in (("input_len", 1), ("output_len", 1), ("prefix_len", 0)):
+            if getattr(self, name) < least:
+                option = f"--random-{name.replace('_', '-')}"
+                raise ValueError(f"{option} must be at least {least}, got {getattr(self, name)}")
 
 
 def random_workload(
@@ -61,9 +63,17 @@ def custom_workload(file: Path, num_prompts: int, output_len: int, seed: int) ->
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
-        row = json.loads(line)
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: not JSON: {error}") from error
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
             raise ValueError(f'{file}, line {number}: wants {{"prompt": "text"}}')
+        length = row.get("output_tokens", output_len)
+        if type(length) is not int or length < 1:
+            raise ValueError(
+                f"{file}, line {number}: output_tokens must be a positive integer, got {length!r}"
+            )
         rows.append(row)
     if not rows:
         raise ValueError(f"{file} has no prompts")
@@ -74,7 +84,7 @@ def custom_workload(file: Path, num_prompts: int, output_len: int, seed: int) ->
 
 def _custom(row: dict[str, Any], output_len: int) -> LoadRequest:
     num_words = len(row["prompt"].split())
-    return LoadRequest(row["prompt"], num_words, int(row.get("output_tokens", output_len)))
+    return LoadRequest(row["prompt"], num_words, row.get("output_tokens", output_len))
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
 pytest.importorskip("torch")
 
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from flexinfer.cli.app import app
@@ -107,3 +109,20 @@ def test_bad_input_is_one_line(folder: str, arguments: tuple[str, ...], says: st
     assert code == 2
     assert says in " ".join(out.split())
     assert "Traceback" not in out
+
+
+def test_a_batch_that_fails_is_no_measurement(folder: str, tmp_path: Path) -> None:
+    """Steps that were none gave an AttributeError."""
+    broken = copytree(folder, tmp_path / "model")
+    weights = broken / "model.safetensors"
+    nothing = {name: part * float("nan") for name, part in load_file(weights).items()}
+    save_file(nothing, weights, metadata={"format": "pt"})
+    code, out = bench("--model", str(broken), *SMALL)
+    assert code == 2
+    assert "flexinfer: a request has failed: " in out
+
+
+def test_a_dtype_that_random_weights_cannot_have_is_refused() -> None:
+    code, out = bench("--random-weights", "--dtype", "x", *SMALL)
+    assert code == 2
+    assert "--dtype must be one of" in out

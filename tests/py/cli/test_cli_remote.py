@@ -239,6 +239,8 @@ def test_a_server_that_refuses_ends_the_run_before_it_begins() -> None:
         (("--goodput", "speed:1"), "--goodput takes"),
         (("--request-rate", "0"), "--request-rate must be positive"),
         (("--metric-percentiles", "101"), "0 to 100"),
+        (("--metric-percentiles", "p90"), "--metric-percentiles are numbers"),
+        (("--metadata", "x"), "--metadata takes KEY=VALUE"),
         (("--percentile-metrics", "p50"), "--percentile-metrics knows"),
         (("--tokenizer", "/no/such"), "there is no"),
         (("--extra-body", "[1]"), "JSON object"),

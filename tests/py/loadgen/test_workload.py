@@ -92,11 +92,19 @@ def test_custom_prompts_are_drawn_again_when_they_run_out(tmp_path: Path) -> Non
     ]
 
 
-def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "line", ['{"text": "b"}', "{", "3", '{"prompt": "b", "output_tokens": "x"}']
+)
+def test_a_line_that_is_no_prompt_is_named(line: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    with pytest.raises(ValueError, match="line 2"):
+    file.write_text('{"prompt": "a"}\n' + line)
+    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 2: "):
         custom_workload(file, 4, 9, seed=0)
+
+
+def test_lengths_that_can_not_be_are_refused_by_their_option() -> None:
+    with pytest.raises(ValueError, match="--random-output-len must be at least 1, got 0"):
+        RandomLengths(4, 0)
 
 
 # Traces.
@@ -145,6 +153,32 @@ def test_a_file_that_is_no_trace_is_refused(text: str, says: str, tmp_path: Path
     file = tmp_path / "trace.csv"
     file.write_text(text)
     with pytest.raises(ValueError, match=says):
+        read_trace(file)
+
+
+LENGTHS = "num_prefill_tokens,num_decode_tokens\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.csv", LENGTHS + "inf,2\n", "num_prefill_tokens must be a number up to"),
+        ("a.csv", LENGTHS + "nan,2\n", "num_prefill_tokens must be a number up to"),
+        ("a.csv", LENGTHS + "1e300,2\n", "num_prefill_tokens must be a number up to"),
+        ("a.csv", LENGTHS + "5\n", "num_decode_tokens must be a number .*, got None"),
+        ("a.jsonl", '{"timestamp": 1, "input_length": 5}\n', "there is no 'output_length'"),
+        ("a.jsonl", '{"timestamp": "nan", "input_length": 5}\n', "timestamp must be a number"),
+        ("a.jsonl", '{"timestamp": 1e400, "input_length": 5}\n', "timestamp must be a number"),
+        ("a.jsonl", "3\n", "a request is a JSON object, got 3"),
+        ("a.jsonl", MOONCAKE.replace("[0, 1, 2]", "3"), "hash_ids must be a list, got 3"),
+    ],
+)
+def test_a_request_of_a_trace_that_is_wrong_is_named_in_words(
+    name: str, text: str, says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(ValueError, match=rf"{name}, request 1: {says}"):
         read_trace(file)
 
 

@@ -59,6 +59,7 @@ class LoadSettings(LoadOptions):
         for percentile in self.percentiles:
             if not 0 <= percentile <= 100:
                 raise ValueError(f"--metric-percentiles are 0 to 100, got {percentile}")
+        _pairs(self.metadata, "--metadata")
         self.goodput_limits  # noqa: B018  checked before any work
         self.extra_fields  # noqa: B018  likewise
         if self.plot is not None:
@@ -77,7 +78,12 @@ class LoadSettings(LoadOptions):
 
     @property
     def percentiles(self) -> list[float]:
-        return [float(text) for text in self.metric_percentiles.split(",") if text.strip()]
+        try:
+            return [float(text) for text in self.metric_percentiles.split(",") if text.strip()]
+        except ValueError:
+            raise ValueError(
+                f"--metric-percentiles are numbers, as in 90,99, got {self.metric_percentiles!r}"
+            ) from None
 
     @property
     def goodput_limits(self) -> dict[str, float] | None:

@@ -18,6 +18,8 @@ from flexinfer.cli.bench.step_table import profile_table
 from flexinfer.cli.errors import check_folder, usage_errors
 from flexinfer.cli.fitting_table import FittingTable
 from flexinfer.cli.options import KV_CACHE_DTYPE_HELP, QUANTIZATION_HELP
+from flexinfer.config import SUPPORTED_DTYPES
+from flexinfer.runtime.json_options import require_choice
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +97,7 @@ def step(
 ) -> None:
     """Milliseconds of prefill and decode steps of one batch; with --profile, of each part."""
     with usage_errors():
-        check_options(roofline, device, json)
+        check_options(roofline, device, dtype, json)
         plan = StepBench(requests, prompt_tokens, new_tokens, shared_tokens, seed)
         from flexinfer.runtime.torch_settings import set_up_torch
 
@@ -112,7 +114,7 @@ def step(
     with llm:
         with usage_errors():
             plan.check_fits(llm.engine.max_model_len)
-        report = measure(llm, plan, profile or roofline)
+            report = measure(llm, plan, profile or roofline)
         if roofline:
             add_limits(report, llm.engine.loaded.dtype)
     report |= {"threads": num_threads, "load_average": os.getloadavg()[0], "open_s": opened_s}
@@ -121,8 +123,9 @@ def step(
         json.write_text(json_module.dumps(report, indent=1) + "\n")
 
 
-def check_options(roofline: bool, device: str | None, json: Path | None) -> None:
+def check_options(roofline: bool, device: str | None, dtype: str, json: Path | None) -> None:
     """Raises ValueError for what would be found out only after the work."""
+    require_choice("--dtype", dtype, ("auto", *SUPPORTED_DTYPES))
     if roofline and device not in (None, "cpu"):
         raise ValueError("--roofline measures CPUs alone; --profile has the times")
     if json is not None:
@@ -225,7 +228,8 @@ def add_limits(report: dict[str, Any], dtype: torch.dtype) -> None:
 
 
 def run_batch(llm: LLM, plan: StepBench) -> tuple[float, list[Any], float]:
-    """(seconds to the first token, StepStats of each step, seconds in all)."""
+    """(seconds to the first token, StepStats of each step, seconds in all). Raises ValueError if
+    a request fails: what the others took is no measurement."""
     from flexinfer.sampling.params import SamplingParams
 
     engine = llm.engine
@@ -239,7 +243,11 @@ def run_batch(llm: LLM, plan: StepBench) -> tuple[float, list[Any], float]:
         outputs = engine.step()
         if outputs and not first_token_s:
             first_token_s = time.perf_counter() - start_s
-        steps.append(engine.last_step)
+        for completion in (one for output in outputs for one in output.outputs):
+            if completion.finish_reason == "error":
+                raise ValueError(f"a request has failed: {completion.stop_reason}")
+        if engine.last_step is not None:
+            steps.append(engine.last_step)
     return first_token_s, steps, time.perf_counter() - start_s
 
 
