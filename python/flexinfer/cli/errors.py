@@ -31,10 +31,11 @@ def usage_errors() -> Iterator[None]:
 
 def _usage_kinds() -> tuple[type[BaseException], ...]:
     """DriverError among them where the extension is loaded: a mapping that the system refuses, or
-    a --swap-directory that is not there. It is not loaded for this."""
+    a --swap-directory that is not there; and RankError: what ended a process that was to take part.
+    Neither is loaded for this."""
     kinds = (ValueError, LookupError, MemoryError, ImportError, OSError)
-    extension = sys.modules.get("flexinfer._vtensor")
-    return kinds if extension is None else (*kinds, extension.DriverError)
+    errors = sys.modules.get("flexinfer.errors")
+    return kinds if errors is None else (*kinds, errors.DriverError, errors.RankError)
 
 
 _REASONS = {

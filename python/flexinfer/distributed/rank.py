@@ -35,6 +35,7 @@ from flexinfer.distributed.messages import (
     fingerprint,
 )
 from flexinfer.distributed.operations import Replica
+from flexinfer.errors import VTensorError
 
 if TYPE_CHECKING:
     from flexinfer.config import EngineConfig
@@ -68,7 +69,9 @@ def serve_rank(config: EngineConfig | None = None) -> None:
 
         logger.debug("rank %d fails", meeting.rank, exc_info=True)
         is_victim = isinstance(error, CollectiveError)
-        _tell(connection, Failed(f"failed: {type(error).__name__}: {error}", is_victim))
+        in_words = isinstance(error, VTensorError)
+        why = str(error) if in_words else f"{type(error).__name__}: {error}".rstrip(": ")
+        _tell(connection, Failed(f"failed: {why}", is_victim))
     finally:
         connection.close()
         leave_group()

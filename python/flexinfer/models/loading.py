@@ -95,7 +95,7 @@ def load_part_of_model(
     config = resolve_config(name)
     scheme = choose_scheme_of_parts(settings)
     with large_blocks_apart():
-        with converting_one_by_one():
+        with _refusing_by_name(name), converting_one_by_one():
             dtype = weights_dtype(config, settings.dtype, device)
             model: PreTrainedModel = load_part(name, config, dtype, part)
         model.eval()

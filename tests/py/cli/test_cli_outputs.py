@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from flexinfer.cli.app import app
 from flexinfer.cli.errors import check_folder, usage_errors
-from flexinfer.errors import DriverError
+from flexinfer.errors import DriverError, RankError
 
 STEP = ("bench", "step", "--requests", "1", "--prompt-tokens", "4", "--new-tokens", "2")
 SIMULATE = ("simulate", "--trace", "/no/such/trace.csv")
@@ -47,8 +47,16 @@ def test_a_file_that_this_user_may_not_write_is_named(
         check_folder(tmp_path / "m.json", "--json")
 
 
-def test_what_a_driver_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    refused = DriverError("open(directory=/no/such) failed with No such file or directory (2)")
+@pytest.mark.parametrize(
+    "refused",
+    [
+        DriverError("open(directory=/no/such) failed with No such file or directory (2)"),
+        RankError(1, "failed: 'model.safetensors' is no whole safetensors file"),
+    ],
+)
+def test_what_a_driver_or_a_rank_refuses_is_one_line(
+    refused: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(typer.Exit), usage_errors():
         raise refused
     assert capsys.readouterr().err == f"flexinfer: {refused}\n"

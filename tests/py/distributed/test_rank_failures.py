@@ -12,6 +12,8 @@ import signal
 import socket
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -189,6 +191,24 @@ def test_weights_of_other_shapes_than_the_config_says_are_refused(tmp_path: Any)
     model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"where config\.json asks for"):
         make_ranked_engine(model=str(tmp_path))
+
+
+@pytest.mark.parametrize("seen_by", ["all", "rank 1"])
+def test_weights_that_are_cut_off_are_named_by_their_file(
+    seen_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copytree(folder_of("llama"), tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    error: type[Exception] = UnsupportedModelError
+    if seen_by == "rank 1":
+        error = RankError
+        monkeypatch.setattr("flexinfer.models.loading.load_part_of_model", lambda *_: (None, 0))
+    before, things = children(), open_things()
+    says = f"'{weights}' is no whole safetensors file"
+    with pytest.raises(error, match=f"^{'' if seen_by == 'all' else 'rank 1 failed: '}{says}"):
+        make_ranked_engine(model=str(folder))
+    check_nothing_is_left(before, things)
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
