@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from types import TracebackType
 from typing import Any
 
@@ -107,9 +108,12 @@ def main() -> None:
         if os.fork():
             os.wait()
             continue
+        between = os.getpid()
         if pid := os.fork():
             print(pid, flush=True)
             os._exit(0)
+        while os.getppid() == between:  # a rank ends with the parent that it finds at its start
+            time.sleep(0.001)
         sys.stdin.close()
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         os.environ[name] = value
