@@ -22,6 +22,7 @@
 #include "kernels/attention/attention.h"
 #include "kernels/linear/linear.h"
 #include "kernels/linear/quantised_linear.h"
+#include "kernels/linear/words.h"
 #include "kernels/rows/row_ops.h"
 #include "kernels/sampling/sampling.h"
 
@@ -310,6 +311,17 @@ void bind_quantised(nb::module_& m) {
           nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "weight"_a, "x"_a, "x_stride"_a,
           "bias"_a, "residual"_a, "residual_stride"_a, "output"_a, "num_rows"_a, "num_threads"_a,
           "output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none.");
+  m.def(
+      "write_words",
+      [](uintptr_t integers, int64_t columns, int64_t depth, int bits, bool from_zero,
+         uintptr_t words) {
+        return write_words(pointer<const int8_t>(integers), columns, depth, bits, from_zero,
+                           pointer<uint32_t>(words));
+      },
+      nb::call_guard<nb::gil_scoped_release>(), "integers"_a, "columns"_a, "depth"_a, "bits"_a,
+      "from_zero"_a, "words"_a,
+      "words [panels, steps, words of a step, 64] of integers [columns, depth], from_zero: each "
+      "plus 2^(bits - 1). Returns whether all have so many bits.");
   m.def(
       "available_quantised_isas",
       [] {

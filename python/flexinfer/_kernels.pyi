@@ -117,6 +117,11 @@ class QuantisedLinear:
         output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none.
         """
 
+def write_words(integers: int, columns: int, depth: int, bits: int, from_zero: bool, words: int) -> bool:
+    """
+    words [panels, steps, words of a step, 64] of integers [columns, depth], from_zero: each plus 2^(bits - 1). Returns whether all have so many bits.
+    """
+
 def available_quantised_isas() -> list[str]:
     """Levels of the kernels for quantised weights that are here, best last."""
 

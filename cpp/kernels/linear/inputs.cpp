@@ -9,6 +9,8 @@
 #include <numeric>
 #include <utility>
 
+#include "kernels/linear/words.h"
+
 namespace vtensor::kernels {
 namespace {
 
@@ -56,16 +58,11 @@ float quantise_row(const T* x, int64_t depth, uint8_t zero, uint8_t* output) {
   return scale;
 }
 
-// Of each eight bytes 0, 4, 1, 5, 2, 6, 3, 7.
-void order_bytes(uint8_t* bytes, int64_t depth) {
-  const auto spread = [](uint64_t four) {
-    four = (four | four << 16) & 0x0000ffff0000ffff;
-    return (four | four << 8) & 0x00ff00ff00ff00ff;
-  };
+void order_eights(uint8_t* bytes, int64_t depth) {
   for (int64_t k = 0; k < depth; k += 8) {
     uint64_t eight;
     std::memcpy(&eight, bytes + k, sizeof eight);
-    eight = spread(eight & 0xffffffff) | spread(eight >> 32) << 8;
+    eight = order_bytes(eight);
     std::memcpy(bytes + k, &eight, sizeof eight);
   }
 }
@@ -215,7 +212,7 @@ void PreparedInputs::prepare_bytes(const T* x, int64_t row) {
   auto* bytes = reinterpret_cast<uint8_t*>(rows_.get()) + row * row_bytes_;
   scales_[static_cast<size_t>(row)] = quantise_row(x, depth, group == 0 ? 128 : 0, bytes);
   if (group == 0) return;
-  if (weight_.bits < 8) order_bytes(bytes, depth);
+  if (weight_.bits < 8) order_eights(bytes, depth);
   const auto* integers = reinterpret_cast<const int8_t*>(bytes);
   for (int64_t i = 0; i < num_pieces_; ++i, integers += group) {
     const int64_t place = row * num_pieces_ + i;

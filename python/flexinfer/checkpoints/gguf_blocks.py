@@ -27,8 +27,9 @@ from collections.abc import Callable
 import torch
 
 from flexinfer.checkpoints.gguf_header import BLOCKS
-from flexinfer.layers.quantised import ROWS_AT_ONCE, QuantisedTensor
+from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.layers.scale_levels import ScaleLevels
+from flexinfer.runtime.pieces import of_pieces
 
 IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -174,6 +175,6 @@ DECODERS: dict[str, Callable[[torch.Tensor], QuantisedTensor]] = {
 def decode(kind: str, rows: torch.Tensor) -> QuantisedTensor:
     """rows: uint8 [rows, bytes]"""
     blocks = torch.unflatten(rows, 1, (-1, BLOCKS[kind][1]))
-    return QuantisedTensor.join(
-        [DECODERS[kind](some) for some in torch.split(blocks, ROWS_AT_ONCE)]
-    )
+    depth = blocks.shape[1] * BLOCKS[kind][0]
+    decoder = DECODERS[kind]
+    return QuantisedTensor.join(of_pieces(lambda some: decoder(blocks[some]), len(rows), depth))

@@ -8,8 +8,11 @@ from collections.abc import Callable
 import torch
 
 from flexinfer.layers.known import SCALED_EMBEDDINGS
-from flexinfer.layers.quantised import ROWS_AT_ONCE, QuantisedTensor
+from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.layers.recognise import is_known, is_plain
+
+ROWS_AT_ONCE = 1024
+"""That are looked up: their numbers are in the cache until they are in the output's dtype."""
 
 
 def is_embedding(module: torch.nn.Module) -> bool:

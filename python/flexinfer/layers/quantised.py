@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from flexinfer.layers.scale_levels import ScaleLevels
+from flexinfer.runtime.pieces import of_pieces
 
-ROWS_AT_ONCE = 1024
-"""Of a weight that is quantised or read: copies of so many are in the cache."""
 GROUP_SIZES = (32, 64, 128)
 BYTE_INPUTS = "a8"
 """Of weights that are quantised already: they stay so, inputs become integers of 8 bits."""
@@ -65,7 +64,8 @@ class Scheme:
 
     def quantise(self, weight: torch.Tensor) -> QuantisedTensor:
         """weight: [columns, depth], float. REQUIRES `fits`."""
-        parts = [self._quantise(some) for some in torch.split(weight, ROWS_AT_ONCE)]
+        rows, depth = weight.shape
+        parts = of_pieces(lambda some: self._quantise(weight[some]), rows, 4 * depth)
         return QuantisedTensor.join(parts)
 
     def _quantise(self, weight: torch.Tensor) -> QuantisedTensor:
@@ -153,10 +153,13 @@ class QuantisedTensor:
         return weight.flatten(1)
 
     def dequantised_to(self, dtype: torch.dtype) -> torch.Tensor:
-        """The same in another dtype, by few rows at once."""
+        """The same in another dtype."""
         output = torch.empty(self.integers.shape, dtype=dtype)
-        for first in range(0, len(output), ROWS_AT_ONCE):
-            output[first : first + ROWS_AT_ONCE] = self[first : first + ROWS_AT_ONCE].dequantised()
+
+        def write(some: slice) -> None:
+            output[some] = self[some].dequantised()
+
+        of_pieces(write, len(output), 4 * output.shape[1])
         return output
 
     def __getitem__(self, rows: slice) -> QuantisedTensor:

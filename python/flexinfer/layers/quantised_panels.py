@@ -16,9 +16,9 @@ from flexinfer import _kernels
 from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.layers.scale_levels import ScaleLevels
 from flexinfer.runtime.kernels import SCALE_BLOCK, SCALE_FORMATS
+from flexinfer.runtime.pieces import of_pieces
 
 PANEL_COLUMNS = 64
-PANELS_AT_ONCE = 32
 STEP_INPUTS = {8: 4, 6: 16, 4: 8}
 """By bits: the fewest inputs whose integers fill whole words."""
 
@@ -50,10 +50,10 @@ class QuantisedPanels:
         self.scales, self.minimums = panels[0], panels[1] if len(panels) > 1 else None
         self.sums = None
         if source.group == 0:
-            # In blocks, as torch makes integers of 32 bits of all that it adds.
-            blocks = torch.split(source.integers, PANELS_AT_ONCE * PANEL_COLUMNS)
-            sums = torch.cat([some.sum(dim=1, dtype=torch.int32) for some in blocks])
-            self.sums = in_panels(128 * sums[:, None])
+            # In pieces, as torch makes integers of 32 bits of all that it adds.
+            integers, (rows, depth) = source.integers, source.integers.shape
+            sums = of_pieces(lambda some: integers[some].sum(1, dtype=torch.int32), rows, 4 * depth)
+            self.sums = in_panels(128 * torch.cat(sums)[:, None])
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
@@ -73,7 +73,7 @@ class QuantisedPanels:
         panel, column = outputs // PANEL_COLUMNS, outputs % PANEL_COLUMNS
         bits, group, byte_inputs, depth, num_levels = self._kind
         words = torch.unflatten(self.words.view(torch.uint8), 3, (PANEL_COLUMNS, 4))
-        steps = _unpack(words[panel, :, :, column], bits, _is_shifted(bits, group, byte_inputs))
+        steps = _unpack(words[panel, :, :, column], bits, _is_from_zero(bits, group, byte_inputs))
         integers = steps.reshape(len(outputs), depth)
         if num_levels:
             tables = [n for n in (self.scales, self.minimums) if n is not None]
@@ -134,56 +134,36 @@ def _levels_at(
 
 def words_of(source: QuantisedTensor) -> torch.Tensor:
     """int32 [panels, steps, words of a step, 64], as cpp/kernels/calls/quantised.h says."""
-    inputs, integers = STEP_INPUTS[source.bits], source.integers
+    inputs, bits = STEP_INPUTS[source.bits], source.bits
+    integers = source.integers.contiguous()
     columns, depth = integers.shape
     if depth % inputs or (source.group and source.group % inputs):
         raise ValueError(
-            f"a weight of {source.bits} bits needs inputs and groups that are multiples of "
+            f"a weight of {bits} bits needs inputs and groups that are multiples of "
             f"{inputs}, got {depth} and {source.group}"
         )
-    if source.bits == 6 and not -32 <= integers.min() <= integers.max() < 32:
-        raise ValueError(f"a weight of 6 bits has {integers.min()} to {integers.max()} in it")
-    num_words = inputs * source.bits // 32
-    words = torch.empty(
-        -(-columns // PANEL_COLUMNS), depth // inputs, num_words, PANEL_COLUMNS, dtype=torch.int32
-    )
-    is_shifted = _is_shifted(source.bits, source.group, source.byte_inputs)
-    # A head has outputs by the hundred thousand, and each of these steps makes a copy.
-    for some, panels in zip(
-        torch.split(integers, PANELS_AT_ONCE * PANEL_COLUMNS),
-        torch.split(words, PANELS_AT_ONCE),
-        strict=True,
-    ):
-        padded = torch.nn.functional.pad(some, (0, 0, 0, -len(some) % PANEL_COLUMNS))
-        steps = _pack(padded.view(-1, depth // inputs, inputs), source.bits, is_shifted)
-        own = steps.contiguous().view(torch.int32).squeeze(-1)
-        own = torch.unflatten(own, 0, (-1, PANEL_COLUMNS))
-        panels.copy_(own.permute(0, 2, 3, 1))
+    panels, num_words = -(-columns // PANEL_COLUMNS), inputs * bits // 32
+    words = torch.empty(panels, depth // inputs, num_words, PANEL_COLUMNS, dtype=torch.int32)
+    from_zero = _is_from_zero(bits, source.group, source.byte_inputs)
+
+    def write(some: slice) -> bool:
+        own, panel = integers[some], words[some.start // PANEL_COLUMNS :]
+        return _kernels.write_words(
+            own.data_ptr(), len(own), depth, bits, from_zero, panel.data_ptr()
+        )
+
+    if not all(of_pieces(write, columns, depth, PANEL_COLUMNS)):
+        raise ValueError(f"a weight of {bits} bits has {integers.min()} to {integers.max()} in it")
     return words
 
 
-def _is_shifted(bits: int, group: int, byte_inputs: bool) -> bool:
+def _is_from_zero(bits: int, group: int, byte_inputs: bool) -> bool:
     """Whether words hold integers from 0 on."""
     return bits < 8 or (group > 0 and byte_inputs)
 
 
-def _pack(steps: torch.Tensor, bits: int, is_shifted: bool) -> torch.Tensor:
-    """uint8 [columns, steps, words, 4] of int8 [columns, steps, inputs]."""
-    if is_shifted:
-        steps = steps + (1 << bits - 1)
-    steps = steps.view(torch.uint8)
-    if bits == 8:
-        return steps.unsqueeze(2)
-    # Of each eight inputs 0, 4, 1, 5 and 2, 6, 3, 7. The last four fill the bits above the others.
-    eights = steps.view(*steps.shape[:2], -1, 2, 4).transpose(3, 4)
-    fours = eights.reshape(*steps.shape[:2], -1, 4)
-    first, rest = fours[:, :, :-1], fours[:, :, -1:]
-    pieces = [rest >> i * (8 - bits) << bits for i in range(first.shape[2])]
-    return first | torch.cat(pieces, dim=2)
-
-
-def _unpack(words: torch.Tensor, bits: int, is_shifted: bool) -> torch.Tensor:
-    """int8 [...] of what `_pack` gives: the numbers of each column one after the other."""
+def _unpack(words: torch.Tensor, bits: int, from_zero: bool) -> torch.Tensor:
+    """int8 [columns, steps, inputs] of words uint8 [columns, steps, words, 4]."""
     if bits < 8:
         first, above = words & (1 << bits) - 1, words >> bits
         pieces = [above[:, :, i] << i * (8 - bits) for i in range(words.shape[2])]
@@ -191,7 +171,7 @@ def _unpack(words: torch.Tensor, bits: int, is_shifted: bool) -> torch.Tensor:
         fours = torch.cat([first, rest], dim=2)
         words = torch.unflatten(fours.flatten(2), 2, (-1, 4, 2)).transpose(3, 4)
     integers = words.view(torch.int8)
-    return integers - (1 << bits - 1) if is_shifted else integers
+    return integers - (1 << bits - 1) if from_zero else integers
 
 
 def in_panels(numbers: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from flexinfer.errors import RequestError
 from flexinfer.lora.request import LoRARequest
+from flexinfer.runtime.openmp import use_one_thread
 
 if TYPE_CHECKING:
     from flexinfer.lora.peft_folder import Updates
@@ -115,7 +116,8 @@ class Adapters:
             if begun is not None:
                 return begun
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(NUM_THREADS, "flexinfer-adapter", _alone)
+                # Alone: the engine's step has the cores.
+                self._pool = ThreadPoolExecutor(NUM_THREADS, "flexinfer-adapter", use_one_thread)
             future = self._being_read[request] = self._pool.submit(self.read, request)
         future.add_done_callback(lambda _: self._note_read(request))  # at once, if it is done
         return future
@@ -185,13 +187,3 @@ class Adapters:
     def _note_read(self, request: LoRARequest) -> None:
         with self._lock:
             del self._being_read[request]
-
-
-def _alone() -> None:
-    """Of a thread that reads: the engine's step has the cores."""
-    import torch
-
-    from flexinfer.runtime.openmp import use_one_thread
-
-    torch.get_num_threads()
-    use_one_thread()

@@ -45,10 +45,18 @@ def release_threads() -> bool:
 
 
 def use_one_thread() -> None:
-    """Have all that the calling thread computes from now on run in it alone. Where it has not
-    used torch yet, its first operator would undo this: ask torch for something before."""
-    for library in _runtimes():
+    """Have all that the calling thread computes from now on run in it alone."""
+    import torch
+
+    torch.get_num_threads()  # a thread's first call of torch sets its number
+    for library in _torch_runtimes():
         library.omp_set_num_threads(1)
+
+
+@cache
+def _torch_runtimes() -> tuple[ctypes.CDLL, ...]:
+    """As torch has been loaded, no other will come."""
+    return tuple(_runtimes())
 
 
 def _runtimes() -> Iterator[ctypes.CDLL]:
