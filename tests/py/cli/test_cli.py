@@ -83,6 +83,19 @@ def test_help_loads_nothing_heavy() -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_a_command_ends_without_taking_the_interpreter_apart() -> None:
+    program = (
+        "import atexit, sys; import flexinfer.cli.app\n"
+        "class Kept: __del__ = lambda self: print('taken apart')\n"
+        "kept = Kept()\n"
+        "command = lambda: (atexit.register(print, 'called'), sys.exit(3))\n"
+        "module = sys.modules['flexinfer.cli.app']; module.app = command; module.main()"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 3
+    assert result.stdout == "called\n"
+
+
 @pytest.mark.parametrize("command", ["demo", "chat"])
 @pytest.mark.parametrize(
     ("arguments", "says"),
