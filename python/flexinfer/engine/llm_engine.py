@@ -28,6 +28,7 @@ from flexinfer.memory.elastic import BudgetChange
 from flexinfer.metrics.requests import RequestStats
 from flexinfer.metrics.steps import EngineStats, StepMeter, StepStats, StepTotals
 from flexinfer.outputs import RequestOutput
+from flexinfer.runtime.panics import panics_as_errors
 from flexinfer.runtime.torch_settings import return_freed_memory
 from flexinfer.sampling.params import BeamSearchParams, SamplingParams
 from flexinfer.scheduler.request import Request
@@ -327,7 +328,8 @@ class LLMEngine:
         """How many of the tokens were wanted. A failure, as of a tokenizer, ends this group and no
         other."""
         try:
-            return group.update(tokens, self.scheduler)
+            with panics_as_errors:
+                return group.update(tokens, self.scheduler)
         except Exception as error:
             self._fail(group, error)
             return len(tokens)
@@ -364,7 +366,8 @@ class LLMEngine:
     def _build(self, group: RequestGroup) -> RequestOutput | None:
         """The group's output; if that fails the group ends, and no other."""
         try:
-            return group.build()
+            with panics_as_errors:
+                return group.build()
         except Exception as error:
             return group.failure(self._fail(group, error))
 

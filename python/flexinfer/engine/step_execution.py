@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from flexinfer.engine.isolation import Failure, execute_in_parts
 from flexinfer.errors import EngineDeadError, OutOfMemoryError
 from flexinfer.runner.plan import StepResult
+from flexinfer.runtime.panics import panics_as_errors
 from flexinfer.scheduler.batch import Batch, ScheduledRequest
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class StepExecution:
 
     def _attempt(self, items: Sequence[ScheduledRequest]) -> StepResult:
         plan = self._plans.build(items)
-        with self.epoch:
+        with panics_as_errors, self.epoch:
             result = self._executor.execute(plan)
         self._plans.confirm(plan)
         return result

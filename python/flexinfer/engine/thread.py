@@ -26,6 +26,7 @@ from flexinfer.errors import EngineDeadError, EngineError
 from flexinfer.lora.adapters import Choice
 from flexinfer.outputs import RequestOutput
 from flexinfer.runtime.openmp import release_threads
+from flexinfer.runtime.panics import panics_as_errors
 from flexinfer.runtime.torch_settings import bound_primitive_caches, return_freed_memory
 from flexinfer.sampling.params import BeamSearchParams, SamplingParams
 from flexinfer.types import Prompt
@@ -207,7 +208,8 @@ class EngineThread:
         """One step. One that fails ends its own requests; if it ended none, it would fail for
         ever, and the error goes on."""
         try:
-            outputs = self._engine.step()
+            with panics_as_errors:
+                outputs = self._engine.step()
         except EngineDeadError:
             raise
         except Exception as error:
@@ -246,7 +248,8 @@ class EngineThread:
         if not future.set_running_or_notify_cancel():
             return
         try:
-            result = function(self._engine)
+            with panics_as_errors:
+                result = function(self._engine)
         except BaseException as error:
             future.set_exception(error)
         else:

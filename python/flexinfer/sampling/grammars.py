@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
 from flexinfer.errors import EngineError, RequestError
+from flexinfer.runtime.panics import panics_as_errors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -154,7 +155,8 @@ class GrammarCompiler:
         key = _key(params)
         compiled = self.find(params)
         if compiled is None:
-            compiled = CompiledGrammar(self._compile(params))
+            with panics_as_errors:
+                compiled = CompiledGrammar(self._compile(params))
             with self._lock:
                 self._in_use[key] = self._recent[key] = compiled
                 while len(self._recent) > MAX_CACHED_GRAMMARS:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from flexinfer.errors import VTensorError
+from flexinfer.runtime.panics import panics_as_errors
 from flexinfer.runtime.transfer import HostCopy, to_device
 from flexinfer.sampling import host_sampler
 from flexinfer.sampling.grammars import GrammarCompiler, TokenMatcher
@@ -85,7 +86,8 @@ class Sampler:
     def begin(self, logits: torch.Tensor, states: Sequence[SequenceState]) -> Drawn:
         """The first half of `sample`, which does not wait for the device."""
         try:
-            return Drawn(logits, states, self._choose(logits, states))
+            with panics_as_errors:
+                return Drawn(logits, states, self._choose(logits, states))
         except torch.OutOfMemoryError:
             raise  # of the whole step
         except Exception as error:

@@ -85,8 +85,8 @@ PYTHON_ALLOWED = {
     "loadgen": "",
     "routing": "",
     "simulation": "config loadgen outputs routing sampling scheduler vtensor",
-    "server": "async_llm engine errors handover lora memory metrics outputs sampling scheduler "
-    "types vtensor",
+    "server": "async_llm engine errors handover lora memory metrics outputs runtime sampling "
+    "scheduler types vtensor",
     "ray": "async_llm config routing server vtensor",
     "cli": "async_llm attention config conversation engine errors llm loadgen models outputs "
     "ray replay routing runtime sampling scheduler server simulation types vtensor",

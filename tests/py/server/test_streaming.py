@@ -164,3 +164,18 @@ def test_waiting_for_the_engine_is_no_slow_reader() -> None:
     sent: list[Any] = []
     answer_of(EventStream("first", rest(), send_timeout_s=0.02), -1, sent)
     assert b"".join(message.get("body", b"") for message in sent) == b"firstsecond"
+
+
+def test_a_panic_between_two_events_is_the_last_event() -> None:
+    class PanicException(BaseException):
+        """As pyo3 makes one for each library."""
+
+    async def rest() -> Any:
+        yield "second"
+        raise PanicException("index out of bounds")
+
+    sent: list[Any] = []
+    answer_of(EventStream("first", rest(), send_timeout_s=5), -1, sent)
+    first, second, error, end = [message["body"] for message in sent[1:]]
+    assert (first, second, end) == (b"first", b"second", b"")
+    assert b'"error"' in error

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flexinfer.errors import EngineDeadError, EngineError, OutOfMemoryError, RequestError
+from flexinfer.runtime.panics import panics_as_errors
 
 logger = logging.getLogger(__name__)
 
@@ -187,20 +188,14 @@ def _unrouted(request: Request, status: int) -> str | None:
 
 
 class PanicMiddleware:
-    """Makes errors of panics in libraries written in Rust, tokenizers for one: pyo3 raises them as
-    BaseException, which no handler is asked about."""
+    """Makes errors of panics: no handler is asked about a BaseException."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        with panics_as_errors:
             await self._app(scope, receive, send)
-        except BaseException as error:
-            # Each library has a class of its own. Cancellation and exits go on as they are.
-            if type(error).__name__ != "PanicException":
-                raise
-            raise RuntimeError(f"a library has panicked: {error}") from error
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -21,6 +21,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from flexinfer.runtime.panics import panics_as_errors
 from flexinfer.server.http.errors import (
     ANTHROPIC_PATH,
     CLIENT_CLOSED_REQUEST,
@@ -138,7 +139,8 @@ class EventStream(Response):
         """Runs for each event while the model computes: no more steps than it needs."""
         while True:
             try:
-                text = await anext(self._rest)
+                with panics_as_errors:
+                    text = await anext(self._rest)
             except StopAsyncIteration:
                 return
             except Exception as error:
