@@ -86,3 +86,19 @@ asyncio.run(llm.call(compute))
 print(settled({count}))
 """
     assert run(make + asynchronous) == [count]
+
+
+def test_a_forked_child_computes_with_threads_of_its_own() -> None:
+    """It has none of its parent's, for which it would wait for ever."""
+    code = """
+import signal
+from flexinfer import LLM
+compute()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    compute()
+    os._exit(0)
+print(os.waitpid(child, 0)[1], num_omp_threads() > 0)
+"""
+    assert run(code) == ["0", "True"]
