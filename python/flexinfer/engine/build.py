@@ -31,6 +31,7 @@ from flexinfer.memory.kv_setup import (
     make_manager,
 )
 from flexinfer.runtime.device import choose_device
+from flexinfer.runtime.process import check_process
 from flexinfer.sampling.grammars import GrammarCompiler
 from flexinfer.scheduler.scheduler import Scheduler
 from flexinfer.speculation.drafter import NgramDrafter
@@ -84,6 +85,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
     """
     from flexinfer.runtime.torch_settings import set_up_torch
 
+    check_process(rank_threads(config))
     set_up_torch(rank_threads(config))
     config = _check(config)
     from flexinfer.models.checks import check_calls_compilable, check_compilable, max_positions

@@ -1,0 +1,60 @@
+"""Process: what the system must let this process do, tried before any work. No torch."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+
+from flexinfer.runtime.threads import choose_threads, cpu_quota
+
+ENGINE_THREADS = 8
+"""Of an engine, beside OpenMP's and the tokenizer's one for each CPU: its own, the worker, two that
+compile grammars, and those that read weights."""
+
+
+def check_process(threads: int | None) -> None:
+    """Raises OSError where an engine with these `threads` cannot run."""
+    check_threads(threads)
+
+
+def check_threads(threads: int | None, num_others: int = 0) -> None:
+    """Raises OSError unless all threads of an engine, and others, can be started: libgomp would
+    end the process in the first step, and libraries in Rust panic. 50 us each."""
+    quota = cpu_quota()
+    own_choice = os.environ.get("OMP_NUM_THREADS", "")
+    is_chosen = threads is None and own_choice.isdecimal()
+    team = int(own_choice) if is_chosen else choose_threads(threads, quota)
+    num_wanted = team + quota.num_cpus + ENGINE_THREADS + num_others
+    num_started = _num_startable(num_wanted)
+    if num_started < num_wanted:
+        raise OSError(
+            f"the system lets this process start {num_started} threads, and {num_wanted} are "
+            f"needed, {team} of them OpenMP's: raise the limit on processes ({_limit()}), or lower "
+            "threads (OMP_NUM_THREADS)"
+        )
+
+
+def _num_startable(num_wanted: int) -> int:
+    """How many threads can be alive at once, beside those there are; at most num_wanted."""
+    end = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        while len(started) < num_wanted:
+            thread = threading.Thread(target=end.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError:  # "can't start new thread"
+        pass
+    finally:
+        end.set()
+        for thread in started:
+            thread.join()
+    return len(started)
+
+
+def _limit() -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if limit == resource.RLIM_INFINITY:
+        return "pids.max of the container"
+    return f"ulimit -u, which is {limit}, or pids.max of the container"
