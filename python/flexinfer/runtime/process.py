@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 import threading
 
 from flexinfer.runtime.threads import choose_threads, cpu_quota
@@ -14,7 +15,12 @@ compile grammars, and those that read weights."""
 
 
 def check_process(threads: int | None) -> None:
-    """Raises OSError where an engine with these `threads` cannot run."""
+    """Raises OSError or ValueError where an engine with these `threads` cannot run."""
+    if sys.flags.optimize > 1:
+        raise ValueError(
+            "python -OO (PYTHONOPTIMIZE=2) removes docstrings, and transformers cannot load models "
+            "without them: start Python without it, or with -O"
+        )
     check_threads(threads)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -58,3 +60,9 @@ def test_a_command_says_in_one_line_that_threads_are_refused(command: str) -> No
     assert result.exit_code == 2
     assert result.stderr.startswith("flexinfer: the system lets this process start 3 threads")
     assert result.stderr.count("\n") == 1
+
+
+def test_an_interpreter_without_docstrings_is_refused_by_name() -> None:
+    code = "from flexinfer.runtime.process import check_process; check_process(None)"
+    result = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True)
+    assert "ValueError: python -OO (PYTHONOPTIMIZE=2) removes docstrings" in result.stderr
