@@ -51,6 +51,8 @@ def choose_max_model_len(config: EngineConfig, limit: int | None) -> int:
 
 def check_kv_sizes(config: EngineConfig) -> None:
     """Refuse sizes that cannot work with any model, before one is loaded. Raises ValueError."""
+    if str(config.device) == "cpu":
+        _check_file_size()
     unit = CUDA_CHUNK_BYTES if str(config.device).startswith("cuda") else mmap.PAGESIZE
     chunk = unit
     if config.chunk_bytes is not None:
@@ -67,6 +69,19 @@ def check_kv_sizes(config: EngineConfig) -> None:
                 f"kv_cache_memory_bytes {config.kv_cache_memory_bytes!r} is less than one chunk of "
                 f"{chunk} bytes: raise it or lower chunk_bytes"
             )
+
+
+def _check_file_size() -> None:
+    """The host driver's memory is a file, as large as it may ever grow (host_driver.cpp)."""
+    from flexinfer.vtensor import available_memory_bytes
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    file_bytes = available_memory_bytes() // 4 * 3
+    if limit != resource.RLIM_INFINITY and limit < file_bytes:
+        raise ValueError(
+            f"files of this process may have {format_bytes(limit)}, and KV memory is one of "
+            f"{format_bytes(file_bytes)}: raise the limit (ulimit -f unlimited)"
+        )
 
 
 def derive_kv_memory(config: EngineConfig, loaded: LoadedModel, max_seq_len: int) -> KVMemory:

@@ -14,7 +14,12 @@ torch = pytest.importorskip("torch")
 from flexinfer import LLMEngine
 from flexinfer.config import EngineConfig
 from flexinfer.memory.budget import HEADROOM_BYTES, choose_kv_memory
-from flexinfer.memory.kv_setup import _reservation_advice, make_manager, whole_slot_tokens
+from flexinfer.memory.kv_setup import (
+    _reservation_advice,
+    check_kv_sizes,
+    make_manager,
+    whole_slot_tokens,
+)
 from flexinfer.models.describe import warm_up
 from flexinfer.models.loading import load_model
 from flexinfer.runtime.device import choose_device
@@ -97,6 +102,18 @@ def test_where_addresses_are_limited_the_advice_says_so(monkeypatch: pytest.Monk
     assert "ulimit -v unlimited" in _reservation_advice()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
     assert _reservation_advice() == "lower max_model_len or max_num_seqs"
+
+
+def test_where_files_are_limited_kv_memory_on_the_host_is_refused_before_any_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is a file in memory; the driver said EFBIG after the model was loaded."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
+    with pytest.raises(ValueError, match=r"may have 1\.0 MiB.*ulimit -f unlimited"):
+        check_kv_sizes(EngineConfig(model="x", device="cpu"))
+    check_kv_sizes(EngineConfig(model="x", device="cuda"))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    check_kv_sizes(EngineConfig(model="x", device="cpu"))
 
 
 @pytest.mark.parametrize("part", [0, 1.5, -0.1, True, "0.9"])
