@@ -27,3 +27,8 @@ SCALE_BYTES: int = _kernels.SCALE_BYTES
 def available_isas() -> list[str]:
     """Instruction sets that this build and this CPU both have, best last."""
     return _kernels.available_isas()
+
+
+def available_quantised_isas() -> list[str]:
+    """The same of products with quantised weights, for which there are more."""
+    return _kernels.available_quantised_isas()

@@ -14,6 +14,11 @@ ENGINE_THREADS = 8
 compile grammars, and those that read weights."""
 
 
+def num_server_threads() -> int:
+    """Of a server, beside its engine's: asyncio's, for what takes long, and one that ends them."""
+    return min(32, (os.cpu_count() or 1) + 4) + 1
+
+
 def check_process(threads: int | None) -> None:
     """Raises OSError or ValueError where an engine with these `threads` cannot run."""
     if sys.flags.optimize > 1:

@@ -61,6 +61,45 @@ def test_what_is_wrong_is_named_with_a_remedy(
     assert advice in check.advice
 
 
+def test_files_smaller_than_memory_are_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (4096, 4096))
+    check = found(machine(tmp_path))["file size"]
+    assert (check.status, check.found) == ("problem", "4.0 KiB")
+    assert "ulimit -f unlimited" in check.advice
+
+
+def test_threads_that_a_server_cannot_start_are_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexinfer.runtime.process._num_startable", lambda num_wanted: 5)
+    check = found(machine(tmp_path))["threads"]
+    assert check.status == "problem"
+    assert "lets this process start 5 threads" in check.found
+
+
+@pytest.mark.parametrize(("free_bytes", "status"), [(256 << 20, "problem"), (1 << 30, "ok")])
+def test_less_memory_than_the_headroom_is_a_problem(
+    free_bytes: int, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexinfer.vtensor.available_memory_bytes", lambda: free_bytes)
+    (check,) = checks._headroom()
+    assert (check.status, bool(check.advice)) == (status, status != "ok")
+
+
+@pytest.mark.parametrize(
+    ("forced", "status"), [("", "ok"), ("portable", "ok"), ("avx1024", "problem")]
+)
+def test_an_instruction_set_that_is_not_there_is_a_problem(
+    forced: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXINFER_SIMD", forced)
+    (check,) = checks._instruction_set()
+    assert (check.status, forced in check.found) == (status, True)
+    assert ("portable" in check.advice) == (status == "problem")
+
+
 def test_a_machine_that_can_not_be_read_is_no_problem(tmp_path: Path) -> None:
     checks = found(Machine(tmp_path))
     assert all(check.status in ("ok", "note") for check in checks.values())

@@ -88,8 +88,8 @@ PYTHON_ALLOWED = {
     "server": "async_llm engine errors handover lora memory metrics outputs runtime sampling "
     "scheduler types vtensor",
     "ray": "async_llm config routing server vtensor",
-    "cli": "async_llm attention config conversation engine errors llm loadgen models outputs "
-    "ray replay routing runtime sampling scheduler server simulation types vtensor",
+    "cli": "async_llm attention config conversation engine errors llm loadgen memory models "
+    "outputs ray replay routing runtime sampling scheduler server simulation types vtensor",
 }
 # The same inside server/ and cli/: folder, or file directly in it -> what else there it may import.
 INNER_ALLOWED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Literal
 
 from flexinfer.cli.doctor.machine import Machine, num_cpus
 from flexinfer.cli.terminal_text import size_text
+from flexinfer.runtime.process import check_threads, num_server_threads
 
 Status = Literal["ok", "note", "warning", "problem"]
 
@@ -73,8 +75,21 @@ def machine_checks(machine: Machine) -> Iterator[Check]:
         "or keep --max-num-seqs and --max-model-len small",
     )
     yield from _huge_pages(machine, check)
+    yield from _limits(machine, check)
+    yield from _capacity(machine, check)
+
+
+def _limits(machine: Machine, check: Callable[..., Check]) -> Iterator[Check]:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     yield check("memlock", "ok", "unlimited" if locked == -1 else size_text(locked))
+    file_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    memory_bytes = machine.memory_bytes("MemAvailable") or 0
+    yield check(
+        "file size",
+        "ok" if file_bytes == -1 or file_bytes > memory_bytes else "problem",
+        "unlimited" if file_bytes == -1 else size_text(file_bytes),
+        "KV memory on a CPU is a file as large as what is free: ulimit -f unlimited",
+    )
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     yield check(
         "open files",
@@ -82,7 +97,12 @@ def machine_checks(machine: Machine) -> Iterator[Check]:
         files,
         f"each connection of a server is one: ulimit -n {MIN_OPEN_FILES * 4}",
     )
-    yield from _capacity(machine, check)
+    try:
+        check_threads(None, num_server_threads())
+    except OSError as error:
+        yield check("threads", "problem", error, "a server would not start")
+    else:
+        yield check("threads", "ok", "as many as a server needs")
 
 
 def _huge_pages(machine: Machine, check: Callable[..., Check]) -> Iterator[Check]:
@@ -143,6 +163,7 @@ def _package(name: str, extra: str) -> Check:
 def driver_checks() -> Iterator[Check]:
     """Whether chunks can be mapped, and seen at two places, on each kind of device."""
     yield _try_manager("cpu")
+    yield from _headroom()
     found = _cuda_library()
     if found is not None:
         yield Check("devices", "cuda", "note", f"no GPU: {found}", "fine on a CPU machine")
@@ -181,6 +202,26 @@ def _try_manager(device: str) -> Check:
     return Check("devices", device, "ok", f"maps and shares chunks of {size}")
 
 
+def _headroom() -> Iterator[Check]:
+    """Nothing where the extension cannot be loaded: the manager's row says so."""
+    try:
+        from flexinfer.memory.budget import HEADROOM_BYTES
+        from flexinfer.vtensor import available_memory_bytes
+    except ImportError:
+        return
+    free_bytes = available_memory_bytes()
+    is_short = free_bytes <= HEADROOM_BYTES
+    yield Check(
+        "devices",
+        "memory for KV",
+        "problem" if is_short else "ok",
+        f"{size_text(free_bytes)} can be taken, but for {size_text(HEADROOM_BYTES)} of headroom",
+        "nothing is left for KV: stop something, or raise the container's limit"
+        if is_short
+        else "",
+    )
+
+
 def _cuda_library() -> str | None:
     """Why there is no CUDA device; None if there is one."""
     import ctypes
@@ -212,11 +253,32 @@ FLASH_PACKAGES = ("flash_attn", "flash_attn_interface", "flash_attn.cute")
 
 
 def attention_checks() -> Iterator[Check]:
-    """Which attention implementations load here."""
+    """Which attention implementations load here, and what the kernels on the CPU use."""
     from flexinfer import attention
 
+    yield from _instruction_set()
     yield from (_attention(name) for name in attention.BACKENDS if name != "auto")
     yield from map(_flash_package, FLASH_PACKAGES)
+
+
+def _instruction_set() -> Iterator[Check]:
+    """Nothing where the extension cannot be loaded: the backend's row says so."""
+    try:
+        from flexinfer.runtime.kernels import available_isas, available_quantised_isas
+    except ImportError:
+        return
+    known = list(dict.fromkeys([*available_isas(), *available_quantised_isas()]))
+    forced = os.environ.get("FLEXINFER_SIMD")
+    if not forced or forced in known:
+        yield Check("attention", "instruction set", "ok", forced or available_isas()[-1])
+        return
+    yield Check(
+        "attention",
+        "instruction set",
+        "problem",
+        f"FLEXINFER_SIMD={forced} is none of this machine's",
+        f"unset it, or set one of {', '.join(known)}",
+    )
 
 
 def _flash_package(name: str) -> Check:

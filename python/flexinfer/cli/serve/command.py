@@ -56,15 +56,14 @@ def _run(options: ServeOptions) -> None:
 
     import asyncio
 
-    from flexinfer.runtime.process import check_threads
+    from flexinfer.runtime.process import check_threads, num_server_threads
     from flexinfer.server.run import bind
 
     endpoint = settings.handover_endpoint
     if settings.role == "prefill" and endpoint is not None:
         endpoint.check_free()
 
-    # asyncio's, for what takes long; one more ends them.
-    check_threads(config.threads, num_others=min(32, (os.cpu_count() or 1) + 4) + 1)
+    check_threads(config.threads, num_server_threads())
     with bind(settings.host, settings.port) as sock:
         host, port = sock.getsockname()[:2]
         settings = dataclasses.replace(settings, host=host, port=port)
