@@ -40,8 +40,8 @@ def _usage_kinds() -> tuple[type[BaseException], ...]:
 
 _REASONS = {
     errno.ENOENT: "there is no such file or folder; check the path",
-    errno.EACCES: "this user may not open it; check its permissions",
-    errno.EPERM: "this user may not open it; check its permissions",
+    errno.EACCES: "permission denied: this user may not open it; check its permissions",
+    errno.EPERM: "permission denied: this user may not open it; check its permissions",
     errno.EISDIR: "it is a folder; name a file",
     errno.ENOTDIR: "a part of this path is a file, not a folder; check the path",
     errno.ENOSPC: "the disk is full; free some space, or name another place",

@@ -8,6 +8,7 @@ Two gates, each with a clear refusal (`UnsupportedModelError`):
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from flexinfer.layers.quantised import Scheme
     from flexinfer.models.sharding import RankOf
     from flexinfer.models.stored import StoredModel
+
+READ_ENDINGS = (".json", ".safetensors", ".jinja", ".model", ".txt")
+"""Of the files in a model's folder that it may need."""
 
 
 def load_model(
@@ -198,6 +202,7 @@ def load_config(name: str) -> Any:
     from flexinfer.checkpoints.folder import MODEL_FILES, check_folder, check_json
     from flexinfer.checkpoints.gguf import is_gguf, load_gguf_config
 
+    _check_readable(name)
     if is_gguf(name):
         return load_gguf_config(name)
     check_folder("model", name)
@@ -212,6 +217,28 @@ def load_config(name: str) -> Any:
         ) from error
     except Exception as error:  # of any kind: transformers trusts the types in a config.json
         raise _unusable_config(name, error) from error
+
+
+def _check_readable(name: str) -> None:
+    """Raises UnsupportedModelError for what is there, and this user may not read: transformers
+    calls a file of weights missing then, and does without a generation_config.json."""
+    try:
+        if os.path.isdir(name):
+            with os.scandir(name) as entries:
+                files = [e for e in entries if e.is_file() and e.name.endswith(READ_ENDINGS)]
+            paths = sorted(file.path for file in files)
+        else:
+            paths = [name] * stat.S_ISREG(os.stat(name).st_mode)
+        for path in paths:
+            with open(path, "rb"):
+                pass
+    except PermissionError as error:
+        raise UnsupportedModelError(
+            f"model {name!r}: permission denied: this user may not read {error.filename!r}; check "
+            "its permissions, and those of its folder"
+        ) from None
+    except OSError:  # a hub id, or a folder that is not there
+        return
 
 
 def _load_weights(name: str, config: Any, dtype: Any, device: str) -> PreTrainedModel:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +223,36 @@ def test_unknown_folder_is_refused_by_name() -> None:
 def test_unknown_hub_id_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match="-org/no-such-model' cannot be loaded"):
         load_model("no-such-org/no-such-model")
+
+
+@pytest.mark.parametrize(
+    ("denied", "is_file"),
+    [
+        ("model.safetensors", False),
+        ("generation_config.json", False),
+        ("", False),
+        ("model.gguf", True),
+    ],
+)
+def test_what_this_user_may_not_read_is_no_missing_file(
+    denied: str, is_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("config.json", "model.safetensors", "generation_config.json", "model.gguf"):
+        (tmp_path / name).write_text("{}")
+    path = str(tmp_path / denied).rstrip("/")
+
+    def refusing(real: Any) -> Any:
+        def call(asked: Any, *arguments: Any) -> Any:
+            if os.fspath(asked) == path:
+                raise PermissionError(errno.EACCES, "Permission denied", path)
+            return real(asked, *arguments)
+
+        return call
+
+    monkeypatch.setattr(os, "scandir", refusing(os.scandir))  # root may read everything
+    monkeypatch.setattr("builtins.open", refusing(open))
+    with pytest.raises(UnsupportedModelError, match=f"permission denied: .* read '{path}'"):
+        load_model(path if is_file else tmp_path)
 
 
 def test_folder_without_config_is_refused(tmp_path: Path) -> None:
