@@ -13,6 +13,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -27,9 +28,27 @@ def write_report(path: Path | None, benchmark: str, body: dict[str, Any], **more
     if path is None:
         return
     report = {"benchmark": benchmark, "environment": environment("cpu") | more, **body}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(path, report)
     print(f"numbers: {path}", file=sys.stderr)
+
+
+def write_json(path: Path, report: dict[str, Any]) -> None:
+    """Written whole or not at all. Where that fails (the disk is full), what was there stays, and
+    the program ends with one line on stderr, and the numbers on stdout."""
+    text = json.dumps(report, indent=1) + "\n"
+    is_plain = not path.is_symlink() and (path.is_file() or not path.exists())
+    part = path.with_suffix(".part") if is_plain else path  # /dev/stdout
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        if is_plain:
+            part.replace(path)
+    except OSError as error:
+        if is_plain:
+            with suppress(OSError):
+                part.unlink()
+        print(text)
+        sys.exit(f"{path} is not written: {error.strerror}; its numbers are on stdout")
 
 
 def environment(device: str) -> dict[str, Any]:

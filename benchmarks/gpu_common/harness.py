@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -125,7 +124,4 @@ def keep(
         "left_out": deadline.left_out,
         **body,
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    fresh = options.json.with_suffix(".part")
-    fresh.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    fresh.replace(options.json)
+    provenance.write_json(options.json, report)

@@ -45,6 +45,8 @@ _REASONS = {
     errno.EISDIR: "it is a folder; name a file",
     errno.ENOTDIR: "a part of this path is a file, not a folder; check the path",
     errno.ENOSPC: "the disk is full; free some space, or name another place",
+    errno.EDQUOT: "this user's disk quota is used up; free some space, or name another place",
+    errno.EFBIG: "the limit on the size of files is too low; raise it (ulimit -f unlimited)",
     errno.EROFS: "the disk is read-only; name another place",
 }
 

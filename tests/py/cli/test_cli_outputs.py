@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from flexinfer.cli.app import app
 from flexinfer.cli.errors import check_folder, usage_errors
+from flexinfer.cli.result_file import result_file
 from flexinfer.errors import DriverError, RankError
 
 STEP = ("bench", "step", "--requests", "1", "--prompt-tokens", "4", "--new-tokens", "2")
@@ -45,6 +47,51 @@ def test_a_file_that_this_user_may_not_write_is_named(
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(ValueError, match=r"--json: this user may not write .*m\.json"):
         check_folder(tmp_path / "m.json", "--json")
+
+
+def test_a_result_takes_the_place_of_what_was_there(tmp_path: Path) -> None:
+    for _ in range(2):
+        with result_file(tmp_path / "m.json") as file:
+            file.write_text("{}")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("m.json", "{}")]
+
+
+def write_half(path: Path) -> None:
+    with result_file(path) as file:
+        file.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("was_there", [True, False])
+def test_a_result_that_cannot_be_written_whole_changes_nothing(
+    was_there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "m.json"
+    if was_there:
+        path.write_text("before")
+    with pytest.raises(typer.Exit) as caught:
+        write_half(path)
+    assert caught.value.exit_code == 1
+    assert capsys.readouterr().err.startswith(f"flexinfer: {path} is not written: the disk is full")
+    left = [(file.name, file.read_text()) for file in tmp_path.iterdir()]
+    assert left == [("m.json", "before")] * was_there
+
+
+def test_what_is_no_plain_file_is_written_itself(tmp_path: Path) -> None:
+    pointed = tmp_path / "elsewhere"
+    link = tmp_path / "m.json"
+    link.symlink_to(pointed)
+    for file in (link, Path("/dev/stdout")):
+        with result_file(file) as part:
+            assert part == file
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_command_whose_numbers_find_no_room_prints_them_and_fails() -> None:
+    result = CliRunner().invoke(app, [*STEP, "--json", "/dev/full"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("flexinfer: /dev/full is not written: the disk is full")
+    assert "new tokens/s" in result.stdout
 
 
 @pytest.mark.parametrize(

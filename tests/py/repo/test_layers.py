@@ -111,6 +111,7 @@ INNER_ALLOWED = {
     },
     "cli": {
         "errors": "",
+        "result_file": "errors",
         "help": "",
         "options": "",
         "option_model": "",
@@ -120,16 +121,17 @@ INNER_ALLOWED = {
         "settings": "errors option_model options",
         "endpoint": "",
         "memory_map": "terminal_text",
-        "inspect": "endpoint errors memory_map options plot terminal_text",
+        "inspect": "endpoint errors memory_map options plot result_file terminal_text",
         "top": "endpoint errors fitting_table options terminal_text",
         "doctor": "terminal_text",
         "replay": "errors fitting_table terminal_text",
         "chat": "demo endpoint errors inspect memory_map option_model options settings "
         "terminal_text",
-        "demo": "errors memory_map option_model plot settings terminal_text",
-        "bench": "endpoint errors fitting_table help option_model options plot settings",
+        "demo": "errors memory_map option_model plot result_file settings terminal_text",
+        "bench": "endpoint errors fitting_table help option_model options plot result_file "
+        "settings",
         "serve": "errors option_model options settings",
-        "simulate": "errors fitting_table option_model settings terminal_text",
+        "simulate": "errors fitting_table option_model result_file settings terminal_text",
         "app": "bench chat demo doctor errors help inspect option_model options replay "
         "serve settings simulate top",
         "__main__": "app",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
 import sys
 from pathlib import Path
@@ -35,6 +36,24 @@ def test_a_report_has_all_of_it(tmp_path: Path) -> None:
     assert (report["benchmark"], report["rows"]) == ("soak", [1])
     assert report["environment"]["load_before"] == [0.5]
     assert environment("cpu")["cpu"] != ""
+
+
+def test_a_report_that_cannot_be_written_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("before")
+
+    def fill_the_disk(self: Path, target: Path) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fill_the_disk)
+    with pytest.raises(SystemExit, match=r"report\.json is not written: No space left on device"):
+        write_report(path, "soak", {"rows": [1]})
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [
+        ("report.json", "before")
+    ]
+    assert json.loads(capsys.readouterr().out)["rows"] == [1]
 
 
 def test_every_benchmark_writes_its_results_so() -> None:

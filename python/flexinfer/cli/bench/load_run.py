@@ -15,6 +15,7 @@ from flexinfer.cli.bench.drafts import Counts, read_counts, summarize_drafts
 from flexinfer.cli.bench.options import LoadOptions
 from flexinfer.cli.endpoint import Endpoint
 from flexinfer.cli.errors import check_folder
+from flexinfer.cli.result_file import result_file
 from flexinfer.loadgen.arrivals import gamma_arrivals
 from flexinfer.loadgen.client import ENDPOINTS, Client, Target
 from flexinfer.loadgen.load import run_load
@@ -222,13 +223,15 @@ def write_results(settings: LoadSettings, result: LoadResult) -> list[Path]:
         name = settings.result_filename or f"{settings.backend}-{stamp}.json"
         file = settings.result_dir / name
         text = json.dumps(result.as_dict(detailed=settings.save_detailed), indent=1)
-        file.write_text(text, encoding="utf-8")
+        with result_file(file) as part:
+            part.write_text(text, encoding="utf-8")
         files.append(file)
     if settings.plot is not None:
         from flexinfer.loadgen.plot import plot_load
 
         title = f"{result.settings['model_id']} at {settings.url}"
-        plot_load(settings.plot, result.outcomes, title)
+        with result_file(settings.plot) as part:
+            plot_load(part, result.outcomes, title)
         files.append(settings.plot)
     return files
 

@@ -6,7 +6,6 @@ Options have the names of `vllm bench serve`; docs/tools.md says which are new.
 from __future__ import annotations
 
 import json as json_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -28,16 +27,18 @@ def serve(options: LoadOptions) -> None:
 
         settings = LoadSettings(**vars(options))
         result = measure(settings)
-        files = write_results(settings, result)
     if options.json:
         typer.echo(json_module.dumps(result.as_dict(), indent=2))
     else:
-        _print(settings, result, files)
+        _print(settings, result)
+    for file in write_results(settings, result):
+        if not options.json:
+            typer.echo(f"written: {file}")
     if result.summary.num_completed == 0:
         raise typer.Exit(FAILED)
 
 
-def _print(settings: LoadSettings, result: LoadResult, files: list[Path]) -> None:
+def _print(settings: LoadSettings, result: LoadResult) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -51,8 +52,6 @@ def _print(settings: LoadSettings, result: LoadResult, files: list[Path]) -> Non
         console.print(
             f"first error: {result.first_error}", style="red", markup=False, soft_wrap=True
         )
-    for file in files:
-        console.print(f"written: {file}", soft_wrap=True)
 
 
 def _table(settings: LoadSettings, summary: Summary) -> Any:

@@ -18,6 +18,7 @@ from flexinfer.cli.bench.step_table import profile_table
 from flexinfer.cli.errors import check_folder, usage_errors
 from flexinfer.cli.fitting_table import FittingTable
 from flexinfer.cli.options import KV_CACHE_DTYPE_HELP, QUANTIZATION_HELP
+from flexinfer.cli.result_file import result_file
 from flexinfer.config import SUPPORTED_DTYPES
 from flexinfer.runtime.json_options import require_choice
 
@@ -120,7 +121,8 @@ def step(
     report |= {"threads": num_threads, "load_average": os.getloadavg()[0], "open_s": opened_s}
     print_report(report)
     if json is not None:
-        json.write_text(json_module.dumps(report, indent=1) + "\n")
+        with result_file(json) as file:
+            file.write_text(json_module.dumps(report, indent=1) + "\n")
 
 
 def check_options(roofline: bool, device: str | None, dtype: str, json: Path | None) -> None:

@@ -19,6 +19,7 @@ from flexinfer.cli.demo.run import DemoRunner, RunError
 from flexinfer.cli.demo.script import load_script
 from flexinfer.cli.errors import USAGE_ERROR, check_folder, one_line, usage_errors
 from flexinfer.cli.plot import check_can_plot
+from flexinfer.cli.result_file import result_file
 from flexinfer.cli.terminal_text import size_text
 from flexinfer.engine.history import PlainFormat, choose_format
 from flexinfer.errors import RequestError, VTensorError
@@ -121,10 +122,13 @@ class Demo:
     def _write(self, cached: Run, uncached: Run, checks: list[Check]) -> None:
         settings = self._settings
         if settings.json is not None:
-            settings.json.write_text(json.dumps(self._numbers(cached, uncached, checks), indent=1))
+            numbers = self._numbers(cached, uncached, checks)
+            with result_file(settings.json) as file:
+                file.write_text(json.dumps(numbers, indent=1))
             self._console.print(f"numbers: {settings.json}", highlight=False, soft_wrap=True)
         if settings.plot is not None:
-            plot_memory(settings.plot, cached, uncached)
+            with result_file(settings.plot) as file:
+                plot_memory(file, cached, uncached)
             self._console.print(f"picture: {settings.plot}", highlight=False, soft_wrap=True)
 
     def _numbers(self, cached: Run, uncached: Run, checks: list[Check]) -> dict[str, Any]:

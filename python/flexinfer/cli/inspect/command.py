@@ -12,6 +12,7 @@ import typer
 from flexinfer.cli.errors import reason_of, usage_errors
 from flexinfer.cli.inspect.report import MemoryReport
 from flexinfer.cli.options import AdminKey, Url
+from flexinfer.cli.result_file import result_file
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -51,7 +52,8 @@ def inspect(
         if picture is not None:
             from flexinfer.cli.inspect.picture import draw_map
 
-            draw_map(picture, report)
+            with result_file(picture) as drawn:
+                draw_map(drawn, report)
     if json:
         typer.echo(json_module.dumps(report.as_dict(), indent=2))
         return

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexinfer.cli.errors import check_folder, usage_errors
 from flexinfer.cli.fitting_table import FittingTable
+from flexinfer.cli.result_file import result_file
 from flexinfer.cli.simulate.options import SimulateOptions
 from flexinfer.cli.terminal_text import size_text
 
@@ -55,9 +56,10 @@ def run_simulate(options: SimulateOptions) -> None:
         "step_cost": asdict(cost),
         "routers": results,
     }
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
     _print(report)
+    if options.json is not None:
+        with result_file(options.json) as file:
+            file.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _cost(options: SimulateOptions) -> StepCost:
@@ -68,7 +70,8 @@ def _cost(options: SimulateOptions) -> StepCost:
 
         cost = calibrate(options.calibrate)
         if options.save_step_cost is not None:
-            options.save_step_cost.write_text(json.dumps(asdict(cost), indent=1) + "\n")
+            with result_file(options.save_step_cost) as file:
+                file.write_text(json.dumps(asdict(cost), indent=1) + "\n")
         return cost
     if options.step_cost is None:
         return SHIPPED_COST
