@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
+from flexinfer import async_llm
 from flexinfer.engine.inputs import InputProcessor
 from flexinfer.engine.output_builder import OutputBuilder
 from flexinfer.runner.model_runner import ModelRunner
@@ -85,6 +86,7 @@ def is_bad_step(runner: ModelRunner, _: Any, plan: StepPlan) -> bool:
 
 STAGES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "prompt": (InputProcessor, "parse", lambda _, prompt: len(prompt["prompt_token_ids"]) > 20),
+    "bad words": (async_llm, "with_bad_words_token_ids", lambda params, _: bool(params.bad_words)),
     "grammar": (GrammarCompiler, "_compile", lambda _, params: params.regex == BAD_PROMPT),
     "model": (ModelRunner, "sample", is_bad_step),
     "sampling": (Sampler, "_process", lambda _, logits, states: any(map(is_bad_row, states))),
@@ -101,6 +103,8 @@ def test_a_panic_ends_the_request_that_led_to_it_and_no_other(
     innocent = {"prompt": "I like", "seed": 1, "max_tokens": 8, "ignore_eos": True, "stream": True}
     bad: dict[str, Any] = {**innocent, "prompt": BAD_PROMPT, "seed": BAD_SEED}
     bad["presence_penalty"] = 0.01  # has the logits processed
+    if stage == "bad words":
+        bad |= {"bad_words": ["x"], "prompt": [BAD_PROMPT, BAD_PROMPT]}
     if stage == "grammar":
         bad |= {"structured_outputs": {"regex": BAD_PROMPT}, "ignore_eos": False}
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from flexinfer.errors import EngineError
 from flexinfer.lora.adapters import Adapter
 from flexinfer.outputs import BeamSearchOutput, RequestOutput
+from flexinfer.runtime.panics import panics_as_errors
 from flexinfer.sampling.grammars import TOO_COMPLEX
 from flexinfer.sampling.params import (
     NO_TOKEN_LEFT,
@@ -214,9 +215,10 @@ async def _join(parts: Sequence[Outputs]) -> Outputs:
 
     async def pump(part: Outputs) -> None:
         try:
-            async with aclosing(part):
-                async for item in part:
-                    await queue.put(item)
+            with panics_as_errors:
+                async with aclosing(part):
+                    async for item in part:
+                        await queue.put(item)
             await queue.put(None)
         except Exception as error:
             await queue.put(error)
