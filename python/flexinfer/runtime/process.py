@@ -33,17 +33,23 @@ def check_threads(threads: int | None, num_others: int = 0) -> None:
     """Raises OSError unless all threads of an engine, and others, can be started: libgomp would
     end the process in the first step, and libraries in Rust panic. 50 us each."""
     quota = cpu_quota()
-    own_choice = os.environ.get("OMP_NUM_THREADS", "")
-    is_chosen = threads is None and own_choice.isdecimal()
-    team = int(own_choice) if is_chosen else choose_threads(threads, quota)
-    num_wanted = team + quota.num_cpus + ENGINE_THREADS + num_others
+    team = choose_threads(threads, quota)
+    if threads is None:
+        team = _chosen("OMP_NUM_THREADS", team)
+    tokenizers = _chosen("RAYON_NUM_THREADS", quota.num_cpus)
+    num_wanted = team + tokenizers + ENGINE_THREADS + num_others
     num_started = _num_startable(num_wanted)
     if num_started < num_wanted:
         raise OSError(
             f"the system lets this process start {num_started} threads, and {num_wanted} are "
-            f"needed, {team} of them OpenMP's: raise the limit on processes ({_limit()}), or lower "
-            "threads (OMP_NUM_THREADS)"
+            f"needed, {team} of them OpenMP's and {tokenizers} the tokenizer's: raise the limit on "
+            f"processes ({_limit()}), or lower threads (OMP_NUM_THREADS) and RAYON_NUM_THREADS"
         )
+
+
+def _chosen(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "")
+    return (int(text) if text.isdecimal() else 0) or default
 
 
 def _num_startable(num_wanted: int) -> int:

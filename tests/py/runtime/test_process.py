@@ -20,6 +20,7 @@ NUM_NEEDED = 1 + cpu_quota().num_cpus + ENGINE_THREADS
 @pytest.fixture
 def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system refuses the fourth."""
+    monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
     real, started = threading.Thread.start, []
 
     def start(thread: threading.Thread) -> None:
@@ -45,10 +46,12 @@ def test_threads_that_are_refused_are_counted() -> None:
     assert threading.active_count() == before
 
 
-def test_a_number_that_the_environment_has_chosen_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_the_environment_has_chosen_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("RAYON_NUM_THREADS", "5")
     monkeypatch.setattr("flexinfer.runtime.process._num_startable", lambda num_wanted: 0)
-    with pytest.raises(OSError, match=f"{NUM_NEEDED + 6} are needed, 7 of them"):
+    needed = rf"{ENGINE_THREADS + 12} are needed, 7 of them OpenMP's and 5 the tokenizer's"
+    with pytest.raises(OSError, match=needed):
         check_process(None)
 
 
