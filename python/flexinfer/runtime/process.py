@@ -42,8 +42,8 @@ def check_threads(threads: int | None, num_others: int = 0) -> None:
     if num_started < num_wanted:
         raise OSError(
             f"the system lets this process start {num_started} threads, and {num_wanted} are "
-            f"needed, {team} of them OpenMP's and {tokenizers} the tokenizer's: raise the limit on "
-            f"processes ({_limit()}), or lower threads (OMP_NUM_THREADS) and RAYON_NUM_THREADS"
+            f"needed, {team} of them OpenMP's and {tokenizers} the tokenizer's: raise "
+            f"{_limits()}, or lower threads (OMP_NUM_THREADS) and RAYON_NUM_THREADS"
         )
 
 
@@ -70,8 +70,8 @@ def _num_startable(num_wanted: int) -> int:
     return len(started)
 
 
-def _limit() -> str:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if limit == resource.RLIM_INFINITY:
-        return "pids.max of the container"
-    return f"ulimit -u, which is {limit}, or pids.max of the container"
+def _limits() -> str:
+    """What may be too low: a thread's stack takes addresses, too."""
+    named = {"ulimit -u": resource.RLIMIT_NPROC, "ulimit -v": resource.RLIMIT_AS}
+    found = [name for name, of in named.items() if resource.getrlimit(of)[0] != -1]
+    return " or ".join([*found, "pids.max of the container"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 import threading
@@ -44,6 +45,23 @@ def test_threads_that_are_refused_are_counted() -> None:
     with pytest.raises(OSError, match=f"start 3 threads, and {NUM_NEEDED + 5} are needed, 1 of"):
         check_threads(1, num_others=5)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("limit", "named"),
+    [
+        (resource.RLIMIT_NPROC, "raise ulimit -u or pids.max"),
+        (resource.RLIMIT_AS, "raise ulimit -v or pids.max"),
+        (None, "raise pids.max of the container"),
+    ],
+)
+@pytest.mark.usefixtures("few_threads")
+def test_the_limits_that_there_are_are_named(
+    limit: int | None, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda of: (7 if of == limit else -1, -1))
+    with pytest.raises(OSError, match=named):
+        check_threads(1)
 
 
 def test_numbers_that_the_environment_has_chosen_count(monkeypatch: pytest.MonkeyPatch) -> None:
