@@ -100,7 +100,7 @@ class GgufCheckpoint(Checkpoint):
     def _bytes(self, tensor: GgufTensor) -> torch.Tensor:
         """Read, not mapped: what is mapped stays in the process as long as the file."""
         return torch.from_numpy(
-            np.fromfile(self._header.path, np.uint8, tensor.size_bytes, offset=tensor.offset)
+            np.fromfile(tensor.path, np.uint8, tensor.size_bytes, offset=tensor.offset)
         )
 
     def _order(self, name: str) -> torch.Tensor | None:

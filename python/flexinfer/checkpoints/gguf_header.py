@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from typing import Any, BinaryIO
 from flexinfer.errors import UnsupportedModelError
 
 MAGIC = b"GGUF"
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+"""What a part of a model in several files is called, by llama-gguf-split."""
 VERSIONS = (2, 3)
 ALIGNMENT, DEFAULT_ALIGNMENT = "general.alignment", 32
 UINT32, STRING, ARRAY = 4, 8, 9
@@ -105,13 +108,15 @@ END_LENGTHS = {len(text) for text in ENDS}
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies in the file, and how."""
+    """Where one tensor lies, and how."""
 
     type: str
     shape: tuple[int, ...]
     """Rows first."""
+    path: str
+    """Of the file that it is in."""
     offset: int
-    """Bytes from the beginning of the file."""
+    """Bytes from the beginning of that file."""
 
     def part(self, index: int) -> GgufTensor:
         """One of the matrices of a tensor of three dimensions."""
@@ -131,6 +136,7 @@ class GgufTensor:
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
     path: str
+    """Of the file, or the first of a model's files."""
     metadata: dict[str, Any]
     """Of arrays of strings only how many there are."""
     tensors: dict[str, GgufTensor]
@@ -152,17 +158,18 @@ def has_header(path: str) -> bool:
 
 
 def read_header(path: str) -> GgufHeader:
-    """Raises UnsupportedModelError for a file that is none, is damaged, or has tensors of a type
-    that cannot be read, each by name."""
+    """Of a model in one file, or in several, of which `path` is one. Raises UnsupportedModelError
+    for a file that is none, is damaged or missing, or has tensors of a type that cannot be read,
+    each by name."""
     with _refusing(path):
-        status = os.stat(path)
-        return _read_header(path, status.st_mtime_ns, status.st_size)
+        return _read_header(tuple(_state_of(file) for file in _files_of(path)))
 
 
 def read_texts(path: str, keys: Collection[str]) -> dict[str, list[str]]:
     """The arrays of strings of these keys, those that there are. Raises as `read_header`."""
     with _refusing(path):
-        metadata = _read(path, os.stat(path).st_size, keys).metadata
+        first = _files_of(path)[0]
+        metadata = _read(first, os.stat(first).st_size, keys).metadata
     found = {key: metadata[key] for key in keys if isinstance(metadata.get(key), list)}
     return {key: texts for key, texts in found.items() if isinstance(next(iter(texts), ""), str)}
 
@@ -180,9 +187,48 @@ def _refusing(path: str) -> Iterator[None]:
         raise UnsupportedModelError(f"{path!r} is a damaged GGUF file: {error}") from error
 
 
+def _files_of(path: str) -> list[str]:
+    """All parts of a model, of what is called as one of several."""
+    match = PART.fullmatch(path)
+    if match is None:
+        return [path]
+    return [f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1)]
+
+
+def _state_of(file: str) -> tuple[str, int, int]:
+    """Its path, time and size."""
+    status = os.stat(file)
+    return file, status.st_mtime_ns, status.st_size
+
+
 @lru_cache(maxsize=2)
-def _read_header(path: str, mtime_ns: int, size_bytes: int) -> GgufHeader:
-    return _read(path, size_bytes)
+def _read_header(files: tuple[tuple[str, int, int], ...]) -> GgufHeader:
+    paths = [path for path, _, _ in files]
+    parts = []
+    for number, (path, _, size_bytes) in enumerate(files):
+        with _refusing(path):
+            parts.append(_read(path, size_bytes))
+            _check_part(parts[-1], number, paths)
+    tensors: dict[str, GgufTensor] = {}
+    for part in parts:
+        if twice := sorted(tensors.keys() & part.tensors.keys()):
+            raise ValueError(f"its parts have {twice[0]} twice")
+        tensors |= part.tensors
+    total = parts[0].metadata.get("split.tensors.count", len(tensors))
+    if len(parts) > 1 and total != len(tensors):
+        raise ValueError(f"its parts have {len(tensors)} tensors, and should have {total}")
+    return replace(parts[0], tensors=tensors)
+
+
+def _check_part(part: GgufHeader, number: int, paths: list[str]) -> None:
+    """Raises UnsupportedModelError where it does not say that it is the one that its name says."""
+    count = max(1, part.metadata.get("split.count", 1))
+    found = part.metadata.get("split.no", 0)
+    if count != len(paths) or found != number:
+        raise UnsupportedModelError(
+            f"{part.path!r} is part {found + 1} of {count} of a model: give it the name "
+            f"NAME-{found + 1:05}-of-{count:05}.gguf, with the others beside it"
+        )
 
 
 def _read(path: str, size_bytes: int, wanted: Collection[str] = ()) -> GgufHeader:
@@ -211,11 +257,6 @@ class _Reader:
             )
         num_tensors, num_values = self._take("QQ")
         metadata = self._metadata(num_values)
-        if metadata.get("split.count", 1) > 1:
-            raise UnsupportedModelError(
-                f"{self._path!r} is one of {metadata['split.count']} parts of a model: join them "
-                "first, by llama-gguf-split --merge"
-            )
         infos = [self._tensor() for _ in range(num_tensors)]
         tensors = self._tensors(infos, metadata.get(ALIGNMENT, DEFAULT_ALIGNMENT))
         return GgufHeader(self._path, metadata, tensors, tuple(self._end_ids))
@@ -242,7 +283,7 @@ class _Reader:
         start = at = -(-self._at // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         for name, kind, shape, offset in infos:
-            tensor = GgufTensor(self._type(name, kind), shape, start + offset)
+            tensor = GgufTensor(self._type(name, kind), shape, self._path, start + offset)
             if name in tensors:
                 raise ValueError(f"it has two tensors {name}")
             if 0 in shape:

@@ -44,7 +44,7 @@ class GgufValues:
                 f"{self._header.path!r} has {name!r} as {found.type} {list(found.shape)}; known "
                 "are vectors of F32"
             )
-        with open(self._header.path, "rb") as file:
+        with open(found.path, "rb") as file:
             file.seek(found.offset)
             return list(struct.unpack(f"<{found.shape[0]}f", file.read(found.size_bytes)))
 

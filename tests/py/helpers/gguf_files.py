@@ -118,11 +118,14 @@ def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_tensor(f"rope_factors_{name}.weight", factors)
 
 
-def writer_of(path: Path, model: Any, extra: Mapping[str, Any] | None = None) -> gguf.GGUFWriter:
-    """A file with what the config says. extra: keys of the architecture and float values."""
+def writer_of(
+    path: Path, model: Any, extra: Mapping[str, Any] | None = None, **of_parts: Any
+) -> gguf.GGUFWriter:
+    """A file with what the config says. extra: keys of the architecture and float values.
+    of_parts: how it is split, as gguf's writer has it."""
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, **of_parts)
     add_sizes(writer, config)
     if getattr(config, "num_experts_per_tok", None):
         writer.add_expert_count(config.num_local_experts)
