@@ -9,7 +9,7 @@ time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import count
 from types import TracebackType
@@ -232,12 +232,12 @@ class LLM:
     def _run(self, request_ids: Sequence[str]) -> Iterator[RequestOutput]:
         """Until these requests have ended; outputs of others are set aside for their turn. Raises
         EngineError, when the rest has ended, if another call has ended some of them."""
-        pending = set(request_ids)
-        num_ended, errors = 0, []
+        own = frozenset(request_ids)
+        pending, num_ended, errors = set(own), 0, []
         try:
             while pending:
                 with self._turns:
-                    outputs = self._take(request_ids) or self._step(request_ids, pending)
+                    outputs = self._take(own) or self._step(own, pending)
                 for output in outputs:
                     if output.finished:
                         pending.discard(output.request_id)
@@ -260,13 +260,14 @@ class LLM:
         finally:
             with self._turns:
                 self.llm_engine.abort_request(pending)
-                self._take(request_ids)
+                self._take(own)
 
-    def _take(self, request_ids: Sequence[str]) -> list[RequestOutput]:
+    def _take(self, request_ids: Set[str]) -> list[RequestOutput]:
         """What was set aside for them."""
-        return [output for i in request_ids for output in self._set_aside.pop(i, ())]
+        found = [i for i in self._set_aside if i in request_ids]  # few, where prompts are many
+        return [output for i in found for output in self._set_aside.pop(i)]
 
-    def _step(self, request_ids: Sequence[str], pending: set[str]) -> list[RequestOutput]:
+    def _step(self, request_ids: Set[str], pending: set[str]) -> list[RequestOutput]:
         """What a step brings them. Whom another caller has ended is pending no more."""
         for output in self.llm_engine.step():
             self._set_aside.setdefault(output.request_id, []).append(output)
