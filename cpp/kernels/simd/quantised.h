@@ -167,7 +167,7 @@ struct GroupTile {
     const int64_t group_pieces = kIsInt16s ? weight.group / length : 1;
     int64_t piece = 0;
     for (int64_t group = 0; group < num_groups; ++group) {
-      Vec scale[N] = {}, minimum[N];
+      Vec scale[N] = {}, minimum[N] = {};
       for (int64_t i = 0; i < group_pieces; ++i, ++piece) {
         Part part[M][N] = {};
         start<M, N>(call, at, piece, part);
@@ -178,24 +178,16 @@ struct GroupTile {
           bytes += kNumbers * 4;
         }
         if (i == 0) scales.next(scale);
-#pragma GCC unroll 6
-        for (int m = 0; m < M; ++m) {
-          const float unit = unit_of(call, at.row + m, piece);
+        const float* x_sums = nullptr;
+        if (weight.minimums != nullptr && i + 1 == group_pieces) {
+          x_sums = call.x_sums + at.row * num_groups + group;
+          minimums.next(minimum);
 #pragma GCC unroll 8
-          for (int n = 0; n < N; ++n) sums[m][n] += scale[n] * unit * in_floats(part[m][n]);
+          for (int n = 0; n < N; ++n) {
+            if (is_product) minimum[n] = scale[n] * static_cast<float>(weight.zero()) - minimum[n];
+          }
         }
-      }
-      if (weight.minimums == nullptr) continue;
-      minimums.next(minimum);
-#pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) {
-        if (is_product) minimum[n] = scale[n] * static_cast<float>(weight.zero()) - minimum[n];
-      }
-#pragma GCC unroll 6
-      for (int m = 0; m < M; ++m) {
-        const float x_sum = call.x_sums[(at.row + m) * num_groups + group];
-#pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) sums[m][n] += minimum[n] * x_sum;
+        add_part<M, N>(call, at.row, piece, part, scale, minimum, x_sums, sums);
       }
     }
 #pragma GCC unroll 6
@@ -215,6 +207,32 @@ struct GroupTile {
 
   VTENSOR_INLINE static float unit_of(const QuantisedCall& call, int64_t row, int64_t piece) {
     return kIsInt16s ? call.x_scales[row * call.num_pieces + piece] : 1;
+  }
+
+  // sums += scale * part + minimum * the sum of a group's inputs, x_sums: of the first row; none
+  // where a group has more pieces or no minimums. Registers do not hold all sums: each is read and
+  // written once.
+  template <int M, int N>
+  VTENSOR_INLINE static void add_part(const QuantisedCall& call, int64_t row, int64_t piece,
+                                      const Part (&part)[M][N], const Vec (&scale)[N],
+                                      const Vec (&minimum)[N], const float* x_sums,
+                                      Vec (&sums)[M][N]) {
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m) {
+      Vec sum[N];
+      const float unit = unit_of(call, row + m, piece);
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) {
+        sum[n] = sums[m][n] + scale[n] * unit * in_floats(part[m][n]);
+      }
+      if (x_sums != nullptr) {
+        const float x_sum = x_sums[m * call.weight.num_groups()];
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) sum[n] += minimum[n] * x_sum;
+      }
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) sums[m][n] = sum[n];
+    }
   }
 
   template <int M, int N>
