@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Any
@@ -258,9 +259,12 @@ class LLM:
                     "another call: aborted there, or part of a step that failed in it"
                 )
         finally:
-            with self._turns:
-                self.llm_engine.abort_request(pending)
-                self._take(own)
+            self._turns.call(partial(self._leave, own, pending))
+
+    def _leave(self, request_ids: Set[str], pending: Iterable[str]) -> None:
+        """Nobody waits for these requests any more, of which some are pending."""
+        self.llm_engine.abort_request(pending)
+        self._take(request_ids)
 
     def _take(self, request_ids: Set[str]) -> list[RequestOutput]:
         """What was set aside for them."""
@@ -273,12 +277,8 @@ class LLM:
             self._set_aside.setdefault(output.request_id, []).append(output)
         if self.llm_engine.manager.closed:
             raise ReleasedError("the engine was closed before its requests had ended")
-        if self.llm_engine.get_num_unfinished_requests() < len(pending):
-            pending &= {i for i in pending if self._is_awaited(i)}
+        pending -= pending.difference(self.llm_engine.unfinished_ids, self._set_aside)
         return self._take(request_ids)
-
-    def _is_awaited(self, request_id: str) -> bool:
-        return request_id in self._set_aside or self.llm_engine.is_unfinished(request_id)
 
     def _progress(
         self, outputs: Iterator[RequestOutput], total: int, use_tqdm: bool

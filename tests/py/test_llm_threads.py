@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
@@ -83,6 +85,49 @@ def test_a_stream_whose_request_ended_with_anothers_step_says_so(
             completed(llm, "world")
     with pytest.raises(EngineError, match="1 of 1 requests were ended by another call"):
         list(stream)
+
+
+def test_a_request_that_has_ended_is_not_waited_for_while_others_go_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was for as long as others kept the engine busy."""
+    stream = llm.stream("hello", GREEDY)
+    next(stream)
+    with monkeypatch.context() as broken:
+        broken.setattr(llm.llm_engine, "_compute", broken_step)
+        with pytest.raises(RuntimeError, match="the device is on fire"):
+            completed(llm, "world")
+    with closing(llm.stream("hello", GREEDY)) as other:
+        next(other)
+        with pytest.raises(EngineError, match="1 of 1 requests were ended by another call"):
+            list(stream)
+        assert llm.llm_engine.get_num_unfinished_requests() == 1
+
+
+@pytest.mark.parametrize("place", ["_steps.execute", "_outputs"])
+def test_a_stream_that_is_collected_within_a_step_harms_no_other_request(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """It was aborted there and then, and the call that made the step got a KeyError, or that its
+    vTensor had been released."""
+    alone = completed(llm, "hello")
+    left: list[object] = [llm.stream("world", GREEDY)]
+    next(left[0])  # type: ignore[call-overload]
+    left.append(left)
+    path, _, name = place.rpartition(".")
+    part = getattr(llm.llm_engine, path) if path else llm.llm_engine
+    function = getattr(part, name)
+
+    def collecting(*args: object, **settings: object) -> object:
+        result = function(*args, **settings)
+        gc.collect()
+        return result
+
+    monkeypatch.setattr(part, name, collecting)
+    del left
+    assert completed(llm, "hello") == alone
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert not llm._set_aside
 
 
 def broken_step(*_: object, **__: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, KeysView
 
 from flexinfer.config import EngineConfig
 from flexinfer.engine.build import EngineParts, build_parts, make_speculation
@@ -110,8 +110,9 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         return len(self._groups)
 
-    def is_unfinished(self, request_id: str) -> bool:
-        return request_id in self._groups
+    @property
+    def unfinished_ids(self) -> KeysView[str]:
+        return self._groups.keys()
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests at any point and free what they hold; unknown ids are passed over."""
