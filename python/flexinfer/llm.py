@@ -210,17 +210,17 @@ class LLM:
         if len(adapters) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(adapters)} lora_requests")
         added: list[str] = []
-        with self._turns:
-            try:
+        try:
+            with self._turns:
                 for prompt, one, rank, adapter in zip(
                     prompts, params, priorities, adapters, strict=True
                 ):
                     request_id = str(next(self._request_ids))
                     self.llm_engine.add_request(request_id, prompt, one, rank, adapter)
                     added.append(request_id)
-            except BaseException:
-                self.llm_engine.abort_request(added)
-                raise
+        except BaseException:
+            self._turns.call(partial(self._leave, added, added))
+            raise
         return added
 
     def _final_outputs(self, request_ids: Sequence[str], use_tqdm: bool) -> list[RequestOutput]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -127,6 +128,35 @@ def test_a_stream_that_is_collected_within_a_step_harms_no_other_request(
     del left
     assert completed(llm, "hello") == alone
     assert not llm.llm_engine.has_unfinished_requests()
+    assert not llm._set_aside
+
+
+@pytest.mark.parametrize("name", ["add_request", "_compute"])
+def test_an_interrupt_ends_the_requests_of_the_call_that_it_came_to_and_no_others(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It broke the step off: the requests of other threads ended with it, or waited for ever."""
+    alone = streamed(llm, "hello")
+    stream = llm.stream("hello", GREEDY)
+    text = next(stream).outputs[0].text
+    engine = llm.llm_engine
+    function = getattr(engine, name)
+
+    def interrupted(*args: object, **settings: object) -> object:
+        result = function(*args, **settings)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                completed(llm, "world")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert engine.get_num_unfinished_requests() == 1
+    assert text + "".join(output.outputs[0].text for output in stream) == alone
     assert not llm._set_aside
 
 

@@ -4,6 +4,8 @@ Python's own locks go to whoever asks when they are free, mostly the thread that
 one that steps the engine would keep all others out until its requests have ended. Here a thread
 that waits comes before the one that asks again.
 
+Ctrl-C in a turn comes at its end (`Interrupts`).
+
 Thread-safety: all of it. Re-entrant.
 """
 
@@ -13,6 +15,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+
+from flexinfer.engine.interrupts import Interrupts
 
 
 class _Own(threading.local):
@@ -32,9 +36,11 @@ class Turns:
         self._next = threading.RLock()  # of the one thread that gets `_lock` when it is free
         self._own = _Own()
         self._calls: deque[Callable[[], object]] = deque()
+        self._interrupts = Interrupts()
 
     def __enter__(self) -> None:
         depth = self._own.depth
+        self._interrupts.hold()
         with nullcontext() if depth else self._next:
             self._lock.acquire()
             self._own.depth = depth + 1
@@ -46,7 +52,8 @@ class Turns:
         finally:
             self._own.depth -= 1
             self._lock.release()
-        self._make_calls()  # what has been asked for since
+            self._make_calls()  # what has been asked for since
+            self._interrupts.let_go()
 
     def call(self, function: Callable[[], object]) -> None:
         """Now or, while there is a turn, at its end, by the thread that has it.
@@ -59,6 +66,9 @@ class Turns:
 
     def _make_calls(self) -> None:
         """In a turn for them, unless there is another, which makes them at its end."""
+        self._interrupts.hold()
         if self._calls and not self._own.depth and self._lock.acquire(blocking=False):
             self._own.depth = 1
             self.__exit__()
+        else:
+            self._interrupts.let_go()
