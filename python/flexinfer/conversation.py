@@ -185,7 +185,7 @@ class Conversation:
         return fork
 
     def close(self) -> None:
-        """Let the KV be evicted. May be called again. Raises ValueError while the engine sleeps."""
+        """Let the KV be evicted; while the engine sleeps, at `wake_up`. May be called again."""
         self._unpin()
         self._closed = True
 
@@ -256,9 +256,9 @@ class Conversation:
         self._pin = pin
 
     def _unpin(self) -> None:
-        manager = self._llm.llm_engine.manager
-        if self._pin is not None and not manager.closed:
-            manager.unpin_prefix(self._pin)
+        engine = self._llm.llm_engine
+        if self._pin is not None and not engine.manager.closed:
+            engine.scheduler.pins.drop(self._pin)
         self._pin = None
 
     def _check_open(self) -> None:

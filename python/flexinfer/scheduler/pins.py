@@ -79,11 +79,12 @@ class Pins:
             self.keep(export_owner(request.request_id), tokens, EXPORT_TTL_S, request.cache_salt)
 
     def drop(self, owner: str) -> None:
-        """Let the owner's prefix be evicted; asleep: at `wake_up`. Unknown owners are passed
-        over."""
+        """Let the owner's prefix be evicted, whoever has pinned it; asleep: at `wake_up`. Unknown
+        owners are passed over."""
         if self._manager.asleep:
             self._wishes[owner] = None
-        elif self._expires_at.pop(owner, None) is not None:
+        else:
+            self._expires_at.pop(owner, None)
             self._manager.unpin_prefix(owner)
 
     def release_oldest(self) -> bool:
