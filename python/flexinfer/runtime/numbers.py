@@ -15,7 +15,7 @@ from typing import Any
 def whole(name: str, value: Any) -> int:
     """An integer."""
     try:
-        if _is_bool(value):
+        if _is_bool(value) or _is_array(value):
             raise TypeError
         return index(value)
     except TypeError:
@@ -38,7 +38,7 @@ def positive(name: str, value: Any, most: int | None = None) -> int:
 def real(name: str, value: Any) -> float:
     """A finite number."""
     try:
-        if _is_bool(value) or isinstance(value, (str, bytes)):
+        if _is_bool(value) or _is_array(value) or isinstance(value, (str, bytes)):
             raise TypeError
         number = float(value)
         if not math.isfinite(number):
@@ -67,5 +67,10 @@ def whole_list(name: str, given: Any) -> list[int]:
 
 
 def _is_bool(value: Any) -> bool:
-    is_array = str(getattr(value, "dtype", "")).endswith("bool") and not getattr(value, "ndim", 0)
-    return isinstance(value, bool) or is_array
+    is_scalar = str(getattr(value, "dtype", "")).endswith("bool") and not _is_array(value)
+    return isinstance(value, bool) or is_scalar
+
+
+def _is_array(value: Any) -> bool:
+    """Of however few numbers: torch takes one of one, a bool too, for a number."""
+    return bool(getattr(value, "ndim", 0))

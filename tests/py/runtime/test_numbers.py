@@ -42,6 +42,14 @@ def test_what_is_no_finite_number_is_refused_by_name(value: Any) -> None:
         real("it", value)
 
 
+@pytest.mark.parametrize("value", [torch.tensor([True]), torch.tensor([5]), np.array([5])])
+def test_an_array_of_one_is_no_number(value: Any) -> None:
+    """To torch it is one, a bool too."""
+    for read in (whole, real):
+        with pytest.raises(ValueError, match=r"^it must be"):
+            read("it", value)
+
+
 @pytest.mark.parametrize("value", [True, np.True_, torch.tensor(True)])
 def test_flags_become_bools(value: Any) -> None:
     assert flag("it", value) is True
