@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 from flexinfer import LLM, AsyncLLM, EngineError, SamplingParams
 from flexinfer.engine.llm_engine import LLMEngine
+from flexinfer.models import loading
 from flexinfer.outputs import RequestOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
@@ -158,6 +160,29 @@ def test_an_interrupt_ends_the_requests_of_the_call_that_it_came_to_and_no_other
     assert engine.get_num_unfinished_requests() == 1
     assert text + "".join(output.outputs[0].text for output in stream) == alone
     assert not llm._set_aside
+
+
+def test_llms_that_threads_open_at_once_are_loaded_one_after_the_other(
+    llm: LLM, model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' functions stayed changed: no checkpoint with a tied head was complete then."""
+    inside = threading.Lock()
+    place = loading._place
+
+    def watched(*args: Any) -> Any:
+        assert inside.acquire(blocking=False), "two threads load at once"
+        try:
+            return place(*args)
+        finally:
+            inside.release()
+
+    def opened(path: str) -> str:
+        with LLM(path, kv_cache_memory_bytes=16 << 20) as own:
+            return completed(own, "hello")
+
+    monkeypatch.setattr(loading, "_place", watched)
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(opened, [model_path] * 3)) == [completed(llm, "hello")] * 3
 
 
 def broken_step(*_: object, **__: object) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 
 READ_ENDINGS = (".json", ".safetensors", ".jinja", ".model", ".txt")
 """Of the files in a model's folder that it may need."""
+_loading = threading.Lock()
+"""transformers changes its own functions while it makes a model: two threads at once leave them
+changed, and no tied head would be found in any later checkpoint."""
 
 
 def load_model(
@@ -44,7 +48,7 @@ def load_model(
 
     Layers of a model that is loaded here are replaced by fused ones where there are any; a model
     that is taken over stays as it is. quantization: "auto" is the checkpoint's own, "a8" too, with
-    inputs of 8 bits; else a name that `Scheme.parse` knows.
+    inputs of 8 bits; else a name that `Scheme.parse` knows. Threads load one model after the other.
 
     Raises UnsupportedModelError, before any weight is read where the config tells enough.
     """
@@ -52,7 +56,7 @@ def load_model(
     from flexinfer.runtime.torch_settings import large_blocks_apart, return_freed_memory
 
     config = resolve_config(model)
-    with large_blocks_apart():
+    with _loading, large_blocks_apart():
         loaded, name = _place(model, config, dtype, device, quantization)
     described = describe(loaded, name)
     return_freed_memory()
