@@ -232,6 +232,21 @@ def test_tenants_do_not_share(llm: LLM) -> None:
         assert chat.generate(GREEDY).num_cached_tokens == 51
 
 
+def test_what_is_computed_beside_an_answers_end_is_waited_for() -> None:
+    """An answer that a token ended was not recorded yet when the conversation pinned its prefix,
+    and held its memory until the next call."""
+    (prompt,) = random_prompts((40,))
+    with make_llm(async_scheduling=True) as llm, llm.conversation(prompt) as chat:
+        (said,) = llm.generate([{"prompt_token_ids": prompt}], GREEDY, use_tqdm=False)
+        end = said.outputs[0].token_ids[6]
+        chat.generate(SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[end]))
+        assert llm.llm_engine.manager.stats().num_vtensors == 0
+        llm.reset_prefix_cache()
+        num_kept = len(chat.token_ids)
+        assert num_kept < 52
+        assert chat.generate(GREEDY).num_cached_tokens >= num_kept - 1
+
+
 # Refusals.
 
 

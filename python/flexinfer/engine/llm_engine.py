@@ -120,7 +120,10 @@ class LLMEngine:
         groups = [self._groups[i] for i in ids if i in self._groups]
         for group in groups:
             self.scheduler.abort(group.unfinished(), "abort")
-        return self._outputs(groups)
+        outputs = self._outputs(groups)
+        if not self._groups:
+            self._settle()  # what a step in flight computes in vain is freed, too
+        return outputs
 
     def step(self) -> list[RequestOutput]:
         """Advance all scheduled requests by one step; returns the outputs of those that changed.
@@ -178,7 +181,6 @@ class LLMEngine:
     def close(self) -> None:
         """End all requests and free all memory. The engine cannot be used afterwards."""
         self.abort_request(list(self._groups))
-        self._settle()
         self.grammars.close()
         if self._draft_model is not None:
             self._draft_model.close()
