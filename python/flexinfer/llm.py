@@ -167,7 +167,8 @@ class LLM:
             return self.llm_engine.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> int:
-        """Give all physical KV memory back to the system, as `LLMEngine.sleep`; returns bytes."""
+        """Give all physical KV memory back to the system, as `LLMEngine.sleep`; returns bytes.
+        Calls under way in other threads raise ValueError, as those do that begin then."""
         with self._turns:
             return self.llm_engine.sleep(level)
 
