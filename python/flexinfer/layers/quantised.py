@@ -63,16 +63,25 @@ class Scheme:
         return depth > 0 and depth % (self.group or 4) == 0
 
     def quantise(self, weight: torch.Tensor) -> QuantisedTensor:
-        """weight: [columns, depth], float. REQUIRES `fits`."""
+        """weight: [columns, depth], float. REQUIRES `fits`. Raises ValueError for numbers that are
+        not finite, or beyond what float16 scales reach."""
         rows, depth = weight.shape
         parts = of_pieces(lambda some: self._quantise(weight[some]), rows, 4 * depth)
         return QuantisedTensor.join(parts)
 
     def _quantise(self, weight: torch.Tensor) -> QuantisedTensor:
         if self.group == 0:
-            return quantise_outputs(weight)
-        source = quantise_groups(weight, self.group, self.has_minimums)
-        return replace(source, byte_inputs=self.byte_inputs)
+            source = quantise_outputs(weight)
+        else:
+            source = quantise_groups(weight, self.group, self.has_minimums)
+        numbers = [n for n in (source.scales, source.minimums) if n is not None]
+        if not all(bool(n.isfinite().all()) for n in numbers):
+            least, most = (end.item() for end in torch.aminmax(weight))
+            raise ValueError(
+                f"a weight with numbers from {least:g} to {most:g} cannot be quantised to "
+                f"{self.bits} bits: the checkpoint may be damaged"
+            )
+        return replace(source, byte_inputs=self.byte_inputs or self.group == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +222,7 @@ def quantise_groups(weight: torch.Tensor, group: int, has_minimums: bool) -> Qua
     low, high = groups.amin(dim=2), groups.amax(dim=2)
     largest = torch.where(high > -low, high, low) / -8
     best = torch.full_like(largest, torch.inf)
-    scales = torch.zeros_like(largest)
+    scales = torch.full_like(largest, torch.nan)  # stays so where no candidate has an error
     buffer = torch.empty_like(groups)
     for candidate in SCALE_CANDIDATES:
         tried = _halves(largest * candidate)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -223,6 +225,19 @@ def test_weights_of_a_normal_distribution_lose_little(name: str, bound: float) -
     weight = torch.randn(64, 512)
     error = Scheme.parse(name).quantise(weight).dequantised() - weight
     assert error.norm() / weight.norm() < bound
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int4-zp", "int4-a8"])
+@pytest.mark.parametrize("number", [math.nan, math.inf, 1e6])
+def test_numbers_that_scales_do_not_reach_are_refused(name: str, number: float) -> None:
+    """With 4 bits their groups became zeros."""
+    weight = torch.ones(16, 128)
+    weight[3, 5] = number
+    if name == "int8" and math.isfinite(number):
+        assert Scheme.parse(name).quantise(weight).dequantised().max() == number
+        return
+    with pytest.raises(ValueError, match=r"cannot be quantised to [48] bits"):
+        Scheme.parse(name).quantise(weight)
 
 
 def test_groups_of_zeros_stay_zeros() -> None:
