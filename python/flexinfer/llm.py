@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 ManyAdapters = LoRARequest | Sequence[LoRARequest | None] | None
 ManyParams = SamplingParams | Sequence[SamplingParams] | None
+LOOKED_AT = 256
+"""Requests a step, of those that a call waits for, whether another call has ended them."""
 
 
 class LLM:
@@ -236,10 +238,14 @@ class LLM:
         EngineError, when the rest has ended, if another call has ended some of them."""
         own = frozenset(request_ids)
         pending, num_ended, errors = set(own), 0, []
+        num_turns = count(1)
         try:
             while pending:
                 with self._turns:
-                    outputs = self._take(own) or self._step(own, pending)
+                    outputs = self._take(own) or self._step(own)
+                    if next(num_turns) % (1 + len(pending) // LOOKED_AT) == 0:
+                        engine = self.llm_engine
+                        pending -= pending.difference(engine.unfinished_ids, self._set_aside)
                 for output in outputs:
                     if output.finished:
                         pending.discard(output.request_id)
@@ -272,13 +278,12 @@ class LLM:
         found = [i for i in self._set_aside if i in request_ids]  # few, where prompts are many
         return [output for i in found for output in self._set_aside.pop(i)]
 
-    def _step(self, request_ids: Set[str], pending: set[str]) -> list[RequestOutput]:
-        """What a step brings them. Whom another caller has ended is pending no more."""
+    def _step(self, request_ids: Set[str]) -> list[RequestOutput]:
+        """What a step brings them."""
         for output in self.llm_engine.step():
             self._set_aside.setdefault(output.request_id, []).append(output)
         if self.llm_engine.manager.closed:
             raise ReleasedError("the engine was closed before its requests had ended")
-        pending -= pending.difference(self.llm_engine.unfinished_ids, self._set_aside)
         return self._take(request_ids)
 
     def _progress(
