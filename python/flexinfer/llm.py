@@ -222,7 +222,7 @@ class LLM:
                     self.llm_engine.add_request(request_id, prompt, one, rank, adapter)
                     added.append(request_id)
         except BaseException:
-            self._turns.call(partial(self._leave, added, added))
+            self._turns.call(partial(self._leave, frozenset(added), added))
             raise
         return added
 
@@ -245,7 +245,7 @@ class LLM:
                     outputs = self._take(own) or self._step(own)
                     if next(num_turns) % (1 + len(pending) // LOOKED_AT) == 0:
                         engine = self.llm_engine
-                        pending -= pending.difference(engine.unfinished_ids, self._set_aside)
+                        pending -= pending.difference(engine.unfinished_ids(), self._set_aside)
                 for output in outputs:
                     if output.finished:
                         pending.discard(output.request_id)

@@ -110,7 +110,6 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         return len(self._groups)
 
-    @property
     def unfinished_ids(self) -> KeysView[str]:
         return self._groups.keys()
 
@@ -118,8 +117,7 @@ class LLMEngine:
         """End requests at any point and free what they hold; unknown ids are passed over."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         groups = [self._groups[i] for i in ids if i in self._groups]
-        for group in groups:
-            self.scheduler.abort(group.unfinished(), "abort")
+        self.scheduler.abort([r for group in groups for r in group.unfinished()], "abort")
         outputs = self._outputs(groups)
         if not self._groups:
             self._settle()  # what a step in flight computes in vain is freed, too

@@ -213,7 +213,7 @@ class EngineThread:
         except EngineDeadError:
             raise
         except Exception as error:
-            ended = [i for i in self._callbacks if i not in self._engine.unfinished_ids]
+            ended = [i for i in self._callbacks if i not in self._engine.unfinished_ids()]
             if not ended:
                 raise
             logger.warning("a step has failed, %d requests with it", len(ended), exc_info=True)
