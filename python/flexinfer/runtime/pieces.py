@@ -3,8 +3,7 @@
 What is computed of a piece stays in a core's cache, and malloc's heap serves it: blocks of a
 weight's size are mapped and faulted in one by one while a model is loaded. And pieces wait for none
 other. torch's threads share each operator and wait for one another at its end: while another
-process runs on one of the CPUs, that is a time slice for each operator, and a file that was loaded
-in 5 seconds took 50.
+process runs on one of the CPUs, that is a time slice for many an operator.
 """
 
 from __future__ import annotations
