@@ -13,11 +13,12 @@ import platform
 import shlex
 import subprocess
 import sys
-from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from flexinfer.runtime.whole_file import whole_file
 
 REQUIRED = ("date", "command", "cpu", "cores", "load", "python", "torch", "commit")
 PACKAGES = ("torch", "flexinfer", "transformers", "triton", "flash-attn")
@@ -36,17 +37,11 @@ def write_json(path: Path, report: dict[str, Any]) -> None:
     """Written whole or not at all. Where that fails (the disk is full), what was there stays, and
     the program ends with one line on stderr, and the numbers on stdout."""
     text = json.dumps(report, indent=1) + "\n"
-    is_plain = not path.is_symlink() and (path.is_file() or not path.exists())
-    part = path.with_suffix(".part") if is_plain else path  # /dev/stdout
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        if is_plain:
-            part.replace(path)
+        with whole_file(path) as part:
+            part.write_text(text, encoding="utf-8")
     except OSError as error:
-        if is_plain:
-            with suppress(OSError):
-                part.unlink()
         print(text)
         sys.exit(f"{path} is not written: {error.strerror}; its numbers are on stdout")
 

@@ -10,7 +10,7 @@ from typing import Any
 from flexinfer.events.config import KVEventsConfig
 from flexinfer.handover.roles import check_role
 from flexinfer.runtime.json_options import from_mapping, require_choice
-from flexinfer.runtime.numbers import flag, positive, real
+from flexinfer.runtime.numbers import flag, positive, real, whole
 from flexinfer.runtime.units import parse_bytes
 
 DEFAULT_MAX_NUM_SEQS = 64
@@ -260,8 +260,9 @@ class EngineConfig:
         for name in sizes:
             if getattr(self, name) is not None:
                 self._set_positive(name, MAX_COUNT)
-        every = self.state_snapshot_tokens
-        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+        for name in ("state_snapshot_tokens", "seed"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
+        if (every := self.state_snapshot_tokens) < 0:
             raise ValueError(
                 "state_snapshot_tokens must be a number of tokens, or 0 for the ends of prompts "
                 f"and turns alone, got {every!r}"
@@ -281,8 +282,6 @@ class EngineConfig:
                 raise ValueError(
                     "kv_events_config needs prefix caching: without it nothing is cached to tell of"
                 )
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ValueError(f"seed must be an integer, got {self.seed!r}")
         if self.dtype != "auto" and dtype_name(self.dtype) not in SUPPORTED_DTYPES:
             choices = ", ".join(("auto", *SUPPORTED_DTYPES))
             raise ValueError(f"dtype must be one of {choices}, got {self.dtype!r}")

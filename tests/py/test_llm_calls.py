@@ -120,16 +120,18 @@ def test_a_template_that_fails_is_a_request_refused(
 def test_priorities_are_whole_numbers_one_for_each_prompt(llm: LLM) -> None:
     (output,) = llm.generate("a", GREEDY, priority=[np.int64(1)], use_tqdm=False)
     assert output.finished
+    wrong: Any
     for wrong in (3, "1"):
         with pytest.raises(RequestError, match="priority must be a list"):
-            llm.generate("a", GREEDY, priority=wrong)  # type: ignore[arg-type]
+            llm.generate("a", GREEDY, priority=wrong)
 
 
 def test_a_conversation_takes_messages_and_texts_alone(llm: LLM) -> None:
+    wrong: Any = 3
     with pytest.raises(RequestError, match="starts from messages or tokens, got 3"):
-        llm.conversation(3)  # type: ignore[arg-type]
+        llm.conversation(wrong)
     with llm.conversation() as chat, pytest.raises(RequestError, match="must be text, got 3"):
-        chat.say(3)  # type: ignore[arg-type]
+        chat.say(wrong)
 
 
 def test_a_request_that_ends_with_an_error_says_so_and_is_warned_of(

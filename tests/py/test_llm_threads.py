@@ -6,7 +6,7 @@ import asyncio
 import gc
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -80,12 +80,7 @@ def test_only_one_thread_at_a_time_is_in_the_engine(
 def test_a_stream_whose_request_ended_with_anothers_step_says_so(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream = llm.stream("hello", GREEDY)
-    next(stream)
-    with monkeypatch.context() as broken:
-        broken.setattr(llm.llm_engine, "_compute", broken_step)
-        with pytest.raises(RuntimeError, match="the device is on fire"):
-            completed(llm, "world")
+    stream = stream_ended_by_anothers_step(llm, monkeypatch)
     with pytest.raises(EngineError, match="1 of 1 requests were ended by another call"):
         list(stream)
 
@@ -94,12 +89,7 @@ def test_a_request_that_has_ended_is_not_waited_for_while_others_go_on(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was for as long as others kept the engine busy."""
-    stream = llm.stream("hello", GREEDY)
-    next(stream)
-    with monkeypatch.context() as broken:
-        broken.setattr(llm.llm_engine, "_compute", broken_step)
-        with pytest.raises(RuntimeError, match="the device is on fire"):
-            completed(llm, "world")
+    stream = stream_ended_by_anothers_step(llm, monkeypatch)
     with closing(llm.stream("hello", GREEDY)) as other:
         next(other)
         with pytest.raises(EngineError, match="1 of 1 requests were ended by another call"):
@@ -114,8 +104,9 @@ def test_a_stream_that_is_collected_within_a_step_harms_no_other_request(
     """It was aborted there and then, and the call that made the step got a KeyError, or that its
     vTensor had been released."""
     alone = completed(llm, "hello")
-    left: list[object] = [llm.stream("world", GREEDY)]
-    next(left[0])  # type: ignore[call-overload]
+    stream = llm.stream("world", GREEDY)
+    next(stream)
+    left: list[object] = [stream]
     left.append(left)
     path, _, name = place.rpartition(".")
     part = getattr(llm.llm_engine, path) if path else llm.llm_engine
@@ -127,7 +118,7 @@ def test_a_stream_that_is_collected_within_a_step_harms_no_other_request(
         return result
 
     monkeypatch.setattr(part, name, collecting)
-    del left
+    del stream, left
     assert completed(llm, "hello") == alone
     assert not llm.llm_engine.has_unfinished_requests()
     assert not llm._set_aside
@@ -185,8 +176,19 @@ def test_llms_that_threads_open_at_once_are_loaded_one_after_the_other(
         assert list(pool.map(opened, [model_path] * 3)) == [completed(llm, "hello")] * 3
 
 
-def broken_step(*_: object, **__: object) -> None:
-    raise RuntimeError("the device is on fire")
+def stream_ended_by_anothers_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RequestOutput]:
+    def broken_step(*_: object, **__: object) -> None:
+        raise RuntimeError("the device is on fire")
+
+    stream = llm.stream("hello", GREEDY)
+    next(stream)
+    with monkeypatch.context() as broken:
+        broken.setattr(llm.llm_engine, "_compute", broken_step)
+        with pytest.raises(RuntimeError, match="the device is on fire"):
+            completed(llm, "world")
+    return stream
 
 
 def test_an_async_llm_serves_loops_of_several_threads(llm: LLM, model_path: str) -> None:

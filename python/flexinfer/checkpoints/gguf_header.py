@@ -190,7 +190,7 @@ def _refusing(path: str) -> Iterator[None]:
 def _files_of(path: str) -> list[str]:
     """All parts of a model, of what is called as one of several."""
     match = PART.fullmatch(path)
-    if match is None:
+    if match is None or not 1 <= int(match[2]) <= int(match[3]):
         return [path]
     return [f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1)]
 

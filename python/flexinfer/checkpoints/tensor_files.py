@@ -122,10 +122,14 @@ def _header(path: str) -> dict[str, _Tensor]:
     }
 
 
-def _what_is_wrong(path: str, error: Exception) -> str:
+def is_lfs_pointer(path: str | os.PathLike[str]) -> bool:
+    """Raises OSError for what cannot be read."""
     with open(path, "rb") as file:
-        start = file.read(len(LFS_POINTER))
-    if start == LFS_POINTER:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
+
+
+def _what_is_wrong(path: str, error: Exception) -> str:
+    if is_lfs_pointer(path):
         return f"{path!r} is a git-LFS pointer, not the weights: fetch them by `git lfs pull`"
     return (
         f"{path!r} is no whole safetensors file: it is cut off, still being downloaded, or damaged "

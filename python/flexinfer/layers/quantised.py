@@ -74,8 +74,7 @@ class Scheme:
             source = quantise_outputs(weight)
         else:
             source = quantise_groups(weight, self.group, self.has_minimums)
-        numbers = [n for n in (source.scales, source.minimums) if n is not None]
-        if not all(bool(n.isfinite().all()) for n in numbers):
+        if not source.is_finite:
             least, most = (end.item() for end in torch.aminmax(weight))
             raise ValueError(
                 f"a weight with numbers from {least:g} to {most:g} cannot be quantised to "
@@ -117,6 +116,16 @@ class QuantisedTensor:
         if len(levels) > 1:
             minimums = (1 << bits - 1) * scales - levels[1].products()
         return cls(integers, scales, minimums, bits, group, levels=levels)
+
+    @property
+    def numbers(self) -> list[torch.Tensor]:
+        """Scales and, if there are any, minimums."""
+        return [self.scales] if self.minimums is None else [self.scales, self.minimums]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether these all are."""
+        return all(bool(numbers.isfinite().all()) for numbers in self.numbers)
 
     @property
     def kind(self) -> TensorKind:

@@ -108,7 +108,7 @@ def _scales_of(source: QuantisedTensor) -> list[torch.Tensor]:
     """Scales and, if there are any, minimums, in the smallest format that holds them."""
     if source.levels:
         return [_levels_in_panels(level) for level in source.levels]
-    numbers = [n for n in (source.scales, source.minimums) if n is not None]
+    numbers = source.numbers
     is_half = source.group > 0 and all(torch.equal(n.half().float(), n) for n in numbers)
     return [in_panels(n.half() if is_half else n) for n in numbers]
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from flexinfer.checkpoints.tensor_files import is_lfs_pointer
 from flexinfer.errors import RequestError
 from flexinfer.layers.adapters import LayerAdapters, LayerUpdate
 from flexinfer.lora.expressions import Expressions
@@ -42,8 +43,6 @@ KEEPS_BASE = {"true", "false", "gaussian", "eva", "orthogonal"}
 """Ways to begin a training that leave the model's own weights as they are."""
 DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 """Of weights: integers mean nothing without their scales."""
-LFS_POINTER = b"version https://git-lfs"
-"""How the small text begins that git leaves where git-LFS is not set up."""
 NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 
 Updates = list[tuple[LayerAdapters, LayerUpdate]]
@@ -82,8 +81,8 @@ class PeftFolder:
 
     def _unreadable(self, error: Exception) -> RequestError:
         why = str(error)
-        with suppress(OSError), self._weights.open("rb") as file:
-            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+        with suppress(OSError):
+            if is_lfs_pointer(self._weights):
                 why = "it is a git-LFS pointer: fetch the weights by `git lfs pull`"
         return RequestError(f"{self._who}: {WEIGHTS} cannot be read: {why}")
 

@@ -138,8 +138,7 @@ class StoredModel:
 
     def _read_quantised(self, name: str) -> QuantisedTensor:
         source = self._checkpoint.read_quantised(name)
-        numbers = [n for n in (source.scales, source.minimums) if n is not None]
-        if not all(bool(n.isfinite().all()) for n in numbers):
+        if not source.is_finite:
             raise UnsupportedModelError(
                 f"{name} has scales in the checkpoint that are no finite numbers: it is damaged"
             )

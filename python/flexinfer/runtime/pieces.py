@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from flexinfer.runtime.openmp import use_one_thread
+from flexinfer.runtime.process import ENGINE_THREADS
 
 T = TypeVar("T")
 BYTES_OF_PIECE = 512 << 10
@@ -27,7 +28,8 @@ def of_pieces(
     of a row on its way; multiple: of rows, in all pieces but the last."""
     step = max(1, BYTES_OF_PIECE // max(1, row_bytes * multiple)) * multiple
     pieces = [slice(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
-    threads = min(torch.get_num_threads(), len(pieces))
+    # No more than `process.check_threads` has tried: the engine's own are not running yet.
+    threads = min(torch.get_num_threads(), ENGINE_THREADS, len(pieces))
     if threads < 2:
         return [compute(piece) for piece in pieces]
     with ThreadPoolExecutor(threads, "flexinfer-pieces", use_one_thread) as pool:

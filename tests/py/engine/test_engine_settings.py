@@ -139,9 +139,10 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 
 
 def test_sizes_may_be_numbers_of_numpy() -> None:
-    sizes: Any = {"max_num_seqs": np.int64(4), "max_model_len": np.int32(64)}
-    config = EngineConfig(model="m", **sizes)
-    assert (type(config.max_num_seqs), type(config.max_model_len)) == (int, int)
+    names = ("max_num_seqs", "max_model_len", "state_snapshot_tokens", "seed")
+    numbers: Any = dict.fromkeys(names, np.int64(64))
+    config = EngineConfig(model="m", **numbers)
+    assert {type(getattr(config, name)) for name in names} == {int}
 
 
 def test_unknown_settings_are_refused_by_name() -> None:

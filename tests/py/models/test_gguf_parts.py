@@ -65,9 +65,10 @@ def test_they_are_served(written: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_part_of_another_name_is_told_its_own(written: Path) -> None:
+@pytest.mark.parametrize("name", ["other", "m-00001-of-00000", "m-00005-of-00004"])
+def test_a_part_of_another_name_is_told_its_own(name: str, folder: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"part 2 of 4 .* NAME-00002-of-00004\.gguf"):
-        read_header(str(shutil.copy(part(written, 2), written / "other.gguf")))
+        read_header(str(shutil.copy(part(folder, 2), folder / f"{name}.gguf")))
 
 
 def test_a_missing_part_is_named(folder: Path) -> None:

@@ -72,7 +72,7 @@ PYTHON_ALLOWED = {
     "scheduler": "config errors metrics outputs sampling types vtensor",
     "speculation": "config metrics scheduler vtensor",
     "memory": "config errors models runtime scheduler vtensor",
-    "lora": "errors layers models runtime",
+    "lora": "checkpoints errors layers models runtime",
     "runner": "attention layers models runtime sampling vtensor",
     "distributed": "config errors layers memory models runner runtime sampling vtensor",
     "replay": "errors vtensor",

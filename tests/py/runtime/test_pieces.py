@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 from flexinfer.runtime import pieces
 from flexinfer.runtime.pieces import of_pieces
+from flexinfer.runtime.process import ENGINE_THREADS
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 64, 1000])
@@ -35,6 +38,17 @@ def test_threads_of_pieces_compute_alone_and_the_caller_keeps_its_own() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_there_are_no_more_threads_than_have_been_tried() -> None:
+    """As many as for OpenMP would be too many where a limit was raised to what was asked for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(64)
+    try:
+        found = of_pieces(lambda _: threading.active_count(), 1000, pieces.BYTES_OF_PIECE)
+    finally:
+        torch.set_num_threads(before)
+    assert max(found) - threading.active_count() <= ENGINE_THREADS
 
 
 def test_an_error_in_a_piece_is_the_callers() -> None:
