@@ -185,7 +185,7 @@ def _join(parts: list[Weight]) -> list[Weight]:
     sources = [part for part in parts if isinstance(part, QuantisedTensor)]
     if not sources:
         return [torch.cat([part for part in parts if isinstance(part, torch.Tensor)])]
-    forms = {(s.bits, s.group, s.byte_inputs, s.scales.shape[1], len(s.levels)) for s in sources}
+    forms = {replace(source, minimums=None).kind for source in sources}
     if len(forms) > 1:
         return parts
     if any(source.minimums is not None for source in sources):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flexinfer.layers.codebook import Codebook
 from flexinfer.layers.scale_levels import ScaleLevels
 from flexinfer.runtime.pieces import of_pieces
 
@@ -28,7 +29,7 @@ SCALE_CANDIDATES = (1.0, 0.94, 0.88, 0.82, 0.76)
 less. The one with the least squared error is taken."""
 
 
-TensorKind = tuple[int, int, bool, bool, int, int]
+TensorKind = tuple[int, int, bool, bool, int, int, Codebook | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,8 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class QuantisedTensor:
-    """A weight [columns, depth] = integers * scale + minimum of each one's group."""
+    """A weight [columns, depth] = integers * scale + minimum of each one's group, or with a
+    codebook: the numbers that it has for them."""
 
     integers: torch.Tensor
     """int8 [columns, depth]; of 6 bits -32 to 31, of 4 bits -8 to 7."""
@@ -101,10 +103,17 @@ class QuantisedTensor:
     do."""
     levels: tuple[ScaleLevels, ...] = ()
     """The same scales and minimums in fewer bytes, which kernels then read: see `in_levels`."""
+    codebook: Codebook | None = None
+    """Of 4 bits in groups without minimums: what integers stand for, if not for themselves."""
 
     @classmethod
     def in_levels(
-        cls, integers: torch.Tensor, bits: int, group: int, *levels: ScaleLevels
+        cls,
+        integers: torch.Tensor,
+        bits: int,
+        group: int,
+        *levels: ScaleLevels,
+        codebook: Codebook | None = None,
     ) -> QuantisedTensor:
         """levels: of scales and, if wanted, of offsets: the weight is (integers + 8) * scale -
         offset, 8 being half of what so many bits can be. Raises ValueError for sizes that do not go
@@ -115,7 +124,7 @@ class QuantisedTensor:
         scales, minimums = levels[0].products(), None
         if len(levels) > 1:
             minimums = (1 << bits - 1) * scales - levels[1].products()
-        return cls(integers, scales, minimums, bits, group, levels=levels)
+        return cls(integers, scales, minimums, bits, group, levels=levels, codebook=codebook)
 
     @property
     def numbers(self) -> list[torch.Tensor]:
@@ -131,7 +140,8 @@ class QuantisedTensor:
     def kind(self) -> TensorKind:
         """Weights of one kind can be joined."""
         has_minimums, depth = self.minimums is not None, self.integers.shape[1]
-        return self.bits, self.group, has_minimums, self.byte_inputs, depth, len(self.levels)
+        form = self.bits, self.group, has_minimums, self.byte_inputs
+        return *form, depth, len(self.levels), self.codebook
 
     @classmethod
     def join(cls, tensors: Sequence[QuantisedTensor]) -> QuantisedTensor:
@@ -139,9 +149,9 @@ class QuantisedTensor:
         first = tensors[0]
         if len(tensors) == 1:
             return first
-        kinds = {t.kind for t in tensors}
-        if len(kinds) != 1:
-            raise ValueError(f"weights of different kinds cannot be joined: {sorted(kinds)}")
+        if any(t.kind != first.kind for t in tensors):
+            kinds = sorted({str(t.kind) for t in tensors})
+            raise ValueError(f"weights of different kinds cannot be joined: {kinds}")
         minimums = None
         if first.minimums is not None:
             minimums = torch.cat([t.minimums for t in tensors if t.minimums is not None])
@@ -153,6 +163,7 @@ class QuantisedTensor:
             first.group,
             first.byte_inputs,
             tuple(map(ScaleLevels.join, zip(*(t.levels for t in tensors), strict=True))),
+            first.codebook,
         )
 
     def with_byte_inputs(self) -> QuantisedTensor:
@@ -164,7 +175,8 @@ class QuantisedTensor:
 
     def dequantised(self) -> torch.Tensor:
         """float32 [columns, depth]: the reference of all that is computed with it."""
-        weight = torch.unflatten(self.integers.float(), 1, (self.scales.shape[1], -1))
+        integers = self.integers if self.codebook is None else self.codebook.look_up(self.integers)
+        weight = torch.unflatten(integers.float(), 1, (self.scales.shape[1], -1))
         weight = weight * self.scales[:, :, None]
         if self.minimums is not None:
             weight = weight + self.minimums[:, :, None]
