@@ -19,10 +19,10 @@
 #include "bindings/addresses.h"
 #include "bindings/decoder_layer.h"
 #include "bindings/experts.h"
+#include "bindings/quantised_linear.h"
 #include "kernels/attention/attention.h"
 #include "kernels/linear/linear.h"
 #include "kernels/linear/quantised_linear.h"
-#include "kernels/linear/words.h"
 #include "kernels/rows/row_ops.h"
 #include "kernels/sampling/sampling.h"
 
@@ -38,11 +38,6 @@ using SharedTuple = std::tuple<int64_t, int64_t, int64_t, std::vector<int64_t>>;
 KVFormat format_of(size_t index) {
   if (index >= kNumKVFormats) throw std::invalid_argument("no KV format has this number");
   return static_cast<KVFormat>(index);
-}
-
-ScaleFormat scale_format_of(size_t index) {
-  if (index >= kNumScaleFormats) throw std::invalid_argument("no format of scales has this number");
-  return static_cast<ScaleFormat>(index);
 }
 
 // The numbers by which Python names the values of an enumeration.
@@ -251,87 +246,6 @@ void bind_linear(nb::module_& m) {
           "gates: output [num_rows, columns / 2] = silu(first half) * second half, no residual.");
 }
 
-void bind_quantised_weight(nb::module_& m) {
-  nb::class_<QuantisedWeight>(m, "QuantisedWeight", "A quantised weight at addresses: no copy.")
-      .def(
-          "__init__",
-          [](QuantisedWeight* self, uintptr_t words, uintptr_t scales, uintptr_t minimums,
-             uintptr_t sums, size_t scale_format, bool byte_inputs, int bits, int64_t group,
-             int64_t depth, int64_t columns) {
-            new (self) QuantisedWeight{pointer<const uint32_t>(words),
-                                       pointer<>(scales),
-                                       pointer<>(minimums),
-                                       pointer<const int32_t>(sums),
-                                       scale_format_of(scale_format),
-                                       byte_inputs,
-                                       bits,
-                                       group,
-                                       depth,
-                                       columns};
-            if (!self->has_whole_blocks()) {
-              throw std::invalid_argument(
-                  "scales in blocks need groups that divide blocks, and inputs that blocks divide");
-            }
-          },
-          nb::kw_only(), "words"_a, "scales"_a, "minimums"_a, "sums"_a, "scale_format"_a,
-          "byte_inputs"_a, "bits"_a, "group"_a, "depth"_a, "columns"_a,
-          "scale_format: one of SCALE_FORMATS. Raises ValueError where it does not go with the "
-          "sizes.");
-}
-
-void bind_quantised(nb::module_& m) {
-  nb::class_<QuantisedLinear>(m, "QuantisedLinear",
-                              "Linear layers with quantised weights; addresses as integers.")
-      .def(
-          "__init__",
-          [](QuantisedLinear* self, uintptr_t start_threads, const std::string& isa) {
-            const Parallel parallel(reinterpret_cast<Parallel::Start>(start_threads));
-            new (self) QuantisedLinear(parallel, find_quantised(isa));
-          },
-          "start_threads"_a = 0, "isa"_a = "")
-      .def_prop_ro("isa", [](const QuantisedLinear& self) { return self.isa().name; })
-      .def_prop_ro("block_rows", [](const QuantisedLinear& self) { return self.isa().block_rows; })
-      .def(
-          "forward",
-          [](const QuantisedLinear& self, size_t dtype, const QuantisedWeight& weight, uintptr_t x,
-             int64_t x_stride, uintptr_t bias, uintptr_t residual, int64_t residual_stride,
-             uintptr_t output, int64_t num_rows, int num_threads) {
-            LinearCall layer;
-            layer.x = pointer(x);
-            layer.x_stride = x_stride;
-            layer.bias = pointer(bias);
-            layer.residual = pointer(residual);
-            layer.residual_stride = residual_stride;
-            layer.output = pointer(output);
-            layer.output_stride = weight.columns;
-            layer.depth = weight.depth;
-            layer.columns = weight.columns;
-            self.forward(dtype_of(dtype), layer, weight, num_rows, num_threads);
-          },
-          nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "weight"_a, "x"_a, "x_stride"_a,
-          "bias"_a, "residual"_a, "residual_stride"_a, "output"_a, "num_rows"_a, "num_threads"_a,
-          "output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none.");
-  m.def(
-      "write_words",
-      [](uintptr_t integers, int64_t columns, int64_t depth, int bits, bool from_zero,
-         uintptr_t words) {
-        return write_words(pointer<const int8_t>(integers), columns, depth, bits, from_zero,
-                           pointer<uint32_t>(words));
-      },
-      nb::call_guard<nb::gil_scoped_release>(), "integers"_a, "columns"_a, "depth"_a, "bits"_a,
-      "from_zero"_a, "words"_a,
-      "words [panels, steps, words of a step, 64] of integers [columns, depth], from_zero: each "
-      "plus 2^(bits - 1). Returns whether all have so many bits.");
-  m.def(
-      "available_quantised_isas",
-      [] {
-        std::vector<std::string> names;
-        for (const QuantisedIsa* isa : available_quantised()) names.emplace_back(isa->name);
-        return names;
-      },
-      "Levels of the kernels for quantised weights that are here, best last.");
-}
-
 std::vector<int64_t> sample(const RowSampler& sampler, size_t dtype, uintptr_t logits,
                             int64_t row_stride, int64_t vocab_size,
                             const std::vector<float>& temperature,
@@ -374,14 +288,14 @@ NB_MODULE(_kernels, m) {
   m.attr("DTYPES") = numbers_of(kDTypeNames);
   m.attr("KV_FORMATS") = numbers_of(kKVFormatNames);
   m.attr("SCALE_FORMATS") = numbers_of(kScaleFormatNames);
+  m.attr("CODEBOOKS") = numbers_of(kCodebookNames);
   m.attr("SCALE_BLOCK") = kScaleBlock;
   m.attr("SCALE_BYTES") = kScaleBytes;
   bind_plan(m);
   bind_attention(m);
   bind_row_ops(m);
   bind_linear(m);
-  bind_quantised_weight(m);
-  bind_quantised(m);
+  bind_quantised_linear(m);
   bind_decoder_layer(m);
   bind_experts(m);
   bind_sampler(m);

@@ -36,6 +36,11 @@ struct Float8 {
   uint8_t bits;
 };
 
+// 2^(exponent - 127), and 0 is zero: where that is not so, OCP's e8m0.
+struct PowerOf2 {
+  uint8_t exponent;
+};
+
 constexpr size_t element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 }  // namespace vtensor::kernels

@@ -16,7 +16,9 @@ DTYPES: dict = {'float32' : 0, 'bfloat16' : 1, 'float16' : 2}
 
 KV_FORMATS: dict = {'auto' : 0, 'int8' : 1, 'fp8_e4m3' : 2}
 
-SCALE_FORMATS: dict = {'float32' : 0, 'float16' : 1, 'blocks' : 2}
+SCALE_FORMATS: dict = ...
+
+CODEBOOKS: dict = {'' : 0, 'E2M1' : 1, 'IQ4' : 2}
 
 SCALE_BLOCK: int = 256
 
@@ -96,9 +98,9 @@ class Linear:
 class QuantisedWeight:
     """A quantised weight at addresses: no copy."""
 
-    def __init__(self, *, words: int, scales: int, minimums: int, sums: int, scale_format: int, byte_inputs: bool, bits: int, group: int, depth: int, columns: int) -> None:
+    def __init__(self, *, words: int, scales: int, minimums: int, sums: int, scale_format: int, byte_inputs: bool, bits: int, group: int, depth: int, columns: int, codebook: int) -> None:
         """
-        scale_format: one of SCALE_FORMATS. Raises ValueError where it does not go with the sizes.
+        scale_format: one of SCALE_FORMATS; codebook: of CODEBOOKS. Raises ValueError where they do not go with the sizes.
         """
 
 class QuantisedLinear:

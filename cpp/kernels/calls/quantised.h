@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/calls/codebook.h"
 #include "kernels/calls/linear.h"
 
 namespace vtensor::kernels {
@@ -16,15 +17,17 @@ inline constexpr int64_t kQuantisedColumns = 64;
 // How scales, and minimums where there are any, stand in memory:
 //
 //   kFloat32, kFloat16   [panels, max(groups, 1), 64], the numbers themselves
+//   kPowers              the same in bytes: 2^(byte - 127), and 0 is zero (OCP's e8m0)
 //   kBlocks              a panel: factors [depth / kScaleBlock, 64], float16,
 //                                 then bytes [groups, 64], signed
 //
 // In blocks a scale is the byte of its group times the factor of its block, which float32 holds
 // exactly (8 and 11 bits). A minimum is zero() * scale less such a product, rounded once: so
 // weights that are counted from 0 are, as in llama.cpp's K-quants, scale * n - product.
-enum class ScaleFormat { kFloat32, kFloat16, kBlocks };
-inline constexpr size_t kNumScaleFormats = 3;
-inline constexpr const char* kScaleFormatNames[kNumScaleFormats] = {"float32", "float16", "blocks"};
+enum class ScaleFormat { kFloat32, kFloat16, kPowers, kBlocks };
+inline constexpr size_t kNumScaleFormats = 4;
+inline constexpr const char* kScaleFormatNames[kNumScaleFormats] = {"float32", "float16", "powers",
+                                                                    "blocks"};
 // Inputs of a block.
 inline constexpr int64_t kScaleBlock = 256;
 
@@ -37,8 +40,8 @@ constexpr int step_words(int bits) { return step_inputs(bits) * bits / 32; }
 // from the lowest one on:
 //
 //   8 bits: a word, its bytes inputs k, k + 1, k + 2, k + 3, signed
-//   4 bits: a word, inputs k to k + 7, each plus 8: the lower halves of its bytes are inputs 0, 4,
-//           1, 5, the upper ones 2, 6, 3, 7
+//   4 bits: a word, inputs k to k + 7, each plus 8, or its place in the codebook: the lower halves
+//           of its bytes are inputs 0, 4, 1, 5, the upper ones 2, 6, 3, 7
 //   6 bits: three words, inputs k to k + 15, each plus 32, in the same order: the lower six bits of
 //           the bytes are inputs 0, 4, 1, 5 | 2, 6, 3, 7 | 8, 12, 9, 13; the upper two of byte i of
 //           all three are the bits of input 10, 14, 11 or 15
@@ -63,12 +66,17 @@ struct QuantisedWeight {
   int64_t group = 0;        // a multiple of a step's inputs that divides the depth
   int64_t depth = 0;        // a multiple of a step's inputs
   int64_t columns = 0;
+  Codebook codebook = Codebook::kEven;
 
   // Of an output and all inputs.
   int64_t num_words() const { return depth / step_inputs(bits) * step_words(bits); }
-  // What a weight of 0 is in a word that multiplies bytes in groups.
-  int32_t zero() const { return 1 << (bits - 1); }
+  // What a weight of 0 is where bytes are multiplied in groups.
+  int32_t zero() const { return bits == 4 ? zero_of(codebook) : 1 << (bits - 1); }
   int64_t num_groups() const { return group == 0 ? 1 : depth / group; }
+  // Whether `codebook` goes with the rest.
+  bool may_have_codebook() const {
+    return codebook == Codebook::kEven || (bits == 4 && group > 0 && minimums == nullptr);
+  }
   // Whether `scale_format` goes with the sizes.
   bool has_whole_blocks() const {
     return scale_format != ScaleFormat::kBlocks ||

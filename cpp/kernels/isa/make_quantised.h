@@ -8,27 +8,29 @@
 namespace vtensor::kernels {
 namespace {
 
-template <class X, int kBits>
+template <class X, class Words>
 constexpr QuantisedIsa::Multiply pairs_of_inputs() {
   constexpr bool kHas = std::is_same_v<X, TwoBFloat16s> ? kMultipliesBFloat16s : kMultipliesInt16s;
-  if constexpr (kHas) return multiply_quantised<GroupTile<X, kBits>>;
+  if constexpr (kHas) return multiply_quantised<GroupTile<X, Words>>;
   return nullptr;
 }
 
-template <int kBits>
+template <class Words>
 constexpr QuantisedIsa::ByInputs make_group_kernels() {
-  return {multiply_quantised<GroupTile<FourBytes, kBits>>,
-          multiply_quantised<GroupTile<float, kBits>>, pairs_of_inputs<TwoBFloat16s, kBits>(),
-          pairs_of_inputs<TwoInt16s, kBits>()};
+  return {multiply_quantised<GroupTile<FourBytes, Words>>,
+          multiply_quantised<GroupTile<float, Words>>, pairs_of_inputs<TwoBFloat16s, Words>(),
+          pairs_of_inputs<TwoInt16s, Words>()};
 }
 
 constexpr QuantisedIsa make_quantised(const char* name) {
   return {name,
           240,
           multiply_quantised<ByteTile>,
-          make_group_kernels<8>(),
-          make_group_kernels<6>(),
-          make_group_kernels<4>()};
+          make_group_kernels<StepWords<8>>(),
+          make_group_kernels<StepWords<6>>(),
+          {make_group_kernels<StepWords<4, Codebook::kEven>>(),
+           make_group_kernels<StepWords<4, Codebook::kE2m1>>(),
+           make_group_kernels<StepWords<4, Codebook::kIq4>>()}};
 }
 
 }  // namespace

@@ -66,7 +66,8 @@ bool are_alike(const Product& a, const Product& b) {
   return a.depth == b.depth && a.columns == b.columns &&
          (p.words == nullptr) == (q.words == nullptr) &&
          (p.minimums == nullptr) == (q.minimums == nullptr) && p.bits == q.bits &&
-         p.group == q.group && p.byte_inputs == q.byte_inputs && p.scale_format == q.scale_format;
+         p.group == q.group && p.byte_inputs == q.byte_inputs && p.scale_format == q.scale_format &&
+         p.codebook == q.codebook;
 }
 
 }  // namespace

@@ -24,7 +24,9 @@ class GroupNumbers {
       next_ = begin + num_blocks * kQuantisedColumns * 2 + column;
       block_groups_ = kScaleBlock / weight.group;
     } else {
-      const int64_t bytes = format_ == ScaleFormat::kFloat16 ? 2 : 4;
+      const int64_t bytes = format_ == ScaleFormat::kPowers    ? 1
+                            : format_ == ScaleFormat::kFloat16 ? 2
+                                                               : 4;
       next_ = static_cast<const char*>(numbers) +
               (panel * num_groups * kQuantisedColumns + column) * bytes;
     }
@@ -42,6 +44,9 @@ class GroupNumbers {
         break;
       case ScaleFormat::kFloat16:
         load_next<Float16>(numbers);
+        break;
+      case ScaleFormat::kPowers:
+        load_next<PowerOf2>(numbers);
         break;
       default:
         load_next<float>(numbers);

@@ -38,25 +38,23 @@ VTENSOR_INLINE UVec in_all_lanes(X x) {
   return UVec{} + static_cast<uint32_t>(x);
 }
 
-template <class X, int kBits>
+template <class X, class Words>
 struct InputProduct;
 
-template <int kBits>
-struct InputProduct<float, kBits> {
+template <class Words>
+struct InputProduct<float, Words> {
   static constexpr int kInputs = 1;
   using Factor = Vec;
   using Input = float;
   using Sum = Vec;
 
-  VTENSOR_INLINE static Factor factor(const StepWords<kBits>& step, int i) {
-    return float_of(step, i);
-  }
+  VTENSOR_INLINE static Factor factor(const Words& step, int i) { return float_of(step, i); }
   VTENSOR_INLINE static Sum add(Sum sum, Input x, Factor w) { return sum + x * w; }
 };
 
 #if defined(__AVX512BF16__) && VTENSOR_LANES == 16
-template <int kBits>
-struct InputProduct<TwoBFloat16s, kBits> {
+template <class Words>
+struct InputProduct<TwoBFloat16s, Words> {
   static constexpr int kInputs = 2;
   using Factor = UVec;
   using Sum = Vec;
@@ -65,17 +63,15 @@ struct InputProduct<TwoBFloat16s, kBits> {
     VTENSOR_INLINE explicit Input(TwoBFloat16s x) : of(in_all_lanes(x)) {}
   };
 
-  VTENSOR_INLINE static Factor factor(const StepWords<kBits>& step, int i) {
-    return pairs_of(step, i);
-  }
+  VTENSOR_INLINE static Factor factor(const Words& step, int i) { return pairs_of(step, i); }
   VTENSOR_INLINE static Sum add(Sum sum, const Input& x, Factor w) {
     return add_products(sum, x.of, w);
   }
 };
 #endif
 
-template <int kBits>
-struct InputProduct<TwoInt16s, kBits> {
+template <class Words>
+struct InputProduct<TwoInt16s, Words> {
   static constexpr int kInputs = 2;
   using Factor = SVec;
   using Sum = IVec;
@@ -84,16 +80,14 @@ struct InputProduct<TwoInt16s, kBits> {
     VTENSOR_INLINE explicit Input(TwoInt16s x) : of(reinterpret_cast<SVec>(in_all_lanes(x))) {}
   };
 
-  VTENSOR_INLINE static Factor factor(const StepWords<kBits>& step, int i) {
-    return int16s_of(step, i);
-  }
+  VTENSOR_INLINE static Factor factor(const Words& step, int i) { return int16s_of(step, i); }
   VTENSOR_INLINE static Sum add(Sum sum, const Input& x, Factor w) {
     return add_int16s(sum, x.of, w);
   }
 };
 
-template <int kBits>
-struct InputProduct<FourBytes, kBits> {
+template <class Words>
+struct InputProduct<FourBytes, Words> {
   static constexpr int kInputs = 4;
   using Factor = UVec;
   using Sum = IVec;
@@ -102,16 +96,15 @@ struct InputProduct<FourBytes, kBits> {
     VTENSOR_INLINE explicit Input(FourBytes x) : of(in_all_lanes(x)) {}
   };
 
-  VTENSOR_INLINE static Factor factor(const StepWords<kBits>& step, int i) {
-    return bytes_of(step, i);
-  }
+  VTENSOR_INLINE static Factor factor(const Words& step, int i) { return bytes_of(step, i); }
   VTENSOR_INLINE static Sum add(Sum sum, const Input& x, Factor w) {
     return add_small_dot(sum, w, x.of);
   }
 };
 
-template <>
-struct InputProduct<FourBytes, 8> {
+template <class Words>
+  requires Words::kHasLargeBytes
+struct InputProduct<FourBytes, Words> {
   static constexpr int kInputs = 4;
   using Factor = UnsignedBytes;
   using Sum = IVec;
@@ -120,7 +113,7 @@ struct InputProduct<FourBytes, 8> {
     VTENSOR_INLINE explicit Input(FourBytes x) : of(in_all_lanes(x)) {}
   };
 
-  VTENSOR_INLINE static Factor factor(const StepWords<8>& step, int i) {
+  VTENSOR_INLINE static Factor factor(const Words& step, int i) {
     return Factor(bytes_of(step, i));
   }
   VTENSOR_INLINE static Sum add(Sum sum, const Input& x, const Factor& w) {

@@ -114,13 +114,15 @@ struct ByteTile {
   }
 };
 
-// Weights in groups, a function of its own, too. X is how inputs of a step are read.
-template <class X, int kBits>
+// Weights in groups, a function of its own, too. X is how inputs of a step are read, Words how
+// weights stand there.
+template <class X, class Words>
 struct GroupTile {
-  using Product = InputProduct<X, kBits>;
+  using Product = InputProduct<X, Words>;
   using Part = typename Product::Sum;  // of a sum: a piece's
   static constexpr bool kIsInt16s = std::is_same_v<X, TwoInt16s>;
   static constexpr bool kIsBytes = std::is_same_v<X, FourBytes>;
+  static constexpr int kBits = Words::kBits;
   // Numbers of a row for a step.
   static constexpr int kNumbers = step_inputs(kBits) / Product::kInputs;
   // As many as leave registers for sums of a group and of the row: bytes are done too soon for
@@ -131,9 +133,9 @@ struct GroupTile {
   template <int M, int N>
   VTENSOR_INLINE static void add_step(const RowPointers<X, M>& rows, int64_t bytes,
                                       const uint32_t* words, Part (&sums)[M][N]) {
-    StepWords<kBits> step[N];
+    Words step[N];
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) step[n] = StepWords<kBits>(words + n * kLanes);
+    for (int n = 0; n < N; ++n) step[n] = Words(words + n * kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < kNumbers; ++i) {
       typename Product::Factor factors[N];

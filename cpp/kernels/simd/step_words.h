@@ -2,12 +2,13 @@
 // outputs, and their integers: as bytes, as integers of 16 bits, or as factors of
 // float32 or bfloat16 inputs.
 //
-// kernels/calls/quantised.h says where each integer stands. An index below is known when the loop
-// around it is unrolled.
+// kernels/calls/quantised.h says where each integer stands, and what those of 4 bits stand for. An
+// index below is known when the loop around it is unrolled.
 #pragma once
 
 #include "kernels/calls/quantised.h"
 #include "kernels/simd/dot.h"
+#include "kernels/simd/look_up.h"
 #include "kernels/simd/pairs.h"
 #include "kernels/simd/vec.h"
 #if defined(__AVX512F__)
@@ -23,8 +24,13 @@ VTENSOR_INLINE UVec load_words(const uint32_t* words) {
   return v;
 }
 
-template <int kBits>
+template <int kNumBits, Codebook kNumbers = Codebook::kEven>
 struct StepWords {
+  static constexpr int kBits = kNumBits;
+  static constexpr Codebook kCodebook = kNumbers;
+  // Whether bytes_of() gives some of 64 and more.
+  static constexpr bool kHasLargeBytes = kBits == 8 || kCodebook == Codebook::kIq4;
+
   UVec of[step_words(kBits)];
 
   StepWords() = default;
@@ -41,33 +47,41 @@ VTENSOR_INLINE UVec six_bits_of(const StepWords<6>& step, int i) {
   return low | (step.of[2] >> 2 & 0x30303030);
 }
 
-// The same, alone in bytes.
-template <int kBits>
-VTENSOR_INLINE UVec bytes_of(const StepWords<kBits>& step, int i) {
-  if constexpr (kBits == 8) return step.of[0];
-  if constexpr (kBits == 6) return six_bits_of(step, i) & 0x3f3f3f3f;
-  if constexpr (kBits == 4) return step.of[0] >> (4 * i) & 0x0f0f0f0f;
+// Four of them, alone in bytes, plus zero() where that is more than none.
+template <class Words>
+VTENSOR_INLINE UVec bytes_of(const Words& step, int i) {
+  if constexpr (Words::kBits == 8) {
+    return step.of[0];
+  } else if constexpr (Words::kBits == 6) {
+    return six_bits_of(step, i) & 0x3f3f3f3f;
+  } else {
+    const UVec places = step.of[0] >> (4 * i) & 0x0f0f0f0f;
+    if constexpr (Words::kCodebook == Codebook::kEven) return places;
+    return look_up<Words::kCodebook>(places);
+  }
 }
 
 // Input k as float32.
-template <int kBits>
-VTENSOR_INLINE Vec float_of(const StepWords<kBits>& step, int k) {
-  if constexpr (kBits == 8) {
+template <class Words>
+VTENSOR_INLINE Vec float_of(const Words& step, int k) {
+  if constexpr (Words::kBits == 8) {
     const IVec integers = reinterpret_cast<IVec>(step.of[0]) << (24 - 8 * k) >> 24;
     return __builtin_convertvector(integers, Vec);
-  } else if constexpr (kBits == 6) {
+  } else if constexpr (Words::kBits == 6) {
     const UVec shifted = six_bits_of(step, k / 8 * 2 + k % 4 / 2) >> (k % 2 * 16 + k % 8 / 4 * 8);
     const IVec integers = reinterpret_cast<IVec>(shifted & 63) - 32;
     return __builtin_convertvector(integers, Vec);
   } else {
+    constexpr Codebook kCodebook = Words::kCodebook;
     const UVec shifted = step.of[0] >> (k % 2 * 16 + k / 2 * 4);
 #if defined(__AVX512F__) && VTENSOR_LANES == 16
-    const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    return reinterpret_cast<Vec>(
-        _mm512_maskz_permutexvar_ps(0xffff, reinterpret_cast<__m512i>(shifted), table));
+    alignas(64) static constexpr FloatNumbers<kCodebook> kNumbers;
+    return reinterpret_cast<Vec>(_mm512_maskz_permutexvar_ps(
+        0xffff, reinterpret_cast<__m512i>(shifted), _mm512_load_ps(kNumbers.of)));
 #else
-    const IVec integers = reinterpret_cast<IVec>(shifted & 15) - 8;
-    return __builtin_convertvector(integers, Vec);
+    UVec numbers = shifted & 15;
+    if constexpr (kCodebook != Codebook::kEven) numbers = look_up<kCodebook>(numbers | 0x80808000);
+    return __builtin_convertvector(reinterpret_cast<IVec>(numbers) - zero_of(kCodebook), Vec);
 #endif
   }
 }
@@ -85,42 +99,41 @@ struct SixBitNumbers {
 };
 
 // Inputs 2 k and 2 k + 1 as pairs of bfloat16: such integers are exact in it.
-template <int kBits>
-VTENSOR_INLINE UVec pairs_of(const StepWords<kBits>& step, int k) {
-  if constexpr (kBits == 8) {
+template <class Words>
+VTENSOR_INLINE UVec pairs_of(const Words& step, int k) {
+  if constexpr (Words::kBits == 8) {
     const UVec first = bits_of(float_of(step, 2 * k));
     return (first >> 16) | (bits_of(float_of(step, 2 * k + 1)) & 0xffff0000);
-  } else if constexpr (kBits == 6) {
+  } else if constexpr (Words::kBits == 6) {
     alignas(64) static constexpr SixBitNumbers kNumbers;
     const UVec shifted = six_bits_of(step, k / 4 * 2 + k % 2) >> (k % 4 / 2 * 8);
     return reinterpret_cast<UVec>(_mm512_permutex2var_epi16(_mm512_load_si512(kNumbers.of),
                                                             reinterpret_cast<__m512i>(shifted),
                                                             _mm512_load_si512(kNumbers.of + 32)));
   } else {
-    alignas(64) static constexpr uint16_t kTable[32] = {
-        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0,      0x3f80, 0x4000,
-        0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
-        0xc000, 0xbf80, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-    const __m512i table = _mm512_load_si512(kTable);  // twice: bit 4 is the next number's
+    alignas(64) static constexpr BFloat16Numbers<Words::kCodebook> kNumbers;
     const __m512i shifted =
         _mm512_srli_epi16(reinterpret_cast<__m512i>(step.of[0]), static_cast<unsigned>(4 * k));
-    return reinterpret_cast<UVec>(_mm512_permutexvar_epi16(shifted, table));
+    return reinterpret_cast<UVec>(
+        _mm512_permutexvar_epi16(shifted, _mm512_load_si512(kNumbers.of)));
   }
 }
 #endif
 
 // Two of them in 16 bits each: of 8 bits inputs k and k + 2 of four, signed; else inputs 2 k and
 // 2 k + 1, plus zero().
-template <int kBits>
-VTENSOR_INLINE SVec int16s_of(const StepWords<kBits>& step, int k) {
-  if constexpr (kBits == 8) {
+template <class Words>
+VTENSOR_INLINE SVec int16s_of(const Words& step, int k) {
+  if constexpr (Words::kBits == 8) {
     const SVec both = reinterpret_cast<SVec>(step.of[0]);
     return k == 0 ? both << 8 >> 8 : both >> 8;
-  } else if constexpr (kBits == 6) {
+  } else if constexpr (Words::kBits == 6) {
     return reinterpret_cast<SVec>(six_bits_of(step, k / 4 * 2 + k % 2) >> (k % 4 / 2 * 8) &
                                   0x003f003f);
   } else {
-    return reinterpret_cast<SVec>(step.of[0] >> (4 * k) & 0x000f000f);
+    const UVec places = step.of[0] >> (4 * k) & 0x000f000f;
+    if constexpr (Words::kCodebook == Codebook::kEven) return reinterpret_cast<SVec>(places);
+    return reinterpret_cast<SVec>(look_up<Words::kCodebook>(places | 0x80008000));
   }
 }
 

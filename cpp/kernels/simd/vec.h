@@ -129,16 +129,30 @@ VTENSOR_INLINE Vec load(const Int8* p) {
   return reinterpret_cast<Vec>(
       _mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, bytes)));
 }
+VTENSOR_INLINE Vec load(const PowerOf2* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return from_bits(reinterpret_cast<UVec>(_mm512_maskz_cvtepu8_epi32(0xffff, bytes)) << 23);
+}
 #elif defined(__AVX2__) && VTENSOR_LANES == 8
 VTENSOR_INLINE Vec load(const Int8* p) {
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
   return reinterpret_cast<Vec>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)));
+}
+VTENSOR_INLINE Vec load(const PowerOf2* p) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return from_bits(reinterpret_cast<UVec>(_mm256_cvtepu8_epi32(bytes)) << 23);
 }
 #else
 VTENSOR_INLINE Vec load(const Int8* p) {
   ByteVec bytes;
   __builtin_memcpy(&bytes, p, sizeof bytes);
   return __builtin_convertvector(__builtin_convertvector(bytes, IVec), Vec);
+}
+VTENSOR_INLINE Vec load(const PowerOf2* p) {
+  ByteVec bytes;
+  __builtin_memcpy(&bytes, p, sizeof bytes);
+  const IVec exponents = __builtin_convertvector(bytes, IVec);
+  return from_bits((reinterpret_cast<UVec>(exponents) & 0xff) << 23);
 }
 #endif
 

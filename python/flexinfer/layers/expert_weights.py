@@ -11,7 +11,7 @@ from flexinfer.layers.quantised_panels import Kind, QuantisedPanels, kernel_weig
 from flexinfer.runtime.torch_settings import back_by_huge_pages
 
 NUMBERS = {"scales", "minimums"}
-"""Tables of float16, or both of float32."""
+"""Tables of one format, or both of float32."""
 
 
 class ExpertWeights:
@@ -57,12 +57,12 @@ class ExpertWeights:
 
     def _put(self, name: str, part: torch.Tensor) -> None:
         """Those that had none have zeros: minimums, where zero points were all in the middle. Some
-        scales may want float32 where others are numbers of float16."""
+        scales may want float32 where others are numbers of fewer bits."""
         table = self._tables.get(name)
         if table is None:
             table = torch.zeros(self.num_experts, *part.shape, dtype=part.dtype)
             back_by_huge_pages(table.data_ptr(), table.nbytes)
-        elif name in NUMBERS and part.dtype == torch.float32:
+        elif name in NUMBERS and part.dtype != table.dtype:
             table = table.float()
         table[self._num_added] = part
         self._tables[name] = table

@@ -13,14 +13,17 @@ from typing import NamedTuple
 import torch
 
 from flexinfer import _kernels
+from flexinfer.layers.codebook import Codebook
 from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.layers.scale_levels import ScaleLevels
-from flexinfer.runtime.kernels import SCALE_BLOCK, SCALE_FORMATS
+from flexinfer.runtime.kernels import CODEBOOKS, SCALE_BLOCK, SCALE_FORMATS
 from flexinfer.runtime.pieces import of_pieces
 
 PANEL_COLUMNS = 64
 STEP_INPUTS = {8: 4, 6: 16, 4: 8}
 """By bits: the fewest inputs whose integers fill whole words."""
+SMALL_SCALES = (torch.float8_e8m0fnu, torch.float16)
+"""Formats that some scales are exact in: the best first."""
 
 
 class Kind(NamedTuple):
@@ -32,11 +35,13 @@ class Kind(NamedTuple):
     depth: int
     num_levels: int
     """Tables of scales and minimums that are in two levels: all of them, or none."""
+    codebook: Codebook | None
 
 
 def kind_of(source: QuantisedTensor) -> Kind:
     depth = source.integers.shape[1]
-    return Kind(source.bits, source.group, source.byte_inputs, depth, len(source.levels))
+    form = source.bits, source.group, source.byte_inputs
+    return Kind(*form, depth, len(source.levels), source.codebook)
 
 
 class QuantisedPanels:
@@ -71,18 +76,19 @@ class QuantisedPanels:
     def rows(self, outputs: torch.Tensor) -> QuantisedTensor:
         """What they were made of: its rows for some outputs, int64 [n], each one that there is."""
         panel, column = outputs // PANEL_COLUMNS, outputs % PANEL_COLUMNS
-        bits, group, byte_inputs, depth, num_levels = self._kind
+        bits, group, byte_inputs, depth, num_levels, codebook = self._kind
         words = torch.unflatten(self.words.view(torch.uint8), 3, (PANEL_COLUMNS, 4))
         steps = _unpack(words[panel, :, :, column], bits, _is_from_zero(bits, group, byte_inputs))
         integers = steps.reshape(len(outputs), depth)
         if num_levels:
             tables = [n for n in (self.scales, self.minimums) if n is not None]
             levels = [_levels_at(n, panel, column, depth, group) for n in tables]
-            source = QuantisedTensor.in_levels(integers, bits, group, *levels)
+            source = QuantisedTensor.in_levels(integers, bits, group, *levels, codebook=codebook)
             return replace(source, byte_inputs=byte_inputs)
         scales = self.scales[panel, :, column].float()
         minimums = None if self.minimums is None else self.minimums[panel, :, column].float()
-        return QuantisedTensor(integers, scales, minimums, bits, group, byte_inputs)
+        numbers = scales, minimums, bits, group, byte_inputs
+        return QuantisedTensor(integers, *numbers, codebook=codebook)
 
 
 def kernel_weight(
@@ -101,6 +107,7 @@ def kernel_weight(
         group=kind.group,
         depth=kind.depth,
         columns=columns,
+        codebook=CODEBOOKS[kind.codebook.name if kind.codebook else ""],
     )
 
 
@@ -109,8 +116,17 @@ def _scales_of(source: QuantisedTensor) -> list[torch.Tensor]:
     if source.levels:
         return [_levels_in_panels(level) for level in source.levels]
     numbers = source.numbers
-    is_half = source.group > 0 and all(torch.equal(n.half().float(), n) for n in numbers)
-    return [in_panels(n.half() if is_half else n) for n in numbers]
+    dtype = torch.float32
+    if source.group > 0:
+        dtype = next((d for d in SMALL_SCALES if all(_is_exact(n, d) for n in numbers)), dtype)
+    return [in_panels(n).to(dtype) for n in numbers]
+
+
+def _is_exact(numbers: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the format has all of them; kernels take the least of powers of two for zero."""
+    if dtype == torch.float8_e8m0fnu and bool((numbers < torch.finfo(torch.float32).tiny).any()):
+        return False
+    return torch.equal(numbers.to(dtype).float(), numbers)
 
 
 def _levels_in_panels(levels: ScaleLevels) -> torch.Tensor:

@@ -15,9 +15,13 @@ KV_FORMATS: dict[str, int] = _kernels.KV_FORMATS
 SCALE_FORMATS: dict[torch.dtype, int] = {
     torch.float32: _kernels.SCALE_FORMATS["float32"],
     torch.float16: _kernels.SCALE_FORMATS["float16"],
+    torch.float8_e8m0fnu: _kernels.SCALE_FORMATS["powers"],
     torch.uint8: _kernels.SCALE_FORMATS["blocks"],
 }
 """The same of formats of a weight's scales (kernels::ScaleFormat), by what they are laid out in."""
+CODEBOOKS: dict[str, int] = _kernels.CODEBOOKS
+"""The same of codebooks of 4 bits (kernels::Codebook), by names; "" where integers are themselves.
+"""
 SCALE_BLOCK: int = _kernels.SCALE_BLOCK
 """Inputs of a block of scales."""
 SCALE_BYTES: int = _kernels.SCALE_BYTES

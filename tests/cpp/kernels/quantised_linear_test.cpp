@@ -30,13 +30,15 @@ struct Shape {
   int64_t group = 0;  // 0: one scale an output
   int bits = 8;
   bool has_minimums = false;
+  Codebook codebook = Codebook::kEven;
 };
 
 std::ostream& operator<<(std::ostream& out, const Shape& s) {
   return out << s.rows << " rows, " << s.depth << " inputs, " << s.columns << " outputs"
              << (s.dtype == DType::kFloat32 ? ", float32" : ", bfloat16")
              << (s.has_bias ? ", bias" : "") << (s.has_residual ? ", residual" : "") << ", "
-             << s.bits << " bits, groups of " << s.group << (s.has_minimums ? ", minimums" : "");
+             << s.bits << " bits, groups of " << s.group << (s.has_minimums ? ", minimums" : "")
+             << " " << kCodebookNames[static_cast<size_t>(s.codebook)];
 }
 
 using Bytes = std::vector<uint8_t>;
@@ -93,6 +95,7 @@ class Problem {
     weight.group = shape_.group;
     weight.depth = shape_.depth;
     weight.columns = shape_.columns;
+    weight.codebook = shape_.codebook;
     QuantisedLinear(Parallel(), isa).forward(shape_.dtype, layer, weight, num_rows, 1);
     return output;
   }
@@ -107,7 +110,7 @@ class Problem {
     double output = 0;
     for (int64_t k = 0; k < shape_.depth; ++k) {
       const size_t i = of_group(column, shape_.group == 0 ? 0 : k / shape_.group);
-      const double weight = static_cast<double>(integer(column, k)) * scales_[i] +
+      const double weight = static_cast<double>(weight_of(integer(column, k))) * scales_[i] +
                             (shape_.has_minimums ? minimums_[i] : 0);
       output += std::nearbyint(number(x_, row * x_stride() + k) * factor) * weight;
     }
@@ -134,6 +137,10 @@ class Problem {
   int64_t x_stride() const { return shape_.depth + 8; }
   int8_t integer(int64_t column, int64_t k) const {
     return integers_[static_cast<size_t>(column * shape_.depth + k)];
+  }
+  int weight_of(int8_t integer) const {
+    if (shape_.bits != 4) return integer;
+    return numbers_of(shape_.codebook)[static_cast<size_t>(integer + 8)];
   }
   int64_t num_groups() const { return shape_.group == 0 ? 1 : shape_.depth / shape_.group; }
   size_t of_group(int64_t column, int64_t group) const {
@@ -247,7 +254,8 @@ TEST_P(QuantisedLevels, groups_are_those_of_the_definition_and_rows_the_same_bit
     return values[random() % values.size()];
   };
   for (unsigned i = 0; i < 60; ++i) {
-    const auto bits = static_cast<int>(one_of({4, 6, 8}));
+    const auto bits = static_cast<int>(one_of({4, 4, 6, 8}));
+    const auto codebook = bits == 4 ? static_cast<Codebook>(i % kNumCodebooks) : Codebook::kEven;
     const int64_t group = one_of({16, 32, 64, 192});
     const DType dtype = random() % 2 == 0 ? DType::kFloat32 : DType::kBFloat16;
     const Shape shape = {one_of({1, 2, 5, 6, 7, 11, 12, 13, 29, 70}),
@@ -258,7 +266,8 @@ TEST_P(QuantisedLevels, groups_are_those_of_the_definition_and_rows_the_same_bit
                          random() % 2 == 0,
                          group,
                          bits,
-                         random() % 2 == 0};
+                         codebook == Codebook::kEven && random() % 2 == 0,
+                         codebook};
     const Problem problem(shape, i);
     const Bytes output = problem.multiply(*GetParam());
     const double bound = dtype == DType::kFloat32 ? 1e-5 : 1.0 / 128;

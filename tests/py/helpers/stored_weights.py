@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from flexinfer.layers.codebook import Codebook
 from flexinfer.layers.quantised import QuantisedTensor, Scheme
 from flexinfer.layers.quantised_linear import QuantisedLinear
 
@@ -41,6 +42,19 @@ def six_bits(has_minimums: bool, has_byte_inputs: bool, weight: torch.Tensor) ->
     return QuantisedTensor(integers, scales, minimums, 6, 32, has_byte_inputs)
 
 
+def by_codebook(
+    codebook: Codebook, has_powers: bool, has_byte_inputs: bool, weight: torch.Tensor
+) -> QuantisedTensor:
+    """The nearest of 16 numbers, in scales that are powers of two, or of float16."""
+    table = torch.tensor(codebook.value).float()
+    groups = weight.view(len(weight), -1, 32)
+    scales = groups.abs().amax(dim=2) / table.abs().max()
+    scales = scales.log2().ceil().exp2() if has_powers else scales.half().float()
+    distances = (groups / scales[:, :, None])[..., None] - table
+    integers = (distances.abs().argmin(dim=-1) - 8).to(torch.int8).view(weight.shape)
+    return QuantisedTensor(integers, scales, None, 4, 32, has_byte_inputs, codebook=codebook)
+
+
 STORED: dict[str, Callable[[torch.Tensor], QuantisedTensor]] = {
     "Q6_K": partial(bytes_in_groups, 16, False, False),
     "bytes in groups of 16, minimums": partial(bytes_in_groups, 16, True, False),
@@ -52,6 +66,10 @@ STORED: dict[str, Callable[[torch.Tensor], QuantisedTensor]] = {
     "Q5_0": partial(six_bits, False, False),
     "Q5_1 a8": partial(six_bits, True, True),
     "Q4_K a8": nibbles_in_large_scales,
+    "MXFP4": partial(by_codebook, Codebook.E2M1, True, False),
+    "MXFP4 a8": partial(by_codebook, Codebook.E2M1, True, True),
+    "IQ4_NL": partial(by_codebook, Codebook.IQ4, False, False),
+    "IQ4_NL a8": partial(by_codebook, Codebook.IQ4, False, True),
 }
 
 

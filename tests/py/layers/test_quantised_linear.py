@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flexinfer import _kernels
 from flexinfer.layers import quantised_linear
+from flexinfer.layers.codebook import Codebook
 from flexinfer.layers.quantised import QuantisedTensor, Scheme, quantise_inputs
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from helpers.each_isa import each_isa
@@ -127,6 +128,31 @@ def test_inputs_become_the_integers_that_the_definition_says(isa: str) -> None:
     layer = QuantisedLinear(Scheme.parse("int8").quantise(torch.eye(64)), None, torch.float32)
     integers, scales = quantise_inputs(x)
     assert torch.equal((layer(x) / scales).round(), integers)
+
+
+@pytest.mark.parametrize("codebook", Codebook)
+@pytest.mark.parametrize("byte_inputs", [False, True])
+@pytest.mark.parametrize("group", [16, 32, 1024])
+def test_each_number_of_a_codebook_is_multiplied_exactly(
+    isa: str, group: int, byte_inputs: bool, codebook: Codebook
+) -> None:
+    """At every place of a step, beside all others, and with the largest inputs: sums of 16 bits
+    would saturate."""
+    torch.manual_seed(group)
+    integers = torch.randint(-8, 8, (96, group)).to(torch.int8)
+    table = torch.tensor(codebook.value)
+    integers[:16] = torch.arange(-8, 8)[:, None]
+    integers[16, :], integers[17, :] = table.argmax() - 8, table.argmin() - 8
+    source = QuantisedTensor(
+        integers, torch.ones(96, 1), None, 4, group, byte_inputs, codebook=codebook
+    )
+    x = torch.randint(1, 128, (9, group)).float() * torch.randn(9, group).sign()
+    x[0], x[1], x[2, ::2] = 127, -127, -127
+    x[:, 0] = 127
+    for dtype in (torch.float32, torch.bfloat16):
+        output = QuantisedLinear(source, None, dtype)(x.to(dtype))
+        expected = x.double() @ table[integers.int() + 8].double().T
+        assert torch.equal(output, expected.to(dtype))
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])

@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexinfer.layers.quantised import QuantisedTensor
-from flexinfer.layers.quantised_panels import PANEL_COLUMNS, STEP_INPUTS, words_of
+from flexinfer.layers.quantised_panels import (
+    PANEL_COLUMNS,
+    STEP_INPUTS,
+    QuantisedPanels,
+    words_of,
+)
 
 FOURS = ((0, 4, 1, 5), (2, 6, 3, 7), (8, 12, 9, 13), (10, 14, 11, 15))
 """Inputs of a step of 4 or 6 bits, as they stand in a word's bytes."""
@@ -71,3 +76,17 @@ def test_integers_of_more_bits_are_refused(bits: int, place: tuple[int, int], si
     integers[place] = sign * (largest + 1)
     with pytest.raises(ValueError, match=f"a weight of {bits} bits has"):
         words_of(source_of(integers, bits, 16, False))
+
+
+def test_scales_are_kept_in_the_fewest_bytes_that_hold_them() -> None:
+    """Powers of two in a byte each, but where one is zero or subnormal, which kernels would read as
+    zero."""
+
+    def dtype_of(scales: list[float], group: int = 16) -> torch.dtype:
+        integers = torch.zeros(1, 16 * len(scales), dtype=torch.int8)
+        source = QuantisedTensor(integers, torch.tensor([scales]), None, 4, group)
+        return QuantisedPanels(source).scales.dtype
+
+    assert dtype_of([1.0, 2.0**-126, 2.0**127]) == torch.float8_e8m0fnu
+    assert dtype_of([1.0, 0.0]) == dtype_of([1.0, 1.5]) == dtype_of([1.0, -2.0]) == torch.float16
+    assert dtype_of([1.0, 2.0**-127]) == dtype_of([1.0, 1.0001]) == torch.float32

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from flexinfer import _kernels
 from flexinfer.layers import quantised_linear
+from flexinfer.layers.codebook import Codebook
 from flexinfer.layers.expert_weights import ExpertWeights
 from flexinfer.layers.experts import Experts
 from flexinfer.layers.quantised import QuantisedTensor
@@ -28,10 +29,12 @@ KINDS = {
     "Q5_K": (6, 32, True),
     "Q3_K": (4, 16, False),
     "Q2_K": (4, 16, True),
-    "IQ4_XS": (8, 32, False),
+    "IQ4_XS": (4, 32, False),
     "4 bits in groups of 256": (4, 256, False),
+    "8 bits in groups of 32": (8, 32, False),
     "8 bits in groups of 64, minimums": (8, 64, True),
 }
+CODEBOOKS = {"IQ4_XS": Codebook.IQ4}
 
 
 def draw_levels(columns: int, depth: int, group: int) -> ScaleLevels:
@@ -46,7 +49,7 @@ def draw(kind: str, columns: int, depth: int) -> QuantisedTensor:
     largest = 2 ** (bits - 1)
     integers = torch.randint(-largest, largest, (columns, depth)).to(torch.int8)
     levels = [draw_levels(columns, depth, group) for _ in range(1 + has_minimums)]
-    return QuantisedTensor.in_levels(integers, bits, group, *levels)
+    return QuantisedTensor.in_levels(integers, bits, group, *levels, codebook=CODEBOOKS.get(kind))
 
 
 def in_floats(source: QuantisedTensor) -> QuantisedTensor:
@@ -172,13 +175,27 @@ def test_integers_that_six_bits_do_not_hold_are_refused(integer: int) -> None:
         QuantisedLinear(source, None, torch.bfloat16)
 
 
+SETTINGS = {"words": 0, "scales": 0, "sums": 0, "byte_inputs": False, "depth": 768, "columns": 16}
+
+
+def kernel_weight(**settings: int) -> None:
+    plain = {"minimums": 0, "bits": 8, "group": 32, "scale_format": 0, "codebook": 0}
+    _kernels.QuantisedWeight(**{**SETTINGS, **plain, **settings})
+
+
 @pytest.mark.parametrize(("depth", "group"), [(384, 32), (512, 512), (512, 0), (768, 48)])
 def test_the_kernel_refuses_them_too(depth: int, group: int) -> None:
-    settings = {"words": 0, "scales": 0, "minimums": 0, "sums": 0, "byte_inputs": False, "bits": 8}
     blocks = _kernels.SCALE_FORMATS["blocks"]
     with pytest.raises(ValueError, match="scales in blocks need groups"):
-        _kernels.QuantisedWeight(
-            **settings, scale_format=blocks, group=group, depth=depth, columns=16
-        )
+        kernel_weight(scale_format=blocks, group=group, depth=depth)
     with pytest.raises(ValueError, match="no format of scales"):
-        _kernels.QuantisedWeight(**settings, scale_format=3, group=32, depth=512, columns=16)
+        kernel_weight(scale_format=len(_kernels.SCALE_FORMATS))
+
+
+def test_the_kernel_refuses_codebooks_of_what_is_not_looked_up() -> None:
+    kernel_weight(bits=4, codebook=1)
+    for settings in ({"bits": 8}, {"bits": 6}, {"group": 0}, {"minimums": 64}):
+        with pytest.raises(ValueError, match="codebooks need 4 bits in groups without minimums"):
+            kernel_weight(**{"bits": 4, "codebook": 1, **settings})
+    with pytest.raises(ValueError, match="no codebook has this number"):
+        kernel_weight(bits=4, codebook=len(_kernels.CODEBOOKS))
