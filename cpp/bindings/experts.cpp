@@ -1,7 +1,11 @@
 #include "bindings/experts.h"
 
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "bindings/addresses.h"
@@ -18,15 +22,20 @@ void bind_experts(nb::module_& m) {
           "__init__",
           [](Experts* self, size_t dtype, const RowOps& row_ops, const Linear& linear,
              const QuantisedLinear& quantised, const std::vector<std::vector<Product>>& gate_up,
-             const std::vector<Product>& down) {
+             const std::vector<Product>& down,
+             const std::optional<std::pair<float, float>>& clamped_gate) {
+            std::optional<ClampedGate> gate;
+            if (clamped_gate) gate = {clamped_gate->first, clamped_gate->second};
             std::vector<ExpertTable> tables;
             tables.reserve(gate_up.size());
             for (const auto& products : gate_up) tables.emplace_back(products);
-            new (self) Experts(dtype_of(dtype), std::move(tables), ExpertTable(down), row_ops,
+            new (self) Experts(dtype_of(dtype), std::move(tables), ExpertTable(down), gate, row_ops,
                                linear, quantised);
           },
           nb::kw_only(), "dtype"_a, "row_ops"_a, "linear"_a, "quantised"_a, "gate_up"_a, "down"_a,
+          "clamped_gate"_a = nb::none(),
           "gate_up: of each expert gates and factors together, or all gates, then all factors. "
+          "clamped_gate: alpha and limit of gpt-oss's gate; None: silu(gate) * factor. "
           "Raises ValueError where they do not go together.")
       .def(
           "forward",

@@ -148,9 +148,9 @@ def forward_decoder_layers(layers: Sequence[DecoderLayer], attention: Sequence[t
 class Experts:
     """A mixture of experts in one call; addresses as integers."""
 
-    def __init__(self, *, dtype: int, row_ops: RowOps, linear: Linear, quantised: QuantisedLinear, gate_up: Sequence[Sequence[Product]], down: Sequence[Product]) -> None:
+    def __init__(self, *, dtype: int, row_ops: RowOps, linear: Linear, quantised: QuantisedLinear, gate_up: Sequence[Sequence[Product]], down: Sequence[Product], clamped_gate: tuple[float, float] | None = None) -> None:
         """
-        gate_up: of each expert gates and factors together, or all gates, then all factors. Raises ValueError where they do not go together.
+        gate_up: of each expert gates and factors together, or all gates, then all factors. clamped_gate: alpha and limit of gpt-oss's gate; None: silu(gate) * factor. Raises ValueError where they do not go together.
         """
 
     def forward(self, x: int, experts: int, weights: int, output: int, num_tokens: int, top_k: int, num_threads: int) -> None:

@@ -17,6 +17,8 @@ struct RowCall {
   int64_t second_stride = 0;
   int64_t width = 0;
   float eps = 0;
+  float alpha = 1;  // clamped_swiglu
+  float limit = 0;
 };
 
 // Rotates pairs (j, j + width / 2) of each head of a token by that token's angles (RoFormer, Su et

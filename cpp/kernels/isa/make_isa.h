@@ -29,6 +29,7 @@ constexpr Isa make_isa(const char* name) {
            {quantise<float, Float8>, quantise<BFloat16, Float8>, quantise<Float16, Float8>}},
           {rms_norm<float>, rms_norm<BFloat16>, rms_norm<Float16>},
           {silu_mul<float>, silu_mul<BFloat16>, silu_mul<Float16>},
+          {clamped_swiglu<float>, clamped_swiglu<BFloat16>, clamped_swiglu<Float16>},
           {rotate<float>, rotate<BFloat16>, rotate<Float16>},
           {kPanelColumns<float>, kPanelColumns<BFloat16>, 0},
           {linear<float>, linear<BFloat16>, nullptr},

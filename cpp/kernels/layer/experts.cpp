@@ -64,6 +64,7 @@ void add_up(const T* rows, int64_t num_rows, const int64_t* places, const float*
 bool are_alike(const Product& a, const Product& b) {
   const QuantisedWeight &p = a.quantised, &q = b.quantised;
   return a.depth == b.depth && a.columns == b.columns &&
+         (a.bias == nullptr) == (b.bias == nullptr) &&
          (p.words == nullptr) == (q.words == nullptr) &&
          (p.minimums == nullptr) == (q.minimums == nullptr) && p.bits == q.bits &&
          p.group == q.group && p.byte_inputs == q.byte_inputs && p.scale_format == q.scale_format &&
@@ -77,9 +78,11 @@ ExpertTable::ExpertTable(const std::vector<Product>& products)
       depth_(products.empty() ? 0 : products[0].depth),
       columns_(products.empty() ? 0 : products[0].columns) {
   for (const Product& product : products) {
-    if (!are_alike(product, products[0]) || product.bias != nullptr) {
-      throw std::invalid_argument("experts of one table must have weights of one kind, no biases");
+    if (!are_alike(product, products[0])) {
+      throw std::invalid_argument(
+          "experts of one table must have weights of one kind, and all of them biases or none");
     }
+    if (product.bias != nullptr) biases_.push_back(product.bias);
     if (product.quantised.words == nullptr) {
       panels_.push_back(product.panels);
     } else {
@@ -89,10 +92,12 @@ ExpertTable::ExpertTable(const std::vector<Product>& products)
 }
 
 Experts::Experts(DType dtype, std::vector<ExpertTable> gate_up, ExpertTable down,
-                 const RowOps& row_ops, const Linear& linear, const QuantisedLinear& quantised)
+                 std::optional<ClampedGate> gate, const RowOps& row_ops, const Linear& linear,
+                 const QuantisedLinear& quantised)
     : dtype_(dtype),
       gate_up_(std::move(gate_up)),
       down_(std::move(down)),
+      gate_(gate),
       row_ops_(row_ops),
       linear_(linear),
       quantised_(quantised) {
@@ -129,14 +134,7 @@ class Experts::Run {
       multiply(table, rows_.get(), gate_up_.get() + column * bytes_, 2 * hidden_);
       column += table.columns();
     }
-    const RowCall gates = {gate_up_.get(),
-                           gate_up_.get() + hidden_ * bytes_,
-                           gated_.get(),
-                           2 * hidden_,
-                           2 * hidden_,
-                           hidden_,
-                           0};
-    owner_.row_ops_.silu_mul(owner_.dtype_, gates, groups_.num_rows(), call_.num_threads);
+    gate();
     multiply(owner_.down_, gated_.get(), rows_.get(), width_);
     if (owner_.dtype_ == DType::kFloat32) {
       add_up_tokens<float>();
@@ -146,6 +144,19 @@ class Experts::Run {
   }
 
  private:
+  void gate() {
+    RowCall call = {gate_up_.get(), gate_up_.get() + hidden_ * bytes_,
+                    gated_.get(),   2 * hidden_,
+                    2 * hidden_,    hidden_};
+    const int64_t num_rows = groups_.num_rows();
+    if (!owner_.gate_) {
+      return owner_.row_ops_.silu_mul(owner_.dtype_, call, num_rows, call_.num_threads);
+    }
+    call.alpha = owner_.gate_->alpha;
+    call.limit = owner_.gate_->limit;
+    owner_.row_ops_.clamped_swiglu(owner_.dtype_, call, num_rows, call_.num_threads);
+  }
+
   // Copies each token's row to where the rows of each of its experts are, in their order. Those of
   // no expert come last.
   void sort() {
@@ -177,11 +188,11 @@ class Experts::Run {
     layer.output_stride = output_stride;
     layer.columns = table.columns();
     if (table.quantised().empty()) {
-      owner_.linear_.forward_groups(owner_.dtype_, layer, table.panels(), groups_,
+      owner_.linear_.forward_groups(owner_.dtype_, layer, table.panels(), table.biases(), groups_,
                                     call_.num_threads);
     } else {
-      owner_.quantised_.forward_groups(owner_.dtype_, layer, table.quantised(), groups_,
-                                       call_.num_threads);
+      owner_.quantised_.forward_groups(owner_.dtype_, layer, table.quantised(), table.biases(),
+                                       groups_, call_.num_threads);
     }
   }
 

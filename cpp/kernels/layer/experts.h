@@ -1,6 +1,6 @@
 // Experts: the gated MLPs of a mixture of experts on the CPU, those of all rows in one call.
 //
-//   each token, each of its experts:  y = down(silu(gate(x)) * up(x))
+//   each token, each of its experts:  y = down(silu(gate(x)) * up(x)), or with a ClampedGate
 //   a token's output:                 the sum of weight * y over its experts, in their order
 //
 // The rows that are routed to an expert are one product. A token's output is the same bits alone or
@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "kernels/layer/product.h"
@@ -31,6 +32,7 @@ class ExpertTable {
   // Either is empty.
   const std::vector<const void*>& panels() const { return panels_; }
   const std::vector<QuantisedWeight>& quantised() const { return quantised_; }
+  const GroupBiases& biases() const { return biases_; }
 
  private:
   size_t num_experts_;
@@ -38,6 +40,14 @@ class ExpertTable {
   int64_t columns_;
   std::vector<const void*> panels_;
   std::vector<QuantisedWeight> quantised_;
+  GroupBiases biases_;
+};
+
+// g * sigmoid(alpha * g) * (1 + clamp(up(x), -limit, limit)) of g = min(gate(x), limit), in place
+// of silu(gate(x)) * up(x).
+struct ClampedGate {
+  float alpha;
+  float limit;
 };
 
 // One step's tokens; all dense.
@@ -56,8 +66,9 @@ class Experts {
   // gate_up: one table whose columns are gates, then as many factors, or one for each; the others
   // tell instruction sets and threads. REQUIRES: dtype float32 or bfloat16.
   // Throws std::invalid_argument where the tables do not go together.
-  Experts(DType dtype, std::vector<ExpertTable> gate_up, ExpertTable down, const RowOps& row_ops,
-          const Linear& linear, const QuantisedLinear& quantised);
+  Experts(DType dtype, std::vector<ExpertTable> gate_up, ExpertTable down,
+          std::optional<ClampedGate> gate, const RowOps& row_ops, const Linear& linear,
+          const QuantisedLinear& quantised);
 
   // Throws std::invalid_argument, before anything is computed, for an expert that there is not;
   // std::bad_alloc where there is no memory for what lies between the products.
@@ -69,6 +80,7 @@ class Experts {
   DType dtype_;
   std::vector<ExpertTable> gate_up_;
   ExpertTable down_;
+  std::optional<ClampedGate> gate_;
   RowOps row_ops_;
   Linear linear_;
   QuantisedLinear quantised_;

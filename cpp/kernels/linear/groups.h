@@ -24,6 +24,13 @@ struct RowGroups {
   int64_t num_rows() const { return ends.empty() ? 0 : ends.back(); }
 };
 
+// [columns] of each group, or of none.
+using GroupBiases = std::vector<const void*>;
+
+inline const void* bias_of(const GroupBiases& biases, size_t group) {
+  return biases.empty() ? nullptr : biases[group];
+}
+
 // Parts for each thread: groups differ in their rows, and the last parts should be small.
 inline constexpr int64_t kGroupPartsPerThread = 8;
 

@@ -57,8 +57,8 @@ void Linear::forward(DType dtype, const LinearCall& call, int64_t num_rows, int 
 
 // Groups of many rows come one after the other.
 void Linear::forward_groups(DType dtype, const LinearCall& call,
-                            const std::vector<const void*>& panels, const RowGroups& groups,
-                            int num_threads) const {
+                            const std::vector<const void*>& panels, const GroupBiases& biases,
+                            const RowGroups& groups, int num_threads) const {
   const auto bytes = static_cast<int64_t>(element_bytes(dtype));
   const int64_t max_few_rows =
       std::max(isa_->max_few_rows[static_cast<size_t>(dtype)], kMaxGroupRows);
@@ -69,6 +69,7 @@ void Linear::forward_groups(DType dtype, const LinearCall& call,
     own.x = static_cast<const char*>(call.x) + first * call.x_stride * bytes;
     own.output = static_cast<char*>(call.output) + first * call.output_stride * bytes;
     own.panels = panels[group];
+    own.bias = bias_of(biases, group);
     return own;
   };
   std::vector<size_t> few;

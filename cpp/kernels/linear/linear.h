@@ -30,9 +30,9 @@ class Linear {
   void forward(DType dtype, const LinearCall& call, int64_t num_rows, int num_threads) const;
 
   // The same for rows in groups, each with a weight of its own: the same bits as a call for each.
-  // REQUIRES: panels for each group, in place of the call's; no bias, no residual, no gates.
+  // REQUIRES: panels and biases for each group, in place of the call's; no residual, no gates.
   void forward_groups(DType dtype, const LinearCall& call, const std::vector<const void*>& panels,
-                      const RowGroups& groups, int num_threads) const;
+                      const GroupBiases& biases, const RowGroups& groups, int num_threads) const;
 
   // Outputs of a panel; 0 for float16.
   int panel_columns(DType dtype) const;

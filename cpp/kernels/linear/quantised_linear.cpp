@@ -83,7 +83,8 @@ void QuantisedLinear::forward(DType dtype, const LinearCall& layer, const Quanti
 
 void QuantisedLinear::forward_groups(DType dtype, const LinearCall& layer,
                                      const std::vector<QuantisedWeight>& weights,
-                                     const RowGroups& groups, int num_threads) const {
+                                     const GroupBiases& biases, const RowGroups& groups,
+                                     int num_threads) const {
   const int64_t num_rows = groups.num_rows();
   if (num_rows <= 0) return;
   std::vector<size_t> used;
@@ -103,6 +104,7 @@ void QuantisedLinear::forward_groups(DType dtype, const LinearCall& layer,
     for (int64_t row = groups.begin(group); row < last; row += isa_->block_rows) {
       QuantisedCall call = rows_from(all, kind, row, bytes);
       call.weight = weights[group];
+      call.layer.bias = bias_of(biases, group);
       compute(call, dtype, {0, std::min(isa_->block_rows, last - row), begin, end});
     }
   };

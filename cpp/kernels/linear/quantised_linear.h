@@ -31,11 +31,12 @@ class QuantisedLinear {
                int64_t num_rows, int num_threads) const;
 
   // The same for rows in groups, each with a weight of its own: the same bits as a call for each.
-  // REQUIRES: a weight for each group, all alike but for their numbers; no bias, no residual.
+  // REQUIRES: a weight for each group, all alike but for their numbers, and biases for each, in
+  // place of the layer's; no residual.
   // Throws std::bad_alloc where there is no memory for the inputs of all rows.
   void forward_groups(DType dtype, const LinearCall& layer,
-                      const std::vector<QuantisedWeight>& weights, const RowGroups& groups,
-                      int num_threads) const;
+                      const std::vector<QuantisedWeight>& weights, const GroupBiases& biases,
+                      const RowGroups& groups, int num_threads) const;
 
  private:
   Inputs inputs_of(DType dtype, const QuantisedWeight& weight) const;

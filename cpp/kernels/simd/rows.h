@@ -36,13 +36,15 @@ void rms_norm(const RowCall& call, int64_t begin, int64_t end) {
   }
 }
 
-// x / (1 + e^-x)
-VTENSOR_INLINE Vec silu(Vec x) {
+// 1 + e^-x, without overflow: x / that is silu, y / that is y * sigmoid(x).
+VTENSOR_INLINE Vec one_plus_exp_of_minus(Vec x) {
   constexpr float kLog2 = 1.4426950408889634F;
   constexpr float kBound = 87;  // e^87 is finite
   const Vec bounded = x < splat(-kBound) ? splat(-kBound) : x;
-  return x / (1.0F + exp2(max(-bounded, splat(-kBound)) * kLog2));
+  return 1.0F + exp2(max(-bounded, splat(-kBound)) * kLog2);
 }
+
+VTENSOR_INLINE Vec silu(Vec x) { return x / one_plus_exp_of_minus(x); }
 
 // output = silu(x) * second: the gate of a SwiGLU layer (Shazeer, 2020).
 template <class T>
@@ -53,6 +55,25 @@ void silu_mul(const RowCall& call, int64_t begin, int64_t end) {
     T* out = static_cast<T*>(call.output) + row * call.width;
     for (int64_t j = 0; j < call.width; j += kLanes) {
       store(out + j, rounded<T>(silu(load(x + j))) * load(second + j));
+    }
+  }
+}
+
+// gate = min(x, limit), output = gate * sigmoid(alpha * gate) * (1 + clamp(second, -limit, limit)),
+// rounded once: the gate of gpt-oss's experts (OpenAI, 2025).
+template <class T>
+void clamped_swiglu(const RowCall& call, int64_t begin, int64_t end) {
+  const Vec most = splat(call.limit), least = splat(-call.limit);
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
+    const T* second = static_cast<const T*>(call.second) + row * call.second_stride;
+    T* out = static_cast<T*>(call.output) + row * call.width;
+    for (int64_t j = 0; j < call.width; j += kLanes) {
+      Vec gate = load(x + j), factor = load(second + j);
+      gate = gate > most ? most : gate;  // what is no number stays none
+      factor = factor > most ? most : factor;
+      factor = factor < least ? least : factor;
+      store(out + j, gate / one_plus_exp_of_minus(gate * call.alpha) * (factor + 1.0F));
     }
   }
 }

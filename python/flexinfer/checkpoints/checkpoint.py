@@ -42,6 +42,10 @@ class Checkpoint(ABC):
     def read(self, name: str) -> torch.Tensor:
         """A weight that is not quantised, in the file's dtype, in memory of its own."""
 
+    def read_entry(self, name: str, index: int) -> torch.Tensor:
+        """As `read`, one entry of its first dimension: without the others, where the files can."""
+        return self.read(name)[index].clone()
+
     @abstractmethod
     def read_quantised(self, name: str) -> QuantisedTensor:
         """A matrix [outputs, inputs] that is."""

@@ -66,6 +66,9 @@ class PackedCheckpoint(Checkpoint):
     def read(self, name: str) -> torch.Tensor:
         return self._files.read(name)
 
+    def read_entry(self, name: str, index: int) -> torch.Tensor:
+        return self._files.read(name, index)
+
     def read_quantised(self, name: str) -> QuantisedTensor:
         path = name.rpartition(".")[0]
         try:

@@ -1,7 +1,8 @@
 """PlainCheckpoint: a folder of safetensors whose weights are not quantised, read one by one.
 
-transformers reads such folders too, and better knows their names; but experts, which lie there one
-by one, it puts together in memory before the first of them can be quantised.
+transformers reads such folders too, and better knows their names; but of experts it holds all of a
+model in memory before the first of them can be quantised, whether they lie there one by one or, as
+gpt-oss's, in one tensor for a layer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from flexinfer.checkpoints.checkpoint import Checkpoint, StoredWeight
 from flexinfer.checkpoints.tensor_files import TensorFiles
 from flexinfer.layers.quantised import QuantisedTensor
 
-MODEL_TYPES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+MODEL_TYPES = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Those of which the names in folders are known."""
 
 
@@ -25,6 +26,9 @@ class PlainCheckpoint(Checkpoint):
 
     def read(self, name: str) -> torch.Tensor:
         return self._files.read(name)
+
+    def read_entry(self, name: str, index: int) -> torch.Tensor:
+        return self._files.read(name, index)
 
     def read_quantised(self, name: str) -> QuantisedTensor:
         raise ValueError(f"{name} is not quantised")

@@ -80,8 +80,9 @@ class TensorFiles:
         """As safetensors names it: "I32", "F16", ..."""
         return self._tensors[name].dtype
 
-    def read(self, name: str) -> torch.Tensor:
-        """In memory of its own. Raises UnsupportedModelError for a dtype that is not known."""
+    def read(self, name: str, index: int | None = None) -> torch.Tensor:
+        """In memory of its own. index: of one entry of its first dimension, which alone is read.
+        Raises UnsupportedModelError for a dtype that is not known."""
         tensor = self._tensors[name]
         dtype = DTYPES.get(tensor.dtype)
         if dtype is None:
@@ -89,9 +90,11 @@ class TensorFiles:
                 f"{name} is of dtype {tensor.dtype}, which cannot be read here; known are "
                 f"{', '.join(DTYPES)}"
             )
-        num_bytes = prod(tensor.shape) * dtype.itemsize
-        found = np.fromfile(tensor.path, np.uint8, num_bytes, offset=tensor.offset)
-        return torch.from_numpy(found).view(dtype).view(tensor.shape)
+        shape = tensor.shape if index is None else tensor.shape[1:]
+        num_bytes = prod(shape) * dtype.itemsize
+        offset = tensor.offset + (0 if index is None else index * num_bytes)
+        found = np.fromfile(tensor.path, np.uint8, num_bytes, offset=offset)
+        return torch.from_numpy(found).view(dtype).view(shape)
 
 
 def check_files(model: str) -> None:

@@ -33,8 +33,9 @@ class ExpertWeights:
         """Bytes of the weights with their scales."""
         return sum(table.nbytes for table in self._tables.values())
 
-    def add(self, weight: QuantisedTensor | torch.Tensor) -> None:
-        """The next expert's: copied. Raises ValueError for one that is not as those before."""
+    def add(self, weight: QuantisedTensor | torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """The next expert's: copied. bias: [columns], of the dtype of inputs and outputs; all have
+        one or none. Raises ValueError for one that is not as those before."""
         kind = kind_of(weight) if isinstance(weight, QuantisedTensor) else None
         shape = weight.integers.shape if isinstance(weight, QuantisedTensor) else weight.shape
         if self._num_added and (*shape, kind) != (self.columns, self.depth, self._kind):
@@ -42,11 +43,22 @@ class ExpertWeights:
                 f"experts of one layer must have weights of one shape and kind, got {list(shape)} "
                 f"{kind} beside {[self.columns, self.depth]} {self._kind}"
             )
+        if bias is not None and bias.shape != shape[:1]:
+            raise ValueError(f"the bias of an expert with {shape[0]} outputs is {list(bias.shape)}")
+        if self._num_added and (bias is None) == ("bias" in self._tables):
+            raise ValueError("experts of one layer must all have biases, or none of them")
         self.columns, self.depth = shape
         self._kind = kind
         for name, part in _parts(weight).items():
             self._put(name, part)
+        if bias is not None:
+            self._put("bias", bias)
         self._num_added += 1
+
+    @property
+    def bias_dtype(self) -> torch.dtype | None:
+        """None: they have none."""
+        return self._tables["bias"].dtype if "bias" in self._tables else None
 
     def products(self) -> list[_kernels.Product]:
         """As the kernel takes them, when all are there, and while this lives."""
@@ -73,7 +85,7 @@ class ExpertWeights:
         return _kernels.Product(
             panels=parts["panels"].data_ptr() if kind is None else 0,
             quantised=None if kind is None else kernel_weight(kind, parts, self.columns),
-            bias=0,
+            bias=parts["bias"].data_ptr() if "bias" in parts else 0,
             depth=self.depth,
             columns=self.columns,
         )

@@ -16,6 +16,7 @@ import torch
 
 from flexinfer import _kernels
 from flexinfer.layers import host_linear, quantised_linear, rows
+from flexinfer.layers.clamped_gate import ClampedGate
 from flexinfer.layers.expert_weights import ExpertWeights
 from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.runtime.kernels import DTYPES
@@ -29,11 +30,19 @@ class Experts(torch.nn.Module):
     """Of each token the weighted sum of down(silu(gate(x)) * up(x)) over its experts."""
 
     def __init__(
-        self, gate_up: Sequence[ExpertWeights], down: ExpertWeights, dtype: torch.dtype
+        self,
+        gate_up: Sequence[ExpertWeights],
+        down: ExpertWeights,
+        dtype: torch.dtype,
+        gate: ClampedGate | None = None,
     ) -> None:
-        """gate_up: of gates and factors one after the other, or of each. dtype: of inputs and
-        outputs, float32 or bfloat16. Raises ValueError for shapes that do not go together."""
+        """gate_up: of gates and factors one after the other, or of each. dtype: of inputs, outputs
+        and biases, float32 or bfloat16. gate: in the place of silu. Raises ValueError for shapes
+        that do not go together."""
         super().__init__()
+        dtypes = {table.bias_dtype for table in (*gate_up, down)} - {None}
+        if dtypes - {dtype}:
+            raise ValueError(f"experts of {dtype} have biases of {', '.join(map(str, dtypes))}")
         self.weight = torch.empty(0, dtype=dtype)
         """Of no numbers: the dtype of inputs and outputs."""
         self._tables = [*gate_up, down]
@@ -45,6 +54,7 @@ class Experts(torch.nn.Module):
             quantised=quantised_linear.kernel(),
             gate_up=[table.products() for table in gate_up],
             down=down.products(),
+            clamped_gate=None if gate is None else (gate.alpha, gate.limit),
         )
         register()
         self.number = next(_next)
@@ -102,6 +112,8 @@ class Experts(torch.nn.Module):
 
 
 Weight = QuantisedTensor | torch.Tensor
+Biases = Sequence[torch.Tensor | None]
+"""Of each expert: [outputs] of its products."""
 
 
 def slow_experts(
@@ -110,23 +122,30 @@ def slow_experts(
     x: torch.Tensor,
     index: torch.Tensor,
     weights: torch.Tensor,
+    biases: tuple[Biases, Biases] | None = None,
+    gate: ClampedGate | None = None,
 ) -> torch.Tensor:
     """The definition, and the reference of all that is computed by `Experts`: in float64, but for
-    what lies between two products, which is of x's dtype. gate_up, down: of each expert."""
+    what lies between two products, which is of x's dtype. gate_up, down, and biases of both: of
+    each expert."""
     output = torch.zeros(x.shape, dtype=torch.float64)
+    first, last = biases or ([None] * len(down), [None] * len(down))
+    combine = gate or (lambda gates, factors: torch.nn.functional.silu(gates) * factors)
     for expert in range(len(down)):
         token, place = torch.where(index == expert)
-        gates, factors = _product(x[token], gate_up[expert]).to(x.dtype).chunk(2, dim=-1)
-        hidden = (torch.nn.functional.silu(gates.float()) * factors.float()).to(x.dtype)
-        rows = _product(hidden, down[expert]).to(x.dtype).double()
+        both = _product(x[token], gate_up[expert], first[expert]).to(x.dtype).float()
+        hidden = combine(*both.chunk(2, dim=-1)).to(x.dtype)
+        rows = _product(hidden, down[expert], last[expert]).to(x.dtype).double()
         output.index_add_(0, token, rows * weights[token, place, None].double())
     return output.to(x.dtype)
 
 
-def _product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+def _product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
     if isinstance(weight, QuantisedTensor):
-        return weight.reference(x)
-    return x.double() @ weight.double().T
+        product = weight.reference(x)
+    else:
+        product = x.double() @ weight.double().T
+    return product if bias is None else product + bias.double()
 
 
 @cache

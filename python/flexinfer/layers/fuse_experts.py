@@ -1,13 +1,11 @@
 """What takes the place of transformers' experts: `Experts`, over plain weights, weights that are
 quantised at load, or the integers of a checkpoint.
 
-    is_experts    is the code known, with all that its decorator may change
+    is_experts    is the code known, with all that its decorator may change (`expert_layout.py`)
     reader_of     where the weights come from, an expert at a time: parameters, or a checkpoint
     lay_out       the experts one after the other in their last form
 
-transformers' own module multiplies by any of several functions (`_experts_implementation`), which
-compute the same for what the decorator says of the class; anything else that it may say is not
-known here.
+Biases are parameters of the module in either case: they are small.
 """
 
 from __future__ import annotations
@@ -20,26 +18,13 @@ from typing import Any
 import torch
 
 from flexinfer.layers import host_linear
+from flexinfer.layers.expert_layout import BIASES, WEIGHTS, ExpertLayout, layout_of
 from flexinfer.layers.expert_weights import ExpertWeights
 from flexinfer.layers.experts import Experts, Weight, slow_experts
-from flexinfer.layers.known import EXPERTS
-from flexinfer.layers.mlp import is_silu
 from flexinfer.layers.quantised import QuantisedTensor, Scheme
-from flexinfer.layers.recognise import is_known
 from flexinfer.layers.trial import computes_the_same
 
-WIDTH_STEP = 16
-"""Widths that the kernels write are multiples of it."""
 NUM_TRIAL_EXPERTS = 2
-IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
-SETTINGS = {
-    "has_gate": True,
-    "has_bias": False,
-    "has_post_expert_norm": False,
-    "is_transposed": False,
-    "is_concatenated": True,
-    "_is_expert_parallel": False,
-}
 
 Reader = Callable[[int], tuple[list[Weight], Weight]]
 """(expert) -> its gates and factors, in one weight [2 * hidden, width] or one each, and what its
@@ -48,17 +33,7 @@ outputs are made with [width, hidden]."""
 
 def is_experts(module: Any) -> bool:
     """Whether the module is a mixture of experts that `Experts` computes."""
-    if not is_known(module, EXPERTS) or not is_silu(module.act_fn):
-        return False
-    if any(getattr(module, name, value) != value for name, value in SETTINGS.items()):
-        return False
-    gate = getattr(type(module), "_apply_gate", None)
-    if gate is not None and gate.__module__ != "transformers.integrations.moe":
-        return False
-    config = getattr(module, "config", None)
-    if getattr(config, "_experts_implementation", "eager") not in (None, *IMPLEMENTATIONS):
-        return False
-    return not any(size % WIDTH_STEP for size in module.down_proj.shape[1:])
+    return layout_of(module) is not None
 
 
 def store(module: Any, reader: Reader) -> None:
@@ -75,10 +50,13 @@ def reader_of(module: Any) -> Reader:
     reader: Reader | None = getattr(module, "stored_experts", None)
     if reader is not None:
         return reader
-    return lambda expert: (
-        [module.gate_up_proj[expert].detach()],
-        module.down_proj[expert].detach(),
-    )
+    layout = _layout_of(module)
+
+    def read(expert: int) -> tuple[list[Weight], Weight]:
+        gate_up, down = layout.weights(module, expert)
+        return [gate_up], down
+
+    return read
 
 
 def fuse_experts(module: Any) -> Experts | None:
@@ -98,52 +76,56 @@ def is_for_kernel(module: Any, scheme: Scheme | None) -> bool:
         parts, down = module.stored_experts(0)
         if any(isinstance(part, QuantisedTensor) for part in (*parts, down)):
             return True
-    weights = [
-        torch.empty(p.shape[1:], dtype=p.dtype) for p in (module.gate_up_proj, module.down_proj)
-    ]
-    return all(map(host_linear.supports, weights))
+    (_, width, hidden), dtype = _layout_of(module).sizes(module), module.down_proj.dtype
+    shapes = (2 * hidden, width), (width, hidden)
+    return all(host_linear.supports(torch.empty(shape, dtype=dtype)) for shape in shapes)
 
 
 def lay_out(module: Any, scheme: Scheme | None) -> Experts:
     """The experts in their last form: with the integers of their checkpoint, or quantised by the
     scheme, or as they are. One is held at a time."""
-    read, dtype = reader_of(module), module.down_proj.dtype
-    num_experts = module.down_proj.shape[0]
+    layout, read, dtype = _layout_of(module), reader_of(module), module.down_proj.dtype
+    num_experts = layout.sizes(module).num_experts
     gate_up: list[ExpertWeights] = []
     down = ExpertWeights(num_experts)
     for expert in range(num_experts):
         first, last = read(expert)
+        bias, last_bias = layout.biases(module, expert)
         parts = _join([_in_form(part, scheme) for part in first])
         gate_up = gate_up or [ExpertWeights(num_experts) for _ in parts]
-        for table, part in zip(gate_up, parts, strict=True):
-            table.add(part)
-        down.add(_in_form(last, scheme))
-    return Experts(gate_up, down, dtype)
+        biases = [None] * len(parts) if bias is None else bias.chunk(len(parts))
+        for table, part, own in zip(gate_up, parts, biases, strict=True):
+            table.add(part, own)
+        down.add(_in_form(last, scheme), last_bias)
+    return Experts(gate_up, down, dtype, layout.gate(module))
 
 
 def lay_out_if_the_same(module: Any, scheme: Scheme | None) -> Experts | None:
     """As `lay_out`, where the module computes what experts should on numbers as of its first ones.
     None: it does not."""
-    few, (gate_up, down) = _first_experts(module)
+    layout = _layout_of(module)
+    few, gate_up, down = _first_experts(module, layout)
+    first, last = zip(*(layout.biases(few, expert) for expert in range(len(down))), strict=True)
+    gate = layout.gate(module)
 
     class Slow(torch.nn.Module):
         def forward(self, x: torch.Tensor, index: Any, weights: Any) -> torch.Tensor:
-            return slow_experts(gate_up, down, x, index, weights)
+            return slow_experts(gate_up, down, x, index, weights, (first, last), gate)
 
-    width, dtype = module.down_proj.shape[1], module.down_proj.dtype
+    width, dtype = layout.sizes(module).width, module.down_proj.dtype
     is_same = computes_the_same(few, Slow(), width, dtype, run_experts)
     return lay_out(module, scheme) if is_same else None
 
 
 def read_all(module: Any) -> None:
     """Read the weights that `store` noted into the module's parameters, as its own code wants."""
-    read, dtype = reader_of(module), module.down_proj.dtype
+    layout, read, dtype = _layout_of(module), reader_of(module), module.down_proj.dtype
     gate_up = torch.empty(module.gate_up_proj.shape, dtype=dtype)
     down = torch.empty(module.down_proj.shape, dtype=dtype)
     for expert in range(len(down)):
         first, last = read(expert)
-        gate_up[expert] = torch.cat([_plain(part, dtype) for part in first])
-        down[expert] = _plain(last, dtype)
+        weight = torch.cat([_plain(part, dtype) for part in first])
+        gate_up[expert], down[expert] = layout.as_held(weight, _plain(last, dtype))
     module.gate_up_proj = torch.nn.Parameter(gate_up, requires_grad=False)
     module.down_proj = torch.nn.Parameter(down, requires_grad=False)
     del module.stored_experts
@@ -157,19 +139,32 @@ def run_experts(module: Any, x: torch.Tensor) -> torch.Tensor:
     return module(x[0], index, weights)  # type: ignore[no-any-return]
 
 
-def _first_experts(module: Any) -> tuple[Any, tuple[list[torch.Tensor], list[torch.Tensor]]]:
+def _layout_of(module: Any) -> ExpertLayout:
+    """REQUIRES `is_experts`."""
+    layout = layout_of(module)
+    assert layout is not None
+    return layout
+
+
+def _first_experts(
+    module: Any, layout: ExpertLayout
+) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
     """The module with its first experts alone, and their weights."""
     read, dtype = reader_of(module), module.down_proj.dtype
-    count = min(NUM_TRIAL_EXPERTS, module.down_proj.shape[0])
+    count = min(NUM_TRIAL_EXPERTS, layout.sizes(module).num_experts)
     pairs = [read(expert) for expert in range(count)]
     gate_up = [torch.cat([_plain(part, dtype) for part in first]) for first, _ in pairs]
     down = [_plain(last, dtype) for _, last in pairs]
     few = copy.copy(module)
     few._parameters = {}
     few.num_experts = count
-    few.gate_up_proj = torch.nn.Parameter(torch.stack(gate_up), requires_grad=False)
-    few.down_proj = torch.nn.Parameter(torch.stack(down), requires_grad=False)
-    return few, (gate_up, down)
+    held = [layout.as_held(*pair) for pair in zip(gate_up, down, strict=True)]
+    for name, weights in zip(WEIGHTS, zip(*held, strict=True), strict=True):
+        setattr(few, name, torch.nn.Parameter(torch.stack(weights), requires_grad=False))
+    for name in BIASES if layout.has_bias else ():
+        bias = getattr(module, name)[:count].detach()
+        setattr(few, name, torch.nn.Parameter(bias, requires_grad=False))
+    return few, gate_up, down
 
 
 def _in_form(weight: Weight, scheme: Scheme | None) -> Weight:

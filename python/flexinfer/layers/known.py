@@ -170,6 +170,41 @@ def forward(self, hidden_states, top_k_index, top_k_weights):
     return final_hidden_states
 """,
 )
+CLAMPED_EXPERTS = (
+    """
+def forward(self, hidden_states, router_indices, routing_weights):
+    next_states = torch.zeros_like(
+        hidden_states, dtype=hidden_states.dtype, device=hidden_states.device
+    )
+    with torch.no_grad():
+        expert_mask = torch.nn.functional.one_hot(router_indices, num_classes=self.num_experts)
+        expert_mask = expert_mask.permute(2, 1, 0)
+        expert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero()
+    for expert_idx in expert_hit:
+        expert_idx = expert_idx[0]
+        if expert_idx == self.num_experts:
+            continue
+        top_k_pos, token_idx = torch.where(expert_mask[expert_idx])
+        current_state = hidden_states[token_idx]
+        gate_up = (
+            current_state @ self.gate_up_proj[expert_idx] + self.gate_up_proj_bias[expert_idx]
+        )
+        gated_output = self._apply_gate(gate_up)
+        out = gated_output @ self.down_proj[expert_idx] + self.down_proj_bias[expert_idx]
+        weighted_output = out * routing_weights[token_idx, top_k_pos, None]
+        next_states.index_add_(0, token_idx, weighted_output.to(hidden_states.dtype))
+    return next_states
+
+def _apply_gate(self, gate_up):
+    gate, up = (gate_up[..., ::2], gate_up[..., 1::2])
+    gate = gate.clamp(min=None, max=self.limit)
+    up = up.clamp(min=-self.limit, max=self.limit)
+    glu = gate * torch.sigmoid(gate * self.alpha)
+    gated_output = (up + 1) * glu
+    return gated_output
+""",
+)
+"""gpt-oss's, with biases; gates and factors of their weights in turns."""
 SCALED_EMBEDDINGS = (
     """
 def forward(self, input_ids):

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from flexinfer.layers.expert_layout import WEIGHTS, layout_of
 from flexinfer.layers.formats import is_linear, make_fastest, weight_of
-from flexinfer.layers.fuse_experts import is_experts
 from flexinfer.layers.joined_linear import JoinedLinear
 from flexinfer.layers.linear import Linear, PlainLinear
 from flexinfer.layers.quantised import QuantisedTensor, Scheme, TensorKind
@@ -116,9 +116,11 @@ def check_scheme(
         if own is not None:
             _check_depth(name, weight_of(module).shape[1], num_parts(name), own)
     for path, module in model.named_modules():
-        if is_experts(module):
-            for part in ("gate_up_proj", "down_proj"):
-                name, depth = f"{path}.{part}", getattr(module, part).shape[2]
+        layout = layout_of(module)
+        if layout is not None:
+            _, width, hidden = layout.sizes(module)
+            for part, depth in zip(WEIGHTS, (width, hidden), strict=True):
+                name = f"{path}.{part}"
                 _check_depth(name, depth, num_parts(name), scheme)
 
 

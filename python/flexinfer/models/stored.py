@@ -18,9 +18,9 @@ import torch
 from flexinfer.checkpoints.checkpoint import EXPERT_PARTS, Checkpoint, expert_weight
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.embedding import QuantisedEmbedding, is_embedding, scale_of
+from flexinfer.layers.expert_layout import WEIGHTS, ExpertLayout, layout_of
 from flexinfer.layers.experts import Weight
 from flexinfer.layers.formats import is_linear
-from flexinfer.layers.fuse_experts import is_experts
 from flexinfer.layers.fuse_experts import store as store_experts
 from flexinfer.layers.quantise import ROUTERS, store
 from flexinfer.layers.quantised import QuantisedTensor
@@ -58,7 +58,7 @@ class StoredModel:
     ) -> None:
         self.model = model
         self._checkpoint, self._dtype, self._byte_inputs = checkpoint, dtype, byte_inputs
-        self._experts = self._find_experts()
+        self._experts, self._joined_experts = self._find_experts()
         self._sources = self._match_names()
         self._untie()
         self._check_shapes()
@@ -79,14 +79,17 @@ class StoredModel:
 
     def _fill_one(self, path: str, module: torch.nn.Module) -> None:
         if path in self._experts:
-            return store_experts(module, partial(self._read_expert, path))
+            store_experts(module, partial(self._read_expert, path))
+        elif path in self._joined_experts:
+            store_experts(module, partial(self._read_joined_expert, path))
         if is_linear(module) and self._is_quantised(f"{path}.weight"):
             return self._fill_linear(path, module, is_alone=False)
         if is_embedding(module) and self._is_quantised(f"{path}.weight"):
             return self._fill_embedding(path, module)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.is_meta:
-                setattr(module, name, self._parameter(f"{path}.{name}" if path else name))
+            full_name = f"{path}.{name}" if path else name
+            if parameter.is_meta and not self._is_of_experts(full_name):
+                setattr(module, name, self._parameter(full_name))
         return None
 
     def _fill_linear(self, path: str, module: Any, is_alone: bool) -> None:
@@ -114,6 +117,11 @@ class StoredModel:
     def _read_expert(self, path: str, expert: int) -> tuple[list[Weight], Weight]:
         gate, up, down = (self._read_part(path, expert, part) for part in EXPERT_PARTS)
         return [gate, up], down
+
+    def _read_joined_expert(self, path: str, expert: int) -> tuple[list[Weight], Weight]:
+        held = [self._read_plain(self._sources[f"{path}.{name}"], expert) for name in WEIGHTS]
+        gate_up, down = self._joined_experts[path].in_order(*held)
+        return [gate_up], down
 
     def _read_part(self, path: str, expert: int, part: str) -> Weight:
         name = expert_weight(path, expert, part)
@@ -144,9 +152,10 @@ class StoredModel:
             )
         return source
 
-    def _read_plain(self, name: str) -> torch.Tensor:
-        """One that is not quantised, in the model's dtype."""
-        weight = self._checkpoint.read(name)
+    def _read_plain(self, name: str, index: int | None = None) -> torch.Tensor:
+        """One that is not quantised, or an entry of it, in the model's dtype."""
+        files = self._checkpoint
+        weight = files.read(name) if index is None else files.read_entry(name, index)
         if not weight.is_floating_point():
             raise UnsupportedModelError(
                 f"{name} is of {weight.dtype} in the checkpoint and has no scales: it cannot be "
@@ -157,18 +166,31 @@ class StoredModel:
     def _is_quantised(self, name: str) -> bool:
         return self._checkpoint.weights[self._sources[name]].is_quantised
 
-    def _find_experts(self) -> set[str]:
-        """The modules of whose experts the checkpoint has the weights one by one."""
+    def _find_experts(self) -> tuple[dict[str, ExpertLayout], dict[str, ExpertLayout]]:
+        """The modules of whose experts the checkpoint has the weights one by one, and those of
+        which it has the module's own parameters, of all experts."""
         weights = self._checkpoint.weights
-        return {
-            path
-            for path, module in self.model.named_modules()
-            if is_experts(module) and expert_weight(path, 0, EXPERT_PARTS[0]) in weights
-        }
+        apart, joined = {}, {}
+        for path, module in self.model.named_modules():
+            layout = layout_of(module)
+            if layout is None:
+                continue
+            own = [weights.get(f"{path}.{name}") for name in WEIGHTS]
+            if expert_weight(path, 0, EXPERT_PARTS[0]) in weights:
+                apart[path] = layout
+            elif all(weight is not None and not weight.is_quantised for weight in own):
+                joined[path] = layout
+        return apart, joined
+
+    def _is_of_experts(self, name: str) -> bool:
+        """Whether the parameter has the weights of experts, which are read one by one."""
+        path, _, own = name.rpartition(".")
+        return own in WEIGHTS and (path in self._experts or path in self._joined_experts)
 
     def _expert_shapes(self, path: str) -> dict[str, tuple[int, ...]]:
         """Each weight of the experts of a module."""
-        count, width, hidden = self.model.get_submodule(path).get_parameter("down_proj").shape
+        module = self.model.get_submodule(path)
+        count, width, hidden = self._experts[path].sizes(module)
         shapes = ((hidden, width), (hidden, width), (width, hidden))
         return {
             expert_weight(path, expert, part): shape
@@ -179,7 +201,8 @@ class StoredModel:
     def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Those that have a weight of their own."""
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if name.rpartition(".")[0] not in self._experts:
+            path, _, own = name.rpartition(".")
+            if path not in self._experts or own not in WEIGHTS:
                 yield name, parameter
 
     def _match_names(self) -> dict[str, str]:

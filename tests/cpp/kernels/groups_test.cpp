@@ -1,5 +1,6 @@
-// Rows in groups, each with a weight of its own: the bits of a call for each group, at all levels,
-// AMX's on tiles in software among them, and with threads that draw the panels in any order.
+// Rows in groups, each with a weight and a bias of its own: the bits of a call for each group, at
+// all levels, AMX's on tiles in software among them, and with threads that draw the panels in any
+// order.
 #include "kernels/linear/groups.h"
 
 #include <gtest/gtest.h>
@@ -110,8 +111,8 @@ class QuantisedGroups : public testing::TestWithParam<const QuantisedIsa*> {
     return weight;
   }
 
-  const void* draw(int64_t count) {
-    numbers_.push_back(std::make_unique<Numbers>(DType::kFloat32, count, random_));
+  const void* draw(int64_t count, DType dtype = DType::kFloat32) {
+    numbers_.push_back(std::make_unique<Numbers>(dtype, count, random_));
     return numbers_.back()->data();
   }
 
@@ -128,20 +129,25 @@ class QuantisedGroups : public testing::TestWithParam<const QuantisedIsa*> {
   }
 
   void expect_bits_of_single_calls(int bits, int64_t group, bool byte_inputs, DType dtype) {
-    for (const auto& rows : kGroups) {
-      const RowGroups groups = groups_of(rows);
+    for (size_t number = 0; number < kGroups.size(); ++number) {
+      const bool has_biases = number % 2 == 0;
+      const RowGroups groups = groups_of(kGroups[number]);
       std::vector<QuantisedWeight> weights;
-      for (size_t i = 0; i < groups.count(); ++i) weights.push_back(draw(bits, group, byte_inputs));
+      GroupBiases biases;
+      for (size_t i = 0; i < groups.count(); ++i) {
+        weights.push_back(draw(bits, group, byte_inputs));
+        if (has_biases) biases.push_back(draw(kColumns, dtype));
+      }
       const Numbers x(dtype, groups.num_rows() * kDepth, random_);
       Bytes expected = output_of(groups, dtype), output = expected;
       const QuantisedLinear alone(Parallel(), *GetParam());
       for (size_t i = 0; i < groups.count(); ++i) {
-        const LinearCall layer = layer_of(x, expected.data());
-        alone.forward(dtype, rows_from(layer, groups.begin(i), dtype), weights[i], groups.rows(i),
-                      1);
+        LinearCall layer = rows_from(layer_of(x, expected.data()), groups.begin(i), dtype);
+        layer.bias = has_biases ? biases[i] : nullptr;
+        alone.forward(dtype, layer, weights[i], groups.rows(i), 1);
       }
       const QuantisedLinear threads(Parallel(&start_threads), *GetParam());
-      threads.forward_groups(dtype, layer_of(x, output.data()), weights, groups, 3);
+      threads.forward_groups(dtype, layer_of(x, output.data()), weights, biases, groups, 3);
       EXPECT_EQ(output, expected) << bits << " bits, " << groups.count() << " groups";
     }
   }
@@ -177,19 +183,23 @@ TEST_P(PlainGroups, are_the_bits_of_single_calls) {
       const RowGroups groups = groups_of(rows);
       std::vector<std::unique_ptr<Numbers>> weights;
       std::vector<const void*> panels;
+      GroupBiases biases;
       for (size_t i = 0; i < groups.count(); ++i) {
         weights.push_back(std::make_unique<Numbers>(dtype, kPadded * kDepth, random));
         panels.push_back(weights.back()->data());
+        weights.push_back(std::make_unique<Numbers>(dtype, kColumns, random));
+        biases.push_back(weights.back()->data());
       }
       const Numbers x(dtype, groups.num_rows() * kDepth, random);
       Bytes expected = output_of(groups, dtype), output = expected;
       for (size_t i = 0; i < groups.count(); ++i) {
         LinearCall call = rows_from(layer_of(x, expected.data()), groups.begin(i), dtype);
         call.panels = panels[i];
+        call.bias = biases[i];
         Linear(Parallel(), *GetParam()).forward(dtype, call, groups.rows(i), 1);
       }
       Linear(Parallel(&start_threads), *GetParam())
-          .forward_groups(dtype, layer_of(x, output.data()), panels, groups, 3);
+          .forward_groups(dtype, layer_of(x, output.data()), panels, biases, groups, 3);
       EXPECT_EQ(output, expected) << groups.count() << " groups";
     }
   }

@@ -163,9 +163,9 @@ TEST_P(ScaleBlocks, of_rows_in_groups_are_those_of_each_ones_weight) {
     const std::vector<char> x = inputs(shape, groups.num_rows());
     std::vector<char> output, expected;
     linear.forward_groups(shape.dtype, layer(shape, x, output),
-                          {first.blocks(), second.blocks(), third.blocks()}, groups, 1);
+                          {first.blocks(), second.blocks(), third.blocks()}, {}, groups, 1);
     linear.forward_groups(shape.dtype, layer(shape, x, expected),
-                          {first.floats(), second.floats(), third.floats()}, groups, 1);
+                          {first.floats(), second.floats(), third.floats()}, {}, groups, 1);
     EXPECT_EQ(output, expected);
   }
 }

@@ -37,6 +37,14 @@ CONFIGS: dict[str, Any] = {
         mlp_only_layers=[0],
     ),
     "olmoe": lambda: tf.OlmoeConfig(**COMMON, num_experts=4),
+    "gpt_oss": lambda: tf.GptOssConfig(
+        **COMMON,
+        num_local_experts=4,
+        head_dim=16,
+        sliding_window=16,
+        rope_scaling=None,
+        swiglu_limit=2.0,
+    ),
     "granitemoe": lambda: tf.GraniteMoeConfig(**COMMON, num_local_experts=4),
 }
 """The last is read by transformers, the others an expert at a time."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from flexinfer.checkpoints.checkpoint import EXPERT_PARTS, Checkpoint, expert_weight
+from flexinfer.layers.expert_layout import WEIGHTS, layout_of
 from flexinfer.layers.experts import slow_experts
 from flexinfer.layers.fuse_experts import is_experts
 from flexinfer.layers.quantise import head_of, quantisable, scheme_of
@@ -38,20 +39,27 @@ Weights = list[QuantisedTensor]
 class SlowExperts(torch.nn.Module):
     """Experts whose weights are quantised in parts, each of some of the hidden numbers."""
 
-    def __init__(self, parts: Sequence[tuple[Weights, Weights]]) -> None:
-        """parts: gates and factors of each expert, and what outputs are made with."""
+    def __init__(self, parts: Sequence[tuple[Weights, Weights]], own: Any) -> None:
+        """parts: gates and factors of each expert, and what outputs are made with. own: the module
+        that they are of, which has biases only where there is one part."""
         super().__init__()
-        self.parts = parts
+        layout = layout_of(own)
+        assert layout is not None
+        assert len(parts) == 1 or not layout.has_bias
+        self.parts, self.gate = parts, layout.gate(own)
+        biases = [layout.biases(own, expert) for expert in range(len(own.down_proj))]
+        self.biases: Any = tuple(zip(*biases, strict=True))
 
     def forward(self, x: Any, index: Any, weights: Any) -> Any:
-        return sum(slow_experts(*part, x, index, weights) for part in self.parts)
+        return sum(
+            slow_experts(*part, x, index, weights, self.biases, self.gate) for part in self.parts
+        )
 
 
 def quantised_parts(experts: Any, scheme: Scheme, num_parts: int) -> list[tuple[Weights, Weights]]:
-    gates, factors = (
-        half.chunk(num_parts, dim=1) for half in experts.gate_up_proj.data.chunk(2, dim=1)
-    )
-    downs = experts.down_proj.data.chunk(num_parts, dim=2)
+    gate_up, down = expert_weights(experts)
+    gates, factors = (half.chunk(num_parts, dim=1) for half in gate_up.chunk(2, dim=1))
+    downs = down.chunk(num_parts, dim=2)
     return [
         (
             [scheme.quantise(weight) for weight in torch.cat([gate, factor], dim=1)],
@@ -63,9 +71,23 @@ def quantised_parts(experts: Any, scheme: Scheme, num_parts: int) -> list[tuple[
 
 def with_dequantised(experts: Any, scheme: Scheme) -> None:
     """The numbers that the integers stand for, in place."""
-    for parameter in experts.parameters():
-        for weight in parameter.data:
-            weight.copy_(scheme.quantise(weight).dequantised())
+    layout = layout_of(experts)
+    assert layout is not None
+    for expert in range(len(experts.down_proj)):
+        weights = layout.weights(experts, expert)
+        gate_up, down = (scheme.quantise(weight).dequantised() for weight in weights)
+        for name, weight in zip(WEIGHTS, layout.as_held(gate_up, down), strict=True):
+            getattr(experts, name).data[expert] = weight
+
+
+def expert_weights(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of all experts of a module: [experts, 2 * hidden, width], gates before factors, and
+    [experts, width, hidden]."""
+    layout = layout_of(experts)
+    assert layout is not None
+    pairs = [layout.weights(experts, expert) for expert in range(len(experts.down_proj))]
+    gate_up, down = (torch.stack(weights) for weights in zip(*pairs, strict=True))
+    return gate_up, down
 
 
 def slow_model(model: Any, scheme: Scheme, num_ranks: int = 1) -> Any:
@@ -76,7 +98,7 @@ def slow_model(model: Any, scheme: Scheme, num_ranks: int = 1) -> Any:
     for path, module in list(model.named_modules()):
         if is_experts(module) and (scheme.byte_inputs or num_ranks > 1):
             parts = quantised_parts(module, scheme, num_ranks)
-            model.set_submodule(path, SlowExperts(parts))
+            model.set_submodule(path, SlowExperts(parts, module))
         elif is_experts(module):
             with_dequantised(module, scheme)
     embedding, head = model.get_input_embeddings(), head_of(model)
@@ -108,7 +130,8 @@ def with_byte_inputs(model: Any, checkpoint: Checkpoint) -> Any:
                 for i in range(len(module.down_proj))
             ]
             gate_up = [QuantisedTensor.join([gate, up]) for gate, up, _ in rows]
-            model.set_submodule(path, SlowExperts([(gate_up, [down for *_, down in rows])]))
+            parts = [(gate_up, [down for *_, down in rows])]
+            model.set_submodule(path, SlowExperts(parts, module))
         elif isinstance(module, torch.nn.Linear):
             stored = checkpoint.weights.get(f"{path}.weight")
             if stored is not None and stored.is_quantised:

@@ -17,13 +17,14 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from flexinfer import _kernels
 from flexinfer.layers import fuse_experts, host_linear, quantised_linear
 from flexinfer.layers.expert_weights import ExpertWeights
-from flexinfer.layers.experts import Experts, Weight, slow_experts
+from flexinfer.layers.experts import Experts, slow_experts
 from flexinfer.layers.fuse import fuse_layers
 from flexinfer.layers.fuse_experts import is_experts
 from flexinfer.layers.quantised import QuantisedTensor, Scheme
 from helpers.each_isa import each_isa
 from helpers.every_architecture import MODEL_TYPES, tiny_model
-from helpers.stored_weights import quantise
+from helpers.random_experts import NUM_EXPERTS, WIDTH, check, draw, route, table
+from helpers.slow_products import with_dequantised
 
 EXAMPLES = settings(
     max_examples=30,
@@ -32,49 +33,9 @@ EXAMPLES = settings(
 )
 AT_LOAD = ("int8", "int4", "int4-g64-zp", "int4-a8")
 SCHEMES = (*AT_LOAD, "Q8_0 a8", "Q6_K a8", "Q4_K a8")
-NUM_EXPERTS, WIDTH = 6, 128
 
 isa = each_isa(quantised_linear, _kernels.available_quantised_isas())
 plain_isa = each_isa(host_linear, _kernels.available_isas())
-
-
-def draw(scheme: str | None, hidden: int, dtype: Any) -> tuple[list[Weight], list[Weight]]:
-    gate_up = [torch.randn(2 * hidden, WIDTH) / WIDTH**0.5 for _ in range(NUM_EXPERTS)]
-    down = [torch.randn(WIDTH, hidden) / hidden**0.5 for _ in range(NUM_EXPERTS)]
-    if scheme is None:
-        return [w.to(dtype) for w in gate_up], [w.to(dtype) for w in down]
-    return [quantise(scheme, w) for w in gate_up], [quantise(scheme, w) for w in down]
-
-
-def table(weights: list[Weight]) -> ExpertWeights:
-    built = ExpertWeights(len(weights))
-    for weight in weights:
-        built.add(weight)
-    return built
-
-
-def layer(gate_up: list[Weight], down: list[Weight], dtype: Any) -> Experts:
-    return Experts([table(gate_up)], table(down), dtype)
-
-
-def route(tokens: int, top_k: int, dtype: Any) -> tuple[Any, Any, Any]:
-    """x, experts and their weights of random tokens; some tokens have an expert less."""
-    x = torch.randn(tokens, WIDTH).to(dtype)
-    index = torch.rand(tokens, NUM_EXPERTS + 1).argsort(dim=1)[:, :top_k]
-    return x, index, torch.rand(tokens, top_k).to(dtype)
-
-
-def check(gate_up: list[Weight], down: list[Weight], tokens: int, top_k: int, dtype: Any) -> None:
-    x, index, weights = route(tokens, top_k, dtype)
-    output = layer(gate_up, down, dtype)(x, index, weights)
-    expected = slow_experts(gate_up, down, x, index, weights)
-    # What goes into a second product may be a rounding error away from the middle of two numbers of
-    # bfloat16, or of two integers, and become either.
-    bound = 1e-6 if dtype == torch.float32 else 0.02
-    rounds_inputs = isinstance(down[0], QuantisedTensor) and down[0].byte_inputs
-    bound = max(bound, 2e-3 if rounds_inputs else 0)
-    assert output.dtype == dtype
-    assert (output.double() - expected.double()).norm() <= bound * expected.double().norm()
 
 
 SHAPES = {
@@ -91,7 +52,7 @@ def test_quantised_experts_are_their_slow_products(
     isa: str, scheme: str, tokens: int, top_k: int, hidden: int, dtype: Any
 ) -> None:
     torch.manual_seed(tokens)
-    check(*draw(scheme, hidden, dtype), tokens, top_k, dtype)
+    check(draw(scheme, hidden, dtype), tokens, top_k, dtype)
 
 
 @EXAMPLES
@@ -100,14 +61,14 @@ def test_plain_experts_are_their_slow_products(
     plain_isa: str, tokens: int, top_k: int, hidden: int, dtype: Any
 ) -> None:
     torch.manual_seed(tokens)
-    check(*draw(None, hidden, dtype), tokens, top_k, dtype)
+    check(draw(None, hidden, dtype), tokens, top_k, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 def test_a_token_is_the_same_bits_among_whatever_tokens(scheme: str | None, dtype: Any) -> None:
     torch.manual_seed(0)
-    experts = layer(*draw(scheme, 64, dtype), dtype)
+    experts = draw(scheme, 64, dtype).layer(dtype)
     x, index, weights = route(263, 3, dtype)
     index[:200] %= 2  # experts of many rows, beside those of a few
     before = torch.get_num_threads()
@@ -123,13 +84,13 @@ def test_a_token_is_the_same_bits_among_whatever_tokens(scheme: str | None, dtyp
 
 def test_more_rows_than_are_computed_at_once() -> None:
     torch.manual_seed(0)
-    check(*draw("int4", 64, torch.float32), 1500, 4, torch.float32)
+    check(draw("int4", 64, torch.float32), 1500, 4, torch.float32)
 
 
 @pytest.mark.parametrize("scheme", [None, "int8", "int4"])
 def test_tokens_that_are_not_numbers_spoil_themselves_alone(scheme: str | None) -> None:
     torch.manual_seed(0)
-    experts = layer(*draw(scheme, 64, torch.float32), torch.float32)
+    experts = draw(scheme, 64, torch.float32).layer(torch.float32)
     x, index, weights = route(9, 2, torch.float32)
     index[:] = torch.tensor([1, 4])
     expected = experts(x, index, weights)
@@ -143,7 +104,7 @@ def test_tokens_that_are_not_numbers_spoil_themselves_alone(scheme: str | None) 
 def test_gates_and_factors_may_be_of_two_kinds() -> None:
     """As of a file whose types are mixed."""
     torch.manual_seed(0)
-    gate_up, down = draw(None, 64, torch.float32)
+    gate_up, down, *_ = draw(None, 64, torch.float32)
     kinds = Scheme.parse("int4"), Scheme.parse("int4-g64-zp")
     parts = [
         [kind.quantise(w[i * 64 : i * 64 + 64]) for w in gate_up] for i, kind in enumerate(kinds)
@@ -157,13 +118,13 @@ def test_gates_and_factors_may_be_of_two_kinds() -> None:
 
 def test_some_experts_alone_may_have_minimums() -> None:
     torch.manual_seed(0)
-    gate_up, down = draw("int4", 64, torch.float32)
-    with_zeros, _ = draw("int4-zp", 64, torch.float32)
-    check([*with_zeros[:2], *gate_up[2:]], down, 20, 3, torch.float32)
+    drawn, with_zeros = draw("int4", 64, torch.float32), draw("int4-zp", 64, torch.float32)
+    gate_up = [*with_zeros.gate_up[:2], *drawn.gate_up[2:]]
+    check(drawn._replace(gate_up=gate_up), 20, 3, torch.float32)
 
 
 def test_what_the_kernel_would_read_beyond_is_refused() -> None:
-    experts = layer(*draw("int4", 64, torch.float32), torch.float32)
+    experts = draw("int4", 64, torch.float32).layer(torch.float32)
     x, index, weights = route(3, 2, torch.float32)
     for wrong in (x[:, :-16], x[:2], x.bfloat16()):
         with pytest.raises(ValueError, match=rf"\[tokens, {WIDTH}\] of torch\.float32"):
@@ -176,7 +137,7 @@ def test_what_the_kernel_would_read_beyond_is_refused() -> None:
 
 
 def test_experts_of_several_shapes_or_kinds_are_refused() -> None:
-    gate_up, down = draw(None, 64, torch.float32)
+    gate_up, down, *_ = draw(None, 64, torch.float32)
     with pytest.raises(ValueError, match="one shape"):
         table([gate_up[0], down[0]])
     with pytest.raises(ValueError, match="do not go together"):
@@ -190,7 +151,7 @@ def test_experts_of_several_shapes_or_kinds_are_refused() -> None:
 
 def test_a_compiled_graph_calls_the_same_kernel() -> None:
     torch.manual_seed(0)
-    experts = layer(*draw("int4", 64, torch.float32), torch.float32)
+    experts = draw("int4", 64, torch.float32).layer(torch.float32)
     compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
     with torch.inference_mode():
         call = route(5, 2, torch.float32)
@@ -220,9 +181,7 @@ def test_it_takes_the_place_of_transformers_experts(scheme: str | None) -> None:
     fuse_layers(model, parsed)
     assert isinstance(model["experts"], Experts)
     if parsed is not None:
-        for parameter in own.parameters():
-            for weight in parameter.data:
-                weight.copy_(parsed.quantise(weight).dequantised())
+        with_dequantised(own, parsed)
     x, index, weights = (
         torch.randn(9, 64),
         torch.rand(9, NUM_EXPERTS).argsort(1)[:, :2],
@@ -269,6 +228,7 @@ def test_a_trial_tells_what_the_code_does_not(monkeypatch: pytest.MonkeyPatch) -
 WITH_EXPERTS = {
     "deepseek_v3",
     "glm4_moe",
+    "gpt_oss",
     "mixtral",
     "olmoe",
     "qwen2_moe",
@@ -289,11 +249,9 @@ def test_quantised_experts_of_each_architecture(model_type: str) -> None:
     scheme = Scheme.parse("int4")
     fused = fuse_experts.lay_out_if_the_same(own, scheme)
     assert fused is not None
-    for parameter in own.parameters():
-        for weight in parameter.data:
-            weight.copy_(scheme.quantise(weight).dequantised())
-    count, width = own.down_proj.shape[:2]
-    x, index = torch.randn(9, width), torch.rand(9, count).argsort(dim=1)[:, :2]
+    with_dequantised(own, scheme)
+    count = len(own.down_proj)
+    x, index = torch.randn(9, fused.width), torch.rand(9, count).argsort(dim=1)[:, :2]
     weights = torch.rand(9, 2)
     with torch.inference_mode():
         torch.testing.assert_close(
@@ -302,9 +260,9 @@ def test_quantised_experts_of_each_architecture(model_type: str) -> None:
 
 
 def test_a_quantised_tensor_of_experts_takes_its_bits() -> None:
-    gate_up, down = draw("int4", 64, torch.float32)
-    assert isinstance(gate_up[0], QuantisedTensor)
+    experts = draw("int4", 64, torch.float32)
+    assert isinstance(experts.gate_up[0], QuantisedTensor)
     numbers = NUM_EXPERTS * 3 * 64 * WIDTH
-    assert layer(gate_up, down, torch.float32).nbytes == numbers // 2 + numbers // 32 * 2
-    numbers_of_bytes = layer(*draw("int8", 64, torch.float32), torch.float32).nbytes
+    assert experts.layer(torch.float32).nbytes == numbers // 2 + numbers // 32 * 2
+    numbers_of_bytes = draw("int8", 64, torch.float32).layer(torch.float32).nbytes
     assert numbers_of_bytes == numbers + NUM_EXPERTS * (2 * 64 + WIDTH) * (4 + 4)

@@ -53,7 +53,8 @@ def test_experts_and_all_linear_layers_are_quantised(name: str, tmp_path: Path) 
     assert len(experts) == (1 if name == "qwen2_moe" else 2)
     width = getattr(config, "moe_intermediate_size", config.intermediate_size)
     numbers = experts[0].num_experts * 3 * width * config.hidden_size
-    assert experts[0].nbytes == numbers // 2 + numbers // 32 * 2
+    biases = 0 if name != "gpt_oss" else experts[0].num_experts * (2 * width + config.hidden_size)
+    assert experts[0].nbytes == numbers // 2 + numbers // 32 * 2 + biases * 4
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
@@ -86,13 +87,13 @@ def test_a_folder_with_more_tensors_than_the_model_has_is_read_by_transformers(
 def test_other_experts_stay_and_a_warning_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = tf.GptOssConfig(
-        **{**COMMON, "num_local_experts": 4}, head_dim=16, sliding_window=16, rope_scaling=None
+    config = tf.Llama4TextConfig(
+        **COMMON, num_local_experts=4, head_dim=16, intermediate_size_mlp=96, moe_layers=[0, 1]
     )
     draw_model(config).save_pretrained(tmp_path)
     model: Any = load_model(str(tmp_path), dtype="float32", quantization="int8").model
-    assert type(model.model.layers[0].mlp.experts).__name__ == "GptOssExperts"
-    assert "GptOssExperts" in caplog.text
+    assert type(model.model.layers[0].feed_forward.experts).__name__ == "Llama4TextExperts"
+    assert "Llama4TextExperts" in caplog.text
     assert "stay as they are" in caplog.text
 
 
