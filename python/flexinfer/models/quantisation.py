@@ -21,6 +21,7 @@ def open_checkpoint(name: str, config: Any) -> Checkpoint | None:
     from flexinfer.checkpoints.compressed import CompressedCheckpoint
     from flexinfer.checkpoints.gguf import GgufCheckpoint, is_gguf
     from flexinfer.checkpoints.gptq import GptqCheckpoint
+    from flexinfer.checkpoints.mxfp4 import Mxfp4Checkpoint
     from flexinfer.checkpoints.tensor_files import TensorFiles
 
     if is_gguf(name):
@@ -35,6 +36,7 @@ def open_checkpoint(name: str, config: Any) -> Checkpoint | None:
         "awq": AwqCheckpoint,
         "compressed-tensors": CompressedCheckpoint,
         "gptq": GptqCheckpoint,
+        "mxfp4": Mxfp4Checkpoint,
     }
     if not isinstance(method, str) or method not in known or not isinstance(settings, dict):
         raise UnsupportedModelError(
