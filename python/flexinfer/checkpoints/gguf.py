@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from flexinfer.checkpoints.checkpoint import Checkpoint, Decode, StoredWeight, expert_weight
-from flexinfer.checkpoints.gguf_architectures import architecture_of, experts_name
+from flexinfer.checkpoints.gguf_architectures import architecture_of, bias_half, experts_name
 from flexinfer.checkpoints.gguf_blocks import DECODERS, decode
 from flexinfer.checkpoints.gguf_config import ROPE_FACTORS, config_of
 from flexinfer.checkpoints.gguf_header import GgufTensor, has_header, read_header
@@ -39,33 +39,66 @@ class GgufCheckpoint(Checkpoint):
         self._architecture = architecture_of(self._header)
         self._tensors: dict[str, GgufTensor] = {}
         """Under the model's names."""
+        self._halves: dict[str, dict[int, GgufTensor]] = {}
+        """Of biases that are one in the model."""
         for name, tensor in self._header.tensors.items():
-            known = self._architecture.weight_name(name)
-            experts = experts_name(name)
-            if experts is not None and len(tensor.shape) == 3:
-                module, part = experts
-                for expert in range(tensor.shape[0]):
-                    self._tensors[expert_weight(module, expert, part)] = tensor.part(expert)
-            elif known is not None:
-                if tensor.type in DECODERS and len(tensor.shape) != 2:
-                    raise UnsupportedModelError(
-                        f"{path!r} has {name!r} as {tensor.type} {list(tensor.shape)}; known are "
-                        "matrices of such blocks"
-                    )
-                self._tensors[known] = tensor
-            elif name not in (ROPE_FACTORS, *self._architecture.tensors):
-                raise UnsupportedModelError(
-                    f"{path!r} has the tensor {name!r}, which is not known in models of the "
-                    f"architecture {self._header.architecture!r}"
-                )
+            self._place(name, tensor)
         self.weights = {
             name: StoredWeight(tensor.shape, tensor.type in DECODERS)
             for name, tensor in self._tensors.items()
         }
+        self.weights |= {name: self._joined(name) for name in self._halves}
+
+    def _place(self, name: str, tensor: GgufTensor) -> None:
+        """A tensor of the file under the model's name."""
+        known, half = self._architecture.weight_name(name), bias_half(name)
+        experts = experts_name(name)
+        if experts is not None and len(tensor.shape) == 3:
+            module, part = experts
+            for expert in range(tensor.shape[0]):
+                self._tensors[expert_weight(module, expert, part)] = tensor.part(expert)
+        elif half is not None:
+            self._halves.setdefault(half[0], {})[half[1]] = tensor
+        elif known is not None:
+            if tensor.type in DECODERS and len(tensor.shape) != 2:
+                raise UnsupportedModelError(
+                    f"{self._header.path!r} has {name!r} as {tensor.type} {list(tensor.shape)}; "
+                    "known are matrices of such blocks"
+                )
+            if known in self._tensors:
+                raise UnsupportedModelError(
+                    f"{self._header.path!r} has {name!r} beside another tensor that the model has "
+                    f"as {known}"
+                )
+            self._tensors[known] = tensor
+        elif name not in (ROPE_FACTORS, *self._architecture.tensors):
+            raise UnsupportedModelError(
+                f"{self._header.path!r} has the tensor {name!r}, which is not known in models of "
+                f"the architecture {self._header.architecture!r}"
+            )
+
+    def _joined(self, name: str) -> StoredWeight:
+        """What two halves are together."""
+        halves = self._halves[name].values()
+        shapes = {tensor.shape for tensor in halves}
+        shape = next(iter(shapes))
+        if len(halves) < 2 or len(shapes) > 1 or len(shape) != 2:
+            raise UnsupportedModelError(
+                f"{self._header.path!r} has {name} in {len(halves)} halves "
+                f"{' and '.join(map(str, map(list, shapes)))}; there have to be two of one shape, "
+                "a row for each expert"
+            )
+        if other := {tensor.type for tensor in halves} - FLOATS.keys():
+            raise UnsupportedModelError(
+                f"{self._header.path!r} has {name} as {other.pop()}; known are {', '.join(FLOATS)}"
+            )
+        return StoredWeight((shape[0], 2 * shape[1]), False)
 
     def read(self, name: str) -> torch.Tensor:
-        tensor = self._tensors[name]
-        weight = self._bytes(tensor).view(FLOATS[tensor.type]).view(tensor.shape)
+        if name in self._halves:
+            first, second = (self._floats(self._halves[name][half]).float() for half in (0, 1))
+            return torch.stack([first, second], dim=-1).flatten(1)
+        weight = self._floats(self._tensors[name])
         if self._architecture.adds_one_to_norms and name.endswith("norm.weight"):
             return weight - 1
         order = self._order(name)
@@ -96,6 +129,9 @@ class GgufCheckpoint(Checkpoint):
     def _rows(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name]
         return self._bytes(tensor).view(tensor.shape[0], tensor.row_bytes)
+
+    def _floats(self, tensor: GgufTensor) -> torch.Tensor:
+        return self._bytes(tensor).view(FLOATS[tensor.type]).view(tensor.shape)
 
     def _bytes(self, tensor: GgufTensor) -> torch.Tensor:
         """Read, not mapped: what is mapped stays in the process as long as the file."""

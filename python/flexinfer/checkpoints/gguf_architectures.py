@@ -37,8 +37,17 @@ NORMS_BEHIND = {
 NORMS_ON_BOTH_SIDES = NORMS_BEHIND | {"ffn_norm": "pre_feedforward_layernorm"}
 JOINED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 """Queries, keys and values are one weight, and so are gates and what they multiply."""
+OF_GPT_OSS = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+}
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """llama.cpp's name of the weights of all experts of a layer -> which part of theirs they are."""
+BIAS_HALVES = ("ffn_gate_exps.bias", "ffn_up_exps.bias")
+"""llama.cpp's names of the halves of a bias that is one, [experts, 2 * hidden], in the model: a
+number of the first, one of the second, and so on."""
 BLOCK = re.compile(r"blk\.([0-9]+)\.(\w+)\.(\w+)")
 """llama.cpp's name of a tensor of one layer: its number, the part, weight or bias."""
 WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
@@ -46,6 +55,9 @@ WINDOW_BASE = "rope.freq_base_swa"
 ORIGINAL = "rope.scaling.original_context_length"
 ROTATED = "rope.dimension_count"
 SCORE_FACTOR = "rope.scaling.attn_factor"
+BETAS = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
+"""Keys of rotations that yarn leaves as they are, and of those that it stretches wholly -> names of
+the config."""
 LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 SCORE_CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 FACTORS = {
@@ -114,6 +126,15 @@ def _granite(values: GgufValues) -> dict[str, Any]:
     return {name: values.factor(key, usual.get(key, 1.0)) for key, name in FACTORS.items()}
 
 
+def _gpt_oss(values: GgufValues) -> dict[str, Any]:
+    """The converter leaves out that rotations are not cut off at whole numbers, as published models
+    of this kind say; llama.cpp cuts them off."""
+    values.need(WINDOW)
+    rope = rope_of(values)
+    uncut = {"truncate": False} if rope["rope_type"] == "yarn" else {}
+    return {**_windows(values, 2), "rope_parameters": rope | uncut}
+
+
 def _phi3(values: GgufValues) -> dict[str, Any]:
     """As transformers has it, a window is kept to; llama.cpp reads it and attends to all. With
     factors for long contexts the first of them serve, up to the original length."""
@@ -143,10 +164,12 @@ def rope_of(values: GgufValues) -> dict[str, Any]:
     if kind == "linear":
         return parameters | {"rope_type": kind, "factor": values.factor("rope.scaling.factor")}
     if kind == "yarn":
+        betas = {name: key for key, name in BETAS.items() if values.get(key) is not None}
         return parameters | {
             "rope_type": kind,
             "factor": values.factor("rope.scaling.factor"),
             "original_max_position_embeddings": values.count(ORIGINAL),
+            **{name: values.factor(key) for name, key in betas.items()},
         }
     if kind != "none":
         values.refuse("rope.scaling.type", "none, linear and yarn")
@@ -166,7 +189,8 @@ class Architecture:
     adds_one_to_norms: bool = False
     """Weights of norms are what is multiplied with, which is one more than in the model."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """As NAMES, of parts that others have not, or elsewhere."""
+    """As NAMES, of parts that others have not, or elsewhere; of a part with ".weight" or ".bias"
+    the whole name."""
     keys: frozenset[str] = frozenset()
     """Of values that others have not."""
     tensors: frozenset[str] = frozenset()
@@ -182,6 +206,8 @@ class Architecture:
             layer, part, ending = f"model.layers.{block[1]}.", block[2], block[3]
         else:
             layer, (part, _, ending) = "", name.rpartition(".")
+        if (whole := self.names.get(f"{part}.{ending}")) is not None:
+            return layer + whole
         own = self.names.get(part, NAMES.get(part))
         return None if own is None else f"{layer}{own}.{ending}"
 
@@ -203,6 +229,13 @@ ARCHITECTURES = {
         tensors=frozenset(LONG_ROPE),
         settings=_phi3,
         rotates_all=False,
+    ),
+    "gpt-oss": Architecture(
+        None,
+        experts_config="GptOssConfig",
+        names=OF_GPT_OSS,
+        keys=frozenset({WINDOW, WINDOW_PATTERN}),
+        settings=_gpt_oss,
     ),
     "gemma": Architecture("GemmaConfig", adds_one_to_norms=True),
     "gemma2": Architecture(
@@ -239,3 +272,12 @@ def experts_name(name: str) -> tuple[str, str] | None:
     if block is None or block[2] not in EXPERTS or block[3] != "weight":
         return None
     return f"model.layers.{block[1]}.mlp.experts", EXPERTS[block[2]]
+
+
+def bias_half(name: str) -> tuple[str, int] | None:
+    """The bias of experts whose half the file calls `name`, and which half; None: it is no such."""
+    block = BLOCK.fullmatch(name)
+    ending = "" if block is None else f"{block[2]}.{block[3]}"
+    if block is None or ending not in BIAS_HALVES:
+        return None
+    return f"model.layers.{block[1]}.mlp.experts.gate_up_proj_bias", BIAS_HALVES.index(ending)

@@ -7,6 +7,7 @@
 | Q5_1 | the same with minimums | 6, 8 |
 | Q4_0 | 4 bits, groups of 32 | 4.5, 4.5 |
 | Q4_1 | the same with minimums | 5, 6 |
+| MXFP4 | 4 bits of a table, groups of 32 | 4.25, 4.5 |
 | IQ4_NL | 8 bits, groups of 32 | 4.5, 8.5 |
 | Q6_K | 6 bits, groups of 16; scales in two levels | 6.5625, 6.5625 |
 | Q5_K | 6 bits, groups of 32, with minimums; scales in two levels | 5.5, 6.625 |
@@ -27,6 +28,7 @@ from collections.abc import Callable
 import torch
 
 from flexinfer.checkpoints.gguf_header import BLOCKS
+from flexinfer.checkpoints.mxfp4 import places
 from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.layers.scale_levels import ScaleLevels
 from flexinfer.runtime.pieces import of_pieces
@@ -100,6 +102,11 @@ def _iq4_nl(blocks: torch.Tensor) -> QuantisedTensor:
     return QuantisedTensor(_looked_up(blocks[..., 2:]), factors, None, 8, 32)
 
 
+def _mxfp4(blocks: torch.Tensor) -> QuantisedTensor:
+    """An exponent, 32 places in a table."""
+    return places(_fields(blocks[..., 1:], 4, 16).flatten(1), blocks[..., 0])
+
+
 def _looked_up(rows: torch.Tensor) -> torch.Tensor:
     table = torch.tensor(IQ4_TABLE, dtype=torch.int8)
     return table[_fields(rows, 4, 16).int()].flatten(1)
@@ -161,6 +168,7 @@ DECODERS: dict[str, Callable[[torch.Tensor], QuantisedTensor]] = {
     "Q5_1": _q5_1,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
+    "MXFP4": _mxfp4,
     "IQ4_NL": _iq4_nl,
     "Q6_K": _q6_k,
     "Q5_K": _q5_k,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flexinfer.checkpoints.gguf_architectures import (
+    BETAS,
     BLOCK,
     architecture_of,
     experts_name,
@@ -43,6 +44,7 @@ OTHER_KEYS = {
     "rope.scaling.finetuned",
     "rope.scaling.original_context_length",
     "rope.scaling.type",
+    *BETAS,
     "vocab_size",
 }
 
@@ -119,7 +121,7 @@ def _heads(header: GgufHeader, values: GgufValues, width: int) -> dict[str, int]
 
 
 def _experts(header: GgufHeader, values: GgufValues, config: str) -> dict[str, Any]:
-    """Weights of a token's experts add up to 1 in both architectures."""
+    """Weights of a token's experts add up to 1 in all architectures."""
     count, used = values.count("expert_count"), values.count("expert_used_count")
     if used > count:
         values.refuse("expert_used_count", f"at most the expert_count, {count}")
@@ -162,7 +164,7 @@ def _special_tokens(header: GgufHeader, vocab_size: int) -> dict[str, Any]:
                 f"has {vocab_size} rows"
             )
     known = (ids["eos"], ids["eot"], ids["eom"], *header.end_ids)
-    ends = list(dict.fromkeys(i for i in known if i is not None))
+    ends = list(dict.fromkeys(i for i in known if i is not None and i not in header.inner_ids))
     return {
         "bos_token_id": ids["bos"],
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,

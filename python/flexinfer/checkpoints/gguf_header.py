@@ -56,6 +56,7 @@ TENSOR_TYPES = {
     20: "IQ4_NL",
     23: "IQ4_XS",
     30: "BF16",
+    39: "MXFP4",
 }
 """Of tensors, those that can be read here."""
 OTHER_TYPES = {
@@ -70,7 +71,8 @@ OTHER_TYPES = {
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    39: "MXFP4",
+    40: "NVFP4",
+    41: "Q1_0",
 }
 BLOCKS = {
     "F32": (1, 4),
@@ -82,6 +84,7 @@ BLOCKS = {
     "Q5_1": (32, 24),
     "Q8_0": (32, 34),
     "IQ4_NL": (32, 18),
+    "MXFP4": (32, 17),
     "Q2_K": (256, 84),
     "Q3_K": (256, 110),
     "Q4_K": (256, 144),
@@ -99,11 +102,14 @@ ENDS = {
         "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>",
         "<end_of_turn>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|fim_pad|>", "<fim_pad>",
         "<|repo_name|>", "<reponame>", "<|file_sep|>", "<end_of_utterance>", "<EOT>",
+        "<|return|>", "<|call|>",
     )
 }  # fmt: skip
 """Tokens that end an answer, whatever else the file says: most name one of several. As llama.cpp
 has them, for models that can be read here."""
 END_LENGTHS = {len(text) for text in ENDS}
+HARMONY, END_OF_MESSAGE = {b"<|return|>", b"<|call|>"}, b"<|end|>"
+"""Where there are both of the former, the latter ends a message of several that an answer has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +148,8 @@ class GgufHeader:
     tensors: dict[str, GgufTensor]
     end_ids: tuple[int, ...] = ()
     """Of tokens whose text, of ENDS, says that an answer ends."""
+    inner_ids: tuple[int, ...] = ()
+    """Of one whose text says so, and that does not end an answer of this model."""
 
     @property
     def architecture(self) -> str:
@@ -246,7 +254,8 @@ class _Reader:
         self._path, self._size_bytes, self._wanted = path, size_bytes, wanted
         self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._at = len(MAGIC)
-        self._end_ids: list[int] = []
+        self._ends: dict[bytes, int] = {}
+        """Texts of ENDS -> tokens."""
 
     def header(self) -> GgufHeader:
         (version,) = self._take("I")
@@ -259,7 +268,10 @@ class _Reader:
         metadata = self._metadata(num_values)
         infos = [self._tensor() for _ in range(num_tensors)]
         tensors = self._tensors(infos, metadata.get(ALIGNMENT, DEFAULT_ALIGNMENT))
-        return GgufHeader(self._path, metadata, tensors, tuple(self._end_ids))
+        inner = [text for text in self._ends if text == END_OF_MESSAGE]
+        inner_ids = [self._ends.pop(text) for text in inner if self._ends.keys() >= HARMONY]
+        end_ids = tuple(self._ends.values())
+        return GgufHeader(self._path, metadata, tensors, end_ids, tuple(inner_ids))
 
     def _metadata(self, num_values: int) -> dict[str, Any]:
         metadata: dict[str, Any] = {}
@@ -330,8 +342,8 @@ class _Reader:
         for index in range(count):
             (length,) = self._take("Q")
             self._at += length
-            if key == TOKENS and length in END_LENGTHS and self._before(length) in ENDS:
-                self._end_ids.append(index)
+            if key == TOKENS and length in END_LENGTHS and (text := self._before(length)) in ENDS:
+                self._ends[text] = index
         return count
 
     def _before(self, length: int) -> bytes:

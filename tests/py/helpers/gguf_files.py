@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
     "smollm3": "smollm3",
     "granite": "granite",
     "olmo2": "olmo2",
@@ -90,7 +91,7 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
 
 def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
     """What only some configs have, as llama.cpp's converter writes it."""
-    if config.model_type in ("gemma2", "gemma3_text", "phi3"):
+    if config.model_type in ("gemma2", "gemma3_text", "phi3", "gpt_oss"):
         writer.add_sliding_window(config.sliding_window or 0)
     for add, name in (
         (writer.add_attn_logit_softcapping, "attn_logit_softcapping"),
@@ -108,6 +109,9 @@ def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
+        for name in ("beta_fast", "beta_slow"):
+            if name in rope:
+                getattr(writer, f"add_rope_scaling_yarn_{name}")(rope[name])
     if rope.get("partial_rotary_factor", 1) != 1:
         width = config.hidden_size // config.num_attention_heads
         writer.add_rope_dimension_count(int(width * rope["partial_rotary_factor"]))
@@ -130,8 +134,9 @@ def writer_of(
     if getattr(config, "num_experts_per_tok", None):
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        if architecture == "qwen3moe":
-            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if architecture in ("qwen3moe", "gpt-oss"):
+            width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+            writer.add_expert_feed_forward_length(width)
     for key, value in (extra or {}).items():
         add = writer.add_string if isinstance(value, str) else writer.add_float32
         add(f"{architecture}.{key}", value)
@@ -161,6 +166,7 @@ def add_weights(writer: gguf.GGUFWriter, model: Any, type_of: Callable[[str], Ty
             continue
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None
+        own += "" if own.endswith((".weight", ".bias")) else ".weight"  # sinks
         kind = type_of(own) if tensor.dim() > 1 else Type.F32
         added = 1 if architecture.startswith("gemma") and "norm" in own else 0
         rows = quantise((tensor + added).numpy(), kind, seed)
@@ -176,20 +182,27 @@ def add_weights(writer: gguf.GGUFWriter, model: Any, type_of: Callable[[str], Ty
 def add_experts(
     writer: gguf.GGUFWriter, name: str, tensor: Any, type_of: Callable[[str], Type], seed: int
 ) -> None:
-    """Those of a layer: [experts, rows, columns], gates and factors apart. Sets the tensor's."""
-    layer = name.split(".")[2]
-    is_down = name.endswith("down_proj")
-    parts = (
-        {"down": tensor} if is_down else dict(zip(("gate", "up"), tensor.chunk(2, 1), strict=True))
-    )
-    for part, weights in parts.items():
-        own = f"blk.{layer}.ffn_{part}_exps.weight"
-        kind = type_of(own)
-        flat = weights.reshape(-1, weights.shape[2]).numpy()
+    """Those of a layer: [experts, rows, columns], or biases [experts, rows], gates and factors
+    apart. Sets the tensor's."""
+    layer, ending = name.split(".")[2], "bias" if name.endswith("_bias") else "weight"
+    for part, weights in expert_parts(name, tensor, writer.arch == "gpt-oss").items():
+        own = f"blk.{layer}.ffn_{part}_exps.{ending}"
+        kind = type_of(own) if ending == "weight" else Type.F32
+        flat = weights.reshape(-1, weights.shape[-1]).numpy()
         rows = quantise(flat, kind, seed + 1000 * len(part))
         numbers = torch.from_numpy(gguf.quants.dequantize(rows, kind))
         weights.copy_(numbers.view(weights.shape))
-        writer.add_tensor(own, rows.reshape(*weights.shape[:2], -1), raw_dtype=kind)
+        writer.add_tensor(own, rows.reshape(*weights.shape[:-1], -1), raw_dtype=kind)
+
+
+def expert_parts(name: str, tensor: Any, is_gpt_oss: bool) -> dict[str, Any]:
+    """Views of all experts' gates and factors, or of what outputs are made with."""
+    if is_gpt_oss and tensor.dim() == 3:
+        tensor = tensor.transpose(1, 2)
+    if "down_proj" in name:
+        return {"down": tensor}
+    halves = (tensor[:, ::2], tensor[:, 1::2]) if is_gpt_oss else tensor.chunk(2, 1)
+    return dict(zip(("gate", "up"), halves, strict=True))
 
 
 def write_gguf(

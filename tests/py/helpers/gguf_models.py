@@ -104,6 +104,23 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         norm_topk_prob=True,
         **more,
     ),
+    "gpt-oss": lambda **more: tf.GptOssConfig(
+        **COMMON,
+        head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=16,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+        **more,
+    ),
 }
 
 

@@ -30,7 +30,7 @@ SAID = (
     "name",
     [
         *("smollm3", "granite", "phi3 with a window", "phi3 for long contexts", "gemma2", "gemma3"),
-        *("qwen3 by yarn", "llama with more biases"),
+        *("qwen3 by yarn", "llama with more biases", "gpt-oss"),
     ],
 )
 def test_what_only_some_have_is_read(name: str, tmp_path: Path) -> None:
