@@ -106,7 +106,7 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     ),
     "gpt-oss": lambda **more: tf.GptOssConfig(
         **COMMON,
-        head_dim=32,
+        head_dim=64,
         num_local_experts=4,
         num_experts_per_tok=2,
         sliding_window=16,

@@ -23,8 +23,8 @@ from helpers.slow_products import furthest_behind, with_byte_inputs
 from helpers.tiny_models import draw_model, random_prompts
 
 
-@pytest.mark.parametrize("types", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "Q4_K_M"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "mixtral", "qwen3moe"])
+@pytest.mark.parametrize("types", ["Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q6_K", "Q4_K_M"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mixtral", "qwen3moe", "gpt-oss"])
 def test_with_inputs_of_8_bits_tokens_are_those_of_slow_products(
     name: str, types: str, tmp_path: Path
 ) -> None:

@@ -16,10 +16,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from flexinfer.checkpoints.checkpoint import EXPERT_PARTS, expert_weight
 from flexinfer.checkpoints.mxfp4 import Mxfp4Checkpoint, places
 from flexinfer.errors import UnsupportedModelError
+from flexinfer.layers.experts import Experts
+from flexinfer.layers.fuse_experts import read_all
 from flexinfer.models.loading import load_config, load_model
 from flexinfer.models.quantisation import open_checkpoint
+from flexinfer.models.stored import open_stored
 from helpers.mixtures import NUM_TOKENS, generate
 from helpers.mxfp4_folders import SETTINGS, config, draw, edit, numbers, write_folder
+from helpers.slow_products import furthest_behind, with_byte_inputs
 from helpers.tiny_models import continue_prompt, draw_model, random_prompts
 
 PATH = "model.layers.1.mlp.experts"
@@ -72,6 +76,38 @@ def test_every_exponent_is_a_power_of_two_exactly() -> None:
     assert torch.equal(found.dequantised().double(), numbers(blocks[:, None], exponents))
     assert found.is_finite
     assert not places(nibbles[:1], torch.tensor([[255]], dtype=torch.uint8)).is_finite
+
+
+def stored_layers(folder: Path) -> Any:
+    """The decoder layers of the model with what the folder has, before anything is replaced."""
+    stored = open_stored(checkpoint_of(folder), load_config(str(folder)), torch.float32)
+    for layer in range(2):
+        stored.fill(f"model.layers.{layer}")
+    return stored.model.model.layers
+
+
+def test_the_parameters_of_experts_that_stay_are_those_numbers(tmp_path: Path) -> None:
+    written = write_folder(tmp_path, draw_model(config()))
+    experts = stored_layers(tmp_path)[1].mlp.experts
+    read_all(experts)
+    for name, expected in written.get_submodule(PATH).named_parameters():
+        assert torch.equal(experts.get_parameter(name), expected), name
+
+
+def test_a_layer_may_have_experts_that_are_not_quantised(tmp_path: Path) -> None:
+    written = write_folder(tmp_path, draw_model(config()))
+
+    def plain(tensors: dict[str, Any]) -> None:
+        for name in ("gate_up_proj", "down_proj"):
+            tensors[f"{PATH}.{name}"] = written.state_dict()[f"{PATH}.{name}"].clone()
+            for ending in ("_blocks", "_scales"):
+                del tensors[f"{PATH}.{name}{ending}"]
+
+    edit(tmp_path, plain)
+    for layer, module in enumerate(stored_layers(tmp_path)):
+        read_all(module.mlp.experts)
+        expected = written.model.layers[layer].mlp.experts.down_proj
+        assert torch.equal(module.mlp.experts.down_proj, expected)
 
 
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
@@ -199,3 +235,29 @@ def test_greedy_tokens_are_those_of_the_numbers_in_the_folder(length: int, tmp_p
     (prompt,) = random_prompts((length,))
     expected = continue_prompt(written, tuple(prompt), NUM_TOKENS)
     assert generate(tmp_path, [prompt]) == [expected]
+
+
+@pytest.mark.parametrize("length", [5, 40])
+def test_with_inputs_of_8_bits_tokens_are_those_of_slow_products(
+    length: int, tmp_path: Path
+) -> None:
+    written = write_folder(tmp_path, draw_model(config()))
+    slow = with_byte_inputs(written, checkpoint_of(tmp_path))
+    (prompt,) = random_prompts((length,))
+    (generated,) = generate(tmp_path, [prompt], quantization="a8")
+    # An input that is a rounding error away from the middle of two integers may become either.
+    assert furthest_behind(slow, prompt, generated) <= 0.02
+
+
+def test_experts_keep_their_four_bits(tmp_path: Path) -> None:
+    write_folder(tmp_path, draw_model(config()))
+    experts: Any = load_model(str(tmp_path)).model.model.layers[1].mlp.experts
+    assert isinstance(experts, Experts)
+    bits = 8 * (experts.nbytes - experts.num_experts * 4 * (2 * 96 + 64))  # less biases
+    assert bits <= 5 * experts.num_experts * 3 * 96 * 64
+
+
+def test_other_quantisation_of_these_weights_is_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path, draw_model(config()))
+    with pytest.raises(UnsupportedModelError, match="quantised already, by 'mxfp4'"):
+        load_model(str(tmp_path), quantization="int4")
