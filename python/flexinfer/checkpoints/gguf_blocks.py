@@ -7,18 +7,17 @@
 | Q5_1 | the same with minimums | 6, 8 |
 | Q4_0 | 4 bits, groups of 32 | 4.5, 4.5 |
 | Q4_1 | the same with minimums | 5, 6 |
-| MXFP4 | 4 bits of a table, groups of 32 | 4.25, 4.5 |
-| IQ4_NL | 8 bits, groups of 32 | 4.5, 8.5 |
+| MXFP4 | 4 bits by a table, groups of 32 | 4.25, 4.25 |
+| IQ4_NL | 4 bits by a table, groups of 32 | 4.5, 4.5 |
 | Q6_K | 6 bits, groups of 16; scales in two levels | 6.5625, 6.5625 |
 | Q5_K | 6 bits, groups of 32, with minimums; scales in two levels | 5.5, 6.625 |
 | Q4_K | 4 bits, groups of 32, with minimums; scales in two levels | 4.5, 4.625 |
 | Q3_K | 4 bits, groups of 16; scales in two levels | 3.4375, 4.5625 |
 | Q2_K | 4 bits, groups of 16, with minimums; scales in two levels | 2.625, 5.125 |
-| IQ4_XS | 8 bits, groups of 32; scales in two levels | 4.25, 8.3125 |
+| IQ4_XS | 4 bits by a table, groups of 32; scales in two levels | 4.25, 4.3125 |
 
-Words of kernels have 4, 6 or 8 bits: integers of others stand in the next wider ones, and those of
-IQ4, which one looks up in a table, as what the table says. Source: ggml-quants.c of the ggml
-project, and gguf/quants.py, which the tests compare with.
+Words of kernels have 4, 6 or 8 bits: integers of others stand in the next wider ones. Source:
+ggml-quants.c of the ggml project, and gguf/quants.py, which the tests compare with.
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ import torch
 
 from flexinfer.checkpoints.gguf_header import BLOCKS
 from flexinfer.checkpoints.mxfp4 import places
+from flexinfer.layers.codebook import Codebook
 from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.layers.scale_levels import ScaleLevels
 from flexinfer.runtime.pieces import of_pieces
-
-IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def _factors(blocks: torch.Tensor) -> torch.Tensor:
@@ -99,17 +97,13 @@ def _q4_1(blocks: torch.Tensor) -> QuantisedTensor:
 
 def _iq4_nl(blocks: torch.Tensor) -> QuantisedTensor:
     factors = _factors(blocks[..., :2]).float()
-    return QuantisedTensor(_looked_up(blocks[..., 2:]), factors, None, 8, 32)
+    integers = _less(_fields(blocks[..., 2:], 4, 16), 8)
+    return QuantisedTensor(integers, factors, None, 4, 32, codebook=Codebook.IQ4)
 
 
 def _mxfp4(blocks: torch.Tensor) -> QuantisedTensor:
     """An exponent, 32 places in a table."""
     return places(_fields(blocks[..., 1:], 4, 16).flatten(1), blocks[..., 0])
-
-
-def _looked_up(rows: torch.Tensor) -> torch.Tensor:
-    table = torch.tensor(IQ4_TABLE, dtype=torch.int8)
-    return table[_fields(rows, 4, 16).int()].flatten(1)
 
 
 def _q2_k(blocks: torch.Tensor) -> QuantisedTensor:
@@ -159,7 +153,8 @@ def _iq4_xs(blocks: torch.Tensor) -> QuantisedTensor:
     integers of 4 bits."""
     low, high = _fields(blocks[..., 4:8], 4, 1), _fields(blocks[..., 2:4], 2, 1)
     levels = _levels((low | high << 4).to(torch.int8) - 32, blocks[..., :2])
-    return QuantisedTensor.in_levels(_looked_up(blocks[..., 8:]), 8, 32, levels)
+    integers = _less(_fields(blocks[..., 8:], 4, 16), 8)
+    return QuantisedTensor.in_levels(integers, 4, 32, levels, codebook=Codebook.IQ4)
 
 
 DECODERS: dict[str, Callable[[torch.Tensor], QuantisedTensor]] = {

@@ -47,7 +47,10 @@ def places(nibbles: torch.Tensor, exponents: torch.Tensor) -> QuantisedTensor:
     """nibbles: uint8 [columns, depth], places in the table of E2M1; exponents: uint8 [columns,
     depth / 32]. No finite number stands for an exponent of 255."""
     integers = nibbles.to(torch.int8) - 8
-    scales = HALF_POWERS[exponents.int()]
+    # ggml's quantiser gives groups of zeros the least exponent, whose half is below the smallest
+    # normal number: kernels would have to keep all scales of the weight in float32.
+    is_zero = torch.unflatten(nibbles & 7, 1, (-1, GROUP)).amax(dim=2) == 0
+    scales = HALF_POWERS[exponents.int()].masked_fill(is_zero & (exponents < 2), 1.0)
     return QuantisedTensor(integers, scales, None, 4, GROUP, codebook=Codebook.E2M1)
 
 

@@ -12,6 +12,7 @@ gguf = pytest.importorskip("gguf")
 
 from flexinfer.checkpoints.gguf_blocks import decode
 from flexinfer.layers.quantised_linear import QuantisedLinear
+from flexinfer.layers.quantised_panels import QuantisedPanels
 from flexinfer.models.loading import load_model
 from helpers.gguf_files import Type, quantise, write_gguf
 from helpers.gguf_models import CONFIGS, QUANTISED, TYPES
@@ -32,6 +33,15 @@ def test_blocks_are_the_numbers_that_gguf_says(kind: Type) -> None:
         assert (decoded.dequantised() - numbers).abs().max() <= bound
     else:
         assert torch.equal(decoded.dequantised(), numbers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"), [(Type.MXFP4, 4.25), (Type.IQ4_NL, 4.5), (Type.IQ4_XS, 4.3125)]
+)
+def test_places_in_a_table_stay_in_four_bits(kind: Type, bits: float) -> None:
+    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(1)).numpy()
+    panels = QuantisedPanels(decode(kind.name, torch.from_numpy(quantise(weight, kind, 1))))
+    assert 8 * sum(part.nbytes for part in panels.parts.values()) == bits * weight.size
 
 
 @pytest.mark.parametrize("types", TYPES)

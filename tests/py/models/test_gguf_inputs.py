@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,16 @@ from helpers.slow_products import furthest_behind, with_byte_inputs
 from helpers.tiny_models import draw_model, random_prompts
 
 
-@pytest.mark.parametrize("types", ["Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q6_K", "Q4_K_M"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "mixtral", "qwen3moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("name", "types"),
+    [
+        *product(
+            ("llama", "qwen2", "mixtral", "qwen3moe", "gpt-oss"),
+            ("Q8_0", "Q4_0", "Q4_K", "Q6_K", "Q4_K_M"),
+        ),
+        *product(("llama", "gpt-oss"), ("MXFP4", "IQ4_NL", "IQ4_XS")),
+    ],
+)
 def test_with_inputs_of_8_bits_tokens_are_those_of_slow_products(
     name: str, types: str, tmp_path: Path
 ) -> None:

@@ -75,6 +75,9 @@ def test_every_exponent_is_a_power_of_two_exactly() -> None:
     found = places(nibbles, exponents)
     assert torch.equal(found.dequantised().double(), numbers(blocks[:, None], exponents))
     assert found.is_finite
+    zeros = places(nibbles[:1] & 8, exponents[:1])
+    assert not zeros.dequantised().any()
+    assert zeros.scales.item() == 1
     assert not places(nibbles[:1], torch.tensor([[255]], dtype=torch.uint8)).is_finite
 
 
