@@ -20,7 +20,8 @@ namespace {
 
 using NormTuple = std::pair<uintptr_t, float>;
 
-using AttentionTuple = std::tuple<HostAttention*, const Plan*, size_t, bool, float, float>;
+using AttentionTuple =
+    std::tuple<HostAttention*, const Plan*, size_t, bool, float, float, uintptr_t>;
 
 Norm norm_of(const NormTuple& norm) { return {pointer(norm.first), norm.second}; }
 
@@ -31,8 +32,9 @@ std::vector<DecoderStep> steps_of(const std::vector<const DecoderLayer*>& layers
   }
   std::vector<DecoderStep> steps(layers.size());
   for (size_t i = 0; i < steps.size(); ++i) {
-    const auto& [kernel, plan, layer, stores, scaling, softcap] = attention[i];
-    steps[i] = {layers[i], {kernel, plan, layer, stores, scaling, softcap}};
+    const auto& [kernel, plan, layer, stores, scaling, softcap, sinks] = attention[i];
+    steps[i] = {layers[i],
+                {kernel, plan, layer, stores, scaling, softcap, pointer<const float>(sinks)}};
   }
   return steps;
 }
@@ -89,8 +91,9 @@ void bind_decoder_layer(nb::module_& m) {
       },
       "layers"_a, "attention"_a, "x"_a, "cos"_a, "sin"_a, "output"_a, "normed"_a, "num_rows"_a,
       "num_threads"_a,
-      "Layers one after the other; attention: kernel, plan, layer, stores, scaling and softcap of "
-      "each. x [rows, width] -> output [rows, width]; cos, sin [rows, head_dim]; all dense. Of a "
+      "Layers one after the other; attention: kernel, plan, layer, stores, scaling, softcap and "
+      "sinks (float32 [num_heads], 0 for none) of each. x [rows, width] -> output [rows, width]; "
+      "cos, sin [rows, head_dim]; all dense. Of a "
       "layer up to its MLP output is what the MLP's is added to, normed [rows, width] its input.");
 }
 

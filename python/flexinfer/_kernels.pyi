@@ -140,9 +140,9 @@ class DecoderLayer:
         Norms: address of the weight, 0 for none, and eps. Products of a list are as one, their outputs one after the other. gate_up [] and down None: the layer up to its MLP.
         """
 
-def forward_decoder_layers(layers: Sequence[DecoderLayer], attention: Sequence[tuple[HostAttention, Plan, int, bool, float, float]], x: int, cos: int, sin: int, output: int, normed: int, num_rows: int, num_threads: int) -> None:
+def forward_decoder_layers(layers: Sequence[DecoderLayer], attention: Sequence[tuple[HostAttention, Plan, int, bool, float, float, int]], x: int, cos: int, sin: int, output: int, normed: int, num_rows: int, num_threads: int) -> None:
     """
-    Layers one after the other; attention: kernel, plan, layer, stores, scaling and softcap of each. x [rows, width] -> output [rows, width]; cos, sin [rows, head_dim]; all dense. Of a layer up to its MLP output is what the MLP's is added to, normed [rows, width] its input.
+    Layers one after the other; attention: kernel, plan, layer, stores, scaling, softcap and sinks (float32 [num_heads], 0 for none) of each. x [rows, width] -> output [rows, width]; cos, sin [rows, head_dim]; all dense. Of a layer up to its MLP output is what the MLP's is added to, normed [rows, width] its input.
     """
 
 class Experts:

@@ -134,6 +134,7 @@ class DecoderLayer::Run {
     inputs.output = attended_;
     inputs.scaling = attention.scaling;
     inputs.softcap = attention.softcap;
+    inputs.sinks = attention.sinks;
     const int64_t row_bytes = weights_.num_heads * dim * bytes_;
     std::memset(attended_ + num_planned * row_bytes, 0,
                 static_cast<size_t>((call_.num_rows - num_planned) * row_bytes));

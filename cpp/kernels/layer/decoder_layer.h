@@ -56,7 +56,7 @@ struct DecoderCall {
   int num_threads = 1;
 };
 
-// How it attends; scaling and softcap as in LayerInputs.
+// How it attends; scaling, softcap and sinks as in LayerInputs.
 struct DecoderAttention {
   HostAttention* kernel = nullptr;
   const Plan* plan = nullptr;
@@ -64,6 +64,7 @@ struct DecoderAttention {
   bool stores = true;  // false: K and V stand in the arena already
   float scaling = 1;
   float softcap = 0;
+  const float* sinks = nullptr;
 };
 
 class DecoderLayer {

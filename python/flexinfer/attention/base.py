@@ -137,7 +137,8 @@ class KernelCall(NamedTuple):
     """Attention of one layer in one step, for a kernel that computes more than it."""
 
     arguments: tuple[Any, ...]
-    """Kernel, plan, layer among those of the kernel, whether it stores KV, scaling, softcap."""
+    """Kernel, plan, layer among those of the kernel, whether it stores KV, scaling, softcap, sinks
+    (an address, or 0)."""
     num_tokens: int
     """Rows of the step, with padding."""
 

@@ -104,6 +104,7 @@ def kernel_call(
     scaling: float | None,
     sliding_window: int | None,
     softcap: float | None,
+    s_aux: torch.Tensor | None = None,
 ) -> KernelCall | None:
     """What a call of attention would do in the step in force, for a kernel that computes more than
     it; None: attention can only be called."""
@@ -111,7 +112,7 @@ def kernel_call(
     if step is None or _calls.get() is not None:
         return None
     backend, metadata = step
-    options = _options_of(backend, layer_idx, scaling, sliding_window, softcap, None)
+    options = _options_of(backend, layer_idx, scaling, sliding_window, softcap, s_aux)
     return backend.kernel_call(layer_idx, num_heads, head_dim, dtype, options, metadata)
 
 

@@ -154,17 +154,18 @@ class HostAttention(AttentionBackend):
         options: AttentionOptions,
         metadata: AttentionMetadata,
     ) -> KernelCall | None:
-        layer = self._layers[layer_idx]
+        layer, sinks = self._layers[layer_idx], options.sinks
         if not (
             layer.key_dim == layer.value_dim == head_dim
             and layer.dtype == dtype
             and layer.stores == layer.stores_values
-            and options.sinks is None
+            and (sinks is None or _are_readable(sinks, num_heads))
         ):
             return None
         plan = self._plan(metadata, layer, num_heads, options)
         scores = _of_scores(options, head_dim)
-        arguments = (layer.kernel, plan, layer.index, layer.stores, *scores)
+        address = 0 if sinks is None else sinks.data_ptr()  # the caller keeps it
+        arguments = (layer.kernel, plan, layer.index, layer.stores, *scores, address)
         return KernelCall(arguments, plan.num_tokens + metadata.num_padding)
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -198,6 +199,12 @@ class HostAttention(AttentionBackend):
             )
             self._plans[key] = plan
         return plan
+
+
+def _are_readable(sinks: torch.Tensor, num_heads: int) -> bool:
+    """Whether a kernel may read them where they are."""
+    is_whole = sinks.shape == (num_heads,) and sinks.is_contiguous()
+    return is_whole and sinks.dtype == torch.float32 and sinks.is_cpu
 
 
 def _of_scores(options: AttentionOptions, key_dim: int) -> tuple[float, float]:

@@ -19,12 +19,14 @@ from flexinfer.layers import operators
 from flexinfer.layers import rows as row_ops
 from flexinfer.layers.adapters import Part
 from flexinfer.layers.formats import is_linear, make_linear
-from flexinfer.layers.known import ATTENTIONS, ATTENTIONS_WITH_NORMS
+from flexinfer.layers.known import ATTENTIONS, ATTENTIONS_BY_HALVES, ATTENTIONS_WITH_NORMS
 from flexinfer.layers.linear import Linear
 from flexinfer.layers.norm import fuse_norm
 from flexinfer.layers.recognise import is_known
 from flexinfer.layers.trial import NOT_OF_THIS_KIND, NUM_TRIAL_TOKENS
 
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin [1, tokens, head_dim], whose halves are the same, or one half of each."""
 Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """(q, k [1, heads, tokens, dim], cos, sin [1, tokens, dim]) -> q, k rotated."""
 
@@ -40,6 +42,7 @@ class FusedAttention(torch.nn.Module):
         self.config = attention.config
         self.layer_idx = attention.layer_idx
         self.is_causal = True
+        self.takes_halves = is_by_halves(attention)
         self.head_dim = attention.head_dim
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
@@ -58,6 +61,9 @@ class FusedAttention(torch.nn.Module):
             "sliding_window": options.sliding_window,
             "softcap": options.softcap,
         }
+        if options.sinks is not None:
+            self.sinks = attention.sinks  # of which transformers' own function reads it
+            self.options["s_aux"] = options.sinks.detach().float().contiguous()
 
     @property
     def joined(self) -> dict[str, Part]:
@@ -69,21 +75,20 @@ class FusedAttention(torch.nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: Angles,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Any = None,
         residual: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states, residual: [1, tokens, width]; position_embeddings: cos and sin
-        [1, tokens, head_dim]. Returns residual + attention. rows: of the tokens, of which alone
-        this is wanted, and the residual is; None: all."""
+        """hidden_states, residual: [1, tokens, width]. Returns residual + attention. rows: of the
+        tokens, of which alone this is wanted, and the residual is; None: all."""
         batch, num_tokens, _ = hidden_states.shape
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         qkv = self.qkv_proj(hidden_states)
         qkv = qkv.view(batch, num_tokens, sum(heads), self.head_dim).transpose(1, 2)
-        query, key, value = self._rotated(qkv, heads, *position_embeddings)
+        query, key, value = self._rotated(qkv, heads, position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = attention_function(self.config._attn_implementation, self._eager)
@@ -96,8 +101,15 @@ class FusedAttention(torch.nn.Module):
         output = output.reshape(batch, num_tokens, -1).index_select(1, rows)
         return self.o_proj(output, residual), None
 
+    def whole_angles(self, angles: Angles) -> Angles:
+        """Those of all of a head, as our own kernels take them."""
+        if not self.takes_halves:
+            return angles
+        cos, sin = (torch.cat((half, half), dim=-1) for half in angles)
+        return cos, sin
+
     def _rotated(
-        self, qkv: torch.Tensor, heads: tuple[int, int, int], cos: torch.Tensor, sin: torch.Tensor
+        self, qkv: torch.Tensor, heads: tuple[int, int, int], angles: Angles
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries and keys, normalised where the model does, and rotated; and values.
         qkv: [batch, heads, tokens, head_dim]."""
@@ -105,8 +117,9 @@ class FusedAttention(torch.nn.Module):
         if self.q_norm is not None:
             query = self.q_norm(query.transpose(1, 2)).transpose(1, 2)
             key = self.k_norm(key.transpose(1, 2)).transpose(1, 2)
-        if not (self.rotates and qkv.shape[0] == 1 and cos.dtype == qkv.dtype):
-            return *self._rotary(query, key, cos, sin), value
+        if not (self.rotates and qkv.shape[0] == 1 and angles[0].dtype == qkv.dtype):
+            return *self._rotary(query, key, *angles), value
+        cos, sin = self.whole_angles(angles)
         if torch.compiler.is_compiling():
             if self.q_norm is not None:
                 query = operators.rotate(query, cos, sin)
@@ -132,7 +145,7 @@ def attention_function(implementation: str, eager: Any) -> Callable[..., tuple[t
 def fuse_attention(module: Any) -> FusedAttention | None:
     """What may take the module's place; None: it is of another kind."""
     has_norms = is_known(module, ATTENTIONS_WITH_NORMS)
-    if not has_norms and not is_known(module, ATTENTIONS):
+    if not (has_norms or is_known(module, ATTENTIONS) or is_by_halves(module)):
         return None
     if not getattr(module, "is_causal", True):
         return None
@@ -143,6 +156,13 @@ def fuse_attention(module: Any) -> FusedAttention | None:
         return None
     options = options_of(module)
     return None if options is None else FusedAttention(module, options, has_norms)
+
+
+def is_by_halves(attention: Any) -> bool:
+    """Whether the module takes half of the angles that others do."""
+    if isinstance(attention, FusedAttention):
+        return attention.takes_halves
+    return is_known(attention, ATTENTIONS_BY_HALVES)
 
 
 @torch.inference_mode()
@@ -165,18 +185,23 @@ def options_of(module: Any) -> AttentionOptions | None:
 
     weight = module.q_proj.weight
     x = weight.new_zeros(1, NUM_TRIAL_TOKENS, weight.shape[1])
-    positions = random_positions(module.head_dim, weight.dtype)
+    positions = random_positions(module, weight.dtype)
     try:
         with use_probe(module, look, set()):
             module(hidden_states=x, position_embeddings=positions, attention_mask=None)
     except NOT_OF_THIS_KIND:
         return None
-    return found[0] if len(found) == 1 and found[0].sinks is None else None
+    if len(found) != 1:
+        return None
+    sinks, num_heads = found[0].sinks, module.q_proj.out_features // module.head_dim
+    if sinks is not None and not (sinks is module.sinks and sinks.shape == (num_heads,)):
+        return None
+    return found[0]
 
 
 def run_attention(module: Any, x: torch.Tensor) -> torch.Tensor:
     """A trial of an attention module: its output where heads are mixed in place of attention."""
-    positions = random_positions(module.head_dim, x.dtype)
+    positions = random_positions(module, x.dtype)
     with use_probe(module, lambda *call: mix_heads(*call[1:4]), set()):
         output, _ = module(hidden_states=x, position_embeddings=positions, attention_mask=None)
     return output  # type: ignore[no-any-return]
@@ -184,15 +209,17 @@ def run_attention(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 def run_decoder_layer(module: Any, x: torch.Tensor) -> torch.Tensor:
     """As `run_attention`, for the decoder layer around it."""
-    positions = random_positions(module.self_attn.head_dim, x.dtype)
+    positions = random_positions(module.self_attn, x.dtype)
     with use_probe(module.self_attn, lambda *call: mix_heads(*call[1:4]), set()):
         return module(x, position_embeddings=positions)  # type: ignore[no-any-return]
 
 
-def random_positions(head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of random angles, for trials: [1, NUM_TRIAL_TOKENS, head_dim]."""
+def random_positions(attention: Any, dtype: torch.dtype) -> Angles:
+    """Of NUM_TRIAL_TOKENS, for trials: as many as the module takes."""
     generator = torch.Generator().manual_seed(1)
-    angles = torch.randn(1, NUM_TRIAL_TOKENS, head_dim // 2, generator=generator).repeat(1, 1, 2)
+    angles = torch.randn(1, NUM_TRIAL_TOKENS, attention.head_dim // 2, generator=generator)
+    if not is_by_halves(attention):
+        angles = angles.repeat(1, 1, 2)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

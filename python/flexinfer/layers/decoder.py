@@ -11,7 +11,7 @@ import torch
 from flexinfer.attention.hook import step_in_force
 from flexinfer.layers.attention import FusedAttention, fuse_attention
 from flexinfer.layers.decoder_kernel import DecoderKernel, make_decoder_kernel
-from flexinfer.layers.known import DECODER_LAYERS
+from flexinfer.layers.known import DECODER_LAYERS, DECODER_LAYERS_WITH_SCORES
 from flexinfer.layers.mlp import GatedMLP, fuse_mlp
 from flexinfer.layers.norm import fuse_norm
 from flexinfer.layers.recognise import hooks_of, is_known
@@ -23,10 +23,18 @@ class FusedDecoderLayer(torch.nn.Module):
     runs_parts = False
     """Whether the parts are called one by one where one call would do: for who watches them."""
 
-    def __init__(self, layer: Any, attention: FusedAttention, mlp: torch.nn.Module) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        attention: FusedAttention,
+        mlp: torch.nn.Module,
+        tells_scores: bool = False,
+    ) -> None:
         """layer: of Llama's kind; attention, mlp: what takes the place of its own. An mlp that is
-        no GatedMLP, a mixture of experts, gives [1, tokens, width] of as much."""
+        no GatedMLP, a mixture of experts, gives [1, tokens, width] of as much; tells_scores: and
+        something else."""
         super().__init__()
+        self.tells_scores = tells_scores
         self.input_layernorm = _norm(layer.input_layernorm)
         self.self_attn = attention
         self.post_attention_layernorm = _norm(layer.post_attention_layernorm)
@@ -51,7 +59,10 @@ class FusedDecoderLayer(torch.nn.Module):
         wanted: [1, rows, width]; None: all."""
         if rows is None and position_embeddings is not None and past_key_values is None:
             kernel = self.kernel()
-            found = None if kernel is None else kernel.forward(hidden_states, position_embeddings)
+            found = None
+            if kernel is not None:
+                angles = self.self_attn.whole_angles(position_embeddings)
+                found = kernel.forward(hidden_states, angles)
             if found is not None:
                 x, normed = found
                 return x if normed is None else self._add_mlp(x, normed)
@@ -66,9 +77,10 @@ class FusedDecoderLayer(torch.nn.Module):
         return self._add_mlp(x, self.post_attention_layernorm(x))
 
     def _add_mlp(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        is_gated = isinstance(self.mlp, GatedMLP)
-        output: torch.Tensor = self.mlp(normed, x) if is_gated else x + self.mlp(normed)
-        return output
+        if isinstance(self.mlp, GatedMLP):
+            return self.mlp(normed, x)  # type: ignore[no-any-return]
+        output = self.mlp(normed)
+        return x + (output[0] if self.tells_scores else output)  # type: ignore[no-any-return]
 
     def kernel(self) -> DecoderKernel | None:
         """What may compute it in this step; None: the parts are to be called one by one."""
@@ -100,9 +112,12 @@ def fuse_decoder_layer(module: Any) -> FusedDecoderLayer | None:
 def fuse_around_mlp(module: Any) -> FusedDecoderLayer | None:
     """The same for a layer whose parts have been looked at, with the MLP that it then has."""
     attention = getattr(module, "self_attn", None)
-    if type(attention) is not FusedAttention or not is_known(module, DECODER_LAYERS):
+    if type(attention) is not FusedAttention:
         return None
-    return FusedDecoderLayer(module, attention, module.mlp)
+    tells_scores = is_known(module, DECODER_LAYERS_WITH_SCORES)
+    if not tells_scores and not is_known(module, DECODER_LAYERS):
+        return None
+    return FusedDecoderLayer(module, attention, module.mlp, tells_scores)
 
 
 def _norm(module: torch.nn.Module) -> torch.nn.Module:

@@ -125,6 +125,7 @@ def _is_of_transformers(forward: Any) -> bool:
 LAYERS = (
     "self.layers[:self.config.num_hidden_layers]",
     "enumerate(self.layers[:self.config.num_hidden_layers])",
+    "enumerate(self.layers)",  # as many: `find_decoder_stack`
 )
 POSITIONS = (
     "position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)",

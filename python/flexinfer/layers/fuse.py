@@ -161,12 +161,21 @@ def _is_same_around_mlp(module: Any, replacement: FusedDecoderLayer) -> bool:
     it may choose other experts."""
     mlp, o_proj = replacement.mlp, replacement.self_attn.o_proj
     weight: Any = o_proj.weight
-    module.mlp = replacement.mlp = torch.nn.Identity()
+    module.mlp = replacement.mlp = (
+        _WithScores() if replacement.tells_scores else torch.nn.Identity()
+    )
     try:
         width = o_proj.out_features
         return computes_the_same(module, replacement, width, weight.dtype, run_decoder_layer)
     finally:
         module.mlp = replacement.mlp = mlp
+
+
+class _WithScores(torch.nn.Module):
+    """What stands in a trial for an MLP that tells something else, too."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x, None
 
 
 def _warn_of_other_experts(model: torch.nn.Module) -> None:

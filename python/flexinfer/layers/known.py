@@ -30,6 +30,20 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     k_embed = k * cos + rotate_half(k) * sin
     return (q_embed.to(q_type), k_embed.to(k_type))
 """
+_ROTARY_BY_HALVES = """
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = _apply_rotary_emb(q, cos, sin)
+    k_embed = _apply_rotary_emb(k, cos, sin)
+    return (q_embed, k_embed)
+
+def _apply_rotary_emb(x, cos, sin):
+    first_half, second_half = torch.chunk(x, 2, dim=-1)
+    first_ = first_half * cos - second_half * sin
+    second_ = second_half * cos + first_half * sin
+    return torch.cat((first_, second_), dim=-1)
+"""
 _HEADS = """
     query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
     key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
@@ -55,7 +69,7 @@ _TRANSPOSE_THEN_NORM = f"""{_HEADS}
 
 
 def _attention(heads: str, rotary: str) -> str:
-    """The options of the call (scaling, window, soft cap) are left out: they are probed."""
+    """The options of the call (scaling, window, soft cap, sinks) are left out: they are probed."""
     return f"""
 def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs):
     input_shape = hidden_states.shape[:-1]
@@ -74,16 +88,20 @@ def forward(self, hidden_states, position_embeddings, attention_mask, past_key_v
     attn_output = attn_output.reshape(*input_shape, -1).contiguous()
     attn_output = self.o_proj(attn_output)
     return (attn_output, attn_weights)
-{rotary}{_ROTATE_HALF}"""
+{rotary}"""
 
 
 ATTENTIONS = (
-    _attention(_HEADS, _ROTARY),  # Llama, Qwen2, Mistral, Gemma, Gemma 2, Granite, ...
-    _attention(_HEADS_OF_OLMO, _ROTARY_OF_OLMO),  # OLMo without clip_qkv
+    _attention(
+        _HEADS, _ROTARY + _ROTATE_HALF
+    ),  # Llama, Qwen2, Mistral, Gemma, Gemma 2, Granite, ...
+    _attention(_HEADS_OF_OLMO, _ROTARY_OF_OLMO + _ROTATE_HALF),  # OLMo without clip_qkv
 )
+ATTENTIONS_BY_HALVES = (_attention(_HEADS, _ROTARY_BY_HALVES),)
+"""gpt-oss's: cosines and sines are those of half a head."""
 ATTENTIONS_WITH_NORMS = (
-    _attention(_NORM_THEN_TRANSPOSE, _ROTARY),  # Qwen3, ...
-    _attention(_TRANSPOSE_THEN_NORM, _ROTARY),  # Gemma 3, EXAONE 4, Apertus, ...
+    _attention(_NORM_THEN_TRANSPOSE, _ROTARY + _ROTATE_HALF),  # Qwen3, ...
+    _attention(_TRANSPOSE_THEN_NORM, _ROTARY + _ROTATE_HALF),  # Gemma 3, EXAONE 4, Apertus, ...
 )
 
 
@@ -112,7 +130,8 @@ def forward(self, x):
 )
 
 
-def _decoder_layer(parameters: str, arguments: str) -> str:
+def _decoder_layer(parameters: str, arguments: str, output: str = "hidden_states") -> str:
+    """output: what the MLP's is bound to."""
     return f"""
 def forward(self, hidden_states, {parameters}, **kwargs):
     residual = hidden_states
@@ -121,25 +140,28 @@ def forward(self, hidden_states, {parameters}, **kwargs):
     hidden_states = residual + hidden_states
     residual = hidden_states
     hidden_states = self.post_attention_layernorm(hidden_states)
-    hidden_states = self.mlp(hidden_states)
+    {output} = self.mlp(hidden_states)
     hidden_states = residual + hidden_states
     return hidden_states
 """
 
 
+_OF_LLAMA = (
+    "attention_mask, position_ids, past_key_values, use_cache, position_embeddings",
+    "hidden_states=hidden_states, attention_mask=attention_mask, position_ids=position_ids, "
+    "past_key_values=past_key_values, use_cache=use_cache, "
+    "position_embeddings=position_embeddings",
+)
 DECODER_LAYERS = (
-    _decoder_layer(
-        "attention_mask, position_ids, past_key_values, use_cache, position_embeddings",
-        "hidden_states=hidden_states, attention_mask=attention_mask, position_ids=position_ids, "
-        "past_key_values=past_key_values, use_cache=use_cache, "
-        "position_embeddings=position_embeddings",
-    ),
+    _decoder_layer(*_OF_LLAMA),
     _decoder_layer(  # Mixtral
         "position_embeddings, attention_mask, position_ids, past_key_values",
         "hidden_states=hidden_states, position_embeddings=position_embeddings, "
         "attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values",
     ),
 )
+DECODER_LAYERS_WITH_SCORES = (_decoder_layer(*_OF_LLAMA, output="hidden_states, _"),)
+"""gpt-oss's: their MLP tells the weights of the experts, too."""
 EXPERTS = (
     """
 def forward(self, hidden_states, top_k_index, top_k_weights):
@@ -222,6 +244,16 @@ def forward(self, x, position_ids):
     cos = emb.cos() * self.attention_scaling
     sin = emb.sin() * self.attention_scaling
     return (cos.to(dtype=x.dtype), sin.to(dtype=x.dtype))
+""",
+    """
+@torch.no_grad()
+@dynamic_rope_update
+def forward(self, x, position_ids):
+    freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
+    emb = freqs
+    cos = emb.cos() * self.attention_scaling
+    sin = emb.sin() * self.attention_scaling
+    return (cos.to(x.dtype), sin.to(x.dtype))
 """,
 )
 """Of those whose frequencies do not change (`RotaryTable`)."""

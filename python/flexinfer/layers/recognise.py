@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-OPTIONS = frozenset({"dropout", "scaling", "sliding_window", "softcap"})
+OPTIONS = frozenset({"dropout", "scaling", "sliding_window", "softcap", "s_aux"})
 HARMLESS_DECORATORS = frozenset({"deprecate_kwarg", "use_kernel_forward_from_hub"})
 """The second replaces code only in models that are kernelised on purpose."""
 INNOCENT_FUNCTIONS = frozenset({"eager_attention_forward"})

@@ -100,7 +100,6 @@ def test_a_token_is_the_same_bits_among_whatever_tokens(scheme: str | None, dtyp
 
 
 def test_tokens_that_are_not_numbers_spoil_themselves_alone() -> None:
-    """A clamp makes no number of what is none."""
     torch.manual_seed(0)
     experts = draw_clamped("int4", 64, torch.float32).layer(torch.float32)
     x, index, weights = route(9, 2, torch.float32)
@@ -111,6 +110,20 @@ def test_tokens_that_are_not_numbers_spoil_themselves_alone() -> None:
     assert output[3].isnan().all()
     kept = torch.arange(9) != 3
     assert torch.equal(output[kept], expected[kept])
+
+
+@pytest.mark.parametrize("half", [slice(0, 64), slice(64, 128)])
+def test_a_clamp_makes_no_number_of_what_is_none(row_isa: str, half: slice) -> None:
+    """Of gates and of factors."""
+    torch.manual_seed(0)
+    drawn = draw_clamped(None, 64, torch.float32)
+    drawn.biases[0][2][half] = torch.nan
+    x, index, weights = route(9, 2, torch.float32)
+    index[:] = torch.tensor([1, 4])
+    index[3] = torch.tensor([1, 2])
+    output = drawn.layer(torch.float32)(x, index, weights)
+    assert output[3].isnan().all()
+    assert output[torch.arange(9) != 3].isfinite().all()
 
 
 def test_gates_and_factors_of_two_kinds_have_their_parts_of_the_bias() -> None:

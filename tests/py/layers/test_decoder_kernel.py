@@ -46,6 +46,9 @@ CONFIGS: dict[str, Any] = {
         **SIZES, **EXPERTS, moe_intermediate_size=96, mlp_only_layers=[0]
     ),
     "mixtral": lambda: tf.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "sinks": lambda: tf.GptOssConfig(  # and a window in one of the layers
+        **SIZES, num_local_experts=4, sliding_window=16, rope_scaling=None
+    ),
 }
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 7, 20, MAX_ROWS + 9, 33)]
 PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=3, ignore_eos=True)

@@ -36,6 +36,7 @@ STACKS = frozenset(
         "cwm",
         "dots1",
         "got_ocr2",
+        "gpt_oss",
         "hy_v3",
         "internlm3",
         "iquestcoder",

@@ -26,6 +26,7 @@ WHOLE_LAYERS = frozenset(
         "exaone_moe",
         "gemma",
         "got_ocr2",
+        "gpt_oss",
         "hy_v3",
         "internlm3",
         "iquestcoder",

@@ -87,7 +87,7 @@ def test_all_else_sees_a_parameter() -> None:
         functional.linear(torch.ones(2, 32), weight)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe", "longcat_flash"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe", "longcat_flash", "gpt_oss"])
 def test_a_token_of_a_mixture_hangs_on_no_other(isa: str, kind: str) -> None:
     """Of those whose code has no sigmoid: torch's hangs on where in memory a number stands."""
     if hangs_on_rows(isa, torch.float32):
