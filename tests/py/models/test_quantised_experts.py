@@ -136,17 +136,24 @@ SLACK_BYTES = 56 << 20
 """What one expert takes while it is quantised; what Python and malloc keep."""
 
 
-def wide(num_layers: int) -> Any:
+def wide(name: str, num_layers: int) -> Any:
+    """Of Qwen3-MoE experts lie one by one in a folder, of gpt-oss all of a layer in one tensor."""
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": num_layers, "head_dim": 64}
+    if name == "gpt_oss":
+        sizes["intermediate_size"] = HIDDEN
+        return tf.GptOssConfig(
+            **{**COMMON, **sizes}, num_local_experts=NUM_EXPERTS, rope_scaling=None
+        )
     return tf.Qwen3MoeConfig(
         **{**COMMON, **sizes}, moe_intermediate_size=HIDDEN, num_experts=NUM_EXPERTS
     )
 
 
-def test_experts_are_read_and_quantised_one_by_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_experts_are_read_and_quantised_one_by_one(kind: str, tmp_path: Path) -> None:
     num_layers = 6
     for name, layers in (("small", 1), ("large", num_layers)):
-        model = tf.AutoModelForCausalLM.from_config(wide(layers), dtype=torch.bfloat16)
+        model = tf.AutoModelForCausalLM.from_config(wide(kind, layers), dtype=torch.bfloat16)
         model.save_pretrained(tmp_path / name)
         del model
     command = [sys.executable, "-c", LOAD, str(tmp_path / "small"), str(tmp_path / "large")]
