@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
-GrammarKey = tuple[str, str, str, bool, "Preamble | None"]
+GrammarKey = tuple[str, str, str, bool, "Preamble | LarkPreamble | None"]
 """Kind, source, whitespace pattern, lenience, preamble."""
 
 NUM_THREADS = 2
@@ -50,6 +50,14 @@ class Preamble:
     """With it, there is a preamble only if the text begins with this; None: there is one."""
 
 
+@dataclass(frozen=True)
+class LarkPreamble:
+    """What comes before the structure, where that is more than free text."""
+
+    rules: str
+    """In Lark, of which `before` is the whole preamble; no rule is called `start` or `body`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
     """Exactly one of the fields is given. Names are those of vLLM."""
@@ -69,7 +77,7 @@ class StructuredOutputsParams:
     is_lenient: bool = False
     """Of a JSON schema, keywords that no grammar holds (uniqueItems, not, unknown formats) are left
     out, and oneOf is anyOf; else the request is refused for them."""
-    preamble: Preamble | None = None
+    preamble: Preamble | LarkPreamble | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
@@ -215,12 +223,19 @@ class GrammarCompiler:
             raise RequestError(f"{params.kind} cannot be compiled: {_first_line(matcher)}")
         return matcher
 
-    def _after(self, preamble: Preamble | None, grammar: str) -> str:
+    def _after(self, preamble: Preamble | LarkPreamble | None, grammar: str) -> str:
         """The grammar of a text that begins with a preamble."""
         if preamble is None:
             return grammar
         is_json = grammar.startswith('{"grammars"')
         body = json_module.loads(grammar)["grammars"][0] if is_json else {"lark_grammar": grammar}
+        lark = f"start: {self._before(preamble)}"
+        return json_module.dumps({"grammars": [{"lark_grammar": lark}, {**body, "name": "body"}]})
+
+    def _before(self, preamble: Preamble | LarkPreamble) -> str:
+        """The rest of the rule `start`, and the rules that it needs."""
+        if isinstance(preamble, LarkPreamble):
+            return f"before @body\n{preamble.rules}"
         opened, any_text = self._mark(preamble.open), r"/(.|\n)*/"
         close = self._mark(preamble.close)
         if close.startswith("<["):  # a special token, which no text contains
@@ -228,8 +243,7 @@ class GrammarCompiler:
         else:
             think, rules = "think", f"think[lazy]: {opened} {any_text} {close}"
         before = f"({think} gap)" + ("?" if preamble.open else "")
-        lark = f"start: {before} @body\n{rules}\ngap: /[ \\n]{{0,4}}/"
-        return json_module.dumps({"grammars": [{"lark_grammar": lark}, {**body, "name": "body"}]})
+        return f"{before} @body\n{rules}\ngap: /[ \\n]{{0,4}}/"
 
     def _mark(self, mark: str | None) -> str:
         """In Lark: a special token by its id, else its text."""

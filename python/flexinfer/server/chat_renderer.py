@@ -14,6 +14,7 @@ from typing import Any
 
 from flexinfer.engine.inputs import InputProcessor
 from flexinfer.errors import RequestError
+from flexinfer.server.harmony_messages import harmony_messages, harmony_tools
 from flexinfer.server.http.errors import bad_request
 from flexinfer.server.protocol.chat import Message, Tool
 
@@ -64,6 +65,8 @@ class ChatRenderer:
         own = getattr(tokenizer, "chat_template", None)
         source = str(chat_template or own or "")
         self.knows_tools = "tools" in source
+        self.writes_harmony = "<|channel|>" in source and "<|message|>" in source
+        """It is a template of gpt-oss' form."""
         self._knows_documents = "documents" in source
 
     async def render(self, prompt: ChatPrompt) -> list[int]:
@@ -86,6 +89,9 @@ class ChatRenderer:
         if not self.knows_tools:
             messages = with_tools_in_words(messages, tools)
             tools = None
+        if self.writes_harmony:
+            messages = harmony_messages(messages)
+            tools = tools and harmony_tools(tools)
         try:
             text = self._inputs.render(
                 messages,

@@ -10,7 +10,7 @@ from flexinfer.server.http.hosts import is_loopback
 from flexinfer.server.http.tls import TLSSettings
 from flexinfer.server.lora_module_path import LoRAModulePath
 from flexinfer.server.observability.tracing import check_endpoint
-from flexinfer.server.parsing.reasoning import reasoning_form
+from flexinfer.server.parsing.reasoning import check_reasoning_parser
 from flexinfer.server.parsing.tool_formats import tool_format
 
 
@@ -28,7 +28,8 @@ class ServerSettings:
     chat_template: str | None = None
     """Jinja source; None: that of the tokenizer."""
     tool_call_parser: str = "hermes"
-    """The form in which the model writes its calls: a name in parsing/tool_formats.py."""
+    """The form in which the model writes its calls: a name in parsing/tool_formats.py. Harmony, by
+    this name, the next or the chat template, is the form of calls and of reasoning at once."""
     enable_auto_tool_choice: bool = True
     """Whether the model may choose to call; otherwise callers must force or forbid it."""
     reasoning_parser: str | None = None
@@ -121,7 +122,7 @@ class ServerSettings:
         self._check_role()
         tool_format(self.tool_call_parser)
         if self.reasoning_parser is not None:
-            reasoning_form(self.reasoning_parser)
+            check_reasoning_parser(self.reasoning_parser)
         if self.otlp_traces_endpoint is not None:
             check_endpoint(self.otlp_traces_endpoint)
 

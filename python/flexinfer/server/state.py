@@ -27,8 +27,7 @@ from flexinfer.server.http.limits import Limits
 from flexinfer.server.observability.logs import new_id
 from flexinfer.server.observability.memory_map import MemoryMap
 from flexinfer.server.observability.tracing import RequestTracer
-from flexinfer.server.parsing.reasoning import reasoning_form
-from flexinfer.server.parsing.tool_formats import tool_format
+from flexinfer.server.parsing.forms import choose_forms
 from flexinfer.server.settings import ServerSettings, check_template
 from flexinfer.server.stores.adapters import ServedAdapters
 from flexinfer.server.stores.conversations import ConversationStore
@@ -54,15 +53,13 @@ class ServerState:
         if settings.chat_template is None and isinstance(own_template, str):
             check_template(own_template)
         self.chat = ChatRenderer(llm.inputs, settings.chat_template)
-        self.tool_format = tool_format(settings.tool_call_parser)
-        if not self.chat.knows_tools and settings.tool_call_parser != "hermes":
-            raise ValueError(
-                f"the tool call parser {settings.tool_call_parser!r} reads another form than the "
-                "one that models are told here: the chat template knows no tools, which are "
-                "described in Hermes' form; give --chat-template, or --tool-call-parser hermes"
-            )
-        name = settings.reasoning_parser
-        self.reasoning = reasoning_form(name) if name else None
+        self.forms = choose_forms(
+            settings.tool_call_parser,
+            settings.reasoning_parser,
+            llm.tokenizer,
+            knows_tools=self.chat.knows_tools,
+            writes_harmony=self.chat.writes_harmony,
+        )
         self.token_bytes = TokenBytes(llm.tokenizer)
         self.limits = Limits(
             llm.config.max_num_seqs, settings.max_queue_len, settings.max_key_concurrency

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from flexinfer.server.parsing.json_calls import ForcedCall, RequiredCalls
 from flexinfer.server.parsing.pieces import Answer, CallArguments, Parser, read_whole
-from flexinfer.server.parsing.reasoning import FORMS, ReasoningParser, opened_by, reasoning_form
+from flexinfer.server.parsing.reasoning import (
+    FORMS,
+    HARMONY,
+    ReasoningParser,
+    check_reasoning_parser,
+    opened_by,
+    reasoning_form,
+)
 from flexinfer.server.parsing.tool_formats import TOOL_FORMATS, tool_format
 
 SCHEMAS: dict[str, Any] = {
@@ -154,9 +161,17 @@ CASES = {
         ("[__import__('os').system('ls')]", None, []),
         ("Hello [x]", None, []),
     ],
+    "openai": [
+        (
+            f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{JSON}"
+            "<|call|><|start|>assistant to=functions.clock<|channel|>commentary<|message|>",
+            "",
+            2,
+        )
+    ],
     "llama4_pythonic": [("<|python_start|>[clock()]<|python_end|>", "", [CLOCK])],
 }
-SAME = {"llama4_json": "llama3_json", "qwen3_xml": "qwen3_coder"}
+SAME = {"gpt-oss": "openai", "llama4_json": "llama3_json", "qwen3_xml": "qwen3_coder"}
 ALL = [(name, *case) for name in TOOL_FORMATS for case in CASES[SAME.get(name, name)]]
 
 
@@ -274,5 +289,7 @@ def test_unknown_names_are_refused_with_those_that_are_known() -> None:
         tool_format("x")
     with pytest.raises(ValueError, match=r"'x'; there are .*qwen3"):
         reasoning_form("x")
-    with pytest.raises(ValueError, match="'openai_gptoss' is not served: the channels of Harmony"):
-        reasoning_form("openai_gptoss")
+    with pytest.raises(ValueError, match="'granite' is not served: sentences in place of tags"):
+        check_reasoning_parser("granite")
+    for name in HARMONY:
+        check_reasoning_parser(name)

@@ -8,18 +8,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flexinfer.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
-from flexinfer.sampling.grammars import Preamble
 from flexinfer.sampling.params import SamplingParams
 from flexinfer.server.api import generate
 from flexinfer.server.api.generate import Job
 from flexinfer.server.api.logprobs import chat_logprobs, prompt_logprobs
 from flexinfer.server.api.prompts import decode, make_prompt, truncated
+from flexinfer.server.api.reading import Reading, reading_of
 from flexinfer.server.api.sampling import beam_params, sampling_params
-from flexinfer.server.api.saying import Reading, Saying, reading_of
+from flexinfer.server.api.saying import Saying
 from flexinfer.server.api.tools import ToolUse, check_schemas, finish_reason, tool_use
 from flexinfer.server.chat_renderer import ChatPrompt
 from flexinfer.server.http.errors import bad_request
 from flexinfer.server.observability.logs import current_request_id
+from flexinfer.server.parsing.harmony_marks import EFFORTS
 from flexinfer.server.protocol.chat import (
     AnswerMessage,
     ChatChoice,
@@ -81,6 +82,7 @@ async def prepare_chat(
             structure=tools.structure,
         )
     await check_schemas(state, tenant, tools)
+    _check_effort(state, body.reasoning_effort)
     messages = [*(conversation.messages if conversation else ()), *body.messages]
     _check_number(state, messages)
     token_ids = await state.chat.render(_prompt(body, messages, tools))
@@ -150,7 +152,7 @@ def final_answer(call: ChatCall, output: RequestOutput) -> ChatCompletion:
 
 def num_reasoning(call: ChatCall, said: Sequence[Saying]) -> int | None:
     """Tokens; None where reasoning is not told from the rest."""
-    if call.reading.reasoning is None:
+    if not call.reading.tells_reasoning:
         return None
     return sum(one.num_reasoning_tokens for one in said)
 
@@ -168,6 +170,16 @@ def _choice(call: ChatCall, said: Saying, one: CompletionOutput) -> ChatChoice:
     )
 
 
+def _check_effort(state: ServerState, effort: str | None) -> None:
+    """Raises APIError for one that the model would read, and does not know."""
+    if state.forms.harmony is not None and effort not in (None, *EFFORTS):
+        raise bad_request(
+            f"reasoning_effort must be {', '.join(EFFORTS[:-1])} or {EFFORTS[-1]} for this model, "
+            f"which always reasons; got {effort!r}",
+            "reasoning_effort",
+        )
+
+
 def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
     """What the caller says itself goes before what its effort comes to."""
     effort = body.reasoning_effort
@@ -179,15 +191,12 @@ def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
 
 def _read_as(params: SamplingParams, reading: Reading, body: ChatRequest) -> SamplingParams:
     """Marks that are special tokens stay in the text; a structure begins after the reasoning."""
-    form, tools = reading.reasoning, reading.tools
-    needs_special = form is not None and form.is_special and reading.is_open is not False
-    needs_special |= bool(tools.tools) and reading.state.tool_format.is_special
-    if needs_special and body.skip_special_tokens is None:
+    if reading.needs_special_tokens and body.skip_special_tokens is None:
         params = replace(params, skip_special_tokens=False)
     structure = params.structured_outputs
-    if structure is not None and form is not None and reading.is_open is not False:
-        preamble = Preamble(form.close, None if reading.is_open else form.open)
-        params = replace(params, structured_outputs=replace(structure, preamble=preamble))
+    if structure is not None:
+        structure = replace(structure, preamble=reading.preamble)
+        params = replace(params, structured_outputs=structure)
     return params
 
 

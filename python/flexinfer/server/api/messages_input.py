@@ -147,7 +147,7 @@ def _choice(body: PromptFields) -> ToolChoice | None:
 def _template_kwargs(state: ServerState, body: PromptFields) -> dict[str, Any] | None:
     """With what chat templates call `enable_thinking`."""
     kind = body.thinking.type if body.thinking else "adaptive"
-    if kind == "enabled" and state.reasoning is None:
+    if kind == "enabled" and not state.forms.tells_reasoning:
         raise bad_request(
             "thinking cannot be enabled: this server was started without --reasoning-parser, and "
             "cannot tell thoughts from the answer",

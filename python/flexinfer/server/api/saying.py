@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flexinfer.outputs import CompletionOutput
-from flexinfer.server.api.tools import ToolUse
+from flexinfer.server.api.reading import Reading
 from flexinfer.server.observability.logs import new_id
 from flexinfer.server.parsing.pieces import (
     Answer,
@@ -16,53 +16,7 @@ from flexinfer.server.parsing.pieces import (
     Reasoning,
     joined,
 )
-from flexinfer.server.parsing.reasoning import (
-    ReasoningForm,
-    ReasoningParser,
-    num_reasoning_tokens,
-    opened_by,
-)
 from flexinfer.server.protocol.chat import AnswerMessage, FunctionCall, ToolCall
-from flexinfer.server.state import ServerState
-
-NUM_TAIL_TOKENS = 32
-"""Of a prompt, in which a chat template may have opened or closed its reasoning."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How the text of one request is to be read."""
-
-    state: ServerState
-    tools: ToolUse
-    reasoning: ReasoningForm | None
-    is_open: bool | None
-    """Whether it begins in reasoning; None: the text says so."""
-    shows_reasoning: bool = True
-
-    def parser(self) -> Parser | None:
-        """None: all of it is content."""
-        calls = self.tools.parser(self.state)
-        if self.reasoning is None or self.is_open is False:
-            return calls
-        return ReasoningParser(self.reasoning, self.is_open, calls)
-
-    @property
-    def num_id_chars(self) -> int:
-        """Mistral's templates take ids of nine letters and digits only."""
-        return 9 if self.state.settings.tool_call_parser == "mistral" else 0
-
-
-def reading_of(
-    state: ServerState, tools: ToolUse, token_ids: list[int], shows_reasoning: bool
-) -> Reading:
-    """`token_ids`: the prompt."""
-    is_open = None
-    if state.reasoning is not None:
-        assert state.llm.tokenizer is not None
-        tail = state.llm.tokenizer.decode(token_ids[-NUM_TAIL_TOKENS:], skip_special_tokens=False)
-        is_open = opened_by(state.reasoning, tail)
-    return Reading(state, tools, state.reasoning, is_open, shows_reasoning)
 
 
 @dataclass
@@ -100,11 +54,8 @@ class Saying:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """With those of the tags."""
-        form, tokenizer = self.reading.reasoning, self.reading.state.llm.tokenizer
-        if form is None or not self.has_reasoned:
-            return 0
-        return num_reasoning_tokens(form, tokenizer, self.token_ids)
+        """With those of the marks."""
+        return self.reading.num_reasoning_tokens(self.token_ids) if self.has_reasoned else 0
 
     @property
     def message(self) -> AnswerMessage:

@@ -3,6 +3,8 @@
 auto               free text; calls in it are read in the form that --tool-call-parser names
 required           constrained to a JSON list of calls, at least one
 a named function   constrained to the JSON of its arguments
+
+Harmony has a form of its own for what is forced: the model's, with one call.
 """
 
 from __future__ import annotations
@@ -16,10 +18,14 @@ from flexinfer.outputs import CompletionOutput
 from flexinfer.sampling.grammars import StructuredOutputsParams
 from flexinfer.server.api.sampling import closed
 from flexinfer.server.http.errors import bad_request
+from flexinfer.server.parsing.harmony_marks import HarmonyMarks
 from flexinfer.server.parsing.json_calls import ForcedCall, RequiredCalls
 from flexinfer.server.parsing.pieces import Parser
 from flexinfer.server.protocol.chat import NamedToolChoice, Tool, ToolChoice
 from flexinfer.server.state import ServerState
+
+BLANK = " ?"
+"""Between the tokens of JSON that no person reads: no lines and indents."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +37,14 @@ class ToolUse:
     """The function that must be called."""
     required: bool = False
     parallel: bool = True
+    harmony: HarmonyMarks | None = None
+    """The form in which the model writes all calls, forced ones too."""
 
     @property
     def structure(self) -> StructuredOutputsParams | None:
         """What forces the call."""
+        if self.harmony is not None:
+            return self._harmony_call(self.harmony)
         if self.forced is not None:
             tool = next(tool for tool in self.tools if tool.function.name == self.forced)
             return _json(_parameters(tool), is_lenient=not tool.function.strict)
@@ -52,6 +62,17 @@ class ToolUse:
             is_lenient=not all(tool.function.strict for tool in self.tools),
         )
 
+    def _harmony_call(self, marks: HarmonyMarks) -> StructuredOutputsParams | None:
+        """One call: the model ends its turn with it."""
+        if self.forced is None and not self.required:
+            return None
+        tools = [tool for tool in self.tools if self.forced in (None, tool.function.name)]
+        schemas = {}
+        for tool in tools:
+            settings = {"whitespace_pattern": BLANK, "lenient": not tool.function.strict}
+            schemas[tool.function.name] = {**_parameters(tool), "x-guidance": settings}
+        return StructuredOutputsParams(grammar=marks.call(schemas))
+
     def parser(self, state: ServerState) -> Parser | None:
         """Of one choice; None: the text is the content."""
         if self.forced is not None:
@@ -59,7 +80,7 @@ class ToolUse:
         schemas = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
         if self.required:
             return RequiredCalls(schemas)
-        return state.tool_format.make(schemas) if schemas else None
+        return state.forms.tools.make(schemas) if schemas else None
 
 
 def tool_use(
@@ -80,14 +101,19 @@ def tool_use(
         name = choice.function.name
         if name not in {tool.function.name for tool in given}:
             raise bad_request(f"tool_choice names {name!r}, which is not in tools", "tool_choice")
-        return ToolUse(given, forced=name)
+        return ToolUse(given, forced=name, harmony=state.forms.harmony)
     if choice != "required" and not state.settings.enable_auto_tool_choice:
         raise bad_request(
             'tool_choice "auto" is off on this server (--no-enable-auto-tool-choice): name a '
             'function, or say "required" or "none"',
             "tool_choice",
         )
-    return ToolUse(given, required=choice == "required", parallel=parallel is not False)
+    return ToolUse(
+        given,
+        required=choice == "required",
+        parallel=parallel is not False,
+        harmony=state.forms.harmony,
+    )
 
 
 async def check_schemas(state: ServerState, tenant: str, tools: ToolUse) -> None:
@@ -101,12 +127,12 @@ async def check_schemas(state: ServerState, tenant: str, tools: ToolUse) -> None
         for tool in tools.tools:
             if tools.forced not in (None, tool.function.name):
                 continue
-            alone = ToolUse((tool,), forced=tool.function.name).structure
+            name = tool.function.name
+            alone = ToolUse((tool,), forced=name, harmony=tools.harmony).structure
             assert alone is not None
             try:
                 await state.grammar(tenant, alone)
             except RequestError as found:
-                name = tool.function.name
                 raise bad_request(
                     f"the parameters of the tool {name!r}: {found}", "tools"
                 ) from None
@@ -121,8 +147,7 @@ def finish_reason(tools: ToolUse, one: CompletionOutput, has_calls: bool) -> Any
 
 
 def _json(schema: dict[str, Any], *, is_lenient: bool) -> StructuredOutputsParams:
-    """Not for people: no lines and indents."""
-    return StructuredOutputsParams(json=schema, whitespace_pattern=" ?", is_lenient=is_lenient)
+    return StructuredOutputsParams(json=schema, whitespace_pattern=BLANK, is_lenient=is_lenient)
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:

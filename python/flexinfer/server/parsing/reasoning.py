@@ -41,21 +41,27 @@ FORMS = {
     "step3": BEGUN,
 }
 """By the names that vLLM has for them."""
+HARMONY = ("openai_gptoss", "gpt_oss", "gpt-oss")
+"""vLLM's name, and SGLang's, for what is no pair of tags: parsing/harmony.py reads it."""
 NOT_TAGS = {
-    "openai_gptoss": "the channels of Harmony",
-    "gpt_oss": "the channels of Harmony",
     "granite": "sentences in place of tags",
     "hunyuan_a13b": "several tags in a row",
 }
 
 
-def reasoning_form(name: str) -> ReasoningForm:
+def check_reasoning_parser(name: str) -> None:
     """Raises ValueError for a name that is not served, with those that are."""
-    known = ", ".join(sorted(FORMS))
+    if name not in HARMONY:
+        reasoning_form(name)
+
+
+def reasoning_form(name: str) -> ReasoningForm:
+    """The tags of this name. Raises ValueError as `check_reasoning_parser`."""
+    known = ", ".join(sorted([*FORMS, HARMONY[0]]))
     if name in NOT_TAGS:
         raise ValueError(
             f"the reasoning parser {name!r} is not served: {NOT_TAGS[name]} are not read here, "
-            f"only pairs of tags ({known})"
+            f"only pairs of tags and Harmony ({known})"
         )
     if name not in FORMS:
         raise ValueError(f"unknown reasoning parser {name!r}; there are {known}")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from flexinfer.server.parsing.harmony import HarmonyParser
 from flexinfer.server.parsing.json_calls import JsonCalls, JsonForm
 from flexinfer.server.parsing.pieces import Parser
 from flexinfer.server.parsing.pythonic_calls import PythonicCalls
@@ -78,10 +79,13 @@ MINIMAX_M2 = XmlForm(
     end="</minimax:tool_call>",
 )
 
+HARMONY = ("openai", "gpt-oss")
+"""vLLM's name, and SGLang's, of the form in which gpt-oss writes all that it says."""
 TOOL_FORMATS = {
     "deepseek_v3": _json(DEEPSEEK_V3),
     "deepseek_v31": _json(DEEPSEEK_V31),
     "glm45": _xml(GLM45),
+    **dict.fromkeys(HARMONY, ToolFormat(HarmonyParser, is_special=True)),
     "granite": _json(GRANITE, is_special=True),
     "hermes": _json(HERMES),
     "internlm": _json(INTERNLM, is_special=True),
