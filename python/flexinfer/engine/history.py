@@ -9,6 +9,7 @@ tokenized and appended. If a template hides old answers, the prompt is rendered 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -28,6 +29,10 @@ class Format(Protocol):
         """What follows the last answer in the prompt; None if the format cannot tell."""
         ...
 
+    def said(self, token_ids: Sequence[int], text: str) -> str:
+        """What a message of the history says of an answer, which was generated as these tokens."""
+        ...
+
 
 class TemplateFormat:
     """The chat template of the model's tokenizer."""
@@ -43,6 +48,9 @@ class TemplateFormat:
         marked = [*messages[:-2], answer, messages[-1]]
         _, found, tail = self._text(marked).rpartition(_MARK)
         return self._encode(tail) if found else None
+
+    def said(self, token_ids: Sequence[int], text: str) -> str:
+        return text
 
     def _text(self, messages: list[ChatMessage]) -> str:
         from jinja2 import TemplateError
@@ -66,6 +74,24 @@ class TemplateFormat:
         return ids
 
 
+class HarmonyFormat(TemplateFormat):
+    """gpt-oss: its template has the final message of old turns alone, without the reasoning before
+    it, and so all that is behind the last prompt is rendered anew."""
+
+    FINAL = re.compile(
+        r"<\|channel\|>final<\|message\|>(.*?)(?:<\|(?:end|return)\|>|\Z)", re.DOTALL
+    )
+
+    def tail(self, messages: list[ChatMessage]) -> list[int] | None:
+        return None
+
+    def said(self, token_ids: Sequence[int], text: str) -> str:
+        marked: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        if "<|message|>" not in marked:
+            return text
+        return "\n".join(self.FINAL.findall(marked))
+
+
 class PlainFormat:
     """For models without a chat template: the messages as text, one after the other."""
 
@@ -86,11 +112,17 @@ class PlainFormat:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
+    def said(self, token_ids: Sequence[int], text: str) -> str:
+        return text
+
 
 def choose_format(tokenizer: Any) -> Format:
     """The tokenizer's chat template, or plain text where it has none."""
-    if getattr(tokenizer, "chat_template", None) is None:
+    template = getattr(tokenizer, "chat_template", None)
+    if template is None:
         return PlainFormat(tokenizer)
+    if "<|channel|>final<|message|>" in str(template):
+        return HarmonyFormat(tokenizer)
     return TemplateFormat(tokenizer)
 
 
@@ -138,7 +170,8 @@ class History:
 
     def answer(self, prompt: Sequence[int], token_ids: Sequence[int], text: str) -> None:
         """Add the model's answer, as the tokens that it generated."""
-        self.messages.append({"role": "assistant", "content": text})
+        said = self._format.said(token_ids, text)
+        self.messages.append({"role": "assistant", "content": said})
         self.token_ids = [*prompt, *token_ids]
 
     def fork(self) -> History:

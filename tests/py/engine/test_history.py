@@ -13,6 +13,7 @@ from flexinfer.engine.history import (
     common_prefix,
     system_message,
 )
+from helpers.harmony import harmony_tokenizer
 from helpers.tiny_models import make_tokenizer
 
 END = frozenset({1})
@@ -82,6 +83,35 @@ def test_a_template_that_hides_answers_is_rendered_anew_and_counted() -> None:
     talk.answer(talk.ask("Hi"), [5, 6, 7], "abc")
     talk.ask("More")
     assert talk.num_rewritten == 1
+
+
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        (f"{THOUGHT}<|channel|>final<|message|>Hello\n<|return|>", "Hello\n"),
+        ("<|channel|>final<|message|>Hello", "Hello"),  # cut short
+        ("<|channel|>analysis<|message|>Hm", ""),
+        ("Hello", "Hello"),
+    ],
+)
+def test_harmony_keeps_the_final_message_alone(said: str, kept: str) -> None:
+    """As gpt-oss was trained: what it thought of turns that are over is not read again."""
+    tokenizer = harmony_tokenizer()
+    talk = history(tokenizer)
+    prompt = talk.ask("Hi")
+    ids = says(tokenizer, said)
+    talk.answer(prompt, ids, tokenizer.decode(ids, skip_special_tokens=True))
+    assert talk.messages[-1]["content"] == kept
+    following = talk.ask("And you?")
+    assert following[: len(prompt)] == prompt  # its KV is found again
+    assert tokenizer.decode(following[len(prompt) :]) == (
+        f"<|channel|>final<|message|>{kept}<|end|><|start|>user<|message|>And you?<|end|>"
+        "<|start|>assistant"
+    )
+    assert talk.num_rewritten == (said != f"<|channel|>final<|message|>{kept}")
 
 
 def test_a_template_without_system_role_gets_it_in_the_first_message() -> None:
