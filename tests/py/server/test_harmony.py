@@ -107,6 +107,16 @@ def test_a_stream_joins_to_the_whole(
     assert chunks[-1].usage == whole.usage
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_marks_reach_the_parser_whatever_the_caller_says_of_them(
+    client: openai.OpenAI, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, skips: bool
+) -> None:
+    asked = say(monkeypatch, llm, ANSWER)
+    answer = ask(client, extra_body={"skip_special_tokens": skips})
+    assert answer.choices[0].message.content == "Hot."
+    assert asked[0].skip_special_tokens is False
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_can_be_left_out(
     client: openai.OpenAI, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, stream: bool
@@ -162,6 +172,19 @@ def test_a_message_has_blocks_in_their_order(
         streamed = stream.get_final_message()
     assert [block.type for block in streamed.content] == ["thinking", "text", "tool_use"]
     assert streamed.content[0] == whole.content[0]
+
+
+def test_an_answer_that_is_begun_goes_on_as_content(
+    url: str, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = say(monkeypatch, llm, "t.")
+    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    chat: Any = [*CHAT, {"role": "assistant", "content": "Ho"}]
+    schema: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    answer = client.messages.create(model=MODEL, max_tokens=50, messages=chat, output_config=schema)
+    assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": "t."}]
+    assert asked[0].structured_outputs is not None
+    assert asked[0].structured_outputs.preamble is None
 
 
 FORCED = [

@@ -191,7 +191,8 @@ def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
 
 def _read_as(params: SamplingParams, reading: Reading, body: ChatRequest) -> SamplingParams:
     """Marks that are special tokens stay in the text; a structure begins after the reasoning."""
-    if reading.needs_special_tokens and body.skip_special_tokens is None:
+    is_free = body.skip_special_tokens is None or reading.hides_special_tokens
+    if reading.needs_special_tokens and is_free:
         params = replace(params, skip_special_tokens=False)
     structure = params.structured_outputs
     if structure is not None:

@@ -42,6 +42,11 @@ class Reading:
         return bool(self.tools.tools) and self.state.forms.tools.is_special
 
     @property
+    def hides_special_tokens(self) -> bool:
+        """Of itself: callers that want none in their text need not be asked."""
+        return False
+
+    @property
     def preamble(self) -> Preamble | LarkPreamble | None:
         """What the model writes before a structure."""
         return None
@@ -105,6 +110,10 @@ class HarmonyReading(Reading):
 
     @property
     def needs_special_tokens(self) -> bool:
+        return True
+
+    @property
+    def hides_special_tokens(self) -> bool:
         return True
 
     @property

@@ -51,9 +51,9 @@ class HarmonyMarks:
         num_tokens = begin = 0
         is_heading = not opening.endswith("<|message|>")
         is_reasoning = not is_heading and Header.of(opening).is_reasoning
-        starts = {self._ids["<|start|>"], self._ids["<|channel|>"]}
+        start_id, channel_id = self._ids["<|start|>"], self._ids["<|channel|>"]
         for idx, token_id in enumerate(token_ids):
-            if token_id in starts and not is_heading:
+            if token_id == start_id or (token_id == channel_id and not is_heading):
                 is_heading, is_reasoning, begin = True, False, idx
             elif token_id == self._ids["<|message|>"] and is_heading:
                 text = self._tokenizer.decode(token_ids[begin:idx], skip_special_tokens=False)
