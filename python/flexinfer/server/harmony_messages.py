@@ -85,8 +85,6 @@ def _assistant(
             one["thinking"] = _lines(thoughts, message["content"])
         out.append(one)
         found = next((a for a in answers if a.get("tool_call_id") == call["id"]), None)
-        if found is None and len(calls) == 1 and answers:
-            found = answers[0]
         if found is not None:
             answers.remove(found)
             out.append(found)

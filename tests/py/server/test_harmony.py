@@ -38,8 +38,8 @@ CLOCK: Any = {
     "type": "function",
     "function": {
         "name": "clock",
-        "description": "The time ::= now",
-        "parameters": {"type": "object"},
+        "description": "The time",
+        "parameters": {"type": "object", "description": "none ::= {}"},
     },
 }
 TOOLS = [WEATHER, CLOCK]

@@ -78,6 +78,7 @@ DAMAGED = [
     ("<|channel|>analysis<|channel|>final<|message|>Hi", "", "Hi"),
     # Functions that are not there, and other recipients.
     ('<|channel|>commentary to=functions.finalise<|message|>{"a": 1}<|call|>', "", '{"a": 1}'),
+    (f"{NEXT} to=functions.analysis<|message|>{{}}<|call|>", "", "{}"),
     ("<|channel|>analysis to=python code<|message|>print(1)<|call|>", "print(1)", ""),
     (
         "<|start|>functions.clock to=assistant<|channel|>commentary<|message|>noon<|end|>",

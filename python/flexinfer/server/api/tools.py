@@ -127,12 +127,12 @@ async def check_schemas(state: ServerState, tenant: str, tools: ToolUse) -> None
         for tool in tools.tools:
             if tools.forced not in (None, tool.function.name):
                 continue
-            name = tool.function.name
-            alone = ToolUse((tool,), forced=name, harmony=tools.harmony).structure
+            alone = ToolUse((tool,), forced=tool.function.name).structure
             assert alone is not None
             try:
                 await state.grammar(tenant, alone)
             except RequestError as found:
+                name = tool.function.name
                 raise bad_request(
                     f"the parameters of the tool {name!r}: {found}", "tools"
                 ) from None

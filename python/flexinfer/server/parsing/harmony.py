@@ -110,9 +110,6 @@ class HarmonyParser(Stepwise):
         may_be_header = _may_begin_header(head)
         if found is None and may_be_header:
             return False
-        if found and not head.strip() and found[0] in ENDS:
-            self._held = self._held[found.end() :]
-            return True
         if found and may_be_header and (_goes_on_header(found[0]) or not head.strip()):
             self._header = ""
             self._step = self._heading
