@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpt_oss import write_gpt_oss
+
 VOCAB_SIZE = 32_000
 SHAPES: dict[str, dict[str, Any]] = {
     "600m": {
@@ -22,20 +24,28 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1b": {"hidden_size": 2048, "num_hidden_layers": 16},
     "3b": {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24},
     "7b": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14_336},
+    "gpt-oss-20b": {},
 }
 """Qwen3 0.6B, Llama 3.2 1B and 3B, Mistral 7B, where they differ from one another. The first has
 its own vocabulary and a head that is tied to the embedding, the others a small one and a head
-apart."""
+apart. The last has files of its own kind alone (gpt_oss.py)."""
 AT_LOAD = {"int8": "Q8_0", "int4": "Q4_0", "int4-a8": "Q4_0"}
 FILES = ("Q8_0", "Q4_0", "Q4_K_M", "Q6_K", "Q5_K_M", "Q3_K_M", "Q2_K", "IQ4_XS")
-KINDS = AT_LOAD | {f"{kind}{inputs}": kind for kind in FILES for inputs in ("", "-a8")}
+OWN_FILES = {"gpt-oss-20b": "MXFP4"}
+KINDS = AT_LOAD | {
+    f"{kind}{inputs}": kind for kind in (*FILES, *OWN_FILES.values()) for inputs in ("", "-a8")
+}
 """Our way to quantise -> llama.cpp's: at load, or as a file of llama.cpp's is, with inputs as they
 are or of 8 bits."""
 
 
+def folder_of(folder: Path, shape: str, num_layers: int | None) -> Path:
+    return folder / (shape if num_layers is None else f"{shape}-layers-{num_layers}")
+
+
 def make_folder(folder: Path, shape: str, num_layers: int | None) -> Path:
     """The model for FlexInfer, made if it is missing."""
-    path = folder / (shape if num_layers is None else f"{shape}-layers-{num_layers}")
+    path = folder_of(folder, shape, num_layers)
     if not (path / "model.safetensors").exists():
         _draw(shape, num_layers).save_pretrained(path, max_shard_size="100GB")
     return path
@@ -51,7 +61,17 @@ def opened_as(folder: Path, way: str) -> tuple[Path, str]:
 def make_model(
     folder: Path, shape: str, num_layers: int | None, ways: Sequence[str], llama_bin: Path
 ) -> Path:
-    """The folder with the model in it, and a GGUF file for each way; what is missing is made."""
+    """The folder with the model in it, and a GGUF file for each way; what is missing is made.
+    Raises ValueError for ways that are not of files that the shape has."""
+    own = OWN_FILES.get(shape)
+    if any((KINDS[way] == own) != (own is not None) for way in ways):
+        raise ValueError(f"{shape} has files of {own or 'all types but MXFP4'}, got {ways}")
+    if own is not None:
+        path = folder_of(folder, shape, num_layers)
+        if not (path / f"{own}.gguf").exists():
+            path.mkdir(parents=True, exist_ok=True)
+            write_gpt_oss(path / f"{own}.gguf", num_layers)
+        return path
     path = make_folder(folder, shape, num_layers)
     plain = path / "BF16.gguf"
     for kind in [KINDS[way] for way in ways]:
