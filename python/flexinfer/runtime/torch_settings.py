@@ -69,7 +69,8 @@ def set_up_torch(threads: int | None = None) -> int:
     with _environment(quota, count):
         import torch
 
-        torch.empty(0)  # the allocator reads its variable now
+        # The allocator reads its variable at the first tensor that may have a huge page.
+        torch.empty(HUGE_PAGE_BYTES, dtype=torch.uint8)
     _keep_freed_memory()
     if threads is not None or not (is_own_choice or torch.get_num_threads() <= count):
         torch.set_num_threads(count)

@@ -50,6 +50,31 @@ def test_torch_is_loaded_with_these_threads(
     assert f"GOMP_SPINCOUNT = {spin_count}" in result.stderr
 
 
+def test_large_tensors_have_huge_pages() -> None:
+    """The first of them that is made decides for all: torch reads its variable then."""
+    code = (
+        "import mmap, re; from pathlib import Path\n"
+        "from flexinfer.runtime.torch_settings import set_up_torch; set_up_torch(1)\n"
+        "import torch\n"
+        "def huge():\n"
+        "    found = re.search(r'AnonHugePages: +([0-9]+)', Path('/proc/self/smaps_rollup')"
+        ".read_text())\n"
+        "    return int(found[1]) >> 10\n"
+        "before = huge()\n"
+        "large = torch.ones(64 << 20, dtype=torch.uint8); with_tensor = huge()\n"
+        "own = mmap.mmap(-1, 64 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n"
+        "own.madvise(mmap.MADV_HUGEPAGE); own.write(bytes(64 << 20))\n"
+        "print(with_tensor - before, huge() - with_tensor)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    of_tensor, of_own = map(int, result.stdout.split())
+    if of_own < 32:
+        pytest.skip("the system has no huge pages, or its memory is in pieces")
+    assert of_tensor >= 16
+
+
 def test_threads_are_bound_but_the_process_is_not() -> None:
     cpus = sorted(os.sched_getaffinity(0))
     if not 1 < len(cpus) == cpu_quota().num_cpus:
