@@ -9,16 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from flexinfer.checkpoints.packed import (
-    SCALES,
-    WORDS,
-    PackedCheckpoint,
-    Settings,
-    check_group_size,
-    refuse_other,
-    unpack,
-    with_zeros,
-)
+from flexinfer.checkpoints.packed import PackedCheckpoint, check_group_size, unpack, with_zeros
+from flexinfer.checkpoints.parts import SCALES, WORDS, Settings, refuse_other
 from flexinfer.checkpoints.tensor_files import TensorFiles
 from flexinfer.layers.quantised import QuantisedTensor
 

@@ -38,6 +38,12 @@ class Checkpoint(ABC):
     def is_quantised(self) -> bool:
         return any(weight.is_quantised for weight in self.weights.values())
 
+    @property
+    def growing_bytes(self) -> int:
+        """Of the weights, in the file, that are read as numbers of more bits: there are no products
+        with what is there."""
+        return 0
+
     @abstractmethod
     def read(self, name: str) -> torch.Tensor:
         """A weight that is not quantised, in the file's dtype, in memory of its own."""

@@ -1,4 +1,4 @@
-"""CompressedCheckpoint: layers in two formats of compressed-tensors (llm-compressor).
+"""CompressedCheckpoint: layers of integers in two formats of compressed-tensors (llm-compressor).
 
 "int-quantized"   weight int8 [outputs, inputs]; with inputs of 8 bits too: W8A8
 "pack-quantized"  weight_packed int32 [outputs, inputs / n], n = 32 / bits numbers in a word,
@@ -9,46 +9,40 @@ both              weight_scale [outputs, groups]; weight_zero_point, less the mi
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from flexinfer.checkpoints.compressed_settings import METHOD, Group
 from flexinfer.checkpoints.packed import (
-    INTEGERS,
-    SCALES,
-    WORDS,
     PackedCheckpoint,
-    Part,
-    Settings,
     check_group_size,
     check_groups,
-    refuse_other,
     unpack,
     with_zeros,
 )
+from flexinfer.checkpoints.parts import INTEGERS, SCALES, WORDS, Part, refuse_other
 from flexinfer.checkpoints.tensor_files import TensorFiles
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.quantised import QuantisedTensor
 
-METHOD = "compressed-tensors"
 PACKED, PLAIN = "pack-quantized", "int-quantized"
+FORMATS = (PACKED, PLAIN)
 ZEROS = "weight_zero_point"
 
 
 class CompressedCheckpoint(PackedCheckpoint):
     method = METHOD
 
-    def __init__(self, files: TensorFiles, settings: Settings) -> None:
-        own = _only_group(settings)
-        self._has_byte_inputs = own.get("input_activations") is not None
-        kind = own.get("format") or settings.get("format")
+    def __init__(self, files: TensorFiles, group: Group) -> None:
+        """Raises UnsupportedModelError for what cannot be read; reads no weight."""
+        self._has_byte_inputs = group.inputs is not None
         known = (PLAIN,) if self._has_byte_inputs else (PACKED, PLAIN)
-        self._is_packed = refuse_other({"format": kind}, METHOD, "format", known) == PACKED
-        weights = own["weights"]
+        kind = refuse_other({"format": group.kind}, METHOD, "format", known)
+        self._is_packed = kind == PACKED
+        weights = group.weights
         self._bits: int = refuse_other(
             weights, METHOD, "num_bits", (8, 4) if self._is_packed else (8,)
         )
-        _check_settings(settings, own)
+        _check_settings(group)
         is_symmetric = refuse_other(weights, METHOD, "symmetric", (True, False))
         has_groups = weights.get("strategy") == "group"
         self._group_size = weights.get("group_size") if has_groups else -1
@@ -108,37 +102,10 @@ class CompressedCheckpoint(PackedCheckpoint):
         return zeros.int() - middle
 
 
-def _only_group(settings: Settings) -> dict[str, Any]:
-    groups = _mapping("config_groups", settings.get("config_groups") or {})
-    if len(groups) != 1:
-        raise UnsupportedModelError(
-            f"weights quantised by {METHOD!r} in {len(groups)} ways (config_groups) cannot be read "
-            "here, only those in one"
-        )
-    own = _mapping("config_groups", next(iter(groups.values())))
-    if own.get("weights") is None:
-        raise UnsupportedModelError(f"{METHOD!r} without quantised weights cannot be read here")
-    for name in ("weights", "input_activations"):
-        _mapping(name, own.get(name) or {})
-    return own
-
-
-def _mapping(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise UnsupportedModelError(
-            f"{METHOD!r} with {value!r} in {name} cannot be read here: settings there have names"
-        )
-    return value
-
-
-def _check_settings(settings: Settings, own: Settings) -> None:
+def _check_settings(group: Group) -> None:
     """Refuse by name what changes what is computed and is not known."""
-    for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-        refuse_other(settings, METHOD, name, (None, {}))
-    weights, inputs = own["weights"], own.get("input_activations")
-    refuse_other(own, METHOD, "output_activations", (None,))
+    weights, inputs = group.weights, group.inputs
     refuse_other(weights, METHOD, "type", ("int",))
-    refuse_other(weights, METHOD, "dynamic", (False,))
     refuse_other(weights, METHOD, "actorder", (None, "static", "weight"))
     strategies = ("channel", "group") if inputs is None else ("channel",)
     refuse_other(weights, METHOD, "strategy", strategies)

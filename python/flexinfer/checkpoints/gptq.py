@@ -10,18 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from flexinfer.checkpoints.packed import (
-    INTEGERS,
-    SCALES,
-    WORDS,
-    PackedCheckpoint,
-    Part,
-    Settings,
-    check_group_size,
-    refuse_other,
-    unpack,
-    with_zeros,
-)
+from flexinfer.checkpoints.packed import PackedCheckpoint, check_group_size, unpack, with_zeros
+from flexinfer.checkpoints.parts import INTEGERS, SCALES, WORDS, Part, Settings, refuse_other
 from flexinfer.checkpoints.tensor_files import TensorFiles
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.quantised import QuantisedTensor

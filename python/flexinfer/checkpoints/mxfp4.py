@@ -23,7 +23,7 @@ from flexinfer.checkpoints.checkpoint import (
     StoredWeight,
     expert_weight,
 )
-from flexinfer.checkpoints.packed import Settings, refuse_other
+from flexinfer.checkpoints.parts import Settings, refuse_other, refuse_unknown
 from flexinfer.checkpoints.tensor_files import TensorFiles
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.codebook import Codebook
@@ -140,16 +140,5 @@ class Mxfp4Checkpoint(Checkpoint):
 
 
 def _check_settings(settings: Settings) -> None:
-    unknown = sorted(settings.keys() - KNOWN)
-    if unknown:
-        raise UnsupportedModelError(
-            f"weights quantised by {METHOD!r} with {', '.join(unknown)} cannot be read here: it is "
-            "not known what that changes"
-        )
+    refuse_unknown(settings, METHOD, KNOWN)
     refuse_other(settings, METHOD, "dequantize", (False, None))
-    modules = settings.get("modules_to_not_convert")
-    if modules is not None and not isinstance(modules, list):
-        raise UnsupportedModelError(
-            f"weights quantised by {METHOD!r} with modules_to_not_convert = {modules!r} cannot be "
-            "read here: it has to be a list"
-        )

@@ -23,6 +23,7 @@ LFS_POINTER = b"version https://git-lfs"
 """How the small text begins that git leaves in place of a file where git-LFS is not set up."""
 DTYPES = {
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
     "U8": torch.uint8,
     "I8": torch.int8,
     "I16": torch.int16,

@@ -124,7 +124,12 @@ def _place(
     from flexinfer.attention.token_index import index_tokens
     from flexinfer.layers.fuse import fuse_layers
     from flexinfer.models.eager_experts import use_eager_experts
-    from flexinfer.models.quantisation import choose_scheme, open_checkpoint, open_experts
+    from flexinfer.models.quantisation import (
+        choose_scheme,
+        open_checkpoint,
+        open_experts,
+        warn_of_growth,
+    )
     from flexinfer.runtime.weight_files import let_go_of_files
 
     is_named = isinstance(model, (str, os.PathLike))
@@ -135,6 +140,8 @@ def _place(
         name = os.fspath(model)
         stored = _without_weights(checkpoint, name, config, dtype, device or "cpu", quantization)
         loaded, fill = stored.model, stored.fill
+        if scheme is None:
+            warn_of_growth(checkpoint, loaded.dtype)
     elif is_named and scheme is not None and (experts := open_experts(model, config, dtype)):
         name, loaded, fill = os.fspath(model), experts.model, experts.fill
     elif is_named:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,15 @@ if TYPE_CHECKING:
     from flexinfer.layers.quantised import Scheme
     from flexinfer.models.stored import StoredModel
 
+logger = logging.getLogger(__name__)
+
 
 def open_checkpoint(name: str, config: Any) -> Checkpoint | None:
     """What has to be read weight by weight; None: transformers reads it. Reads no weight. Raises
     UnsupportedModelError for weights that are quantised in a way that is not known."""
     from flexinfer.checkpoints.awq import AwqCheckpoint
-    from flexinfer.checkpoints.compressed import CompressedCheckpoint
+    from flexinfer.checkpoints.compressed_formats import open_compressed
+    from flexinfer.checkpoints.fp8 import Fp8Checkpoint
     from flexinfer.checkpoints.gguf import GgufCheckpoint, is_gguf
     from flexinfer.checkpoints.gptq import GptqCheckpoint
     from flexinfer.checkpoints.mxfp4 import Mxfp4Checkpoint
@@ -34,7 +38,8 @@ def open_checkpoint(name: str, config: Any) -> Checkpoint | None:
     method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
     known: dict[Any, Callable[..., Checkpoint]] = {
         "awq": AwqCheckpoint,
-        "compressed-tensors": CompressedCheckpoint,
+        "compressed-tensors": open_compressed,
+        "fp8": Fp8Checkpoint,
         "gptq": GptqCheckpoint,
         "mxfp4": Mxfp4Checkpoint,
     }
@@ -45,6 +50,21 @@ def open_checkpoint(name: str, config: Any) -> Checkpoint | None:
             "quantization='int8' or 'int4'"
         )
     return known[method](TensorFiles(name, config.model_type), settings)
+
+
+def warn_of_growth(checkpoint: Checkpoint, dtype: Any) -> None:
+    """Say what is not to be seen from the size of the files. dtype: of torch, which the weights
+    become where they are not quantised."""
+    grown = checkpoint.growing_bytes
+    if grown:
+        logger.warning(
+            "%d MiB of weights by %r take %d MiB in %s, as there are no products with them here: "
+            "quantization='int8' or 'int4' gives them 8 or 4.5 bits",
+            grown >> 20,
+            checkpoint.method,
+            grown * dtype.itemsize >> 20,
+            str(dtype).removeprefix("torch."),
+        )
 
 
 def open_experts(name: str, config: Any, dtype: Any) -> StoredModel | None:

@@ -156,10 +156,10 @@ class StoredModel:
         """One that is not quantised, or an entry of it, in the model's dtype."""
         files = self._checkpoint
         weight = files.read(name) if index is None else files.read_entry(name, index)
-        if not weight.is_floating_point():
+        if not weight.is_floating_point() or weight.itemsize < 2:
             raise UnsupportedModelError(
                 f"{name} is of {weight.dtype} in the checkpoint and has no scales: it cannot be "
-                "read; take a checkpoint that has it in floating-point numbers"
+                "read; take a checkpoint that has it in floating-point numbers of 16 bits or more"
             )
         return weight.to(self._dtype)
 
