@@ -53,17 +53,12 @@ class ScaledCheckpoint(PartsCheckpoint):
         path, _, ending = name.rpartition(".")
         if path not in self._layers or ending != WEIGHT:
             return super().read(name)
-        weight = self._part(path, WEIGHT)
+        weight, scales = self._part(path, WEIGHT), self._part(path, self._scale)
         block = _whole(self._block, weight.shape)
-        numbers = scaled(
-            weight, self._part(path, self._scale).view(_grid(block, weight.shape)), block
-        )
-        if not numbers.isfinite().all():
-            raise UnsupportedModelError(
-                f"{name} has numbers or scales in the checkpoint that are no finite numbers: it is "
-                "damaged"
-            )
-        return numbers
+        try:
+            return scaled(weight, scales.view(_grid(block, weight.shape)), block)
+        except ValueError as error:
+            raise UnsupportedModelError(f"{name} cannot be read: {error}") from error
 
     def read_quantised(self, name: str) -> QuantisedTensor:
         raise ValueError(f"{name} is read as numbers")
@@ -105,16 +100,19 @@ class ScaledCheckpoint(PartsCheckpoint):
 
 def scaled(weight: torch.Tensor, scales: torch.Tensor, block: Block) -> torch.Tensor:
     """float32 [outputs, inputs] of weight [outputs, inputs], float8_e4m3fn, times the scales
-    [rows, columns], float, of its blocks. The last block of either side may be cut off."""
+    [rows, columns], float, of its blocks. The last block of either side may be cut off. Raises
+    ValueError for what is no finite number."""
     outputs, inputs = weight.shape
     by_input = scales.float().repeat_interleave(block[1], dim=1)[:, :inputs]
     numbers = torch.empty(outputs, inputs)
 
-    def write(some: slice) -> None:
+    def write(some: slice) -> bool:
         rows = torch.arange(some.start, some.stop) // block[0]
         torch.mul(weight[some].float(), by_input[rows], out=numbers[some])
+        return all(end.isfinite() for end in torch.aminmax(numbers[some]))
 
-    of_pieces(write, outputs, 4 * inputs)
+    if not all(of_pieces(write, outputs, 4 * inputs)):
+        raise ValueError("it has numbers or scales that are no finite numbers: it is damaged")
     return numbers
 
 
