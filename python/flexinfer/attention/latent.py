@@ -61,9 +61,11 @@ def latent_of(module: torch.nn.Module) -> LatentKV | None:
 
 def keep_latents(model: torch.nn.Module, implementations: Collection[str]) -> None:
     """Have the layers that can do so keep latents, under these attention functions. Others, such as
-    those whose weights are quantised, stay as they are: they keep the expanded K and V."""
+    those whose weights are quantised or not read yet, stay as they are: they keep the expanded K
+    and V."""
     for module in model.modules():
         projection: Any = getattr(module, "kv_b_proj", None)
         is_plain = type(projection) is torch.nn.Linear and projection.bias is None
-        if is_plain and hasattr(type(module), "expand_kv"):
+        is_there = is_plain and not projection.weight.is_meta  # else it is read a layer at a time
+        if is_there and hasattr(type(module), "expand_kv"):
             module.__dict__["expand_kv"] = LatentKV(module, implementations)

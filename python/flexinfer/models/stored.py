@@ -7,6 +7,7 @@ the most that is held is the model in its last form and one layer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -59,6 +60,13 @@ class StoredModel:
         self.model = model
         self._checkpoint, self._dtype, self._byte_inputs = checkpoint, dtype, byte_inputs
         self._experts, self._joined_experts = self._find_experts()
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._buffers = {
+            name: buffer
+            for name, buffer in model.state_dict(keep_vars=True).items()
+            if name not in parameters
+        }
+        """Which files have: a correction of DeepSeek's routers is one."""
         self._sources = self._match_names()
         self._untie()
         self._check_shapes()
@@ -90,6 +98,10 @@ class StoredModel:
             full_name = f"{path}.{name}" if path else name
             if parameter.is_meta and not self._is_of_experts(full_name):
                 setattr(module, name, self._parameter(full_name))
+        for name, _ in list(module.named_buffers(recurse=False)):
+            full_name = f"{path}.{name}" if path else name
+            if full_name in self._buffers:
+                setattr(module, name, self._read_buffer(full_name))
         return None
 
     def _fill_linear(self, path: str, module: Any, is_alone: bool) -> None:
@@ -163,6 +175,13 @@ class StoredModel:
             )
         return weight.to(self._dtype)
 
+    def _read_buffer(self, name: str) -> torch.Tensor:
+        dtype = self._buffers[name].dtype
+        kept = self.model._keep_in_fp32_modules_strict or ()
+        if any(part in name.split(".") for part in kept):
+            dtype = torch.float32
+        return self._checkpoint.read(name).to(dtype)
+
     def _is_quantised(self, name: str) -> bool:
         return self._checkpoint.weights[self._sources[name]].is_quantised
 
@@ -215,12 +234,20 @@ class StoredModel:
         sources: dict[str, str] = {}
         missing: list[str] = []
         for names in groups.values():
-            known = [name for name in names if name in weights]
-            missing += [] if known else names[:1]
-            sources |= {name: name if name in weights else (known or names)[0] for name in names}
+            there = [name for name in names if name in weights]
+            missing += [] if there else names[:1]
+            sources |= {name: name if name in weights else (there or names)[0] for name in names}
         of_experts = {name for path in self._experts for name in self._expert_shapes(path)}
         missing += sorted(of_experts - weights.keys())
-        unknown = [name for name in weights if name not in sources and name not in of_experts]
+        missing += sorted(self._buffers.keys() - weights.keys())
+        known = {*sources, *of_experts, *self._buffers}
+        # Layers that predict tokens beyond the next are among them.
+        passed_over = self.model._keys_to_ignore_on_load_unexpected or ()
+        unknown = [
+            name
+            for name in weights
+            if name not in known and not any(re.search(pattern, name) for pattern in passed_over)
+        ]
         for name in list(unknown):
             # Some programs write a bias for each layer that they quantise, of zeros if need be.
             layer = self._linear(name, sources)
@@ -274,6 +301,7 @@ class StoredModel:
                     f"{path} has experts whose weights are quantised and others whose are not "
                     f"({listed(plain)}), which cannot be read here"
                 )
+        wanted |= {name: (name, tuple(b.shape)) for name, b in self._buffers.items()}
         for name, (source, shape) in wanted.items():
             found = self._checkpoint.weights[source].shape
             if found != shape:
