@@ -26,6 +26,6 @@ COMPILE_HELP = "Compile the model with torch.compile: slower to start, faster st
 QUANTIZATION_HELP = (
     "int8, int4, int4-g64, int4-g128, of 4 bits with zero points (int4-zp) or inputs of 8 bits "
     "(int4-a8: faster for many tokens) if wanted; a8: weights that are quantised already (GGUF, "
-    "GPTQ, AWQ, ...), inputs of 8 bits; auto: as the model is."
+    "GPTQ, AWQ, NVFP4, ...), inputs of 8 bits; auto: as the model is."
 )
 KV_CACHE_DTYPE_HELP = "int8 or fp8_e4m3: a byte for each number of K and V; auto: as the model's."
