@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexinfer.server.parsing import harmony
 from flexinfer.server.parsing.harmony import ENDS, IN_HEADER, MARK, HarmonyParser
 from flexinfer.server.parsing.pieces import (
     Answer,
@@ -97,7 +98,7 @@ ALL = [*WHOLE, *((*case, []) for case in DAMAGED)]
 TOKENS = [
     *(*IN_HEADER, *ENDS),
     *("assistant", "analysis", "commentary", "final", " to=functions.clock", "to=", "json", "{}"),
-    *("Hello", " ", "\n", "<", "<|", "<|en", "|>", '{"a"', "finalassistant", "x" * 70),
+    *("Hello", " ", "\n", "<", "<|", "<|en", "|>", '{"a"', "finalassistant", "x" * 70, " " * 70),
 ]
 fuzzed = st.lists(st.sampled_from(TOKENS), max_size=14).map("".join)
 
@@ -142,6 +143,29 @@ def test_marks_never_show(text: str) -> None:
 @given(st.lists(st.sampled_from(["Hello", " so", "<", "<|", "final", "|>", "\n"])).map("".join))
 def test_text_without_marks_is_content_as_it_is(text: str) -> None:
     assert read_whole(HarmonyParser(NAMES), text).content == text
+
+
+@pytest.mark.parametrize(
+    "before", ["", "<|channel|>", "<|channel|>final<|message|>", f"{FINAL}<|end|>"]
+)
+@pytest.mark.parametrize("word", ["a < b ", "    "])
+def test_no_text_is_searched_again_and_again(
+    before: str, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each character in a few places; in each of 2,000 pieces it would be a thousand times."""
+    num_chars = []
+
+    class Counting:
+        def search(self, text: str) -> Any:
+            num_chars.append(len(text))
+            return MARK.search(text)
+
+    parser = HarmonyParser(NAMES)
+    parser.feed(before)
+    monkeypatch.setattr(harmony, "MARK", Counting())
+    for _ in range(2000):
+        parser.feed(word)
+    assert sum(num_chars) < 20 * 2000 * len(word)
 
 
 def test_pieces_come_as_soon_as_they_are_sure() -> None:

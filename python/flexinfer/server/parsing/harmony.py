@@ -35,7 +35,7 @@ RECIPIENT = re.compile(r"to=([^\s<]*)")
 FIRST_WORDS = ("assistant", "analysis", "commentary", "final", "to=")
 """Of a header whose first mark is missing."""
 MAX_HEAD_CHARS = 64
-"""Longer text without a mark begins no header."""
+"""Longer text without a mark, blanks among it, begins no header."""
 HEADING = re.compile(
     r"<\|start\|>\s*(?:assistant)?|<\|channel\|>\s*\w*|to=[^\s<]*|<\|constrain\|>\s*\w*"
 )
@@ -105,6 +105,8 @@ class HarmonyParser(Stepwise):
 
     def _outside(self, pieces: list[Piece]) -> bool:
         """Before a message: a header comes, or text without one."""
+        if self._has_begun:  # blanks between messages say nothing
+            self._held = self._held.lstrip()
         found = MARK.search(self._held)
         head = self._held[: found.start()] if found else self._held[: self._num_free()]
         may_be_header = _may_begin_header(head)
@@ -114,18 +116,18 @@ class HarmonyParser(Stepwise):
             self._header = ""
             self._step = self._heading
         else:
-            if self._has_begun:
-                self._held = self._held.lstrip()
             self._begin(Content)
         self._has_begun = True
         return True
 
     def _heading(self, pieces: list[Piece]) -> bool:
         found = MARK.search(self._held)
+        num_chars = found.start() if found else self._num_free()  # these are not searched again
+        self._header += self._held[:num_chars]
+        self._held = self._held[num_chars:]
         if found is None:
             return False
-        self._header += self._held[: found.start()]
-        self._held = self._held[found.end() :]
+        self._held = self._held.removeprefix(found[0])
         if found[0] == "<|message|>":
             self._open(Header.of(self._header), pieces)
         elif found[0] == "<|start|>" or found[0] in ENDS:  # no message came of it
@@ -211,7 +213,7 @@ def leftover(header: str) -> str:
 def _may_begin_header(text: str) -> bool:
     """True of all beginnings of a text of which it is true."""
     head = text.lstrip()
-    return len(head) <= MAX_HEAD_CHARS and any(
+    return len(text) <= MAX_HEAD_CHARS and any(
         head.startswith(word) or word.startswith(head) for word in FIRST_WORDS
     )
 
