@@ -79,17 +79,21 @@ class HarmonyFormat(TemplateFormat):
     it, and so all that is behind the last prompt is rendered anew."""
 
     FINAL = re.compile(
-        r"<\|channel\|>final<\|message\|>(.*?)(?:<\|(?:end|return)\|>|\Z)", re.DOTALL
+        r"<\|channel\|>final(?:\s*<\|constrain\|>[^<]*)?<\|message\|>"
+        r"(.*?)(?=<\|(?:end|return|call|start|channel)\|>|\Z)",
+        re.DOTALL,
     )
 
     def tail(self, messages: list[ChatMessage]) -> list[int] | None:
         return None
 
     def said(self, token_ids: Sequence[int], text: str) -> str:
+        """No mark of it, which the template would refuse, though `text` may have them."""
         marked: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
-        if "<|message|>" not in marked:
-            return text
-        return "\n".join(self.FINAL.findall(marked))
+        if "<|channel|>" in marked or "<|message|>" in marked:
+            return "\n".join(self.FINAL.findall(marked))
+        plain: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return plain
 
 
 class PlainFormat:
@@ -121,9 +125,12 @@ def choose_format(tokenizer: Any) -> Format:
     template = getattr(tokenizer, "chat_template", None)
     if template is None:
         return PlainFormat(tokenizer)
-    if "<|channel|>final<|message|>" in str(template):
-        return HarmonyFormat(tokenizer)
-    return TemplateFormat(tokenizer)
+    return (HarmonyFormat if writes_harmony(str(template)) else TemplateFormat)(tokenizer)
+
+
+def writes_harmony(template: str) -> bool:
+    """It is a chat template of gpt-oss' form."""
+    return "<|channel|>" in template and "<|message|>" in template
 
 
 class History:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flexinfer.engine.history import writes_harmony
 from flexinfer.engine.inputs import InputProcessor
 from flexinfer.errors import RequestError
 from flexinfer.server.harmony_messages import harmony_messages, harmony_tools
@@ -65,8 +66,7 @@ class ChatRenderer:
         own = getattr(tokenizer, "chat_template", None)
         source = str(chat_template or own or "")
         self.knows_tools = "tools" in source
-        self.writes_harmony = "<|channel|>" in source and "<|message|>" in source
-        """It is a template of gpt-oss' form."""
+        self.writes_harmony = writes_harmony(source)
         self._knows_documents = "documents" in source
 
     async def render(self, prompt: ChatPrompt) -> list[int]:

@@ -94,16 +94,22 @@ THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
         (f"{THOUGHT}<|channel|>final<|message|>Hello\n<|return|>", "Hello\n"),
         ("<|channel|>final<|message|>Hello", "Hello"),  # cut short
         ("<|channel|>analysis<|message|>Hm", ""),
+        ("<|channel|>anal", ""),
+        ("<|channel|>final <|constrain|>json<|message|>{}<|return|>", "{}"),
+        # The template refuses marks within a message.
+        ("<|channel|>final<|message|>A<|channel|>final<|message|>B", "A\nB"),
         ("Hello", "Hello"),
+        ("Hello<|return|>", "Hello"),
     ],
 )
-def test_harmony_keeps_the_final_message_alone(said: str, kept: str) -> None:
+@pytest.mark.parametrize("has_marks", [False, True])
+def test_harmony_keeps_the_final_message_alone(said: str, kept: str, has_marks: bool) -> None:
     """As gpt-oss was trained: what it thought of turns that are over is not read again."""
     tokenizer = harmony_tokenizer()
     talk = history(tokenizer)
     prompt = talk.ask("Hi")
     ids = says(tokenizer, said)
-    talk.answer(prompt, ids, tokenizer.decode(ids, skip_special_tokens=True))
+    talk.answer(prompt, ids, tokenizer.decode(ids, skip_special_tokens=not has_marks))
     assert talk.messages[-1]["content"] == kept
     following = talk.ask("And you?")
     assert following[: len(prompt)] == prompt  # its KV is found again

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flexinfer.cli.chat.backend import AnswerNumbers, BackendError
+from flexinfer.cli.chat.harmony_text import HarmonyText
 from flexinfer.cli.memory_map import recorded_rows, render_map
 from flexinfer.cli.settings import EngineSettings
 from flexinfer.cli.terminal_text import size_text
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
 class LocalSession:
     """A `Conversation` at the terminal."""
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: Conversation, *, writes_harmony: bool = False) -> None:
+        """`writes_harmony`: the model answers in gpt-oss' form, whose marks are not to be seen."""
         self._conversation = conversation
+        self._writes_harmony = writes_harmony
         self.numbers = AnswerNumbers()
 
     @property
@@ -37,11 +41,15 @@ class LocalSession:
         from jinja2 import TemplateError
 
         self.numbers = AnswerNumbers(finish_reason="abort")
+        harmony = HarmonyText() if self._writes_harmony else None
+        if harmony is not None:
+            params = replace(params, skip_special_tokens=False)
         try:
             with closing(self._conversation.stream(text, params)) as outputs:
                 for output in outputs:
                     self._note(output)
-                    yield "".join(part.text for part in output.outputs)
+                    said = "".join(part.text for part in output.outputs)
+                    yield harmony.read(said, is_last=output.finished) if harmony else said
         except (RequestError, EngineError) as error:
             raise BackendError(str(error)) from error
         except TemplateError as error:  # one by the template itself, or of its syntax
@@ -54,7 +62,7 @@ class LocalSession:
         return self._conversation.take_back()
 
     def fork(self) -> LocalSession:
-        return LocalSession(self._conversation.fork())
+        return LocalSession(self._conversation.fork(), writes_harmony=self._writes_harmony)
 
     def close(self) -> None:
         self._conversation.close()
@@ -91,9 +99,13 @@ class LocalBackend:
         return lines
 
     def session(self, system: str) -> LocalSession:
-        from flexinfer.engine.history import system_message
+        from flexinfer.engine.history import HarmonyFormat, choose_format, system_message
 
-        return LocalSession(self._llm.conversation(system_message(system)))
+        text_format = choose_format(self._llm.get_tokenizer())
+        return LocalSession(
+            self._llm.conversation(system_message(system)),
+            writes_harmony=isinstance(text_format, HarmonyFormat),
+        )
 
     def memory(self, width: int) -> list[RenderableType]:
         manager = self._llm.engine.manager
