@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flexinfer.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
+from flexinfer.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    RequestOutput,
+)
 from flexinfer.sampling.params import SamplingParams
 from flexinfer.server.api import generate
 from flexinfer.server.api.generate import Job
@@ -22,7 +27,6 @@ from flexinfer.server.http.errors import bad_request
 from flexinfer.server.observability.logs import current_request_id
 from flexinfer.server.parsing.harmony_marks import EFFORTS
 from flexinfer.server.protocol.chat import (
-    AnswerMessage,
     ChatChoice,
     ChatCompletion,
     ChatRequest,
@@ -191,8 +195,7 @@ def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
 
 def _read_as(params: SamplingParams, reading: Reading, body: ChatRequest) -> SamplingParams:
     """Marks that are special tokens stay in the text; a structure begins after the reasoning."""
-    is_free = body.skip_special_tokens is None or reading.hides_special_tokens
-    if reading.needs_special_tokens and is_free:
+    if _needs_marks(reading, body):
         params = replace(params, skip_special_tokens=False)
     structure = params.structured_outputs
     if structure is not None:
@@ -201,23 +204,39 @@ def _read_as(params: SamplingParams, reading: Reading, body: ChatRequest) -> Sam
     return params
 
 
+def _needs_marks(reading: Reading, body: ChatRequest) -> bool:
+    """Whether special tokens stay in the text for its reading, and not for the caller."""
+    is_free = body.skip_special_tokens is None or reading.hides_special_tokens
+    return reading.needs_special_tokens and is_free
+
+
 def beam_answer(call: ChatCall, found: BeamSearchOutput) -> ChatCompletion:
     """The n best sequences, best first."""
     num_prompt = len(call.job.prompts[0]["prompt_token_ids"])
-    chosen = found.sequences[: call.body.n or 1]
-    special = call.body.skip_special_tokens is False
-    texts = [decode(call.state, s.tokens[num_prompt:], special_tokens=special) for s in chosen]
+    outputs = [
+        _as_output(call, sequence, sequence.tokens[num_prompt:], index)
+        for index, sequence in enumerate(found.sequences[: call.body.n or 1])
+    ]
+    said = [Saying.begin(call.reading) for _ in outputs]
+    num_tokens = sum(len(one.token_ids) for one in outputs)
     return ChatCompletion(
         id=call.job.request_id,
         created=call.created,
         model=call.model,
-        choices=[
-            ChatChoice(
-                index=index,
-                message=AnswerMessage(content=text),
-                finish_reason=sequence.finish_reason,  # type: ignore[arg-type]
-            )
-            for index, (sequence, text) in enumerate(zip(chosen, texts, strict=True))
-        ],
-        usage=generate.make_usage(num_prompt, sum(len(s.tokens) - num_prompt for s in chosen), 0),
+        choices=[_choice(call, *pair) for pair in zip(said, outputs, strict=True)],
+        usage=generate.make_usage(num_prompt, num_tokens, 0, num_reasoning(call, said)),
     )
+
+
+def _as_output(
+    call: ChatCall, sequence: BeamSearchSequence, token_ids: list[int], index: int
+) -> CompletionOutput:
+    """A sequence of beam search as sampling would give it. `token_ids`: without the prompt."""
+    needs_marks = _needs_marks(call.reading, call.body)
+    is_ended = needs_marks and sequence.finish_reason == "stop"
+    text = decode(
+        call.state,
+        token_ids[:-1] if is_ended else token_ids,
+        special_tokens=needs_marks or call.body.skip_special_tokens is False,
+    )
+    return CompletionOutput(index, text, token_ids, finish_reason=sequence.finish_reason)
