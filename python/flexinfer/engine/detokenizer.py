@@ -77,23 +77,37 @@ def _only_asks_backend(kind: Any) -> bool:
     )
 
 
+def special_texts(tokenizer: Any | None) -> dict[int, str]:
+    """Of each special token, by its id."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {idx: token.content for idx, token in added.items() if token.special}
+
+
 class StopStrings:
-    """Collects the text of one request, ends it at a stop string, and says what may be shown."""
+    """Collects the text of one request, ends it at a stop string, and says what may be shown.
+
+    What special tokens show is whole or nothing: a stop string neither begins nor ends within.
+    """
 
     def __init__(self, stop: Sequence[str], *, include_in_output: bool) -> None:
         self.text = ""
         """All text so far, cut at the stop string once one is found."""
         self._stop = tuple(stop)
+        self._special: list[tuple[int, int]] = []
+        """Where the text of special tokens begins and ends."""
         self._include = include_in_output
         self._num_shown = 0
 
-    def append(self, new_text: str, *, check: bool = True) -> str | None:
+    def append(self, new_text: str, *, check: bool = True, special: str = "") -> str | None:
         """Add text; returns the stop string that it completes, if any.
 
         Of several, the one that begins first. `check=False` adds without looking (min_tokens).
+        `special`: the text of a special token, if it comes of one.
         """
         num_old = len(self.text)
         self.text += new_text
+        if special and new_text.endswith(special):
+            self._special.append((len(self.text) - len(special), len(self.text)))
         if not check or not new_text:
             return None
         found = [(self._find(stop, num_old), stop) for stop in self._stop]
@@ -114,7 +128,13 @@ class StopStrings:
         return self.text[: len(self.text) - (0 if finished else self._num_held())]
 
     def _find(self, stop: str, num_old: int) -> int:
-        return self.text.find(stop, max(0, num_old - len(stop) + 1))
+        begin = self.text.find(stop, max(0, num_old - len(stop) + 1))
+        while begin >= 0 and self._cuts_special(begin, begin + len(stop)):
+            begin = self.text.find(stop, begin + 1)
+        return begin
+
+    def _cuts_special(self, begin: int, end: int) -> bool:
+        return any(a < begin < b or a < end < b for a, b in self._special)
 
     def _num_held(self) -> int:
         """Length of the longest tail that begins a stop string."""

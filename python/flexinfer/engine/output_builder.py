@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flexinfer.engine.detokenizer import IncrementalDetokenizer, StopStrings
+from flexinfer.engine.detokenizer import IncrementalDetokenizer, StopStrings, special_texts
 from flexinfer.engine.stream_pace import StreamPace
 from flexinfer.outputs import CompletionOutput, Logprob, TokenLogprobs
 from flexinfer.sampling.params import RequestOutputKind
@@ -33,6 +33,9 @@ class OutputBuilder:
                 request.prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
             )
+        self._special: dict[int, str] = {}
+        if params.stop_strings and not params.skip_special_tokens:
+            self._special = special_texts(tokenizer)
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._cumulative_logprob = 0.0
@@ -55,7 +58,8 @@ class OutputBuilder:
         if not by_token or request.params.include_stop_str_in_output:
             # vLLM's rule: stop strings count only after min_tokens tokens.
             check = request.num_output_tokens > request.params.min_tokens
-            stop = self._text.append(self._detokenizer.append(token_id), check=check)
+            text, special = self._detokenizer.append(token_id), self._special.get(token_id, "")
+            stop = self._text.append(text, check=check, special=special)
             if stop is not None:
                 request.finish("stop", stop)
                 return

@@ -170,6 +170,18 @@ def test_the_stop_string_that_begins_first_wins() -> None:
     assert stops.text == "a"
 
 
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [("<", "a<s>b"), ("s", "a<s>b<"), (">b", "a<s>b<"), ("<s>", "a"), ("a<s>b", ""), ("b", "a<s>")],
+)
+def test_stop_strings_cut_no_special_token(stop: str, text: str) -> None:
+    """Callers that are shown none, since its text is for a parser, cannot mean a part of one."""
+    stops = StopStrings([stop], include_in_output=False)
+    pieces = [("a", ""), ("<s>", "<s>"), ("b", ""), ("<", "")]
+    any(stops.append(piece, special=special) for piece, special in pieces)
+    assert stops.text == text
+
+
 def test_unchecked_text_may_hold_a_stop_string() -> None:
     stops = StopStrings(["b"], include_in_output=False)
     assert stops.append("abc", check=False) is None

@@ -14,6 +14,7 @@ import pytest
 anthropic = pytest.importorskip("anthropic")
 
 from flexinfer.async_llm import AsyncLLM
+from flexinfer.outputs import BeamSearchOutput, BeamSearchSequence
 from flexinfer.server.state import ServerState
 from helpers.harmony import TEMPLATE, save_harmony_model
 from helpers.scripted import check_admitted, say
@@ -115,6 +116,43 @@ def test_marks_reach_the_parser_whatever_the_caller_says_of_them(
     answer = ask(client, extra_body={"skip_special_tokens": skips})
     assert answer.choices[0].message.content == "Hot."
     assert asked[0].skip_special_tokens is False
+
+
+def test_beams_are_read_as_what_is_drawn(
+    client: openai.OpenAI, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [llm.tokenizer(text).input_ids for text in (ANSWER, THINK + CALL)]
+
+    async def beam_search(prompt: Any, *_: Any, **__: Any) -> BeamSearchOutput:
+        begun = prompt["prompt_token_ids"]
+        return BeamSearchOutput(
+            [BeamSearchSequence([*begun, *said], finish_reason="stop") for said in ids]
+        )
+
+    monkeypatch.setattr(llm, "beam_search", beam_search)
+    answer = ask(client, tools=TOOLS, n=2, extra_body={"use_beam_search": True})
+    first, second = (choice.message for choice in answer.choices)
+    assert (first.reasoning, first.content) == ("Let me see.", "Hot.")
+    assert (second.reasoning, second.content) == ("Let me see.", None)
+    assert second.tool_calls[0].function.name == "weather"
+    assert [choice.finish_reason for choice in answer.choices] == ["stop", "tool_calls"]
+    num_thought = len(llm.tokenizer(THINK.removesuffix("<|start|>assistant")).input_ids)
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 2 * num_thought
+
+
+@pytest.mark.parametrize("stop", ["<", "|", "mess"])
+def test_a_stop_string_is_not_seen_in_the_marks(
+    client: openai.OpenAI, llm: AsyncLLM, stop: str
+) -> None:
+    """Drawn by the engine: a model that says this alone."""
+    ids = llm.tokenizer.get_vocab()
+    channel, message = ids["<|channel|>"], ids["<|message|>"]
+    grammar = f'start: <[{channel}]> "final" <[{message}]> "so {stop}"'
+    body = {"structured_outputs": {"grammar": grammar}, "skip_special_tokens": False}
+    prompt = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
+    drawn = client.completions.create(model=MODEL, prompt=prompt, stop=[stop], extra_body=body)
+    assert drawn.choices[0].text == "<|channel|>final<|message|>so "
+    assert drawn.choices[0].finish_reason == "stop"
 
 
 @pytest.mark.parametrize("stream", [False, True])
