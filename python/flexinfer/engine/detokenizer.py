@@ -134,7 +134,12 @@ class StopStrings:
         return begin
 
     def _cuts_special(self, begin: int, end: int) -> bool:
-        return any(a < begin < b or a < end < b for a, b in self._special)
+        for first, last in reversed(self._special):
+            if last <= begin:  # as all before it, of which there may be many
+                return False
+            if first < begin or first < end < last:
+                return True
+        return False
 
     def _num_held(self) -> int:
         """Length of the longest tail that begins a stop string."""
