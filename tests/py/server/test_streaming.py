@@ -20,7 +20,7 @@ from flexinfer.server.api.chat_stream import ChatStream
 from flexinfer.server.api.completion_call import CompletionCall
 from flexinfer.server.api.completion_stream import CompletionStream
 from flexinfer.server.api.generate import Job
-from flexinfer.server.api.saying import Reading
+from flexinfer.server.api.reading import Reading
 from flexinfer.server.api.tools import tool_use
 from flexinfer.server.http.streaming import EventStream, TextEvents, event
 from flexinfer.server.protocol.chat import ChatRequest
@@ -66,7 +66,7 @@ def completion_call(options: dict[str, Any]) -> CompletionCall:
 def chat_call(options: dict[str, Any]) -> ChatCall:
     body = ChatRequest(messages=[{"role": "user", "content": "hi"}], stream=True, **options)
     job = Job("chatcmpl-1", "", [PROMPT], SamplingParams(n=options["n"]))
-    reading = Reading(STATE, tool_use(STATE, None, None, None), None, None)
+    reading = Reading(STATE, tool_use(STATE, None, None, None))
     return ChatCall(STATE, body, job, reading, body.messages, created=5)
 
 
