@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "serving_http"))
 
 import httpx
 from load import NUM_BATCH, NUM_NEW, NUM_PROMPT, REPETITIONS, prompts_of
-from model import AT_LOAD, KINDS, SHAPES, make_model, opened_as
+from model import AT_LOAD, KINDS, OWN_FILES, SHAPES, make_model, opened_as
 from processes import Server
 from provenance import write_report
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--llama-bin", type=Path, required=True, help="where llama-bench is")
     parser.add_argument("--json", type=Path, required=True, help="the numbers, kept and added to")
     parser.add_argument("--folder", type=Path, default=Path("build/quantised"), help="for models")
-    parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--shape", choices=(*SHAPES, *OWN_FILES), default="1b")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--ways", default=",".join(AT_LOAD), help=f"of {', '.join(KINDS)}")
     parser.add_argument("--threads", type=int, default=2)

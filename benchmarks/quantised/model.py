@@ -24,14 +24,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1b": {"hidden_size": 2048, "num_hidden_layers": 16},
     "3b": {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24},
     "7b": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14_336},
-    "gpt-oss-20b": {},
 }
 """Qwen3 0.6B, Llama 3.2 1B and 3B, Mistral 7B, where they differ from one another. The first has
 its own vocabulary and a head that is tied to the embedding, the others a small one and a head
-apart. The last has files of its own kind alone (gpt_oss.py)."""
+apart."""
 AT_LOAD = {"int8": "Q8_0", "int4": "Q4_0", "int4-a8": "Q4_0"}
 FILES = ("Q8_0", "Q4_0", "Q4_K_M", "Q6_K", "Q5_K_M", "Q3_K_M", "Q2_K", "IQ4_XS")
 OWN_FILES = {"gpt-oss-20b": "MXFP4"}
+"""Further shapes, of which there is one type of file and no folder (gpt_oss.py)."""
 KINDS = AT_LOAD | {
     f"{kind}{inputs}": kind for kind in (*FILES, *OWN_FILES.values()) for inputs in ("", "-a8")
 }

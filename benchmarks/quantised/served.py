@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "serving_http"))
 import httpx
 from compare import Ours
 from load import NUM_NEW, NUM_PROMPT, REPETITIONS, prompts_of
-from model import KINDS, SHAPES, make_model, opened_as
+from model import KINDS, OWN_FILES, SHAPES, make_model, opened_as
 from process_memory import MIB, fields, memory_bytes
 from processes import Server
 from provenance import write_report
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="kept and added to")
     parser.add_argument("--way", choices=KINDS, default="Q8_0")
     parser.add_argument("--folder", type=Path, default=Path("build/quantised"), help="for models")
-    parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--shape", choices=(*SHAPES, *OWN_FILES), default="1b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()

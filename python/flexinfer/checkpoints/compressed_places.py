@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from flexinfer.checkpoints.compressed_settings import METHOD, Group, check_floats
-from flexinfer.checkpoints.mxfp4 import places
+from flexinfer.checkpoints.mxfp4 import nibbles_of, places
 from flexinfer.checkpoints.packed import PackedCheckpoint
 from flexinfer.checkpoints.parts import Part, refuse_other
 from flexinfer.checkpoints.tensor_files import TensorFiles
@@ -66,7 +66,7 @@ class CompressedPlaces(PackedCheckpoint):
 
     def _read_layer(self, path: str) -> QuantisedTensor:
         packed, scales = self._part(path, PACKED), self._part(path, SCALES)
-        nibbles = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+        nibbles = nibbles_of(packed)
         if not self._has_factor:
             return places(nibbles, scales)
         # The table has twice the numbers of E2M1.

@@ -43,6 +43,11 @@ HALF_POWERS = torch.tensor([2.0 ** (exponent - 128) for exponent in range(255)] 
 the smallest normal number too. 255 is none."""
 
 
+def nibbles_of(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [rows, 2 * bytes of a row] of [rows, ...]: the lower half of each byte first."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+
+
 def places(nibbles: torch.Tensor, exponents: torch.Tensor) -> QuantisedTensor:
     """nibbles: uint8 [columns, depth], places in the table of E2M1; exponents: uint8 [columns,
     depth / 32]. No finite number stands for an exponent of 255."""
@@ -93,8 +98,7 @@ class Mxfp4Checkpoint(Checkpoint):
         matrix, expert, rows = self._parts[name]
         blocks = self._files.read(matrix + BLOCKS, expert)[rows]
         exponents = self._files.read(matrix + SCALES, expert)[rows]
-        nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1)
-        return places(nibbles.flatten(1), exponents)
+        return places(nibbles_of(blocks), exponents)
 
     def _find_parts(self, path: str) -> Iterator[tuple[str, _Part, tuple[int, int]]]:
         """Of the experts at `path`: names, where they are, shapes."""

@@ -77,10 +77,13 @@ class FusedDecoderLayer(torch.nn.Module):
         return self._add_mlp(x, self.post_attention_layernorm(x))
 
     def _add_mlp(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor
         if isinstance(self.mlp, GatedMLP):
-            return self.mlp(normed, x)  # type: ignore[no-any-return]
-        output = self.mlp(normed)
-        return x + (output[0] if self.tells_scores else output)  # type: ignore[no-any-return]
+            output = self.mlp(normed, x)
+        else:
+            found = self.mlp(normed)
+            output = x + (found[0] if self.tells_scores else found)
+        return output
 
     def kernel(self) -> DecoderKernel | None:
         """What may compute it in this step; None: the parts are to be called one by one."""

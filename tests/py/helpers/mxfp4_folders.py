@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 import transformers as tf
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+
+from helpers.mixtures import COMMON
 
 SETTINGS: dict[str, Any] = {
     "quant_method": "mxfp4",
@@ -21,21 +23,8 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def config(**more: Any) -> Any:
-    settings: dict[str, Any] = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 256,
-        "sliding_window": 16,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "initializer_range": 0.2,
-    }
-    return tf.GptOssConfig(**settings | more)
+    own = {"head_dim": 16, "sliding_window": 16, "num_local_experts": 4}
+    return tf.GptOssConfig(**{**COMMON, **own, **more})
 
 
 def draw(experts: int, inputs: int, outputs: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,10 +70,3 @@ def write_folder(folder: Path, model: Any, settings: dict[str, Any] | None = Non
     text["quantization_config"] = SETTINGS if settings is None else settings
     (folder / "config.json").write_text(json.dumps(text))
     return written
-
-
-def edit(folder: Path, change: Any) -> None:
-    """change: what it does to the tensors by their names."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Output that stands in bits 4 i to 4 i + 3."""
@@ -167,3 +167,10 @@ def _save(folder: Path, model: Any, settings: dict[str, Any], tensors: dict[str,
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = settings
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """change: what it does to the tensors by their names."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,9 @@ import torch
 from flexinfer.layers.clamped_gate import ClampedGate
 from flexinfer.layers.expert_weights import ExpertWeights
 from flexinfer.layers.experts import Experts, Weight, slow_experts
-from flexinfer.layers.quantised import QuantisedTensor
+from flexinfer.layers.fuse import fuse_layers
+from flexinfer.layers.quantised import QuantisedTensor, Scheme
+from helpers.slow_products import with_dequantised
 from helpers.stored_weights import quantise
 
 NUM_EXPERTS, WIDTH = 6, 128
@@ -46,6 +49,9 @@ def draw_clamped(scheme: str | None, hidden: int, dtype: Any) -> Drawn:
     return draw(scheme, hidden, dtype)._replace(biases=tuple(map(list, biases)), gate=gate)
 
 
+DRAWS = (draw, draw_clamped)
+
+
 def table(weights: list[Weight], biases: list[Any] | None = None) -> ExpertWeights:
     built = ExpertWeights(len(weights))
     for weight, bias in zip(weights, biases or [None] * len(weights), strict=True):
@@ -71,3 +77,28 @@ def check(drawn: Drawn, tokens: int, top_k: int, dtype: Any) -> None:
     bound = max(bound, 2e-3 if rounds_inputs else 0)
     assert output.dtype == dtype
     assert (output.double() - expected.double()).norm() <= bound * expected.double().norm()
+
+
+def own_experts(kind: Any, config: Any) -> Any:
+    """transformers' own, of random numbers."""
+    config._experts_implementation = "grouped_mm"
+    experts = kind(config).eval()
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return experts
+
+
+def check_takes_the_place(own: Any, scheme: Scheme | None) -> None:
+    """The kernel computes what transformers' experts do, with the numbers that it has of them.
+    own: of 64 inputs; its numbers become those that the scheme makes of them."""
+    model = torch.nn.ModuleDict({"experts": copy.deepcopy(own)})
+    fuse_layers(model, scheme)
+    assert isinstance(model["experts"], Experts)
+    if scheme is not None:
+        with_dequantised(own, scheme)
+    x, index = torch.randn(9, 64), torch.rand(9, NUM_EXPERTS).argsort(1)[:, :2]
+    weights = torch.rand(9, 2)
+    with torch.inference_mode():
+        expected, output = own(x, index, weights), model["experts"](x, index, weights)
+    bound = 0.02 if scheme is not None and scheme.byte_inputs else 1e-5
+    assert (output - expected).norm() <= bound * expected.norm()

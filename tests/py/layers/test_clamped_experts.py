@@ -1,5 +1,5 @@
-"""gpt-oss's experts: biases, clamped gates, weights that lie otherwise; in one call as in the slow
-definition, and as transformers computes them."""
+"""gpt-oss's experts: biases, clamped gates, weights that lie otherwise. What all experts have in
+common is in test_experts.py."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from flexinfer import _kernels
-from flexinfer.layers import fuse_experts, host_linear, quantised_linear, rows
+from flexinfer.layers import fuse_experts, rows
 from flexinfer.layers.clamped_gate import ClampedGate
 from flexinfer.layers.expert_layout import layout_of
 from flexinfer.layers.expert_weights import ExpertWeights
@@ -25,45 +23,21 @@ from flexinfer.layers.fuse import fuse_layers
 from flexinfer.layers.fuse_experts import is_experts
 from flexinfer.layers.quantised import Scheme
 from helpers.each_isa import each_isa
-from helpers.random_experts import NUM_EXPERTS, check, draw, draw_clamped, route, table
-from helpers.slow_products import expert_weights, with_dequantised
-
-EXAMPLES = settings(
-    max_examples=20,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+from helpers.random_experts import (
+    NUM_EXPERTS,
+    check,
+    check_takes_the_place,
+    draw,
+    draw_clamped,
+    own_experts,
+    route,
+    table,
 )
-AT_LOAD = ("int8", "int4", "int4-zp", "int4-a8")
-SCHEMES = (*AT_LOAD, "Q4_K a8")
+from helpers.slow_products import expert_weights
+
 DTYPES = (torch.float32, torch.bfloat16)
-SHAPES = {
-    "tokens": st.sampled_from([0, 1, 2, 7, 33, 130]),
-    "top_k": st.integers(1, 4),
-    "hidden": st.sampled_from([64, 192]),
-    "dtype": st.sampled_from(DTYPES),
-}
 
-isa = each_isa(quantised_linear, _kernels.available_quantised_isas())
-plain_isa = each_isa(host_linear, _kernels.available_isas())
 row_isa = each_isa(rows, _kernels.available_isas())
-
-
-@EXAMPLES
-@given(scheme=st.sampled_from(SCHEMES), **SHAPES)
-def test_quantised_ones_are_their_slow_products(
-    isa: str, scheme: str, tokens: int, top_k: int, hidden: int, dtype: Any
-) -> None:
-    torch.manual_seed(tokens)
-    check(draw_clamped(scheme, hidden, dtype), tokens, top_k, dtype)
-
-
-@EXAMPLES
-@given(**SHAPES)
-def test_plain_ones_are_their_slow_products(
-    plain_isa: str, tokens: int, top_k: int, hidden: int, dtype: Any
-) -> None:
-    torch.manual_seed(tokens)
-    check(draw_clamped(None, hidden, dtype), tokens, top_k, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,37 +53,6 @@ def test_the_gate_is_that_of_its_definition(row_isa: str, dtype: Any) -> None:
         bound = 1e-5 if dtype == torch.float32 else 0.02
         assert output.isfinite().all()
         assert (output.double() - expected.double()).norm() <= bound * expected.double().norm()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", [None, *SCHEMES])
-def test_a_token_is_the_same_bits_among_whatever_tokens(scheme: str | None, dtype: Any) -> None:
-    torch.manual_seed(0)
-    experts = draw_clamped(scheme, 64, dtype).layer(dtype)
-    x, index, weights = route(263, 3, dtype)
-    index[:200] %= 2  # experts of many rows, beside those of a few
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = [experts(x[i : i + 1], index[i : i + 1], weights[i : i + 1]) for i in range(len(x))]
-        torch.set_num_threads(2)
-        together = experts(x, index, weights)
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(together, torch.cat(alone))
-
-
-def test_tokens_that_are_not_numbers_spoil_themselves_alone() -> None:
-    torch.manual_seed(0)
-    experts = draw_clamped("int4", 64, torch.float32).layer(torch.float32)
-    x, index, weights = route(9, 2, torch.float32)
-    index[:] = torch.tensor([1, 4])
-    expected = experts(x, index, weights)
-    x[3] = torch.nan
-    output = experts(x, index, weights)
-    assert output[3].isnan().all()
-    kept = torch.arange(9) != 3
-    assert torch.equal(output[kept], expected[kept])
 
 
 @pytest.mark.parametrize("half", [slice(0, 64), slice(64, 128)])
@@ -165,33 +108,18 @@ def gpt_oss(**settings: Any) -> Any:
     """transformers' own; a third of its gates and factors reach the clamps."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": NUM_EXPERTS}
     config = GptOssConfig(**{**sizes, "swiglu_limit": 2.0, **settings})
-    config._experts_implementation = "grouped_mm"
-    experts = GptOssExperts(config).eval()
-    for parameter in experts.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return experts
+    return own_experts(GptOssExperts, config)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("scheme", [None, *AT_LOAD])
+@pytest.mark.parametrize("scheme", [None, "int8", "int4", "int4-zp", "int4-a8"])
 def test_it_takes_the_place_of_transformers_experts(
     scheme: str | None, implementation: str
 ) -> None:
     torch.manual_seed(0)
-    parsed = None if scheme is None else Scheme.parse(scheme)
     own = gpt_oss(swiglu_alpha=1.5)
     own.config._experts_implementation = implementation
-    model = torch.nn.ModuleDict({"experts": copy.deepcopy(own)})
-    fuse_layers(model, parsed)
-    assert isinstance(model["experts"], Experts)
-    if parsed is not None:
-        with_dequantised(own, parsed)
-    x, index = torch.randn(9, 64), torch.rand(9, NUM_EXPERTS).argsort(1)[:, :2]
-    weights = torch.rand(9, 2)
-    with torch.inference_mode():
-        expected, output = own(x, index, weights), model["experts"](x, index, weights)
-    bound = 0.02 if parsed is not None and parsed.byte_inputs else 1e-5
-    assert (output - expected).norm() <= bound * expected.norm()
+    check_takes_the_place(own, None if scheme is None else Scheme.parse(scheme))
 
 
 def test_what_a_checkpoint_has_is_read_into_the_parameters_as_they_lie() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -23,22 +22,32 @@ from flexinfer.layers.fuse_experts import is_experts
 from flexinfer.layers.quantised import QuantisedTensor, Scheme
 from helpers.each_isa import each_isa
 from helpers.every_architecture import MODEL_TYPES, tiny_model
-from helpers.random_experts import NUM_EXPERTS, WIDTH, check, draw, route, table
+from helpers.random_experts import (
+    DRAWS,
+    NUM_EXPERTS,
+    WIDTH,
+    check,
+    check_takes_the_place,
+    draw,
+    own_experts,
+    route,
+    table,
+)
 from helpers.slow_products import with_dequantised
 
 EXAMPLES = settings(
-    max_examples=30,
+    max_examples=50,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-AT_LOAD = ("int8", "int4", "int4-g64-zp", "int4-a8")
-SCHEMES = (*AT_LOAD, "Q8_0 a8", "Q6_K a8", "Q4_K a8")
+SCHEMES = ("int8", "int4", "int4-zp", "int4-g64-zp", "int4-a8", "Q8_0 a8", "Q6_K a8", "Q4_K a8")
 
 isa = each_isa(quantised_linear, _kernels.available_quantised_isas())
 plain_isa = each_isa(host_linear, _kernels.available_isas())
 
 
 SHAPES = {
+    "draw_some": st.sampled_from(DRAWS),
     "tokens": st.sampled_from([0, 1, 2, 7, 33, 130]),
     "top_k": st.integers(1, 4),
     "hidden": st.sampled_from([64, 192]),
@@ -49,26 +58,29 @@ SHAPES = {
 @EXAMPLES
 @given(scheme=st.sampled_from(SCHEMES), **SHAPES)
 def test_quantised_experts_are_their_slow_products(
-    isa: str, scheme: str, tokens: int, top_k: int, hidden: int, dtype: Any
+    isa: str, scheme: str, draw_some: Any, tokens: int, top_k: int, hidden: int, dtype: Any
 ) -> None:
     torch.manual_seed(tokens)
-    check(draw(scheme, hidden, dtype), tokens, top_k, dtype)
+    check(draw_some(scheme, hidden, dtype), tokens, top_k, dtype)
 
 
 @EXAMPLES
 @given(**SHAPES)
 def test_plain_experts_are_their_slow_products(
-    plain_isa: str, tokens: int, top_k: int, hidden: int, dtype: Any
+    plain_isa: str, draw_some: Any, tokens: int, top_k: int, hidden: int, dtype: Any
 ) -> None:
     torch.manual_seed(tokens)
-    check(draw(None, hidden, dtype), tokens, top_k, dtype)
+    check(draw_some(None, hidden, dtype), tokens, top_k, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
-def test_a_token_is_the_same_bits_among_whatever_tokens(scheme: str | None, dtype: Any) -> None:
+@pytest.mark.parametrize("draw_some", DRAWS)
+def test_a_token_is_the_same_bits_among_whatever_tokens(
+    draw_some: Any, scheme: str | None, dtype: Any
+) -> None:
     torch.manual_seed(0)
-    experts = draw(scheme, 64, dtype).layer(dtype)
+    experts = draw_some(scheme, 64, dtype).layer(dtype)
     x, index, weights = route(263, 3, dtype)
     index[:200] %= 2  # experts of many rows, beside those of a few
     before = torch.get_num_threads()
@@ -88,9 +100,12 @@ def test_more_rows_than_are_computed_at_once() -> None:
 
 
 @pytest.mark.parametrize("scheme", [None, "int8", "int4"])
-def test_tokens_that_are_not_numbers_spoil_themselves_alone(scheme: str | None) -> None:
+@pytest.mark.parametrize("draw_some", DRAWS)
+def test_tokens_that_are_not_numbers_spoil_themselves_alone(
+    draw_some: Any, scheme: str | None
+) -> None:
     torch.manual_seed(0)
-    experts = draw(scheme, 64, torch.float32).layer(torch.float32)
+    experts = draw_some(scheme, 64, torch.float32).layer(torch.float32)
     x, index, weights = route(9, 2, torch.float32)
     index[:] = torch.tensor([1, 4])
     expected = experts(x, index, weights)
@@ -163,34 +178,13 @@ def mixtral(**settings: Any) -> Any:
     config = MixtralConfig(
         hidden_size=64, intermediate_size=96, num_local_experts=NUM_EXPERTS, **settings
     )
-    config._experts_implementation = "grouped_mm"
-    experts = MixtralExperts(config).eval()
-    for parameter in experts.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return experts
+    return own_experts(MixtralExperts, config)
 
 
-@pytest.mark.parametrize("scheme", [None, *AT_LOAD])
+@pytest.mark.parametrize("scheme", [None, "int8", "int4", "int4-zp", "int4-a8"])
 def test_it_takes_the_place_of_transformers_experts(scheme: str | None) -> None:
     torch.manual_seed(0)
-    if scheme is not None and "g64" in scheme:
-        scheme = "int4-zp"
-    parsed = None if scheme is None else Scheme.parse(scheme)
-    own = mixtral()
-    model = torch.nn.ModuleDict({"experts": copy.deepcopy(own)})
-    fuse_layers(model, parsed)
-    assert isinstance(model["experts"], Experts)
-    if parsed is not None:
-        with_dequantised(own, parsed)
-    x, index, weights = (
-        torch.randn(9, 64),
-        torch.rand(9, NUM_EXPERTS).argsort(1)[:, :2],
-        torch.rand(9, 2),
-    )
-    with torch.inference_mode():
-        expected, output = own(x, index, weights), model["experts"](x, index, weights)
-    bound = 0.02 if parsed is not None and parsed.byte_inputs else 1e-5
-    assert (output - expected).norm() <= bound * expected.norm()
+    check_takes_the_place(mixtral(), None if scheme is None else Scheme.parse(scheme))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from flexinfer.models.loading import load_config, load_model
 from flexinfer.models.quantisation import open_checkpoint
 from helpers.float_folders import FP8, PLACES_CASES, SCALED_CASES
 from helpers.packed_cases import OWN, changed, tiny
-from helpers.packed_folders import write_folder
+from helpers.packed_folders import edit, write_folder
 
 CASES = {**SCALED_CASES, **PLACES_CASES}
 CHANNELS, BLOCKS, NVFP4, MXFP4 = (
@@ -27,13 +27,6 @@ CHANNELS, BLOCKS, NVFP4, MXFP4 = (
 )
 QUERIES = "model.layers.0.self_attn.q_proj"
 E4M3 = torch.float8_e4m3fn
-
-
-def edit(folder: Path, change: Any) -> None:
-    """change: what it does to the tensors by their names."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def put(folder: Path, part: str, tensor: torch.Tensor) -> None:

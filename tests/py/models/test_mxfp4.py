@@ -22,7 +22,8 @@ from flexinfer.models.loading import load_config, load_model
 from flexinfer.models.quantisation import open_checkpoint
 from flexinfer.models.stored import open_stored
 from helpers.mixtures import NUM_TOKENS, generate
-from helpers.mxfp4_folders import SETTINGS, config, draw, edit, numbers, write_folder
+from helpers.mxfp4_folders import SETTINGS, config, draw, numbers, write_folder
+from helpers.packed_folders import edit
 from helpers.slow_products import furthest_behind, with_byte_inputs
 from helpers.tiny_models import continue_prompt, draw_model, random_prompts
 

@@ -1,4 +1,4 @@
-"""GPTQ, AWQ and compressed-tensors: exactly the numbers of the folder; refusals by name."""
+"""GPTQ, AWQ, compressed-tensors and fp8: exactly the numbers of the folder; refusals by name."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ torch = pytest.importorskip("torch")
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from flexinfer import LLM, SamplingParams
 from flexinfer.checkpoints.checkpoint import Checkpoint
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.models.loading import load_config, load_model
 from flexinfer.models.quantisation import open_checkpoint
+from helpers.float_folders import PLACES_CASES, SCALED_CASES
+from helpers.mixtures import NUM_TOKENS, generate
 from helpers.packed_cases import (
     AWQ,
     BYTES,
@@ -37,21 +38,14 @@ from helpers.packed_folders import compressed_bytes, gptq, write_folder
 from helpers.slow_products import furthest_behind, with_byte_inputs
 from helpers.tiny_models import CONFIGS, continue_prompt, draw_model, random_prompts
 
-NUM_TOKENS = 10
+QUANTISED_CASES = {**CASES, **PLACES_CASES}
+ALL_CASES = {**QUANTISED_CASES, **SCALED_CASES}
+"""With those that are read as numbers."""
 
 
-def generate(folder: Path, prompts: list[list[int]], quantization: str = "auto") -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    settings: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32"}
-    with LLM(str(folder), quantization=quantization, **settings) as llm:
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = llm.generate(inputs, params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL_CASES)
 def test_greedy_tokens_are_those_of_the_numbers_in_the_folder(case: str, tmp_path: Path) -> None:
-    written = write_folder(tmp_path, tiny(), *CASES[case])
+    written = write_folder(tmp_path, tiny(), *ALL_CASES[case])
     prompts = random_prompts((5, 40))
     expected = [continue_prompt(written, tuple(prompt), NUM_TOKENS) for prompt in prompts]
     assert generate(tmp_path, prompts) == expected
@@ -63,11 +57,13 @@ def checkpoint_of(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", QUANTISED_CASES)
 def test_with_inputs_of_8_bits_tokens_are_those_of_slow_products(case: str, tmp_path: Path) -> None:
-    slow = with_byte_inputs(write_folder(tmp_path, tiny(), *CASES[case]), checkpoint_of(tmp_path))
+    written = write_folder(tmp_path, tiny(), *QUANTISED_CASES[case])
+    slow = with_byte_inputs(written, checkpoint_of(tmp_path))
     prompts = random_prompts((5, 40))
-    for prompt, generated in zip(prompts, generate(tmp_path, prompts, "a8"), strict=True):
+    answers = generate(tmp_path, prompts, quantization="a8")
+    for prompt, generated in zip(prompts, answers, strict=True):
         # An input that is a rounding error away from the middle of two integers may become either.
         assert furthest_behind(slow, prompt, generated) <= 0.02
 
@@ -102,7 +98,7 @@ def test_inputs_of_8_bits_go_with_weights_of_8_bits(tmp_path: Path) -> None:
     (generated,) = generate(tmp_path, [prompt])
     # An input that is a rounding error away from the middle of two integers may become either.
     assert furthest_behind(slow, prompt, generated) <= 0.02
-    assert generate(tmp_path, [prompt], "a8") == [generated]
+    assert generate(tmp_path, [prompt], quantization="a8") == [generated]
 
 
 def test_parts_of_one_layer_are_one_product_and_the_head_stays(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from safetensors.torch import load_file, save_file
 
 from flexinfer import LLM, SamplingParams
 from flexinfer.layers.embedding import QuantisedEmbedding
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.models.loading import load_model
 from helpers.packed_cases import CASES
-from helpers.packed_folders import write_folder
+from helpers.packed_folders import edit, write_folder
 from helpers.tiny_models import (
     CONFIGS,
     MORE_CONFIGS,
@@ -35,12 +33,6 @@ def tied_model(name: str = "llama") -> Any:
     config = (CONFIGS | MORE_CONFIGS)[name]()
     config.tie_word_embeddings = True
     return draw_model(config)
-
-
-def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def check_tokens(folder: Path, written: Any) -> None:

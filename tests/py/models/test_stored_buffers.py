@@ -12,7 +12,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import transformers as tf
-from safetensors.torch import load_file, save_file
 
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.loading import load_config, load_model
@@ -20,7 +19,7 @@ from flexinfer.models.quantisation import open_checkpoint
 from flexinfer.models.stored import open_stored
 from helpers.float_folders import PLACES_CASES, SCALED_CASES
 from helpers.mixtures import COMMON, NUM_TOKENS, generate
-from helpers.packed_folders import write_experts
+from helpers.packed_folders import edit, write_experts
 from helpers.tiny_models import continue_prompt, draw_model, random_prompts
 
 ROUTED: dict[str, Any] = {
@@ -53,13 +52,6 @@ def write(folder: Path, name: str, case: str) -> Any:
     model = draw_model(CONFIGS[name]())
     model.get_buffer(NAME).copy_(torch.tensor(CORRECTION))
     return write_experts(folder, model, *CASES[case])
-
-
-def edit(folder: Path, change: Any) -> None:
-    """change: what it does to the tensors by their names."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 @pytest.mark.parametrize("name", CONFIGS)

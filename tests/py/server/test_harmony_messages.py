@@ -117,9 +117,8 @@ def test_a_call_leaves_what_was_thought_before_it_as_it_was_generated() -> None:
 
 
 def test_all_instructions_stand_at_the_start() -> None:
-    given = [("system", "One."), ("developer", "Two."), ("user", "Hi"), ("system", "Three.")]
-    messages: Any = [Message(role=role, content=text) for role, text in given]  # type: ignore[arg-type]
-    found = rendered(messages)
+    given: Any = [("system", "One."), ("developer", "Two."), ("user", "Hi"), ("system", "Three.")]
+    found = rendered([Message(role=role, content=text) for role, text in given])
     head = "<|start|>developer<|message|># Instructions\n\nOne.\n\nTwo.\n\nThree.\n\n<|end|>"
     assert found == head + ASKED + BEGIN
 
