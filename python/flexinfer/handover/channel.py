@@ -1,6 +1,6 @@
 """Channel: messages with open files between two processes of one machine, over a Unix socket.
 
-    8 bytes "FXHAND1\\n" | 4 bytes: length of the header | header, JSON   + files (SCM_RIGHTS)
+    8 bytes "FXHAND2\\n" | 4 bytes: length of the header | header, JSON   + files (SCM_RIGHTS)
 
 Only processes of the same user are spoken to. One thread at a time at either end.
 """
@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from flexinfer.errors import HandoverError
 
-MAGIC = b"FXHAND1\n"
+MAGIC = b"FXHAND2\n"
 MAX_HEADER_BYTES = 64 << 20
 FILES_AT_ONCE = 250
 """Linux takes 253."""

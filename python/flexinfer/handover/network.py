@@ -5,6 +5,7 @@ torch.distributed for the planes (planes.py).
     nonce, proof that it knows the key       <-->    nonce, proof
     question, as on one machine              -->
                                              <--     where the group meets
+    that it is there                         -->
     planes, into memory where they stay      <--     planes, from where they lie
 
 What is said and sent is not encrypted: the key keeps strangers out, and who can listen must be
@@ -94,7 +95,7 @@ class Meeting:
 
 @contextmanager
 def inviting(channel: NetworkChannel) -> Iterator[Peer]:
-    """The sender's end. Raises HandoverError where the other does not come."""
+    """The sender's end. Raises HandoverError where the other does not come or goes."""
     import torch.distributed as dist
 
     name = secrets.token_hex(16)
@@ -104,6 +105,8 @@ def inviting(channel: NetworkChannel) -> Iterator[Peer]:
             channel.own_host, 0, is_master=True, timeout=timeout, wait_for_workers=False
         )
     channel.send({"planes": {"port": store.port, "name": name}})
+    if channel.receive()[0].get("at") != name:
+        raise HandoverError("the partner does not speak this protocol")
     with _failures():
         group = _group(store, name, 0, channel.own_host)
     yield Peer(group, rank=1)
@@ -117,6 +120,8 @@ def invited(channel: NetworkChannel, meeting: Meeting) -> Iterator[Peer]:
     timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     with _failures():
         store = dist.TCPStore(channel.other_host, meeting.port, is_master=False, timeout=timeout)
+    channel.send({"at": meeting.name})
+    with _failures():
         group = _group(store, meeting.name, 1, channel.own_host)
     yield Peer(group, rank=0)
 

@@ -18,7 +18,6 @@ pytest.importorskip("fastapi")
 from flexinfer import LLM
 from flexinfer.async_llm import AsyncLLM
 from flexinfer.errors import HandoverError
-from flexinfer.handover import network
 from flexinfer.handover.network import NetworkChannel, invited, inviting, meeting_of
 from flexinfer.server.handover.endpoints import NetworkEndpoint
 from flexinfer.server.handover.partner import PrefillPartner
@@ -138,11 +137,13 @@ def num_vtensors(llm: AsyncLLM) -> int:
     return asyncio.run(llm.call(lambda engine: engine.manager.stats().num_vtensors))
 
 
-@pytest.mark.parametrize("goes", ["before the group", "before it says go", "within the planes"])
+LEAVES = ["before the group", "to another group", "before it says go", "within the planes"]
+
+
+@pytest.mark.parametrize("goes", LEAVES)
 def test_a_decoding_server_that_goes_leaves_nothing_behind(
-    goes: str, prefiller: AsyncLLM, address: str, monkeypatch: pytest.MonkeyPatch
+    goes: str, prefiller: AsyncLLM, address: str
 ) -> None:
-    monkeypatch.setattr(network, "GROUP_TIMEOUT_S", 2.0)
     endpoint = NetworkEndpoint.of(address, KEY)
     handover = asyncio.run(prefiller.call(lambda engine: engine.handover))
     ask = {
@@ -158,7 +159,10 @@ def test_a_decoding_server_that_goes_leaves_nothing_behind(
             assert channel.receive()[0]["accepted"]
             meeting = meeting_of(channel.receive()[0])
             assert num_vtensors(prefiller) == 1
-            if goes != "before the group":
+            if goes == "to another group":
+                channel.send({"at": "another"})
+                assert "does not speak this protocol" in channel.receive()[0]["refused"]
+            elif goes != "before the group":
                 with invited(channel, meeting) as peer:
                     assert json.loads(peer.receive_text())["tokens"] == ask["prefill"]
                     if goes == "within the planes":

@@ -229,10 +229,10 @@ def _parcel_pss(process: str) -> int:
 def test_what_is_no_message_is_refused() -> None:
     for sent, why in (
         (b"GET / HTTP/1.1\r\n\r\n", "does not speak"),
-        (b"FXHAND1\n\xff\xff\xff\xff", "too long"),
-        (b"FXHAND1\n\0\0\0\2{]", "could not be received"),
-        (b"FXHAND1\n\0\0\0\2{}", "not as many"),
-        (b"FXHAND1\n\0\0\0\x09", "within a message"),
+        (b"FXHAND2\n\xff\xff\xff\xff", "too long"),
+        (b"FXHAND2\n\0\0\0\2{]", "could not be received"),
+        (b"FXHAND2\n\0\0\0\2{}", "not as many"),
+        (b"FXHAND2\n\0\0\0\x09", "within a message"),
     ):
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         far.sendall(sent)
@@ -245,7 +245,7 @@ def test_files_that_nobody_announced_are_closed() -> None:
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     before = open_files()
     with far, Channel(near, TIMEOUT_S) as channel:
-        socket.send_fds(far, [b"FXHAND1\n\0\0\0\x0f" + b'{"num_files":0}'], [0, 1])
+        socket.send_fds(far, [b"FXHAND2\n\0\0\0\x0f" + b'{"num_files":0}'], [0, 1])
         with pytest.raises(HandoverError, match="2 files came"):
             channel.receive()
         assert not open_files() - before

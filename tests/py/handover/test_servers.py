@@ -112,7 +112,7 @@ def die(channel: Channel, ended: threading.Event) -> None:
 
 def die_within_the_parcel(channel: Channel, ended: threading.Event) -> None:
     die(channel, ended)
-    channel._socket.sendall(b"FXHAND1\n\0\0\1\0")
+    channel._socket.sendall(b"FXHAND2\n\0\0\1\0")
 
 
 def be_another_program(channel: Channel, ended: threading.Event) -> None:
