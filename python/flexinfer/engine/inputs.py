@@ -164,8 +164,8 @@ def load_tokenizer(tokenizer: Any, model: Any) -> Any:
     from transformers import AutoTokenizer
 
     from flexinfer.checkpoints.folder import TOKENIZER_FILES, check_folder, check_json
-    from flexinfer.checkpoints.gguf import is_gguf
-    from flexinfer.checkpoints.gguf_tokenizer import load_gguf_tokenizer
+    from flexinfer.checkpoints.gguf.checkpoint import is_gguf
+    from flexinfer.checkpoints.gguf.tokenizer import load_gguf_tokenizer
 
     name = os.fspath(source)
     if not is_gguf(name):

@@ -187,7 +187,7 @@ def _read_generation_config(model: PreTrainedModel, name: str) -> None:
     tokens that end an answer, config.json often not all of them. A GGUF file's config has all."""
     from transformers import GenerationConfig
 
-    from flexinfer.checkpoints.gguf import is_gguf
+    from flexinfer.checkpoints.gguf.checkpoint import is_gguf
 
     if is_gguf(name):
         return
@@ -211,7 +211,7 @@ def load_config(name: str) -> Any:
     from transformers import AutoConfig
 
     from flexinfer.checkpoints.folder import MODEL_FILES, check_folder, check_json
-    from flexinfer.checkpoints.gguf import is_gguf, load_gguf_config
+    from flexinfer.checkpoints.gguf.checkpoint import is_gguf, load_gguf_config
 
     _check_readable(name)
     if is_gguf(name):

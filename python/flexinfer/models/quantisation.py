@@ -23,7 +23,7 @@ def open_checkpoint(name: str, config: Any) -> Checkpoint | None:
     from flexinfer.checkpoints.awq import AwqCheckpoint
     from flexinfer.checkpoints.compressed_formats import open_compressed
     from flexinfer.checkpoints.fp8 import Fp8Checkpoint
-    from flexinfer.checkpoints.gguf import GgufCheckpoint, is_gguf
+    from flexinfer.checkpoints.gguf.checkpoint import GgufCheckpoint, is_gguf
     from flexinfer.checkpoints.gptq import GptqCheckpoint
     from flexinfer.checkpoints.mxfp4 import Mxfp4Checkpoint
     from flexinfer.checkpoints.tensor_files import TensorFiles

@@ -16,9 +16,9 @@ from flexinfer.layers.decoder import FusedDecoderLayer
 from flexinfer.layers.decoder_kernel import MAX_ROWS
 from flexinfer.layers.host_linear import supports
 from flexinfer.layers.mlp import GatedMLP
-from helpers.gguf_files import Type, write_gguf
-from helpers.gguf_models import CONFIGS as GGUF_CONFIGS
-from helpers.gguf_models import mixed
+from helpers.gguf.files import Type, write_gguf
+from helpers.gguf.models import CONFIGS as GGUF_CONFIGS
+from helpers.gguf.models import mixed
 from helpers.tiny_models import draw_model
 
 SIZES: dict[str, Any] = {

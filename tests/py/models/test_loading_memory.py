@@ -17,7 +17,7 @@ import transformers as tf
 from safetensors.torch import save_file
 
 from helpers.float_folders import FP8
-from helpers.gguf_files import Type, finish, writer_of
+from helpers.gguf.files import Type, finish, writer_of
 
 NUM_LAYERS, WIDTH, HIDDEN = 6, 1024, 3072
 LAYER_WEIGHTS = 4 * WIDTH * WIDTH + 3 * WIDTH * HIDDEN

@@ -12,11 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 gguf = pytest.importorskip("gguf")
 
-from flexinfer.checkpoints.gguf_header import read_header
+from flexinfer.checkpoints.gguf.header import read_header
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.loading import load_model
-from helpers.gguf_files import Type, add_weights, finish, write_gguf, writer_of
-from helpers.gguf_models import CONFIGS, same
+from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
+from helpers.gguf.models import CONFIGS, same
 from helpers.tiny_models import draw_model
 
 QUERIES, OUTPUT, NORM = "blk.0.attn_q.weight", "blk.0.attn_output.weight", "blk.0.attn_norm.weight"

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from math import inf
 from typing import Any, NoReturn
 
-from flexinfer.checkpoints.gguf_header import GgufHeader
+from flexinfer.checkpoints.gguf.header import GgufHeader
 from flexinfer.errors import UnsupportedModelError
 
 

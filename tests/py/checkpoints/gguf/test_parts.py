@@ -11,11 +11,11 @@ import torch
 import transformers as tf
 
 from flexinfer import LLM, SamplingParams
-from flexinfer.checkpoints.gguf import GgufCheckpoint
-from flexinfer.checkpoints.gguf_header import read_header
+from flexinfer.checkpoints.gguf.checkpoint import GgufCheckpoint
+from flexinfer.checkpoints.gguf.header import read_header
 from flexinfer.errors import UnsupportedModelError
-from helpers.gguf_files import Type, add_weights, finish, writer_of
-from helpers.gguf_models import CONFIGS
+from helpers.gguf.files import Type, add_weights, finish, writer_of
+from helpers.gguf.models import CONFIGS
 
 PARTS = 4
 """Of a model of two layers; the first has no tensors."""

@@ -9,15 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flexinfer.checkpoints.gguf_architectures import (
-    BETAS,
-    BLOCK,
-    architecture_of,
-    experts_name,
-    rope_of,
-)
-from flexinfer.checkpoints.gguf_header import GgufHeader
-from flexinfer.checkpoints.gguf_values import GgufValues
+from flexinfer.checkpoints.gguf.architecture import BLOCK, Architecture
+from flexinfer.checkpoints.gguf.architectures import architecture_of
+from flexinfer.checkpoints.gguf.header import GgufHeader
+from flexinfer.checkpoints.gguf.rope import BETAS, rope_of
+from flexinfer.checkpoints.gguf.values import GgufValues
 from flexinfer.errors import UnsupportedModelError
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -85,7 +81,7 @@ def config_of(header: GgufHeader) -> Any:
     if own != "Qwen2Config":  # whose layers have the biases that they have
         settings |= {flag: True for flag, name in BIASES.items() if name in header.tensors}
     if num_experts:
-        settings |= _experts(header, values, own)
+        settings |= _experts(header, values, architecture)
     settings |= {"rope_parameters": rope_of(values), **architecture.settings(values)}
     blocks = {block[1] for name in header.tensors if (block := BLOCK.fullmatch(name))}
     values.equal("block_count", len(blocks), "the number of blocks that have tensors")
@@ -120,16 +116,16 @@ def _heads(header: GgufHeader, values: GgufValues, width: int) -> dict[str, int]
     return {"num_attention_heads": heads, "num_key_value_heads": of_kv, "head_dim": head_dim}
 
 
-def _experts(header: GgufHeader, values: GgufValues, config: str) -> dict[str, Any]:
+def _experts(header: GgufHeader, values: GgufValues, architecture: Architecture) -> dict[str, Any]:
     """Weights of a token's experts add up to 1 in all architectures."""
     count, used = values.count("expert_count"), values.count("expert_used_count")
     if used > count:
         values.refuse("expert_used_count", f"at most the expert_count, {count}")
     for name, tensor in header.tensors.items():
-        if experts_name(name):
+        if architecture.experts_name(name):
             values.equal("expert_count", tensor.shape[0], f"the experts of {name}")
     key = "expert_feed_forward_length"
-    if config == "Qwen3MoeConfig":
+    if architecture.experts_config == "Qwen3MoeConfig":
         return {
             "num_experts": count,
             "num_experts_per_tok": used,

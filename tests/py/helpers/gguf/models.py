@@ -7,8 +7,8 @@ from typing import Any
 
 import transformers as tf
 
-from flexinfer.checkpoints.gguf_blocks import DECODERS
-from helpers.gguf_files import Type
+from flexinfer.checkpoints.gguf.blocks import DECODERS
+from helpers.gguf.files import Type
 
 COMMON: dict[str, Any] = {
     "vocab_size": 128,

@@ -12,13 +12,13 @@ torch = pytest.importorskip("torch")
 gguf = pytest.importorskip("gguf")
 
 from flexinfer.checkpoints.checkpoint import EXPERT_PARTS
-from flexinfer.checkpoints.gguf import GgufCheckpoint
+from flexinfer.checkpoints.gguf.checkpoint import GgufCheckpoint
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.experts import slow_experts
 from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.models.loading import load_model
-from helpers.gguf_files import Type, write_gguf
-from helpers.gguf_models import CONFIGS, TYPES, same
+from helpers.gguf.files import Type, write_gguf
+from helpers.gguf.models import CONFIGS, TYPES, same
 from helpers.mixtures import generate
 from helpers.slow_products import furthest_behind, with_byte_inputs
 from helpers.tiny_models import draw_model, random_prompts

@@ -20,7 +20,7 @@ from flexinfer.layers.experts import Experts
 from flexinfer.layers.joined_linear import JoinedLinear
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.models.loading import load_model
-from helpers.gguf_files import (
+from helpers.gguf.files import (
     Type,
     add_sizes,
     add_tokenizer,
@@ -30,7 +30,7 @@ from helpers.gguf_files import (
     write_gguf,
     writer_of,
 )
-from helpers.gguf_models import CONFIGS, TYPES, mixed, same
+from helpers.gguf.models import CONFIGS, TYPES, mixed, same
 from helpers.tiny_models import continue_prompt, draw_model, make_tokenizer, random_prompts
 
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -10,12 +10,12 @@ import pytest
 torch = pytest.importorskip("torch")
 gguf = pytest.importorskip("gguf")
 
-from flexinfer.checkpoints.gguf import is_gguf, load_gguf_config
-from flexinfer.checkpoints.gguf_architectures import ARCHITECTURES
+from flexinfer.checkpoints.gguf.architectures import ARCHITECTURES
+from flexinfer.checkpoints.gguf.checkpoint import is_gguf, load_gguf_config
 from flexinfer.errors import UnsupportedModelError
-from helpers.gguf_files import ARCHITECTURES as WRITTEN
-from helpers.gguf_files import Type, add_weights, finish, write_gguf, writer_of
-from helpers.gguf_models import CONFIGS, same
+from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
+from helpers.gguf.forms import FORMS
+from helpers.gguf.models import CONFIGS, same
 from helpers.tiny_models import draw_model
 
 SAID = (
@@ -90,7 +90,7 @@ def test_a_window_where_there_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_architecture_is_written_by_these_tests() -> None:
-    assert set(WRITTEN.values()) == ARCHITECTURES.keys()
+    assert {form.architecture for form in FORMS.values()} == ARCHITECTURES.keys()
 
 
 def read_with(path: Path, name: str, **values: Any) -> Any:

@@ -14,28 +14,9 @@ import gguf
 import numpy as np
 import torch
 
+from helpers.gguf.forms import FORMS
+
 Type = gguf.GGMLQuantizationType
-ARCHITECTURES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "mixtral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe",
-    "gpt_oss": "gpt-oss",
-    "smollm3": "smollm3",
-    "granite": "granite",
-    "olmo2": "olmo2",
-    "phi3": "phi3",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
-}
-"""transformers' model type -> llama.cpp's architecture."""
-PAIRED = ("llama", "smollm3", "granite")
-"""Of these llama.cpp rotates neighbours."""
-
-
 FACTORS: dict[Type, dict[int, float]] = {
     Type.Q2_K: {80: 5e-3, 82: 8e-3},
     Type.Q3_K: {108: 2e-3},
@@ -67,12 +48,6 @@ def quantise(weight: np.ndarray[Any, Any], kind: Type, seed: int) -> np.ndarray[
     return np.asarray(gguf.quants.quantize(weight, kind))
 
 
-def paired_rows(array: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Rows of each head in llama.cpp's order, which rotates neighbours."""
-    shape = (heads, 2, len(array) // heads // 2, *array.shape[1:])
-    return np.ascontiguousarray(array.reshape(shape).swapaxes(1, 2).reshape(array.shape))
-
-
 def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -91,8 +66,6 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
 
 def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
     """What only some configs have, as llama.cpp's converter writes it."""
-    if config.model_type in ("gemma2", "gemma3_text", "phi3", "gpt_oss"):
-        writer.add_sliding_window(config.sliding_window or 0)
     for add, name in (
         (writer.add_attn_logit_softcapping, "attn_logit_softcapping"),
         (writer.add_final_logit_softcapping, "final_logit_softcapping"),
@@ -128,18 +101,16 @@ def writer_of(
     """A file with what the config says. extra: keys of the architecture and float values.
     of_parts: how it is split, as gguf's writer has it."""
     config = model.config
-    architecture = ARCHITECTURES[config.model_type]
-    writer = gguf.GGUFWriter(path, architecture, **of_parts)
+    form = FORMS[config.model_type]
+    writer = gguf.GGUFWriter(path, form.architecture, **of_parts)
     add_sizes(writer, config)
     if getattr(config, "num_experts_per_tok", None):
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        if architecture in ("qwen3moe", "gpt-oss"):
-            width = getattr(config, "moe_intermediate_size", config.intermediate_size)
-            writer.add_expert_feed_forward_length(width)
+    form.add_keys(writer, config)
     for key, value in (extra or {}).items():
         add = writer.add_string if isinstance(value, str) else writer.add_float32
-        add(f"{architecture}.{key}", value)
+        add(f"{form.architecture}.{key}", value)
     return writer
 
 
@@ -154,55 +125,30 @@ def add_weights(writer: gguf.GGUFWriter, model: Any, type_of: Callable[[str], Ty
     """Write the model's weights; returns a copy of it with the numbers that were written. type_of:
     llama.cpp's name of a matrix -> its type."""
     config, written = model.config, copy.deepcopy(model)
-    architecture = ARCHITECTURES[config.model_type]
-    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    state = written.state_dict()
-    for seed, (name, tensor) in enumerate(state.items()):
+    form = FORMS[config.model_type]
+    for seed, (name, tensor) in enumerate(written.state_dict().items()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if ".experts." in name:
-            add_experts(writer, name, tensor, type_of, seed)
-            continue
-        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert own is not None
-        own += "" if own.endswith((".weight", ".bias")) else ".weight"  # sinks
-        kind = type_of(own) if tensor.dim() > 1 else Type.F32
-        added = 1 if architecture.startswith("gemma") and "norm" in own else 0
-        rows = quantise((tensor + added).numpy(), kind, seed)
-        tensor.copy_(torch.from_numpy(gguf.quants.dequantize(rows, kind)) - added)
-        if architecture in PAIRED and (".attn_q." in own or ".attn_k." in own):
-            is_query = ".attn_q." in own
-            heads = config.num_attention_heads if is_query else config.num_key_value_heads
-            rows = paired_rows(rows, heads)
-        writer.add_tensor(own, rows, raw_dtype=kind)
+        for own, part in form.parts_of(name, tensor, config).items():
+            is_matrix = part.dim() > 1 and own.endswith(".weight")
+            kind = type_of(own) if is_matrix else Type.F32
+            add_part(writer, own, part, kind, seed + 1000 * len(own))
     return written
 
 
-def add_experts(
-    writer: gguf.GGUFWriter, name: str, tensor: Any, type_of: Callable[[str], Type], seed: int
+def add_part(
+    writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: Type, seed: int
 ) -> None:
-    """Those of a layer: [experts, rows, columns], or biases [experts, rows], gates and factors
-    apart. Sets the tensor's."""
-    layer, ending = name.split(".")[2], "bias" if name.endswith("_bias") else "weight"
-    for part, weights in expert_parts(name, tensor, writer.arch == "gpt-oss").items():
-        own = f"blk.{layer}.ffn_{part}_exps.{ending}"
-        kind = type_of(own) if ending == "weight" else Type.F32
-        flat = weights.reshape(-1, weights.shape[-1]).numpy()
-        rows = quantise(flat, kind, seed + 1000 * len(part))
-        numbers = torch.from_numpy(gguf.quants.dequantize(rows, kind))
-        weights.copy_(numbers.view(weights.shape))
-        writer.add_tensor(own, rows.reshape(*weights.shape[:-1], -1), raw_dtype=kind)
-
-
-def expert_parts(name: str, tensor: Any, is_gpt_oss: bool) -> dict[str, Any]:
-    """Views of all experts' gates and factors, or of what outputs are made with."""
-    if is_gpt_oss and tensor.dim() == 3:
-        tensor = tensor.transpose(1, 2)
-    if "down_proj" in name:
-        return {"down": tensor}
-    halves = (tensor[:, ::2], tensor[:, 1::2]) if is_gpt_oss else tensor.chunk(2, 1)
-    return dict(zip(("gate", "up"), halves, strict=True))
+    """Write it, and set it to the numbers that were written. Of a view whose rows are in another
+    order the file has a matrix or vector of them."""
+    numbers = tensor.numpy()
+    if tensor.dim() > 3:
+        numbers = numbers.reshape(-1, tensor.shape[-1])
+    elif tensor.dim() > 2 and name.endswith(".bias"):
+        numbers = numbers.reshape(-1)
+    rows = quantise(numbers.reshape(-1, numbers.shape[-1]), kind, seed)
+    tensor.copy_(torch.from_numpy(gguf.quants.dequantize(rows, kind)).view(tensor.shape))
+    writer.add_tensor(name, rows.reshape(*numbers.shape[:-1], -1), raw_dtype=kind)
 
 
 def write_gguf(

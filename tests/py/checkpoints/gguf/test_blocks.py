@@ -10,12 +10,12 @@ import pytest
 torch = pytest.importorskip("torch")
 gguf = pytest.importorskip("gguf")
 
-from flexinfer.checkpoints.gguf_blocks import decode
+from flexinfer.checkpoints.gguf.blocks import decode
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.layers.quantised_panels import QuantisedPanels
 from flexinfer.models.loading import load_model
-from helpers.gguf_files import Type, quantise, write_gguf
-from helpers.gguf_models import CONFIGS, QUANTISED, TYPES
+from helpers.gguf.files import Type, quantise, write_gguf
+from helpers.gguf.models import CONFIGS, QUANTISED, TYPES
 from helpers.tiny_models import draw_model
 
 LEVELS = {Type.Q2_K: 2, Type.Q3_K: 1, Type.Q4_K: 2, Type.Q5_K: 2, Type.Q6_K: 1, Type.IQ4_XS: 1}

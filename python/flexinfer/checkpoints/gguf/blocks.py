@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 import torch
 
-from flexinfer.checkpoints.gguf_header import BLOCKS
+from flexinfer.checkpoints.gguf.header import BLOCKS
 from flexinfer.checkpoints.mxfp4 import places
 from flexinfer.layers.codebook import Codebook
 from flexinfer.layers.quantised import QuantisedTensor

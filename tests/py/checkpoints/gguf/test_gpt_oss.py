@@ -13,12 +13,12 @@ import pytest
 torch = pytest.importorskip("torch")
 gguf = pytest.importorskip("gguf")
 
-from flexinfer.checkpoints.gguf import GgufCheckpoint, load_gguf_config
-from flexinfer.checkpoints.gguf_header import read_header
+from flexinfer.checkpoints.gguf.checkpoint import GgufCheckpoint, load_gguf_config
+from flexinfer.checkpoints.gguf.header import read_header
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.loading import load_model
-from helpers.gguf_files import Type, add_weights, finish, write_gguf, writer_of
-from helpers.gguf_models import CONFIGS, same
+from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
+from helpers.gguf.models import CONFIGS, same
 from helpers.mixtures import NUM_TOKENS, generate
 from helpers.tiny_models import continue_prompt, draw_model, random_prompts
 

@@ -15,20 +15,12 @@ gguf = pytest.importorskip("gguf")
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from flexinfer.checkpoints.gguf_tokenizer import (
-    CUTS,
-    DIGITS,
-    GPT_2,
-    GPT_4O,
-    LLAMA_3,
-    QWEN_2,
-    TEKKEN,
-    load_gguf_tokenizer,
-)
+from flexinfer.checkpoints.gguf.cuts import CUTS, DIGITS, GPT_2, GPT_4O, LLAMA_3, QWEN_2, TEKKEN
+from flexinfer.checkpoints.gguf.tokenizer import load_gguf_tokenizer
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.loading import load_config
-from helpers.gguf_files import add_sizes, finish
-from helpers.gguf_models import CONFIGS
+from helpers.gguf.files import add_sizes, finish
+from helpers.gguf.models import CONFIGS
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 BEGIN, USER, END = "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜end▁of▁sentence｜>"

@@ -1,0 +1,25 @@
+"""The architectures of GGUF files that are known here, by llama.cpp's names."""
+
+from __future__ import annotations
+
+from flexinfer.checkpoints.gguf.architecture import Architecture
+from flexinfer.checkpoints.gguf.families.gemma import GEMMA
+from flexinfer.checkpoints.gguf.families.gpt_oss import GPT_OSS
+from flexinfer.checkpoints.gguf.families.granite import GRANITE
+from flexinfer.checkpoints.gguf.families.llama import LLAMA
+from flexinfer.checkpoints.gguf.families.phi import PHI
+from flexinfer.checkpoints.gguf.header import GgufHeader
+from flexinfer.errors import UnsupportedModelError
+
+ARCHITECTURES: dict[str, Architecture] = LLAMA | GRANITE | PHI | GPT_OSS | GEMMA
+
+
+def architecture_of(header: GgufHeader) -> Architecture:
+    """Raises UnsupportedModelError for one that is not known."""
+    found = ARCHITECTURES.get(header.architecture)
+    if found is None:
+        raise UnsupportedModelError(
+            f"{header.path!r} is a GGUF file of the architecture {header.architecture!r}; known "
+            f"are {', '.join(ARCHITECTURES)}"
+        )
+    return found

@@ -1,0 +1,107 @@
+"""GgufCheckpoint: the weights of a GGUF file."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import torch
+
+from flexinfer.checkpoints.checkpoint import Checkpoint, Decode, StoredWeight, expert_weight
+from flexinfer.checkpoints.gguf.architectures import architecture_of
+from flexinfer.checkpoints.gguf.blocks import DECODERS, decode
+from flexinfer.checkpoints.gguf.config import ROPE_FACTORS, config_of
+from flexinfer.checkpoints.gguf.header import GgufTensor, has_header, read_header
+from flexinfer.checkpoints.gguf.sources import FLOATS, Source, Stored
+from flexinfer.errors import UnsupportedModelError
+from flexinfer.layers.quantised import QuantisedTensor
+
+ENDING = ".gguf"
+
+
+def is_gguf(model: Any) -> bool:
+    """Whether `model` names a GGUF file, which may be missing, or have another ending."""
+    if not isinstance(model, (str, os.PathLike)):
+        return False
+    path = os.fspath(model)
+    return path.lower().endswith(ENDING) or (os.path.isfile(path) and has_header(path))
+
+
+class GgufCheckpoint(Checkpoint):
+    method = "gguf"
+
+    def __init__(self, path: str) -> None:
+        """Raises UnsupportedModelError for tensors that no weight of the model corresponds to."""
+        self._header = read_header(path)
+        self._config = config_of(self._header)
+        self._architecture = architecture_of(self._header)
+        self._sources: dict[str, Source] = {}
+        """Under the model's names."""
+        for name, tensor in self._header.tensors.items():
+            self._place(name, tensor)
+        try:
+            for convert in self._architecture.conversions:
+                convert(self._sources, self._config)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{path!r} cannot be read: {error}") from error
+        self.weights = {
+            name: StoredWeight(source.shape, source.is_quantised)
+            for name, source in self._sources.items()
+        }
+
+    def _place(self, name: str, tensor: GgufTensor) -> None:
+        """A tensor of the file under the model's name."""
+        known, experts = self._architecture.weight_name(name), self._architecture.experts_name(name)
+        if experts is not None and len(tensor.shape) == 3:
+            module, part = experts
+            for expert in range(tensor.shape[0]):
+                source = Stored(tensor.part(expert))
+                self._sources[expert_weight(module, expert, part)] = source
+        elif known is not None:
+            if tensor.type in DECODERS and len(tensor.shape) != 2:
+                raise UnsupportedModelError(
+                    f"{self._header.path!r} has {name!r} as {tensor.type} {list(tensor.shape)}; "
+                    "known are matrices of such blocks"
+                )
+            if known in self._sources:
+                raise UnsupportedModelError(
+                    f"{self._header.path!r} has {name!r} beside another tensor that the model has "
+                    f"as {known}"
+                )
+            self._sources[known] = Stored(tensor)
+        elif name not in (ROPE_FACTORS, *self._architecture.tensors):
+            raise UnsupportedModelError(
+                f"{self._header.path!r} has the tensor {name!r}, which is not known in models of "
+                f"the architecture {self._header.architecture!r}"
+            )
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._sources[name].floats()
+
+    def read_quantised(self, name: str) -> QuantisedTensor:
+        return self._sources[name].quantised()
+
+    def read_rows(self, name: str) -> tuple[torch.Tensor, Decode]:
+        source = self._sources[name]
+        return source.rows(), partial(decode, source.type)
+
+    def adjust(self, model: torch.nn.Module) -> None:
+        """Divide the frequencies of the rotary embedding, where the file says by what."""
+        tensor = self._header.tensors.get(ROPE_FACTORS)
+        if tensor is None:
+            return
+        if tensor.type not in FLOATS or tensor.shape != (self._config.head_dim // 2,):
+            raise UnsupportedModelError(
+                f"{ROPE_FACTORS} is {tensor.type} {list(tensor.shape)}, where the model has "
+                f"{self._config.head_dim // 2} frequencies"
+            )
+        factors = Stored(tensor).floats()
+        for name, buffer in model.named_buffers():
+            if name.endswith("inv_freq"):
+                buffer.div_(factors)
+
+
+def load_gguf_config(path: str) -> Any:
+    """The config that the file describes; reads no weight. Raises UnsupportedModelError."""
+    return config_of(read_header(path))

@@ -1,0 +1,27 @@
+"""What llama.cpp's converter does to weights of several architectures, undone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flexinfer.checkpoints.gguf.sources import Changed, Ordered, Source
+
+
+def part_pairs(sources: dict[str, Source], config: Any) -> None:
+    """Rows of queries and keys: llama.cpp rotates neighbours together (0 with 1, 2 with 3);
+    transformers rotates the first half of a head with the second (0 with n / 2, 1 with
+    n / 2 + 1)."""
+    for name, source in sources.items():
+        if name.split(".")[-2] in ("q_proj", "k_proj"):
+            rows = torch.arange(source.shape[0])
+            order = rows.view(-1, config.head_dim // 2, 2).transpose(1, 2).flatten()
+            sources[name] = Ordered(source, order)
+
+
+def less_one(sources: dict[str, Source], config: Any) -> None:
+    """Weights of norms are what is multiplied with, which is one more than in the model."""
+    for name, source in sources.items():
+        if name.endswith("norm.weight"):
+            sources[name] = Changed(lambda weight: weight - 1, source)

@@ -1,0 +1,1 @@
+"""The architectures that are known, by what they have in common; see ../architectures.py."""

@@ -1,0 +1,47 @@
+"""What the config says of rotations and windows, of the keys of a GGUF file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexinfer.checkpoints.gguf.values import GgufValues
+
+WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+ORIGINAL = "rope.scaling.original_context_length"
+BETAS = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
+"""Keys of rotations that yarn leaves as they are, and of those that it stretches wholly -> names of
+the config."""
+
+
+def rope_of(values: GgufValues) -> dict[str, Any]:
+    """The config's rope_parameters."""
+    parameters = {"rope_type": "default", "rope_theta": values.factor("rope.freq_base", 1e4)}
+    # A factor alone is of linear scaling, and one of 0 of none, as llama.cpp reads it.
+    unsaid = "linear" if values.get("rope.scaling.factor") else "none"
+    kind = values.get("rope.scaling.type", unsaid)
+    if kind == "linear":
+        return parameters | {"rope_type": kind, "factor": values.factor("rope.scaling.factor")}
+    if kind == "yarn":
+        betas = {name: key for key, name in BETAS.items() if values.get(key) is not None}
+        return parameters | {
+            "rope_type": kind,
+            "factor": values.factor("rope.scaling.factor"),
+            "original_max_position_embeddings": values.count(ORIGINAL),
+            **{name: values.factor(key) for name, key in betas.items()},
+        }
+    if kind != "none":
+        values.refuse("rope.scaling.type", "none, linear and yarn")
+    return parameters
+
+
+def windows_of(values: GgufValues, pattern: int) -> dict[str, Any]:
+    """Of so many layers the last one has no window, where the file does not say it of each."""
+    layers = range(values.count("block_count"))
+    windows = values.of_layers(WINDOW_PATTERN)
+    if windows is None:
+        pattern = values.count(WINDOW_PATTERN, pattern)
+        windows = [(layer + 1) % pattern != 0 for layer in layers]
+    if len(windows) != len(layers):
+        values.refuse(WINDOW_PATTERN, f"a number, or one for each of {len(layers)} layers")
+    kinds = ["sliding_attention" if has_window else "full_attention" for has_window in windows]
+    return {"sliding_window": values.count(WINDOW, 4096), "layer_types": kinds}

@@ -1,0 +1,97 @@
+"""Source: where a weight of the model comes from in a GGUF file, and how.
+
+llama.cpp's converter turns some weights about: rows in another order, numbers in another form, one
+weight as several. A source undoes it as the weight is read; sources are made of others.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from math import prod
+
+import numpy as np
+import torch
+
+from flexinfer.checkpoints.gguf.blocks import DECODERS, decode
+from flexinfer.checkpoints.gguf.header import GgufTensor
+from flexinfer.layers.quantised import QuantisedTensor
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Source(ABC):
+    """Nothing is kept of what was read."""
+
+    shape: tuple[int, ...]
+    """As the model has it."""
+    type: str
+    """Of ggml's."""
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.type in DECODERS
+
+    @abstractmethod
+    def rows(self) -> torch.Tensor:
+        """uint8 [shape[0], bytes], as they are stored."""
+
+    def floats(self) -> torch.Tensor:
+        """The numbers: of one that is quantised float32, else in the file's dtype."""
+        rows = self.rows()
+        if self.is_quantised:
+            matrix = rows.view(prod(self.shape[:-1]), -1)
+            return decode(self.type, matrix).dequantised().view(self.shape)
+        return rows.view(FLOATS[self.type]).view(self.shape)
+
+    def quantised(self) -> QuantisedTensor:
+        """A matrix [outputs, inputs] that is."""
+        return decode(self.type, self.rows())
+
+
+class Stored(Source):
+    """As the file has it."""
+
+    def __init__(self, tensor: GgufTensor) -> None:
+        self.tensor, self.shape, self.type = tensor, tensor.shape, tensor.type
+
+    def rows(self) -> torch.Tensor:
+        """Read, not mapped: what is mapped stays in the process as long as the file."""
+        tensor = self.tensor
+        whole = np.fromfile(tensor.path, np.uint8, tensor.size_bytes, offset=tensor.offset)
+        return torch.from_numpy(whole).view(self.shape[0], -1)
+
+
+class Ordered(Source):
+    """Rows of another in another order."""
+
+    def __init__(self, source: Source, order: torch.Tensor) -> None:
+        """order: int64, for each row of the model which of the file's it is."""
+        self._source, self._order = source, order
+        self.shape, self.type = (len(order), *source.shape[1:]), source.type
+
+    def rows(self) -> torch.Tensor:
+        return self._source.rows()[self._order]
+
+
+class Changed(Source):
+    """Numbers made of those of others; not quantised, whether these are or not."""
+
+    def __init__(
+        self,
+        change: Callable[..., torch.Tensor],
+        *sources: Source,
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
+        """change: of the numbers of each, in the file's dtype or float32. shape: of what it gives,
+        where that is another than the first one's."""
+        self._change, self._sources = change, sources
+        self.shape = shape or sources[0].shape
+        self.type = "F32" if sources[0].is_quantised else sources[0].type
+
+    def rows(self) -> torch.Tensor:
+        return self.floats().view(torch.uint8).view(self.shape[0], -1)
+
+    def floats(self) -> torch.Tensor:
+        numbers = self._change(*(source.floats() for source in self._sources))
+        return numbers.to(FLOATS[self.type]).contiguous()

@@ -1,0 +1,37 @@
+"""Form: how llama.cpp's converter writes the models of one type of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import gguf
+import torch
+
+Parts = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Tensors of a file are views of the model's weights, which are set to what is written of them;
+    or made of these, where they are exact: float32."""
+
+    architecture: str
+    """llama.cpp's name."""
+    add_keys: Callable[[gguf.GGUFWriter, Any], None] = lambda writer, config: None
+    """Writes what only such configs have, or others have otherwise."""
+    parts: Callable[[str, torch.Tensor, Any], Parts | None] = lambda name, tensor, config: None
+    """A weight of the model -> the file's tensors; None: the one that gguf has a name for."""
+
+    def parts_of(self, name: str, tensor: torch.Tensor, config: Any) -> Parts:
+        parts = self.parts(name, tensor, config)
+        return {self.name_of(name, config): tensor} if parts is None else parts
+
+    def name_of(self, name: str, config: Any) -> str:
+        """The file's, by gguf's own table."""
+        arch = next(a for a, own in gguf.MODEL_ARCH_NAMES.items() if own == self.architecture)
+        names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own is not None, name
+        return own if own.endswith((".weight", ".bias")) else f"{own}.weight"  # sinks

@@ -1,0 +1,88 @@
+"""The forms that are known, by the model types of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gguf
+import torch
+
+from helpers.gguf.form import Form, Parts
+
+
+def paired(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    """Rows of each head in llama.cpp's order, which rotates neighbours."""
+    module, _, ending = name.removeprefix("model.layers.").rpartition(".")
+    if "experts" in name:
+        return experts(name, tensor, config)
+    if not module.endswith(("q_proj", "k_proj")):
+        return None
+    layer, part = module.split(".")[0], module[-6]
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rows = torch.unflatten(tensor, 0, (-1, 2, width // 2)).transpose(1, 2)
+    return {f"blk.{layer}.attn_{part}.{ending}": rows}
+
+
+def experts(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    """Gates and factors of all experts apart."""
+    if "experts." not in name:
+        return None
+    prefix = f"blk.{name.split('.')[2]}.ffn_"
+    if "down_proj" in name:
+        return {f"{prefix}down_exps.weight": tensor}
+    gate, up = tensor.chunk(2, 1)
+    return {f"{prefix}gate_exps.weight": gate, f"{prefix}up_exps.weight": up}
+
+
+def gpt_oss(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    """Gates and factors take turns, inputs come first in the model."""
+    if "experts." not in name:
+        return None
+    ending = "bias" if name.endswith("_bias") else "weight"
+    prefix = f"blk.{name.split('.')[2]}.ffn_"
+    rows = tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
+    if "down_proj" in name:
+        return {f"{prefix}down_exps.{ending}": rows}
+    gate, up = rows[:, ::2], rows[:, 1::2]
+    return {f"{prefix}gate_exps.{ending}": gate, f"{prefix}up_exps.{ending}": up}
+
+
+def add_window(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window or 0)
+
+
+def add_expert_width(writer: gguf.GGUFWriter, config: Any) -> None:
+    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    writer.add_expert_feed_forward_length(width)
+
+
+def add_both(writer: gguf.GGUFWriter, config: Any) -> None:
+    add_window(writer, config)
+    add_expert_width(writer, config)
+
+
+def one_more(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    """Norms of Gemma. What is written is rounded, and so is the model's."""
+    if "norm" not in name:
+        return None
+    tensor.copy_((tensor + 1) - 1)
+    return {FORMS[config.model_type].name_of(name, config): tensor + 1}
+
+
+FORMS = {
+    "llama": Form("llama", parts=paired),
+    "mistral": Form("llama", parts=paired),
+    "mixtral": Form("llama", parts=paired),
+    "qwen2": Form("qwen2"),
+    "qwen3": Form("qwen3"),
+    "qwen3_moe": Form("qwen3moe", add_expert_width, experts),
+    "gpt_oss": Form("gpt-oss", add_both, gpt_oss),
+    "smollm3": Form("smollm3", parts=paired),
+    "granite": Form("granite", parts=paired),
+    "olmo2": Form("olmo2"),
+    "phi3": Form("phi3", add_window),
+    "gemma": Form("gemma", parts=one_more),
+    "gemma2": Form("gemma2", add_window, one_more),
+    "gemma3_text": Form("gemma3", add_window, one_more),
+}
+"""transformers' model type -> how it is written."""
