@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexinfer.layers.quantised import QuantisedTensor
+from flexinfer.layers.quantised import QuantisedTensor, QuantisedWeight
 
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 Decode = Callable[[torch.Tensor], QuantisedTensor]
@@ -53,7 +53,7 @@ class Checkpoint(ABC):
         return self.read(name)[index].clone()
 
     @abstractmethod
-    def read_quantised(self, name: str) -> QuantisedTensor:
+    def read_quantised(self, name: str) -> QuantisedWeight:
         """A matrix [outputs, inputs] that is."""
 
     def read_rows(self, name: str) -> tuple[torch.Tensor, Decode]:

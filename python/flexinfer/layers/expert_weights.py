@@ -6,8 +6,8 @@ import torch
 
 from flexinfer import _kernels
 from flexinfer.layers.host_linear import in_panels
-from flexinfer.layers.quantised import QuantisedTensor
-from flexinfer.layers.quantised_panels import Kind, QuantisedPanels, kernel_weight, kind_of
+from flexinfer.layers.quantised import QuantisedWeight, TensorKind
+from flexinfer.layers.quantised_panels import QuantisedPanels, kernel_weight
 from flexinfer.runtime.torch_settings import back_by_huge_pages
 
 NUMBERS = {"scales", "minimums"}
@@ -23,7 +23,7 @@ class ExpertWeights:
         self.num_experts = num_experts
         self.columns = self.depth = 0
         self._num_added = 0
-        self._kind: Kind | None = None
+        self._kind: TensorKind | None = None
         """None: weights are not quantised."""
         self._tables: dict[str, torch.Tensor] = {}
         """[experts, ...]"""
@@ -33,11 +33,15 @@ class ExpertWeights:
         """Bytes of the weights with their scales."""
         return sum(table.nbytes for table in self._tables.values())
 
-    def add(self, weight: QuantisedTensor | torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def add(self, weight: QuantisedWeight | torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """The next expert's: copied. bias: [columns], of the dtype of inputs and outputs; all have
         one or none. Raises ValueError for one that is not as those before."""
-        kind = kind_of(weight) if isinstance(weight, QuantisedTensor) else None
-        shape = weight.integers.shape if isinstance(weight, QuantisedTensor) else weight.shape
+        kind = (
+            weight.kind._replace(has_minimums=False)
+            if isinstance(weight, QuantisedWeight)
+            else None
+        )
+        shape = tuple(weight.shape)
         if self._num_added and (*shape, kind) != (self.columns, self.depth, self._kind):
             raise ValueError(
                 f"experts of one layer must have weights of one shape and kind, got {list(shape)} "
@@ -91,7 +95,7 @@ class ExpertWeights:
         )
 
 
-def _parts(weight: QuantisedTensor | torch.Tensor) -> dict[str, torch.Tensor]:
-    if isinstance(weight, QuantisedTensor):
+def _parts(weight: QuantisedWeight | torch.Tensor) -> dict[str, torch.Tensor]:
+    if isinstance(weight, QuantisedWeight):
         return QuantisedPanels(weight).parts
     return {"panels": in_panels(weight)}

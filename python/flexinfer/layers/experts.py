@@ -18,7 +18,7 @@ from flexinfer import _kernels
 from flexinfer.layers import host_linear, quantised_linear, rows
 from flexinfer.layers.clamped_gate import ClampedGate
 from flexinfer.layers.expert_weights import ExpertWeights
-from flexinfer.layers.quantised import QuantisedTensor
+from flexinfer.layers.quantised import QuantisedWeight
 from flexinfer.runtime.kernels import DTYPES
 from flexinfer.runtime.torch_operators import define_operators
 
@@ -111,7 +111,7 @@ class Experts(torch.nn.Module):
         return f"num_experts={self.num_experts}, width={self.width}"
 
 
-Weight = QuantisedTensor | torch.Tensor
+Weight = QuantisedWeight | torch.Tensor
 Biases = Sequence[torch.Tensor | None]
 """Of each expert: [outputs] of its products."""
 
@@ -141,8 +141,8 @@ def slow_experts(
 
 
 def _product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    if isinstance(weight, QuantisedTensor):
-        product = weight.reference(x)
+    if isinstance(weight, QuantisedWeight):
+        product = weight[:].reference(x)
     else:
         product = x.double() @ weight.double().T
     return product if bias is None else product + bias.double()

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 
 from flexinfer.layers import host_linear
+from flexinfer.layers.clamped_gate import ClampedGate
 from flexinfer.layers.expert_layout import BIASES, WEIGHTS, ExpertLayout, layout_of
 from flexinfer.layers.expert_weights import ExpertWeights
 from flexinfer.layers.experts import Experts, Weight, slow_experts
-from flexinfer.layers.quantised import QuantisedTensor, Scheme
+from flexinfer.layers.quantised import QuantisedTensor, QuantisedWeight, Scheme
+from flexinfer.layers.quantised_rows import join
 from flexinfer.layers.trial import computes_the_same
 
 NUM_TRIAL_EXPERTS = 2
@@ -74,7 +76,7 @@ def is_for_kernel(module: Any, scheme: Scheme | None) -> bool:
         return True
     if is_stored(module):
         parts, down = module.stored_experts(0)
-        if any(isinstance(part, QuantisedTensor) for part in (*parts, down)):
+        if any(isinstance(part, QuantisedWeight) for part in (*parts, down)):
             return True
     (_, width, hidden), dtype = _layout_of(module).sizes(module), module.down_proj.dtype
     shapes = (2 * hidden, width), (width, hidden)
@@ -106,15 +108,20 @@ def lay_out_if_the_same(module: Any, scheme: Scheme | None) -> Experts | None:
     layout = _layout_of(module)
     few, gate_up, down = _first_experts(module, layout)
     first, last = zip(*(layout.biases(few, expert) for expert in range(len(down))), strict=True)
-    gate = layout.gate(module)
-
-    class Slow(torch.nn.Module):
-        def forward(self, x: torch.Tensor, index: Any, weights: Any) -> torch.Tensor:
-            return slow_experts(gate_up, down, x, index, weights, (first, last), gate)
-
+    slow = _SlowExperts((gate_up, down), (first, last), layout.gate(module))
     width, dtype = layout.sizes(module).width, module.down_proj.dtype
-    is_same = computes_the_same(few, Slow(), width, dtype, run_experts)
+    is_same = computes_the_same(few, slow, width, dtype, run_experts)
     return lay_out(module, scheme) if is_same else None
+
+
+class _SlowExperts(torch.nn.Module):
+    def __init__(self, products: Any, biases: Any, gate: ClampedGate | None) -> None:
+        super().__init__()
+        self._products, self._biases, self._gate = products, biases, gate
+
+    def forward(self, x: torch.Tensor, index: Any, weights: Any) -> torch.Tensor:
+        gate_up, down = self._products
+        return slow_experts(gate_up, down, x, index, weights, self._biases, self._gate)
 
 
 def read_all(module: Any) -> None:
@@ -168,7 +175,7 @@ def _first_experts(
 
 
 def _in_form(weight: Weight, scheme: Scheme | None) -> Weight:
-    if isinstance(weight, QuantisedTensor) or scheme is None:
+    if isinstance(weight, QuantisedWeight) or scheme is None:
         return weight
     return scheme.quantise(weight)
 
@@ -177,19 +184,21 @@ def _join(parts: list[Weight]) -> list[Weight]:
     """Gates and factors as one weight, where one product can read both."""
     if len(parts) == 1:
         return parts
-    sources = [part for part in parts if isinstance(part, QuantisedTensor)]
+    sources = [part for part in parts if isinstance(part, QuantisedWeight)]
     if not sources:
         return [torch.cat([part for part in parts if isinstance(part, torch.Tensor)])]
-    forms = {replace(source, minimums=None).kind for source in sources}
-    if len(forms) > 1:
+    if len({source.kind._replace(has_minimums=False) for source in sources}) > 1:
         return parts
-    if any(source.minimums is not None for source in sources):
-        sources = [
-            replace(s, minimums=torch.zeros_like(s.scales) if s.minimums is None else s.minimums)
-            for s in sources
-        ]
-    return [QuantisedTensor.join(sources)]
+    if len({source.kind.has_minimums for source in sources}) > 1:
+        return [join([_with_minimums(source[:]) for source in sources])]
+    return [join(sources)]
+
+
+def _with_minimums(source: QuantisedTensor) -> QuantisedTensor:
+    if source.minimums is not None:
+        return source
+    return replace(source, minimums=torch.zeros_like(source.scales))
 
 
 def _plain(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    return weight.dequantised_to(dtype) if isinstance(weight, QuantisedTensor) else weight
+    return weight.dequantised_to(dtype) if isinstance(weight, QuantisedWeight) else weight

@@ -18,8 +18,9 @@ from flexinfer.layers.expert_layout import WEIGHTS, layout_of
 from flexinfer.layers.formats import is_linear, make_fastest, weight_of
 from flexinfer.layers.joined_linear import JoinedLinear
 from flexinfer.layers.linear import Linear, PlainLinear
-from flexinfer.layers.quantised import QuantisedTensor, Scheme, TensorKind
+from flexinfer.layers.quantised import QuantisedWeight, Scheme, TensorKind
 from flexinfer.layers.quantised_linear import DTYPES_OF_INPUTS, QuantisedLinear
+from flexinfer.layers.quantised_rows import join
 
 ROUTERS = ("gate", "router")
 """Layers of these names choose experts: they are tiny, and a wrong choice is a large error."""
@@ -27,14 +28,14 @@ HEAD = Scheme(8, 0, byte_inputs=True)
 """Of the layer that gives logits: with 4 bits they would be the worst of all errors."""
 
 
-def store(linear: Any, source: QuantisedTensor) -> None:
+def store(linear: Any, source: QuantisedWeight) -> None:
     """Note what the weight of a torch.nn.Linear is in its checkpoint."""
     linear.stored_weight = source
 
 
-def stored(linear: Any) -> QuantisedTensor | None:
+def stored(linear: Any) -> QuantisedWeight | None:
     """What `store` noted."""
-    source: QuantisedTensor | None = getattr(linear, "stored_weight", None)
+    source: QuantisedWeight | None = getattr(linear, "stored_weight", None)
     return source
 
 
@@ -61,7 +62,7 @@ def _kind(linear: Any) -> TensorKind | None:
 
 def _of_one_kind(linears: list[Any]) -> QuantisedLinear:
     """Of linear layers with integers of one kind, one after the other."""
-    source = QuantisedTensor.join([s for linear in linears if (s := stored(linear)) is not None])
+    source = join([s for linear in linears if (s := stored(linear)) is not None])
     dtype, bias = linears[0].weight.dtype, None
     if any(linear.bias is not None for linear in linears):
         biases = [

@@ -12,8 +12,10 @@ are, or become integers by the name "a8" (`with_byte_inputs`).
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -29,7 +31,52 @@ SCALE_CANDIDATES = (1.0, 0.94, 0.88, 0.82, 0.76)
 less. The one with the least squared error is taken."""
 
 
-TensorKind = tuple[int, int, bool, bool, int, int, Codebook | None]
+class TensorKind(NamedTuple):
+    """Weights of one kind can be joined."""
+
+    bits: int
+    group: int
+    has_minimums: bool
+    byte_inputs: bool
+    depth: int
+    num_levels: int
+    """Tables of scales and minimums that are in two levels: all of them, or none."""
+    codebook: Codebook | None
+
+
+class QuantisedWeight(ABC):
+    """A weight of integers and scales: all of it (QuantisedTensor), or made some outputs at a time
+    (QuantisedRows)."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(columns, depth)"""
+
+    @property
+    @abstractmethod
+    def kind(self) -> TensorKind: ...
+
+    @abstractmethod
+    def __getitem__(self, outputs: slice) -> QuantisedTensor:
+        """Some of the outputs."""
+
+    @abstractmethod
+    def with_byte_inputs(self, in_groups: bool = False) -> QuantisedWeight:
+        """The same weight for inputs of 8 bits. in_groups: even where one of 8 bits has a scale for
+        each output, which without is as int8 has it."""
+
+    def dequantised_to(self, dtype: torch.dtype) -> torch.Tensor:
+        """[columns, depth] in this dtype."""
+        output = torch.empty(self.shape, dtype=dtype)
+
+        def write(some: slice) -> None:
+            output[some] = self[some].dequantised()
+
+        of_pieces(write, len(output), 4 * output.shape[1])
+        return output
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +132,7 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedTensor:
+class QuantisedTensor(QuantisedWeight):
     """A weight [columns, depth] = integers * scale + minimum of each one's group, or with a
     codebook: the numbers that it has for them."""
 
@@ -137,11 +184,14 @@ class QuantisedTensor:
         return all(bool(numbers.isfinite().all()) for numbers in self.numbers)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        columns, depth = self.integers.shape
+        return columns, depth
+
+    @property
     def kind(self) -> TensorKind:
-        """Weights of one kind can be joined."""
-        has_minimums, depth = self.minimums is not None, self.integers.shape[1]
-        form = self.bits, self.group, has_minimums, self.byte_inputs
-        return *form, depth, len(self.levels), self.codebook
+        form = self.bits, self.group, self.minimums is not None, self.byte_inputs
+        return TensorKind(*form, self.shape[1], len(self.levels), self.codebook)
 
     @classmethod
     def join(cls, tensors: Sequence[QuantisedTensor]) -> QuantisedTensor:
@@ -166,10 +216,9 @@ class QuantisedTensor:
             first.codebook,
         )
 
-    def with_byte_inputs(self) -> QuantisedTensor:
-        """The same weight for inputs of 8 bits; by output, with 8 bits, as int8 has it."""
+    def with_byte_inputs(self, in_groups: bool = False) -> QuantisedTensor:
         is_by_output = self.scales.shape[1] == 1 and self.minimums is None
-        if self.bits == 8 and is_by_output:
+        if self.bits == 8 and is_by_output and not in_groups:
             return replace(self, group=0, byte_inputs=True, levels=())
         return replace(self, byte_inputs=True)
 
@@ -182,25 +231,15 @@ class QuantisedTensor:
             weight = weight + self.minimums[:, :, None]
         return weight.flatten(1)
 
-    def dequantised_to(self, dtype: torch.dtype) -> torch.Tensor:
-        """The same in another dtype."""
-        output = torch.empty(self.integers.shape, dtype=dtype)
-
-        def write(some: slice) -> None:
-            output[some] = self[some].dequantised()
-
-        of_pieces(write, len(output), 4 * output.shape[1])
-        return output
-
-    def __getitem__(self, rows: slice) -> QuantisedTensor:
-        """Some of the outputs: views."""
-        minimums = None if self.minimums is None else self.minimums[rows]
+    def __getitem__(self, outputs: slice) -> QuantisedTensor:
+        """Views."""
+        minimums = None if self.minimums is None else self.minimums[outputs]
         return replace(
             self,
-            integers=self.integers[rows],
-            scales=self.scales[rows],
+            integers=self.integers[outputs],
+            scales=self.scales[outputs],
             minimums=minimums,
-            levels=tuple(level.of_outputs(rows) for level in self.levels),
+            levels=tuple(level.of_outputs(outputs) for level in self.levels),
         )
 
     def reference(self, x: torch.Tensor) -> torch.Tensor:

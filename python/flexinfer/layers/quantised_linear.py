@@ -13,8 +13,8 @@ import torch
 
 from flexinfer import _kernels
 from flexinfer.layers.linear import OpaqueLinear
-from flexinfer.layers.quantised import QuantisedTensor
-from flexinfer.layers.quantised_panels import QuantisedPanels, kernel_weight, kind_of
+from flexinfer.layers.quantised import QuantisedTensor, QuantisedWeight
+from flexinfer.layers.quantised_panels import QuantisedPanels, kernel_weight
 from flexinfer.runtime.activations import empty_activation
 from flexinfer.runtime.kernels import DTYPES
 from flexinfer.runtime.openmp import start_threads_address
@@ -29,10 +29,10 @@ class QuantisedLinear(OpaqueLinear):
     """x [..., in_features] -> [..., out_features]"""
 
     def __init__(
-        self, source: QuantisedTensor, bias: torch.Tensor | None, dtype: torch.dtype
+        self, source: QuantisedWeight, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> None:
         """source: copied into panels; dtype: of inputs and outputs, one of DTYPES_OF_INPUTS."""
-        super().__init__(source.integers, bias)
+        super().__init__(torch.empty(source.shape, device="meta"), bias)
         self.block_rows = kernel().block_rows
         columns = self.out_features
         self._width = columns + -columns % COLUMNS_STEP
@@ -42,7 +42,7 @@ class QuantisedLinear(OpaqueLinear):
         """Of no numbers: the dtype of inputs and outputs."""
         self._panels = QuantisedPanels(source)
         back_by_huge_pages(self._panels.words.data_ptr(), self._panels.words.nbytes)
-        self._weight = kernel_weight(kind_of(source), self._panels.parts, self._width)
+        self._weight = kernel_weight(source.kind, self._panels.parts, self._width)
 
     @property
     def dtype(self) -> torch.dtype:

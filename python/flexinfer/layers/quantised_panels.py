@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import reduce
-from typing import NamedTuple
 
 import torch
 
 from flexinfer import _kernels
-from flexinfer.layers.codebook import Codebook
-from flexinfer.layers.quantised import QuantisedTensor
+from flexinfer.layers.quantised import QuantisedTensor, QuantisedWeight, TensorKind
 from flexinfer.layers.scale_levels import ScaleLevels
 from flexinfer.runtime.kernels import CODEBOOKS, SCALE_BLOCK, SCALE_FORMATS
 from flexinfer.runtime.pieces import of_pieces
@@ -26,39 +24,34 @@ SMALL_SCALES = (torch.float8_e8m0fnu, torch.float16)
 """Formats that some scales are exact in: the best first."""
 
 
-class Kind(NamedTuple):
-    """What the words of a weight stand for."""
-
-    bits: int
-    group: int
-    byte_inputs: bool
-    depth: int
-    num_levels: int
-    """Tables of scales and minimums that are in two levels: all of them, or none."""
-    codebook: Codebook | None
-
-
-def kind_of(source: QuantisedTensor) -> Kind:
-    depth = source.integers.shape[1]
-    form = source.bits, source.group, source.byte_inputs
-    return Kind(*form, depth, len(source.levels), source.codebook)
-
-
 class QuantisedPanels:
     """The numbers of one weight, of which nothing else is kept."""
 
-    def __init__(self, source: QuantisedTensor) -> None:
+    def __init__(self, source: QuantisedWeight) -> None:
         """source: copied."""
-        self._kind = kind_of(source)
-        self.words = words_of(source)
-        panels = _scales_of(source)
-        self.scales, self.minimums = panels[0], panels[1] if len(panels) > 1 else None
-        self.sums = None
-        if source.group == 0:
-            # In pieces, as torch makes integers of 32 bits of all that it adds.
-            integers, (rows, depth) = source.integers, source.integers.shape
-            sums = of_pieces(lambda some: integers[some].sum(1, dtype=torch.int32), rows, 4 * depth)
-            self.sums = in_panels(128 * torch.cat(sums)[:, None])
+        self.kind = source.kind
+        (columns, depth), inputs = source.shape, STEP_INPUTS[self.kind.bits]
+        if depth % inputs or self.kind.group % inputs:
+            raise ValueError(
+                f"a weight of {self.kind.bits} bits needs inputs and groups that are multiples of "
+                f"{inputs}, got {depth} and {self.kind.group}"
+            )
+        panels, num_words = -(-columns // PANEL_COLUMNS), inputs * self.kind.bits // 32
+        shape = panels, depth // inputs, num_words, PANEL_COLUMNS
+        self.words = torch.empty(shape, dtype=torch.int32)
+        """As cpp/kernels/calls/quantised.h says."""
+        tables = [t.new_empty(columns, t.shape[1]) for t in _beside_integers(source[:1])]
+
+        def lay_out(some: slice) -> None:
+            part = source[some]
+            _write_words(part, self.words[some.start // PANEL_COLUMNS :])
+            for table, numbers in zip(tables, _beside_integers(part), strict=True):
+                table[some] = numbers
+
+        of_pieces(lay_out, columns, depth, PANEL_COLUMNS)
+        scales = _scales_in_panels(self.kind, tables)
+        self.scales, self.minimums = scales[0], scales[1] if len(scales) > 1 else None
+        self.sums = in_panels(128 * tables[-1]) if self.kind.group == 0 else None
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
@@ -76,7 +69,7 @@ class QuantisedPanels:
     def rows(self, outputs: torch.Tensor) -> QuantisedTensor:
         """What they were made of: its rows for some outputs, int64 [n], each one that there is."""
         panel, column = outputs // PANEL_COLUMNS, outputs % PANEL_COLUMNS
-        bits, group, byte_inputs, depth, num_levels, codebook = self._kind
+        bits, group, _, byte_inputs, depth, num_levels, codebook = self.kind
         words = torch.unflatten(self.words.view(torch.uint8), 3, (PANEL_COLUMNS, 4))
         steps = _unpack(words[panel, :, :, column], bits, _is_from_zero(bits, group, byte_inputs))
         integers = steps.reshape(len(outputs), depth)
@@ -92,7 +85,7 @@ class QuantisedPanels:
 
 
 def kernel_weight(
-    kind: Kind, parts: Mapping[str, torch.Tensor], columns: int
+    kind: TensorKind, parts: Mapping[str, torch.Tensor], columns: int
 ) -> _kernels.QuantisedWeight:
     """As the kernels take it, while the parts live. columns: a multiple of what they write."""
     minimums, sums = parts.get("minimums"), parts.get("sums")
@@ -111,15 +104,24 @@ def kernel_weight(
     )
 
 
-def _scales_of(source: QuantisedTensor) -> list[torch.Tensor]:
-    """Scales and, if there are any, minimums, in the smallest format that holds them."""
-    if source.levels:
-        return [_levels_in_panels(level) for level in source.levels]
-    numbers = source.numbers
-    dtype = torch.float32
-    if source.group > 0:
+def _beside_integers(source: QuantisedTensor) -> list[torch.Tensor]:
+    """Scales and, if there are any, minimums [columns, ...], each in levels two; and int32
+    [columns, 1], the sums of integers with one scale."""
+    tables = [part for level in source.levels for part in level] or source.numbers
+    if source.group:
+        return tables
+    return [*tables, source.integers.sum(1, keepdim=True, dtype=torch.int32)]
+
+
+def _scales_in_panels(kind: TensorKind, tables: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of those of `_beside_integers`, in the smallest format that holds them."""
+    if kind.num_levels:
+        pairs = zip(tables[::2], tables[1::2], strict=True)
+        return [_levels_in_panels(ScaleLevels(*pair)) for pair in pairs]
+    numbers, dtype = tables[: 1 + kind.has_minimums], torch.float32
+    if kind.group:
         dtype = next((d for d in SMALL_SCALES if all(_is_exact(n, d) for n in numbers)), dtype)
-    return [in_panels(n).to(dtype) for n in numbers]
+    return [in_panels(table).to(dtype) for table in numbers]
 
 
 def _is_exact(numbers: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -148,29 +150,15 @@ def _levels_at(
     return ScaleLevels(integers[panel, :, column], factors[panel, :, column])
 
 
-def words_of(source: QuantisedTensor) -> torch.Tensor:
-    """int32 [panels, steps, words of a step, 64], as cpp/kernels/calls/quantised.h says."""
-    inputs, bits = STEP_INPUTS[source.bits], source.bits
-    integers = source.integers.contiguous()
+def _write_words(source: QuantisedTensor, words: torch.Tensor) -> None:
+    """words: int32 [panels, steps, words of a step, 64], from the first of these columns on."""
+    bits, integers = source.bits, source.integers.contiguous()
     columns, depth = integers.shape
-    if depth % inputs or (source.group and source.group % inputs):
-        raise ValueError(
-            f"a weight of {bits} bits needs inputs and groups that are multiples of "
-            f"{inputs}, got {depth} and {source.group}"
-        )
-    panels, num_words = -(-columns // PANEL_COLUMNS), inputs * bits // 32
-    words = torch.empty(panels, depth // inputs, num_words, PANEL_COLUMNS, dtype=torch.int32)
     from_zero = _is_from_zero(bits, source.group, source.byte_inputs)
-
-    def write(some: slice) -> bool:
-        own, panel = integers[some], words[some.start // PANEL_COLUMNS :]
-        return _kernels.write_words(
-            own.data_ptr(), len(own), depth, bits, from_zero, panel.data_ptr()
-        )
-
-    if not all(of_pieces(write, columns, depth, PANEL_COLUMNS)):
+    if not _kernels.write_words(
+        integers.data_ptr(), columns, depth, bits, from_zero, words.data_ptr()
+    ):
         raise ValueError(f"a weight of {bits} bits has {integers.min()} to {integers.max()} in it")
-    return words
 
 
 def _is_from_zero(bits: int, group: int, byte_inputs: bool) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from flexinfer.layers.formats import is_linear
 from flexinfer.layers.fuse_experts import store as store_experts
 from flexinfer.layers.quantise import ROUTERS, store
 from flexinfer.layers.quantised import QuantisedTensor
+from flexinfer.layers.quantised_rows import QuantisedRows
 from flexinfer.layers.tied_head import find_ties
 from flexinfer.models.checks import check_complete, listed
 
@@ -141,7 +141,7 @@ class StoredModel:
             return self._read_plain(name)
         source = self._read_quantised(name)
         # In their groups: of experts by output, some may have minimums where others have none.
-        return replace(source, byte_inputs=source.byte_inputs or self._byte_inputs)
+        return source.with_byte_inputs(in_groups=True) if self._byte_inputs else source
 
     def _parameter(self, name: str) -> torch.nn.Parameter:
         source = self._sources[name]
@@ -156,13 +156,18 @@ class StoredModel:
             self._read[source] = parameter
         return parameter
 
-    def _read_quantised(self, name: str) -> QuantisedTensor:
+    def _read_quantised(self, name: str) -> QuantisedRows:
         source = self._checkpoint.read_quantised(name)
-        if not source.is_finite:
-            raise UnsupportedModelError(
-                f"{name} has scales in the checkpoint that are no finite numbers: it is damaged"
-            )
-        return source
+
+        def read(outputs: slice) -> QuantisedTensor:
+            part = source[outputs]
+            if not part.is_finite:
+                raise UnsupportedModelError(
+                    f"{name} has scales in the checkpoint that are no finite numbers: it is damaged"
+                )
+            return part
+
+        return QuantisedRows(source.shape, read)
 
     def _read_plain(self, name: str, index: int | None = None) -> torch.Tensor:
         """One that is not quantised, or an entry of it, in the model's dtype."""

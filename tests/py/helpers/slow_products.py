@@ -121,7 +121,7 @@ def with_byte_inputs(model: Any, checkpoint: Checkpoint) -> Any:
     model = copy.deepcopy(model)
 
     def read(name: str) -> QuantisedTensor:
-        return checkpoint.read_quantised(name).with_byte_inputs()
+        return checkpoint.read_quantised(name)[:].with_byte_inputs()
 
     for path, module in list(model.named_modules()):
         if is_experts(module):

@@ -12,7 +12,6 @@ from flexinfer.layers.quantised_panels import (
     PANEL_COLUMNS,
     STEP_INPUTS,
     QuantisedPanels,
-    words_of,
 )
 
 FOURS = ((0, 4, 1, 5), (2, 6, 3, 7), (8, 12, 9, 13), (10, 14, 11, 15))
@@ -51,7 +50,7 @@ def test_each_integer_stands_where_kernels_look_for_it(
     integers = torch.randint(
         -half, half, (columns, steps * inputs), generator=generator, dtype=torch.int8
     )
-    words = words_of(source_of(integers, bits, group, byte_inputs or not group))
+    words = QuantisedPanels(source_of(integers, bits, group, byte_inputs or not group)).words
     zero = half if bits < 8 or (group and byte_inputs) else 0
     panels = -(-columns // PANEL_COLUMNS)
     assert words.shape == (panels, steps, inputs * bits // 32, PANEL_COLUMNS)
@@ -72,10 +71,10 @@ def test_integers_of_more_bits_are_refused(bits: int, place: tuple[int, int], si
     largest = (1 << bits - 1) - (sign > 0)
     integers = torch.zeros(100, 64, dtype=torch.int8)
     integers[place] = sign * largest
-    words_of(source_of(integers, bits, 16, False))
+    QuantisedPanels(source_of(integers, bits, 16, False))
     integers[place] = sign * (largest + 1)
     with pytest.raises(ValueError, match=f"a weight of {bits} bits has"):
-        words_of(source_of(integers, bits, 16, False))
+        QuantisedPanels(source_of(integers, bits, 16, False))
 
 
 def test_scales_are_kept_in_the_fewest_bytes_that_hold_them() -> None:

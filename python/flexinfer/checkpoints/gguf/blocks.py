@@ -31,7 +31,6 @@ from flexinfer.checkpoints.mxfp4 import places
 from flexinfer.layers.codebook import Codebook
 from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.layers.scale_levels import ScaleLevels
-from flexinfer.runtime.pieces import of_pieces
 
 
 def _factors(blocks: torch.Tensor) -> torch.Tensor:
@@ -177,7 +176,4 @@ DECODERS: dict[str, Callable[[torch.Tensor], QuantisedTensor]] = {
 
 def decode(kind: str, rows: torch.Tensor) -> QuantisedTensor:
     """rows: uint8 [rows, bytes]"""
-    blocks = torch.unflatten(rows, 1, (-1, BLOCKS[kind][1]))
-    depth = blocks.shape[1] * BLOCKS[kind][0]
-    decoder = DECODERS[kind]
-    return QuantisedTensor.join(of_pieces(lambda some: decoder(blocks[some]), len(rows), depth))
+    return DECODERS[kind](torch.unflatten(rows, 1, (-1, BLOCKS[kind][1])))

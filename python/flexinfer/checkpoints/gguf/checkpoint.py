@@ -15,7 +15,7 @@ from flexinfer.checkpoints.gguf.config import ROPE_FACTORS, config_of
 from flexinfer.checkpoints.gguf.header import GgufTensor, has_header, read_header
 from flexinfer.checkpoints.gguf.sources import FLOATS, Source, Stored
 from flexinfer.errors import UnsupportedModelError
-from flexinfer.layers.quantised import QuantisedTensor
+from flexinfer.layers.quantised_rows import QuantisedRows
 
 ENDING = ".gguf"
 
@@ -79,7 +79,7 @@ class GgufCheckpoint(Checkpoint):
     def read(self, name: str) -> torch.Tensor:
         return self._sources[name].floats()
 
-    def read_quantised(self, name: str) -> QuantisedTensor:
+    def read_quantised(self, name: str) -> QuantisedRows:
         return self._sources[name].quantised()
 
     def read_rows(self, name: str) -> tuple[torch.Tensor, Decode]:

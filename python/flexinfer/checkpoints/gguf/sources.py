@@ -15,8 +15,9 @@ import torch
 
 from flexinfer.checkpoints.gguf.blocks import DECODERS, decode
 from flexinfer.checkpoints.gguf.header import GgufTensor
-from flexinfer.layers.quantised import QuantisedTensor
+from flexinfer.layers.quantised_rows import QuantisedRows
 
+ALL = slice(None)
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -33,8 +34,8 @@ class Source(ABC):
         return self.type in DECODERS
 
     @abstractmethod
-    def rows(self) -> torch.Tensor:
-        """uint8 [shape[0], bytes], as they are stored."""
+    def rows(self, some: slice = ALL) -> torch.Tensor:
+        """uint8 [rows, bytes], as they are stored: some of shape[0]."""
 
     def floats(self) -> torch.Tensor:
         """The numbers: of one that is quantised float32, else in the file's dtype."""
@@ -44,9 +45,10 @@ class Source(ABC):
             return decode(self.type, matrix).dequantised().view(self.shape)
         return rows.view(FLOATS[self.type]).view(self.shape)
 
-    def quantised(self) -> QuantisedTensor:
+    def quantised(self) -> QuantisedRows:
         """A matrix [outputs, inputs] that is."""
-        return decode(self.type, self.rows())
+        columns, depth = self.shape
+        return QuantisedRows((columns, depth), lambda some: decode(self.type, self.rows(some)))
 
 
 class Stored(Source):
@@ -55,11 +57,13 @@ class Stored(Source):
     def __init__(self, tensor: GgufTensor) -> None:
         self.tensor, self.shape, self.type = tensor, tensor.shape, tensor.type
 
-    def rows(self) -> torch.Tensor:
+    def rows(self, some: slice = ALL) -> torch.Tensor:
         """Read, not mapped: what is mapped stays in the process as long as the file."""
-        tensor = self.tensor
-        whole = np.fromfile(tensor.path, np.uint8, tensor.size_bytes, offset=tensor.offset)
-        return torch.from_numpy(whole).view(self.shape[0], -1)
+        tensor, (first, end, _) = self.tensor, some.indices(self.shape[0])
+        row_bytes = tensor.size_bytes // self.shape[0]
+        offset = tensor.offset + first * row_bytes
+        read = np.fromfile(tensor.path, np.uint8, (end - first) * row_bytes, offset=offset)
+        return torch.from_numpy(read).view(end - first, row_bytes)
 
 
 class Ordered(Source):
@@ -70,8 +74,10 @@ class Ordered(Source):
         self._source, self._order = source, order
         self.shape, self.type = (len(order), *source.shape[1:]), source.type
 
-    def rows(self) -> torch.Tensor:
-        return self._source.rows()[self._order]
+    def rows(self, some: slice = ALL) -> torch.Tensor:
+        order = self._order[some]
+        first = int(order.min())
+        return self._source.rows(slice(first, int(order.max()) + 1))[order - first]
 
 
 class Changed(Source):
@@ -89,8 +95,8 @@ class Changed(Source):
         self.shape = shape or sources[0].shape
         self.type = "F32" if sources[0].is_quantised else sources[0].type
 
-    def rows(self) -> torch.Tensor:
-        return self.floats().view(torch.uint8).view(self.shape[0], -1)
+    def rows(self, some: slice = ALL) -> torch.Tensor:
+        return self.floats().view(torch.uint8).view(self.shape[0], -1)[some]
 
     def floats(self) -> torch.Tensor:
         numbers = self._change(*(source.floats() for source in self._sources))

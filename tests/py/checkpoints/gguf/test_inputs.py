@@ -57,7 +57,7 @@ def test_inputs_of_all_quantised_layers_get_8_bits(
     checkpoint = GgufCheckpoint(str(path))
 
     def read(name: str) -> QuantisedTensor:
-        return checkpoint.read_quantised(f"{name}.weight").with_byte_inputs()
+        return checkpoint.read_quantised(f"{name}.weight")[:].with_byte_inputs()
 
     x = torch.randn(7, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     layer, own = model.model.layers[1], "model.layers.1"
