@@ -40,6 +40,14 @@ BLOCK = re.compile(r"blk\.([0-9]+)\.(\w+)\.(\w+)")
 """llama.cpp's name of a tensor of one layer: its number, the part, weight or bias."""
 
 
+def of_equal_width(values: GgufValues) -> dict[str, Any]:
+    """Experts as wide as the MLPs of other models. Weights of a token's experts add up to 1."""
+    width = values.count("feed_forward_length")
+    values.equal("expert_feed_forward_length", width, "the feed_forward_length", default=width)
+    count, used = values.count("expert_count"), values.count("expert_used_count")
+    return {"num_local_experts": count, "num_experts_per_tok": used, "sliding_window": None}
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """How llama.cpp writes the models of one transformers class."""
@@ -56,13 +64,15 @@ class Architecture:
     """As NAMES, of parts that others have not, or elsewhere; of a part with ".weight" or ".bias"
     the whole name."""
     keys: frozenset[str] = frozenset()
-    """Of values that others have not."""
+    """Of values that others have not, or that the settings read in a way of their own."""
     tensors: frozenset[str] = frozenset()
     """Those that belong to the config."""
     rotates_all: bool = True
     """Whether all numbers of a head are rotated."""
     settings: Callable[[GgufValues], dict[str, Any]] = lambda _: {}
     """What the config has beside, or in place of, that of others."""
+    expert_settings: Callable[[GgufValues], dict[str, Any]] = of_equal_width
+    """What the config of models with experts has besides, before the settings."""
 
     def weight_name(self, name: str) -> str | None:
         """What transformers calls the weight that the file calls `name`; None: there is none."""

@@ -66,7 +66,8 @@ def config_of(header: GgufHeader) -> Any:
     for key, wanted in ONLY.items():
         if values.get(key, wanted) != wanted:
             values.refuse(key, f"only {wanted}")
-    settings: dict[str, Any] = {name: values.count(key) for key, name in SIZES.items()}
+    sizes = {key: name for key, name in SIZES.items() if key not in architecture.keys}
+    settings: dict[str, Any] = {name: values.count(key) for key, name in sizes.items()}
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise UnsupportedModelError(f"{header.path!r} has no tensor 'token_embd.weight'")
@@ -82,31 +83,41 @@ def config_of(header: GgufHeader) -> Any:
         settings |= {flag: True for flag, name in BIASES.items() if name in header.tensors}
     if num_experts:
         settings |= _experts(header, values, architecture)
-    settings |= {"rope_parameters": rope_of(values), **architecture.settings(values)}
+    settings |= {
+        "rope_parameters": rope_of(values),
+        **_heads(header, values, architecture, width),
+        **_norms(values, architecture),
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "dtype": _dtype(header),
+        **_special_tokens(header, vocab_size),
+    }
+    settings |= architecture.settings(values)
     blocks = {block[1] for name in header.tensors if (block := BLOCK.fullmatch(name))}
     values.equal("block_count", len(blocks), "the number of blocks that have tensors")
     make: Callable[..., Any] = getattr(transformers, own)
     try:
-        return make(
-            **settings,
-            **_heads(header, values, width),
-            rms_norm_eps=values.factor("attention.layer_norm_rms_epsilon"),
-            vocab_size=vocab_size,
-            tie_word_embeddings="output.weight" not in header.tensors,
-            dtype=_dtype(header),
-            **_special_tokens(header, vocab_size),
-        )
+        return make(**settings)
     except StrictDataclassError as error:
         raise UnsupportedModelError(f"{header.path!r} describes no {own}: {error}") from error
 
 
-def _heads(header: GgufHeader, values: GgufValues, width: int) -> dict[str, int]:
+def _norms(values: GgufValues, architecture: Architecture) -> dict[str, float]:
+    key = "attention.layer_norm_rms_epsilon"
+    return {} if key in architecture.keys else {"rms_norm_eps": values.factor(key)}
+
+
+def _heads(
+    header: GgufHeader, values: GgufValues, architecture: Architecture, width: int
+) -> dict[str, int]:
+    if "attention.head_count_kv" in architecture.keys:
+        return {}
     heads = values.count("attention.head_count")
     of_kv = values.count("attention.head_count_kv", heads)
     if heads % of_kv:
         values.refuse("attention.head_count_kv", f"only divisors of the head_count, {heads}")
     head_dim = values.count("attention.key_length", width // heads)
-    rotated = ["rope.dimension_count"] if architecture_of(header).rotates_all else []
+    rotated = ["rope.dimension_count"] if architecture.rotates_all else []
     for key in ("attention.value_length", *rotated):
         values.equal(key, head_dim, "the width of keys", default=head_dim)
     queries = header.tensors.get("blk.0.attn_q.weight")
@@ -117,24 +128,13 @@ def _heads(header: GgufHeader, values: GgufValues, width: int) -> dict[str, int]
 
 
 def _experts(header: GgufHeader, values: GgufValues, architecture: Architecture) -> dict[str, Any]:
-    """Weights of a token's experts add up to 1 in all architectures."""
     count, used = values.count("expert_count"), values.count("expert_used_count")
     if used > count:
         values.refuse("expert_used_count", f"at most the expert_count, {count}")
     for name, tensor in header.tensors.items():
         if architecture.experts_name(name):
             values.equal("expert_count", tensor.shape[0], f"the experts of {name}")
-    key = "expert_feed_forward_length"
-    if architecture.experts_config == "Qwen3MoeConfig":
-        return {
-            "num_experts": count,
-            "num_experts_per_tok": used,
-            "moe_intermediate_size": values.count(key, values.count("feed_forward_length") // used),
-            "norm_topk_prob": True,
-        }
-    width = values.count("feed_forward_length")
-    values.equal(key, width, "the feed_forward_length", default=width)
-    return {"num_local_experts": count, "num_experts_per_tok": used, "sliding_window": None}
+    return architecture.expert_settings(values)
 
 
 def token_id(header: GgufHeader, name: str) -> int | None:

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flexinfer.checkpoints.gguf.architecture import Architecture
 from flexinfer.checkpoints.gguf.conversions import part_pairs
+from flexinfer.checkpoints.gguf.values import GgufValues
 
 NORMS_BEHIND = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+
+
+def _qwen3moe(values: GgufValues) -> dict[str, Any]:
+    """Weights of a token's experts add up to 1."""
+    used = values.count("expert_used_count")
+    width = values.count("feed_forward_length") // used
+    return {
+        "num_experts": values.count("expert_count"),
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": values.count("expert_feed_forward_length", width),
+        "norm_topk_prob": True,
+    }
+
+
 LLAMA = {
     "llama": Architecture("LlamaConfig", conversions=(part_pairs,), experts_config="MixtralConfig"),
     "qwen2": Architecture("Qwen2Config"),
     "qwen3": Architecture("Qwen3Config"),
-    "qwen3moe": Architecture(None, experts_config="Qwen3MoeConfig"),
+    "qwen3moe": Architecture(None, experts_config="Qwen3MoeConfig", expert_settings=_qwen3moe),
     "smollm3": Architecture("SmolLM3Config", conversions=(part_pairs,)),
     "olmo2": Architecture("Olmo2Config", names=NORMS_BEHIND),
 }
