@@ -8,7 +8,7 @@ from flexinfer import _kernels
 from flexinfer.layers.host_linear import in_panels
 from flexinfer.layers.quantised import QuantisedWeight, TensorKind
 from flexinfer.layers.quantised_panels import QuantisedPanels, kernel_weight
-from flexinfer.runtime.torch_settings import back_by_huge_pages
+from flexinfer.runtime.torch_settings import HUGE_PAGE_BYTES, back_by_huge_pages
 
 NUMBERS = {"scales", "minimums"}
 """Tables of one format, or both of float32."""
@@ -77,6 +77,8 @@ class ExpertWeights:
         table = self._tables.get(name)
         if table is None:
             table = torch.zeros(self.num_experts, *part.shape, dtype=part.dtype)
+            # Some kernels make no huge page where there is no page at all yet.
+            table.view(torch.uint8).view(-1)[::HUGE_PAGE_BYTES] = 0
             back_by_huge_pages(table.data_ptr(), table.nbytes)
         elif name in NUMBERS and part.dtype != table.dtype:
             table = table.float()
