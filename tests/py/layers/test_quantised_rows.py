@@ -6,23 +6,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexinfer.layers.quantised import QuantisedTensor, Scheme, quantise_groups
+from flexinfer.layers.quantised import QuantisedTensor, Scheme, quantise_groups, quantise_outputs
 from flexinfer.layers.quantised_panels import PANEL_COLUMNS, QuantisedPanels
 from flexinfer.layers.quantised_rows import QuantisedRows, join
 from flexinfer.layers.scale_levels import ScaleLevels
 from flexinfer.runtime import pieces
 from flexinfer.runtime.kernels import SCALE_BLOCK
 
-FORMS = [("int8", 0), ("int4", 0), ("int4-zp", 0), ("int8", 1), ("int8", 2)]
-"""Names of schemes, and levels of their scales; of int8 with levels there are groups."""
+FORMS = [("int8", 0), ("int4", 0), ("int4-zp", 0), ("int8", 1), ("int8", 2), ("by output", 0)]
+"""Names of schemes, and levels of their scales; of int8 with levels there are groups. "by output":
+8 bits with a scale an output, inputs as they are."""
 
 
 def source_of(columns: int, depth: int, form: int, seed: int) -> QuantisedTensor:
     weight = torch.randn(columns, depth, generator=torch.Generator().manual_seed(seed))
     name, num_levels = FORMS[form]
+    if name == "by output":
+        return replace(quantise_outputs(weight), group=weight.shape[1], byte_inputs=False)
     if num_levels == 0:
         return Scheme.parse(name).quantise(weight)
     integers = quantise_groups(weight, 32, False).integers
@@ -43,23 +46,23 @@ def same(first: QuantisedTensor, second: QuantisedTensor) -> bool:
     return first.kind == second.kind and all(map(torch.equal, *tables))
 
 
+@pytest.mark.parametrize("form", range(len(FORMS)))
+@pytest.mark.parametrize("in_groups", [None, False, True])
+@settings(max_examples=15)
 @given(
     columns=st.integers(1, 300),
-    form=st.integers(0, len(FORMS) - 1),
-    byte_inputs=st.booleans(),
     seed=st.integers(0, 1 << 20),
     piece=st.sampled_from([1, 1 << 15, 1 << 20]),
 )
 def test_panels_are_those_of_the_whole(
-    columns: int, form: int, byte_inputs: bool, seed: int, piece: int
+    columns: int, form: int, in_groups: bool | None, seed: int, piece: int
 ) -> None:
     source = source_of(columns, 256, form, seed)
     rows = rows_of(source)
     assert rows.shape == source.shape
-    if byte_inputs:
-        source, weight = source.with_byte_inputs(), rows.with_byte_inputs()
-    else:
-        weight = rows
+    weight = rows
+    if in_groups is not None:
+        source, weight = source.with_byte_inputs(in_groups), rows.with_byte_inputs(in_groups)
     assert weight.kind == source.kind
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "BYTES_OF_PIECE", piece)

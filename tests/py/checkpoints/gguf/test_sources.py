@@ -1,0 +1,46 @@
+"""Sources: some outputs of a tensor are those of all of it, whatever was done to its rows."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+gguf = pytest.importorskip("gguf")
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexinfer.checkpoints.gguf.header import read_header
+from flexinfer.checkpoints.gguf.sources import Changed, Ordered, Source, Stored
+from helpers.gguf.files import Type, write_gguf
+from helpers.gguf.models import CONFIGS, same
+from helpers.tiny_models import draw_model
+
+NAME = "blk.0.attn_q.weight"
+ROWS = 256
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    path = tmp_path_factory.mktemp("sources") / "model.gguf"
+    write_gguf(path, draw_model(CONFIGS["llama"]()), same(Type.Q8_0))
+    return Stored(read_header(str(path)).tensors[NAME])
+
+
+@given(seed=st.integers(0, 1 << 20), first=st.integers(0, ROWS - 1), count=st.integers(1, ROWS))
+def test_some_outputs_are_those_of_the_whole(
+    seed: int, first: int, count: int, stored: Stored
+) -> None:
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(seed))
+    some = slice(first, min(first + count, ROWS))
+    ordered = Ordered(stored, order)
+    changed = Changed(lambda weight: weight - 1, stored)
+    assert torch.equal(ordered.rows(), stored.rows()[order])
+    assert torch.equal(changed.floats(), stored.floats() - 1)
+    sources: list[Source] = [stored, ordered, Ordered(ordered, order), changed]
+    for source in sources:
+        assert torch.equal(source.rows(some), source.rows()[some])
+        if source.is_quantised:
+            whole = source.quantised()[:].dequantised()
+            assert torch.equal(source.quantised()[some].dequantised(), whole[some])
+            assert torch.equal(whole, source.floats())
