@@ -53,7 +53,10 @@ class EngineHandover:
             str(parts.loaded.dtype),
         ]
         if isinstance(config.model, (str, os.PathLike)):
-            weights = fingerprint(config.model)
+            from flexinfer.checkpoints.gguf.hub import gguf_file
+
+            name = os.fspath(config.model)
+            weights = fingerprint(gguf_file(name) or name)
         else:
             weights = _sample_of(parts.loaded.model)
         pieces = () if parts.tokenizer is None else sorted(parts.tokenizer.get_vocab().items())

@@ -164,15 +164,16 @@ def load_tokenizer(tokenizer: Any, model: Any) -> Any:
     from transformers import AutoTokenizer
 
     from flexinfer.checkpoints.folder import TOKENIZER_FILES, check_folder, check_json
-    from flexinfer.checkpoints.gguf.checkpoint import is_gguf
+    from flexinfer.checkpoints.gguf.hub import gguf_file
     from flexinfer.checkpoints.gguf.tokenizer import load_gguf_tokenizer
 
     name = os.fspath(source)
-    if not is_gguf(name):
+    file = gguf_file(name)
+    if file is None:
         check_folder("tokenizer", name)
     try:
-        if is_gguf(name):
-            loaded = load_gguf_tokenizer(name)
+        if file is not None:
+            loaded = load_gguf_tokenizer(file)
         else:
             loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         loaded("a")  # some of what is wrong in its files shows only now

@@ -187,9 +187,9 @@ def _read_generation_config(model: PreTrainedModel, name: str) -> None:
     tokens that end an answer, config.json often not all of them. A GGUF file's config has all."""
     from transformers import GenerationConfig
 
-    from flexinfer.checkpoints.gguf.checkpoint import is_gguf
+    from flexinfer.checkpoints.gguf.hub import gguf_file
 
-    if is_gguf(name):
+    if gguf_file(name) is not None:
         return
     with suppress(OSError):  # there is none
         model.generation_config = GenerationConfig.from_pretrained(name)
@@ -211,11 +211,12 @@ def load_config(name: str) -> Any:
     from transformers import AutoConfig
 
     from flexinfer.checkpoints.folder import MODEL_FILES, check_folder, check_json
-    from flexinfer.checkpoints.gguf.checkpoint import is_gguf, load_gguf_config
+    from flexinfer.checkpoints.gguf.checkpoint import load_gguf_config
+    from flexinfer.checkpoints.gguf.hub import files_hint, gguf_file
 
     _check_readable(name)
-    if is_gguf(name):
-        return load_gguf_config(name)
+    if (file := gguf_file(name)) is not None:
+        return load_gguf_config(file)
     check_folder("model", name)
     check_json(name, MODEL_FILES)
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
@@ -224,7 +225,7 @@ def load_config(name: str) -> Any:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UnsupportedModelError(
-            f"model {name!r} cannot be loaded: {_first_line(error)}"
+            f"model {name!r} cannot be loaded: {_first_line(error).rstrip('.')}{files_hint(name)}"
         ) from error
     except Exception as error:  # of any kind: transformers trusts the types in a config.json
         raise _unusable_config(name, error) from error

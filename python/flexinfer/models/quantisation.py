@@ -23,13 +23,14 @@ def open_checkpoint(name: str, config: Any) -> Checkpoint | None:
     from flexinfer.checkpoints.awq import AwqCheckpoint
     from flexinfer.checkpoints.compressed_formats import open_compressed
     from flexinfer.checkpoints.fp8 import Fp8Checkpoint
-    from flexinfer.checkpoints.gguf.checkpoint import GgufCheckpoint, is_gguf
+    from flexinfer.checkpoints.gguf.checkpoint import GgufCheckpoint
+    from flexinfer.checkpoints.gguf.hub import gguf_file
     from flexinfer.checkpoints.gptq import GptqCheckpoint
     from flexinfer.checkpoints.mxfp4 import Mxfp4Checkpoint
     from flexinfer.checkpoints.tensor_files import TensorFiles
 
-    if is_gguf(name):
-        return GgufCheckpoint(name)
+    if (file := gguf_file(name)) is not None:
+        return GgufCheckpoint(file)
     settings = getattr(config, "quantization_config", None)
     if settings is None:  # early compressed-tensors
         settings = getattr(config, "compression_config", None)
