@@ -6,12 +6,13 @@ from flexinfer.checkpoints.gguf.architecture import Architecture
 from flexinfer.checkpoints.gguf.families.gemma import GEMMA
 from flexinfer.checkpoints.gguf.families.gpt_oss import GPT_OSS
 from flexinfer.checkpoints.gguf.families.granite import GRANITE
+from flexinfer.checkpoints.gguf.families.lfm2 import LFM2
 from flexinfer.checkpoints.gguf.families.llama import LLAMA
 from flexinfer.checkpoints.gguf.families.phi import PHI
 from flexinfer.checkpoints.gguf.header import GgufHeader
 from flexinfer.errors import UnsupportedModelError
 
-ARCHITECTURES: dict[str, Architecture] = LLAMA | GRANITE | PHI | GPT_OSS | GEMMA
+ARCHITECTURES: dict[str, Architecture] = LLAMA | GRANITE | PHI | GPT_OSS | GEMMA | LFM2
 
 
 def architecture_of(header: GgufHeader) -> Architecture:

@@ -8,6 +8,8 @@ import torch
 
 from flexinfer.checkpoints.gguf.sources import Changed, Ordered, Source
 
+CONVOLUTIONS = ("conv.conv.weight", "conv1d.weight")
+
 
 def part_pairs(sources: dict[str, Source], config: Any) -> None:
     """Rows of queries and keys: llama.cpp rotates neighbours together (0 with 1, 2 with 3);
@@ -25,3 +27,11 @@ def less_one(sources: dict[str, Source], config: Any) -> None:
     for name, source in sources.items():
         if name.endswith("norm.weight"):
             sources[name] = Changed(lambda weight: weight - 1, source)
+
+
+def one_input(sources: dict[str, Source], config: Any) -> None:
+    """Convolutions of each channel alone, whose weights have a dimension of one input."""
+    for name, source in sources.items():
+        if name.endswith(CONVOLUTIONS):
+            shape = (source.shape[0], 1, *source.shape[1:])
+            sources[name] = Changed(lambda weight: weight[:, None], source, shape=shape)

@@ -23,6 +23,7 @@ SAID = (
     *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
     *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
     *("attention_bias", "mlp_bias", "original_max_position_embeddings"),
+    *("conv_L_cache", "norm_eps", "num_dense_layers", "moe_intermediate_size"),
 )
 
 
@@ -30,7 +31,7 @@ SAID = (
     "name",
     [
         *("smollm3", "granite", "phi3 with a window", "phi3 for long contexts", "gemma2", "gemma3"),
-        *("qwen3 by yarn", "llama with more biases", "gpt-oss"),
+        *("qwen3 by yarn", "llama with more biases", "gpt-oss", "lfm2", "lfm2moe"),
     ],
 )
 def test_what_only_some_have_is_read(name: str, tmp_path: Path) -> None:

@@ -35,3 +35,14 @@ class Form:
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None, name
         return own if own.endswith((".weight", ".bias")) else f"{own}.weight"  # sinks
+
+
+def experts(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    """Gates and factors of all experts apart."""
+    if "experts." not in name:
+        return None
+    prefix = f"blk.{name.split('.')[2]}.ffn_"
+    if "down_proj" in name:
+        return {f"{prefix}down_exps.weight": tensor}
+    gate, up = tensor.chunk(2, 1)
+    return {f"{prefix}gate_exps.weight": gate, f"{prefix}up_exps.weight": up}

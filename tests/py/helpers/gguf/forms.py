@@ -7,7 +7,8 @@ from typing import Any
 import gguf
 import torch
 
-from helpers.gguf.form import Form, Parts
+from helpers.gguf.form import Form, Parts, experts
+from helpers.gguf.hybrids import HYBRIDS
 
 
 def paired(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
@@ -21,17 +22,6 @@ def paired(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rows = torch.unflatten(tensor, 0, (-1, 2, width // 2)).transpose(1, 2)
     return {f"blk.{layer}.attn_{part}.{ending}": rows}
-
-
-def experts(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
-    """Gates and factors of all experts apart."""
-    if "experts." not in name:
-        return None
-    prefix = f"blk.{name.split('.')[2]}.ffn_"
-    if "down_proj" in name:
-        return {f"{prefix}down_exps.weight": tensor}
-    gate, up = tensor.chunk(2, 1)
-    return {f"{prefix}gate_exps.weight": gate, f"{prefix}up_exps.weight": up}
 
 
 def gpt_oss(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
@@ -84,5 +74,6 @@ FORMS = {
     "gemma": Form("gemma", parts=one_more),
     "gemma2": Form("gemma2", add_window, one_more),
     "gemma3_text": Form("gemma3", add_window, one_more),
+    **HYBRIDS,
 }
 """transformers' model type -> how it is written."""

@@ -104,6 +104,23 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         norm_topk_prob=True,
         **more,
     ),
+    "lfm2": lambda **more: tf.Lfm2Config(
+        **COMMON,
+        pad_token_id=None,
+        layer_types=["conv", "full_attention"],
+        block_auto_adjust_ff_dim=False,
+        **more,
+    ),
+    "lfm2moe": lambda **more: tf.Lfm2MoeConfig(
+        **COMMON,
+        pad_token_id=None,
+        layer_types=["conv", "full_attention"],
+        num_dense_layers=1,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=256,
+        **more,
+    ),
     "gpt-oss": lambda **more: tf.GptOssConfig(
         **COMMON,
         head_dim=64,
