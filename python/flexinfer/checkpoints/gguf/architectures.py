@@ -8,11 +8,12 @@ from flexinfer.checkpoints.gguf.families.gpt_oss import GPT_OSS
 from flexinfer.checkpoints.gguf.families.granite import GRANITE
 from flexinfer.checkpoints.gguf.families.lfm2 import LFM2
 from flexinfer.checkpoints.gguf.families.llama import LLAMA
+from flexinfer.checkpoints.gguf.families.nemotron import NEMOTRON
 from flexinfer.checkpoints.gguf.families.phi import PHI
 from flexinfer.checkpoints.gguf.header import GgufHeader
 from flexinfer.errors import UnsupportedModelError
 
-ARCHITECTURES: dict[str, Architecture] = LLAMA | GRANITE | PHI | GPT_OSS | GEMMA | LFM2
+ARCHITECTURES: dict[str, Architecture] = LLAMA | GRANITE | PHI | GPT_OSS | GEMMA | LFM2 | NEMOTRON
 
 
 def architecture_of(header: GgufHeader) -> Architecture:

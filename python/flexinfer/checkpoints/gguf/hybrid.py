@@ -15,8 +15,9 @@ def attending(values: GgufValues) -> list[bool]:
     return [count > 0 for count in _kv_heads(values)]
 
 
-def heads_of(values: GgufValues) -> dict[str, Any]:
-    """Those of the config, of layers that attend."""
+def heads_of(values: GgufValues, rotates: bool = True) -> dict[str, Any]:
+    """Those of the config, of layers that attend. rotates: whether these do, all numbers of a
+    head."""
     counts = {count for count in _kv_heads(values) if count}
     if len(counts) != 1:
         values.refuse(KV_HEADS, "one number for all layers that attend, and at least one of them")
@@ -25,7 +26,7 @@ def heads_of(values: GgufValues) -> dict[str, Any]:
     if heads % of_kv:
         values.refuse(KV_HEADS, f"only divisors of the head_count, {heads}")
     head_dim = values.count(HEAD_DIM, values.count("embedding_length") // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in ("attention.value_length", *(["rope.dimension_count"] if rotates else [])):
         values.equal(key, head_dim, "the width of keys", default=head_dim)
     queries = values.shape(f"blk.{attending(values).index(True)}.attn_q.weight")
     if queries is not None and queries[0] != heads * head_dim:

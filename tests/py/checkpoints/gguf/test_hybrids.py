@@ -11,16 +11,17 @@ import pytest
 torch = pytest.importorskip("torch")
 gguf = pytest.importorskip("gguf")
 
-from flexinfer.checkpoints.gguf.checkpoint import load_gguf_config
+from flexinfer.checkpoints.gguf.checkpoint import GgufCheckpoint, load_gguf_config
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.loading import load_model
 from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
+from helpers.gguf.hybrids import add_mamba2
 from helpers.gguf.models import CONFIGS, mixed, same
 from helpers.mixtures import NUM_TOKENS, generate
 from helpers.tiny_models import continue_prompt, draw_model, random_prompts
 
-KV_HEADS = "attention.head_count_kv"
-FEW = 3072
+KV_HEADS, SHARED = "attention.head_count_kv", "expert_shared_feed_forward_length"
+FEW = 4096
 """Numbers of the largest weight that is kept as numbers: a convolution's, or a router's."""
 
 
@@ -28,7 +29,7 @@ def expected(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     return [continue_prompt(model, tuple(prompt), NUM_TOKENS) for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", ["lfm2", "lfm2moe"])
+@pytest.mark.parametrize("name", ["lfm2", "lfm2moe", "granitehybrid", "granitehybrid with experts"])
 def test_matrices_of_mixers_stay_quantised(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, draw_model(CONFIGS[name]()), mixed)
@@ -86,6 +87,10 @@ def test_heads_of_layers_that_cannot_be_are_refused(
         ("lfm2", "rope.dimension_count", 32, "only the width of keys, 64"),
         ("lfm2", "shortconv.l_cache", 0, "whole numbers from 1 on"),
         ("lfm2moe", "expert_gating_func", 1, "only 2, sigmoid"),
+        ("granitehybrid", "ssm.inner_size", 640, "only multiples of the embedding_length, 256"),
+        ("granitehybrid", "ssm.time_step_rank", 7, "only divisors of the ssm.inner_size, 512"),
+        ("granitehybrid", SHARED, 256, "only the feed_forward_length, 512"),
+        ("granite", SHARED, 256, "only the feed_forward_length, 512"),
     ],
 )
 def test_values_that_are_not_known_are_refused(
@@ -97,14 +102,115 @@ def test_values_that_are_not_known_are_refused(
         load_gguf_config(str(path))
 
 
-@pytest.mark.parametrize("key", ["shortconv.l_cache", "expert_gating_func"])
-def test_values_that_lack_are_named(key: str, tmp_path: Path) -> None:
-    write_with(tmp_path / "model.gguf", "lfm2moe", key, lambda writer, whole: None)
-    with pytest.raises(UnsupportedModelError, match=f"has no lfm2moe.{key}"):
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("lfm2moe", "shortconv.l_cache"),
+        ("lfm2moe", "expert_gating_func"),
+        ("granitehybrid", "ssm.group_count"),
+        ("granitehybrid with experts", SHARED),
+    ],
+)
+def test_values_that_lack_are_named(name: str, key: str, tmp_path: Path) -> None:
+    write_with(tmp_path / "model.gguf", name, key, lambda writer, whole: None)
+    with pytest.raises(UnsupportedModelError, match=rf"has no \w+\.{key}"):
         load_gguf_config(str(tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("widths", "known"),
+    [
+        ([0, 512, 0], "one for each of 4 layers, 0 or the width of all MLPs"),
+        ([0, 0, 0, 0], "one for each of 4 layers, 0 or the width of all MLPs"),
+        ([0, 512, 0, 256], "one for each of 4 layers, 0 or the width of all MLPs"),
+        ([0, -512, 0, 0], "one for each of 4 layers, 0 or the width of all MLPs"),
+        ([0, 0, 512, 0], "0 in layers that attend"),
+    ],
+)
+def test_widths_of_layers_that_cannot_be_are_refused(
+    widths: list[int], known: str, tmp_path: Path
+) -> None:
+    path, key = tmp_path / "model.gguf", "feed_forward_length"
+    write_with(path, "nemotron_h", key, lambda writer, whole: writer.add_array(whole, widths))
+    with pytest.raises(UnsupportedModelError, match=rf"{key} = .*; known: {known}"):
+        load_gguf_config(str(path))
+
+
+@pytest.mark.parametrize(
+    "key", ["attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"]
+)
+def test_the_epsilon_of_norms_by_either_name(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_with(path, "nemotron_h", key, lambda writer, whole: writer.add_float32(whole, 0.25))
+    assert load_gguf_config(str(path)).layer_norm_epsilon == 0.25
 
 
 def test_a_file_that_says_of_no_layer_that_it_is_dense(tmp_path: Path) -> None:
     key = "leading_dense_block_count"
     write_with(tmp_path / "model.gguf", "lfm2moe", key, lambda writer, whole: None)
     assert load_gguf_config(str(tmp_path / "model.gguf")).num_dense_layers == 0
+
+
+def test_what_granite_4_says_of_layers_that_it_has_not(tmp_path: Path) -> None:
+    """The converter writes its dense models, in which all layers attend, as those before."""
+
+    def add(writer: Any, whole: str) -> None:
+        writer.add_uint32(whole, 512)
+        add_mamba2(writer, 512, 8, [4, 32, 1])
+
+    path = write_with(tmp_path / "model.gguf", "granite", SHARED, add)
+    assert load_gguf_config(path).model_type == "granite"
+
+
+@pytest.mark.parametrize("other", ["ffn_up", "ffn_gate"])
+def test_halves_of_a_weight_that_have_other_types(other: str, tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", draw_model(CONFIGS["granitehybrid"]())
+    written = write_gguf(path, model, lambda name: Type.Q8_0 if other in name else Type.Q4_0)
+    prompts = random_prompts((5, 40))
+    assert generate(path, prompts) == expected(written, prompts)
+
+
+def test_rows_of_a_joined_weight_are_those_of_its_parts(tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", draw_model(CONFIGS["granitehybrid"]())
+    write_gguf(path, model, same(Type.Q8_0))
+    checkpoint = GgufCheckpoint(str(path))
+    name = "model.layers.1.shared_mlp.input_linear.weight"
+    whole = checkpoint.read_quantised(name)
+    for some in (slice(0, 100), slice(500, 520), slice(512, 1024), slice(0, 1024)):
+        numbers = checkpoint.read(name)[some]
+        assert torch.equal(whole[some].dequantised(), numbers)
+    assert torch.equal(numbers[:512], checkpoint.read(name)[:512])
+
+
+def write_changed(path: Path, name: str, change: Callable[[dict[str, Any]], None]) -> str:
+    """change: what it does to the tensors by their names."""
+    model = draw_model(CONFIGS[name]())
+    writer = writer_of(path, model)
+    add_weights(writer, model, same(Type.F32))
+    change(writer.tensors[0])
+    finish(writer)
+    return str(path)
+
+
+def test_decays_that_grow_are_refused(tmp_path: Path) -> None:
+    def change(tensors: dict[str, Any]) -> None:
+        tensors["blk.0.ssm_a"].tensor = -tensors["blk.0.ssm_a"].tensor
+
+    path = write_changed(tmp_path / "model.gguf", "granitehybrid", change)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.mamba\.A_log .* above 0"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "lacking"),
+    [
+        ("blk.0.ffn_up.weight", r"0\.shared_mlp\.input_linear\.weight"),
+        ("blk.0.ssm_a", r"0\.mamba\.A_log"),
+        ("blk.0.ssm_dt.bias", r"0\.mamba\.dt_bias"),
+        ("blk.0.ssm_norm.weight", r"0\.mamba\.norm\.weight"),
+    ],
+)
+def test_a_tensor_that_lacks_is_refused_by_name(tensor: str, lacking: str, tmp_path: Path) -> None:
+    path = write_changed(tmp_path / "m.gguf", "granitehybrid", lambda all_: all_.pop(tensor))
+    with pytest.raises(UnsupportedModelError, match=lacking):
+        load_model(path)

@@ -27,7 +27,7 @@ FACTORS: dict[Type, dict[int, float]] = {
     Type.IQ4_XS: {0: 2e-4},
 }
 """Of types whose blocks are drawn: the bytes at which factors lie, and how large they are."""
-KEPT = ("shortconv.conv.",)
+KEPT = ("shortconv.conv.", "ssm_conv1d.", "ssm_norm.")
 """Parts of names of matrices that are never quantised."""
 
 
@@ -60,9 +60,9 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    has_own_name = hasattr(config, "norm_eps")
-    writer.add_layer_norm_rms_eps(config.norm_eps if has_own_name else config.rms_norm_eps)
-    rope = config.rope_parameters
+    names = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+    writer.add_layer_norm_rms_eps(next(getattr(config, n) for n in names if hasattr(config, n)))
+    rope = getattr(config, "rope_parameters", None) or {"rope_theta": 1e4}
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     add_of_some(writer, config)
 
@@ -79,7 +79,7 @@ def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
     ):
         if getattr(config, name, None):
             add(getattr(config, name))
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope.get("rope_type") == "yarn":

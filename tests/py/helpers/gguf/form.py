@@ -46,3 +46,16 @@ def experts(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
         return {f"{prefix}down_exps.weight": tensor}
     gate, up = tensor.chunk(2, 1)
     return {f"{prefix}gate_exps.weight": gate, f"{prefix}up_exps.weight": up}
+
+
+def paired(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    """Rows of each head in llama.cpp's order, which rotates neighbours."""
+    module, _, ending = name.removeprefix("model.layers.").rpartition(".")
+    if "experts" in name:
+        return experts(name, tensor, config)
+    if not module.endswith(("q_proj", "k_proj")):
+        return None
+    layer, part = module.split(".")[0], module[-6]
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rows = torch.unflatten(tensor, 0, (-1, 2, width // 2)).transpose(1, 2)
+    return {f"blk.{layer}.attn_{part}.{ending}": rows}

@@ -7,21 +7,8 @@ from typing import Any
 import gguf
 import torch
 
-from helpers.gguf.form import Form, Parts, experts
+from helpers.gguf.form import Form, Parts, experts, paired
 from helpers.gguf.hybrids import HYBRIDS
-
-
-def paired(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
-    """Rows of each head in llama.cpp's order, which rotates neighbours."""
-    module, _, ending = name.removeprefix("model.layers.").rpartition(".")
-    if "experts" in name:
-        return experts(name, tensor, config)
-    if not module.endswith(("q_proj", "k_proj")):
-        return None
-    layer, part = module.split(".")[0], module[-6]
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rows = torch.unflatten(tensor, 0, (-1, 2, width // 2)).transpose(1, 2)
-    return {f"blk.{layer}.attn_{part}.{ending}": rows}
 
 
 def gpt_oss(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
