@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flexinfer.checkpoints.gguf.architecture import Architecture
+from flexinfer.checkpoints.gguf.families.falcon_h1 import FALCON_H1
 from flexinfer.checkpoints.gguf.families.gemma import GEMMA
 from flexinfer.checkpoints.gguf.families.gpt_oss import GPT_OSS
 from flexinfer.checkpoints.gguf.families.granite import GRANITE
@@ -13,7 +14,9 @@ from flexinfer.checkpoints.gguf.families.phi import PHI
 from flexinfer.checkpoints.gguf.header import GgufHeader
 from flexinfer.errors import UnsupportedModelError
 
-ARCHITECTURES: dict[str, Architecture] = LLAMA | GRANITE | PHI | GPT_OSS | GEMMA | LFM2 | NEMOTRON
+ARCHITECTURES: dict[str, Architecture] = (
+    LLAMA | GRANITE | PHI | GPT_OSS | GEMMA | LFM2 | NEMOTRON | FALCON_H1
+)
 
 
 def architecture_of(header: GgufHeader) -> Architecture:

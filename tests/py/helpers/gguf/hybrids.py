@@ -124,7 +124,25 @@ def nemotron(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
     return parts
 
 
+def add_falcon_h1(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Its factors, which are 1 here, are in the weights."""
+    del writer.kv_data[0][f"{writer.arch}.embedding_scale"]
+    sizes = [config.mamba_d_conv, config.mamba_d_state, config.mamba_n_groups]
+    add_mamba2(writer, config.mamba_d_ssm, config.mamba_n_heads, sizes)
+
+
+def falcon_h1(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    """Its second norm has a name without an ending."""
+    if ".mamba." in name:
+        return mamba2(name.replace(".mamba", ""), tensor, config.mamba_n_groups)
+    own = own_name(name)
+    if own.endswith("pre_ff_layernorm.weight"):
+        return {own.replace("pre_ff_layernorm.weight", "ffn_norm"): tensor}
+    return None
+
+
 HYBRIDS = {
+    "falcon_h1": Form("falcon-h1", add_falcon_h1, falcon_h1),
     "nemotron_h": Form("nemotron_h", add_nemotron, nemotron),
     "granitemoehybrid": Form("granitehybrid", add_granite, granite),
     "lfm2": Form("lfm2", add_lfm2, lfm2),

@@ -44,6 +44,15 @@ NEMOTRON_H: dict[str, Any] = {
     "num_experts_per_tok": 0,
     "pad_token_id": None,
 }
+MAMBA_2: dict[str, Any] = {
+    "head_dim": 32,
+    "mamba_d_ssm": 768,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 96,
+    "mamba_d_state": 32,
+    "mamba_n_groups": 2,
+    "pad_token_id": None,
+}
 CONFIGS: dict[str, Callable[..., Any]] = {
     "llama": lambda **more: tf.LlamaConfig(**COMMON, **more),
     "llama with biases": lambda **more: tf.LlamaConfig(**COMMON, attention_bias=True, **more),
@@ -166,6 +175,18 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         **COMMON | {"num_hidden_layers": 4},
         **NEMOTRON_H,
         layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+        **more,
+    ),
+    "falcon-h1": lambda **more: tf.FalconH1Config(
+        **COMMON, **MAMBA_2, mamba_norm_before_gate=False, **more
+    ),
+    "falcon-h1 with norms": lambda **more: tf.FalconH1Config(
+        **COMMON,
+        **MAMBA_2,
+        mamba_norm_before_gate=False,
+        mamba_rms_norm=True,
+        mamba_conv_bias=False,
+        attention_bias=True,
         **more,
     ),
     "gpt-oss": lambda **more: tf.GptOssConfig(
