@@ -7,6 +7,7 @@ from flexinfer.checkpoints.gguf.families.falcon_h1 import FALCON_H1
 from flexinfer.checkpoints.gguf.families.gemma import GEMMA
 from flexinfer.checkpoints.gguf.families.gpt_oss import GPT_OSS
 from flexinfer.checkpoints.gguf.families.granite import GRANITE
+from flexinfer.checkpoints.gguf.families.jamba import JAMBA
 from flexinfer.checkpoints.gguf.families.lfm2 import LFM2
 from flexinfer.checkpoints.gguf.families.llama import LLAMA
 from flexinfer.checkpoints.gguf.families.nemotron import NEMOTRON
@@ -15,7 +16,7 @@ from flexinfer.checkpoints.gguf.header import GgufHeader
 from flexinfer.errors import UnsupportedModelError
 
 ARCHITECTURES: dict[str, Architecture] = (
-    LLAMA | GRANITE | PHI | GPT_OSS | GEMMA | LFM2 | NEMOTRON | FALCON_H1
+    LLAMA | GRANITE | PHI | GPT_OSS | GEMMA | LFM2 | NEMOTRON | FALCON_H1 | JAMBA
 )
 
 

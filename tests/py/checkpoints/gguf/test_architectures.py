@@ -28,6 +28,7 @@ SAID = (
     *("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"),
     *("layers_block_type", "layer_norm_epsilon", "use_conv_bias", "intermediate_size"),
     *("mamba_d_ssm", "mamba_rms_norm", "mamba_norm_before_gate"),
+    *("layers_block_type", "layers_num_experts", "mamba_dt_rank"),
     *("mamba_expand", "mamba_conv_bias", "shared_intermediate_size", "position_embedding_type"),
 )
 
@@ -38,7 +39,7 @@ SAID = (
         *("smollm3", "granite", "phi3 with a window", "phi3 for long contexts", "gemma2", "gemma3"),
         *("qwen3 by yarn", "llama with more biases", "gpt-oss", "lfm2", "lfm2moe"),
         *("granitehybrid", "granitehybrid with experts", "granitehybrid with rotations"),
-        *("nemotron_h", "falcon-h1", "falcon-h1 with norms"),
+        *("nemotron_h", "falcon-h1", "falcon-h1 with norms", "jamba", "jamba without experts"),
     ],
 )
 def test_what_only_some_have_is_read(name: str, tmp_path: Path) -> None:

@@ -38,6 +38,36 @@ def test_matrices_of_mixers_stay_quantised(name: str, tmp_path: Path) -> None:
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
+def test_matrices_of_jamba_stay_quantised_but_one_that_its_code_reads(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, draw_model(CONFIGS["jamba"]()), mixed)
+    model: Any = load_model(str(path)).model
+    linears = {n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert linears == {f"model.layers.{layer}.mamba.dt_proj" for layer in (0, 2, 3)}
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("heads", [[2, 0, 2, 2], [0, 2, 2, 0]])
+def test_layers_that_attend_lie_equally_far_apart_in_jamba(
+    heads: list[int], tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_with(path, "jamba", KV_HEADS, lambda writer, whole: writer.add_array(whole, heads))
+    with pytest.raises(UnsupportedModelError, match="known: heads in layers that lie equally far"):
+        load_gguf_config(str(path))
+
+
+@pytest.mark.parametrize("layer", [1, 3])
+def test_so_do_layers_with_experts(layer: int, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Any]) -> None:
+        name = f"blk.{layer}.ffn_gate_inp.weight"
+        tensors[name.replace(str(layer), "2")] = tensors.pop(name)
+
+    path = write_changed(tmp_path / "model.gguf", "jamba", change)
+    with pytest.raises(UnsupportedModelError, match="known: experts in layers that lie equally"):
+        load_gguf_config(path)
+
+
 def test_the_correction_by_which_experts_are_chosen(tmp_path: Path) -> None:
     path, model = tmp_path / "model.gguf", draw_model(CONFIGS["lfm2moe"]())
     prompts = random_prompts((40,))

@@ -54,14 +54,18 @@ def add_mamba2(writer: gguf.GGUFWriter, inner: int, heads: int, sizes: list[int]
         add(size)
 
 
+def decays_of(logarithms: torch.Tensor) -> torch.Tensor:
+    """Those of the model are set to what is made of the decays."""
+    decays = -torch.exp(logarithms)
+    logarithms.copy_(torch.log(-decays))
+    return decays
+
+
 def mamba2(name: str, tensor: torch.Tensor, num_groups: int) -> Parts | None:
-    """name: without the mixer's. Decays are no logarithms: those of the model are set to what is
-    made of them."""
+    """name: without the mixer's."""
     own, _, part = own_name(name).rpartition(".")
     if part == "A_log":
-        decays = -torch.exp(tensor)
-        tensor.copy_(torch.log(-decays))
-        return {f"{own}.ssm_a": decays[:, None]}
+        return {f"{own}.ssm_a": decays_of(tensor)[:, None]}
     if part == "D":
         return {f"{own}.ssm_d": tensor[:, None]}
     if part == "dt_bias":
@@ -141,7 +145,28 @@ def falcon_h1(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
     return None
 
 
+def add_jamba(writer: gguf.GGUFWriter, config: Any) -> None:
+    add_kv_heads(writer, config)
+    writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+    writer.add_ssm_time_step_rank(config.mamba_dt_rank)
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+
+
+def jamba(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    """Mamba has decays of each input, and a projection for time steps."""
+    own, _, part = own_name(name).replace("mamba.", "").rpartition(".")
+    if part == "A_log":
+        return {f"{own}.ssm_a": decays_of(tensor)}
+    if part == "D":
+        return {f"{own}.ssm_d": tensor}
+    if name.endswith("conv1d.weight"):
+        return {own.replace("conv1d", "ssm_conv1d.weight"): tensor[:, 0]}
+    return experts(name, tensor, config)
+
+
 HYBRIDS = {
+    "jamba": Form("jamba", add_jamba, jamba),
     "falcon_h1": Form("falcon-h1", add_falcon_h1, falcon_h1),
     "nemotron_h": Form("nemotron_h", add_nemotron, nemotron),
     "granitemoehybrid": Form("granitehybrid", add_granite, granite),

@@ -53,6 +53,12 @@ MAMBA_2: dict[str, Any] = {
     "mamba_n_groups": 2,
     "pad_token_id": None,
 }
+JAMBA: dict[str, Any] = {
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "mamba_dt_rank": 256,
+    "pad_token_id": None,
+}
 CONFIGS: dict[str, Callable[..., Any]] = {
     "llama": lambda **more: tf.LlamaConfig(**COMMON, **more),
     "llama with biases": lambda **more: tf.LlamaConfig(**COMMON, attention_bias=True, **more),
@@ -188,6 +194,12 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         mamba_conv_bias=False,
         attention_bias=True,
         **more,
+    ),
+    "jamba": lambda **more: tf.JambaConfig(
+        **COMMON | {"num_hidden_layers": 4}, **JAMBA, num_experts=4, num_experts_per_tok=2, **more
+    ),
+    "jamba without experts": lambda **more: tf.JambaConfig(
+        **COMMON | {"num_hidden_layers": 3}, **JAMBA, num_experts=1, num_experts_per_tok=1, **more
     ),
     "gpt-oss": lambda **more: tf.GptOssConfig(
         **COMMON,

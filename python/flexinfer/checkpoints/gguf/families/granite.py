@@ -49,9 +49,6 @@ def _settings(values: GgufValues) -> dict[str, Any]:
 
 def _hybrid(values: GgufValues) -> dict[str, Any]:
     attends = attending(values)
-    inner, width = values.count(mamba.INNER), values.count("embedding_length")
-    if inner % width:
-        values.refuse(mamba.INNER, f"only multiples of the embedding_length, {width}")
     return {
         **_factors(values),
         **heads_of(values),
@@ -63,7 +60,7 @@ def _hybrid(values: GgufValues) -> dict[str, Any]:
         "mamba_d_state": values.count(mamba.STATE),
         "mamba_d_conv": values.count(mamba.KERNEL),
         "mamba_n_groups": values.count(mamba.GROUPS),
-        "mamba_expand": inner // width,
+        "mamba_expand": mamba.expansion_of(values),
         "mamba_conv_bias": mamba.has_bias(values),
         **_mlp(values),
     }
