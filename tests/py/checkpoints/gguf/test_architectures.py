@@ -40,6 +40,7 @@ SAID = (
         *("qwen3 by yarn", "llama with more biases", "gpt-oss", "lfm2", "lfm2moe"),
         *("granitehybrid", "granitehybrid with experts", "granitehybrid with rotations"),
         *("nemotron_h", "falcon-h1", "falcon-h1 with norms", "jamba", "jamba without experts"),
+        "granitemoe with shared experts",
     ],
 )
 def test_what_only_some_have_is_read(name: str, tmp_path: Path) -> None:

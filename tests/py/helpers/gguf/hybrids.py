@@ -165,7 +165,14 @@ def jamba(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
     return experts(name, tensor, config)
 
 
+def add_granite_moe(writer: gguf.GGUFWriter, config: Any) -> None:
+    if getattr(config, "shared_intermediate_size", None):
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+
+
 HYBRIDS = {
+    "granitemoe": Form("granitemoe", add_granite_moe, granite),
+    "granitemoeshared": Form("granitemoe", add_granite_moe, granite),
     "jamba": Form("jamba", add_jamba, jamba),
     "falcon_h1": Form("falcon-h1", add_falcon_h1, falcon_h1),
     "nemotron_h": Form("nemotron_h", add_nemotron, nemotron),

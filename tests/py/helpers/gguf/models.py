@@ -59,6 +59,14 @@ JAMBA: dict[str, Any] = {
     "mamba_dt_rank": 256,
     "pad_token_id": None,
 }
+GRANITE_MOE: dict[str, Any] = {
+    "attention_multiplier": 0.1,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 CONFIGS: dict[str, Callable[..., Any]] = {
     "llama": lambda **more: tf.LlamaConfig(**COMMON, **more),
     "llama with biases": lambda **more: tf.LlamaConfig(**COMMON, attention_bias=True, **more),
@@ -200,6 +208,10 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     ),
     "jamba without experts": lambda **more: tf.JambaConfig(
         **COMMON | {"num_hidden_layers": 3}, **JAMBA, num_experts=1, num_experts_per_tok=1, **more
+    ),
+    "granitemoe": lambda **more: tf.GraniteMoeConfig(**COMMON, **GRANITE_MOE, **more),
+    "granitemoe with shared experts": lambda **more: tf.GraniteMoeSharedConfig(
+        **COMMON, **GRANITE_MOE, shared_intermediate_size=256, **more
     ),
     "gpt-oss": lambda **more: tf.GptOssConfig(
         **COMMON,

@@ -21,8 +21,7 @@ FACTORS = {
 ROTATES, SHARED = "rope.scaling.finetuned", "expert_shared_feed_forward_length"
 HALVES = ("shared_mlp.gate", "shared_mlp.up")
 MLP = {"gate": HALVES[0], "up": HALVES[1], "down": "shared_mlp.output_linear"}
-HYBRID_NAMES = {
-    **mamba.names_in("mamba"),
+NAMES = {
     **{f"ffn_{part}": name for part, name in MLP.items()},
     **{f"ffn_{part}_shexp": name for part, name in MLP.items()},
     "ffn_gate_inp": "block_sparse_moe.router",
@@ -37,14 +36,27 @@ def _factors(values: GgufValues) -> dict[str, Any]:
     return {name: values.factor(key, usual.get(key, 1.0)) for key, name in FACTORS.items()}
 
 
-def _settings(values: GgufValues) -> dict[str, Any]:
+def _rotating(values: GgufValues) -> dict[str, Any]:
     """Without rotary embeddings, as some are, transformers has no such model. Those of Granite 4
-    say of Mamba-2 and of shared experts what no layer has, where all attend."""
+    in which all layers attend say of Mamba-2, too, which none has."""
     if values.get(ROTATES, True) is False:
         values.refuse(ROTATES, "true")
+    return _factors(values)
+
+
+def _dense(values: GgufValues) -> dict[str, Any]:
+    """Granite 4 calls its MLPs shared by experts that are not there."""
     width = values.count("feed_forward_length")
     values.equal(SHARED, width, "the feed_forward_length", default=width)
-    return _factors(values)
+    return _rotating(values)
+
+
+def _experts(values: GgufValues) -> dict[str, Any]:
+    return {
+        "num_local_experts": values.count("expert_count"),
+        "num_experts_per_tok": values.count("expert_used_count"),
+        "shared_intermediate_size": values.count(SHARED) if values.get(SHARED) else 0,
+    }
 
 
 def _hybrid(values: GgufValues) -> dict[str, Any]:
@@ -86,14 +98,24 @@ GRANITE = {
         "GraniteConfig",
         conversions=(part_pairs,),
         keys=frozenset({*FACTORS, *mamba.KEYS, SHARED}),
-        settings=_settings,
+        settings=_dense,
+    ),
+    "granitemoe": Architecture(
+        None,
+        experts_config="GraniteMoeSharedConfig",
+        conversions=(part_pairs, _join_halves),
+        experts="block_sparse_moe.experts",
+        names=NAMES,
+        keys=frozenset({*FACTORS, *mamba.KEYS, SHARED}),
+        settings=_rotating,
+        expert_settings=_experts,
     ),
     "granitehybrid": Architecture(
         "GraniteMoeHybridConfig",
         experts_config="GraniteMoeHybridConfig",
         conversions=(part_pairs, one_input, mamba.undo_mamba2, _join_halves),
         experts="block_sparse_moe.experts",
-        names=HYBRID_NAMES,
+        names=NAMES | mamba.names_in("mamba"),
         keys=frozenset({*FACTORS, *mamba.KEYS, KV_HEADS, SHARED}),
         settings=_hybrid,
     ),
