@@ -84,4 +84,5 @@ def fuse_mlp(module: Any) -> GatedMLP | None:
 def is_silu(activation: Any) -> bool:
     from transformers.activations import SiLUActivation
 
-    return type(activation) in (torch.nn.SiLU, SiLUActivation)
+    is_module = type(activation) in (torch.nn.SiLU, SiLUActivation)
+    return is_module or activation is torch.nn.functional.silu  # LFM2's experts have the function

@@ -19,7 +19,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -286,6 +286,9 @@ class _Form(ast.NodeTransformer):
     def _value(self, node: ast.expr) -> bool | None:
         """What the module says to this condition; None: it hangs on more, or on what this module
         lacks, in a branch that it does not reach."""
+        parts = node.values if _is_and(node) else []
+        if any(self._value(part) is False for part in parts):
+            return False  # Mamba-2 asks whether it trains, and whether there is a cache
         if not self._reads_only_the_module(node):
             return None
         self.has_decided = True
@@ -293,6 +296,10 @@ class _Form(ast.NodeTransformer):
             return bool(eval(ast.unparse(node), dict(self._names)))
         except AttributeError:
             return None
+
+
+def _is_and(node: ast.expr) -> TypeGuard[ast.BoolOp]:
+    return isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And)
 
 
 def _is_harmless(decorator: ast.expr) -> bool:

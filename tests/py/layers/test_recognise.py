@@ -165,6 +165,20 @@ class Reads(nn.Module):
         return x
 
 
+class ReadsInTraining(Reads):
+    """As Mamba-2 does with its last layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad and self.training:
+            return x @ self.read.weight.t()
+        return self.read(x)
+
+
+def test_a_condition_is_decided_by_the_part_of_it_that_the_module_says() -> None:
+    assert weights_read_by(ReadsInTraining()) == {"read"}
+    assert weights_read_by(ReadsInTraining().eval()) == frozenset()
+
+
 def test_children_whose_weights_are_read_are_told() -> None:
     assert weights_read_by(Reads()) == {"read"}
     assert weights_read_by(Reads(slow=True)) == {"read", "idle"}

@@ -36,8 +36,9 @@ EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exp
 Convert = Callable[[dict[str, Source], Any], None]
 """Undoes something that llama.cpp's converter does to the weights of a model of this config, under
 the model's names: takes sources of the file out, and puts others in their place."""
-BLOCK = re.compile(r"blk\.([0-9]+)\.(\w+)\.(\w+)")
-"""llama.cpp's name of a tensor of one layer: its number, the part, weight or bias."""
+BLOCK = re.compile(r"blk\.([0-9]+)\.(.+)")
+"""llama.cpp's name of a tensor of one layer: its number; the part, and weight or bias, which few
+have not."""
 
 
 def of_equal_width(values: GgufValues) -> dict[str, Any]:
@@ -61,8 +62,8 @@ class Architecture:
     experts: str = "mlp.experts"
     """Where the experts of a layer are."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """As NAMES, of parts that others have not, or elsewhere; of a part with ".weight" or ".bias"
-    the whole name."""
+    """As NAMES, of parts that others have not, or elsewhere; of a part with ".weight" or ".bias",
+    or of one that has neither in the file, the whole name."""
     keys: frozenset[str] = frozenset()
     """Of values that others have not, or that the settings read in a way of their own."""
     tensors: frozenset[str] = frozenset()
@@ -76,11 +77,11 @@ class Architecture:
 
     def weight_name(self, name: str) -> str | None:
         """What transformers calls the weight that the file calls `name`; None: there is none."""
+        layer = ""
         if block := BLOCK.fullmatch(name):
-            layer, part, ending = f"model.layers.{block[1]}.", block[2], block[3]
-        else:
-            layer, (part, _, ending) = "", name.rpartition(".")
-        if (whole := self.names.get(f"{part}.{ending}")) is not None:
+            layer, name = f"model.layers.{block[1]}.", block[2]
+        part, _, ending = name.rpartition(".")
+        if (whole := self.names.get(name)) is not None:
             return layer + whole
         own = self.names.get(part, NAMES.get(part))
         return None if own is None else f"{layer}{own}.{ending}"
@@ -89,6 +90,7 @@ class Architecture:
         """The module of the experts that the file calls `name`, and the part; None: it is no
         such."""
         block = BLOCK.fullmatch(name)
-        if block is None or block[2] not in EXPERTS or block[3] != "weight":
+        part = None if block is None else EXPERTS.get(block[2].removesuffix(".weight"))
+        if block is None or part is None or not name.endswith(".weight"):
             return None
-        return f"model.layers.{block[1]}.{self.experts}", EXPERTS[block[2]]
+        return f"model.layers.{block[1]}.{self.experts}", part

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from flexinfer.checkpoints.gguf.architecture import Architecture
+from flexinfer.checkpoints.gguf.families.falcon_h1 import FALCON_H1
 from flexinfer.checkpoints.gguf.families.gemma import GEMMA
 from flexinfer.checkpoints.gguf.families.gpt_oss import GPT_OSS
 from flexinfer.checkpoints.gguf.families.granite import GRANITE
+from flexinfer.checkpoints.gguf.families.jamba import JAMBA
+from flexinfer.checkpoints.gguf.families.lfm2 import LFM2
 from flexinfer.checkpoints.gguf.families.llama import LLAMA
+from flexinfer.checkpoints.gguf.families.nemotron import NEMOTRON
 from flexinfer.checkpoints.gguf.families.phi import PHI
 from flexinfer.checkpoints.gguf.header import GgufHeader
 from flexinfer.errors import UnsupportedModelError
 
-ARCHITECTURES: dict[str, Architecture] = LLAMA | GRANITE | PHI | GPT_OSS | GEMMA
+ARCHITECTURES: dict[str, Architecture] = (
+    LLAMA | GRANITE | PHI | GPT_OSS | GEMMA | LFM2 | NEMOTRON | FALCON_H1 | JAMBA
+)
 
 
 def architecture_of(header: GgufHeader) -> Architecture:

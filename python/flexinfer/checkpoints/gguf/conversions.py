@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from flexinfer.checkpoints.gguf.sources import Changed, Ordered, Source
+from flexinfer.checkpoints.gguf.sources import Changed, Joined, Ordered, Source
+
+CONVOLUTIONS = ("conv.conv.weight", "conv1d.weight")
 
 
 def part_pairs(sources: dict[str, Source], config: Any) -> None:
@@ -25,3 +28,33 @@ def less_one(sources: dict[str, Source], config: Any) -> None:
     for name, source in sources.items():
         if name.endswith("norm.weight"):
             sources[name] = Changed(lambda weight: weight - 1, source)
+
+
+def one_input(sources: dict[str, Source], config: Any) -> None:
+    """Convolutions of each channel alone, whose weights have a dimension of one input."""
+    for name, source in sources.items():
+        if name.endswith(CONVOLUTIONS):
+            shape = (source.shape[0], 1, *source.shape[1:])
+            sources[name] = Changed(lambda weight: weight[:, None], source, shape=shape)
+
+
+def join(sources: dict[str, Source], names: Sequence[str], whole: str) -> None:
+    """Weights that are one in the model. Of several types it is not quantised. None are joined
+    where one is missing, or has other columns: the model then lacks it."""
+    if not all(name in sources for name in names):
+        return
+    parts = [sources[name] for name in names]
+    columns = {part.shape[1:] for part in parts}
+    if len(columns) > 1:
+        return
+    for name in names:
+        del sources[name]
+    if len({part.type for part in parts}) == 1:
+        sources[whole] = Joined(*parts)
+    else:
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        sources[whole] = Changed(_cat, *parts, shape=shape)
+
+
+def _cat(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part.float() for part in parts])

@@ -46,7 +46,7 @@ GPT_4O = Cut(
 GPT_2 = Cut(None, as_gpt_2=True)
 DIGITS = Cut(r"\p{N}", as_gpt_2=True)
 OF_CUTS: tuple[tuple[Cut, str], ...] = (
-    (LLAMA_3, "llama-bpe llama-v3 llama3 falcon3 pixtral midm-2.0 lfm2"),
+    (LLAMA_3, "llama-bpe llama-v3 llama3 falcon3 falcon-h1 pixtral midm-2.0 lfm2"),
     (replace(LLAMA_3, is_begun=False), "dbrx smaug-bpe"),
     (QWEN_2, "qwen2 deepseek-r1-qwen megrez stablelm2 kormo hunyuan solar-open f2llmv2"),
     (TEKKEN, "tekken"),

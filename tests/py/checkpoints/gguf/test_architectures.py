@@ -23,6 +23,13 @@ SAID = (
     *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
     *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
     *("attention_bias", "mlp_bias", "original_max_position_embeddings"),
+    *("conv_L_cache", "norm_eps", "num_dense_layers", "moe_intermediate_size"),
+    *("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv"),
+    *("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"),
+    *("layers_block_type", "layer_norm_epsilon", "use_conv_bias", "intermediate_size"),
+    *("mamba_d_ssm", "mamba_rms_norm", "mamba_norm_before_gate"),
+    *("layers_block_type", "layers_num_experts", "mamba_dt_rank"),
+    *("mamba_expand", "mamba_conv_bias", "shared_intermediate_size", "position_embedding_type"),
 )
 
 
@@ -30,7 +37,10 @@ SAID = (
     "name",
     [
         *("smollm3", "granite", "phi3 with a window", "phi3 for long contexts", "gemma2", "gemma3"),
-        *("qwen3 by yarn", "llama with more biases", "gpt-oss"),
+        *("qwen3 by yarn", "llama with more biases", "gpt-oss", "lfm2", "lfm2moe"),
+        *("granitehybrid", "granitehybrid with experts", "granitehybrid with rotations"),
+        *("nemotron_h", "falcon-h1", "falcon-h1 with norms", "jamba", "jamba without experts"),
+        "granitemoe with shared experts",
     ],
 )
 def test_what_only_some_have_is_read(name: str, tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ FACTORS: dict[Type, dict[int, float]] = {
     Type.IQ4_XS: {0: 2e-4},
 }
 """Of types whose blocks are drawn: the bytes at which factors lie, and how large they are."""
+KEPT = ("shortconv.conv.", "ssm_conv1d.", "ssm_norm.")
+"""Parts of names of matrices that are never quantised."""
 
 
 def random_blocks(kind: Type, rows: int, columns: int, seed: int) -> np.ndarray[Any, Any]:
@@ -58,8 +60,9 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    rope = config.rope_parameters
+    names = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+    writer.add_layer_norm_rms_eps(next(getattr(config, n) for n in names if hasattr(config, n)))
+    rope = getattr(config, "rope_parameters", None) or {"rope_theta": 1e4}
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     add_of_some(writer, config)
 
@@ -76,7 +79,7 @@ def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
     ):
         if getattr(config, name, None):
             add(getattr(config, name))
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope.get("rope_type") == "yarn":
@@ -105,7 +108,8 @@ def writer_of(
     writer = gguf.GGUFWriter(path, form.architecture, **of_parts)
     add_sizes(writer, config)
     if getattr(config, "num_experts_per_tok", None):
-        writer.add_expert_count(config.num_local_experts)
+        many = getattr(config, "num_local_experts", None)
+        writer.add_expert_count(config.num_experts if many is None else many)
         writer.add_expert_used_count(config.num_experts_per_tok)
     form.add_keys(writer, config)
     for key, value in (extra or {}).items():
@@ -131,7 +135,8 @@ def add_weights(writer: gguf.GGUFWriter, model: Any, type_of: Callable[[str], Ty
             continue
         for own, part in form.parts_of(name, tensor, config).items():
             is_matrix = part.dim() > 1 and own.endswith(".weight")
-            kind = type_of(own) if is_matrix else Type.F32
+            is_kept = any(kept in own for kept in KEPT)
+            kind = type_of(own) if is_matrix and not is_kept else Type.F32
             add_part(writer, own, part, kind, seed + 1000 * len(own))
     return written
 

@@ -7,31 +7,8 @@ from typing import Any
 import gguf
 import torch
 
-from helpers.gguf.form import Form, Parts
-
-
-def paired(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
-    """Rows of each head in llama.cpp's order, which rotates neighbours."""
-    module, _, ending = name.removeprefix("model.layers.").rpartition(".")
-    if "experts" in name:
-        return experts(name, tensor, config)
-    if not module.endswith(("q_proj", "k_proj")):
-        return None
-    layer, part = module.split(".")[0], module[-6]
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rows = torch.unflatten(tensor, 0, (-1, 2, width // 2)).transpose(1, 2)
-    return {f"blk.{layer}.attn_{part}.{ending}": rows}
-
-
-def experts(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
-    """Gates and factors of all experts apart."""
-    if "experts." not in name:
-        return None
-    prefix = f"blk.{name.split('.')[2]}.ffn_"
-    if "down_proj" in name:
-        return {f"{prefix}down_exps.weight": tensor}
-    gate, up = tensor.chunk(2, 1)
-    return {f"{prefix}gate_exps.weight": gate, f"{prefix}up_exps.weight": up}
+from helpers.gguf.form import Form, Parts, experts, paired
+from helpers.gguf.hybrids import HYBRIDS
 
 
 def gpt_oss(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
@@ -84,5 +61,6 @@ FORMS = {
     "gemma": Form("gemma", parts=one_more),
     "gemma2": Form("gemma2", add_window, one_more),
     "gemma3_text": Form("gemma3", add_window, one_more),
+    **HYBRIDS,
 }
 """transformers' model type -> how it is written."""

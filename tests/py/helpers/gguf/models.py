@@ -22,6 +22,51 @@ COMMON: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+GRANITE_4: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_d_state": 32,
+    "mamba_n_groups": 2,
+    "attention_multiplier": 0.1,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+DENSE: dict[str, Any] = {"num_local_experts": 0, "num_experts_per_tok": 0}
+NEMOTRON_H: dict[str, Any] = {
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 96,
+    "ssm_state_size": 32,
+    "n_groups": 2,
+    "layer_norm_epsilon": 3e-5,
+    "num_experts_per_tok": 0,
+    "pad_token_id": None,
+}
+MAMBA_2: dict[str, Any] = {
+    "head_dim": 32,
+    "mamba_d_ssm": 768,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 96,
+    "mamba_d_state": 32,
+    "mamba_n_groups": 2,
+    "pad_token_id": None,
+}
+JAMBA: dict[str, Any] = {
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "mamba_dt_rank": 256,
+    "pad_token_id": None,
+}
+GRANITE_MOE: dict[str, Any] = {
+    "attention_multiplier": 0.1,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 CONFIGS: dict[str, Callable[..., Any]] = {
     "llama": lambda **more: tf.LlamaConfig(**COMMON, **more),
     "llama with biases": lambda **more: tf.LlamaConfig(**COMMON, attention_bias=True, **more),
@@ -103,6 +148,70 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         moe_intermediate_size=256,
         norm_topk_prob=True,
         **more,
+    ),
+    "lfm2": lambda **more: tf.Lfm2Config(
+        **COMMON,
+        pad_token_id=None,
+        layer_types=["conv", "full_attention"],
+        block_auto_adjust_ff_dim=False,
+        **more,
+    ),
+    "lfm2moe": lambda **more: tf.Lfm2MoeConfig(
+        **COMMON,
+        pad_token_id=None,
+        layer_types=["conv", "full_attention"],
+        num_dense_layers=1,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=256,
+        **more,
+    ),
+    "granitehybrid": lambda **more: tf.GraniteMoeHybridConfig(
+        **COMMON, **GRANITE_4, shared_intermediate_size=512, **DENSE, **more
+    ),
+    "granitehybrid with experts": lambda **more: tf.GraniteMoeHybridConfig(
+        **COMMON,
+        **GRANITE_4,
+        shared_intermediate_size=256,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        **more,
+    ),
+    "granitehybrid with rotations": lambda **more: tf.GraniteMoeHybridConfig(
+        **COMMON,
+        **GRANITE_4 | {"mamba_conv_bias": False, "attention_bias": True},
+        shared_intermediate_size=512,
+        position_embedding_type="rope",
+        **DENSE,
+        **more,
+    ),
+    "nemotron_h": lambda **more: tf.NemotronHConfig(
+        **COMMON | {"num_hidden_layers": 4},
+        **NEMOTRON_H,
+        layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+        **more,
+    ),
+    "falcon-h1": lambda **more: tf.FalconH1Config(
+        **COMMON, **MAMBA_2, mamba_norm_before_gate=False, **more
+    ),
+    "falcon-h1 with norms": lambda **more: tf.FalconH1Config(
+        **COMMON,
+        **MAMBA_2,
+        mamba_norm_before_gate=False,
+        mamba_rms_norm=True,
+        mamba_conv_bias=False,
+        attention_bias=True,
+        **more,
+    ),
+    "jamba": lambda **more: tf.JambaConfig(
+        **COMMON | {"num_hidden_layers": 4}, **JAMBA, num_experts=4, num_experts_per_tok=2, **more
+    ),
+    "jamba without experts": lambda **more: tf.JambaConfig(
+        **COMMON | {"num_hidden_layers": 3}, **JAMBA, num_experts=1, num_experts_per_tok=1, **more
+    ),
+    "granitemoe": lambda **more: tf.GraniteMoeConfig(**COMMON, **GRANITE_MOE, **more),
+    "granitemoe with shared experts": lambda **more: tf.GraniteMoeSharedConfig(
+        **COMMON, **GRANITE_MOE, shared_intermediate_size=256, **more
     ),
     "gpt-oss": lambda **more: tf.GptOssConfig(
         **COMMON,

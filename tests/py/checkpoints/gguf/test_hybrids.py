@@ -1,0 +1,246 @@
+"""Models of GGUF files in which some layers have a state in place of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+gguf = pytest.importorskip("gguf")
+
+from flexinfer.checkpoints.gguf.checkpoint import GgufCheckpoint, load_gguf_config
+from flexinfer.errors import UnsupportedModelError
+from flexinfer.models.loading import load_model
+from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
+from helpers.gguf.hybrids import add_mamba2
+from helpers.gguf.models import CONFIGS, mixed, same
+from helpers.mixtures import NUM_TOKENS, generate
+from helpers.tiny_models import continue_prompt, draw_model, random_prompts
+
+KV_HEADS, SHARED = "attention.head_count_kv", "expert_shared_feed_forward_length"
+FEW = 4096
+"""Numbers of the largest weight that is kept as numbers: a convolution's, or a router's."""
+
+
+def expected(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    return [continue_prompt(model, tuple(prompt), NUM_TOKENS) for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", ["lfm2", "lfm2moe", "granitehybrid", "granitehybrid with experts"])
+def test_matrices_of_mixers_stay_quantised(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, draw_model(CONFIGS[name]()), mixed)
+    model: Any = load_model(str(path)).model
+    assert max(parameter.numel() for parameter in model.parameters()) <= FEW
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_matrices_of_jamba_stay_quantised_but_one_that_its_code_reads(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, draw_model(CONFIGS["jamba"]()), mixed)
+    model: Any = load_model(str(path)).model
+    linears = {n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert linears == {f"model.layers.{layer}.mamba.dt_proj" for layer in (0, 2, 3)}
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("heads", [[2, 0, 2, 2], [0, 2, 2, 0]])
+def test_layers_that_attend_lie_equally_far_apart_in_jamba(
+    heads: list[int], tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_with(path, "jamba", KV_HEADS, lambda writer, whole: writer.add_array(whole, heads))
+    with pytest.raises(UnsupportedModelError, match="known: heads in layers that lie equally far"):
+        load_gguf_config(str(path))
+
+
+@pytest.mark.parametrize("layer", [1, 3])
+def test_so_do_layers_with_experts(layer: int, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Any]) -> None:
+        name = f"blk.{layer}.ffn_gate_inp.weight"
+        tensors[name.replace(str(layer), "2")] = tensors.pop(name)
+
+    path = write_changed(tmp_path / "model.gguf", "jamba", change)
+    with pytest.raises(UnsupportedModelError, match="known: experts in layers that lie equally"):
+        load_gguf_config(path)
+
+
+def test_the_correction_by_which_experts_are_chosen(tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", draw_model(CONFIGS["lfm2moe"]())
+    prompts = random_prompts((40,))
+    before = expected(model, prompts)
+    model.model.layers[1].feed_forward.expert_bias.copy_(torch.linspace(-1, 1, 6))
+    written = write_gguf(path, model, same(Type.F32))
+    assert expected(written, prompts) != before
+    assert generate(path, prompts) == expected(written, prompts)
+
+
+def write_with(path: Path, name: str, key: str, add: Callable[[Any, str], None]) -> str:
+    """A file with another value of this key, which `add` writes, or none."""
+    model = draw_model(CONFIGS[name]())
+    writer = writer_of(path, model)
+    whole = f"{writer.arch}.{key}"
+    writer.kv_data[0].pop(whole, None)
+    add(writer, whole)
+    add_weights(writer, model, same(Type.F32))
+    finish(writer)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("heads", "known"),
+    [
+        ([0, 2, 0], "a number, or one for each of 2 layers"),
+        ([0, -2], "a number, or one for each of 2 layers"),
+        ([1, 2], "one number for all layers that attend, and at least one of them"),
+        ([0, 0], "one number for all layers that attend, and at least one of them"),
+        ([0, 3], "only divisors of the head_count, 4"),
+    ],
+)
+def test_heads_of_layers_that_cannot_be_are_refused(
+    heads: list[int], known: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_with(path, "lfm2", KV_HEADS, lambda writer, key: writer.add_array(key, heads))
+    with pytest.raises(UnsupportedModelError, match=f"{KV_HEADS} = .*; known: {known}"):
+        load_gguf_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "known"),
+    [
+        ("lfm2", "attention.head_count", 8, "only heads of 64 that make up 256 rows of queries"),
+        ("lfm2", "attention.value_length", 32, "only the width of keys, 64"),
+        ("lfm2", "rope.dimension_count", 32, "only the width of keys, 64"),
+        ("lfm2", "shortconv.l_cache", 0, "whole numbers from 1 on"),
+        ("lfm2moe", "expert_gating_func", 1, "only 2, sigmoid"),
+        ("granitehybrid", "ssm.inner_size", 640, "only multiples of the embedding_length, 256"),
+        ("granitehybrid", "ssm.time_step_rank", 7, "only divisors of the ssm.inner_size, 512"),
+        ("granitehybrid", SHARED, 256, "only the feed_forward_length, 512"),
+        ("granite", SHARED, 256, "only the feed_forward_length, 512"),
+    ],
+)
+def test_values_that_are_not_known_are_refused(
+    name: str, key: str, value: int, known: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_with(path, name, key, lambda writer, whole: writer.add_uint32(whole, value))
+    with pytest.raises(UnsupportedModelError, match=f"{key} = {value}; known: {known}"):
+        load_gguf_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("lfm2moe", "shortconv.l_cache"),
+        ("lfm2moe", "expert_gating_func"),
+        ("granitehybrid", "ssm.group_count"),
+        ("granitehybrid with experts", SHARED),
+    ],
+)
+def test_values_that_lack_are_named(name: str, key: str, tmp_path: Path) -> None:
+    write_with(tmp_path / "model.gguf", name, key, lambda writer, whole: None)
+    with pytest.raises(UnsupportedModelError, match=rf"has no \w+\.{key}"):
+        load_gguf_config(str(tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("widths", "known"),
+    [
+        ([0, 512, 0], "one for each of 4 layers, 0 or the width of all MLPs"),
+        ([0, 0, 0, 0], "one for each of 4 layers, 0 or the width of all MLPs"),
+        ([0, 512, 0, 256], "one for each of 4 layers, 0 or the width of all MLPs"),
+        ([0, -512, 0, 0], "one for each of 4 layers, 0 or the width of all MLPs"),
+        ([0, 0, 512, 0], "0 in layers that attend"),
+    ],
+)
+def test_widths_of_layers_that_cannot_be_are_refused(
+    widths: list[int], known: str, tmp_path: Path
+) -> None:
+    path, key = tmp_path / "model.gguf", "feed_forward_length"
+    write_with(path, "nemotron_h", key, lambda writer, whole: writer.add_array(whole, widths))
+    with pytest.raises(UnsupportedModelError, match=rf"{key} = .*; known: {known}"):
+        load_gguf_config(str(path))
+
+
+@pytest.mark.parametrize(
+    "key", ["attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"]
+)
+def test_the_epsilon_of_norms_by_either_name(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_with(path, "nemotron_h", key, lambda writer, whole: writer.add_float32(whole, 0.25))
+    assert load_gguf_config(str(path)).layer_norm_epsilon == 0.25
+
+
+def test_a_file_that_says_of_no_layer_that_it_is_dense(tmp_path: Path) -> None:
+    key = "leading_dense_block_count"
+    write_with(tmp_path / "model.gguf", "lfm2moe", key, lambda writer, whole: None)
+    assert load_gguf_config(str(tmp_path / "model.gguf")).num_dense_layers == 0
+
+
+def test_what_granite_4_says_of_layers_that_it_has_not(tmp_path: Path) -> None:
+    """The converter writes its dense models, in which all layers attend, as those before."""
+
+    def add(writer: Any, whole: str) -> None:
+        writer.add_uint32(whole, 512)
+        add_mamba2(writer, 512, 8, [4, 32, 1])
+
+    path = write_with(tmp_path / "model.gguf", "granite", SHARED, add)
+    assert load_gguf_config(path).model_type == "granite"
+
+
+@pytest.mark.parametrize("other", ["ffn_up", "ffn_gate"])
+def test_halves_of_a_weight_that_have_other_types(other: str, tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", draw_model(CONFIGS["granitehybrid"]())
+    written = write_gguf(path, model, lambda name: Type.Q8_0 if other in name else Type.Q4_0)
+    prompts = random_prompts((5, 40))
+    assert generate(path, prompts) == expected(written, prompts)
+
+
+def test_rows_of_a_joined_weight_are_those_of_its_parts(tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", draw_model(CONFIGS["granitehybrid"]())
+    write_gguf(path, model, same(Type.Q8_0))
+    checkpoint = GgufCheckpoint(str(path))
+    name = "model.layers.1.shared_mlp.input_linear.weight"
+    whole = checkpoint.read_quantised(name)
+    for some in (slice(0, 100), slice(500, 520), slice(512, 1024), slice(0, 1024)):
+        numbers = checkpoint.read(name)[some]
+        assert torch.equal(whole[some].dequantised(), numbers)
+    assert torch.equal(numbers[:512], checkpoint.read(name)[:512])
+
+
+def write_changed(path: Path, name: str, change: Callable[[dict[str, Any]], None]) -> str:
+    """change: what it does to the tensors by their names."""
+    model = draw_model(CONFIGS[name]())
+    writer = writer_of(path, model)
+    add_weights(writer, model, same(Type.F32))
+    change(writer.tensors[0])
+    finish(writer)
+    return str(path)
+
+
+def test_decays_that_grow_are_refused(tmp_path: Path) -> None:
+    def change(tensors: dict[str, Any]) -> None:
+        tensors["blk.0.ssm_a"].tensor = -tensors["blk.0.ssm_a"].tensor
+
+    path = write_changed(tmp_path / "model.gguf", "granitehybrid", change)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.mamba\.A_log .* above 0"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "lacking"),
+    [
+        ("blk.0.ffn_up.weight", r"0\.shared_mlp\.input_linear\.weight"),
+        ("blk.0.ssm_a", r"0\.mamba\.A_log"),
+        ("blk.0.ssm_dt.bias", r"0\.mamba\.dt_bias"),
+        ("blk.0.ssm_norm.weight", r"0\.mamba\.norm\.weight"),
+    ],
+)
+def test_a_tensor_that_lacks_is_refused_by_name(tensor: str, lacking: str, tmp_path: Path) -> None:
+    path = write_changed(tmp_path / "m.gguf", "granitehybrid", lambda all_: all_.pop(tensor))
+    with pytest.raises(UnsupportedModelError, match=lacking):
+        load_model(path)
