@@ -36,8 +36,8 @@ EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exp
 Convert = Callable[[dict[str, Source], Any], None]
 """Undoes something that llama.cpp's converter does to the weights of a model of this config, under
 the model's names: takes sources of the file out, and puts others in their place."""
-BLOCK = re.compile(r"blk\.([0-9]+)\.(\w+)\.(\w+)")
-"""llama.cpp's name of a tensor of one layer: its number, the part, weight or bias."""
+BLOCK = re.compile(r"blk\.([0-9]+)\.([\w.]+?)(?:\.(\w+))?")
+"""llama.cpp's name of a tensor of one layer: its number, the part, weight or bias, or neither."""
 
 
 def of_equal_width(values: GgufValues) -> dict[str, Any]:
@@ -61,14 +61,16 @@ class Architecture:
     experts: str = "mlp.experts"
     """Where the experts of a layer are."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """As NAMES, of parts that others have not, or elsewhere; of a part with ".weight" or ".bias"
-    the whole name."""
+    """As NAMES, of parts that others have not, or elsewhere; of a part with ".weight" or ".bias",
+    and of one that the file has with neither, the whole name."""
     keys: frozenset[str] = frozenset()
     """Of values that others have not, or that the settings read in a way of their own."""
     tensors: frozenset[str] = frozenset()
     """Those that belong to the config."""
     rotates_all: bool = True
     """Whether all numbers of a head are rotated."""
+    has_gates: bool = False
+    """Whether the rows of each head's queries are followed by as many of gates."""
     settings: Callable[[GgufValues], dict[str, Any]] = lambda _: {}
     """What the config has beside, or in place of, that of others."""
     expert_settings: Callable[[GgufValues], dict[str, Any]] = of_equal_width
@@ -77,13 +79,13 @@ class Architecture:
     def weight_name(self, name: str) -> str | None:
         """What transformers calls the weight that the file calls `name`; None: there is none."""
         if block := BLOCK.fullmatch(name):
-            layer, part, ending = f"model.layers.{block[1]}.", block[2], block[3]
+            layer, part, ending = f"model.layers.{block[1]}.", block[2], block[3] or ""
         else:
             layer, (part, _, ending) = "", name.rpartition(".")
-        if (whole := self.names.get(f"{part}.{ending}")) is not None:
+        if (whole := self.names.get(f"{part}.{ending}" if ending else part)) is not None:
             return layer + whole
         own = self.names.get(part, NAMES.get(part))
-        return None if own is None else f"{layer}{own}.{ending}"
+        return None if own is None or not ending else f"{layer}{own}.{ending}"
 
     def experts_name(self, name: str) -> tuple[str, str] | None:
         """The module of the experts that the file calls `name`, and the part; None: it is no

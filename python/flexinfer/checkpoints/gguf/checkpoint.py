@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from flexinfer.checkpoints.checkpoint import Checkpoint, Decode, StoredWeight, expert_weight
+from flexinfer.checkpoints.gguf.architecture import BLOCK
 from flexinfer.checkpoints.gguf.architectures import architecture_of
 from flexinfer.checkpoints.gguf.blocks import DECODERS, decode
 from flexinfer.checkpoints.gguf.config import ROPE_FACTORS, config_of
@@ -38,8 +39,11 @@ class GgufCheckpoint(Checkpoint):
         self._architecture = architecture_of(self._header)
         self._sources: dict[str, Source] = {}
         """Under the model's names."""
+        num_layers = self._config.num_hidden_layers
         for name, tensor in self._header.tensors.items():
-            self._place(name, tensor)
+            block = BLOCK.fullmatch(name)
+            if block is None or int(block[1]) < num_layers:  # the others are NEXT_LAYERS
+                self._place(name, tensor)
         try:
             for convert in self._architecture.conversions:
                 convert(self._sources, self._config)

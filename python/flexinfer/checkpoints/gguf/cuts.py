@@ -30,6 +30,11 @@ QWEN_2 = Cut(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN_35 = Cut(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Marks belong to the letters before them."""
 TEKKEN = Cut(
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -49,6 +54,7 @@ OF_CUTS: tuple[tuple[Cut, str], ...] = (
     (LLAMA_3, "llama-bpe llama-v3 llama3 falcon3 pixtral midm-2.0 lfm2"),
     (replace(LLAMA_3, is_begun=False), "dbrx smaug-bpe"),
     (QWEN_2, "qwen2 deepseek-r1-qwen megrez stablelm2 kormo hunyuan solar-open f2llmv2"),
+    (QWEN_35, "qwen35"),
     (TEKKEN, "tekken"),
     (GPT_4O, "gpt-4o llama4 kanana2 talkie"),
     (GPT_2, "gpt-2 olmo phi-2 mpt jais a.x-4.0 gigachat mellum trillion exaone4 granite-docling"),

@@ -23,6 +23,9 @@ SAID = (
     *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
     *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
     *("attention_bias", "mlp_bias", "original_max_position_embeddings"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"),
+    *("linear_num_value_heads", "linear_conv_kernel_dim", "num_experts", "num_experts_per_tok"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size"),
 )
 
 
@@ -30,7 +33,7 @@ SAID = (
     "name",
     [
         *("smollm3", "granite", "phi3 with a window", "phi3 for long contexts", "gemma2", "gemma3"),
-        *("qwen3 by yarn", "llama with more biases", "gpt-oss"),
+        *("qwen3 by yarn", "llama with more biases", "gpt-oss", "qwen3next", "qwen35", "qwen35moe"),
     ],
 )
 def test_what_only_some_have_is_read(name: str, tmp_path: Path) -> None:

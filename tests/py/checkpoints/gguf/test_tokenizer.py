@@ -15,7 +15,16 @@ gguf = pytest.importorskip("gguf")
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from flexinfer.checkpoints.gguf.cuts import CUTS, DIGITS, GPT_2, GPT_4O, LLAMA_3, QWEN_2, TEKKEN
+from flexinfer.checkpoints.gguf.cuts import (
+    CUTS,
+    DIGITS,
+    GPT_2,
+    GPT_4O,
+    LLAMA_3,
+    QWEN_2,
+    QWEN_35,
+    TEKKEN,
+)
 from flexinfer.checkpoints.gguf.tokenizer import load_gguf_tokenizer
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.loading import load_config
@@ -116,6 +125,7 @@ PIECES_OF_CUTS = {
     LLAMA_3: ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
     replace(LLAMA_3, is_begun=False): ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
     QWEN_2: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
+    QWEN_35: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
     GPT_4O: ["We'LL", " foo", "Bar", "123", "45", "\n\n", " ", " x"],
     TEKKEN: ["We", "'LL", " foo", "Bar", *"12345", "\n\n", " ", " x"],
 }
@@ -129,6 +139,13 @@ def test_nothing_is_merged_across_pieces(name: str, tmp_path: Path) -> None:
     cuts = backend.pre_tokenizer.pre_tokenize_str("We'LL fooBar12345\n\n  x")
     pieces = [piece.replace("\u0120", " ").replace("\u010a", "\n") for piece, _ in cuts]
     assert pieces == PIECES_OF_CUTS[CUTS[name]]
+
+
+@pytest.mark.parametrize(("name", "count"), [("qwen2", 3), ("qwen35", 1)])
+def test_marks_belong_to_letters_in_qwen_3_5(name: str, count: int, tmp_path: Path) -> None:
+    path = byte_level(tmp_path / "model.gguf", pre=name)
+    backend = load_gguf_tokenizer(path).backend_tokenizer
+    assert len(backend.pre_tokenizer.pre_tokenize_str("a\u0301\u0327b")) == count
 
 
 def test_padding_that_is_no_token_is_none(tmp_path: Path) -> None:

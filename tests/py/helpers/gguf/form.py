@@ -9,7 +9,25 @@ from typing import Any
 import gguf
 import torch
 
-Parts = dict[str, torch.Tensor]
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Rows or columns of a weight, as the file has them: in another order."""
+
+    tensor: torch.Tensor
+    order: torch.Tensor
+    """int64: of each of the file's, which of the weight's it is."""
+    dim: int = 0
+
+    def read(self) -> torch.Tensor:
+        return self.tensor.index_select(self.dim, self.order)
+
+    def write(self, numbers: torch.Tensor) -> None:
+        """Set the weight to these of the file."""
+        self.tensor.index_copy_(self.dim, self.order, numbers)
+
+
+Parts = dict[str, torch.Tensor | Moved]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,4 +52,5 @@ class Form:
         names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None, name
-        return own if own.endswith((".weight", ".bias")) else f"{own}.weight"  # sinks
+        is_whole = own.endswith((".weight", ".bias", ".ssm_a"))
+        return own if is_whole else f"{own}.weight"  # sinks

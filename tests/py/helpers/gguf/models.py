@@ -22,6 +22,21 @@ COMMON: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+HYBRID: dict[str, Any] = {
+    **COMMON,
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 8,
+}
+SHARED_EXPERT: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 512,
+}
 CONFIGS: dict[str, Callable[..., Any]] = {
     "llama": lambda **more: tf.LlamaConfig(**COMMON, **more),
     "llama with biases": lambda **more: tf.LlamaConfig(**COMMON, attention_bias=True, **more),
@@ -102,6 +117,13 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=256,
         norm_topk_prob=True,
+        **more,
+    ),
+    "qwen3next": lambda **more: tf.Qwen3NextConfig(**HYBRID, **SHARED_EXPERT, **more),
+    "qwen35": lambda **more: tf.Qwen3_5TextConfig(**HYBRID, **more),
+    "qwen35moe": lambda **more: tf.Qwen3_5MoeTextConfig(
+        **{key: value for key, value in HYBRID.items() if key != "intermediate_size"},
+        **SHARED_EXPERT,
         **more,
     ),
     "gpt-oss": lambda **more: tf.GptOssConfig(
