@@ -33,6 +33,8 @@ NAMES = {
 """llama.cpp's name of a part -> transformers'."""
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """llama.cpp's name of the weights of all experts of a layer -> which part of theirs they are."""
+JOINED_EXPERTS = "ffn_gate_up_exps"
+"""The first two of these in one, gates before factors, as some files have them."""
 Convert = Callable[[dict[str, Source], Any], None]
 """Undoes something that llama.cpp's converter does to the weights of a model of this config, under
 the model's names: takes sources of the file out, and puts others in their place."""
@@ -88,9 +90,10 @@ class Architecture:
         return None if own is None or not ending else f"{layer}{own}.{ending}"
 
     def experts_name(self, name: str) -> tuple[str, str] | None:
-        """The module of the experts that the file calls `name`, and the part; None: it is no
-        such."""
+        """The module of the experts that the file calls `name`, and the part, or JOINED_EXPERTS;
+        None: it is no such."""
         block = BLOCK.fullmatch(name)
-        if block is None or block[2] not in EXPERTS or block[3] != "weight":
+        parts = EXPERTS | {JOINED_EXPERTS: JOINED_EXPERTS}
+        if block is None or block[2] not in parts or block[3] != "weight":
             return None
-        return f"model.layers.{block[1]}.{self.experts}", EXPERTS[block[2]]
+        return f"model.layers.{block[1]}.{self.experts}", parts[block[2]]

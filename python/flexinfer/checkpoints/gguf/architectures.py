@@ -5,6 +5,7 @@ from __future__ import annotations
 from flexinfer.checkpoints.gguf.architecture import Architecture
 from flexinfer.checkpoints.gguf.families.gated_delta import GATED_DELTA
 from flexinfer.checkpoints.gguf.families.gemma import GEMMA
+from flexinfer.checkpoints.gguf.families.gemma4 import GEMMA4
 from flexinfer.checkpoints.gguf.families.gpt_oss import GPT_OSS
 from flexinfer.checkpoints.gguf.families.granite import GRANITE
 from flexinfer.checkpoints.gguf.families.llama import LLAMA
@@ -12,7 +13,9 @@ from flexinfer.checkpoints.gguf.families.phi import PHI
 from flexinfer.checkpoints.gguf.header import GgufHeader
 from flexinfer.errors import UnsupportedModelError
 
-ARCHITECTURES: dict[str, Architecture] = LLAMA | GRANITE | PHI | GPT_OSS | GEMMA | GATED_DELTA
+ARCHITECTURES: dict[str, Architecture] = (
+    LLAMA | GRANITE | PHI | GPT_OSS | GEMMA | GEMMA4 | GATED_DELTA
+)
 
 
 def architecture_of(header: GgufHeader) -> Architecture:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from flexinfer.checkpoints.checkpoint import Checkpoint, Decode, StoredWeight, expert_weight
-from flexinfer.checkpoints.gguf.architecture import BLOCK
+from flexinfer.checkpoints.gguf.architecture import BLOCK, EXPERTS, JOINED_EXPERTS
 from flexinfer.checkpoints.gguf.architectures import architecture_of
 from flexinfer.checkpoints.gguf.blocks import DECODERS, decode
 from flexinfer.checkpoints.gguf.config import ROPE_FACTORS, config_of
 from flexinfer.checkpoints.gguf.header import GgufTensor, has_header, read_header
-from flexinfer.checkpoints.gguf.sources import FLOATS, Source, Stored
+from flexinfer.checkpoints.gguf.sources import FLOATS, Ordered, Source, Stored
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.quantised_rows import QuantisedRows
 
@@ -61,7 +61,8 @@ class GgufCheckpoint(Checkpoint):
             module, part = experts
             for expert in range(tensor.shape[0]):
                 source = Stored(tensor.part(expert))
-                self._sources[expert_weight(module, expert, part)] = source
+                for own, rows in _parts_of_expert(part, source):
+                    self._sources[expert_weight(module, expert, own)] = rows
         elif known is not None:
             if tensor.type in DECODERS and len(tensor.shape) != 2:
                 raise UnsupportedModelError(
@@ -93,7 +94,7 @@ class GgufCheckpoint(Checkpoint):
     def adjust(self, model: torch.nn.Module) -> None:
         """Divide the frequencies of the rotary embedding, where the file says by what."""
         tensor = self._header.tensors.get(ROPE_FACTORS)
-        if tensor is None:
+        if tensor is None or ROPE_FACTORS in self._architecture.tensors:
             return
         if tensor.type not in FLOATS or tensor.shape != (self._config.head_dim // 2,):
             raise UnsupportedModelError(
@@ -104,6 +105,15 @@ class GgufCheckpoint(Checkpoint):
         for name, buffer in model.named_buffers():
             if name.endswith("inv_freq"):
                 buffer.div_(factors)
+
+
+def _parts_of_expert(part: str, source: Source) -> list[tuple[str, Source]]:
+    """Each part's name and weight."""
+    if part != JOINED_EXPERTS:
+        return [(part, source)]
+    halves = torch.arange(source.shape[0]).chunk(2)
+    names = EXPERTS["ffn_gate_exps"], EXPERTS["ffn_up_exps"]
+    return [(own, Ordered(source, half)) for own, half in zip(names, halves, strict=True)]
 
 
 def load_gguf_config(path: str) -> Any:

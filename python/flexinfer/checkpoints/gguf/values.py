@@ -37,6 +37,11 @@ class GgufValues:
         value = self._header.metadata.get(self._prefix + key)
         return value if isinstance(value, list) else None
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of a tensor of the file; None: there is no such tensor."""
+        found = self._header.tensors.get(name)
+        return None if found is None else found.shape
+
     def tensor(self, name: str) -> list[float] | None:
         """The numbers of a small tensor of float32 that belongs to the config; None: there is no
         such tensor."""

@@ -56,8 +56,10 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     if hasattr(config, "intermediate_size"):
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Of models whose layers differ, configs ask for it layer by layer.
+    own = vars(config)
+    writer.add_head_count_kv(own["num_key_value_heads"])
+    head_dim = own.get("head_dim") or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)

@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import torch
 
-from helpers.gguf import gated_delta
+from helpers.gguf import gated_delta, gemma4
 from helpers.gguf.form import Form, Parts
 
 
@@ -97,6 +97,7 @@ FORMS = {
     "gemma": Form("gemma", parts=one_more),
     "gemma2": Form("gemma2", add_window, one_more),
     "gemma3_text": Form("gemma3", add_window, one_more),
+    "gemma4_text": Form("gemma4", gemma4.add_keys),
     "qwen3_next": Form("qwen3next", gated_delta.add_keys, hybrid(gated_delta.qwen3next)),
     "qwen3_5_text": Form("qwen35", gated_delta.add_all_keys, hybrid(gated_delta.qwen35)),
     "qwen3_5_moe_text": Form("qwen35moe", gated_delta.add_all_keys, hybrid(gated_delta.qwen35)),

@@ -22,6 +22,15 @@ COMMON: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+WINDOWED: dict[str, Any] = {
+    **COMMON,
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "global_head_dim": 128,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "pad_token_id": None,
+}
 HYBRID: dict[str, Any] = {
     **COMMON,
     "num_hidden_layers": 4,
@@ -105,6 +114,21 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         head_dim=32,
         query_pre_attn_scalar=32,
         sliding_window=16,
+        **more,
+    ),
+    "gemma4": lambda **more: tf.Gemma4TextConfig(
+        **WINDOWED | {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]} | more,
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma4 with embeddings of each layer": lambda **more: tf.Gemma4TextConfig(
+        **WINDOWED,
+        hidden_size_per_layer_input=64,
+        vocab_size_per_layer_input=128,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
         **more,
     ),
     "mixtral": lambda **more: tf.MixtralConfig(
