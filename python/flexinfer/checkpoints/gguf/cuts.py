@@ -19,6 +19,9 @@ class Cut:
     piece that is a token becomes it without merges. Both go together in these."""
     as_gpt_2: bool = False
     """Whether pieces are then cut as by GPT-2's pattern."""
+    is_spelt: bool = True
+    """Whether tokens are bytes, each spelt as a character. Else they are text, as SentencePiece has
+    it, but by merges; and a text begins with its special token."""
 
 
 LLAMA_3 = Cut(
@@ -50,6 +53,8 @@ GPT_4O = Cut(
 )
 GPT_2 = Cut(None, as_gpt_2=True)
 DIGITS = Cut(r"\p{N}", as_gpt_2=True)
+GEMMA_4 = Cut(r"[^\n]+|\n+", is_spelt=False)
+"""By the kind of the tokenizer: it has no name."""
 OF_CUTS: tuple[tuple[Cut, str], ...] = (
     (LLAMA_3, "llama-bpe llama-v3 llama3 falcon3 pixtral midm-2.0 lfm2"),
     (replace(LLAMA_3, is_begun=False), "dbrx smaug-bpe"),
