@@ -5,6 +5,7 @@ from __future__ import annotations
 from flexinfer.checkpoints.gguf.architecture import Architecture
 from flexinfer.checkpoints.gguf.families.gated_delta import GATED_DELTA
 from flexinfer.checkpoints.gguf.families.gemma import GEMMA
+from flexinfer.checkpoints.gguf.families.gemma3n import GEMMA3N
 from flexinfer.checkpoints.gguf.families.gemma4 import GEMMA4
 from flexinfer.checkpoints.gguf.families.gpt_oss import GPT_OSS
 from flexinfer.checkpoints.gguf.families.granite import GRANITE
@@ -14,7 +15,7 @@ from flexinfer.checkpoints.gguf.header import GgufHeader
 from flexinfer.errors import UnsupportedModelError
 
 ARCHITECTURES: dict[str, Architecture] = (
-    LLAMA | GRANITE | PHI | GPT_OSS | GEMMA | GEMMA4 | GATED_DELTA
+    LLAMA | GRANITE | PHI | GPT_OSS | GEMMA | GEMMA3N | GEMMA4 | GATED_DELTA
 )
 
 

@@ -29,6 +29,9 @@ FACTORS: dict[Type, dict[int, float]] = {
 }
 """Of types whose blocks are drawn: the bytes at which factors lie, and how large they are."""
 
+UNQUANTISED = ("conv1d", "altup", "laurel")
+"""Parts of the names of matrices that llama-quantize leaves as they are."""
+
 
 def random_blocks(kind: Type, rows: int, columns: int, seed: int) -> np.ndarray[Any, Any]:
     """uint8 [rows, bytes] of one of FACTORS, whose numbers are around 0.2."""
@@ -137,11 +140,14 @@ def add_weights(writer: gguf.GGUFWriter, model: Any, type_of: Callable[[str], Ty
             continue
         for own, part in form.parts_of(name, tensor, config).items():
             numbers = part.read() if isinstance(part, Moved) else part
-            is_matrix = numbers.dim() > 1 and own.endswith(".weight") and "conv1d" not in own
-            kind = type_of(own) if is_matrix else Type.F32
+            is_matrix = numbers.dim() > 1 and own.endswith(".weight")
+            is_left = any(part in own for part in UNQUANTISED)
+            kind = type_of(own) if is_matrix and not is_left else Type.F32
             add_part(writer, own, numbers, kind, seed + 1000 * len(own))
             if isinstance(part, Moved):
                 part.write(numbers)
+    for own, whole in form.stacked(written.state_dict()).items():
+        writer.add_tensor(own, whole.numpy())
     return written
 
 

@@ -42,6 +42,9 @@ class Form:
     parts: Callable[[str, torch.Tensor, Any], Parts | None] = lambda name, tensor, config: None
     """A weight of the model -> the file's tensors; None: the one that gguf has a name for."""
 
+    stacked: Callable[[dict[str, torch.Tensor]], Parts] = lambda tensors: {}
+    """All weights of the model -> what the file has several of them in, as they are."""
+
     def parts_of(self, name: str, tensor: torch.Tensor, config: Any) -> Parts:
         parts = self.parts(name, tensor, config)
         return {self.name_of(name, config): tensor} if parts is None else parts

@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import torch
 
-from helpers.gguf import gated_delta, gemma4
+from helpers.gguf import gated_delta, gemma3n, gemma4
 from helpers.gguf.form import Form, Parts
 
 
@@ -97,6 +97,7 @@ FORMS = {
     "gemma": Form("gemma", parts=one_more),
     "gemma2": Form("gemma2", add_window, one_more),
     "gemma3_text": Form("gemma3", add_window, one_more),
+    "gemma3n_text": Form("gemma3n", gemma3n.add_keys, gemma3n.parts, gemma3n.stacked),
     "gemma4_text": Form("gemma4", gemma4.add_keys),
     "qwen3_next": Form("qwen3next", gated_delta.add_keys, hybrid(gated_delta.qwen3next)),
     "qwen3_5_text": Form("qwen35", gated_delta.add_all_keys, hybrid(gated_delta.qwen35)),

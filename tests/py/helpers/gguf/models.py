@@ -116,6 +116,15 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         sliding_window=16,
         **more,
     ),
+    "gemma3n": lambda **more: tf.Gemma3nTextConfig(
+        **{key: value for key, value in WINDOWED.items() if key != "global_head_dim"},
+        hidden_size_per_layer_input=64,
+        vocab_size_per_layer_input=128,
+        num_kv_shared_layers=2,
+        laurel_rank=16,
+        activation_sparsity_pattern=[0.95, 0.5, 0.0, 0.0],
+        **more,
+    ),
     "gemma4": lambda **more: tf.Gemma4TextConfig(
         **WINDOWED | {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]} | more,
         hidden_size_per_layer_input=0,

@@ -26,15 +26,15 @@ SHARED, EMBEDDED = "attention.shared_kv_layers", "embedding_length_per_layer_inp
 EMBEDDINGS, FACTORS = "per_layer_token_embd", "rope_freqs.weight"
 UNROTATED = 1e30
 """What frequencies are divided by of numbers that are not rotated."""
-NAMES = NORMS_ON_BOTH_SIDES | {
+OF_EACH_LAYER = NORMS_ON_BOTH_SIDES | {
     EMBEDDINGS: "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
-    "layer_output_scale.weight": "layer_scalar",
 }
+NAMES = OF_EACH_LAYER | {"layer_output_scale.weight": "layer_scalar"}
 KEYS = {
     *(KV_HEADS, WIDTH, SHARED, EMBEDDED, WINDOW, WINDOW_PATTERN, WINDOW_BASE, LOGIT_CAP),
     *(f"{key}{OF_WINDOWS}" for key in (KEY_WIDTH, VALUE_WIDTH, ROTATED)),
@@ -56,11 +56,17 @@ def _gemma4(values: GgufValues) -> dict[str, Any]:
     }
 
 
-def _heads_of(values: GgufValues, kinds: list[str]) -> dict[str, Any]:
-    """Layers without a window that have no values take their keys for these."""
-    count, num_shared = len(kinds), values.get(SHARED, 0)
+def shared_layers(values: GgufValues) -> int:
+    """How many of the last layers take keys and values of others."""
+    count, num_shared = values.count("block_count"), values.get(SHARED, 0)
     if type(num_shared) is not int or not 0 <= num_shared < count:
         values.refuse(SHARED, f"whole numbers from 0 on, less than the block_count, {count}")
+    return num_shared
+
+
+def _heads_of(values: GgufValues, kinds: list[str]) -> dict[str, Any]:
+    """Layers without a window that have no values take their keys for these."""
+    count, num_shared = len(kinds), shared_layers(values)
     of_each = values.of_layers(KV_HEADS) or [values.count(KV_HEADS)] * count
     heads = {*zip(kinds, of_each, strict=False)}
     if len(of_each) != count or len(heads) > len({*kinds}):
