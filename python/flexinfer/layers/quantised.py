@@ -21,6 +21,7 @@ import torch
 
 from flexinfer.layers.codebook import Codebook
 from flexinfer.layers.scale_levels import ScaleLevels
+from flexinfer.runtime.kernels import SCALE_BLOCK
 from flexinfer.runtime.pieces import of_pieces
 
 GROUP_SIZES = (32, 64, 128)
@@ -222,6 +223,25 @@ class QuantisedTensor(QuantisedWeight):
             return replace(self, group=0, byte_inputs=True, levels=())
         return replace(self, byte_inputs=True)
 
+    def with_inputs_in_order(self, order: torch.Tensor) -> QuantisedTensor:
+        """order: int64 [depth], for each input which of this weight's it is. Scales in two levels
+        stay so where whole blocks of them move. Raises ValueError where groups would be torn."""
+        group = self.group or self.shape[1]
+        groups = _moved_whole(order, group)
+        if groups is None:
+            raise ValueError(
+                f"inputs that share a scale with {group - 1} others cannot lie in another order"
+            )
+        blocks = _moved_whole(order, SCALE_BLOCK) if self.levels else None
+        levels = () if blocks is None else [n.of_inputs(groups, blocks) for n in self.levels]
+        return replace(
+            self,
+            integers=self.integers[:, order],
+            scales=self.scales[:, groups],
+            minimums=None if self.minimums is None else self.minimums[:, groups],
+            levels=tuple(levels),
+        )
+
     def dequantised(self) -> torch.Tensor:
         """float32 [columns, depth]: the reference of all that is computed with it."""
         integers = self.integers if self.codebook is None else self.codebook.look_up(self.integers)
@@ -231,8 +251,33 @@ class QuantisedTensor(QuantisedWeight):
             weight = weight + self.minimums[:, :, None]
         return weight.flatten(1)
 
-    def __getitem__(self, outputs: slice) -> QuantisedTensor:
-        """Views."""
+    def as_one_of(self, kinds: Sequence[TensorKind]) -> QuantisedTensor:
+        """The same numbers in a form that weights of all these kinds have, its own among them."""
+        if len({*kinds}) == 1:
+            return self
+        if self.codebook is not None:
+            integers = self.codebook.look_up(self.integers)
+            return replace(self, integers=integers, bits=8, codebook=None).as_one_of(kinds)
+        bits = max(8 if kind.codebook is not None else kind.bits for kind in kinds)
+        group = min(kind.group for kind in kinds)
+        times = self.group // group
+        has_minimums = any(kind.has_minimums for kind in kinds)
+        if all(kind.num_levels for kind in kinds):
+            integers, middle = self.integers, 1 << bits - 1
+            levels = [level.repeated(times) for level in self.levels]
+            if len(levels) > 1:  # integers are from 0 on there
+                integers = integers - (middle - (1 << self.bits - 1))
+            elif has_minimums:
+                levels.append(levels[0]._replace(factors=levels[0].factors * middle))
+            return QuantisedTensor.in_levels(integers, bits, group, *levels)
+        scales, *others = (numbers.repeat_interleave(times, dim=1) for numbers in self.numbers)
+        if has_minimums and not others:
+            others = [torch.zeros_like(scales)]
+        minimums = others[0] if others else None
+        return QuantisedTensor(self.integers, scales, minimums, bits, group)
+
+    def __getitem__(self, outputs: slice | torch.Tensor) -> QuantisedTensor:
+        """Views, of a slice."""
         minimums = None if self.minimums is None else self.minimums[outputs]
         return replace(
             self,
@@ -248,6 +293,15 @@ class QuantisedTensor(QuantisedWeight):
             integers, scales = quantise_inputs(x)
             x = integers.double() * scales.double()
         return x.double() @ self.dequantised().double().T
+
+
+def _moved_whole(order: torch.Tensor, width: int) -> torch.Tensor | None:
+    """An order of numbers as one of groups of so many; None: it tears some apart."""
+    if len(order) % width:
+        return None
+    groups = order.view(-1, width)
+    is_whole = (groups[:, :1] % width == 0).all() and (groups.diff(dim=1) == 1).all()
+    return groups[:, 0] // width if is_whole else None
 
 
 def quantise_inputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

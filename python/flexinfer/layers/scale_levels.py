@@ -27,9 +27,17 @@ class ScaleLevels(NamedTuple):
         groups = torch.unflatten(self.integers, 1, (self.factors.shape[1], -1))
         return (groups * self.factors.float()[:, :, None]).flatten(1)
 
-    def of_outputs(self, rows: slice) -> ScaleLevels:
-        """Those of some outputs: views."""
+    def of_outputs(self, rows: slice | torch.Tensor) -> ScaleLevels:
+        """Those of some outputs: views, of a slice."""
         return ScaleLevels(self.integers[rows], self.factors[rows])
+
+    def repeated(self, times: int) -> ScaleLevels:
+        """For groups of so many times fewer inputs."""
+        return self._replace(integers=self.integers.repeat_interleave(times, dim=1))
+
+    def of_inputs(self, groups: torch.Tensor, blocks: torch.Tensor) -> ScaleLevels:
+        """For inputs in another order: for each group and block which of these it is."""
+        return ScaleLevels(self.integers[:, groups], self.factors[:, blocks])
 
     @classmethod
     def join(cls, levels: Sequence[ScaleLevels]) -> ScaleLevels:

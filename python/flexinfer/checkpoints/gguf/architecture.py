@@ -31,8 +31,20 @@ NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 """llama.cpp's name of a part -> transformers'."""
-EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-"""llama.cpp's name of the weights of all experts of a layer -> which part of theirs they are."""
+SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+"""As NAMES, of experts that all tokens go to."""
+EXPERTS = {
+    "ffn_gate_exps": ("gate_proj",),
+    "ffn_up_exps": ("up_proj",),
+    "ffn_down_exps": ("down_proj",),
+    "ffn_gate_up_exps": ("gate_proj", "up_proj"),
+}
+"""llama.cpp's name of the weights of all experts of a layer -> which part of theirs they are, or
+which parts one behind the other."""
 Convert = Callable[[dict[str, Source], Any], None]
 """Undoes something that llama.cpp's converter does to the weights of a model of this config, under
 the model's names: takes sources of the file out, and puts others in their place."""
@@ -55,8 +67,8 @@ class Architecture:
 
     config: str | None
     """Name of the config's class; None: there is none without experts."""
-    experts_config: str | None = None
-    """Name of the config's class of models with experts."""
+    experts_config: str | Callable[[GgufValues], str] | None = None
+    """Name of the config's class of models with experts, or what tells it."""
     conversions: tuple[Convert, ...] = ()
     """One after the other."""
     experts: str = "mlp.experts"
@@ -70,6 +82,8 @@ class Architecture:
     """Those that belong to the config."""
     rotates_all: bool = True
     """Whether all numbers of a head are rotated."""
+    has_gates: bool = False
+    """Whether the rows of each head's queries are followed by as many of gates."""
     settings: Callable[[GgufValues], dict[str, Any]] = lambda _: {}
     """What the config has beside, or in place of, that of others."""
     expert_settings: Callable[[GgufValues], dict[str, Any]] = of_equal_width
@@ -86,11 +100,11 @@ class Architecture:
         own = self.names.get(part, NAMES.get(part))
         return None if own is None else f"{layer}{own}.{ending}"
 
-    def experts_name(self, name: str) -> tuple[str, str] | None:
-        """The module of the experts that the file calls `name`, and the part; None: it is no
+    def experts_name(self, name: str) -> tuple[str, tuple[str, ...]] | None:
+        """The module of the experts that the file calls `name`, and the parts; None: it is no
         such."""
         block = BLOCK.fullmatch(name)
-        part = None if block is None else EXPERTS.get(block[2].removesuffix(".weight"))
-        if block is None or part is None or not name.endswith(".weight"):
+        part, _, ending = ("", "", "") if block is None else block[2].rpartition(".")
+        if block is None or part not in EXPERTS or ending != "weight":
             return None
-        return f"model.layers.{block[1]}.{self.experts}", part
+        return f"model.layers.{block[1]}.{self.experts}", EXPERTS[part]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from flexinfer.checkpoints.gguf.architecture import Architecture
 from flexinfer.checkpoints.gguf.families.falcon_h1 import FALCON_H1
+from flexinfer.checkpoints.gguf.families.gated_delta import GATED_DELTA
 from flexinfer.checkpoints.gguf.families.gemma import GEMMA
+from flexinfer.checkpoints.gguf.families.gemma3n import GEMMA3N
+from flexinfer.checkpoints.gguf.families.gemma4 import GEMMA4
 from flexinfer.checkpoints.gguf.families.gpt_oss import GPT_OSS
 from flexinfer.checkpoints.gguf.families.granite import GRANITE
 from flexinfer.checkpoints.gguf.families.jamba import JAMBA
@@ -16,7 +19,18 @@ from flexinfer.checkpoints.gguf.header import GgufHeader
 from flexinfer.errors import UnsupportedModelError
 
 ARCHITECTURES: dict[str, Architecture] = (
-    LLAMA | GRANITE | PHI | GPT_OSS | GEMMA | LFM2 | NEMOTRON | FALCON_H1 | JAMBA
+    LLAMA
+    | GRANITE
+    | PHI
+    | GPT_OSS
+    | GEMMA
+    | GEMMA3N
+    | GEMMA4
+    | GATED_DELTA
+    | LFM2
+    | NEMOTRON
+    | FALCON_H1
+    | JAMBA
 )
 
 

@@ -19,13 +19,13 @@ from flexinfer.errors import UnsupportedModelError
 ROPE_FACTORS = "rope_freqs.weight"
 """By what the frequencies of the rotary embedding are divided (Llama 3)."""
 SIZES = {
-    "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
 }
 """Keys that must be there -> names of the config."""
 OTHER_KEYS = {
+    "block_count",
     "attention.head_count",
     "attention.head_count_kv",
     "attention.key_length",
@@ -68,6 +68,7 @@ def config_of(header: GgufHeader) -> Any:
             values.refuse(key, f"only {wanted}")
     sizes = {key: name for key, name in SIZES.items() if key not in architecture.keys}
     settings: dict[str, Any] = {name: values.count(key) for key, name in sizes.items()}
+    settings["num_hidden_layers"] = values.num_layers()
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise UnsupportedModelError(f"{header.path!r} has no tensor 'token_embd.weight'")
@@ -121,7 +122,8 @@ def _heads(
     for key in ("attention.value_length", *rotated):
         values.equal(key, head_dim, "the width of keys", default=head_dim)
     queries = header.tensors.get("blk.0.attn_q.weight")
-    if queries is not None and queries.shape[0] != heads * head_dim:
+    rows = heads * head_dim * (2 if architecture.has_gates else 1)
+    if queries is not None and queries.shape[0] != rows:
         known = f"only heads of {head_dim} that make up {queries.shape[0]} rows of queries"
         values.refuse("attention.head_count", known)
     return {"num_attention_heads": heads, "num_key_value_heads": of_kv, "head_dim": head_dim}

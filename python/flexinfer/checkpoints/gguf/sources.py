@@ -7,7 +7,8 @@ weight as several. A source undoes it as the weight is read; sources are made of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -15,6 +16,8 @@ import torch
 
 from flexinfer.checkpoints.gguf.blocks import DECODERS, decode
 from flexinfer.checkpoints.gguf.header import GgufTensor
+from flexinfer.errors import UnsupportedModelError
+from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.layers.quantised_rows import QuantisedRows
 
 ALL = slice(None)
@@ -75,9 +78,83 @@ class Ordered(Source):
         self.shape, self.type = (len(order), *source.shape[1:]), source.type
 
     def rows(self, some: slice = ALL) -> torch.Tensor:
-        order = self._order[some]
-        first = int(order.min())
-        return self._source.rows(slice(first, int(order.max()) + 1))[order - first]
+        """Those that lie one behind the other are read together, and none between them."""
+        wanted, places = self._order[some].sort()
+        ends = (wanted.diff() > 1).nonzero().flatten() + 1
+        runs = [0, *ends.tolist(), len(wanted)]
+        read = [
+            self._source.rows(slice(int(wanted[first]), int(wanted[end - 1]) + 1))
+            for first, end in pairwise(runs)
+        ]
+        found = torch.cat(read)
+        return torch.empty_like(found).index_copy_(0, places, found)
+
+
+class Woven(Source):
+    """Rows of several others in one order. Where they are quantised in unlike ways, in the least
+    that holds the numbers of all."""
+
+    def __init__(self, sources: Sequence[Source], order: torch.Tensor) -> None:
+        """order: int64, for each row of the model which of theirs it is, if they stand one behind
+        the other."""
+        self._sources, self._order = sources, order
+        self.shape = (len(order), *sources[0].shape[1:])
+        are_quantised = all(source.is_quantised for source in sources)
+        self.type = sources[0].type if are_quantised else "F32"
+
+    def rows(self, some: slice = ALL) -> torch.Tensor:
+        """Of numbers that are not quantised."""
+        return self.floats()[some].view(torch.uint8)
+
+    def floats(self) -> torch.Tensor:
+        return torch.cat([source.floats().float() for source in self._sources])[self._order]
+
+    def quantised(self) -> QuantisedRows:
+        kinds = [source.quantised().kind for source in self._sources]
+
+        def make(some: slice) -> QuantisedTensor:
+            order, first = self._order[some], 0
+            parts, places = [], []
+            for source in self._sources:
+                end = first + source.shape[0]
+                own = ((order >= first) & (order < end)).nonzero().flatten()
+                if len(own):
+                    rows = Ordered(source, order[own] - first).quantised()
+                    parts.append(rows.whole().as_one_of(kinds))
+                    places.append(own)
+                first = end
+            return QuantisedTensor.join(parts)[torch.cat(places).argsort()]
+
+        return QuantisedRows((self.shape[0], self.shape[1]), make)
+
+
+class OrderedInputs(Source):
+    """A matrix [outputs, inputs] with the inputs of another in another order."""
+
+    def __init__(self, source: Source, order: torch.Tensor) -> None:
+        """order: int64, for each input of the model which of the file's it is. Raises
+        UnsupportedModelError where groups of inputs that share a scale are torn apart."""
+        self._source, self._order = source, order
+        self.shape, self.type = source.shape, source.type
+        if self.is_quantised and len(self.shape) == 2:
+            try:
+                self.quantised()[:1]
+            except ValueError as error:
+                raise UnsupportedModelError(str(error)) from error
+
+    def rows(self, some: slice = ALL) -> torch.Tensor:
+        """Of numbers that are not quantised."""
+        rows = self._source.rows(some).view(FLOATS[self.type])
+        return rows[:, self._order].view(torch.uint8)
+
+    def floats(self) -> torch.Tensor:
+        return self._source.floats()[..., self._order]
+
+    def quantised(self) -> QuantisedRows:
+        source, columns = self._source.quantised(), self.shape[0]
+        return QuantisedRows(
+            (columns, self.shape[1]), lambda some: source[some].with_inputs_in_order(self._order)
+        )
 
 
 class Joined(Source):

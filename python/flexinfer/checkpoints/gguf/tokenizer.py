@@ -1,6 +1,7 @@
 """The tokenizer and chat template of a GGUF file, which cuts text as llama.cpp does.
 
     gpt2     bytes by the merges of the file, inside of the pieces that a pattern cuts
+    gemma4   text by the merges of the file, inside of lines, spaces as "▁"
     llama    SentencePiece: characters by the scores of what they become, spaces as "▁", one more in
              front of the text and behind each special token
 
@@ -9,11 +10,11 @@ Source: src/llama-vocab.cpp of llama.cpp, and vocabularies in its models/ with w
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.checkpoints.gguf.config import token_id
-from flexinfer.checkpoints.gguf.cuts import CUTS, Cut
+from flexinfer.checkpoints.gguf.cuts import CUTS, GEMMA_4, Cut
 from flexinfer.checkpoints.gguf.header import ENDS, TOKENS, GgufHeader, read_header, read_texts
 from flexinfer.errors import UnsupportedModelError
 
@@ -43,15 +44,17 @@ def load_gguf_tokenizer(path: str) -> Any:
     tokens = texts[TOKENS]
     if cut is None:
         tokenizer = _sentencepiece(header, tokens)
-    else:
+    elif cut.is_spelt:
         tokenizer = _byte_level(header, tokens, texts[MERGES], cut)
+    else:
+        tokenizer = _of_text(header, tokens, texts[MERGES], cut)
     has_types = f"{PREFIX}token_type" in header.metadata
     types = _of_each(header, "token_type", tokens) if has_types else []
     special = _add_whole(tokenizer, tokens, types, _stripping(header, tokens, types))
     named = _named(header, tokens)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        add_bos_token=_flag(header, "add_bos_token", cut is None or cut.is_begun),
+        add_bos_token=_begins(header, cut),
         add_eos_token=_flag(header, "add_eos_token", False),
         extra_special_tokens=[token for token in special if token not in named.values()],
         chat_template=header.metadata.get("tokenizer.chat_template"),
@@ -62,12 +65,12 @@ def load_gguf_tokenizer(path: str) -> Any:
 def _cut_of(header: GgufHeader) -> Cut | None:
     """None: SentencePiece, which cuts nothing."""
     kind, pre = (str(header.metadata.get(PREFIX + name)) for name in ("model", "pre"))
-    if kind == "llama":
-        return None
+    if kind in ("llama", "gemma4"):
+        return None if kind == "llama" else GEMMA_4
     if kind != "gpt2":
         raise UnsupportedModelError(
-            f"{header.path!r} has a tokenizer of the kind {kind!r}; known are 'gpt2' and 'llama'. "
-            f"{OTHER}"
+            f"{header.path!r} has a tokenizer of the kind {kind!r}; known are 'gpt2', 'gemma4' and "
+            f"'llama'. {OTHER}"
         )
     if pre not in CUTS:
         raise UnsupportedModelError(
@@ -75,6 +78,14 @@ def _cut_of(header: GgufHeader) -> Cut | None:
             f"{', '.join(sorted(CUTS))}. {OTHER}"
         )
     return CUTS[pre]
+
+
+def _begins(header: GgufHeader, cut: Cut | None) -> bool:
+    """Whether a text begins with its special token. Of Gemma 4 whatever the file says, as some of
+    the first say it does not."""
+    if cut is None or cut.is_spelt:
+        return _flag(header, "add_bos_token", cut is None or cut.is_begun)
+    return True
 
 
 def _flag(header: GgufHeader, name: str, default: bool) -> bool:
@@ -101,13 +112,7 @@ def _byte_level(header: GgufHeader, tokens: list[str], merges: list[str], cut: C
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     ids = _ids(tokens)
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    for left, right in pairs:
-        if not (left in ids and right in ids and left + right in ids):
-            raise UnsupportedModelError(
-                f"{header.path!r} merges {left!r} and {right!r}, and has not all these tokens. "
-                f"{OTHER}"
-            )
+    pairs = _pairs(header, ids, merges)
     model = models.BPE(ids, pairs, ignore_merges=cut.is_begun)
     tokenizer = Tokenizer(model)
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.as_gpt_2)
@@ -118,6 +123,41 @@ def _byte_level(header: GgufHeader, tokens: list[str], merges: list[str], cut: C
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _pairs(header: GgufHeader, ids: Mapping[str, int], merges: list[str]) -> list[tuple[str, str]]:
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    for left, right in pairs:
+        if not (left in ids and right in ids and left + right in ids):
+            raise UnsupportedModelError(
+                f"{header.path!r} merges {left!r} and {right!r}, and has not all these tokens. "
+                f"{OTHER}"
+            )
+    return pairs
+
+
+def _of_text(header: GgufHeader, tokens: list[str], merges: list[str], cut: Cut) -> Tokenizer:
+    """Lines that are empty are a token where there is one, with merges that lead to it or not."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+    ids = _ids(tokens)
+    pairs = _pairs(header, ids, merges)
+    if ("\n", "\n") not in pairs:
+        lines = [token for token in tokens if token and not token.strip("\n")]
+        pairs += _merges(lines, [-float(len(line)) for line in lines])  # the shorter ones first
+    tokenizer = Tokenizer(models.BPE(ids, pairs, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(cut.pattern or ""), behavior="isolated")
+    tokenizer.decoder = _spaces_and_bytes([])
+    return tokenizer
+
+
+def _spaces_and_bytes(more: list[Any]) -> Any:
+    """What makes text of pieces."""
+    from tokenizers import decoders
+
+    steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence(steps + more)
 
 
 def _sentencepiece(header: GgufHeader, tokens: list[str]) -> Tokenizer:
@@ -133,12 +173,12 @@ def _sentencepiece(header: GgufHeader, tokens: list[str]) -> Tokenizer:
     merges = _merges(tokens, scores)
     tokenizer = Tokenizer(models.BPE(_ids(tokens), merges, fuse_unk=True, byte_fallback=True))
     spaces: list[Any] = [normalizers.Replace(" ", SPACE)]
-    steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    more: list[Any] = []
     if _flag(header, "add_space_prefix", True):
         spaces.insert(0, normalizers.Prepend(SPACE))
-        steps.append(decoders.Strip(" ", left=1))
+        more.append(decoders.Strip(" ", left=1))
     tokenizer.normalizer = normalizers.Sequence(spaces)
-    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.decoder = _spaces_and_bytes(more)
     return tokenizer
 
 

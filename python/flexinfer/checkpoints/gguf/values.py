@@ -10,6 +10,10 @@ from typing import Any, NoReturn
 from flexinfer.checkpoints.gguf.header import GgufHeader
 from flexinfer.errors import UnsupportedModelError
 
+NEXT_LAYERS = "nextn_predict_layers"
+"""Key of how many layers behind the model's there are, which predict tokens beyond the next. They
+are passed over, as llama.cpp does where nobody asks for such a draft."""
+
 
 class GgufValues:
     """Each is asked for by its key without the name of the architecture."""
@@ -34,7 +38,7 @@ class GgufValues:
         return value if isinstance(value, list) else None
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Of a tensor; None: there is no such."""
+        """Of a tensor of the file; None: there is no such tensor."""
         found = self._header.tensors.get(name)
         return None if found is None else found.shape
 
@@ -66,6 +70,13 @@ class GgufValues:
         if type(value) is not int or value < 1:
             self.refuse(key, "whole numbers from 1 on")
         return value
+
+    def num_layers(self) -> int:
+        """Of the model: without NEXT_LAYERS."""
+        count, others = self.count("block_count"), self.get(NEXT_LAYERS, 0)
+        if type(others) is not int or not 0 <= others < count:
+            self.refuse(NEXT_LAYERS, f"whole numbers from 0 on, less than the block_count, {count}")
+        return count - others
 
     def factor(self, key: str, default: float | None = None) -> float:
         """As `count`, of numbers that something is multiplied with or divided by."""

@@ -30,6 +30,8 @@ from helpers.gguf.files import (
     write_gguf,
     writer_of,
 )
+from helpers.gguf.form import Form, Parts
+from helpers.gguf.forms import FORMS, add_expert_width, experts
 from helpers.gguf.models import CONFIGS, TYPES, mixed, same
 from helpers.tiny_models import continue_prompt, draw_model, make_tokenizer, random_prompts
 
@@ -256,6 +258,22 @@ def test_experts_are_quantised_as_in_the_file(name: str, tmp_path: Path) -> None
     # Q4_K has scales and minimums of a byte for 32 inputs, Q6_K scales for 16; of a block 16 bits.
     assert experts.nbytes * 16 == 2 * numbers * 9.25 + numbers * 13.125
     assert not any(parameter.is_meta for parameter in loaded.parameters())
+
+
+def test_gates_and_factors_of_experts_may_be_one_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As llama.cpp's converter writes them if it is asked to."""
+
+    def joined(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+        if not name.endswith("gate_up_proj"):
+            return experts(name, tensor, config)
+        return {f"blk.{name.split('.')[2]}.ffn_gate_up_exps.weight": tensor}
+
+    monkeypatch.setitem(FORMS, "qwen3_moe", Form("qwen3moe", add_expert_width, joined))
+    path, model = tmp_path / "model.gguf", draw_model(CONFIGS["qwen3moe"]())
+    written, prompts = write_gguf(path, model, same(Type.Q8_0)), random_prompts((20,))
+    assert generate(path, prompts) == expected(written, prompts)
 
 
 def test_values_of_other_kinds_are_refused(tmp_path: Path) -> None:

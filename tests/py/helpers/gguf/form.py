@@ -9,7 +9,25 @@ from typing import Any
 import gguf
 import torch
 
-Parts = dict[str, torch.Tensor]
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Rows or columns of a weight, as the file has them: in another order."""
+
+    tensor: torch.Tensor
+    order: torch.Tensor
+    """int64: of each of the file's, which of the weight's it is."""
+    dim: int = 0
+
+    def read(self) -> torch.Tensor:
+        return self.tensor.index_select(self.dim, self.order)
+
+    def write(self, numbers: torch.Tensor) -> None:
+        """Set the weight to these of the file."""
+        self.tensor.index_copy_(self.dim, self.order, numbers)
+
+
+Parts = dict[str, torch.Tensor | Moved]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +42,9 @@ class Form:
     parts: Callable[[str, torch.Tensor, Any], Parts | None] = lambda name, tensor, config: None
     """A weight of the model -> the file's tensors; None: the one that gguf has a name for."""
 
+    stacked: Callable[[dict[str, torch.Tensor]], Parts] = lambda tensors: {}
+    """All weights of the model -> what the file has several of them in, as they are."""
+
     def parts_of(self, name: str, tensor: torch.Tensor, config: Any) -> Parts:
         parts = self.parts(name, tensor, config)
         return {self.name_of(name, config): tensor} if parts is None else parts
@@ -34,7 +55,8 @@ class Form:
         names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None, name
-        return own if own.endswith((".weight", ".bias")) else f"{own}.weight"  # sinks
+        is_whole = own.endswith((".weight", ".bias", ".ssm_a"))
+        return own if is_whole else f"{own}.weight"  # sinks
 
 
 def experts(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import gguf
 import torch
 
+from helpers.gguf import gated_delta, gemma3n, gemma4
 from helpers.gguf.form import Form, Parts, experts, paired
 from helpers.gguf.hybrids import HYBRIDS
 
@@ -46,6 +48,17 @@ def one_more(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
     return {FORMS[config.model_type].name_of(name, config): tensor + 1}
 
 
+def hybrid(own: Callable[[str, torch.Tensor, Any], Parts | None]) -> Any:
+    """Delta nets in their own way, the rest as others."""
+
+    def parts(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+        if gated_delta.NET in name:
+            return own(name, tensor, config)
+        return experts(name, tensor, config) or one_more(name, tensor, config)
+
+    return parts
+
+
 FORMS = {
     "llama": Form("llama", parts=paired),
     "mistral": Form("llama", parts=paired),
@@ -62,5 +75,10 @@ FORMS = {
     "gemma2": Form("gemma2", add_window, one_more),
     "gemma3_text": Form("gemma3", add_window, one_more),
     **HYBRIDS,
+    "gemma3n_text": Form("gemma3n", gemma3n.add_keys, gemma3n.parts, gemma3n.stacked),
+    "gemma4_text": Form("gemma4", gemma4.add_keys),
+    "qwen3_next": Form("qwen3next", gated_delta.add_keys, hybrid(gated_delta.qwen3next)),
+    "qwen3_5_text": Form("qwen35", gated_delta.add_all_keys, hybrid(gated_delta.qwen35)),
+    "qwen3_5_moe_text": Form("qwen35moe", gated_delta.add_all_keys, hybrid(gated_delta.qwen35)),
 }
 """transformers' model type -> how it is written."""

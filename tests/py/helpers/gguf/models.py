@@ -67,6 +67,30 @@ GRANITE_MOE: dict[str, Any] = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
+WINDOWED: dict[str, Any] = {
+    **COMMON,
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "global_head_dim": 128,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "pad_token_id": None,
+}
+HYBRID: dict[str, Any] = {
+    **COMMON,
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 8,
+}
+SHARED_EXPERT: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 512,
+}
 CONFIGS: dict[str, Callable[..., Any]] = {
     "llama": lambda **more: tf.LlamaConfig(**COMMON, **more),
     "llama with biases": lambda **more: tf.LlamaConfig(**COMMON, attention_bias=True, **more),
@@ -135,6 +159,30 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         head_dim=32,
         query_pre_attn_scalar=32,
         sliding_window=16,
+        **more,
+    ),
+    "gemma3n": lambda **more: tf.Gemma3nTextConfig(
+        **{key: value for key, value in WINDOWED.items() if key != "global_head_dim"},
+        hidden_size_per_layer_input=64,
+        vocab_size_per_layer_input=128,
+        num_kv_shared_layers=2,
+        laurel_rank=16,
+        activation_sparsity_pattern=[0.95, 0.5, 0.0, 0.0],
+        **more,
+    ),
+    "gemma4": lambda **more: tf.Gemma4TextConfig(
+        **WINDOWED | {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]} | more,
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma4 with embeddings of each layer": lambda **more: tf.Gemma4TextConfig(
+        **WINDOWED,
+        hidden_size_per_layer_input=64,
+        vocab_size_per_layer_input=128,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
         **more,
     ),
     "mixtral": lambda **more: tf.MixtralConfig(
@@ -212,6 +260,13 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "granitemoe": lambda **more: tf.GraniteMoeConfig(**COMMON, **GRANITE_MOE, **more),
     "granitemoe with shared experts": lambda **more: tf.GraniteMoeSharedConfig(
         **COMMON, **GRANITE_MOE, shared_intermediate_size=256, **more
+    ),
+    "qwen3next": lambda **more: tf.Qwen3NextConfig(**HYBRID, **SHARED_EXPERT, **more),
+    "qwen35": lambda **more: tf.Qwen3_5TextConfig(**HYBRID, **more),
+    "qwen35moe": lambda **more: tf.Qwen3_5MoeTextConfig(
+        **{key: value for key, value in HYBRID.items() if key != "intermediate_size"},
+        **SHARED_EXPERT,
+        **more,
     ),
     "gpt-oss": lambda **more: tf.GptOssConfig(
         **COMMON,

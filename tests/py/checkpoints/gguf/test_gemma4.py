@@ -1,0 +1,144 @@
+"""Files of Gemma 4: layers of two kinds, which share keys and values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+gguf = pytest.importorskip("gguf")
+
+from flexinfer import LLM, SamplingParams
+from flexinfer.checkpoints.gguf.checkpoint import load_gguf_config
+from flexinfer.errors import UnsupportedModelError
+from flexinfer.layers.embedding import QuantisedEmbedding
+from flexinfer.models.loading import load_model
+from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
+from helpers.gguf.models import CONFIGS, mixed, same
+from helpers.tiny_models import continue_prompt, draw_model, random_prompts
+
+EMBEDDED = "gemma4 with embeddings of each layer"
+WINDOWED, FULL = "sliding_attention", "full_attention"
+
+
+def draw(name: str = "gemma4", **settings: Any) -> Any:
+    """With norms and scales of layers that differ from one another."""
+    model = draw_model(CONFIGS[name](**settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        for layer in model.model.layers:
+            layer.layer_scalar.uniform_(0.5, 1.5)
+    return model
+
+
+def mixed_if_wide(name: str) -> Type:
+    """Rows of 64 numbers are no blocks of 256."""
+    return Type.Q8_0 if name.endswith(".proj.weight") else mixed(name)
+
+
+@pytest.mark.parametrize("types", [same(Type.F32), mixed_if_wide])
+@pytest.mark.parametrize("name", ["gemma4", EMBEDDED])
+def test_layers_are_the_ones_of_the_model(name: str, types: Any, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    written = write_gguf(path, draw(name, tie_word_embeddings=False), types)
+    prompts = random_prompts((5, 40))
+    with LLM(str(path), dtype="float32", skip_tokenizer_init=True) as llm:
+        params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+    expected = [continue_prompt(written, tuple(prompt), 10) for prompt in prompts]
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+
+def test_matrices_and_embeddings_of_each_layer_stay_quantised(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, draw(EMBEDDED), same(Type.Q8_0))
+    model: Any = load_model(str(path)).model
+    assert isinstance(model.model.embed_tokens_per_layer, QuantisedEmbedding)
+    assert not [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+
+
+@pytest.mark.parametrize("name", ["gemma4", EMBEDDED])
+def test_the_config_is_read(name: str, tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", draw(name)
+    write_gguf(path, model, same(Type.F32))
+    found, wanted = load_gguf_config(str(path)).to_dict(), model.config.to_dict()
+    others = {"dtype", "initializer_range", "architectures", "transformers_version", "rms_norm_eps"}
+    if name == "gemma4":  # there is no such embedding
+        others.add("vocab_size_per_layer_input")
+    assert found["rms_norm_eps"] == pytest.approx(wanted["rms_norm_eps"])
+    assert {k: v for k, v in found.items() if k not in others} == {
+        k: v for k, v in wanted.items() if k not in others
+    }
+
+
+def read_with(path: Path, name: str = "gemma4", **values: Any) -> Any:
+    """The config of a file with other values."""
+    model = draw(name)
+    writer = writer_of(path, model)
+    for key, value in values.items():
+        own = f"gemma4.{key.replace('__', '.')}"
+        writer.kv_data[0].pop(own, None)
+        kinds = {list: writer.add_array, str: writer.add_string}
+        kinds.get(type(value), writer.add_uint32)(own, value)
+    add_weights(writer, model, same(Type.F32))
+    finish(writer)
+    return load_gguf_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attention__head_count_kv", [2, 1, 2, 1], "one number for layers with a window"),
+        ("attention__head_count_kv", [2, 2, 1], "one number for layers with a window"),
+        ("attention__shared_kv_layers", 4, "less than the block_count, 4"),
+        ("attention__sliding_window_pattern", [False, True, True, True], "last layer has no wind"),
+        ("attention__value_length_swa", 32, "the width of keys, 64"),
+        ("rope__dimension_count", 32, "the width of keys, 128"),
+        ("feed_forward_length", [512, 512, 512, 1024], "one width, or twice that"),
+        ("rope__scaling__type", "yarn", "rope.scaling"),
+        ("expert_count", 8, "only models without experts"),
+    ],
+)
+def test_layers_that_the_model_cannot_have_are_refused(
+    key: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_with(tmp_path / "model.gguf", **{key: value})
+
+
+def test_layers_that_share_keys_and_values_may_have_them_in_the_file(tmp_path: Path) -> None:
+    """As published models do: they are read nowhere."""
+    path, model = tmp_path / "model.gguf", draw(EMBEDDED)
+    writer = writer_of(path, model)
+    add_weights(writer, model, same(Type.F32))
+    writer.add_tensor("blk.3.attn_k.weight", np.zeros((128, 256), np.float32))
+    finish(writer)
+    assert load_model(str(path)).model.config.num_kv_shared_layers == 2
+
+
+def test_frequencies_that_are_divided_otherwise_are_refused(tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", draw()
+    writer = writer_of(path, model)
+    writer.tensors[0]["rope_freqs.weight"].tensor[:] = 2
+    add_weights(writer, model, same(Type.F32))
+    finish(writer)
+    with pytest.raises(UnsupportedModelError, match="factors of frequencies"):
+        load_gguf_config(str(path))
+
+
+def test_values_in_some_layers_alone_are_refused(tmp_path: Path) -> None:
+    """Layers without a window that take keys for values all do."""
+    path = tmp_path / "model.gguf"
+    model = draw(layer_types=[WINDOWED, FULL, WINDOWED, FULL])
+    writer = writer_of(path, model)
+    add_weights(writer, model, same(Type.F32))
+    writer.add_tensor("blk.1.attn_v.weight", np.zeros((128, 256), np.float32))
+    finish(writer)
+    with pytest.raises(UnsupportedModelError, match="values in all layers, or in none"):
+        load_gguf_config(str(path))

@@ -1,0 +1,40 @@
+"""How Gemma 4 is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gguf
+import numpy as np
+
+UNROTATED = 1e30
+
+
+def add_keys(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Layers without a window are the ones that others' keys speak of."""
+    kinds, count = config.layer_types, config.num_hidden_layers
+    windowed, shared = vars(config), config.num_kv_shared_layers
+    full = config.per_layer_config[kinds.index("full_attention")]
+    for name in ("key_length", "value_length"):
+        writer.kv_data[0].pop(f"gemma4.attention.{name}")
+        getattr(writer, f"add_{name}")(full.head_dim)
+        getattr(writer, f"add_{name}_swa")(windowed["head_dim"])
+    writer.add_rope_dimension_count(full.head_dim)
+    writer.add_rope_dimension_count_swa(windowed["head_dim"])
+    if full.num_key_value_heads != windowed["num_key_value_heads"]:
+        own = (windowed["num_key_value_heads"], full.num_key_value_heads)
+        writer.kv_data[0].pop("gemma4.attention.head_count_kv")
+        writer.add_head_count_kv([own[kind == "full_attention"] for kind in kinds])
+    if config.use_double_wide_mlp:
+        widths = [config.intermediate_size] * (count - shared)
+        writer.kv_data[0].pop("gemma4.feed_forward_length")
+        writer.add_feed_forward_length(widths + [2 * config.intermediate_size] * shared)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    rotated = config.rope_parameters["full_attention"]["partial_rotary_factor"]
+    factors = np.full(full.head_dim // 2, UNROTATED, np.float32)
+    factors[: int(full.head_dim * rotated / 2)] = 1
+    writer.add_tensor("rope_freqs.weight", factors)
