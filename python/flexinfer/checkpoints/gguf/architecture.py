@@ -31,6 +31,12 @@ NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 """llama.cpp's name of a part -> transformers'."""
+SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+"""As NAMES, of experts that all tokens go to."""
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """llama.cpp's name of the weights of all experts of a layer -> which part of theirs they are."""
 Convert = Callable[[dict[str, Source], Any], None]
@@ -54,8 +60,8 @@ class Architecture:
 
     config: str | None
     """Name of the config's class; None: there is none without experts."""
-    experts_config: str | None = None
-    """Name of the config's class of models with experts."""
+    experts_config: str | Callable[[GgufValues], str] | None = None
+    """Name of the config's class of models with experts, or what tells it."""
     conversions: tuple[Convert, ...] = ()
     """One after the other."""
     experts: str = "mlp.experts"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flexinfer.checkpoints.gguf.architecture import Architecture
+from flexinfer.checkpoints.gguf.families.deepseek import DEEPSEEK
 from flexinfer.checkpoints.gguf.families.gemma import GEMMA
 from flexinfer.checkpoints.gguf.families.gpt_oss import GPT_OSS
 from flexinfer.checkpoints.gguf.families.granite import GRANITE
@@ -11,7 +12,7 @@ from flexinfer.checkpoints.gguf.families.phi import PHI
 from flexinfer.checkpoints.gguf.header import GgufHeader
 from flexinfer.errors import UnsupportedModelError
 
-ARCHITECTURES: dict[str, Architecture] = LLAMA | GRANITE | PHI | GPT_OSS | GEMMA
+ARCHITECTURES: dict[str, Architecture] = LLAMA | GRANITE | PHI | GPT_OSS | GEMMA | DEEPSEEK
 
 
 def architecture_of(header: GgufHeader) -> Architecture:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.quantised_rows import QuantisedRows
 
 ENDING = ".gguf"
+OF_LAYER = re.compile(r"blk\.([0-9]+)\.")
 
 
 def is_gguf(model: Any) -> bool:
@@ -51,7 +53,11 @@ class GgufCheckpoint(Checkpoint):
         }
 
     def _place(self, name: str, tensor: GgufTensor) -> None:
-        """A tensor of the file under the model's name."""
+        """A tensor of the file under the model's name. Those of layers behind the model's last one
+        are left out: they predict tokens beyond the next (the config has checked the count)."""
+        layer = OF_LAYER.match(name)
+        if layer is not None and int(layer[1]) >= self._config.num_hidden_layers:
+            return
         known, experts = self._architecture.weight_name(name), self._architecture.experts_name(name)
         if experts is not None and len(tensor.shape) == 3:
             module, part = experts
@@ -59,7 +65,7 @@ class GgufCheckpoint(Checkpoint):
                 source = Stored(tensor.part(expert))
                 self._sources[expert_weight(module, expert, part)] = source
         elif known is not None:
-            if tensor.type in DECODERS and len(tensor.shape) != 2:
+            if tensor.type in DECODERS and len(tensor.shape) < 2:
                 raise UnsupportedModelError(
                     f"{self._header.path!r} has {name!r} as {tensor.type} {list(tensor.shape)}; "
                     "known are matrices of such blocks"

@@ -63,7 +63,8 @@ def config_of(header: GgufHeader) -> Any:
     architecture = architecture_of(header)
     values = GgufValues(header)
     values.refuse_unknown({*SIZES, *OTHER_KEYS, *ONLY, HARMLESS, *architecture.keys})
-    for key, wanted in ONLY.items():
+    for key in ONLY.keys() - architecture.keys:
+        wanted = ONLY[key]
         if values.get(key, wanted) != wanted:
             values.refuse(key, f"only {wanted}")
     sizes = {key: name for key, name in SIZES.items() if key not in architecture.keys}
@@ -76,6 +77,8 @@ def config_of(header: GgufHeader) -> Any:
     values.equal("embedding_length", width, "the columns of the embedding")
     num_experts = values.get("expert_count", 0)
     own = architecture.experts_config if num_experts else architecture.config
+    if callable(own):
+        own = own(values)
     if own is None:
         known = "only models without experts" if num_experts else "only models with experts"
         values.refuse("expert_count", known)

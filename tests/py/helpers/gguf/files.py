@@ -95,6 +95,11 @@ def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_tensor(f"rope_factors_{name}.weight", factors)
 
 
+def count_of_experts(config: Any) -> int:
+    names = ("num_local_experts", "num_experts", "moe_num_experts")
+    return next(getattr(config, name) for name in names if hasattr(config, name))
+
+
 def writer_of(
     path: Path, model: Any, extra: Mapping[str, Any] | None = None, **of_parts: Any
 ) -> gguf.GGUFWriter:
@@ -105,7 +110,7 @@ def writer_of(
     writer = gguf.GGUFWriter(path, form.architecture, **of_parts)
     add_sizes(writer, config)
     if getattr(config, "num_experts_per_tok", None):
-        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_count(count_of_experts(config))
         writer.add_expert_used_count(config.num_experts_per_tok)
     form.add_keys(writer, config)
     for key, value in (extra or {}).items():

@@ -12,6 +12,14 @@ import torch
 Parts = dict[str, torch.Tensor]
 
 
+def replace_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Write another value of the architecture than others have; a list for each layer."""
+    whole = f"{writer.arch}.{key}"
+    writer.kv_data[0].pop(whole, None)
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, list: writer.add_array}
+    kinds.get(type(value), writer.add_float32)(whole, value)
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """Tensors of a file are views of the model's weights, which are set to what is written of them;

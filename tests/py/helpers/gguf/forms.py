@@ -7,6 +7,7 @@ from typing import Any
 import gguf
 import torch
 
+from helpers.gguf.deepseek import add_latents, latents
 from helpers.gguf.form import Form, Parts
 
 
@@ -81,6 +82,8 @@ FORMS = {
     "granite": Form("granite", parts=paired),
     "olmo2": Form("olmo2"),
     "phi3": Form("phi3", add_window),
+    "deepseek_v2": Form("deepseek2", add_latents, latents),
+    "deepseek_v3": Form("deepseek2", add_latents, latents),
     "gemma": Form("gemma", parts=one_more),
     "gemma2": Form("gemma2", add_window, one_more),
     "gemma3_text": Form("gemma3", add_window, one_more),

@@ -9,19 +9,8 @@ import transformers as tf
 
 from flexinfer.checkpoints.gguf.blocks import DECODERS
 from helpers.gguf.files import Type
+from helpers.gguf.mixtures import COMMON, MIXTURES
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 CONFIGS: dict[str, Callable[..., Any]] = {
     "llama": lambda **more: tf.LlamaConfig(**COMMON, **more),
     "llama with biases": lambda **more: tf.LlamaConfig(**COMMON, attention_bias=True, **more),
@@ -121,6 +110,7 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         },
         **more,
     ),
+    **MIXTURES,
 }
 
 

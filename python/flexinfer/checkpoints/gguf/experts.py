@@ -1,0 +1,58 @@
+"""What the config says of experts, of the keys of a GGUF file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexinfer.checkpoints.gguf.values import GgufValues
+
+DENSE = "leading_dense_block_count"
+SHARED, SHARED_WIDTH = "expert_shared_count", "expert_shared_feed_forward_length"
+WIDTH = "expert_feed_forward_length"
+SCALE, NORM = "expert_weights_scale", "expert_weights_norm"
+GATING = "expert_gating_func"
+GROUPS, GROUPS_USED = "expert_group_count", "expert_group_used_count"
+BEYOND = "nextn_predict_layers"
+"""How many of the layers, at the end, predict tokens beyond the next."""
+SOFTMAX, SIGMOID = 1, 2
+"""Values of GATING."""
+DEEPSEEK_KEYS = frozenset({DENSE, SHARED, SCALE, NORM, GATING, GROUPS, GROUPS_USED, BEYOND})
+CORRECTION = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+"""As names of an architecture, of what is added to scores where experts are chosen."""
+
+
+def deepseek_experts(values: GgufValues) -> dict[str, Any]:
+    """As DeepSeek's configs, and those that follow them, have it."""
+    count, groups = values.count("expert_count"), values.count(GROUPS, 1)
+    if count % groups:
+        values.refuse(GROUPS, f"only divisors of the expert_count, {count}")
+    used = values.count(GROUPS_USED, 1)
+    if used > groups:
+        values.refuse(GROUPS_USED, f"at most the {GROUPS}, {groups}")
+    return {
+        "num_hidden_layers": layers_of(values),
+        "n_routed_experts": count,
+        "num_experts_per_tok": values.count("expert_used_count"),
+        "moe_intermediate_size": values.count(WIDTH),
+        "n_shared_experts": values.count(SHARED),
+        "first_k_dense_replace": values.count(DENSE, 0, least=0),
+        "routed_scaling_factor": values.factor(SCALE, 1.0),
+        "norm_topk_prob": values.flag(NORM, False),
+        "n_group": groups,
+        "topk_group": used,
+    }
+
+
+def layers_of(values: GgufValues) -> int:
+    """Without those that predict tokens beyond the next."""
+    layers, beyond = values.count("block_count"), values.count(BEYOND, 0, least=0)
+    if beyond >= layers:
+        values.refuse(BEYOND, f"less than the block_count, {layers}")
+    return layers - beyond
+
+
+def only_gating(values: GgufValues, wanted: int, unsaid: int) -> None:
+    """Raises UnsupportedModelError where scores are made of what routers give in another way.
+    unsaid: what llama.cpp takes where the file does not say it."""
+    if values.get(GATING, unsaid) != wanted:
+        values.refuse(GATING, f"only {wanted}")
