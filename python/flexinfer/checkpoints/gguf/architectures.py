@@ -8,11 +8,14 @@ from flexinfer.checkpoints.gguf.families.gemma import GEMMA
 from flexinfer.checkpoints.gguf.families.gpt_oss import GPT_OSS
 from flexinfer.checkpoints.gguf.families.granite import GRANITE
 from flexinfer.checkpoints.gguf.families.llama import LLAMA
+from flexinfer.checkpoints.gguf.families.mixtures import MIXTURES
 from flexinfer.checkpoints.gguf.families.phi import PHI
 from flexinfer.checkpoints.gguf.header import GgufHeader
 from flexinfer.errors import UnsupportedModelError
 
-ARCHITECTURES: dict[str, Architecture] = LLAMA | GRANITE | PHI | GPT_OSS | GEMMA | DEEPSEEK
+ARCHITECTURES: dict[str, Architecture] = (
+    LLAMA | GRANITE | PHI | GPT_OSS | GEMMA | DEEPSEEK | MIXTURES
+)
 
 
 def architecture_of(header: GgufHeader) -> Architecture:

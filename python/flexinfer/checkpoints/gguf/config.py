@@ -82,7 +82,7 @@ def config_of(header: GgufHeader) -> Any:
     if own is None:
         known = "only models without experts" if num_experts else "only models with experts"
         values.refuse("expert_count", known)
-    if own != "Qwen2Config":  # whose layers have the biases that they have
+    if own not in ("Qwen2Config", "Qwen2MoeConfig"):  # whose layers have the biases that they have
         settings |= {flag: True for flag, name in BIASES.items() if name in header.tensors}
     if num_experts:
         settings |= _experts(header, values, architecture)
@@ -97,7 +97,8 @@ def config_of(header: GgufHeader) -> Any:
     }
     settings |= architecture.settings(values)
     blocks = {block[1] for name in header.tensors if (block := BLOCK.fullmatch(name))}
-    values.equal("block_count", len(blocks), "the number of blocks that have tensors")
+    if len(blocks) != settings["num_hidden_layers"]:  # without those for tokens beyond the next
+        values.equal("block_count", len(blocks), "the number of blocks that have tensors")
     make: Callable[..., Any] = getattr(transformers, own)
     try:
         return make(**settings)

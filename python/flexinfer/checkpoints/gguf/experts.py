@@ -6,7 +6,8 @@ from typing import Any
 
 from flexinfer.checkpoints.gguf.values import GgufValues
 
-DENSE = "leading_dense_block_count"
+DENSE, STEP = "leading_dense_block_count", "interleave_moe_layer_step"
+"""How many layers at the beginning have no experts; every which layer behind them has."""
 SHARED, SHARED_WIDTH = "expert_shared_count", "expert_shared_feed_forward_length"
 WIDTH = "expert_feed_forward_length"
 SCALE, NORM = "expert_weights_scale", "expert_weights_norm"
@@ -51,8 +52,15 @@ def layers_of(values: GgufValues) -> int:
     return layers - beyond
 
 
-def only_gating(values: GgufValues, wanted: int, unsaid: int) -> None:
-    """Raises UnsupportedModelError where scores are made of what routers give in another way.
-    unsaid: what llama.cpp takes where the file does not say it."""
-    if values.get(GATING, unsaid) != wanted:
+def experts_as_wide_as_others(values: GgufValues) -> dict[str, Any]:
+    """Experts as wide as the MLPs of layers without."""
+    width = values.count("feed_forward_length")
+    values.equal(WIDTH, width, "the feed_forward_length", default=width)
+    used = values.count("expert_used_count")
+    return {"num_experts": values.count("expert_count"), "num_experts_per_tok": used}
+
+
+def only_gating(values: GgufValues, wanted: int) -> None:
+    """Raises UnsupportedModelError where scores are made of what routers give in another way."""
+    if values.get(GATING, wanted) != wanted:
         values.refuse(GATING, f"only {wanted}")

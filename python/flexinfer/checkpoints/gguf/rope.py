@@ -34,10 +34,24 @@ def rope_of(values: GgufValues) -> dict[str, Any]:
     return parameters
 
 
-def windows_of(values: GgufValues, pattern: int) -> dict[str, Any]:
-    """Of so many layers the last one has no window, where the file does not say it of each."""
-    layers = range(values.count("block_count"))
+def partial_rope_of(values: GgufValues) -> dict[str, Any]:
+    """As `rope_of`, of models that rotate a part of a head alone."""
+    width = values.count("embedding_length") // values.count("attention.head_count")
+    width = values.count("attention.key_length", width)
+    rotated = values.count("rope.dimension_count", width)
+    if rotated > width or rotated % 2:
+        values.refuse("rope.dimension_count", f"even numbers up to the width of keys, {width}")
+    return rope_of(values) | {"partial_rotary_factor": rotated / width}
+
+
+def windows_of(values: GgufValues, pattern: int, num_layers: int | None = None) -> dict[str, Any]:
+    """Of so many layers the last one has no window, where the file does not say it of each.
+    num_layers: of the model, where the file has more."""
+    whole = values.count("block_count")
+    layers = range(whole if num_layers is None else num_layers)
     windows = values.of_layers(WINDOW_PATTERN)
+    if windows is not None and len(windows) == whole:
+        windows = windows[: len(layers)]
     if windows is None:
         pattern = values.count(WINDOW_PATTERN, pattern)
         windows = [(layer + 1) % pattern != 0 for layer in layers]

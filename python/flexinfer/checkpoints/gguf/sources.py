@@ -80,6 +80,25 @@ class Ordered(Source):
         return self._source.rows(slice(first, int(order.max()) + 1))[order - first]
 
 
+class Stacked(Source):
+    """Rows of one behind those of another, of one type and width."""
+
+    def __init__(self, *sources: Source) -> None:
+        self._sources = sources
+        self.shape = (sum(source.shape[0] for source in sources), *sources[0].shape[1:])
+        self.type = sources[0].type
+
+    def rows(self, some: slice = ALL) -> torch.Tensor:
+        first, end, _ = some.indices(self.shape[0])
+        parts, begun = [], 0
+        for source in self._sources:
+            own = slice(max(first - begun, 0), min(end - begun, source.shape[0]))
+            if own.start < own.stop:
+                parts.append(source.rows(own))
+            begun += source.shape[0]
+        return torch.cat(parts)
+
+
 class Changed(Source):
     """Numbers made of those of others; not quantised, whether these are or not."""
 

@@ -55,13 +55,16 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    writer.add_key_length(head_dim_of(config))
+    writer.add_value_length(head_dim_of(config))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     add_of_some(writer, config)
+
+
+def head_dim_of(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -86,8 +89,8 @@ def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
             if name in rope:
                 getattr(writer, f"add_rope_scaling_yarn_{name}")(rope[name])
     if rope.get("partial_rotary_factor", 1) != 1:
-        width = config.hidden_size // config.num_attention_heads
-        writer.add_rope_dimension_count(int(width * rope["partial_rotary_factor"]))
+        rotated = head_dim_of(config) * rope["partial_rotary_factor"]
+        writer.add_rope_dimension_count(int(rotated))
     if rope.get("rope_type") == "longrope":
         writer.add_rope_scaling_attn_factors(rope["attention_factor"])
         for name in ("short", "long"):

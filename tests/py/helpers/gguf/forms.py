@@ -7,32 +7,9 @@ from typing import Any
 import gguf
 import torch
 
-from helpers.gguf.deepseek import add_latents, latents
+from helpers.gguf import mixture_forms as mixtures
 from helpers.gguf.form import Form, Parts
-
-
-def paired(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
-    """Rows of each head in llama.cpp's order, which rotates neighbours."""
-    module, _, ending = name.removeprefix("model.layers.").rpartition(".")
-    if "experts" in name:
-        return experts(name, tensor, config)
-    if not module.endswith(("q_proj", "k_proj")):
-        return None
-    layer, part = module.split(".")[0], module[-6]
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rows = torch.unflatten(tensor, 0, (-1, 2, width // 2)).transpose(1, 2)
-    return {f"blk.{layer}.attn_{part}.{ending}": rows}
-
-
-def experts(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
-    """Gates and factors of all experts apart."""
-    if "experts." not in name:
-        return None
-    prefix = f"blk.{name.split('.')[2]}.ffn_"
-    if "down_proj" in name:
-        return {f"{prefix}down_exps.weight": tensor}
-    gate, up = tensor.chunk(2, 1)
-    return {f"{prefix}gate_exps.weight": gate, f"{prefix}up_exps.weight": up}
+from helpers.gguf.parts import experts, paired
 
 
 def gpt_oss(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
@@ -82,8 +59,19 @@ FORMS = {
     "granite": Form("granite", parts=paired),
     "olmo2": Form("olmo2"),
     "phi3": Form("phi3", add_window),
-    "deepseek_v2": Form("deepseek2", add_latents, latents),
-    "deepseek_v3": Form("deepseek2", add_latents, latents),
+    "deepseek_v2": Form("deepseek2", mixtures.add_latents, mixtures.latents),
+    "deepseek_v3": Form("deepseek2", mixtures.add_latents, mixtures.latents),
+    "qwen2_moe": Form("qwen2moe", mixtures.add_shared_width, experts),
+    "granitemoe": Form("granitemoe", parts=mixtures.granite),
+    "granitemoeshared": Form("granitemoe", mixtures.add_granite, mixtures.granite),
+    "exaone_moe": Form("exaone-moe", mixtures.add_exaone, experts),
+    "afmoe": Form("afmoe", mixtures.add_afmoe, mixtures.afmoe),
+    "olmoe": Form("olmoe", parts=experts),
+    "glm4_moe": Form("glm4moe", mixtures.add_routed, experts),
+    "dots1": Form("dots1", mixtures.add_routed, experts),
+    "minimax_m2": Form("minimax-m2", mixtures.add_sigmoid, experts),
+    "hunyuan_v1_moe": Form("hunyuan-moe", mixtures.add_hunyuan, experts),
+    "ernie4_5_moe": Form("ernie4_5-moe", mixtures.add_ernie, experts),
     "gemma": Form("gemma", parts=one_more),
     "gemma2": Form("gemma2", add_window, one_more),
     "gemma3_text": Form("gemma3", add_window, one_more),

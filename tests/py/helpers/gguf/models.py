@@ -9,7 +9,7 @@ import transformers as tf
 
 from flexinfer.checkpoints.gguf.blocks import DECODERS
 from helpers.gguf.files import Type
-from helpers.gguf.mixtures import COMMON, MIXTURES
+from helpers.gguf.mixtures import COMMON, FACTORS, MIXTURES
 
 CONFIGS: dict[str, Callable[..., Any]] = {
     "llama": lambda **more: tf.LlamaConfig(**COMMON, **more),
@@ -19,14 +19,7 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "smollm3": lambda **more: tf.SmolLM3Config(
         **COMMON | {"num_hidden_layers": 5}, pad_token_id=None, **more
     ),
-    "granite": lambda **more: tf.GraniteConfig(
-        **COMMON,
-        attention_multiplier=0.1,
-        embedding_multiplier=3.0,
-        residual_multiplier=0.5,
-        logits_scaling=2.0,
-        **more,
-    ),
+    "granite": lambda **more: tf.GraniteConfig(**COMMON, **FACTORS, **more),
     "olmo2": lambda **more: tf.Olmo2Config(**COMMON, **more),
     "phi3": lambda **more: tf.Phi3Config(**COMMON, pad_token_id=None, sliding_window=None, **more),
     "phi3 with a window": lambda **more: tf.Phi3Config(
