@@ -15,7 +15,21 @@ gguf = pytest.importorskip("gguf")
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from flexinfer.checkpoints.gguf.cuts import CUTS, DIGITS, GPT_2, GPT_4O, LLAMA_3, QWEN_2, TEKKEN
+from flexinfer.checkpoints.gguf.cuts import (
+    AFMOE,
+    CUTS,
+    DEEPSEEK_3,
+    DEEPSEEK_CODER,
+    DEEPSEEK_LLM,
+    DIGITS,
+    EXAONE_MOE,
+    GLM_4,
+    GPT_2,
+    GPT_4O,
+    LLAMA_3,
+    QWEN_2,
+    TEKKEN,
+)
 from flexinfer.checkpoints.gguf.tokenizer import load_gguf_tokenizer
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.loading import load_config
@@ -102,7 +116,13 @@ def test_a_text_begins_as_the_file_or_the_name_of_its_tokenizer_says(
 
 
 @pytest.mark.parametrize(
-    ("pre", "tokens"), [("llama-bpe", ["hello"]), ("qwen2", ["he", "ll", "o"])]
+    ("pre", "tokens"),
+    [
+        ("llama-bpe", ["hello"]),
+        ("glm4", ["hello"]),
+        ("chatglm-bpe", ["he", "ll", "o"]),
+        ("qwen2", ["he", "ll", "o"]),
+    ],
 )
 def test_a_piece_that_is_a_token_needs_no_merges_in_some(
     pre: str, tokens: list[str], tmp_path: Path
@@ -117,6 +137,12 @@ PIECES_OF_CUTS = {
     replace(LLAMA_3, is_begun=False): ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
     QWEN_2: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
     GPT_4O: ["We'LL", " foo", "Bar", "123", "45", "\n\n", " ", " x"],
+    GLM_4: ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
+    DEEPSEEK_3: ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
+    DEEPSEEK_LLM: ["We", "'", "LL", " fooBar", "12345", "\n", "\n", " ", " x"],
+    DEEPSEEK_CODER: ["We", "'", "LL", " fooBar", *"12345", "\n", "\n", " ", " x"],
+    EXAONE_MOE: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
+    AFMOE: ["We", "'LL", " fooBar", "12", "345", "\n\n", " ", " x"],
     TEKKEN: ["We", "'LL", " foo", "Bar", *"12345", "\n\n", " ", " x"],
 }
 
@@ -129,6 +155,12 @@ def test_nothing_is_merged_across_pieces(name: str, tmp_path: Path) -> None:
     cuts = backend.pre_tokenizer.pre_tokenize_str("We'LL fooBar12345\n\n  x")
     pieces = [piece.replace("\u0120", " ").replace("\u010a", "\n") for piece, _ in cuts]
     assert pieces == PIECES_OF_CUTS[CUTS[name]]
+
+
+def test_words_of_exaone_may_have_spaces_in_them(tmp_path: Path) -> None:
+    path = byte_level(tmp_path / "model.gguf", pre="exaone-moe")
+    cuts = load_gguf_tokenizer(path).backend_tokenizer.pre_tokenizer.pre_tokenize_str("he is, he")
+    assert [end for _, (_, end) in cuts] == [5, 6, 9]
 
 
 def test_padding_that_is_no_token_is_none(tmp_path: Path) -> None:
