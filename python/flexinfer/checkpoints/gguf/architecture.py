@@ -37,8 +37,14 @@ SHARED_EXPERTS = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 """As NAMES, of experts that all tokens go to."""
-EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-"""llama.cpp's name of the weights of all experts of a layer -> which part of theirs they are."""
+EXPERTS = {
+    "ffn_gate_exps": ("gate_proj",),
+    "ffn_up_exps": ("up_proj",),
+    "ffn_down_exps": ("down_proj",),
+    "ffn_gate_up_exps": ("gate_proj", "up_proj"),
+}
+"""llama.cpp's name of the weights of all experts of a layer -> which part of theirs they are, or
+which parts one behind the other."""
 Convert = Callable[[dict[str, Source], Any], None]
 """Undoes something that llama.cpp's converter does to the weights of a model of this config, under
 the model's names: takes sources of the file out, and puts others in their place."""
@@ -91,8 +97,8 @@ class Architecture:
         own = self.names.get(part, NAMES.get(part))
         return None if own is None else f"{layer}{own}.{ending}"
 
-    def experts_name(self, name: str) -> tuple[str, str] | None:
-        """The module of the experts that the file calls `name`, and the part; None: it is no
+    def experts_name(self, name: str) -> tuple[str, tuple[str, ...]] | None:
+        """The module of the experts that the file calls `name`, and the parts; None: it is no
         such."""
         block = BLOCK.fullmatch(name)
         if block is None or block[2] not in EXPERTS or block[3] != "weight":

@@ -14,7 +14,7 @@ from flexinfer.checkpoints.gguf.architectures import architecture_of
 from flexinfer.checkpoints.gguf.blocks import DECODERS, decode
 from flexinfer.checkpoints.gguf.config import ROPE_FACTORS, config_of
 from flexinfer.checkpoints.gguf.header import GgufTensor, has_header, read_header
-from flexinfer.checkpoints.gguf.sources import FLOATS, Source, Stored
+from flexinfer.checkpoints.gguf.sources import FLOATS, Ordered, Source, Stored
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.quantised_rows import QuantisedRows
 
@@ -60,27 +60,32 @@ class GgufCheckpoint(Checkpoint):
             return
         known, experts = self._architecture.weight_name(name), self._architecture.experts_name(name)
         if experts is not None and len(tensor.shape) == 3:
-            module, part = experts
+            module, parts = experts
             for expert in range(tensor.shape[0]):
-                source = Stored(tensor.part(expert))
-                self._sources[expert_weight(module, expert, part)] = source
+                whole = Stored(tensor.part(expert))
+                halves = _halves(whole) if len(parts) == 2 else (whole,)
+                for part, source in zip(parts, halves, strict=True):
+                    self._put(name, expert_weight(module, expert, part), source)
         elif known is not None:
             if tensor.type in DECODERS and len(tensor.shape) < 2:
                 raise UnsupportedModelError(
                     f"{self._header.path!r} has {name!r} as {tensor.type} {list(tensor.shape)}; "
                     "known are matrices of such blocks"
                 )
-            if known in self._sources:
-                raise UnsupportedModelError(
-                    f"{self._header.path!r} has {name!r} beside another tensor that the model has "
-                    f"as {known}"
-                )
-            self._sources[known] = Stored(tensor)
+            self._put(name, known, Stored(tensor))
         elif name not in (ROPE_FACTORS, *self._architecture.tensors):
             raise UnsupportedModelError(
                 f"{self._header.path!r} has the tensor {name!r}, which is not known in models of "
                 f"the architecture {self._header.architecture!r}"
             )
+
+    def _put(self, name: str, known: str, source: Source) -> None:
+        if known in self._sources:
+            raise UnsupportedModelError(
+                f"{self._header.path!r} has {name!r} beside another tensor that the model has "
+                f"as {known}"
+            )
+        self._sources[known] = source
 
     def read(self, name: str) -> torch.Tensor:
         return self._sources[name].floats()
@@ -106,6 +111,13 @@ class GgufCheckpoint(Checkpoint):
         for name, buffer in model.named_buffers():
             if name.endswith("inv_freq"):
                 buffer.div_(factors)
+
+
+def _halves(whole: Source) -> tuple[Source, Source]:
+    """Rows of the first part, and of the second one."""
+    rows = torch.arange(whole.shape[0])
+    middle = len(rows) // 2
+    return Ordered(whole, rows[:middle]), Ordered(whole, rows[middle:])
 
 
 def load_gguf_config(path: str) -> Any:

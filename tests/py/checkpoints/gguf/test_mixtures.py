@@ -18,10 +18,11 @@ from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.experts import Experts
 from flexinfer.models.loading import load_model
 from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
-from helpers.gguf.form import replace_key
+from helpers.gguf.form import Form, Parts, replace_key
 from helpers.gguf.forms import FORMS
 from helpers.gguf.mixtures import MIXTURES
-from helpers.gguf.models import same
+from helpers.gguf.models import CONFIGS, same
+from helpers.gguf.parts import experts
 from helpers.tiny_models import continue_prompt, draw_model, random_prompts
 
 V2, V3 = "deepseek2 as V2", "deepseek2 as V3"
@@ -104,13 +105,11 @@ def test_keys_and_values_may_be_one_tensor(
     kind: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As older files of DeepSeek's have them, which say the widths of heads, not of latents."""
-    from helpers.gguf.parts import experts
-
     path, model = tmp_path / "model.gguf", draw_model(MIXTURES[V3]())
     writer = writer_of(path, model)
     config = model.config
     form = FORMS[config.model_type]
-    monkeypatch.setitem(FORMS, config.model_type, type(form)(form.architecture, parts=experts))
+    monkeypatch.setitem(FORMS, config.model_type, Form(form.architecture, parts=experts))
     for key in ("attention.key_length_mla", "attention.value_length_mla"):
         del writer.kv_data[0][f"deepseek2.{key}"]
     replace_key(writer, "attention.key_length", config.qk_head_dim)
@@ -189,3 +188,31 @@ def test_routers_of_hunyuan_are_not_quantised(tmp_path: Path) -> None:
     write_gguf(path, draw_model(MIXTURES["hunyuan-moe"]()), same(Type.F32))
     layer = load_model(str(path), quantization="int4").model.model.layers[0]
     assert type(layer.mlp.gate.wg) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("kind", [Type.F32, Type.Q4_K])
+def test_gates_and_factors_of_experts_may_be_one_tensor(
+    kind: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As llama.cpp's converter writes them by --fuse-gate-up-exps."""
+
+    def fused(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+        if "gate_up_proj" not in name:
+            return experts(name, tensor, config)
+        return {f"blk.{name.split('.')[2]}.ffn_gate_up_exps.weight": tensor}
+
+    path, form = tmp_path / "model.gguf", FORMS["qwen3_moe"]
+    monkeypatch.setitem(FORMS, "qwen3_moe", Form(form.architecture, form.add_keys, fused))
+    check_tokens(path, write_gguf(path, draw_model(CONFIGS["qwen3moe"]()), same(kind)))
+
+
+def test_gates_of_experts_twice_are_refused(tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", draw_model(CONFIGS["qwen3moe"]())
+    writer = writer_of(path, model)
+    add_weights(writer, model, same(Type.F32))
+    writer.add_tensor("blk.0.ffn_gate_up_exps.weight", torch.zeros(6, 512, 256).numpy())
+    finish(writer)
+    with pytest.raises(
+        UnsupportedModelError, match=r"gate_up_exps.* beside another .*experts\.0\."
+    ):
+        GgufCheckpoint(str(path))
