@@ -216,3 +216,20 @@ def test_gates_of_experts_twice_are_refused(tmp_path: Path) -> None:
         UnsupportedModelError, match=r"gate_up_exps.* beside another .*experts\.0\."
     ):
         GgufCheckpoint(str(path))
+
+
+@pytest.mark.parametrize("name", [V3, "minimax-m2", "ernie4_5-moe", "afmoe"])
+def test_corrections_of_scores_are_not_rounded(name: str, tmp_path: Path) -> None:
+    """With rounded ones other experts may be chosen."""
+    path = tmp_path / "model.gguf"
+    written = write_gguf(path, draw_model(MIXTURES[name]()), same(Type.Q8_0)).state_dict()
+    with LLM(str(path), skip_tokenizer_init=True) as llm:
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        llm.generate([{"prompt_token_ids": [3, 4, 5]}], params, use_tqdm=False)
+        loaded = llm.engine.loaded.model
+        assert loaded.dtype == torch.bfloat16
+        held = loaded.state_dict()
+    found = {name: held[name] for name in held if name.endswith(("tion_bias", "expert_bias"))}
+    assert found
+    for key, numbers in found.items():
+        assert torch.equal(numbers, written[key])
