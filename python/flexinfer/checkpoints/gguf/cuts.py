@@ -55,6 +55,15 @@ DEEPSEEK_3 = Cut(
         r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
 )
+KIMI_K2 = Cut(
+    r"\p{Han}+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""As the model's own. llama.cpp cuts no words in two where a capital letter follows a small one."""
 WITH_CASES = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293"
     "\u0295-\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c"
@@ -107,6 +116,7 @@ OF_CUTS: tuple[tuple[Cut, str], ...] = (
     (replace(LLAMA_3, is_begun=False), "dbrx smaug-bpe chatglm-bpe"),
     (GLM_4, "glm4 glm5"),
     (DEEPSEEK_3, "deepseek-v3 hunyuan-dense joyai-llm"),
+    (KIMI_K2, "kimi-k2"),
     (DEEPSEEK_LLM, "deepseek-llm"),
     (DEEPSEEK_CODER, "deepseek-coder"),
     (EXAONE_MOE, "exaone-moe"),
