@@ -63,7 +63,16 @@ KIMI_K2 = Cut(
     r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""As the model's own. llama.cpp cuts no words in two where a capital letter follows a small one."""
+"""As the model's own, as YOUTU is. llama.cpp does not cut where a capital letter follows a small
+one."""
+YOUTU = Cut(
+    "[\uac00-\ud7a3\u3131-\u318e]+"
+    "|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    "|[\u3105-\u312f]+"
+    "|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    then=(str(GPT_4O.pattern).replace("{1,3}", ""),),
+    is_whole=True,
+)
 WITH_CASES = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293"
     "\u0295-\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c"
@@ -117,6 +126,7 @@ OF_CUTS: tuple[tuple[Cut, str], ...] = (
     (GLM_4, "glm4 glm5"),
     (DEEPSEEK_3, "deepseek-v3 hunyuan-dense joyai-llm"),
     (KIMI_K2, "kimi-k2"),
+    (YOUTU, "youtu"),
     (DEEPSEEK_LLM, "deepseek-llm"),
     (DEEPSEEK_CODER, "deepseek-coder"),
     (EXAONE_MOE, "exaone-moe"),

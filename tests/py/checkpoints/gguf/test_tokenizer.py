@@ -30,6 +30,7 @@ from flexinfer.checkpoints.gguf.cuts import (
     LLAMA_3,
     QWEN_2,
     TEKKEN,
+    YOUTU,
 )
 from flexinfer.checkpoints.gguf.tokenizer import load_gguf_tokenizer
 from flexinfer.errors import UnsupportedModelError
@@ -141,6 +142,7 @@ PIECES_OF_CUTS = {
     GLM_4: ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
     DEEPSEEK_3: ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
     KIMI_K2: ["We'LL", " foo", "Bar", "123", "45", "\n\n", " ", " x"],
+    YOUTU: ["We'LL", " foo", "Bar", *"12345", "\n\n", " ", " x"],
     DEEPSEEK_LLM: ["We", "'", "LL", " fooBar", "12345", "\n", "\n", " ", " x"],
     DEEPSEEK_CODER: ["We", "'", "LL", " fooBar", *"12345", "\n", "\n", " ", " x"],
     EXAONE_MOE: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],

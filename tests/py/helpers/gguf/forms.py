@@ -61,6 +61,7 @@ FORMS = {
     "phi3": Form("phi3", add_window),
     "deepseek_v2": Form("deepseek2", mixtures.add_latents, mixtures.latents),
     "deepseek_v3": Form("deepseek2", mixtures.add_latents, mixtures.latents),
+    "youtu": Form("deepseek2", mixtures.add_dense, mixtures.latents),
     "qwen2_moe": Form("qwen2moe", mixtures.add_shared_width, experts),
     "granitemoe": Form("granitemoe", parts=mixtures.granite),
     "granitemoeshared": Form("granitemoe", mixtures.add_granite, mixtures.granite),

@@ -37,6 +37,19 @@ def add_latents(writer: gguf.GGUFWriter, config: Any) -> None:
     add_experts(writer, config)
     kinds = gguf.ExpertGatingFuncType
     writer.add_expert_gating_func(kinds.SIGMOID if is_third else kinds.SOFTMAX)
+    add_widths(writer, config)
+
+
+def add_dense(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Of models without experts, which the file has keys for, too."""
+    writer.add_leading_dense_block_count(config.num_hidden_layers)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_expert_shared_count(0)
+    add_widths(writer, config)
+
+
+def add_widths(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Of latents and heads."""
     if config.q_lora_rank is not None:
         writer.add_q_lora_rank(config.q_lora_rank)
     writer.add_kv_lora_rank(config.kv_lora_rank)

@@ -79,6 +79,15 @@ MIXTURES: dict[str, Callable[..., Any]] = {
         rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         **more,
     ),
+    "deepseek2 as Youtu": lambda **more: tf.YoutuConfig(
+        **COMMON | {"num_key_value_heads": 4},
+        q_lora_rank=96,
+        kv_lora_rank=128,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=96,
+        **more,
+    ),
     "qwen2moe": lambda **more: tf.Qwen2MoeConfig(
         **COMMON,
         num_experts=6,

@@ -10,6 +10,7 @@ from flexinfer.checkpoints.gguf.architecture import SHARED_EXPERTS, Architecture
 from flexinfer.checkpoints.gguf.experts import (
     CORRECTION,
     DEEPSEEK_KEYS,
+    DENSE,
     GATING,
     GROUPS,
     NORM,
@@ -99,7 +100,11 @@ def _settings(values: GgufValues) -> dict[str, Any]:
         values.equal("attention.value_length", latents, "the latents")
     else:
         values.equal("attention.head_count_kv", heads, "those of queries")
+    layers = layers_of(values)
+    if not values.get("expert_count"):  # Youtu
+        values.equal(DENSE, layers, "all layers", default=layers)
     return {
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "q_lora_rank": values.count(QUERY_LATENTS) if values.get(QUERY_LATENTS) else None,
@@ -125,7 +130,7 @@ def _rope(values: GgufValues) -> dict[str, Any]:
 def _choice_of_groups(values: GgufValues) -> dict[str, str]:
     """V2 takes the groups with the best experts; llama.cpp those whose best two add up to most, as
     is right for V3."""
-    if _config_of(values) == "DeepseekV3Config":
+    if not values.get("expert_count") or _config_of(values) == "DeepseekV3Config":
         return {}
     is_grouped = values.count(GROUPS, 1) > 1
     return {"topk_method": "group_limited_greedy" if is_grouped else "greedy"}
@@ -133,7 +138,7 @@ def _choice_of_groups(values: GgufValues) -> dict[str, str]:
 
 DEEPSEEK = {
     "deepseek2": Architecture(
-        None,
+        "YoutuConfig",
         experts_config=_config_of,
         conversions=(_join_heads,),
         names=NAMES,
