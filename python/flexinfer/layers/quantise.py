@@ -22,7 +22,7 @@ from flexinfer.layers.quantised import QuantisedWeight, Scheme, TensorKind
 from flexinfer.layers.quantised_linear import DTYPES_OF_INPUTS, QuantisedLinear
 from flexinfer.layers.quantised_rows import join
 
-ROUTERS = ("gate", "router")
+ROUTERS = ("gate", "router", "wg")
 """Layers of these names choose experts: they are tiny, and a wrong choice is a large error."""
 HEAD = Scheme(8, 0, byte_inputs=True)
 """Of the layer that gives logits: with 4 bits they would be the worst of all errors."""

@@ -31,6 +31,10 @@ from flexinfer.models.checks import check_complete, listed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+"""What is added to scores where experts are chosen. It stays in float32, as in most models of
+transformers: with rounded ones other experts may be chosen."""
+
 
 def open_stored(
     checkpoint: Checkpoint, config: Any, dtype: torch.dtype, byte_inputs: bool = False
@@ -178,11 +182,12 @@ class StoredModel:
                 f"{name} is of {weight.dtype} in the checkpoint and has no scales: it cannot be "
                 "read; take a checkpoint that has it in floating-point numbers of 16 bits or more"
             )
-        return weight.to(self._dtype)
+        is_correction = name.endswith(CORRECTIONS)
+        return weight.to(torch.float32 if is_correction else self._dtype)
 
     def _read_buffer(self, name: str) -> torch.Tensor:
         dtype = self._buffers[name].dtype
-        kept = self.model._keep_in_fp32_modules_strict or ()
+        kept = (*(self.model._keep_in_fp32_modules_strict or ()), *CORRECTIONS)
         if any(part in name.split(".") for part in kept):
             dtype = torch.float32
         return self._checkpoint.read(name).to(dtype)

@@ -89,6 +89,9 @@ def draw_model(config: Any, seed: int = 0) -> Any:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, held in model.state_dict().items():
+            if name.endswith(("correction_bias", "expert_bias")):  # zeros
+                held.normal_(0, 0.1)
     return model.eval()
 
 

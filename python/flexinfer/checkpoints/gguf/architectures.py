@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flexinfer.checkpoints.gguf.architecture import Architecture
+from flexinfer.checkpoints.gguf.families.deepseek import DEEPSEEK
 from flexinfer.checkpoints.gguf.families.falcon_h1 import FALCON_H1
 from flexinfer.checkpoints.gguf.families.gated_delta import GATED_DELTA
 from flexinfer.checkpoints.gguf.families.gemma import GEMMA
@@ -13,6 +14,7 @@ from flexinfer.checkpoints.gguf.families.granite import GRANITE
 from flexinfer.checkpoints.gguf.families.jamba import JAMBA
 from flexinfer.checkpoints.gguf.families.lfm2 import LFM2
 from flexinfer.checkpoints.gguf.families.llama import LLAMA
+from flexinfer.checkpoints.gguf.families.mixtures import MIXTURES
 from flexinfer.checkpoints.gguf.families.nemotron import NEMOTRON
 from flexinfer.checkpoints.gguf.families.phi import PHI
 from flexinfer.checkpoints.gguf.header import GgufHeader
@@ -26,6 +28,8 @@ ARCHITECTURES: dict[str, Architecture] = (
     | GEMMA
     | GEMMA3N
     | GEMMA4
+    | DEEPSEEK
+    | MIXTURES
     | GATED_DELTA
     | LFM2
     | NEMOTRON

@@ -63,7 +63,8 @@ def config_of(header: GgufHeader) -> Any:
     architecture = architecture_of(header)
     values = GgufValues(header)
     values.refuse_unknown({*SIZES, *OTHER_KEYS, *ONLY, HARMLESS, *architecture.keys})
-    for key, wanted in ONLY.items():
+    for key in ONLY.keys() - architecture.keys:
+        wanted = ONLY[key]
         if values.get(key, wanted) != wanted:
             values.refuse(key, f"only {wanted}")
     sizes = {key: name for key, name in SIZES.items() if key not in architecture.keys}
@@ -77,10 +78,12 @@ def config_of(header: GgufHeader) -> Any:
     values.equal("embedding_length", width, "the columns of the embedding")
     num_experts = values.get("expert_count", 0)
     own = architecture.experts_config if num_experts else architecture.config
+    if callable(own):
+        own = own(values)
     if own is None:
         known = "only models without experts" if num_experts else "only models with experts"
         values.refuse("expert_count", known)
-    if own != "Qwen2Config":  # whose layers have the biases that they have
+    if own not in ("Qwen2Config", "Qwen2MoeConfig"):  # whose layers have the biases that they have
         settings |= {flag: True for flag, name in BIASES.items() if name in header.tensors}
     if num_experts:
         settings |= _experts(header, values, architecture)
@@ -95,7 +98,8 @@ def config_of(header: GgufHeader) -> Any:
     }
     settings |= architecture.settings(values)
     blocks = {block[1] for name in header.tensors if (block := BLOCK.fullmatch(name))}
-    values.equal("block_count", len(blocks), "the number of blocks that have tensors")
+    if len(blocks) != settings["num_hidden_layers"]:  # without those for tokens beyond the next
+        values.equal("block_count", len(blocks), "the number of blocks that have tensors")
     make: Callable[..., Any] = getattr(transformers, own)
     try:
         return make(**settings)

@@ -34,10 +34,22 @@ def rope_of(values: GgufValues) -> dict[str, Any]:
     return parameters
 
 
+def partial_rope_of(values: GgufValues) -> dict[str, Any]:
+    """As `rope_of`, of models that rotate a part of a head alone."""
+    width = values.count("embedding_length") // values.count("attention.head_count")
+    width = values.count("attention.key_length", width)
+    rotated = values.count("rope.dimension_count", width)
+    if rotated > width or rotated % 2:
+        values.refuse("rope.dimension_count", f"even numbers up to the width of keys, {width}")
+    return rope_of(values) | {"partial_rotary_factor": rotated / width}
+
+
 def windows_of(values: GgufValues, pattern: int) -> dict[str, Any]:
-    """Of so many layers the last one has no window, where the file does not say it of each."""
-    layers = range(values.count("block_count"))
-    windows = values.of_layers(WINDOW_PATTERN)
+    """Of so many layers the last one has no window, where the file does not say it of each, or of
+    those beside that predict tokens beyond the next."""
+    layers, windows = range(values.num_layers()), values.of_layers(WINDOW_PATTERN)
+    if windows is not None and len(windows) == values.count("block_count"):
+        windows = windows[: len(layers)]
     if windows is None:
         pattern = values.count(WINDOW_PATTERN, pattern)
         windows = [(layer + 1) % pattern != 0 for layer in layers]

@@ -57,18 +57,27 @@ class GgufValues:
             file.seek(found.offset)
             return list(struct.unpack(f"<{found.shape[0]}f", file.read(found.size_bytes)))
 
+    def has_tensor(self, name: str) -> bool:
+        return name in self._header.tensors
+
     def need(self, key: str) -> Any:
         value = self.get(key)
         if value is None:
             raise UnsupportedModelError(f"{self._header.path!r} has no {self._prefix}{key}")
         return value
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
         """default: None where there has to be one. Raises UnsupportedModelError for what counts
-        nothing."""
+        nothing, or less than `least`."""
         value = self.need(key) if default is None else self.get(key, default)
-        if type(value) is not int or value < 1:
-            self.refuse(key, "whole numbers from 1 on")
+        if type(value) is not int or value < least:
+            self.refuse(key, f"whole numbers from {least} on")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            self.refuse(key, "true and false")
         return value
 
     def num_layers(self) -> int:

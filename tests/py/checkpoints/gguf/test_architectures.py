@@ -87,6 +87,9 @@ def test_queries_of_the_largest_gemma_are_scaled_by_another_width(name: str, lay
 
         count = factor = get
 
+        def num_layers(self) -> int:
+            return int(values["block_count"])
+
         def of_layers(self, _: str) -> None:
             return None
 

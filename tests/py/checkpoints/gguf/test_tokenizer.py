@@ -16,14 +16,22 @@ gguf = pytest.importorskip("gguf")
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from flexinfer.checkpoints.gguf.cuts import (
+    AFMOE,
     CUTS,
+    DEEPSEEK_3,
+    DEEPSEEK_CODER,
+    DEEPSEEK_LLM,
     DIGITS,
+    EXAONE_MOE,
+    GLM_4,
     GPT_2,
     GPT_4O,
+    KIMI_K2,
     LLAMA_3,
     QWEN_2,
     QWEN_35,
     TEKKEN,
+    YOUTU,
 )
 from flexinfer.checkpoints.gguf.tokenizer import load_gguf_tokenizer
 from flexinfer.errors import UnsupportedModelError
@@ -119,7 +127,13 @@ def test_a_text_begins_as_the_file_or_the_name_of_its_tokenizer_says(
 
 
 @pytest.mark.parametrize(
-    ("pre", "tokens"), [("llama-bpe", ["hello"]), ("qwen2", ["he", "ll", "o"])]
+    ("pre", "tokens"),
+    [
+        ("llama-bpe", ["hello"]),
+        ("glm4", ["hello"]),
+        ("chatglm-bpe", ["he", "ll", "o"]),
+        ("qwen2", ["he", "ll", "o"]),
+    ],
 )
 def test_a_piece_that_is_a_token_needs_no_merges_in_some(
     pre: str, tokens: list[str], tmp_path: Path
@@ -135,13 +149,22 @@ PIECES_OF_CUTS = {
     QWEN_2: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
     QWEN_35: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
     GPT_4O: ["We'LL", " foo", "Bar", "123", "45", "\n\n", " ", " x"],
+    GLM_4: ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
+    DEEPSEEK_3: ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
+    KIMI_K2: ["We'LL", " foo", "Bar", "123", "45", "\n\n", " ", " x"],
+    YOUTU: ["We'LL", " foo", "Bar", *"12345", "\n\n", " ", " x"],
+    DEEPSEEK_LLM: ["We", "'", "LL", " fooBar", "12345", "\n", "\n", " ", " x"],
+    DEEPSEEK_CODER: ["We", "'", "LL", " fooBar", *"12345", "\n", "\n", " ", " x"],
+    EXAONE_MOE: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
+    AFMOE: ["We", "'LL", " fooBar", "12", "345", "\n\n", " ", " x"],
     TEKKEN: ["We", "'LL", " foo", "Bar", *"12345", "\n\n", " ", " x"],
 }
 
 
 @pytest.mark.parametrize("name", CUTS)
 def test_nothing_is_merged_across_pieces(name: str, tmp_path: Path) -> None:
-    """Cut as llama-server cuts it: 300 texts were compared by hand for each name (2026-11-28)."""
+    """Cut as llama-server cuts it: 300 texts were compared by hand for each name (2026-11-28). In
+    `kimi-k2`, `afmoe`, `deepseek-llm` and `deepseek-coder` some differ (docs/quantisation.md)."""
     path = byte_level(tmp_path / "model.gguf", pre=name)
     backend = load_gguf_tokenizer(path).backend_tokenizer
     cuts = backend.pre_tokenizer.pre_tokenize_str("We'LL fooBar12345\n\n  x")
@@ -174,6 +197,19 @@ def test_text_by_merges_as_gemma_4_has_it(text: str, tokens: list[str], tmp_path
 def test_a_text_of_gemma_4_begins_with_its_token_whatever_the_file_says(tmp_path: Path) -> None:
     path = of_text(tmp_path / "model.gguf", add_bos_token=False)
     assert cut(path, "hi", add_special_tokens=True) == ["<s>", "hi"]
+
+
+def test_words_of_exaone_may_have_spaces_in_them(tmp_path: Path) -> None:
+    path = byte_level(tmp_path / "model.gguf", pre="exaone-moe")
+    cuts = load_gguf_tokenizer(path).backend_tokenizer.pre_tokenizer.pre_tokenize_str("he is, he")
+    assert [end for _, (_, end) in cuts] == [5, 6, 9]
+
+
+def test_chinese_characters_are_pieces_of_their_own_in_kimi(tmp_path: Path) -> None:
+    path = byte_level(tmp_path / "model.gguf", pre="kimi-k2")
+    backend = load_gguf_tokenizer(path).backend_tokenizer
+    cuts = backend.pre_tokenizer.pre_tokenize_str("he\u6f22\u5b57he")
+    assert [end for _, (_, end) in cuts] == [2, 4, 6]
 
 
 def test_padding_that_is_no_token_is_none(tmp_path: Path) -> None:

@@ -60,16 +60,19 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     # Of models whose layers differ, configs ask for it layer by layer.
-    own = vars(config)
-    writer.add_head_count_kv(own["num_key_value_heads"])
-    head_dim = own.get("head_dim") or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    writer.add_head_count_kv(vars(config)["num_key_value_heads"])
+    writer.add_key_length(head_dim_of(config))
+    writer.add_value_length(head_dim_of(config))
     names = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
     writer.add_layer_norm_rms_eps(next(getattr(config, n) for n in names if hasattr(config, n)))
     rope = getattr(config, "rope_parameters", None) or {"rope_theta": 1e4}
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     add_of_some(writer, config)
+
+
+def head_dim_of(config: Any) -> int:
+    # Of models whose layers differ, configs ask for it layer by layer.
+    return vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
 
 
 def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -94,15 +97,18 @@ def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
             if name in rope:
                 getattr(writer, f"add_rope_scaling_yarn_{name}")(rope[name])
     if rope.get("partial_rotary_factor", 1) != 1:
-        width = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
-        writer.add_rope_dimension_count(int(width * rope["partial_rotary_factor"]))
+        rotated = head_dim_of(config) * rope["partial_rotary_factor"]
+        writer.add_rope_dimension_count(int(rotated))
     if rope.get("rope_type") == "longrope":
         writer.add_rope_scaling_attn_factors(rope["attention_factor"])
         for name in ("short", "long"):
             factors = np.array(rope[f"{name}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{name}.weight", factors)
+
+
+def count_of_experts(config: Any) -> int:
+    names = ("num_local_experts", "num_experts", "moe_num_experts")
+    return next(getattr(config, name) for name in names if hasattr(config, name))
 
 
 def writer_of(
@@ -115,7 +121,7 @@ def writer_of(
     writer = gguf.GGUFWriter(path, form.architecture, **of_parts)
     add_sizes(writer, config)
     if getattr(config, "num_experts_per_tok", None):
-        writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
+        writer.add_expert_count(count_of_experts(config))
         writer.add_expert_used_count(config.num_experts_per_tok)
     form.add_keys(writer, config)
     for key, value in (extra or {}).items():

@@ -30,6 +30,14 @@ class Moved:
 Parts = dict[str, torch.Tensor | Moved]
 
 
+def replace_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Write another value of the architecture than others have; a list for each layer."""
+    whole = f"{writer.arch}.{key}"
+    writer.kv_data[0].pop(whole, None)
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, list: writer.add_array}
+    kinds.get(type(value), writer.add_float32)(whole, value)
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """Tensors of a file are views of the model's weights, which are set to what is written of them;
@@ -57,27 +65,3 @@ class Form:
         assert own is not None, name
         is_whole = own.endswith((".weight", ".bias", ".ssm_a"))
         return own if is_whole else f"{own}.weight"  # sinks
-
-
-def experts(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
-    """Gates and factors of all experts apart."""
-    if "experts." not in name:
-        return None
-    prefix = f"blk.{name.split('.')[2]}.ffn_"
-    if "down_proj" in name:
-        return {f"{prefix}down_exps.weight": tensor}
-    gate, up = tensor.chunk(2, 1)
-    return {f"{prefix}gate_exps.weight": gate, f"{prefix}up_exps.weight": up}
-
-
-def paired(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
-    """Rows of each head in llama.cpp's order, which rotates neighbours."""
-    module, _, ending = name.removeprefix("model.layers.").rpartition(".")
-    if "experts" in name:
-        return experts(name, tensor, config)
-    if not module.endswith(("q_proj", "k_proj")):
-        return None
-    layer, part = module.split(".")[0], module[-6]
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rows = torch.unflatten(tensor, 0, (-1, 2, width // 2)).transpose(1, 2)
-    return {f"blk.{layer}.attn_{part}.{ending}": rows}

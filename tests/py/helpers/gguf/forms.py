@@ -9,8 +9,10 @@ import gguf
 import torch
 
 from helpers.gguf import gated_delta, gemma3n, gemma4
-from helpers.gguf.form import Form, Parts, experts, paired
+from helpers.gguf import mixture_forms as mixtures
+from helpers.gguf.form import Form, Parts
 from helpers.gguf.hybrids import HYBRIDS
+from helpers.gguf.parts import experts, paired
 
 
 def gpt_oss(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
@@ -71,6 +73,18 @@ FORMS = {
     "granite": Form("granite", parts=paired),
     "olmo2": Form("olmo2"),
     "phi3": Form("phi3", add_window),
+    "deepseek_v2": Form("deepseek2", mixtures.add_latents, mixtures.latents),
+    "deepseek_v3": Form("deepseek2", mixtures.add_latents, mixtures.latents),
+    "youtu": Form("deepseek2", mixtures.add_dense, mixtures.latents),
+    "qwen2_moe": Form("qwen2moe", mixtures.add_shared_width, experts),
+    "exaone_moe": Form("exaone-moe", mixtures.add_exaone, experts),
+    "afmoe": Form("afmoe", mixtures.add_afmoe, mixtures.afmoe),
+    "olmoe": Form("olmoe", parts=experts),
+    "glm4_moe": Form("glm4moe", mixtures.add_routed, experts),
+    "dots1": Form("dots1", mixtures.add_routed, experts),
+    "minimax_m2": Form("minimax-m2", mixtures.add_sigmoid, experts),
+    "hunyuan_v1_moe": Form("hunyuan-moe", mixtures.add_hunyuan, experts),
+    "ernie4_5_moe": Form("ernie4_5-moe", mixtures.add_ernie, experts),
     "gemma": Form("gemma", parts=one_more),
     "gemma2": Form("gemma2", add_window, one_more),
     "gemma3_text": Form("gemma3", add_window, one_more),

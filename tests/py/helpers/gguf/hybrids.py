@@ -7,7 +7,8 @@ from typing import Any
 import gguf
 import torch
 
-from helpers.gguf.form import Form, Parts, experts, paired
+from helpers.gguf.form import Form, Parts
+from helpers.gguf.parts import experts, paired
 
 
 def add_kv_heads(writer: gguf.GGUFWriter, config: Any) -> None:

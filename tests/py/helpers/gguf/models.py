@@ -8,20 +8,10 @@ from typing import Any
 import transformers as tf
 
 from flexinfer.checkpoints.gguf.blocks import DECODERS
+from helpers.gguf.common import COMMON
 from helpers.gguf.files import Type
+from helpers.gguf.mixtures import FACTORS, MIXTURES
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 GRANITE_4: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
     "mamba_n_heads": 8,
@@ -99,14 +89,7 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "smollm3": lambda **more: tf.SmolLM3Config(
         **COMMON | {"num_hidden_layers": 5}, pad_token_id=None, **more
     ),
-    "granite": lambda **more: tf.GraniteConfig(
-        **COMMON,
-        attention_multiplier=0.1,
-        embedding_multiplier=3.0,
-        residual_multiplier=0.5,
-        logits_scaling=2.0,
-        **more,
-    ),
+    "granite": lambda **more: tf.GraniteConfig(**COMMON, **FACTORS, **more),
     "olmo2": lambda **more: tf.Olmo2Config(**COMMON, **more),
     "phi3": lambda **more: tf.Phi3Config(**COMMON, pad_token_id=None, sliding_window=None, **more),
     "phi3 with a window": lambda **more: tf.Phi3Config(
@@ -285,6 +268,7 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         },
         **more,
     ),
+    **MIXTURES,
 }
 
 
