@@ -96,10 +96,10 @@ def config_of(header: GgufHeader) -> Any:
         "dtype": _dtype(header),
         **_special_tokens(header, vocab_size),
     }
-    settings |= architecture.settings(values)
     blocks = {block[1] for name in header.tensors if (block := BLOCK.fullmatch(name))}
     if len(blocks) != settings["num_hidden_layers"]:  # without those for tokens beyond the next
         values.equal("block_count", len(blocks), "the number of blocks that have tensors")
+    settings |= architecture.settings(values)
     make: Callable[..., Any] = getattr(transformers, own)
     try:
         return make(**settings)

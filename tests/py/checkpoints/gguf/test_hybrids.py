@@ -116,6 +116,7 @@ def test_heads_of_layers_that_cannot_be_are_refused(
         ("lfm2", "attention.value_length", 32, "only the width of keys, 64"),
         ("lfm2", "rope.dimension_count", 32, "only the width of keys, 64"),
         ("lfm2", "shortconv.l_cache", 0, "whole numbers from 1 on"),
+        ("falcon-h1", "block_count", 2**31, "only the number of blocks that have tensors, 2"),
         ("lfm2moe", "expert_gating_func", 1, "only 2, sigmoid"),
         ("granitehybrid", "ssm.inner_size", 640, "only multiples of the embedding_length, 256"),
         ("granitehybrid", "ssm.time_step_rank", 7, "only divisors of the ssm.inner_size, 512"),

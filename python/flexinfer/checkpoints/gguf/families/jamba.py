@@ -83,7 +83,7 @@ JAMBA = {
         conversions=(one_input, mamba.undo_mamba),
         experts="feed_forward.experts",
         names=NAMES,
-        keys=mamba.KEYS | {KV_HEADS},
+        keys=mamba.KEYS - {mamba.GROUPS} | {KV_HEADS},
         settings=_settings,
         expert_settings=lambda _: {},
     )
