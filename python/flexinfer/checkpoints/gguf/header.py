@@ -102,7 +102,7 @@ ENDS = {
         "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>",
         "<end_of_turn>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|fim_pad|>", "<fim_pad>",
         "<|repo_name|>", "<reponame>", "<|file_sep|>", "<end_of_utterance>", "<EOT>",
-        "<|return|>", "<|call|>",
+        "<|return|>", "<|call|>", "<eos>", "<turn|>", "<|tool_response>",
     )
 }  # fmt: skip
 """Tokens that end an answer, whatever else the file says: most name one of several. As llama.cpp

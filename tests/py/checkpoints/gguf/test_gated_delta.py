@@ -18,6 +18,8 @@ from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.models.loading import load_model
 from helpers.gguf.files import Type, add_weights, finish, quantise, write_gguf, writer_of
+from helpers.gguf.form import Form, Parts
+from helpers.gguf.forms import FORMS
 from helpers.gguf.models import CONFIGS, mixed, same
 from helpers.tiny_models import continue_prompt, draw_model, random_prompts
 
@@ -75,6 +77,35 @@ def test_matrices_of_delta_nets_stay_quantised(name: str, tmp_path: Path) -> Non
     if name == "qwen3next":  # of 5 bits and 4, both with minimums
         assert net.in_proj_qkvz.nbytes * 8 / net.in_proj_qkvz.out_features / 256 == 6.625
         assert net.out_proj.nbytes * 8 / 256 / 512 == 4.625
+
+
+def test_inputs_that_the_file_has_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first files of Qwen3-Next have them."""
+
+    def joined(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+        if not name.endswith("in_proj_qkvz.weight"):
+            return form.parts(name, tensor, config)
+        return {f"blk.{name.split('.')[2]}.ssm_in.weight": tensor}
+
+    form = FORMS["qwen3_next"]
+    monkeypatch.setitem(FORMS, "qwen3_next", Form("qwen3next", form.add_keys, joined))
+    path = tmp_path / "model.gguf"
+    written, prompts = write_gguf(path, draw("qwen3next"), same(Type.Q8_0)), random_prompts((20,))
+    assert generate(path, prompts) == [continue_prompt(written, tuple(prompts[0]), 10)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inputs_of_8_bits(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, draw(name), unlike)
+    ids = torch.arange(20)[None]
+    logits = []
+    for quantization in ("auto", "a8"):
+        model = load_model(str(path), dtype="float32", quantization=quantization).model
+        with torch.no_grad():
+            logits.append(model(ids, use_cache=False).logits.flatten())
+    assert not torch.equal(*logits)
+    assert torch.corrcoef(torch.stack(logits))[0, 1] > 0.9
 
 
 def write_with_layers_behind(path: Path, name: str, count: int, said: int) -> Any:

@@ -96,6 +96,7 @@ def sentencepiece(path: Path, **values: Any) -> str:
 def of_text(path: Path, **values: Any) -> str:
     """As Gemma 4 has it: pieces and merges, and tokens of empty lines that none lead to."""
     pieces = PIECES | {"\n" * count: NORMAL for count in range(1, 6)}
+    pieces |= {"<turn|>": CONTROL, "<|tool_response>": USER_DEFINED}
     own = {"model": "gemma4", "merges": ["h i", "\u2581 hi"]}
     ends = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "add_space_prefix": False}
     return write(path, pieces, **{**own, **ends, **values})
@@ -285,6 +286,8 @@ def test_all_tokens_end_an_answer_whose_text_says_so(tmp_path: Path) -> None:
     ids = [list(BYTE_TOKENS).index(token) for token in (END, "<|eot_id|>")]
     assert load_config(path).eos_token_id == ids
     assert load_config(sentencepiece(tmp_path / "pieces.gguf")).eos_token_id == [2, 3]
+    count = len(PIECES) + 5
+    assert load_config(of_text(tmp_path / "text.gguf")).eos_token_id == [2, 3, count, count + 1]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Gemma 3n: embeddings of each layer, several states of each token of which one is computed
-(AltUp), and matrices of low rank beside each attention (LAuReL)."""
+"""Gemma 3n: embeddings of each layer, several states of a token of which one is computed (AltUp),
+and matrices of low rank beside each attention (LAuReL)."""
 
 from __future__ import annotations
 
