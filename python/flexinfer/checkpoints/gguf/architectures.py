@@ -7,11 +7,13 @@ from flexinfer.checkpoints.gguf.families.gemma import GEMMA
 from flexinfer.checkpoints.gguf.families.gpt_oss import GPT_OSS
 from flexinfer.checkpoints.gguf.families.granite import GRANITE
 from flexinfer.checkpoints.gguf.families.llama import LLAMA
+from flexinfer.checkpoints.gguf.families.mistral import MISTRAL
+from flexinfer.checkpoints.gguf.families.olmo import OLMO
 from flexinfer.checkpoints.gguf.families.phi import PHI
 from flexinfer.checkpoints.gguf.header import GgufHeader
 from flexinfer.errors import UnsupportedModelError
 
-ARCHITECTURES: dict[str, Architecture] = LLAMA | GRANITE | PHI | GPT_OSS | GEMMA
+ARCHITECTURES: dict[str, Architecture] = LLAMA | MISTRAL | OLMO | GRANITE | PHI | GPT_OSS | GEMMA
 
 
 def architecture_of(header: GgufHeader) -> Architecture:

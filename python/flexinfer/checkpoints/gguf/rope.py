@@ -7,10 +7,16 @@ from typing import Any
 from flexinfer.checkpoints.gguf.values import GgufValues
 
 WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+WINDOW_BASE = "rope.freq_base_swa"
 ORIGINAL = "rope.scaling.original_context_length"
 BETAS = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
 """Keys of rotations that yarn leaves as they are, and of those that it stretches wholly -> names of
 the config."""
+YARN_SCORE_FACTOR, SCORE_FACTOR = "rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor"
+"""By what scores are multiplied, where the config says so; the second is that of older files."""
+SECTIONS = "rope.dimension_sections"
+"""How many of the rotations are by the time, the row and the column of a part of an image. Text has
+one position for all three, and is rotated as elsewhere."""
 
 
 def rope_of(values: GgufValues) -> dict[str, Any]:
@@ -22,12 +28,13 @@ def rope_of(values: GgufValues) -> dict[str, Any]:
     if kind == "linear":
         return parameters | {"rope_type": kind, "factor": values.factor("rope.scaling.factor")}
     if kind == "yarn":
-        betas = {name: key for key, name in BETAS.items() if values.get(key) is not None}
+        known = {YARN_SCORE_FACTOR: "attention_factor", SCORE_FACTOR: "attention_factor", **BETAS}
+        own = {name: key for key, name in known.items() if values.get(key) is not None}
         return parameters | {
             "rope_type": kind,
             "factor": values.factor("rope.scaling.factor"),
             "original_max_position_embeddings": values.count(ORIGINAL),
-            **{name: values.factor(key) for name, key in betas.items()},
+            **{name: values.factor(key) for name, key in own.items()},
         }
     if kind != "none":
         values.refuse("rope.scaling.type", "none, linear and yarn")
@@ -45,3 +52,14 @@ def windows_of(values: GgufValues, pattern: int) -> dict[str, Any]:
         values.refuse(WINDOW_PATTERN, f"a number, or one for each of {len(layers)} layers")
     kinds = ["sliding_attention" if has_window else "full_attention" for has_window in windows]
     return {"sliding_window": values.count(WINDOW, 4096), "layer_types": kinds}
+
+
+def rope_of_kinds(values: GgufValues) -> dict[str, Any]:
+    """As `rope_of`, where layers with a window rotate by a base of their own, and are not
+    stretched."""
+    rope = rope_of(values)
+    base = values.factor(WINDOW_BASE, rope["rope_theta"])
+    return {
+        "full_attention": rope,
+        "sliding_attention": {"rope_type": "default", "rope_theta": base},
+    }

@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import torch
 
-from helpers.gguf.forms import FORMS
+from helpers.gguf.forms import form_of
 
 Type = gguf.GGMLQuantizationType
 FACTORS: dict[Type, dict[int, float]] = {
@@ -76,7 +76,7 @@ def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
     ):
         if getattr(config, name, None):
             add(getattr(config, name))
-    rope = config.rope_parameters
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     if rope.get("rope_type") in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope.get("rope_type") == "yarn":
@@ -85,6 +85,8 @@ def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
         for name in ("beta_fast", "beta_slow"):
             if name in rope:
                 getattr(writer, f"add_rope_scaling_yarn_{name}")(rope[name])
+        if "attention_factor" in rope:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
     if rope.get("partial_rotary_factor", 1) != 1:
         width = config.hidden_size // config.num_attention_heads
         writer.add_rope_dimension_count(int(width * rope["partial_rotary_factor"]))
@@ -101,7 +103,7 @@ def writer_of(
     """A file with what the config says. extra: keys of the architecture and float values.
     of_parts: how it is split, as gguf's writer has it."""
     config = model.config
-    form = FORMS[config.model_type]
+    form = form_of(config)
     writer = gguf.GGUFWriter(path, form.architecture, **of_parts)
     add_sizes(writer, config)
     if getattr(config, "num_experts_per_tok", None):
@@ -125,7 +127,7 @@ def add_weights(writer: gguf.GGUFWriter, model: Any, type_of: Callable[[str], Ty
     """Write the model's weights; returns a copy of it with the numbers that were written. type_of:
     llama.cpp's name of a matrix -> its type."""
     config, written = model.config, copy.deepcopy(model)
-    form = FORMS[config.model_type]
+    form = form_of(config)
     for seed, (name, tensor) in enumerate(written.state_dict().items()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue

@@ -56,6 +56,26 @@ def add_expert_width(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_expert_feed_forward_length(width)
 
 
+def add_pattern(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Windows of each layer, which have a base of their own."""
+    add_window(writer, config)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+
+
+def add_temperature(writer: gguf.GGUFWriter, config: Any) -> None:
+    rope = config.rope_parameters
+    if "llama_4_scaling_beta" in rope:
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+
+
+def add_sections(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_rope_dimension_sections([8, 12, 12, 0])
+    if writer.arch == "qwen3vl":
+        writer.add_uint32("qwen3vl.n_deepstack_layers", 3)
+
+
 def add_both(writer: gguf.GGUFWriter, config: Any) -> None:
     add_window(writer, config)
     add_expert_width(writer, config)
@@ -66,7 +86,7 @@ def one_more(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
     if "norm" not in name:
         return None
     tensor.copy_((tensor + 1) - 1)
-    return {FORMS[config.model_type].name_of(name, config): tensor + 1}
+    return {form_of(config).name_of(name, config): tensor + 1}
 
 
 FORMS = {
@@ -75,14 +95,23 @@ FORMS = {
     "mixtral": Form("llama", parts=paired),
     "qwen2": Form("qwen2"),
     "qwen3": Form("qwen3"),
+    "qwen2vl": Form("qwen2vl", add_sections),
+    "qwen3vl": Form("qwen3vl", add_sections),
+    "mistral3": Form("mistral3", parts=paired),
+    "ministral3": Form("mistral3", add_temperature, paired),
     "qwen3_moe": Form("qwen3moe", add_expert_width, experts),
     "gpt_oss": Form("gpt-oss", add_both, gpt_oss),
     "smollm3": Form("smollm3", parts=paired),
     "granite": Form("granite", parts=paired),
     "olmo2": Form("olmo2"),
+    "olmo3": Form("olmo2", add_pattern),
     "phi3": Form("phi3", add_window),
     "gemma": Form("gemma", parts=one_more),
     "gemma2": Form("gemma2", add_window, one_more),
     "gemma3_text": Form("gemma3", add_window, one_more),
 }
-"""transformers' model type -> how it is written."""
+"""transformers' model type, or what a config is `written_as` -> how it is written."""
+
+
+def form_of(config: Any) -> Form:
+    return FORMS[getattr(config, "written_as", config.model_type)]

@@ -27,6 +27,28 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "llama with biases": lambda **more: tf.LlamaConfig(**COMMON, attention_bias=True, **more),
     "qwen2": lambda **more: tf.Qwen2Config(**COMMON, **more),
     "qwen3": lambda **more: tf.Qwen3Config(**COMMON, head_dim=32, **more),
+    "qwen2vl": lambda **more: tf.Qwen2Config(**COMMON, written_as="qwen2vl", **more),
+    "qwen3vl": lambda **more: tf.Qwen3Config(**COMMON, head_dim=64, written_as="qwen3vl", **more),
+    "mistral3": lambda **more: tf.MistralConfig(
+        **COMMON, head_dim=32, sliding_window=None, written_as="mistral3", **more
+    ),
+    "ministral3": lambda **more: tf.Ministral3Config(
+        **COMMON,
+        head_dim=32,
+        pad_token_id=None,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 16.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+        },
+        **more,
+    ),
     "smollm3": lambda **more: tf.SmolLM3Config(
         **COMMON | {"num_hidden_layers": 5}, pad_token_id=None, **more
     ),
@@ -39,6 +61,27 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         **more,
     ),
     "olmo2": lambda **more: tf.Olmo2Config(**COMMON, **more),
+    "olmo3": lambda **more: tf.Olmo3Config(
+        **COMMON | {"num_hidden_layers": 5},
+        pad_token_id=None,
+        sliding_window=16,
+        layer_types=[
+            f"{kind}_attention" for kind in ("sliding", "full", "sliding", "full", "full")
+        ],
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 1e5,
+                "factor": 8.0,
+                "attention_factor": 1.5,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 32,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        **more,
+    ),
     "phi3": lambda **more: tf.Phi3Config(**COMMON, pad_token_id=None, sliding_window=None, **more),
     "phi3 with a window": lambda **more: tf.Phi3Config(
         **COMMON, pad_token_id=None, sliding_window=16, **more

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from flexinfer.checkpoints.gguf.architecture import Architecture
-from flexinfer.checkpoints.gguf.rope import ORIGINAL, WINDOW, rope_of
+from flexinfer.checkpoints.gguf.rope import ORIGINAL, SCORE_FACTOR, WINDOW, rope_of
 from flexinfer.checkpoints.gguf.values import GgufValues
 
 JOINED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 """Queries, keys and values are one weight, and so are gates and what they multiply."""
 ROTATED = "rope.dimension_count"
-SCORE_FACTOR = "rope.scaling.attn_factor"
 LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
