@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from flexinfer.checkpoints.gguf.architecture import Architecture
+from flexinfer.checkpoints.gguf.families.cohere import COHERE
+from flexinfer.checkpoints.gguf.families.exaone import EXAONE
 from flexinfer.checkpoints.gguf.families.gemma import GEMMA
+from flexinfer.checkpoints.gguf.families.glm import GLM
 from flexinfer.checkpoints.gguf.families.gpt_oss import GPT_OSS
 from flexinfer.checkpoints.gguf.families.granite import GRANITE
+from flexinfer.checkpoints.gguf.families.layer_norm import LAYER_NORM
 from flexinfer.checkpoints.gguf.families.llama import LLAMA
 from flexinfer.checkpoints.gguf.families.mistral import MISTRAL
 from flexinfer.checkpoints.gguf.families.olmo import OLMO
@@ -13,7 +17,19 @@ from flexinfer.checkpoints.gguf.families.phi import PHI
 from flexinfer.checkpoints.gguf.header import GgufHeader
 from flexinfer.errors import UnsupportedModelError
 
-ARCHITECTURES: dict[str, Architecture] = LLAMA | MISTRAL | OLMO | GRANITE | PHI | GPT_OSS | GEMMA
+ARCHITECTURES: dict[str, Architecture] = {
+    **LLAMA,
+    **MISTRAL,
+    **OLMO,
+    **GRANITE,
+    **PHI,
+    **GPT_OSS,
+    **GEMMA,
+    **GLM,
+    **EXAONE,
+    **COHERE,
+    **LAYER_NORM,
+}
 
 
 def architecture_of(header: GgufHeader) -> Architecture:

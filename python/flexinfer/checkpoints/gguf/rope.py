@@ -14,6 +14,8 @@ BETAS = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slo
 the config."""
 YARN_SCORE_FACTOR, SCORE_FACTOR = "rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor"
 """By what scores are multiplied, where the config says so; the second is that of older files."""
+ROTATED = "rope.dimension_count"
+"""How many numbers of a head are rotated, the first ones."""
 SECTIONS = "rope.dimension_sections"
 """How many of the rotations are by the time, the row and the column of a part of an image. Text has
 one position for all three, and is rotated as elsewhere."""
@@ -39,6 +41,13 @@ def rope_of(values: GgufValues) -> dict[str, Any]:
     if kind != "none":
         values.refuse("rope.scaling.type", "none, linear and yarn")
     return parameters
+
+
+def partial_rope_of(values: GgufValues) -> dict[str, Any]:
+    """As `rope_of`, where some numbers of a head may not be rotated."""
+    width = values.count("embedding_length") // values.count("attention.head_count")
+    rotated = values.count(ROTATED, width) / values.count("attention.key_length", width)
+    return rope_of(values) | {"partial_rotary_factor": rotated}
 
 
 def windows_of(values: GgufValues, pattern: int) -> dict[str, Any]:

@@ -48,6 +48,10 @@ class GgufValues:
             file.seek(found.offset)
             return list(struct.unpack(f"<{found.shape[0]}f", file.read(found.size_bytes)))
 
+    def has(self, tensor: str) -> bool:
+        """Whether the file has a tensor of this name."""
+        return tensor in self._header.tensors
+
     def need(self, key: str) -> Any:
         value = self.get(key)
         if value is None:

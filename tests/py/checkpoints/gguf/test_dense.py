@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers as tf
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("gguf")
 
 from flexinfer.errors import UnsupportedModelError
+from helpers.gguf.answers import expected, generate
+from helpers.gguf.files import Type, add_weights, finish, writer_of
+from helpers.gguf.models import COMMON, same
 from helpers.gguf.reading import read_with
+from helpers.tiny_models import draw_model, random_prompts
 
 
 @pytest.mark.parametrize(
@@ -62,3 +67,46 @@ def test_what_is_of_images_is_known_in_their_models_alone(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=key.replace("__", ".")):
         read_with(tmp_path / "model.gguf", name, **{key: 2})
+
+
+def test_the_largest_exaone_has_windows_that_its_file_may_leave_unsaid(tmp_path: Path) -> None:
+    none = {"attention__sliding_window": None, "attention__sliding_window_pattern": None}
+    config = read_with(tmp_path / "small.gguf", "exaone4", **none)
+    assert config.sliding_window is None
+    assert config.layer_types == ["full_attention"] * 5
+    settings = {"num_hidden_layers": 64, "layer_types": None, "intermediate_size": 32}
+    settings |= {"hidden_size": 32, "vocab_size": 16}
+    config = read_with(tmp_path / "large.gguf", "exaone4", settings, **none)
+    assert config.sliding_window == 4096
+    assert config.layer_types == [*["sliding_attention"] * 3, "full_attention"] * 16
+
+
+def test_windows_of_cohere_2_are_needed(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"has no cohere2\.attention\.sliding_window"):
+        read_with(tmp_path / "model.gguf", "cohere2", attention__sliding_window=None)
+
+
+@pytest.mark.parametrize("says", [True, False, None])
+def test_stablelm_is_side_by_side_where_it_lacks_a_norm_whatever_the_file_says(
+    says: bool | None, tmp_path: Path
+) -> None:
+    """Files of models whose configs say nothing of it say that it is."""
+    for name, is_parallel in (("stablelm", False), ("stablelm side by side", True)):
+        path = tmp_path / f"{name}.gguf"
+        config = read_with(path, name, use_parallel_residual=says)
+        assert config.use_parallel_residual is is_parallel
+
+
+def test_norms_of_each_head_of_stablelm_are_rows_of_one_tensor(tmp_path: Path) -> None:
+    config = tf.StableLmConfig(**COMMON, use_parallel_residual=True, qk_layernorm=True)
+    path, model = tmp_path / "model.gguf", draw_model(config)
+    writer = writer_of(path, model)
+    written = add_weights(writer, model, same(Type.Q8_0))
+    for layer, block in enumerate(written.model.layers):
+        for part in "qk":
+            norms = getattr(block.self_attn, f"{part}_layernorm").norms
+            rows = torch.stack([norm.weight for norm in norms])
+            writer.add_tensor(f"blk.{layer}.attn_{part}_norm.weight", rows.detach().numpy())
+    finish(writer)
+    prompts = random_prompts((5, 40))
+    assert generate(path, prompts) == expected(written, prompts)

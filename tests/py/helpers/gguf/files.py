@@ -58,10 +58,18 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    add_epsilon(writer, config)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     add_of_some(writer, config)
+
+
+def add_epsilon(writer: gguf.GGUFWriter, config: Any) -> None:
+    for name in ("layer_norm_eps", "norm_epsilon", "norm_eps"):
+        if hasattr(config, name):
+            writer.add_layer_norm_eps(getattr(config, name))
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
 
 
 def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -73,6 +81,7 @@ def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
         (writer.add_embedding_scale, "embedding_multiplier"),
         (writer.add_residual_scale, "residual_multiplier"),
         (writer.add_logit_scale, "logits_scaling"),
+        (writer.add_logit_scale, "logit_scale"),
     ):
         if getattr(config, name, None):
             add(getattr(config, name))
@@ -88,7 +97,8 @@ def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
         if "attention_factor" in rope:
             writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
     if rope.get("partial_rotary_factor", 1) != 1:
-        width = config.hidden_size // config.num_attention_heads
+        width = getattr(config, "head_dim", None)
+        width = width or config.hidden_size // config.num_attention_heads
         writer.add_rope_dimension_count(int(width * rope["partial_rotary_factor"]))
     if rope.get("rope_type") == "longrope":
         writer.add_rope_scaling_attn_factors(rope["attention_factor"])
@@ -132,7 +142,7 @@ def add_weights(writer: gguf.GGUFWriter, model: Any, type_of: Callable[[str], Ty
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         for own, part in form.parts_of(name, tensor, config).items():
-            is_matrix = part.dim() > 1 and own.endswith(".weight")
+            is_matrix = part.dim() > 1 and own.endswith(".weight") and "norm" not in own
             kind = type_of(own) if is_matrix else Type.F32
             add_part(writer, own, part, kind, seed + 1000 * len(own))
     return written

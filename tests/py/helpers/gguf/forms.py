@@ -57,9 +57,13 @@ def add_expert_width(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def add_pattern(writer: gguf.GGUFWriter, config: Any) -> None:
-    """Windows of each layer, which have a base of their own."""
     add_window(writer, config)
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+
+
+def add_bases(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Windows of each layer, which have a base of their own."""
+    add_pattern(writer, config)
     writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
 
 
@@ -81,9 +85,18 @@ def add_both(writer: gguf.GGUFWriter, config: Any) -> None:
     add_expert_width(writer, config)
 
 
+def add_parallel(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_parallel_residual(config.use_parallel_residual)
+
+
+def without_head_norms(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    """Those of all heads are one tensor, which is not made of one weight of the model."""
+    return {} if ".norms." in name else None
+
+
 def one_more(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
     """Norms of Gemma. What is written is rounded, and so is the model's."""
-    if "norm" not in name:
+    if not name.endswith("norm.weight"):
         return None
     tensor.copy_((tensor + 1) - 1)
     return {form_of(config).name_of(name, config): tensor + 1}
@@ -104,7 +117,19 @@ FORMS = {
     "smollm3": Form("smollm3", parts=paired),
     "granite": Form("granite", parts=paired),
     "olmo2": Form("olmo2"),
-    "olmo3": Form("olmo2", add_pattern),
+    "olmo3": Form("olmo2", add_bases),
+    "seed_oss": Form("seed_oss"),
+    "ernie4_5": Form("ernie4_5"),
+    "hunyuan_v1_dense": Form("hunyuan-dense"),
+    "arcee": Form("arcee", parts=paired),
+    "glm4": Form("glm4"),
+    "exaone4": Form("exaone4", add_pattern),
+    "cohere": Form("command-r"),
+    "cohere2": Form("cohere2", add_window),
+    "starcoder2": Form("starcoder2"),
+    "nemotron": Form("nemotron", parts=one_more),
+    "stablelm": Form("stablelm", add_parallel, without_head_norms),
+    "phi": Form("phi2"),
     "phi3": Form("phi3", add_window),
     "gemma": Form("gemma", parts=one_more),
     "gemma2": Form("gemma2", add_window, one_more),

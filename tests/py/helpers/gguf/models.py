@@ -82,6 +82,42 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         },
         **more,
     ),
+    "seed_oss": lambda **more: tf.SeedOssConfig(**COMMON, head_dim=32, pad_token_id=None, **more),
+    "seed_oss without biases": lambda **more: tf.SeedOssConfig(
+        **COMMON, head_dim=32, pad_token_id=None, attention_bias=False, **more
+    ),
+    "ernie4_5": lambda **more: tf.Ernie4_5Config(**COMMON, head_dim=32, pad_token_id=None, **more),
+    "hunyuan-dense": lambda **more: tf.HunYuanDenseV1Config(
+        **COMMON, head_dim=32, pad_token_id=None, eod_token_id=None, **more
+    ),
+    "arcee": lambda **more: tf.ArceeConfig(**COMMON, **more),
+    "glm4": lambda **more: tf.Glm4Config(**COMMON, head_dim=32, pad_token_id=None, **more),
+    "exaone4": lambda **more: tf.Exaone4Config(
+        **COMMON | {"num_hidden_layers": 5},
+        sliding_window=16,
+        layer_types=[*["sliding_attention", "full_attention"] * 2, "full_attention"],
+        **more,
+    ),
+    "exaone4 without windows": lambda **more: tf.Exaone4Config(
+        **COMMON, sliding_window=None, layer_types=["full_attention"] * 2, **more
+    ),
+    "command-r": lambda **more: tf.CohereConfig(**COMMON, pad_token_id=None, **more),
+    "command-r with norms": lambda **more: tf.CohereConfig(
+        **COMMON, pad_token_id=None, use_qk_norm=True, attention_bias=True, **more
+    ),
+    "cohere2": lambda **more: tf.Cohere2Config(
+        **COMMON | {"num_hidden_layers": 5}, pad_token_id=None, sliding_window=16, **more
+    ),
+    "starcoder2": lambda **more: tf.Starcoder2Config(**COMMON, **more),
+    "nemotron": lambda **more: tf.NemotronConfig(**COMMON, **more),
+    "nemotron with biases": lambda **more: tf.NemotronConfig(
+        **COMMON, attention_bias=True, mlp_bias=True, **more
+    ),
+    "stablelm": lambda **more: tf.StableLmConfig(**COMMON, use_qkv_bias=True, **more),
+    "stablelm side by side": lambda **more: tf.StableLmConfig(
+        **COMMON, use_parallel_residual=True, **more
+    ),
+    "phi2": lambda **more: tf.PhiConfig(**COMMON, **more),
     "phi3": lambda **more: tf.Phi3Config(**COMMON, pad_token_id=None, sliding_window=None, **more),
     "phi3 with a window": lambda **more: tf.Phi3Config(
         **COMMON, pad_token_id=None, sliding_window=16, **more
@@ -165,6 +201,9 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         **more,
     ),
 }
+
+ALWAYS_TIED = {"gemma", "gemma2", "command-r", "command-r with norms", "cohere2"}
+"""Of which llama.cpp knows no head that is not the embedding."""
 
 
 def mixed(name: str) -> Type:

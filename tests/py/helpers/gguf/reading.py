@@ -11,9 +11,10 @@ from helpers.gguf.models import CONFIGS, same
 from helpers.tiny_models import draw_model
 
 
-def read_with(path: Path, name: str, **values: Any) -> Any:
-    """values: by the file's keys, "__" for "."; None: without this key."""
-    model = draw_model(CONFIGS[name]())
+def read_with(path: Path, name: str, settings: dict[str, Any] | None = None, **values: Any) -> Any:
+    """settings: of the config. values: by the file's keys, "__" for "."; None: without this key."""
+    config = CONFIGS[name]()
+    model = draw_model(type(config)(**{**config.to_dict(), **(settings or {})}))
     writer = writer_of(path, model)
     adders = {
         bool: writer.add_bool,
