@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import nextafter
 from typing import Any
 
 from flexinfer.checkpoints.gguf.values import GgufValues
@@ -46,8 +47,12 @@ def rope_of(values: GgufValues) -> dict[str, Any]:
 def partial_rope_of(values: GgufValues) -> dict[str, Any]:
     """As `rope_of`, where some numbers of a head may not be rotated."""
     width = values.count("embedding_length") // values.count("attention.head_count")
-    rotated = values.count(ROTATED, width) / values.count("attention.key_length", width)
-    return rope_of(values) | {"partial_rotary_factor": rotated}
+    width = values.count("attention.key_length", width)
+    rotated = values.count(ROTATED, width)
+    share = rotated / width
+    if int(share * width) < rotated:  # which is how transformers gets it back: 30 of 52 were 29
+        share = nextafter(share, 1.0)
+    return rope_of(values) | {"partial_rotary_factor": share}
 
 
 def windows_of(values: GgufValues, pattern: int) -> dict[str, Any]:

@@ -108,14 +108,12 @@ def _byte_level(header: GgufHeader, tokens: list[str], merges: list[str], cut: C
                 f"{header.path!r} merges {left!r} and {right!r}, and has not all these tokens. "
                 f"{OTHER}"
             )
-    model = models.BPE(ids, pairs, ignore_merges=cut.is_begun)
+    model = models.BPE(ids, pairs, ignore_merges=cut.keeps_tokens)
     tokenizer = Tokenizer(model)
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.as_gpt_2)
-    if cut.pattern is None:
-        tokenizer.pre_tokenizer = to_bytes
-    else:
-        split = pre_tokenizers.Split(Regex(cut.pattern), behavior="isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    patterns = cut.before if cut.pattern is None else (*cut.before, cut.pattern)
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

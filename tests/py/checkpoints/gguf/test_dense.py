@@ -110,3 +110,14 @@ def test_norms_of_each_head_of_stablelm_are_rows_of_one_tensor(tmp_path: Path) -
     finish(writer)
     prompts = random_prompts((5, 40))
     assert generate(path, prompts) == expected(written, prompts)
+
+
+@pytest.mark.parametrize("rotated", [26, 30, 40, 52])
+def test_as_many_numbers_of_a_head_are_rotated_as_the_file_says(
+    rotated: int, tmp_path: Path
+) -> None:
+    """transformers has their share of 52: 30 became 29."""
+    settings = {"head_dim": 52, "intermediate_size": 32, "vocab_size": 16}
+    values = {"rope__dimension_count": rotated}
+    config = read_with(tmp_path / "model.gguf", "glm4", settings, **values)
+    assert int(52 * config.rope_parameters["partial_rotary_factor"]) == rotated

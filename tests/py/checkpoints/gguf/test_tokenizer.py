@@ -15,7 +15,18 @@ gguf = pytest.importorskip("gguf")
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from flexinfer.checkpoints.gguf.cuts import CUTS, DIGITS, GPT_2, GPT_4O, LLAMA_3, QWEN_2, TEKKEN
+from flexinfer.checkpoints.gguf.cuts import (
+    CUTS,
+    DEEPSEEK_3,
+    DIGITS,
+    GPT_2,
+    GPT_4O,
+    LLAMA_3,
+    QWEN_2,
+    SEED,
+    TEKKEN,
+    Cut,
+)
 from flexinfer.checkpoints.gguf.tokenizer import load_gguf_tokenizer
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.loading import load_config
@@ -89,6 +100,7 @@ def cut(path: str, text: str, add_special_tokens: bool = False) -> list[str]:
         ({}, True),
         ({"pre": "tekken"}, True),
         ({"pre": "qwen2"}, False),
+        ({"pre": "glm4"}, False),
         ({"pre": "qwen2", "add_bos_token": True}, True),
         ({"add_bos_token": False}, False),
     ],
@@ -102,7 +114,8 @@ def test_a_text_begins_as_the_file_or_the_name_of_its_tokenizer_says(
 
 
 @pytest.mark.parametrize(
-    ("pre", "tokens"), [("llama-bpe", ["hello"]), ("qwen2", ["he", "ll", "o"])]
+    ("pre", "tokens"),
+    [("llama-bpe", ["hello"]), ("glm4", ["hello"]), ("chatglm-bpe", ["he", "ll", "o"])],
 )
 def test_a_piece_that_is_a_token_needs_no_merges_in_some(
     pre: str, tokens: list[str], tmp_path: Path
@@ -115,6 +128,9 @@ PIECES_OF_CUTS = {
     DIGITS: ["We", "'", "LL", " fooBar", *"12345", "\n\n ", " x"],
     LLAMA_3: ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
     replace(LLAMA_3, is_begun=False): ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
+    Cut(LLAMA_3.pattern): ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
+    SEED: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
+    DEEPSEEK_3: ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
     QWEN_2: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
     GPT_4O: ["We'LL", " foo", "Bar", "123", "45", "\n\n", " ", " x"],
     TEKKEN: ["We", "'LL", " foo", "Bar", *"12345", "\n\n", " ", " x"],
@@ -129,6 +145,20 @@ def test_nothing_is_merged_across_pieces(name: str, tmp_path: Path) -> None:
     cuts = backend.pre_tokenizer.pre_tokenize_str("We'LL fooBar12345\n\n  x")
     pieces = [piece.replace("\u0120", " ").replace("\u010a", "\n") for piece, _ in cuts]
     assert pieces == PIECES_OF_CUTS[CUTS[name]]
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "expected"),
+    [
+        ("seed-coder", "a;\n\nb", ["a", ";", "\n\n", "b"]),
+        ("qwen2", "a;\n\nb", ["a", ";\n\n", "b"]),
+        ("deepseek-v3", "a中文1234(b) $x", ["a", "中文", "123", "4", "(b", ")", " $", "x"]),
+    ],
+)
+def test_what_only_some_cuts_have(pre: str, text: str, expected: list[str], tmp_path: Path) -> None:
+    backend = load_gguf_tokenizer(byte_level(tmp_path / "m.gguf", pre=pre)).backend_tokenizer
+    cuts = backend.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[first:end] for _, (first, end) in cuts] == expected
 
 
 def test_padding_that_is_no_token_is_none(tmp_path: Path) -> None:
