@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flexinfer.checkpoints.gguf.architecture import Architecture
+from flexinfer.checkpoints.gguf.families.apertus import APERTUS
 from flexinfer.checkpoints.gguf.families.cohere import COHERE
 from flexinfer.checkpoints.gguf.families.exaone import EXAONE
 from flexinfer.checkpoints.gguf.families.gemma import GEMMA
@@ -29,6 +30,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     **EXAONE,
     **COHERE,
     **LAYER_NORM,
+    **APERTUS,
 }
 
 

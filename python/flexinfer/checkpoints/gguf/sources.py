@@ -66,6 +66,20 @@ class Stored(Source):
         return torch.from_numpy(read).view(end - first, row_bytes)
 
 
+class Given(Source):
+    """Numbers that the file says beside its tensors."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        """numbers: float32."""
+        self._numbers, self.shape, self.type = numbers, tuple(numbers.shape), "F32"
+
+    def rows(self, some: slice = ALL) -> torch.Tensor:
+        return self._numbers.reshape(-1, 1).view(torch.uint8)[some]
+
+    def floats(self) -> torch.Tensor:
+        return self._numbers
+
+
 class Ordered(Source):
     """Rows of another in another order."""
 

@@ -11,10 +11,11 @@ import transformers as tf
 torch = pytest.importorskip("torch")
 pytest.importorskip("gguf")
 
+from flexinfer.checkpoints.gguf.checkpoint import load_gguf_config
 from flexinfer.errors import UnsupportedModelError
 from helpers.gguf.answers import expected, generate
 from helpers.gguf.files import Type, add_weights, finish, writer_of
-from helpers.gguf.models import COMMON, same
+from helpers.gguf.models import COMMON, CONFIGS, same
 from helpers.gguf.reading import read_with
 from helpers.tiny_models import draw_model, random_prompts
 
@@ -121,3 +122,29 @@ def test_as_many_numbers_of_a_head_are_rotated_as_the_file_says(
     values = {"rope__dimension_count": rotated}
     config = read_with(tmp_path / "model.gguf", "glm4", settings, **values)
     assert int(52 * config.rope_parameters["partial_rotary_factor"]) == rotated
+
+
+def write_apertus(path: Path, numbers: Any) -> str:
+    """A file whose activations have these numbers as their alpha_p; None: it does not say it."""
+    model = draw_model(CONFIGS["apertus"]())
+    writer = writer_of(path, model)
+    del writer.kv_data[0]["xielu.alpha_p"]
+    if isinstance(numbers, float):
+        writer.add_float32("xielu.alpha_p", numbers)
+    elif numbers is not None:
+        writer.add_array("xielu.alpha_p", numbers)
+    add_weights(writer, model, same(Type.F32))
+    finish(writer)
+    return str(path)
+
+
+def test_one_number_of_an_activation_is_of_all_layers(tmp_path: Path) -> None:
+    config = load_gguf_config(write_apertus(tmp_path / "model.gguf", 1.25))
+    assert config.xielu["alpha_p"] == [1.25, 1.25]
+
+
+@pytest.mark.parametrize("numbers", [None, [1.0], [1.0, 2.0, 3.0], ["1", "2"]])
+def test_activations_need_a_number_for_each_layer(numbers: Any, tmp_path: Path) -> None:
+    path = write_apertus(tmp_path / "model.gguf", numbers)
+    with pytest.raises(UnsupportedModelError, match=r"xielu\.alpha_p = .* for each of 2 layers"):
+        load_gguf_config(path)

@@ -85,6 +85,20 @@ def add_both(writer: gguf.GGUFWriter, config: Any) -> None:
     add_expert_width(writer, config)
 
 
+def add_xielu(writer: gguf.GGUFWriter, config: Any) -> None:
+    for name, numbers in config.xielu.items():
+        writer.add_array(f"xielu.{name}", numbers)
+
+
+def with_xielu(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    """The activation's numbers are no tensors: the model's are set to those of the config."""
+    module, _, part = name.rpartition(".")
+    if not module.endswith("act_fn"):
+        return None
+    tensor.fill_(config.xielu[part][int(name.split(".")[2])])
+    return {}
+
+
 def add_parallel(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_parallel_residual(config.use_parallel_residual)
 
@@ -126,6 +140,7 @@ FORMS = {
     "exaone4": Form("exaone4", add_pattern),
     "cohere": Form("command-r"),
     "cohere2": Form("cohere2", add_window),
+    "apertus": Form("apertus", add_xielu, with_xielu),
     "starcoder2": Form("starcoder2"),
     "nemotron": Form("nemotron", parts=one_more),
     "stablelm": Form("stablelm", add_parallel, without_head_norms),

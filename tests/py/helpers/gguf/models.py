@@ -108,6 +108,18 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "cohere2": lambda **more: tf.Cohere2Config(
         **COMMON | {"num_hidden_layers": 5}, pad_token_id=None, sliding_window=16, **more
     ),
+    "apertus": lambda **more: tf.ApertusConfig(
+        **COMMON,
+        pad_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        xielu={
+            "alpha_p": [0.25, 1.5],
+            "alpha_n": [-0.5, 0.75],
+            "beta": [0.5, 0.25],
+            "eps": [-0.25, -0.5],
+        },
+        **more,
+    ),
     "starcoder2": lambda **more: tf.Starcoder2Config(**COMMON, **more),
     "nemotron": lambda **more: tf.NemotronConfig(**COMMON, **more),
     "nemotron with biases": lambda **more: tf.NemotronConfig(
