@@ -14,7 +14,7 @@ pytest.importorskip("gguf")
 from flexinfer.checkpoints.gguf.checkpoint import load_gguf_config
 from flexinfer.errors import UnsupportedModelError
 from helpers.gguf.answers import expected, generate
-from helpers.gguf.files import Type, add_weights, finish, writer_of
+from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
 from helpers.gguf.models import COMMON, CONFIGS, same
 from helpers.gguf.reading import read_with
 from helpers.tiny_models import draw_model, random_prompts
@@ -148,3 +148,12 @@ def test_activations_need_a_number_for_each_layer(numbers: Any, tmp_path: Path) 
     path = write_apertus(tmp_path / "model.gguf", numbers)
     with pytest.raises(UnsupportedModelError, match=r"xielu\.alpha_p = .* for each of 2 layers"):
         load_gguf_config(path)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_glm_that_sees_images_has_rows_in_the_order_of_halves(bias: bool, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    config = CONFIGS["glm4"](written_as="glm4v", attention_bias=bias)
+    written = write_gguf(path, draw_model(config), same(Type.F32))
+    prompts = random_prompts((5, 40))
+    assert generate(path, prompts) == expected(written, prompts)

@@ -85,6 +85,17 @@ def add_both(writer: gguf.GGUFWriter, config: Any) -> None:
     add_expert_width(writer, config)
 
 
+def halved(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    """Of the rows of each head that are rotated, half of all, the even ones and then the odd ones:
+    not a view of them."""
+    if name.split(".")[-2] not in ("q_proj", "k_proj"):
+        return None
+    heads = torch.unflatten(tensor, 0, (-1, config.head_dim)).clone()
+    half = heads[:, : config.head_dim // 2]
+    rotated = torch.cat([half[:, ::2], half[:, 1::2], heads[:, config.head_dim // 2 :]], dim=1)
+    return {form_of(config).name_of(name, config): rotated.view(tensor.shape)}
+
+
 def add_xielu(writer: gguf.GGUFWriter, config: Any) -> None:
     for name, numbers in config.xielu.items():
         writer.add_array(f"xielu.{name}", numbers)
@@ -137,6 +148,7 @@ FORMS = {
     "hunyuan_v1_dense": Form("hunyuan-dense"),
     "arcee": Form("arcee", parts=paired),
     "glm4": Form("glm4"),
+    "glm4v": Form("glm4", add_sections, halved),
     "exaone4": Form("exaone4", add_pattern),
     "cohere": Form("command-r"),
     "cohere2": Form("cohere2", add_window),
