@@ -34,6 +34,14 @@ QWEN_2 = Cut(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+WHITE = "|".join(
+    rf"\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16", "8", "4")
+)
+"""White space in the longest pieces that there are."""
+JAIS_2 = Cut(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{WHITE}|\s{{1,2}}(?!\S)|\s"
+)
 TEKKEN = Cut(
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -65,6 +73,7 @@ OF_CUTS: tuple[tuple[Cut, str], ...] = (
     (replace(LLAMA_3, is_begun=False), "glm4 glm5"),
     (Cut(LLAMA_3.pattern), "dbrx smaug-bpe chatglm-bpe"),
     (QWEN_2, "qwen2 deepseek-r1-qwen megrez stablelm2 kormo hunyuan solar-open f2llmv2"),
+    (JAIS_2, "jais-2"),
     (TEKKEN, "tekken"),
     (GPT_4O, "gpt-4o llama4 kanana2 talkie"),
     (SEED, "seed-coder"),

@@ -26,7 +26,7 @@ SAID = (
     *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
     *("attention_bias", "mlp_bias", "use_bias", "use_qkv_bias"),
     *("original_max_position_embeddings", "use_parallel_residual", "use_qk_norm", "logit_scale"),
-    *("layer_norm_eps", "norm_epsilon", "norm_eps", "xielu"),
+    *("layer_norm_eps", "norm_epsilon", "norm_eps", "xielu", "clip_qkv", "layer_rope_theta"),
 )
 
 

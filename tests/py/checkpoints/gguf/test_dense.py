@@ -157,3 +157,33 @@ def test_glm_that_sees_images_has_rows_in_the_order_of_halves(bias: bool, tmp_pa
     written = write_gguf(path, draw_model(config), same(Type.F32))
     prompts = random_prompts((5, 40))
     assert generate(path, prompts) == expected(written, prompts)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        (
+            "olmo",
+            {"attention__layer_norm_epsilon": 1e-6},
+            "norm_epsilon = 9.99.*; known: only 1e-0",
+        ),
+        (
+            "granite_swa",
+            {"attention__sliding_window_pattern": None},
+            "pattern = None; known: one for each layer",
+        ),
+        ("granite_swa", {"attention__rope_pattern": [True]}, "known: one for each of 3 layers"),
+        ("granite_swa", {"attention__sliding_window": None}, "has no granite_swa.*window"),
+    ],
+)
+def test_what_transformers_cannot_have_is_refused_by_name(
+    name: str, values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_with(tmp_path / "model.gguf", name, **values)
+
+
+def test_all_layers_are_rotated_where_the_file_says_of_none_that_it_is_not(tmp_path: Path) -> None:
+    none = {"attention__rope_pattern": None}
+    config = read_with(tmp_path / "model.gguf", "granite_swa", **none)
+    assert config.layer_rope_theta == [1e4] * 3

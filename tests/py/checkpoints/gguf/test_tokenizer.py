@@ -21,6 +21,7 @@ from flexinfer.checkpoints.gguf.cuts import (
     DIGITS,
     GPT_2,
     GPT_4O,
+    JAIS_2,
     LLAMA_3,
     QWEN_2,
     SEED,
@@ -129,6 +130,7 @@ PIECES_OF_CUTS = {
     LLAMA_3: ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
     replace(LLAMA_3, is_begun=False): ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
     Cut(LLAMA_3.pattern): ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
+    JAIS_2: ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
     SEED: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
     DEEPSEEK_3: ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
     QWEN_2: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
@@ -152,6 +154,8 @@ def test_nothing_is_merged_across_pieces(name: str, tmp_path: Path) -> None:
     [
         ("seed-coder", "a;\n\nb", ["a", ";", "\n\n", "b"]),
         ("qwen2", "a;\n\nb", ["a", ";\n\n", "b"]),
+        ("jais-2", f"a{' ' * 7}b", ["a", " " * 4, " " * 2, " b"]),
+        ("llama-bpe", f"a{' ' * 7}b", ["a", " " * 6, " b"]),
         ("deepseek-v3", "a中文1234(b) $x", ["a", "中文", "123", "4", "(b", ")", " $", "x"]),
     ],
 )

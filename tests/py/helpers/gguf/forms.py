@@ -96,6 +96,25 @@ def halved(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
     return {form_of(config).name_of(name, config): rotated.view(tensor.shape)}
 
 
+def add_rotations(writer: gguf.GGUFWriter, config: Any) -> None:
+    add_pattern(writer, config)
+    rotates = [base > 0 for base in config.layer_rope_theta]
+    writer.add_array(f"{writer.arch}.attention.rope_pattern", rotates)
+
+
+def with_sinks(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    """Of an architecture that gguf does not know: its other names are Granite's."""
+    if name.endswith("sinks"):
+        return {f"blk.{name.split('.')[2]}.attn_sinks.weight": tensor}
+    return paired(name, tensor, config) or {FORMS["granite"].name_of(name, config): tensor}
+
+
+def add_clamp(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_layer_norm_eps(1e-5)
+    if config.clip_qkv is not None:
+        writer.add_clamp_kqv(config.clip_qkv)
+
+
 def add_xielu(writer: gguf.GGUFWriter, config: Any) -> None:
     for name, numbers in config.xielu.items():
         writer.add_array(f"xielu.{name}", numbers)
@@ -141,6 +160,8 @@ FORMS = {
     "gpt_oss": Form("gpt-oss", add_both, gpt_oss),
     "smollm3": Form("smollm3", parts=paired),
     "granite": Form("granite", parts=paired),
+    "granite_swa": Form("granite_swa", add_rotations, with_sinks),
+    "olmo": Form("olmo", add_clamp, paired),
     "olmo2": Form("olmo2"),
     "olmo3": Form("olmo2", add_bases),
     "seed_oss": Form("seed_oss"),
@@ -155,6 +176,7 @@ FORMS = {
     "apertus": Form("apertus", add_xielu, with_xielu),
     "starcoder2": Form("starcoder2"),
     "nemotron": Form("nemotron", parts=one_more),
+    "jais2": Form("jais2"),
     "stablelm": Form("stablelm", add_parallel, without_head_norms),
     "phi": Form("phi2"),
     "phi3": Form("phi3", add_window),

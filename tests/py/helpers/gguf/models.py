@@ -60,6 +60,22 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         logits_scaling=2.0,
         **more,
     ),
+    "granite_swa": lambda **more: tf.GraniteSWAConfig(
+        **COMMON | {"num_hidden_layers": 3},
+        attention_multiplier=0.1,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        logits_scaling=2.0,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        layer_rope_theta=[1e4, 0.0, 0.0],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        **more,
+    ),
+    "olmo": lambda **more: tf.OlmoConfig(**COMMON, pad_token_id=None, **more),
+    "olmo with clamps": lambda **more: tf.OlmoConfig(
+        **COMMON, pad_token_id=None, clip_qkv=0.5, **more
+    ),
     "olmo2": lambda **more: tf.Olmo2Config(**COMMON, **more),
     "olmo3": lambda **more: tf.Olmo3Config(
         **COMMON | {"num_hidden_layers": 5},
@@ -124,6 +140,10 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "nemotron": lambda **more: tf.NemotronConfig(**COMMON, **more),
     "nemotron with biases": lambda **more: tf.NemotronConfig(
         **COMMON, attention_bias=True, mlp_bias=True, **more
+    ),
+    "jais2": lambda **more: tf.Jais2Config(**COMMON, **more),
+    "jais2 without biases": lambda **more: tf.Jais2Config(
+        **COMMON, attention_bias=False, mlp_bias=False, **more
     ),
     "stablelm": lambda **more: tf.StableLmConfig(**COMMON, use_qkv_bias=True, **more),
     "stablelm side by side": lambda **more: tf.StableLmConfig(

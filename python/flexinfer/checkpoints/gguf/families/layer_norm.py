@@ -1,4 +1,4 @@
-"""Models with LayerNorm: StarCoder 2, Nemotron, StableLM, Phi 1 and 2."""
+"""Models with LayerNorm: StarCoder 2, Nemotron, Jais 2, StableLM, Phi 1 and 2."""
 
 from __future__ import annotations
 
@@ -36,6 +36,14 @@ def _nemotron(values: GgufValues) -> dict[str, Any]:
         "norm_eps": values.factor(EPSILON),
         "mlp_bias": values.has("blk.0.ffn_up.bias"),
         "rope_parameters": partial_rope_of(values),
+    }
+
+
+def _jais2(values: GgufValues) -> dict[str, Any]:
+    return {
+        "layer_norm_eps": values.factor(EPSILON),
+        "attention_bias": values.has(QUERY_BIAS),
+        "mlp_bias": values.has("blk.0.ffn_up.bias"),
     }
 
 
@@ -81,6 +89,7 @@ LAYER_NORM = {
         settings=_nemotron,
         rotates_all=False,
     ),
+    "jais2": Architecture("Jais2Config", keys=NORM_KEYS, settings=_jais2),
     "stablelm": Architecture(
         "StableLmConfig",
         conversions=(_part_head_norms,),
