@@ -74,7 +74,8 @@ class Given(Source):
         self._numbers, self.shape, self.type = numbers, tuple(numbers.shape), "F32"
 
     def rows(self, some: slice = ALL) -> torch.Tensor:
-        return self._numbers.reshape(-1, 1).view(torch.uint8)[some]
+        count = self.shape[0] if self.shape else 1
+        return self._numbers.reshape(count, -1).contiguous().view(torch.uint8)[some]
 
     def floats(self) -> torch.Tensor:
         return self._numbers
