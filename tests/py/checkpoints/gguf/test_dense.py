@@ -13,6 +13,7 @@ pytest.importorskip("gguf")
 
 from flexinfer.checkpoints.gguf.checkpoint import load_gguf_config
 from flexinfer.errors import UnsupportedModelError
+from flexinfer.models.loading import load_model
 from helpers.gguf.answers import expected, generate
 from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
 from helpers.gguf.models import COMMON, CONFIGS, same
@@ -187,3 +188,44 @@ def test_all_layers_are_rotated_where_the_file_says_of_none_that_it_is_not(tmp_p
     none = {"attention__rope_pattern": None}
     config = read_with(tmp_path / "model.gguf", "granite_swa", **none)
     assert config.layer_rope_theta == [1e4] * 3
+
+
+def write_joined(path: Path, name: str, written_as: str, num_rows: int | None = None) -> Any:
+    """A file whose queries, keys and values are one tensor, of its first rows alone."""
+    model = draw_model(CONFIGS[name](written_as=written_as))
+    writer = writer_of(path, model)
+    written = add_weights(writer, model, same(Type.Q8_0))
+    for layer, block in enumerate(written.model.layers):
+        parts = [getattr(block.self_attn, f"{part}_proj") for part in "qkv"]
+        for ending in ("weight", "bias"):
+            joined = torch.cat([getattr(part, ending).detach() for part in parts])[:num_rows]
+            writer.add_tensor(f"blk.{layer}.attn_qkv.{ending}", joined.numpy())
+    finish(writer)
+    return written
+
+
+@pytest.mark.parametrize(
+    ("name", "written_as"), [("chatglm", "glm joined"), ("phi2", "phi2 joined")]
+)
+def test_queries_keys_and_values_may_be_one_tensor(
+    name: str, written_as: str, tmp_path: Path
+) -> None:
+    written = write_joined(tmp_path / "model.gguf", name, written_as)
+    prompts = random_prompts((5, 40))
+    assert generate(tmp_path / "model.gguf", prompts) == expected(written, prompts)
+
+
+def test_joined_queries_keys_and_values_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    write_joined(tmp_path / "model.gguf", "chatglm", "glm joined", num_rows=448)
+    with pytest.raises(UnsupportedModelError, match="of 448 rows; there have to be 512"):
+        load_model(str(tmp_path / "model.gguf"))
+
+
+def test_queries_that_are_there_twice_are_refused(tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", draw_model(CONFIGS["chatglm"]())
+    writer = writer_of(path, model)
+    add_weights(writer, model, same(Type.F32))
+    writer.add_tensor("blk.1.attn_qkv.weight", torch.zeros(512, 256).numpy())
+    finish(writer)
+    with pytest.raises(UnsupportedModelError, match=r"it has .*1.*q_proj\.weight and .*qkv_proj"):
+        load_model(str(path))

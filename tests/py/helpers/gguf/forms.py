@@ -85,6 +85,11 @@ def add_both(writer: gguf.GGUFWriter, config: Any) -> None:
     add_expert_width(writer, config)
 
 
+def without_joined(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    """Queries, keys and values are one tensor, which is not made of one weight of the model."""
+    return {} if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj") else None
+
+
 def halved(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
     """Of the rows of each head that are rotated, half of all, the even ones and then the odd ones:
     not a view of them."""
@@ -168,6 +173,9 @@ FORMS = {
     "ernie4_5": Form("ernie4_5"),
     "hunyuan_v1_dense": Form("hunyuan-dense"),
     "arcee": Form("arcee", parts=paired),
+    "glm": Form("chatglm"),
+    "glm joined": Form("chatglm", parts=without_joined),
+    "phi2 joined": Form("phi2", parts=without_joined),
     "glm4": Form("glm4"),
     "glm4v": Form("glm4", add_sections, halved),
     "exaone4": Form("exaone4", add_pattern),

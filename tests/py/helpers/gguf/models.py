@@ -107,6 +107,7 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         **COMMON, head_dim=32, pad_token_id=None, eod_token_id=None, **more
     ),
     "arcee": lambda **more: tf.ArceeConfig(**COMMON, **more),
+    "chatglm": lambda **more: tf.GlmConfig(**COMMON, head_dim=64, pad_token_id=None, **more),
     "glm4": lambda **more: tf.Glm4Config(**COMMON, head_dim=32, pad_token_id=None, **more),
     "exaone4": lambda **more: tf.Exaone4Config(
         **COMMON | {"num_hidden_layers": 5},

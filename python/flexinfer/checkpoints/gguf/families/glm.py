@@ -1,4 +1,4 @@
-"""GLM 4: norms on both sides, joined gates, half of a head rotated."""
+"""GLM: joined gates, half of a head rotated; GLM 4 of 2025 with norms on both sides."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from flexinfer.checkpoints.gguf.architecture import Architecture
+from flexinfer.checkpoints.gguf.conversions import part_joined
 from flexinfer.checkpoints.gguf.rope import SECTIONS, partial_rope_of
 from flexinfer.checkpoints.gguf.sources import Ordered, Source
 from flexinfer.checkpoints.gguf.values import GgufValues
@@ -41,7 +42,22 @@ def _pair_halves(sources: dict[str, Source], config: Any) -> None:
             sources[name] = Ordered(source, (first[:, None] + head).flatten())
 
 
+def _glm(values: GgufValues) -> dict[str, Any]:
+    biases = ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")
+    return {
+        "attention_bias": any(values.has(name) for name in biases),
+        "rope_parameters": partial_rope_of(values),
+    }
+
+
 GLM = {
+    "chatglm": Architecture(
+        "GlmConfig",
+        conversions=(part_joined,),
+        names={"ffn_up": "mlp.gate_up_proj", "attn_qkv": "self_attn.qkv_proj"},
+        settings=_glm,
+        rotates_all=False,
+    ),
     "glm4": Architecture(
         "Glm4Config",
         conversions=(_pair_halves,),
@@ -49,5 +65,5 @@ GLM = {
         keys=frozenset({SECTIONS}),
         settings=_settings,
         rotates_all=False,
-    )
+    ),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flexinfer.checkpoints.gguf.architecture import Architecture
-from flexinfer.checkpoints.gguf.conversions import less_one
+from flexinfer.checkpoints.gguf.conversions import less_one, part_joined
 from flexinfer.checkpoints.gguf.rope import partial_rope_of
 from flexinfer.checkpoints.gguf.sources import Changed, Source
 from flexinfer.checkpoints.gguf.values import GgufValues
@@ -100,9 +100,11 @@ LAYER_NORM = {
     ),
     "phi2": Architecture(
         "PhiConfig",
+        conversions=(part_joined,),
         names={
             "output_norm": "model.final_layernorm",
             "attn_output": "self_attn.dense",
+            "attn_qkv": "self_attn.qkv_proj",
             "ffn_up": "mlp.fc1",
             "ffn_down": "mlp.fc2",
         },
