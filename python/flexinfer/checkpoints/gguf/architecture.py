@@ -65,10 +65,11 @@ def of_equal_width(values: GgufValues) -> dict[str, Any]:
 class Architecture:
     """How llama.cpp writes the models of one transformers class."""
 
-    config: str | None
-    """Name of the config's class; None: there is none without experts."""
+    config: str | Callable[[GgufValues], str] | None
+    """Name of the config's class, or which of several a file has; None: there is none without
+    experts."""
     experts_config: str | Callable[[GgufValues], str] | None = None
-    """Name of the config's class of models with experts, or what tells it."""
+    """Likewise, of models with experts."""
     conversions: tuple[Convert, ...] = ()
     """One after the other."""
     experts: str = "mlp.experts"

@@ -12,7 +12,7 @@ from typing import Any
 from flexinfer.checkpoints.gguf.architecture import BLOCK, Architecture
 from flexinfer.checkpoints.gguf.architectures import architecture_of
 from flexinfer.checkpoints.gguf.header import GgufHeader
-from flexinfer.checkpoints.gguf.rope import BETAS, rope_of
+from flexinfer.checkpoints.gguf.rope import BETAS, YARN_SCORE_FACTOR, rope_of
 from flexinfer.checkpoints.gguf.values import GgufValues
 from flexinfer.errors import UnsupportedModelError
 
@@ -41,6 +41,7 @@ OTHER_KEYS = {
     "rope.scaling.original_context_length",
     "rope.scaling.type",
     *BETAS,
+    YARN_SCORE_FACTOR,
     "vocab_size",
 }
 

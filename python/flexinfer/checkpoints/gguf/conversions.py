@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flexinfer.checkpoints.gguf.sources import Changed, Joined, Ordered, Source
+from flexinfer.errors import UnsupportedModelError
 
 CONVOLUTIONS = ("conv.conv.weight", "conv1d.weight")
 
@@ -21,6 +22,24 @@ def part_pairs(sources: dict[str, Source], config: Any) -> None:
             rows = torch.arange(source.shape[0])
             order = rows.view(-1, config.head_dim // 2, 2).transpose(1, 2).flatten()
             sources[name] = Ordered(source, order)
+
+
+def part_joined(sources: dict[str, Source], config: Any) -> None:
+    """Queries, keys and values that are one tensor, as in some files."""
+    counts = (config.num_attention_heads, *[config.num_key_value_heads] * 2)
+    num_rows = sum(counts) * config.head_dim
+    for name in [name for name in sources if name.split(".")[-2] == "qkv_proj"]:
+        joined, first = sources.pop(name), 0
+        if joined.shape[0] != num_rows:
+            raise UnsupportedModelError(
+                f"it has {name} of {joined.shape[0]} rows; there have to be {num_rows}"
+            )
+        for part, heads in zip("qkv", counts, strict=True):
+            own, end = name.replace("qkv_proj", f"{part}_proj"), first + heads * config.head_dim
+            if own in sources:
+                raise UnsupportedModelError(f"it has {own} and {name}")
+            sources[own] = Ordered(joined, torch.arange(first, end))
+            first = end
 
 
 def less_one(sources: dict[str, Source], config: Any) -> None:

@@ -15,23 +15,23 @@ class Cut:
     pattern: str | None
     """Of pieces that nothing is merged across."""
     is_begun: bool = False
-    """Whether a text begins with its special token, where the file does not say it; and whether a
-    piece that is a token becomes it without merges. Both go together in these."""
+    """Whether a text begins with its special token, where the file does not say it."""
+    keeps_tokens: bool = False
+    """Whether a piece that is a token becomes it without merges."""
+    then: tuple[str, ...] = ()
+    """Patterns by which the pieces, and what lies between them, are cut on, one after the other."""
     as_gpt_2: bool = False
     """Whether pieces are then cut as by GPT-2's pattern."""
     is_spelt: bool = True
     """Whether tokens are bytes, each spelt as a character. Else they are text, as SentencePiece has
     it, but by merges; and a text begins with its special token."""
-    then: tuple[str, ...] = ()
-    """Patterns that pieces are cut by one after the other, behind the first."""
-    is_whole: bool = False
-    """As is_begun, but that no text begins with a special token."""
 
 
 LLAMA_3 = Cut(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     is_begun=True,
+    keeps_tokens=True,
 )
 QWEN_2 = Cut(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -42,11 +42,20 @@ QWEN_35 = Cut(
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """Marks belong to the letters before them."""
+WHITE = "|".join(
+    rf"\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16", "8", "4")
+)
+"""White space in the longest pieces that there are."""
+JAIS_2 = Cut(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{WHITE}|\s{{1,2}}(?!\S)|\s"
+)
 TEKKEN = Cut(
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     is_begun=True,
+    keeps_tokens=True,
 )
 GPT_4O = Cut(
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -54,6 +63,10 @@ GPT_4O = Cut(
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SEED = Cut(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 DEEPSEEK_3 = Cut(
     r"\p{N}{1,3}",
@@ -79,7 +92,7 @@ YOUTU = Cut(
     "|[\u3105-\u312f]+"
     "|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
     then=(str(GPT_4O.pattern).replace("{1,3}", ""),),
-    is_whole=True,
+    keeps_tokens=True,
 )
 WITH_CASES = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293"
@@ -125,16 +138,16 @@ AFMOE = Cut(
     ),
 )
 """Digits by threes from the right."""
-GLM_4 = replace(LLAMA_3, is_begun=False, is_whole=True)
+GLM_4 = replace(LLAMA_3, is_begun=False)
 GPT_2 = Cut(None, as_gpt_2=True)
 DIGITS = Cut(r"\p{N}", as_gpt_2=True)
 GEMMA_4 = Cut(r"[^\n]+|\n+", is_spelt=False)
 """By the kind of the tokenizer: it has no name."""
 OF_CUTS: tuple[tuple[Cut, str], ...] = (
     (LLAMA_3, "llama-bpe llama-v3 llama3 falcon3 falcon-h1 pixtral midm-2.0 lfm2"),
-    (replace(LLAMA_3, is_begun=False), "dbrx smaug-bpe chatglm-bpe"),
+    (Cut(LLAMA_3.pattern), "dbrx smaug-bpe chatglm-bpe"),
     (GLM_4, "glm4 glm5"),
-    (DEEPSEEK_3, "deepseek-v3 hunyuan-dense joyai-llm"),
+    (DEEPSEEK_3, "deepseek-v3 hunyuan-dense joyai-llm hy_v4"),
     (KIMI_K2, "kimi-k2"),
     (YOUTU, "youtu"),
     (DEEPSEEK_LLM, "deepseek-llm"),
@@ -145,6 +158,8 @@ OF_CUTS: tuple[tuple[Cut, str], ...] = (
     (QWEN_35, "qwen35"),
     (TEKKEN, "tekken"),
     (GPT_4O, "gpt-4o llama4 kanana2 talkie minimax-m2"),
+    (JAIS_2, "jais-2"),
+    (SEED, "seed-coder"),
     (GPT_2, "gpt-2 olmo phi-2 mpt jais a.x-4.0 gigachat mellum trillion exaone4 granite-docling"),
     (DIGITS, "smollm refact starcoder command-r codeshell exaone minerva-7b mellum2"),
 )

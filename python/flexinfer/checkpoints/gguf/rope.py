@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from math import nextafter
 from typing import Any
 
 from flexinfer.checkpoints.gguf.values import GgufValues
 
 WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+WINDOW_BASE = "rope.freq_base_swa"
 ORIGINAL = "rope.scaling.original_context_length"
 BETAS = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
 """Keys of rotations that yarn leaves as they are, and of those that it stretches wholly -> names of
 the config."""
+YARN_SCORE_FACTOR, SCORE_FACTOR = "rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor"
+"""By what scores are multiplied, where the config says so; the second is that of older files."""
+ROTATED = "rope.dimension_count"
+"""How many numbers of a head are rotated, the first ones."""
+SECTIONS = "rope.dimension_sections"
+"""How many of the rotations are by the time, the row and the column of a part of an image. Text has
+one position for all three, and is rotated as elsewhere."""
 
 
 def rope_of(values: GgufValues) -> dict[str, Any]:
@@ -22,12 +31,13 @@ def rope_of(values: GgufValues) -> dict[str, Any]:
     if kind == "linear":
         return parameters | {"rope_type": kind, "factor": values.factor("rope.scaling.factor")}
     if kind == "yarn":
-        betas = {name: key for key, name in BETAS.items() if values.get(key) is not None}
+        known = {YARN_SCORE_FACTOR: "attention_factor", SCORE_FACTOR: "attention_factor", **BETAS}
+        own = {name: key for key, name in known.items() if values.get(key) is not None}
         return parameters | {
             "rope_type": kind,
             "factor": values.factor("rope.scaling.factor"),
             "original_max_position_embeddings": values.count(ORIGINAL),
-            **{name: values.factor(key) for name, key in betas.items()},
+            **{name: values.factor(key) for name, key in own.items()},
         }
     if kind != "none":
         values.refuse("rope.scaling.type", "none, linear and yarn")
@@ -35,13 +45,16 @@ def rope_of(values: GgufValues) -> dict[str, Any]:
 
 
 def partial_rope_of(values: GgufValues) -> dict[str, Any]:
-    """As `rope_of`, of models that rotate a part of a head alone."""
+    """As `rope_of`, where some numbers of a head may not be rotated."""
     width = values.count("embedding_length") // values.count("attention.head_count")
     width = values.count("attention.key_length", width)
-    rotated = values.count("rope.dimension_count", width)
+    rotated = values.count(ROTATED, width)
     if rotated > width or rotated % 2:
-        values.refuse("rope.dimension_count", f"even numbers up to the width of keys, {width}")
-    return rope_of(values) | {"partial_rotary_factor": rotated / width}
+        values.refuse(ROTATED, f"even numbers up to the width of keys, {width}")
+    share = rotated / width
+    if int(share * width) < rotated:  # which is how transformers gets it back: 30 of 52 were 29
+        share = nextafter(share, 1.0)
+    return rope_of(values) | {"partial_rotary_factor": share}
 
 
 def windows_of(values: GgufValues, pattern: int) -> dict[str, Any]:
@@ -57,3 +70,14 @@ def windows_of(values: GgufValues, pattern: int) -> dict[str, Any]:
         values.refuse(WINDOW_PATTERN, f"a number, or one for each of {len(layers)} layers")
     kinds = ["sliding_attention" if has_window else "full_attention" for has_window in windows]
     return {"sliding_window": values.count(WINDOW, 4096), "layer_types": kinds}
+
+
+def rope_of_kinds(values: GgufValues) -> dict[str, Any]:
+    """As `rope_of`, where layers with a window rotate by a base of their own, and are not
+    stretched."""
+    rope = rope_of(values)
+    base = values.factor(WINDOW_BASE, rope["rope_theta"])
+    return {
+        "full_attention": rope,
+        "sliding_attention": {"rope_type": "default", "rope_theta": base},
+    }

@@ -69,6 +69,21 @@ class Stored(Source):
         return torch.from_numpy(read).view(end - first, row_bytes)
 
 
+class Given(Source):
+    """Numbers that the file says beside its tensors."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        """numbers: float32."""
+        self._numbers, self.shape, self.type = numbers, tuple(numbers.shape), "F32"
+
+    def rows(self, some: slice = ALL) -> torch.Tensor:
+        count = self.shape[0] if self.shape else 1
+        return self._numbers.reshape(count, -1).contiguous().view(torch.uint8)[some]
+
+    def floats(self) -> torch.Tensor:
+        return self._numbers
+
+
 class Ordered(Source):
     """Rows of another in another order."""
 

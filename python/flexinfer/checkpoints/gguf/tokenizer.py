@@ -113,17 +113,12 @@ def _byte_level(header: GgufHeader, tokens: list[str], merges: list[str], cut: C
 
     ids = _ids(tokens)
     pairs = _pairs(header, ids, merges)
-    model = models.BPE(ids, pairs, ignore_merges=cut.is_begun or cut.is_whole)
+    model = models.BPE(ids, pairs, ignore_merges=cut.keeps_tokens)
     tokenizer = Tokenizer(model)
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.as_gpt_2)
-    if cut.pattern is None:
-        tokenizer.pre_tokenizer = to_bytes
-    else:
-        splits: list[Any] = [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-            for pattern in (cut.pattern, *cut.then)
-        ]
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+    patterns = () if cut.pattern is None else (cut.pattern, *cut.then)
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

@@ -42,6 +42,17 @@ class GgufValues:
         found = self._header.tensors.get(name)
         return None if found is None else found.shape
 
+    def of_each_layer(self, key: str) -> list[float]:
+        """Of a key without the name of an architecture; a number alone is that of all layers."""
+        count, value = self.count("block_count"), self._header.metadata.get(key)
+        numbers: list[Any] = value if isinstance(value, list) else [value] * count
+        if len(numbers) != count or not all(type(n) is float for n in numbers):
+            raise UnsupportedModelError(
+                f"{self._header.path!r} has {key} = {value!r}; known: a number for each of {count} "
+                "layers"
+            )
+        return numbers
+
     def tensor(self, name: str) -> list[float] | None:
         """The numbers of a small tensor of float32 that belongs to the config; None: there is no
         such tensor."""

@@ -20,6 +20,7 @@ from flexinfer.layers.experts import Experts
 from flexinfer.layers.joined_linear import JoinedLinear
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.models.loading import load_model
+from helpers.gguf.answers import expected, generate
 from helpers.gguf.files import (
     Type,
     add_sizes,
@@ -32,28 +33,12 @@ from helpers.gguf.files import (
 )
 from helpers.gguf.form import Form, Parts
 from helpers.gguf.forms import FORMS, add_expert_width, experts
-from helpers.gguf.models import CONFIGS, TYPES, mixed, same
-from helpers.tiny_models import continue_prompt, draw_model, make_tokenizer, random_prompts
+from helpers.gguf.models import ALWAYS_TIED, CONFIGS, NEVER_TIED, TYPES, mixed, same
+from helpers.tiny_models import draw_model, make_tokenizer, random_prompts
 
-PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 APART: dict[str, Callable[[str], Type]] = {
     "gates and factors apart": lambda name: Type.Q6_K if "ffn_gate" in name else Type.Q4_0
 }
-ALWAYS_TIED = ("gemma", "gemma2", "lfm2moe")
-NEVER_TIED = ("nemotron_h",)
-"""Those that llama.cpp has no head of, and those of which transformers needs one."""
-
-
-def generate(path: Path, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
-    settings = {"dtype": "float32", "skip_tokenizer_init": True, **settings}
-    with LLM(str(path), **settings) as llm:
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = llm.generate(inputs, PARAMS, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def expected(model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    return [continue_prompt(model, tuple(prompt), 10) for prompt in prompts]
 
 
 @pytest.mark.parametrize("types", [*TYPES, "gates and factors apart"])

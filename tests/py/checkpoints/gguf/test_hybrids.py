@@ -15,7 +15,7 @@ from flexinfer.checkpoints.gguf.checkpoint import GgufCheckpoint, load_gguf_conf
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.loading import load_model
 from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
-from helpers.gguf.hybrids import add_mamba2
+from helpers.gguf.hybrid_forms import add_mamba2
 from helpers.gguf.models import CONFIGS, mixed, same
 from helpers.mixtures import NUM_TOKENS, generate
 from helpers.tiny_models import continue_prompt, draw_model, random_prompts

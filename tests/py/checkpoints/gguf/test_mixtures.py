@@ -170,7 +170,12 @@ def test_layers_beyond_the_last_are_left_out(name: str, tmp_path: Path) -> None:
         (V3, "attention.key_length", 96, "only the latents and what is rotated, 160"),
         (V3, "attention.value_length", 96, "only the latents, 128"),
         (V3, "rope.dimension_count", 96, "less than the width of keys, 96"),
-        (V3, "rope.scaling.yarn_attn_factor", 1.0, None),
+        (
+            V3,
+            "rope.scaling.yarn_attn_factor",
+            1.0,
+            "none: rope.scaling.yarn_log_multiplier says it",
+        ),
     ],
 )
 def test_values_that_cannot_be_are_refused_by_name(

@@ -7,11 +7,11 @@ import pytest
 torch = pytest.importorskip("torch")
 gguf = pytest.importorskip("gguf")
 
-from hypothesis import given
+import hypothesis
 from hypothesis import strategies as st
 
 from flexinfer.checkpoints.gguf.header import read_header
-from flexinfer.checkpoints.gguf.sources import Changed, Ordered, Source, Stored
+from flexinfer.checkpoints.gguf.sources import Changed, Given, Ordered, Source, Stored
 from helpers.gguf.files import Type, write_gguf
 from helpers.gguf.models import CONFIGS, same
 from helpers.tiny_models import draw_model
@@ -27,7 +27,9 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     return Stored(read_header(str(path)).tensors[NAME])
 
 
-@given(seed=st.integers(0, 1 << 20), first=st.integers(0, ROWS - 1), count=st.integers(1, ROWS))
+@hypothesis.given(
+    seed=st.integers(0, 1 << 20), first=st.integers(0, ROWS - 1), count=st.integers(1, ROWS)
+)
 def test_some_outputs_are_those_of_the_whole(
     seed: int, first: int, count: int, stored: Stored
 ) -> None:
@@ -37,7 +39,11 @@ def test_some_outputs_are_those_of_the_whole(
     changed = Changed(lambda weight: weight - 1, stored)
     assert torch.equal(ordered.rows(), stored.rows()[order])
     assert torch.equal(changed.floats(), stored.floats() - 1)
-    sources: list[Source] = [stored, ordered, Ordered(ordered, order), changed]
+    numbers = torch.arange(ROWS * 2.0)
+    given = [Given(numbers[::2]), Given(numbers.view(2, ROWS).T)]
+    for each in given:
+        assert torch.equal(each.rows().view(torch.float32).view(each.shape), each.floats())
+    sources: list[Source] = [stored, ordered, Ordered(ordered, order), changed, *given]
     for source in sources:
         assert torch.equal(source.rows(some), source.rows()[some])
         if source.is_quantised:

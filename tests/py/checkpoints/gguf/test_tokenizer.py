@@ -26,12 +26,15 @@ from flexinfer.checkpoints.gguf.cuts import (
     GLM_4,
     GPT_2,
     GPT_4O,
+    JAIS_2,
     KIMI_K2,
     LLAMA_3,
     QWEN_2,
     QWEN_35,
+    SEED,
     TEKKEN,
     YOUTU,
+    Cut,
 )
 from flexinfer.checkpoints.gguf.tokenizer import load_gguf_tokenizer
 from flexinfer.errors import UnsupportedModelError
@@ -115,6 +118,7 @@ def cut(path: str, text: str, add_special_tokens: bool = False) -> list[str]:
         ({}, True),
         ({"pre": "tekken"}, True),
         ({"pre": "qwen2"}, False),
+        ({"pre": "glm4"}, False),
         ({"pre": "qwen2", "add_bos_token": True}, True),
         ({"add_bos_token": False}, False),
     ],
@@ -147,6 +151,9 @@ PIECES_OF_CUTS = {
     DIGITS: ["We", "'", "LL", " fooBar", *"12345", "\n\n ", " x"],
     LLAMA_3: ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
     replace(LLAMA_3, is_begun=False): ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
+    Cut(LLAMA_3.pattern): ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
+    JAIS_2: ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
+    SEED: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
     QWEN_2: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
     QWEN_35: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
     GPT_4O: ["We'LL", " foo", "Bar", "123", "45", "\n\n", " ", " x"],
@@ -211,6 +218,22 @@ def test_chinese_characters_are_pieces_of_their_own_in_kimi(tmp_path: Path) -> N
     backend = load_gguf_tokenizer(path).backend_tokenizer
     cuts = backend.pre_tokenizer.pre_tokenize_str("he\u6f22\u5b57he")
     assert [end for _, (_, end) in cuts] == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "expected"),
+    [
+        ("seed-coder", "a;\n\nb", ["a", ";", "\n\n", "b"]),
+        ("qwen2", "a;\n\nb", ["a", ";\n\n", "b"]),
+        ("jais-2", f"a{' ' * 7}b", ["a", " " * 4, " " * 2, " b"]),
+        ("llama-bpe", f"a{' ' * 7}b", ["a", " " * 6, " b"]),
+        ("deepseek-v3", "a中文1234(b) $x", ["a", "中文", "123", "4", "(b", ")", " $", "x"]),
+    ],
+)
+def test_what_only_some_cuts_have(pre: str, text: str, expected: list[str], tmp_path: Path) -> None:
+    backend = load_gguf_tokenizer(byte_level(tmp_path / "m.gguf", pre=pre)).backend_tokenizer
+    cuts = backend.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[first:end] for _, (first, end) in cuts] == expected
 
 
 def test_padding_that_is_no_token_is_none(tmp_path: Path) -> None:

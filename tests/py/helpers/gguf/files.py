@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from helpers.gguf.form import Moved
-from helpers.gguf.forms import FORMS
+from helpers.gguf.forms import form_of
 
 Type = gguf.GGMLQuantizationType
 FACTORS: dict[Type, dict[int, float]] = {
@@ -63,8 +63,7 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_head_count_kv(vars(config)["num_key_value_heads"])
     writer.add_key_length(head_dim_of(config))
     writer.add_value_length(head_dim_of(config))
-    names = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
-    writer.add_layer_norm_rms_eps(next(getattr(config, n) for n in names if hasattr(config, n)))
+    add_epsilon(writer, config)
     rope = getattr(config, "rope_parameters", None) or {"rope_theta": 1e4}
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     add_of_some(writer, config)
@@ -73,6 +72,16 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
 def head_dim_of(config: Any) -> int:
     # Of models whose layers differ, configs ask for it layer by layer.
     return vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
+
+
+def add_epsilon(writer: gguf.GGUFWriter, config: Any) -> None:
+    of_rms = ["rms_norm_eps", "layer_norm_epsilon"]
+    of_rms += ["norm_eps"] * config.model_type.startswith("lfm2")
+    for name in ("layer_norm_eps", "norm_epsilon", "norm_eps", *of_rms):
+        if hasattr(config, name):
+            add = writer.add_layer_norm_rms_eps if name in of_rms else writer.add_layer_norm_eps
+            writer.kv_data[0].pop(f"{writer.arch}.attention.layer_norm_rms_epsilon", None)
+            add(getattr(config, name))
 
 
 def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -84,10 +93,12 @@ def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
         (writer.add_embedding_scale, "embedding_multiplier"),
         (writer.add_residual_scale, "residual_multiplier"),
         (writer.add_logit_scale, "logits_scaling"),
+        (writer.add_logit_scale, "logit_scale"),
     ):
         if getattr(config, name, None):
             add(getattr(config, name))
     rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
     if rope.get("rope_type") in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope.get("rope_type") == "yarn":
@@ -96,6 +107,8 @@ def add_of_some(writer: gguf.GGUFWriter, config: Any) -> None:
         for name in ("beta_fast", "beta_slow"):
             if name in rope:
                 getattr(writer, f"add_rope_scaling_yarn_{name}")(rope[name])
+        if "attention_factor" in rope:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
     if rope.get("partial_rotary_factor", 1) != 1:
         rotated = head_dim_of(config) * rope["partial_rotary_factor"]
         writer.add_rope_dimension_count(int(rotated))
@@ -117,7 +130,7 @@ def writer_of(
     """A file with what the config says. extra: keys of the architecture and float values.
     of_parts: how it is split, as gguf's writer has it."""
     config = model.config
-    form = FORMS[config.model_type]
+    form = form_of(config)
     writer = gguf.GGUFWriter(path, form.architecture, **of_parts)
     add_sizes(writer, config)
     if getattr(config, "num_experts_per_tok", None):
@@ -141,7 +154,7 @@ def add_weights(writer: gguf.GGUFWriter, model: Any, type_of: Callable[[str], Ty
     """Write the model's weights; returns a copy of it with the numbers that were written. type_of:
     llama.cpp's name of a matrix -> its type."""
     config, written = model.config, copy.deepcopy(model)
-    form = FORMS[config.model_type]
+    form = form_of(config)
     for seed, (name, tensor) in enumerate(written.state_dict().items()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue

@@ -11,7 +11,7 @@ import torch
 from helpers.gguf import gated_delta, gemma3n, gemma4
 from helpers.gguf import mixture_forms as mixtures
 from helpers.gguf.form import Form, Parts
-from helpers.gguf.hybrids import HYBRIDS
+from helpers.gguf.hybrid_forms import HYBRIDS
 from helpers.gguf.parts import experts, paired
 
 
@@ -37,17 +37,99 @@ def add_expert_width(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_expert_feed_forward_length(width)
 
 
+def add_pattern(writer: gguf.GGUFWriter, config: Any) -> None:
+    add_window(writer, config)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+
+
+def add_bases(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Windows of each layer, which have a base of their own."""
+    add_pattern(writer, config)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+
+
+def add_temperature(writer: gguf.GGUFWriter, config: Any) -> None:
+    rope = config.rope_parameters
+    if "llama_4_scaling_beta" in rope:
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+
+
+def add_sections(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_rope_dimension_sections([8, 12, 12, 0])
+    if writer.arch == "qwen3vl":
+        writer.add_uint32("qwen3vl.n_deepstack_layers", 3)
+
+
 def add_both(writer: gguf.GGUFWriter, config: Any) -> None:
     add_window(writer, config)
     add_expert_width(writer, config)
 
 
+def without_joined(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    """Queries, keys and values are one tensor, which is not made of one weight of the model."""
+    return {} if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj") else None
+
+
+def halved(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    """Of the rows of each head that are rotated, half of all, the even ones and then the odd ones:
+    not a view of them."""
+    if name.split(".")[-2] not in ("q_proj", "k_proj"):
+        return None
+    heads = torch.unflatten(tensor, 0, (-1, config.head_dim)).clone()
+    half = heads[:, : config.head_dim // 2]
+    rotated = torch.cat([half[:, ::2], half[:, 1::2], heads[:, config.head_dim // 2 :]], dim=1)
+    return {form_of(config).name_of(name, config): rotated.view(tensor.shape)}
+
+
+def add_rotations(writer: gguf.GGUFWriter, config: Any) -> None:
+    add_pattern(writer, config)
+    rotates = [base > 0 for base in config.layer_rope_theta]
+    writer.add_array(f"{writer.arch}.attention.rope_pattern", rotates)
+
+
+def with_sinks(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    """Of an architecture that gguf does not know: its other names are Granite's."""
+    if name.endswith("sinks"):
+        return {f"blk.{name.split('.')[2]}.attn_sinks.weight": tensor}
+    return paired(name, tensor, config) or {FORMS["granite"].name_of(name, config): tensor}
+
+
+def add_clamp(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_layer_norm_eps(1e-5)
+    if config.clip_qkv is not None:
+        writer.add_clamp_kqv(config.clip_qkv)
+
+
+def add_xielu(writer: gguf.GGUFWriter, config: Any) -> None:
+    for name, numbers in config.xielu.items():
+        writer.add_array(f"xielu.{name}", numbers)
+
+
+def with_xielu(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    """The activation's numbers are no tensors: the model's are set to those of the config."""
+    module, _, part = name.rpartition(".")
+    if not module.endswith("act_fn"):
+        return None
+    tensor.fill_(config.xielu[part][int(name.split(".")[2])])
+    return {}
+
+
+def add_parallel(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_parallel_residual(config.use_parallel_residual)
+
+
+def without_head_norms(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    """Those of all heads are one tensor, which is not made of one weight of the model."""
+    return {} if ".norms." in name else None
+
+
 def one_more(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
     """Norms of Gemma. What is written is rounded, and so is the model's."""
-    if "norm" not in name:
+    if not name.endswith("norm.weight"):
         return None
     tensor.copy_((tensor + 1) - 1)
-    return {FORMS[config.model_type].name_of(name, config): tensor + 1}
+    return {form_of(config).name_of(name, config): tensor + 1}
 
 
 def hybrid(own: Callable[[str, torch.Tensor, Any], Parts | None]) -> Any:
@@ -67,11 +149,36 @@ FORMS = {
     "mixtral": Form("llama", parts=paired),
     "qwen2": Form("qwen2"),
     "qwen3": Form("qwen3"),
+    "qwen2vl": Form("qwen2vl", add_sections),
+    "qwen3vl": Form("qwen3vl", add_sections),
+    "mistral3": Form("mistral3", parts=paired),
+    "ministral3": Form("mistral3", add_temperature, paired),
     "qwen3_moe": Form("qwen3moe", add_expert_width, experts),
     "gpt_oss": Form("gpt-oss", add_both, gpt_oss),
     "smollm3": Form("smollm3", parts=paired),
     "granite": Form("granite", parts=paired),
+    "granite_swa": Form("granite_swa", add_rotations, with_sinks),
+    "olmo": Form("olmo", add_clamp, paired),
     "olmo2": Form("olmo2"),
+    "olmo3": Form("olmo2", add_bases),
+    "seed_oss": Form("seed_oss"),
+    "ernie4_5": Form("ernie4_5"),
+    "hunyuan_v1_dense": Form("hunyuan-dense"),
+    "arcee": Form("arcee", parts=paired),
+    "glm": Form("chatglm"),
+    "glm joined": Form("chatglm", parts=without_joined),
+    "phi2 joined": Form("phi2", parts=without_joined),
+    "glm4": Form("glm4"),
+    "glm4v": Form("glm4", add_sections, halved),
+    "exaone4": Form("exaone4", add_pattern),
+    "cohere": Form("command-r"),
+    "cohere2": Form("cohere2", add_window),
+    "apertus": Form("apertus", add_xielu, with_xielu),
+    "starcoder2": Form("starcoder2"),
+    "nemotron": Form("nemotron", parts=one_more),
+    "jais2": Form("jais2"),
+    "stablelm": Form("stablelm", add_parallel, without_head_norms),
+    "phi": Form("phi2"),
     "phi3": Form("phi3", add_window),
     "deepseek_v2": Form("deepseek2", mixtures.add_latents, mixtures.latents),
     "deepseek_v3": Form("deepseek2", mixtures.add_latents, mixtures.latents),
@@ -95,4 +202,8 @@ FORMS = {
     "qwen3_5_text": Form("qwen35", gated_delta.add_all_keys, hybrid(gated_delta.qwen35)),
     "qwen3_5_moe_text": Form("qwen35moe", gated_delta.add_all_keys, hybrid(gated_delta.qwen35)),
 }
-"""transformers' model type -> how it is written."""
+"""transformers' model type, or what a config is `written_as` -> how it is written."""
+
+
+def form_of(config: Any) -> Form:
+    return FORMS[getattr(config, "written_as", config.model_type)]

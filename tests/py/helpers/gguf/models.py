@@ -10,53 +10,9 @@ import transformers as tf
 from flexinfer.checkpoints.gguf.blocks import DECODERS
 from helpers.gguf.common import COMMON
 from helpers.gguf.files import Type
+from helpers.gguf.hybrids import HYBRIDS
 from helpers.gguf.mixtures import FACTORS, MIXTURES
 
-GRANITE_4: dict[str, Any] = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "mamba_n_heads": 8,
-    "mamba_d_head": 64,
-    "mamba_d_state": 32,
-    "mamba_n_groups": 2,
-    "attention_multiplier": 0.1,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.5,
-    "logits_scaling": 2.0,
-}
-DENSE: dict[str, Any] = {"num_local_experts": 0, "num_experts_per_tok": 0}
-NEMOTRON_H: dict[str, Any] = {
-    "head_dim": 32,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 96,
-    "ssm_state_size": 32,
-    "n_groups": 2,
-    "layer_norm_epsilon": 3e-5,
-    "num_experts_per_tok": 0,
-    "pad_token_id": None,
-}
-MAMBA_2: dict[str, Any] = {
-    "head_dim": 32,
-    "mamba_d_ssm": 768,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 96,
-    "mamba_d_state": 32,
-    "mamba_n_groups": 2,
-    "pad_token_id": None,
-}
-JAMBA: dict[str, Any] = {
-    "attn_layer_period": 3,
-    "attn_layer_offset": 1,
-    "mamba_dt_rank": 256,
-    "pad_token_id": None,
-}
-GRANITE_MOE: dict[str, Any] = {
-    "attention_multiplier": 0.1,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.5,
-    "logits_scaling": 2.0,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
 WINDOWED: dict[str, Any] = {
     **COMMON,
     "num_hidden_layers": 4,
@@ -66,31 +22,125 @@ WINDOWED: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "pad_token_id": None,
 }
-HYBRID: dict[str, Any] = {
-    **COMMON,
-    "num_hidden_layers": 4,
-    "head_dim": 64,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 8,
-}
-SHARED_EXPERT: dict[str, Any] = {
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 256,
-    "shared_expert_intermediate_size": 512,
-}
 CONFIGS: dict[str, Callable[..., Any]] = {
     "llama": lambda **more: tf.LlamaConfig(**COMMON, **more),
     "llama with biases": lambda **more: tf.LlamaConfig(**COMMON, attention_bias=True, **more),
     "qwen2": lambda **more: tf.Qwen2Config(**COMMON, **more),
     "qwen3": lambda **more: tf.Qwen3Config(**COMMON, head_dim=32, **more),
+    "qwen2vl": lambda **more: tf.Qwen2Config(**COMMON, written_as="qwen2vl", **more),
+    "qwen3vl": lambda **more: tf.Qwen3Config(**COMMON, head_dim=64, written_as="qwen3vl", **more),
+    "mistral3": lambda **more: tf.MistralConfig(
+        **COMMON, head_dim=32, sliding_window=None, written_as="mistral3", **more
+    ),
+    "ministral3": lambda **more: tf.Ministral3Config(
+        **COMMON,
+        head_dim=32,
+        pad_token_id=None,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 16.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+        },
+        **more,
+    ),
     "smollm3": lambda **more: tf.SmolLM3Config(
         **COMMON | {"num_hidden_layers": 5}, pad_token_id=None, **more
     ),
     "granite": lambda **more: tf.GraniteConfig(**COMMON, **FACTORS, **more),
+    "granite_swa": lambda **more: tf.GraniteSWAConfig(
+        **COMMON | {"num_hidden_layers": 3},
+        **FACTORS,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        layer_rope_theta=[1e4, 0.0, 0.0],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        **more,
+    ),
+    "olmo": lambda **more: tf.OlmoConfig(**COMMON, pad_token_id=None, **more),
+    "olmo with clamps": lambda **more: tf.OlmoConfig(
+        **COMMON, pad_token_id=None, clip_qkv=0.5, **more
+    ),
     "olmo2": lambda **more: tf.Olmo2Config(**COMMON, **more),
+    "olmo3": lambda **more: tf.Olmo3Config(
+        **COMMON | {"num_hidden_layers": 5},
+        pad_token_id=None,
+        sliding_window=16,
+        layer_types=[
+            f"{kind}_attention" for kind in ("sliding", "full", "sliding", "full", "full")
+        ],
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 1e5,
+                "factor": 8.0,
+                "attention_factor": 1.5,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 32,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        **more,
+    ),
+    "seed_oss": lambda **more: tf.SeedOssConfig(**COMMON, head_dim=32, pad_token_id=None, **more),
+    "seed_oss without biases": lambda **more: tf.SeedOssConfig(
+        **COMMON, head_dim=32, pad_token_id=None, attention_bias=False, **more
+    ),
+    "ernie4_5": lambda **more: tf.Ernie4_5Config(**COMMON, head_dim=32, pad_token_id=None, **more),
+    "hunyuan-dense": lambda **more: tf.HunYuanDenseV1Config(
+        **COMMON, head_dim=32, pad_token_id=None, eod_token_id=None, **more
+    ),
+    "arcee": lambda **more: tf.ArceeConfig(**COMMON, **more),
+    "chatglm": lambda **more: tf.GlmConfig(**COMMON, head_dim=64, pad_token_id=None, **more),
+    "glm4": lambda **more: tf.Glm4Config(**COMMON, head_dim=32, pad_token_id=None, **more),
+    "exaone4": lambda **more: tf.Exaone4Config(
+        **COMMON | {"num_hidden_layers": 5},
+        sliding_window=16,
+        layer_types=[*["sliding_attention", "full_attention"] * 2, "full_attention"],
+        **more,
+    ),
+    "exaone4 without windows": lambda **more: tf.Exaone4Config(
+        **COMMON, sliding_window=None, layer_types=["full_attention"] * 2, **more
+    ),
+    "command-r": lambda **more: tf.CohereConfig(**COMMON, pad_token_id=None, **more),
+    "command-r with norms": lambda **more: tf.CohereConfig(
+        **COMMON, pad_token_id=None, use_qk_norm=True, attention_bias=True, **more
+    ),
+    "cohere2": lambda **more: tf.Cohere2Config(
+        **COMMON | {"num_hidden_layers": 5}, pad_token_id=None, sliding_window=16, **more
+    ),
+    "apertus": lambda **more: tf.ApertusConfig(
+        **COMMON,
+        pad_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        xielu={
+            "alpha_p": [0.25, 1.5],
+            "alpha_n": [-0.5, 0.75],
+            "beta": [0.5, 0.25],
+            "eps": [-0.25, -0.5],
+        },
+        **more,
+    ),
+    "starcoder2": lambda **more: tf.Starcoder2Config(**COMMON, **more),
+    "nemotron": lambda **more: tf.NemotronConfig(**COMMON, **more),
+    "nemotron with biases": lambda **more: tf.NemotronConfig(
+        **COMMON, attention_bias=True, mlp_bias=True, **more
+    ),
+    "jais2": lambda **more: tf.Jais2Config(**COMMON, **more),
+    "jais2 without biases": lambda **more: tf.Jais2Config(
+        **COMMON, attention_bias=False, mlp_bias=False, **more
+    ),
+    "stablelm": lambda **more: tf.StableLmConfig(**COMMON, use_qkv_bias=True, **more),
+    "stablelm side by side": lambda **more: tf.StableLmConfig(
+        **COMMON, use_parallel_residual=True, **more
+    ),
+    "phi2": lambda **more: tf.PhiConfig(**COMMON, **more),
     "phi3": lambda **more: tf.Phi3Config(**COMMON, pad_token_id=None, sliding_window=None, **more),
     "phi3 with a window": lambda **more: tf.Phi3Config(
         **COMMON, pad_token_id=None, sliding_window=16, **more
@@ -180,77 +230,6 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         norm_topk_prob=True,
         **more,
     ),
-    "lfm2": lambda **more: tf.Lfm2Config(
-        **COMMON,
-        pad_token_id=None,
-        layer_types=["conv", "full_attention"],
-        block_auto_adjust_ff_dim=False,
-        **more,
-    ),
-    "lfm2moe": lambda **more: tf.Lfm2MoeConfig(
-        **COMMON,
-        pad_token_id=None,
-        layer_types=["conv", "full_attention"],
-        num_dense_layers=1,
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=256,
-        **more,
-    ),
-    "granitehybrid": lambda **more: tf.GraniteMoeHybridConfig(
-        **COMMON, **GRANITE_4, shared_intermediate_size=512, **DENSE, **more
-    ),
-    "granitehybrid with experts": lambda **more: tf.GraniteMoeHybridConfig(
-        **COMMON,
-        **GRANITE_4,
-        shared_intermediate_size=256,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        **more,
-    ),
-    "granitehybrid with rotations": lambda **more: tf.GraniteMoeHybridConfig(
-        **COMMON,
-        **GRANITE_4 | {"mamba_conv_bias": False, "attention_bias": True},
-        shared_intermediate_size=512,
-        position_embedding_type="rope",
-        **DENSE,
-        **more,
-    ),
-    "nemotron_h": lambda **more: tf.NemotronHConfig(
-        **COMMON | {"num_hidden_layers": 4},
-        **NEMOTRON_H,
-        layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
-        **more,
-    ),
-    "falcon-h1": lambda **more: tf.FalconH1Config(
-        **COMMON, **MAMBA_2, mamba_norm_before_gate=False, **more
-    ),
-    "falcon-h1 with norms": lambda **more: tf.FalconH1Config(
-        **COMMON,
-        **MAMBA_2,
-        mamba_norm_before_gate=False,
-        mamba_rms_norm=True,
-        mamba_conv_bias=False,
-        attention_bias=True,
-        **more,
-    ),
-    "jamba": lambda **more: tf.JambaConfig(
-        **COMMON | {"num_hidden_layers": 4}, **JAMBA, num_experts=4, num_experts_per_tok=2, **more
-    ),
-    "jamba without experts": lambda **more: tf.JambaConfig(
-        **COMMON | {"num_hidden_layers": 3}, **JAMBA, num_experts=1, num_experts_per_tok=1, **more
-    ),
-    "granitemoe": lambda **more: tf.GraniteMoeConfig(**COMMON, **GRANITE_MOE, **more),
-    "granitemoe with shared experts": lambda **more: tf.GraniteMoeSharedConfig(
-        **COMMON, **GRANITE_MOE, shared_intermediate_size=256, **more
-    ),
-    "qwen3next": lambda **more: tf.Qwen3NextConfig(**HYBRID, **SHARED_EXPERT, **more),
-    "qwen35": lambda **more: tf.Qwen3_5TextConfig(**HYBRID, **more),
-    "qwen35moe": lambda **more: tf.Qwen3_5MoeTextConfig(
-        **{key: value for key, value in HYBRID.items() if key != "intermediate_size"},
-        **SHARED_EXPERT,
-        **more,
-    ),
     "gpt-oss": lambda **more: tf.GptOssConfig(
         **COMMON,
         head_dim=64,
@@ -269,7 +248,13 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         **more,
     ),
     **MIXTURES,
+    **HYBRIDS,
 }
+
+ALWAYS_TIED = {"gemma", "gemma2", "command-r", "command-r with norms", "cohere2", "lfm2moe"}
+"""Of which llama.cpp knows no head that is not the embedding."""
+NEVER_TIED = {"nemotron_h"}
+"""Of which transformers needs a head."""
 
 
 def mixed(name: str) -> Type:

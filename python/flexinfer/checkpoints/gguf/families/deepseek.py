@@ -18,7 +18,7 @@ from flexinfer.checkpoints.gguf.experts import (
     SOFTMAX,
     deepseek_experts,
 )
-from flexinfer.checkpoints.gguf.rope import rope_of
+from flexinfer.checkpoints.gguf.rope import YARN_SCORE_FACTOR, rope_of
 from flexinfer.checkpoints.gguf.sources import Changed, Source
 from flexinfer.checkpoints.gguf.values import GgufValues
 from flexinfer.errors import UnsupportedModelError
@@ -99,6 +99,8 @@ def _settings(values: GgufValues) -> dict[str, Any]:
         values.equal("attention.value_length", latents, "the latents")
     else:
         values.equal("attention.head_count_kv", heads, "those of queries")
+    if values.get(YARN_SCORE_FACTOR) is not None:
+        values.refuse(YARN_SCORE_FACTOR, f"none: {MSCALE} says it")
     layers = values.num_layers()
     if not values.get("expert_count"):  # Youtu
         values.equal(DENSE, layers, "all layers", default=layers)

@@ -7,11 +7,10 @@ from typing import Any
 from flexinfer.checkpoints.gguf.architecture import Architecture
 from flexinfer.checkpoints.gguf.conversions import less_one
 from flexinfer.checkpoints.gguf.families.llama import NORMS_BEHIND
-from flexinfer.checkpoints.gguf.rope import WINDOW, WINDOW_PATTERN, rope_of, windows_of
+from flexinfer.checkpoints.gguf.rope import WINDOW, WINDOW_BASE, WINDOW_PATTERN, rope_of, windows_of
 from flexinfer.checkpoints.gguf.values import GgufValues
 
 NORMS_ON_BOTH_SIDES = NORMS_BEHIND | {"ffn_norm": "pre_feedforward_layernorm"}
-WINDOW_BASE = "rope.freq_base_swa"
 SCORE_CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 
 

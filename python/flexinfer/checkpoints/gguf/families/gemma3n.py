@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flexinfer.checkpoints.gguf.architecture import Architecture
-from flexinfer.checkpoints.gguf.families.gemma import LOGIT_CAP, WINDOW_BASE
+from flexinfer.checkpoints.gguf.families.gemma import LOGIT_CAP
 from flexinfer.checkpoints.gguf.families.gemma4 import (
     EMBEDDED,
     EMBEDDINGS,
@@ -18,7 +18,7 @@ from flexinfer.checkpoints.gguf.families.gemma4 import (
     SHARED,
     shared_layers,
 )
-from flexinfer.checkpoints.gguf.rope import WINDOW, WINDOW_PATTERN, rope_of, windows_of
+from flexinfer.checkpoints.gguf.rope import WINDOW, WINDOW_BASE, WINDOW_PATTERN, rope_of, windows_of
 from flexinfer.checkpoints.gguf.sources import Changed, Ordered, Source
 from flexinfer.checkpoints.gguf.values import GgufValues
 from flexinfer.errors import UnsupportedModelError

@@ -9,12 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from flexinfer.checkpoints.gguf.architecture import Architecture
-from flexinfer.checkpoints.gguf.families.gemma import (
-    LOGIT_CAP,
-    NORMS_ON_BOTH_SIDES,
-    WINDOW_BASE,
-)
-from flexinfer.checkpoints.gguf.rope import WINDOW, WINDOW_PATTERN, rope_of, windows_of
+from flexinfer.checkpoints.gguf.families.gemma import LOGIT_CAP, NORMS_ON_BOTH_SIDES
+from flexinfer.checkpoints.gguf.rope import WINDOW, WINDOW_BASE, WINDOW_PATTERN, rope_of, windows_of
 from flexinfer.checkpoints.gguf.values import GgufValues
 
 KV_HEADS, WIDTH = "attention.head_count_kv", "feed_forward_length"

@@ -1,4 +1,5 @@
-"""Granite: as Llama, with factors; Granite 4, most of whose layers are Mamba-2."""
+"""Granite: as Llama, with factors; Granite SWA with windows, sinks and layers without rotation;
+Granite 4, most of whose layers are Mamba-2."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from flexinfer.checkpoints.gguf import mamba
 from flexinfer.checkpoints.gguf.architecture import Architecture
 from flexinfer.checkpoints.gguf.conversions import join, one_input, part_pairs
 from flexinfer.checkpoints.gguf.hybrid import KV_HEADS, attending, heads_of
+from flexinfer.checkpoints.gguf.rope import WINDOW, WINDOW_PATTERN, rope_of, windows_of
 from flexinfer.checkpoints.gguf.sources import Source
 from flexinfer.checkpoints.gguf.values import GgufValues
 
+ROTATED_LAYERS = "attention.rope_pattern"
 FACTORS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -93,7 +96,28 @@ def _join_halves(sources: dict[str, Source], config: Any) -> None:
         join(sources, halves, f"{prefix}shared_mlp.input_linear.weight")
 
 
+def _with_windows(values: GgufValues) -> dict[str, Any]:
+    """A base of 0 is that of a layer that is not rotated."""
+    settings, layers = _rotating(values), range(values.count("block_count"))
+    if values.of_layers(WINDOW_PATTERN) is None:
+        values.refuse(WINDOW_PATTERN, "one for each layer")
+    rotates = values.of_layers(ROTATED_LAYERS) or [True for _ in layers]
+    if len(rotates) != len(layers):
+        values.refuse(ROTATED_LAYERS, f"one for each of {len(layers)} layers")
+    values.need(WINDOW)
+    base = rope_of(values)["rope_theta"]
+    bases = [base if is_rotated else 0.0 for is_rotated in rotates]
+    return {**settings, **windows_of(values, 1), "layer_rope_theta": bases}
+
+
 GRANITE = {
+    "granite_swa": Architecture(
+        "GraniteSWAConfig",
+        conversions=(part_pairs,),
+        names={"attn_sinks.weight": "self_attn.sinks"},
+        keys=frozenset({*FACTORS, WINDOW, WINDOW_PATTERN, ROTATED_LAYERS}),
+        settings=_with_windows,
+    ),
     "granite": Architecture(
         "GraniteConfig",
         conversions=(part_pairs,),

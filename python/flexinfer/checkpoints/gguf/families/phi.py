@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from flexinfer.checkpoints.gguf.architecture import Architecture
-from flexinfer.checkpoints.gguf.rope import ORIGINAL, WINDOW, rope_of
+from flexinfer.checkpoints.gguf.rope import ORIGINAL, SCORE_FACTOR, WINDOW, partial_rope_of
 from flexinfer.checkpoints.gguf.values import GgufValues
 
 JOINED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 """Queries, keys and values are one weight, and so are gates and what they multiply."""
-ROTATED = "rope.dimension_count"
-SCORE_FACTOR = "rope.scaling.attn_factor"
 LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
@@ -21,9 +19,7 @@ def _phi3(values: GgufValues) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "sliding_window": values.count(WINDOW) if values.get(WINDOW) else None
     }
-    width = values.count("embedding_length") // values.count("attention.head_count")
-    rotated = values.count(ROTATED, width) / values.count("attention.key_length", width)
-    rope = rope_of(values) | {"partial_rotary_factor": rotated}
+    rope = partial_rope_of(values)
     short, long = (values.tensor(name) for name in LONG_ROPE)
     if short is not None and long is not None:
         original = values.count(ORIGINAL)
