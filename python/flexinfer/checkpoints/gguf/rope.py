@@ -28,6 +28,8 @@ def rope_of(values: GgufValues) -> dict[str, Any]:
     # A factor alone is of linear scaling, and one of 0 of none, as llama.cpp reads it.
     unsaid = "linear" if values.get("rope.scaling.factor") else "none"
     kind = values.get("rope.scaling.type", unsaid)
+    if kind != "yarn" and values.get(YARN_SCORE_FACTOR, 1.0) != 1.0:
+        values.refuse(YARN_SCORE_FACTOR, "1, where rotations are not scaled by yarn")
     if kind == "linear":
         return parameters | {"rope_type": kind, "factor": values.factor("rope.scaling.factor")}
     if kind == "yarn":

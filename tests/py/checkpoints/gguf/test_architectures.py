@@ -137,6 +137,13 @@ def test_keys_of_which_one_value_is_known(key: str, known: Any, other: Any, tmp_
         read_with(tmp_path / "other.gguf", "llama", **{key: other})
 
 
+def test_a_factor_of_scores_is_of_yarn_alone(tmp_path: Path) -> None:
+    key = "rope__scaling__yarn_attn_factor"
+    read_with(tmp_path / "one.gguf", "llama", **{key: 1.0})
+    with pytest.raises(UnsupportedModelError, match=r"yarn_attn_factor = 0\.5"):
+        read_with(tmp_path / "other.gguf", "llama", **{key: 0.5})
+
+
 def test_granite_without_rotary_embeddings_is_refused(tmp_path: Path) -> None:
     key = "rope__scaling__finetuned"
     read_with(tmp_path / "llama.gguf", "llama", **{key: False})  # says nothing there
