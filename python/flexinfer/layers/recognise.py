@@ -294,7 +294,7 @@ class _Form(ast.NodeTransformer):
         self.has_decided = True
         try:
             return bool(eval(ast.unparse(node), dict(self._names)))
-        except AttributeError:
+        except (AttributeError, LookupError, TypeError):
             return None
 
 

@@ -179,6 +179,22 @@ def test_a_condition_is_decided_by_the_part_of_it_that_the_module_says() -> None
     assert weights_read_by(ReadsInTraining().eval()) == frozenset()
 
 
+class ReadsBeyondALimit(Reads):
+    """What it has no limit for is not compared where the first part is false."""
+
+    limit: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad and self.limit > 3:
+            return x @ self.read.weight.t()
+        return self.read(x)
+
+
+def test_a_part_that_this_module_cannot_say_decides_nothing() -> None:
+    """It raised TypeError, though it may never be reached."""
+    assert weights_read_by(ReadsBeyondALimit()) == {"read"}
+
+
 def test_children_whose_weights_are_read_are_told() -> None:
     assert weights_read_by(Reads()) == {"read"}
     assert weights_read_by(Reads(slow=True)) == {"read", "idle"}
