@@ -48,6 +48,10 @@ def open_stored(
         raise UnsupportedModelError(
             f"a model of type {config.model_type!r} of such sizes cannot be made: {error}"
         ) from error
+    except (ArithmeticError, LookupError, ValueError) as error:  # transformers trusts a config
+        raise UnsupportedModelError(
+            f"a model of type {config.model_type!r} cannot be made of its config: {error}"
+        ) from error
     return StoredModel(model, checkpoint, dtype, byte_inputs)
 
 

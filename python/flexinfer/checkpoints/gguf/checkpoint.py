@@ -103,15 +103,16 @@ class GgufCheckpoint(Checkpoint):
         tensor = self._header.tensors.get(ROPE_FACTORS)
         if tensor is None or ROPE_FACTORS in self._architecture.tensors:
             return
-        if tensor.type not in FLOATS or tensor.shape != (self._config.head_dim // 2,):
-            raise UnsupportedModelError(
-                f"{ROPE_FACTORS} is {tensor.type} {list(tensor.shape)}, where the model has "
-                f"{self._config.head_dim // 2} frequencies"
-            )
-        factors = Stored(tensor).floats()
+        factors = Stored(tensor)
         for name, buffer in model.named_buffers():
-            if name.endswith("inv_freq"):
-                buffer.div_(factors)
+            if not name.endswith("inv_freq"):
+                continue
+            if factors.type not in FLOATS or factors.shape != buffer.shape:
+                raise UnsupportedModelError(
+                    f"{ROPE_FACTORS} is {factors.type} {list(factors.shape)}, where the model has "
+                    f"{len(buffer)} frequencies"
+                )
+            buffer.div_(factors.floats())
 
 
 def _halves(whole: Source) -> tuple[Source, Source]:

@@ -71,6 +71,9 @@ def config_of(header: GgufHeader) -> Any:
     sizes = {key: name for key, name in SIZES.items() if key not in architecture.keys}
     settings: dict[str, Any] = {name: values.count(key) for key, name in sizes.items()}
     settings["num_hidden_layers"] = values.num_layers()
+    blocks = {block[1] for name in header.tensors if (block := BLOCK.fullmatch(name))}
+    if len(blocks) != settings["num_hidden_layers"]:  # without those for tokens beyond the next
+        values.equal("block_count", len(blocks), "the number of blocks that have tensors")
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise UnsupportedModelError(f"{header.path!r} has no tensor 'token_embd.weight'")
@@ -97,9 +100,6 @@ def config_of(header: GgufHeader) -> Any:
         "dtype": _dtype(header),
         **_special_tokens(header, vocab_size),
     }
-    blocks = {block[1] for name in header.tensors if (block := BLOCK.fullmatch(name))}
-    if len(blocks) != settings["num_hidden_layers"]:  # without those for tokens beyond the next
-        values.equal("block_count", len(blocks), "the number of blocks that have tensors")
     settings |= architecture.settings(values)
     make: Callable[..., Any] = getattr(transformers, own)
     try:

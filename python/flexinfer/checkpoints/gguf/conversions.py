@@ -19,6 +19,10 @@ def part_pairs(sources: dict[str, Source], config: Any) -> None:
     n / 2 + 1)."""
     for name, source in sources.items():
         if name.split(".")[-2] in ("q_proj", "k_proj"):
+            if source.shape[0] % config.head_dim:
+                raise UnsupportedModelError(
+                    f"it has {name} of {source.shape[0]} rows; heads have {config.head_dim}"
+                )
             rows = torch.arange(source.shape[0])
             order = rows.view(-1, config.head_dim // 2, 2).transpose(1, 2).flatten()
             sources[name] = Ordered(source, order)

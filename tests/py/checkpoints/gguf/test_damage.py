@@ -151,7 +151,7 @@ def set_value(path: Path, key: str, value: Any, name: str = "llama") -> str:
     """A file with another value of this key."""
     model = draw_model(CONFIGS[name]())
     writer = writer_of(path, model)
-    whole = f"llama.{key}"
+    whole = f"{writer.arch}.{key}"
     writer.kv_data[0].pop(whole, None)
     kinds = {str: writer.add_string, bool: writer.add_bool, float: writer.add_float32}
     kinds.get(type(value), writer.add_int64)(whole, value)
@@ -198,6 +198,12 @@ def test_factors_that_are_no_numbers_above_0_are_refused_by_name(
         ("mixtral", "expert_used_count", 0, "whole numbers from 1 on"),
         ("mixtral", "expert_used_count", 9, "at most the expert_count, 4"),
         ("mixtral", "expert_count", 2**31, "only the experts of blk.0.ffn_gate_exps.weight, 4"),
+        (
+            "deepseek2 as V2 Lite",
+            "block_count",
+            2**31,
+            "only the number of blocks that have tensors, 3",
+        ),
     ],
 )
 def test_sizes_that_the_tensors_have_not_are_refused_before_the_model_is_made(
@@ -206,7 +212,7 @@ def test_sizes_that_the_tensors_have_not_are_refused_before_the_model_is_made(
     """2 ** 31 layers were made until the system killed the process."""
     monkeypatch.setattr("flexinfer.models.stored._make_empty", pytest.fail)
     message = refused(set_value(tmp_path / "model.gguf", key, value, name))
-    assert message.endswith(f"has llama.{key} = {value}; known: {known}")
+    assert message.endswith(f".{key} = {value}; known: {known}")
 
 
 def test_a_model_that_no_memory_has_room_for_is_refused(tmp_path: Path) -> None:
@@ -240,3 +246,46 @@ def test_a_tensor_of_no_numbers_is_refused(tmp_path: Path) -> None:
     struct.pack_into("<Q", data, end_of_name(data, QUERIES) + 12, 0)
     Path(path).write_bytes(data)
     assert "attn_q.weight is [0, 256]: of no numbers" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "message"),
+    [
+        ("llama", {"blk.0.attn_k.weight": (96, 256)}, "k_proj.weight of 96 rows; heads have 64"),
+        ("llama", {"blk.1.attn_q.weight": (255, 256)}, "q_proj.weight of 255 rows; heads have 64"),
+        ("phi3 for long contexts", {"rope_factors_long.weight": None}, "or neither"),
+        ("phi3 for long contexts", {"rope_factors_short.weight": None}, "or neither"),
+        ("nemotron", {"rope_freqs.weight": (32,)}, "[32], where the model has 16 frequencies"),
+    ],
+)
+def test_tensors_that_a_model_cannot_have_so_are_refused(
+    name: str, edit: dict[str, tuple[int, ...] | None], message: str, tmp_path: Path
+) -> None:
+    """Rows of no whole heads raised torch's error; of factors for rotations one half alone was
+    passed over, and those of all numbers of a head where half are rotated raised, too."""
+    path, model = tmp_path / "model.gguf", draw_model(CONFIGS[name]())
+    writer = writer_of(path, model)
+    add_weights(writer, model, same(Type.F32))
+    tensors = writer.tensors[0]
+    for own, shape in edit.items():
+        tensors.pop(own, None)
+        if shape is not None:
+            writer.add_tensor(own, torch.ones(shape).numpy())
+    finish(writer)
+    assert message in refused(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("qwen3 by yarn", "rope.freq_base", 1.0),
+        ("gemma3n", "attention.shared_kv_layers", 3),
+        ("gemma4", "attention.shared_kv_layers", 1),
+    ],
+)
+def test_values_of_which_transformers_makes_no_model_are_refused(
+    name: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    """ZeroDivisionError and ValueError of its own, without the file's name."""
+    message = refused(set_value(tmp_path / "model.gguf", key, value, name))
+    assert "cannot be made of its config" in message

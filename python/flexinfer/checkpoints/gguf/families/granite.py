@@ -42,7 +42,7 @@ def _factors(values: GgufValues) -> dict[str, Any]:
 def _rotating(values: GgufValues) -> dict[str, Any]:
     """Without rotary embeddings, as some are, transformers has no such model. Those of Granite 4
     in which all layers attend say of Mamba-2, too, which none has."""
-    if values.get(ROTATES, True) is False:
+    if not values.flag(ROTATES, True):
         values.refuse(ROTATES, "true")
     return _factors(values)
 
@@ -68,7 +68,7 @@ def _hybrid(values: GgufValues) -> dict[str, Any]:
         **_factors(values),
         **heads_of(values),
         "layer_types": ["full_attention" if own else "linear_attention" for own in attends],
-        "position_embedding_type": "rope" if values.get(ROTATES, True) else None,
+        "position_embedding_type": "rope" if values.flag(ROTATES, True) else None,
         "attention_bias": values.shape(f"blk.{attends.index(True)}.attn_q.bias") is not None,
         "mamba_n_heads": values.count(mamba.HEADS),
         "mamba_d_head": mamba.head_dim_of(values),

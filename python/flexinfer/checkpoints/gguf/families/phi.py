@@ -21,6 +21,8 @@ def _phi3(values: GgufValues) -> dict[str, Any]:
     }
     rope = partial_rope_of(values)
     short, long = (values.tensor(name) for name in LONG_ROPE)
+    if (short is None) != (long is None):
+        values.refuse(ORIGINAL, f"both of {' and '.join(LONG_ROPE)}, or neither")
     if short is not None and long is not None:
         original = values.count(ORIGINAL)
         settings["original_max_position_embeddings"] = original
