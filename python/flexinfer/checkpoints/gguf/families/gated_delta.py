@@ -12,19 +12,19 @@ from typing import Any
 import torch
 
 from flexinfer.checkpoints.gguf.architecture import Architecture
-from flexinfer.checkpoints.gguf.conversions import less_one
+from flexinfer.checkpoints.gguf.conversions import less_one, one_input
+from flexinfer.checkpoints.gguf.experts import SHARED_WIDTH, WIDTH
 from flexinfer.checkpoints.gguf.families.llama import NORMS_BEHIND
-from flexinfer.checkpoints.gguf.rope import rope_of
-from flexinfer.checkpoints.gguf.sources import Changed, Ordered, OrderedInputs, Source, Woven
+from flexinfer.checkpoints.gguf.families.mixtures import SHARED_EXPERT, as_row
+from flexinfer.checkpoints.gguf.mamba import undo_mamba
+from flexinfer.checkpoints.gguf.rope import ROTATED, SECTIONS, partial_rope_of
+from flexinfer.checkpoints.gguf.sources import Ordered, OrderedInputs, Source, Woven
 from flexinfer.checkpoints.gguf.values import NEXT_LAYERS, GgufValues
+from flexinfer.errors import UnsupportedModelError
 
-ROTATED, SECTIONS = "rope.dimension_count", "rope.dimension_sections"
 RECURRENT, INTERVAL = "attention.recurrent_layers", "full_attention_interval"
 HEAD_WIDTH, INNER_WIDTH = "ssm.state_size", "ssm.inner_size"
 KEY_HEADS, VALUE_HEADS, KERNEL = "ssm.group_count", "ssm.time_step_rank", "ssm.conv_kernel"
-EXPERT_WIDTH = "expert_feed_forward_length"
-SHARED_WIDTH = "expert_shared_feed_forward_length"
-WIDTH = "feed_forward_length"
 KEYS = {ROTATED, RECURRENT, INTERVAL, HEAD_WIDTH, INNER_WIDTH, KEY_HEADS, VALUE_HEADS, KERNEL}
 KEYS |= {NEXT_LAYERS, SECTIONS}
 """Sections of positions differ in images alone."""
@@ -42,12 +42,6 @@ NAMES = NORMS_BEHIND | {
     "ssm_norm": f"{NET}norm",
     "ssm_out": f"{NET}out_proj",
 }
-SHARED_EXPERT = {
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-}
 
 
 def _norms(sources: dict[str, Source], config: Any) -> None:
@@ -55,22 +49,6 @@ def _norms(sources: dict[str, Source], config: Any) -> None:
     others = {name: s for name, s in sources.items() if not name.endswith(f"{NET}norm.weight")}
     less_one(others, config)
     sources |= others
-
-
-def _numbers(sources: dict[str, Source], config: Any) -> None:
-    """What is stored in another form."""
-    for name, source in sources.items():
-        if name.endswith(f"{NET}A_log"):
-            sources[name] = Changed(lambda decay: (-decay).log(), source)
-        elif name.endswith(f"{NET}conv1d.weight") and len(source.shape) == 2:
-            channels, width = source.shape
-            sources[name] = Changed(_in_the_middle, source, shape=(channels, 1, width))
-        elif name.endswith("shared_expert_gate.weight") and len(source.shape) == 1:
-            sources[name] = Changed(lambda row: row[None], source, shape=(1, *source.shape))
-
-
-def _in_the_middle(kernels: torch.Tensor) -> torch.Tensor:
-    return kernels[:, None]
 
 
 def _value_heads(sources: dict[str, Source], config: Any) -> None:
@@ -111,8 +89,17 @@ def _join_inputs(sources: dict[str, Source], config: Any) -> None:
         prefix = f"model.layers.{layer}.{NET}in_proj_"
         halves = [sources.pop(f"{prefix}{half}.weight", None) for half in ("qkv", "z")]
         there = [half for half in halves if half is not None]
-        if len(there) == 2:
-            sources[f"{prefix}qkvz.weight"] = Woven(there, order.flatten())
+        if not there:
+            continue
+        shapes = [half.shape for half in there]
+        wanted = [(first + inner, config.hidden_size), (inner, config.hidden_size)]
+        if shapes != wanted:
+            raise UnsupportedModelError(
+                f"it has {prefix}qkvz.weight in {len(there)} parts, "
+                f"{' and '.join(map(str, map(list, shapes)))}; there have to be "
+                f"{' and '.join(map(str, map(list, wanted)))}"
+            )
+        sources[f"{prefix}qkvz.weight"] = Woven(there, order.flatten())
 
 
 def _hybrid(values: GgufValues) -> dict[str, Any]:
@@ -130,8 +117,6 @@ def _hybrid(values: GgufValues) -> dict[str, Any]:
     if len(recurrent) < num_layers:
         values.refuse(RECURRENT, f"one for each of {num_layers} layers")
     kinds = ["linear_attention" if each else "full_attention" for each in recurrent[:num_layers]]
-    head_dim = values.count("attention.key_length")
-    rotated = values.count(ROTATED, head_dim) / head_dim
     return {
         "layer_types": kinds,
         "linear_conv_kernel_dim": values.count(KERNEL),
@@ -139,13 +124,13 @@ def _hybrid(values: GgufValues) -> dict[str, Any]:
         "linear_value_head_dim": inner // heads,
         "linear_num_key_heads": of_keys,
         "linear_num_value_heads": heads,
-        "rope_parameters": rope_of(values) | {"partial_rotary_factor": rotated},
+        "rope_parameters": partial_rope_of(values),
     }
 
 
 def _experts(values: GgufValues) -> dict[str, Any]:
     """Weights of a token's experts add up to 1."""
-    width = values.count(EXPERT_WIDTH)
+    width = values.count(WIDTH)
     return {
         "num_experts": values.count("expert_count"),
         "num_experts_per_tok": values.count("expert_used_count"),
@@ -158,9 +143,9 @@ GATED_DELTA = {
     "qwen3next": Architecture(
         None,
         experts_config="Qwen3NextConfig",
-        conversions=(_norms, _join_inputs, _numbers),
+        conversions=(_norms, _join_inputs, undo_mamba, one_input, as_row),
         names=NAMES | SHARED_EXPERT,
-        keys=frozenset({*KEYS, WIDTH, SHARED_WIDTH}),
+        keys=frozenset({*KEYS, "feed_forward_length", SHARED_WIDTH}),
         settings=_hybrid,
         expert_settings=_experts,
         rotates_all=False,
@@ -168,7 +153,7 @@ GATED_DELTA = {
     ),
     "qwen35": Architecture(
         "Qwen3_5TextConfig",
-        conversions=(_norms, _value_heads, _numbers),
+        conversions=(_norms, _value_heads, undo_mamba, one_input, as_row),
         names=NAMES,
         keys=frozenset(KEYS),
         settings=_hybrid,
@@ -178,9 +163,9 @@ GATED_DELTA = {
     "qwen35moe": Architecture(
         None,
         experts_config="Qwen3_5MoeTextConfig",
-        conversions=(_norms, _value_heads, _numbers),
+        conversions=(_norms, _value_heads, undo_mamba, one_input, as_row),
         names=NAMES | SHARED_EXPERT,
-        keys=frozenset({*KEYS, WIDTH, SHARED_WIDTH}),
+        keys=frozenset({*KEYS, "feed_forward_length", SHARED_WIDTH}),
         settings=_hybrid,
         expert_settings=_experts,
         rotates_all=False,

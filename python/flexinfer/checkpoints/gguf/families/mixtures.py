@@ -29,6 +29,12 @@ from flexinfer.checkpoints.gguf.sources import Changed, Source
 from flexinfer.checkpoints.gguf.values import NEXT_LAYERS, GgufValues
 
 SHARED_GATE = "mlp.shared_expert_gate.weight"
+SHARED_EXPERT = {
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp.weight": SHARED_GATE,
+}
 STATICS = "mlp.gate.moe_statics.e_score_correction_bias"
 
 
@@ -44,7 +50,7 @@ def _qwen2moe(values: GgufValues) -> dict[str, Any]:
     }
 
 
-def _as_row(sources: dict[str, Source], config: Any) -> None:
+def as_row(sources: dict[str, Source], config: Any) -> None:
     """Qwen's gate of the shared expert and ERNIE's correction are matrices of one row, which files
     may have as vectors."""
     for name, source in sources.items():
@@ -146,13 +152,8 @@ MIXTURES = {
     "qwen2moe": Architecture(
         None,
         experts_config="Qwen2MoeConfig",
-        conversions=(_as_row,),
-        names={
-            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-            "ffn_up_shexp": "mlp.shared_expert.up_proj",
-            "ffn_down_shexp": "mlp.shared_expert.down_proj",
-            "ffn_gate_inp_shexp.weight": SHARED_GATE,
-        },
+        conversions=(as_row,),
+        names=SHARED_EXPERT,
         keys=frozenset({SHARED_WIDTH, NORM}),
         expert_settings=_qwen2moe,
     ),
@@ -202,7 +203,7 @@ MIXTURES = {
     "ernie4_5-moe": Architecture(
         None,
         experts_config="Ernie4_5_MoeConfig",
-        conversions=(_as_row,),
+        conversions=(as_row,),
         names=SHARED_EXPERTS | {"exp_probs_b.bias": STATICS},
         keys=frozenset({SHARED, SHARED_WIDTH, DENSE, STEP}),
         expert_settings=_ernie4_5_moe,
