@@ -36,7 +36,10 @@ def gguf_file(name: str) -> str | None:
 
 
 def files_hint(repository: str) -> str:
-    """What to say of a repository that cannot be served by its name alone, if it has such files."""
+    """What to say of a repository that cannot be served by its name alone, if it has such files. Of
+    what is here no hub is asked: it may have another of the same name."""
+    if os.path.exists(repository):
+        return ""
     try:
         names, _ = _files(repository)
     except Exception:  # of any kind: there is another error at hand

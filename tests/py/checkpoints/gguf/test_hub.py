@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 gguf = pytest.importorskip("gguf")
 
-from flexinfer.checkpoints.gguf.hub import _chosen, _types, gguf_file
+from flexinfer.checkpoints.gguf.hub import _chosen, _types, files_hint, gguf_file
 from flexinfer.errors import UnsupportedModelError
 from helpers.gguf.files import Type, write_gguf
 from helpers.gguf.models import CONFIGS, same
@@ -144,3 +144,14 @@ def test_what_is_there_is_no_repository(tmp_path: Path, monkeypatch: pytest.Monk
     assert gguf_file("a/b") is None
     with pytest.raises(UnsupportedModelError, match="cannot be fetched"):
         gguf_file("a/b:Q4_0.gguf")
+
+
+def test_no_hub_is_asked_what_a_folder_that_is_here_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder whose config cannot be read made it ask, and name the files of a stranger."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("flexinfer.checkpoints.gguf.hub._files", lambda _: (["x-Q8_0.gguf"], None))
+    assert files_hint("a/b") == "; it has GGUF files: name one, as a/b:Q8_0"
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    assert files_hint("a/b") == ""
