@@ -71,9 +71,6 @@ def config_of(header: GgufHeader) -> Any:
     sizes = {key: name for key, name in SIZES.items() if key not in architecture.keys}
     settings: dict[str, Any] = {name: values.count(key) for key, name in sizes.items()}
     settings["num_hidden_layers"] = values.num_layers()
-    blocks = {block[1] for name in header.tensors if (block := BLOCK.fullmatch(name))}
-    if len(blocks) != settings["num_hidden_layers"]:  # without those for tokens beyond the next
-        values.equal("block_count", len(blocks), "the number of blocks that have tensors")
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise UnsupportedModelError(f"{header.path!r} has no tensor 'token_embd.weight'")
@@ -82,11 +79,14 @@ def config_of(header: GgufHeader) -> Any:
     values.equal("embedding_length", width, "the columns of the embedding")
     num_experts = values.get("expert_count", 0)
     own = architecture.experts_config if num_experts else architecture.config
-    if callable(own):
-        own = own(values)
     if own is None:
         known = "only models without experts" if num_experts else "only models with experts"
         values.refuse("expert_count", known)
+    blocks = {block[1] for name in header.tensors if (block := BLOCK.fullmatch(name))}
+    if len(blocks) != settings["num_hidden_layers"]:  # without those for tokens beyond the next
+        values.equal("block_count", len(blocks), "the number of blocks that have tensors")
+    if callable(own):
+        own = own(values)
     if own not in ("Qwen2Config", "Qwen2MoeConfig"):  # whose layers have the biases that they have
         settings |= {flag: True for flag, name in BIASES.items() if name in header.tensors}
     if num_experts:

@@ -256,13 +256,16 @@ def test_a_tensor_of_no_numbers_is_refused(tmp_path: Path) -> None:
         ("phi3 for long contexts", {"rope_factors_long.weight": None}, "or neither"),
         ("phi3 for long contexts", {"rope_factors_short.weight": None}, "or neither"),
         ("nemotron", {"rope_freqs.weight": (32,)}, "[32], where the model has 16 frequencies"),
+        ("deepseek2 as V3", {"blk.0.attn_kv_b.weight": (640, 128)}, "beside its halves"),
+        ("qwen3next", {"blk.0.ssm_in.weight": (1280, 256)}, "beside its parts"),
     ],
 )
 def test_tensors_that_a_model_cannot_have_so_are_refused(
     name: str, edit: dict[str, tuple[int, ...] | None], message: str, tmp_path: Path
 ) -> None:
     """Rows of no whole heads raised torch's error; of factors for rotations one half alone was
-    passed over, and those of all numbers of a head where half are rotated raised, too."""
+    passed over, and so was a weight beside its parts; factors of all numbers of a head where half
+    are rotated raised, too."""
     path, model = tmp_path / "model.gguf", draw_model(CONFIGS[name]())
     writer = writer_of(path, model)
     add_weights(writer, model, same(Type.F32))

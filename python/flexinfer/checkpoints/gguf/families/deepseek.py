@@ -60,6 +60,8 @@ def _join_heads(sources: dict[str, Source], config: Any) -> None:
                 f"{' and '.join(map(str, map(list, shapes)))}; there have to be "
                 f"{' and '.join(map(str, map(list, wanted)))}"
             )
+        if prefix + WHOLE in sources:
+            raise UnsupportedModelError(f"it has {prefix}{WHOLE} beside its halves")
         whole = (heads * (keys + values), latents)
         sources[prefix + WHOLE] = Changed(_joined, *halves, shape=whole)
 
@@ -105,7 +107,6 @@ def _settings(values: GgufValues) -> dict[str, Any]:
     if not values.get("expert_count"):  # Youtu
         values.equal(DENSE, layers, "all layers", default=layers)
     return {
-        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "q_lora_rank": values.count(QUERY_LATENTS) if values.get(QUERY_LATENTS) else None,

@@ -99,6 +99,8 @@ def _join_inputs(sources: dict[str, Source], config: Any) -> None:
                 f"{' and '.join(map(str, map(list, shapes)))}; there have to be "
                 f"{' and '.join(map(str, map(list, wanted)))}"
             )
+        if f"{prefix}qkvz.weight" in sources:
+            raise UnsupportedModelError(f"it has {prefix}qkvz.weight beside its parts")
         sources[f"{prefix}qkvz.weight"] = Woven(there, order.flatten())
 
 

@@ -6,12 +6,11 @@ from typing import Any
 
 from flexinfer.checkpoints.gguf.architecture import Architecture
 from flexinfer.checkpoints.gguf.conversions import one_input
+from flexinfer.checkpoints.gguf.experts import DENSE, GATING, SIGMOID, WIDTH
 from flexinfer.checkpoints.gguf.hybrid import KV_HEADS, attending, heads_of
 from flexinfer.checkpoints.gguf.values import GgufValues
 
 NORM, KERNEL = "attention.layer_norm_rms_epsilon", "shortconv.l_cache"
-DENSE, CHOICE = "leading_dense_block_count", "expert_gating_func"
-SIGMOID = 2
 NAMES = {
     "token_embd_norm": "model.embedding_norm",
     "attn_norm": "operator_norm",
@@ -45,13 +44,13 @@ def _settings(values: GgufValues) -> dict[str, Any]:
 
 
 def _expert_settings(values: GgufValues) -> dict[str, Any]:
-    if values.need(CHOICE) != SIGMOID:
-        values.refuse(CHOICE, f"only {SIGMOID}, sigmoid")
+    if values.need(GATING) != SIGMOID:
+        values.refuse(GATING, f"only {SIGMOID}, sigmoid")
     return {
         "num_experts": values.count("expert_count"),
         "num_experts_per_tok": values.count("expert_used_count"),
-        "moe_intermediate_size": values.count("expert_feed_forward_length"),
-        "num_dense_layers": values.count(DENSE) if values.get(DENSE) else 0,
+        "moe_intermediate_size": values.count(WIDTH),
+        "num_dense_layers": values.count(DENSE, 0, least=0),
         "use_expert_bias": True,
         "norm_topk_prob": True,
     }
@@ -71,7 +70,7 @@ LFM2 = {
         conversions=(one_input,),
         experts="feed_forward.experts",
         names=NAMES | OF_EXPERTS,
-        keys=frozenset({KV_HEADS, NORM, KERNEL, DENSE, CHOICE}),
+        keys=frozenset({KV_HEADS, NORM, KERNEL, DENSE, GATING}),
         settings=_settings,
         expert_settings=_expert_settings,
     ),
