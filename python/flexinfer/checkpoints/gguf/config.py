@@ -82,11 +82,6 @@ def config_of(header: GgufHeader) -> Any:
     if own is None:
         known = "only models without experts" if num_experts else "only models with experts"
         values.refuse("expert_count", known)
-    blocks = {block[1] for name in header.tensors if (block := BLOCK.fullmatch(name))}
-    if len(blocks) != settings["num_hidden_layers"]:  # without those for tokens beyond the next
-        values.equal("block_count", len(blocks), "the number of blocks that have tensors")
-    if callable(own):
-        own = own(values)
     if own not in ("Qwen2Config", "Qwen2MoeConfig"):  # whose layers have the biases that they have
         settings |= {flag: True for flag, name in BIASES.items() if name in header.tensors}
     if num_experts:
@@ -100,6 +95,11 @@ def config_of(header: GgufHeader) -> Any:
         "dtype": _dtype(header),
         **_special_tokens(header, vocab_size),
     }
+    blocks = {block[1] for name in header.tensors if (block := BLOCK.fullmatch(name))}
+    if len(blocks) != settings["num_hidden_layers"]:  # without those for tokens beyond the next
+        values.equal("block_count", len(blocks), "the number of blocks that have tensors")
+    if callable(own):
+        own = own(values)
     settings |= architecture.settings(values)
     make: Callable[..., Any] = getattr(transformers, own)
     try:
