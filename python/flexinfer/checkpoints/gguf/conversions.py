@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flexinfer.checkpoints.gguf.sources import Changed, Joined, Ordered, Source
+from flexinfer.checkpoints.gguf.sources import Changed, Joined, Ordered, Source, Woven
 from flexinfer.errors import UnsupportedModelError
 
 CONVOLUTIONS = ("conv.conv.weight", "conv1d.weight")
@@ -62,8 +62,8 @@ def one_input(sources: dict[str, Source], config: Any) -> None:
 
 
 def join(sources: dict[str, Source], names: Sequence[str], whole: str) -> None:
-    """Weights that are one in the model. Of several types it is not quantised. None are joined
-    where one is missing, or has other columns: the model then lacks it."""
+    """Weights that are one in the model. None are joined where one is missing, or has other
+    columns: the model then lacks it."""
     if not all(name in sources for name in names):
         return
     parts = [sources[name] for name in names]
@@ -75,9 +75,4 @@ def join(sources: dict[str, Source], names: Sequence[str], whole: str) -> None:
     if len({part.type for part in parts}) == 1:
         sources[whole] = Joined(*parts)
     else:
-        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        sources[whole] = Changed(_cat, *parts, shape=shape)
-
-
-def _cat(*parts: torch.Tensor) -> torch.Tensor:
-    return torch.cat([part.float() for part in parts])
+        sources[whole] = Woven(parts, torch.arange(sum(part.shape[0] for part in parts)))

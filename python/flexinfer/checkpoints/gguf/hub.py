@@ -19,7 +19,7 @@ from flexinfer.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-OF_A_HUB = re.compile(r"([\w.-]+/[\w.-]+):([\w./-]+)")
+OF_A_HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*):([\w./-]+)")
 PROJECTOR = "mmproj"
 """In the names of files that encode images."""
 SECONDS_TO_ANSWER = 20

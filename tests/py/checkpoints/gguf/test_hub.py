@@ -141,7 +141,8 @@ def test_what_is_there_is_no_repository(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b:Q8_0.gguf").write_bytes(b"GGUF")
     assert gguf_file("a/b:Q8_0.gguf") == "a/b:Q8_0.gguf"
-    assert gguf_file("a/b") is None
+    for name in ("a/b", "./b:Q8_0", "../b:Q8_0", "a:Q8_0", "a/b/c:Q8_0"):
+        assert gguf_file(name) is None
     with pytest.raises(UnsupportedModelError, match="cannot be fetched"):
         gguf_file("a/b:Q4_0.gguf")
 

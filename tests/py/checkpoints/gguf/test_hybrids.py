@@ -13,6 +13,7 @@ gguf = pytest.importorskip("gguf")
 
 from flexinfer.checkpoints.gguf.checkpoint import GgufCheckpoint, load_gguf_config
 from flexinfer.errors import UnsupportedModelError
+from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.models.loading import load_model
 from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
 from helpers.gguf.hybrid_forms import add_mamba2
@@ -36,6 +37,21 @@ def test_matrices_of_mixers_stay_quantised(name: str, tmp_path: Path) -> None:
     model: Any = load_model(str(path)).model
     assert max(parameter.numel() for parameter in model.parameters()) <= FEW
     assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_gates_and_factors_of_unlike_types_stay_quantised(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    gates = ("ffn_gate.weight", "ffn_gate_shexp.weight")
+    written = write_gguf(
+        path,
+        draw_model(CONFIGS["granitehybrid"]()),
+        lambda name: Type.Q6_K if name.endswith(gates) else Type.Q4_0,
+    )
+    model: Any = load_model(str(path), dtype=torch.float32).model
+    own, theirs = (m.get_submodule("model.layers.0.shared_mlp") for m in (model, written))
+    assert isinstance(own.input_linear, QuantisedLinear)
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(own(x), theirs(x), atol=1e-4, rtol=1e-4)
 
 
 def test_matrices_of_jamba_stay_quantised_but_one_that_its_code_reads(tmp_path: Path) -> None:
