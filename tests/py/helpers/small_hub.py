@@ -43,7 +43,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._json({"error": "Repository not found"}, 404, "RepoNotFound")
 
-    do_HEAD = do_GET  # noqa: N815
+    do_HEAD = do_GET  # noqa: N815  the names that http.server wants
 
     def _entry(self, path: Path) -> dict[str, object]:
         name, content = str(path.relative_to(self.hub.folder)), path.read_bytes()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,6 @@ from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.quantised_rows import QuantisedRows
 
 ENDING = ".gguf"
-OF_LAYER = re.compile(r"blk\.([0-9]+)\.")
 
 
 def is_gguf(model: Any) -> bool:

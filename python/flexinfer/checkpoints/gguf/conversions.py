@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flexinfer.checkpoints.gguf.sources import Changed, Joined, Ordered, Source, Woven
+from flexinfer.checkpoints.gguf.sources import Changed, Ordered, Source, Woven
 from flexinfer.errors import UnsupportedModelError
 
 CONVOLUTIONS = ("conv.conv.weight", "conv1d.weight")
@@ -72,7 +72,4 @@ def join(sources: dict[str, Source], names: Sequence[str], whole: str) -> None:
         return
     for name in names:
         del sources[name]
-    if len({part.type for part in parts}) == 1:
-        sources[whole] = Joined(*parts)
-    else:
-        sources[whole] = Woven(parts, torch.arange(sum(part.shape[0] for part in parts)))
+    sources[whole] = Woven(parts, torch.arange(sum(part.shape[0] for part in parts)))

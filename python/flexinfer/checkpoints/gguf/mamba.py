@@ -55,7 +55,7 @@ def expansion_of(values: GgufValues) -> int:
 def has_bias(values: GgufValues) -> bool:
     """Whether convolutions have one."""
     layers = range(values.count("block_count"))
-    return any(values.shape(f"blk.{layer}.ssm_conv1d.bias") is not None for layer in layers)
+    return any(values.has_tensor(f"blk.{layer}.ssm_conv1d.bias") for layer in layers)
 
 
 def undo_mamba(sources: dict[str, Source], config: Any) -> None:

@@ -15,6 +15,8 @@ BETAS = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slo
 the config."""
 YARN_SCORE_FACTOR, SCORE_FACTOR = "rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor"
 """By what scores are multiplied, where the config says so; the second is that of older files."""
+MSCALE = "rope.scaling.yarn_log_multiplier"
+"""By what yarn multiplies the logarithm of its factor for scores."""
 ROTATED = "rope.dimension_count"
 """How many numbers of a head are rotated, the first ones."""
 SECTIONS = "rope.dimension_sections"
@@ -74,11 +76,11 @@ def windows_of(values: GgufValues, pattern: int) -> dict[str, Any]:
     return {"sliding_window": values.count(WINDOW, 4096), "layer_types": kinds}
 
 
-def rope_of_kinds(values: GgufValues) -> dict[str, Any]:
+def rope_of_kinds(values: GgufValues, base: float | None = None) -> dict[str, Any]:
     """As `rope_of`, where layers with a window rotate by a base of their own, and are not
-    stretched."""
+    stretched. base: theirs where the file does not say it; None: that of the others."""
     rope = rope_of(values)
-    base = values.factor(WINDOW_BASE, rope["rope_theta"])
+    base = values.factor(WINDOW_BASE, rope["rope_theta"] if base is None else base)
     return {
         "full_attention": rope,
         "sliding_attention": {"rope_type": "default", "rope_theta": base},

@@ -113,16 +113,20 @@ class Woven(Source):
         """order: int64, for each row of the model which of theirs it is, if they stand one behind
         the other."""
         self._sources, self._order = sources, order
+        self._types = {source.type for source in sources}
         self.shape = (len(order), *sources[0].shape[1:])
-        are_quantised = all(source.is_quantised for source in sources)
-        self.type = sources[0].type if are_quantised else "F32"
+        is_kept = all(source.is_quantised for source in sources) or len(self._types) == 1
+        self.type = sources[0].type if is_kept else "F32"
 
     def rows(self, some: slice = ALL) -> torch.Tensor:
         """Of numbers that are not quantised."""
         return self.floats()[some].view(torch.uint8)
 
     def floats(self) -> torch.Tensor:
-        return torch.cat([source.floats().float() for source in self._sources])[self._order]
+        parts = [source.floats() for source in self._sources]
+        if len(self._types) > 1:
+            parts = [part.float() for part in parts]
+        return torch.cat(parts)[self._order]
 
     def quantised(self) -> QuantisedRows:
         kinds = [source.quantised().kind for source in self._sources]
@@ -170,25 +174,6 @@ class OrderedInputs(Source):
         return QuantisedRows(
             (columns, self.shape[1]), lambda some: source[some].with_inputs_in_order(self._order)
         )
-
-
-class Joined(Source):
-    """Rows of others of one type and width, one behind the other."""
-
-    def __init__(self, *sources: Source) -> None:
-        self._sources = sources
-        self.shape = (sum(source.shape[0] for source in sources), *sources[0].shape[1:])
-        self.type = sources[0].type
-
-    def rows(self, some: slice = ALL) -> torch.Tensor:
-        start, end, _ = some.indices(self.shape[0])
-        parts, first = [], 0
-        for source in self._sources:
-            own = slice(max(start - first, 0), min(end - first, source.shape[0]))
-            if own.start < own.stop:
-                parts.append(source.rows(own))
-            first += source.shape[0]
-        return torch.cat(parts)
 
 
 class Changed(Source):

@@ -20,7 +20,7 @@ from flexinfer.layers.experts import Experts
 from flexinfer.layers.joined_linear import JoinedLinear
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.models.loading import load_model
-from helpers.gguf.answers import expected, generate
+from helpers.gguf.answers import expected
 from helpers.gguf.files import (
     Type,
     add_sizes,
@@ -34,6 +34,7 @@ from helpers.gguf.files import (
 from helpers.gguf.form import Form, Parts
 from helpers.gguf.forms import FORMS, add_expert_width, experts
 from helpers.gguf.models import ALWAYS_TIED, CONFIGS, NEVER_TIED, TYPES, mixed, same
+from helpers.mixtures import generate
 from helpers.tiny_models import draw_model, make_tokenizer, random_prompts
 
 APART: dict[str, Callable[[str], Type]] = {

@@ -14,10 +14,11 @@ pytest.importorskip("gguf")
 from flexinfer.checkpoints.gguf.checkpoint import load_gguf_config
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.loading import load_model
-from helpers.gguf.answers import expected, generate
+from helpers.gguf.answers import expected
 from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
 from helpers.gguf.models import COMMON, CONFIGS, same
 from helpers.gguf.reading import read_with
+from helpers.mixtures import generate
 from helpers.tiny_models import draw_model, random_prompts
 
 

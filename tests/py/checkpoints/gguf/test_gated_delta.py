@@ -16,12 +16,13 @@ from flexinfer.checkpoints.gguf.checkpoint import load_gguf_config
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.models.loading import load_model
-from helpers.gguf.answers import expected, generate
+from helpers.gguf.answers import expected
 from helpers.gguf.files import Type, add_weights, finish, quantise, write_gguf, writer_of
 from helpers.gguf.form import Form, Parts
 from helpers.gguf.forms import FORMS
 from helpers.gguf.models import CONFIGS, mixed, same
 from helpers.gguf.reading import read_with
+from helpers.mixtures import generate
 from helpers.tiny_models import draw_model, random_prompts
 
 NAMES = ("qwen3next", "qwen35", "qwen35moe")

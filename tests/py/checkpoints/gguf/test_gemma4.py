@@ -11,14 +11,16 @@ import pytest
 torch = pytest.importorskip("torch")
 gguf = pytest.importorskip("gguf")
 
-from flexinfer import LLM, SamplingParams
 from flexinfer.checkpoints.gguf.checkpoint import load_gguf_config
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.embedding import QuantisedEmbedding
 from flexinfer.models.loading import load_model
+from helpers.gguf.answers import expected
 from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
 from helpers.gguf.models import CONFIGS, mixed, same
-from helpers.tiny_models import continue_prompt, draw_model, random_prompts
+from helpers.gguf.reading import read_with
+from helpers.mixtures import generate
+from helpers.tiny_models import draw_model, random_prompts
 
 EMBEDDED = "gemma4 with embeddings of each layer"
 WINDOWED, FULL = "sliding_attention", "full_attention"
@@ -47,12 +49,7 @@ def test_layers_are_the_ones_of_the_model(name: str, types: Any, tmp_path: Path)
     path = tmp_path / "model.gguf"
     written = write_gguf(path, draw(name, tie_word_embeddings=False), types)
     prompts = random_prompts((5, 40))
-    with LLM(str(path), dtype="float32", skip_tokenizer_init=True) as llm:
-        params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = llm.generate(inputs, params, use_tqdm=False)
-    expected = [continue_prompt(written, tuple(prompt), 10) for prompt in prompts]
-    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    assert generate(path, prompts) == expected(written, prompts)
 
 
 def test_matrices_and_embeddings_of_each_layer_stay_quantised(tmp_path: Path) -> None:
@@ -77,20 +74,6 @@ def test_the_config_is_read(name: str, tmp_path: Path) -> None:
     }
 
 
-def read_with(path: Path, name: str = "gemma4", **values: Any) -> Any:
-    """The config of a file with other values."""
-    model = draw(name)
-    writer = writer_of(path, model)
-    for key, value in values.items():
-        own = f"gemma4.{key.replace('__', '.')}"
-        writer.kv_data[0].pop(own, None)
-        kinds = {list: writer.add_array, str: writer.add_string}
-        kinds.get(type(value), writer.add_uint32)(own, value)
-    add_weights(writer, model, same(Type.F32))
-    finish(writer)
-    return load_gguf_config(str(path))
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -109,7 +92,7 @@ def test_layers_that_the_model_cannot_have_are_refused(
     key: str, value: Any, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        read_with(tmp_path / "model.gguf", **{key: value})
+        read_with(tmp_path / "model.gguf", "gemma4", **{key: value})
 
 
 def test_layers_that_share_keys_and_values_may_have_them_in_the_file(tmp_path: Path) -> None:

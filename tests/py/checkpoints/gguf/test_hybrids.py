@@ -15,19 +15,16 @@ from flexinfer.checkpoints.gguf.checkpoint import GgufCheckpoint, load_gguf_conf
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.models.loading import load_model
+from helpers.gguf.answers import expected
 from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
 from helpers.gguf.hybrid_forms import add_mamba2
 from helpers.gguf.models import CONFIGS, mixed, same
-from helpers.mixtures import NUM_TOKENS, generate
-from helpers.tiny_models import continue_prompt, draw_model, random_prompts
+from helpers.mixtures import generate
+from helpers.tiny_models import draw_model, random_prompts
 
 KV_HEADS, SHARED = "attention.head_count_kv", "expert_shared_feed_forward_length"
 FEW = 4096
 """Numbers of the largest weight that is kept as numbers: a convolution's, or a router's."""
-
-
-def expected(model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    return [continue_prompt(model, tuple(prompt), NUM_TOKENS) for prompt in prompts]
 
 
 @pytest.mark.parametrize("name", ["lfm2", "lfm2moe", "granitehybrid", "granitehybrid with experts"])

@@ -17,13 +17,15 @@ from flexinfer.checkpoints.gguf.checkpoint import GgufCheckpoint, load_gguf_conf
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.experts import Experts
 from flexinfer.models.loading import load_model
+from helpers.gguf.answers import expected
 from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
 from helpers.gguf.form import Form, Parts, replace_key
 from helpers.gguf.forms import FORMS
 from helpers.gguf.mixtures import MIXTURES
 from helpers.gguf.models import CONFIGS, same
 from helpers.gguf.parts import experts
-from helpers.tiny_models import continue_prompt, draw_model, random_prompts
+from helpers.mixtures import generate
+from helpers.tiny_models import draw_model, random_prompts
 
 V2, V3, YOUTU = "deepseek2 as V2", "deepseek2 as V3", "deepseek2 as Youtu"
 SAID = (
@@ -57,12 +59,7 @@ def written_with(path: Path, name: str, values: dict[str, Any] | None = None) ->
 def check_tokens(path: Path, written: Any) -> None:
     """Those of the file are the model's."""
     prompts = random_prompts((5, 40))
-    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    with LLM(str(path), dtype="float32", skip_tokenizer_init=True) as llm:
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = llm.generate(inputs, params, use_tqdm=False)
-    tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    assert tokens == [continue_prompt(written, tuple(prompt), 10) for prompt in prompts]
+    assert generate(path, prompts) == expected(written, prompts)
 
 
 @pytest.mark.parametrize("name", MIXTURES)

@@ -11,7 +11,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from flexinfer.checkpoints.gguf.header import read_header
-from flexinfer.checkpoints.gguf.sources import Changed, Given, Ordered, Source, Stored
+from flexinfer.checkpoints.gguf.sources import Changed, Given, Ordered, Source, Stored, Woven
 from helpers.gguf.files import Type, write_gguf
 from helpers.gguf.models import CONFIGS, same
 from helpers.tiny_models import draw_model
@@ -50,3 +50,19 @@ def test_some_outputs_are_those_of_the_whole(
             whole = source.quantised()[:].dequantised()
             assert torch.equal(source.quantised()[some].dequantised(), whole[some])
             assert torch.equal(whole, source.floats())
+
+
+@hypothesis.given(
+    seed=st.integers(0, 1 << 20), first=st.integers(0, ROWS - 1), count=st.integers(1, ROWS)
+)
+def test_rows_of_several_are_woven(seed: int, first: int, count: int, stored: Stored) -> None:
+    order = torch.randperm(2 * ROWS, generator=torch.Generator().manual_seed(seed))
+    some = slice(first, first + count)
+    changed = Changed(lambda weight: -weight, stored)
+    for sources in ([stored, Ordered(stored, order[order < ROWS])], [changed, changed]):
+        woven, whole = Woven(sources, order), torch.cat([s.floats() for s in sources])[order]
+        assert torch.equal(woven.floats(), whole)
+        if woven.is_quantised:
+            assert torch.equal(woven.quantised()[some].dequantised(), whole[some])
+        else:
+            assert torch.equal(woven.rows(some).view(torch.float32), whole[some])

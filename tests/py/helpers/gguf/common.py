@@ -16,3 +16,10 @@ COMMON: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+FACTORS: dict[str, Any] = {
+    "attention_multiplier": 0.1,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+"""Of Granite."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import transformers as tf
 
-from helpers.gguf.common import COMMON
+from helpers.gguf.common import COMMON, FACTORS
 
 GRANITE_4: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -15,10 +15,7 @@ GRANITE_4: dict[str, Any] = {
     "mamba_d_head": 64,
     "mamba_d_state": 32,
     "mamba_n_groups": 2,
-    "attention_multiplier": 0.1,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.5,
-    "logits_scaling": 2.0,
+    **FACTORS,
 }
 DENSE: dict[str, Any] = {"num_local_experts": 0, "num_experts_per_tok": 0}
 NEMOTRON_H: dict[str, Any] = {
@@ -47,10 +44,7 @@ JAMBA: dict[str, Any] = {
     "pad_token_id": None,
 }
 GRANITE_MOE: dict[str, Any] = {
-    "attention_multiplier": 0.1,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.5,
-    "logits_scaling": 2.0,
+    **FACTORS,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }

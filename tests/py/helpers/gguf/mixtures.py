@@ -39,12 +39,6 @@ ROUTED: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
 }
-FACTORS: dict[str, Any] = {
-    "attention_multiplier": 0.1,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.5,
-    "logits_scaling": 2.0,
-}
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 1e4,

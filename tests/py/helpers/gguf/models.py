@@ -8,10 +8,10 @@ from typing import Any
 import transformers as tf
 
 from flexinfer.checkpoints.gguf.blocks import DECODERS
-from helpers.gguf.common import COMMON
+from helpers.gguf.common import COMMON, FACTORS
 from helpers.gguf.files import Type
 from helpers.gguf.hybrids import HYBRIDS
-from helpers.gguf.mixtures import FACTORS, MIXTURES
+from helpers.gguf.mixtures import MIXTURES
 
 WINDOWED: dict[str, Any] = {
     **COMMON,

@@ -18,7 +18,7 @@ from flexinfer.checkpoints.gguf.experts import (
     SOFTMAX,
     deepseek_experts,
 )
-from flexinfer.checkpoints.gguf.rope import YARN_SCORE_FACTOR, rope_of
+from flexinfer.checkpoints.gguf.rope import MSCALE, ROTATED, YARN_SCORE_FACTOR, rope_of
 from flexinfer.checkpoints.gguf.sources import Changed, Source
 from flexinfer.checkpoints.gguf.values import GgufValues
 from flexinfer.errors import UnsupportedModelError
@@ -26,7 +26,6 @@ from flexinfer.errors import UnsupportedModelError
 QUERY_LATENTS, LATENTS = "attention.q_lora_rank", "attention.kv_lora_rank"
 KEY_WIDTH, VALUE_WIDTH = "attention.key_length_mla", "attention.value_length_mla"
 """Of heads. Where they are there, the lengths without "_mla" are those of latents."""
-MSCALE = "rope.scaling.yarn_log_multiplier"
 HALVES = ("self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight")
 WHOLE = "self_attn.kv_b_proj.weight"
 NAMES = SHARED_EXPERTS | {
@@ -87,14 +86,14 @@ def _config_of(values: GgufValues) -> str:
 
 def _settings(values: GgufValues) -> dict[str, Any]:
     heads, latents = values.count("attention.head_count"), values.count(LATENTS)
-    rotated = values.count("rope.dimension_count")
+    rotated = values.count(ROTATED)
     are_latents_kept = values.get(KEY_WIDTH) is not None
     width, value_width = (
         values.count(f"attention.{part}_length{'_mla' if are_latents_kept else ''}")
         for part in ("key", "value")
     )
     if width <= rotated:
-        values.refuse("rope.dimension_count", f"less than the width of keys, {width}")
+        values.refuse(ROTATED, f"less than the width of keys, {width}")
     if are_latents_kept:
         values.equal("attention.head_count_kv", 1, "the one of latents")
         values.equal("attention.key_length", latents + rotated, "the latents and what is rotated")

@@ -33,7 +33,7 @@ def _settings(values: GgufValues) -> dict[str, Any]:
         "mamba_d_conv": values.count(mamba.KERNEL),
         "mamba_n_groups": values.count(mamba.GROUPS),
         "mamba_conv_bias": mamba.has_bias(values),
-        "mamba_rms_norm": values.shape("blk.0.ssm_norm.weight") is not None,
+        "mamba_rms_norm": values.has_tensor("blk.0.ssm_norm.weight"),
         "mamba_norm_before_gate": False,
     }
 

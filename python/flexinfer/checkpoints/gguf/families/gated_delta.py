@@ -7,6 +7,7 @@ another; a file of Qwen3.5 has the first ones of all heads, then the second ones
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -141,36 +142,29 @@ def _experts(values: GgufValues) -> dict[str, Any]:
     }
 
 
+QWEN_35 = Architecture(
+    "Qwen3_5TextConfig",
+    conversions=(_norms, _value_heads, undo_mamba, one_input, as_row),
+    names=NAMES,
+    keys=frozenset(KEYS),
+    settings=_hybrid,
+    rotates_all=False,
+    has_gates=True,
+)
+QWEN_35_MOE = replace(
+    QWEN_35,
+    config=None,
+    experts_config="Qwen3_5MoeTextConfig",
+    names=NAMES | SHARED_EXPERT,
+    keys=frozenset({*KEYS, "feed_forward_length", SHARED_WIDTH}),
+    expert_settings=_experts,
+)
 GATED_DELTA = {
-    "qwen3next": Architecture(
-        None,
+    "qwen3next": replace(
+        QWEN_35_MOE,
         experts_config="Qwen3NextConfig",
         conversions=(_norms, _join_inputs, undo_mamba, one_input, as_row),
-        names=NAMES | SHARED_EXPERT,
-        keys=frozenset({*KEYS, "feed_forward_length", SHARED_WIDTH}),
-        settings=_hybrid,
-        expert_settings=_experts,
-        rotates_all=False,
-        has_gates=True,
     ),
-    "qwen35": Architecture(
-        "Qwen3_5TextConfig",
-        conversions=(_norms, _value_heads, undo_mamba, one_input, as_row),
-        names=NAMES,
-        keys=frozenset(KEYS),
-        settings=_hybrid,
-        rotates_all=False,
-        has_gates=True,
-    ),
-    "qwen35moe": Architecture(
-        None,
-        experts_config="Qwen3_5MoeTextConfig",
-        conversions=(_norms, _value_heads, undo_mamba, one_input, as_row),
-        names=NAMES | SHARED_EXPERT,
-        keys=frozenset({*KEYS, "feed_forward_length", SHARED_WIDTH}),
-        settings=_hybrid,
-        expert_settings=_experts,
-        rotates_all=False,
-        has_gates=True,
-    ),
+    "qwen35": QWEN_35,
+    "qwen35moe": QWEN_35_MOE,
 }

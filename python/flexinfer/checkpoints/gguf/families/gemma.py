@@ -7,11 +7,19 @@ from typing import Any
 from flexinfer.checkpoints.gguf.architecture import Architecture
 from flexinfer.checkpoints.gguf.conversions import less_one
 from flexinfer.checkpoints.gguf.families.llama import NORMS_BEHIND
-from flexinfer.checkpoints.gguf.rope import WINDOW, WINDOW_BASE, WINDOW_PATTERN, rope_of, windows_of
+from flexinfer.checkpoints.gguf.rope import (
+    WINDOW,
+    WINDOW_BASE,
+    WINDOW_PATTERN,
+    rope_of_kinds,
+    windows_of,
+)
 from flexinfer.checkpoints.gguf.values import GgufValues
 
 NORMS_ON_BOTH_SIDES = NORMS_BEHIND | {"ffn_norm": "pre_feedforward_layernorm"}
 SCORE_CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
+OTHER_BASE = 1e4
+"""By which layers with a window rotate, where the file does not say it."""
 
 
 def _scale_of_queries(values: GgufValues, layers_of_largest: int) -> dict[str, Any]:
@@ -36,15 +44,11 @@ def _gemma3(values: GgufValues) -> dict[str, Any]:
     """Layers with a window rotate by a base of their own, and are not stretched. A file without
     windows, or with windows of 0, has none in any layer."""
     full = {"layer_types": ["full_attention"] * values.count("block_count")}
-    base = values.factor(WINDOW_BASE, 1e4)
     return {
         **(windows_of(values, 6) if values.get(WINDOW) else full),
         **_scale_of_queries(values, 62),
         "final_logit_softcapping": values.factor(LOGIT_CAP) if values.get(LOGIT_CAP) else None,
-        "rope_parameters": {
-            "full_attention": rope_of(values),
-            "sliding_attention": {"rope_type": "default", "rope_theta": base},
-        },
+        "rope_parameters": rope_of_kinds(values, OTHER_BASE),
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flexinfer.checkpoints.gguf.architecture import Architecture
-from flexinfer.checkpoints.gguf.families.gemma import LOGIT_CAP
+from flexinfer.checkpoints.gguf.families.gemma import LOGIT_CAP, OTHER_BASE
 from flexinfer.checkpoints.gguf.families.gemma4 import (
     EMBEDDED,
     EMBEDDINGS,
@@ -18,7 +18,13 @@ from flexinfer.checkpoints.gguf.families.gemma4 import (
     SHARED,
     shared_layers,
 )
-from flexinfer.checkpoints.gguf.rope import WINDOW, WINDOW_BASE, WINDOW_PATTERN, rope_of, windows_of
+from flexinfer.checkpoints.gguf.rope import (
+    WINDOW,
+    WINDOW_BASE,
+    WINDOW_PATTERN,
+    rope_of_kinds,
+    windows_of,
+)
 from flexinfer.checkpoints.gguf.sources import Changed, Ordered, Source
 from flexinfer.checkpoints.gguf.values import GgufValues
 from flexinfer.errors import UnsupportedModelError
@@ -64,7 +70,6 @@ def _gemma3n(values: GgufValues) -> dict[str, Any]:
     active, states = values.get(ACTIVE, 0), values.count(STATES)
     if type(active) is not int or not 0 <= active < states:
         values.refuse(ACTIVE, f"whole numbers from 0 on, less than {STATES}, {states}")
-    base = values.factor(WINDOW_BASE, 1e4)
     return {
         **windows_of(values, 5),
         **({} if rank is None else {"laurel_rank": rank[0]}),
@@ -75,10 +80,7 @@ def _gemma3n(values: GgufValues) -> dict[str, Any]:
         "altup_num_inputs": states,
         "activation_sparsity_pattern": _sparsity(values),
         "final_logit_softcapping": values.factor(LOGIT_CAP, 30.0),
-        "rope_parameters": {
-            "full_attention": rope_of(values),
-            "sliding_attention": {"rope_type": "default", "rope_theta": base},
-        },
+        "rope_parameters": rope_of_kinds(values, OTHER_BASE),
     }
 
 

@@ -9,13 +9,20 @@ from __future__ import annotations
 from typing import Any
 
 from flexinfer.checkpoints.gguf.architecture import Architecture
-from flexinfer.checkpoints.gguf.families.gemma import LOGIT_CAP, NORMS_ON_BOTH_SIDES
-from flexinfer.checkpoints.gguf.rope import WINDOW, WINDOW_BASE, WINDOW_PATTERN, rope_of, windows_of
+from flexinfer.checkpoints.gguf.families.gemma import LOGIT_CAP, NORMS_ON_BOTH_SIDES, OTHER_BASE
+from flexinfer.checkpoints.gguf.hybrid import KV_HEADS
+from flexinfer.checkpoints.gguf.rope import (
+    ROTATED,
+    WINDOW,
+    WINDOW_BASE,
+    WINDOW_PATTERN,
+    rope_of_kinds,
+    windows_of,
+)
 from flexinfer.checkpoints.gguf.values import GgufValues
 
-KV_HEADS, WIDTH = "attention.head_count_kv", "feed_forward_length"
+WIDTH = "feed_forward_length"
 KEY_WIDTH, VALUE_WIDTH = "attention.key_length", "attention.value_length"
-ROTATED = "rope.dimension_count"
 OF_WINDOWS = "_swa"
 """Ending of the keys of layers with a window."""
 SHARED, EMBEDDED = "attention.shared_kv_layers", "embedding_length_per_layer_input"
@@ -70,7 +77,7 @@ def _heads_of(values: GgufValues, kinds: list[str]) -> dict[str, Any]:
     full = dict(heads)["full_attention"]
     windowed = dict(heads).get("sliding_attention", full)
     own = [layer for layer in range(count - num_shared) if kinds[layer] == "full_attention"]
-    lack = {values.shape(f"blk.{layer}.attn_v.weight") is None for layer in own}
+    lack = {not values.has_tensor(f"blk.{layer}.attn_v.weight") for layer in own}
     if len(lack) > 1 or (full != windowed and lack == {False}):
         values.refuse(KV_HEADS, "values in all layers, or in none without a window")
     widths = {}
@@ -112,7 +119,8 @@ def _widths_of(values: GgufValues, count: int) -> dict[str, Any]:
 def _rotations_of(values: GgufValues) -> dict[str, Any]:
     """Without a window only some of a head's numbers are rotated, which the file says by factors of
     their frequencies: 1, and for the others one that makes nothing of them."""
-    full = rope_of(values)
+    kinds = rope_of_kinds(values, OTHER_BASE)
+    full = kinds["full_attention"]
     if full["rope_type"] != "default":
         values.refuse("rope.scaling.type", "none")
     factors = values.tensor(FACTORS) or [1.0] * (values.count(KEY_WIDTH) // 2)
@@ -120,14 +128,8 @@ def _rotations_of(values: GgufValues) -> dict[str, Any]:
     if any(factor < UNROTATED * 0.99 for factor in factors[rotated:]) or not rotated:
         values.refuse(KEY_WIDTH, f"factors of frequencies ({FACTORS}) that are 1, then {UNROTATED}")
     values.equal(KEY_WIDTH, 2 * len(factors), f"twice the factors in {FACTORS}")
-    return {
-        "full_attention": full
-        | {"rope_type": "proportional", "partial_rotary_factor": rotated / len(factors)},
-        "sliding_attention": {
-            "rope_type": "default",
-            "rope_theta": values.factor(WINDOW_BASE, 1e4),
-        },
-    }
+    part = {"rope_type": "proportional", "partial_rotary_factor": rotated / len(factors)}
+    return kinds | {"full_attention": full | part}
 
 
 GEMMA4 = {

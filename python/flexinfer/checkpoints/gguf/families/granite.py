@@ -69,7 +69,7 @@ def _hybrid(values: GgufValues) -> dict[str, Any]:
         **heads_of(values),
         "layer_types": ["full_attention" if own else "linear_attention" for own in attends],
         "position_embedding_type": "rope" if values.flag(ROTATES, True) else None,
-        "attention_bias": values.shape(f"blk.{attends.index(True)}.attn_q.bias") is not None,
+        "attention_bias": values.has_tensor(f"blk.{attends.index(True)}.attn_q.bias"),
         "mamba_n_heads": values.count(mamba.HEADS),
         "mamba_d_head": mamba.head_dim_of(values),
         "mamba_d_state": values.count(mamba.STATE),

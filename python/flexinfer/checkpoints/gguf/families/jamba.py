@@ -51,7 +51,7 @@ def _experts(values: GgufValues) -> dict[str, Any]:
     """One expert is none: an MLP."""
     layers = range(values.count("block_count"))
     names = (f"blk.{layer}.ffn_gate_inp.weight" for layer in layers)
-    has_experts = [values.shape(name) is not None for name in names]
+    has_experts = [values.has_tensor(name) for name in names]
     places = _places(has_experts)
     if not any(has_experts):
         return {"num_experts": 1, "num_experts_per_tok": 1}

@@ -6,11 +6,10 @@ from typing import Any
 
 from flexinfer.checkpoints.gguf.architecture import Architecture
 from flexinfer.checkpoints.gguf.conversions import part_pairs
-from flexinfer.checkpoints.gguf.rope import ORIGINAL, rope_of
+from flexinfer.checkpoints.gguf.rope import MSCALE, ORIGINAL, rope_of
 from flexinfer.checkpoints.gguf.values import GgufValues
 
 TEMPERATURE = "attention.temperature_scale"
-MSCALE = "rope.scaling.yarn_log_multiplier"
 
 
 def _config(values: GgufValues) -> str:
