@@ -32,5 +32,11 @@ def of_pieces(
     threads = min(torch.get_num_threads(), ENGINE_THREADS, len(pieces))
     if threads < 2:
         return [compute(piece) for piece in pieces]
+    is_inference = torch.is_inference_mode_enabled()  # which threads do not inherit
+
+    def compute_piece(piece: slice) -> T:
+        with torch.inference_mode(is_inference):
+            return compute(piece)
+
     with ThreadPoolExecutor(threads, "flexinfer-pieces", use_one_thread) as pool:
-        return list(pool.map(compute, pieces))
+        return list(pool.map(compute_piece, pieces))

@@ -58,3 +58,15 @@ def test_an_error_in_a_piece_is_the_callers() -> None:
 
     with pytest.raises(ValueError, match="the third"):
         of_pieces(compute, 64, pieces.BYTES_OF_PIECE)
+
+
+def test_pieces_write_what_their_caller_made() -> None:
+    """Threads do not inherit inference mode, out of which its tensors cannot be written."""
+    with torch.inference_mode():
+        table = torch.zeros(64)
+
+        def fill(some: slice) -> None:
+            table[some] = 1
+
+        of_pieces(fill, 64, pieces.BYTES_OF_PIECE)
+    assert table.sum() == 64
