@@ -292,6 +292,17 @@ def test_offsets_stay_in_the_text(http: httpx.Client) -> None:
     assert any(token.startswith("bytes:\\x") for token in tokens)
 
 
+@pytest.mark.parametrize("more", [{}, {"echo": True}, {"stop": [TEXT + "?"]}, {"stop": TEXT[4:]}])
+def test_offsets_of_a_stream_are_those_of_the_whole(
+    http: httpx.Client, more: dict[str, Any]
+) -> None:
+    """They were those of the text shown so far: text that is held back counted for nothing."""
+    body = {"prompt": "x", "logprobs": 1, **CHOICE, **more}
+    whole = http.post(COMPLETIONS, json=body).json()["choices"][0]["logprobs"]["text_offset"]
+    streamed = [event["choices"][0]["logprobs"] for event in events(http, COMPLETIONS, body)]
+    assert [offset for one in streamed if one for offset in one["text_offset"]] == whole
+
+
 # What streams say beside the text.
 
 
