@@ -16,14 +16,14 @@ from flexinfer.runtime.units import parse_bytes
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 SCHEDULING_POLICIES = ("fcfs", "priority", "prefix")
 PREEMPTION_MODES = ("recompute", "swap", "auto", "off")
 SPECULATIVE_METHODS = ("ngram", "draft_model")
 MAX_SPECULATIVE_TOKENS = 256
 """Each place in a proposal is counted in a metric, and all are weighed before each step."""
 KV_CACHE_DTYPES = {"auto": "auto", "int8": "int8", "fp8_e4m3": "fp8_e4m3", "fp8": "fp8_e4m3"}
-DEFAULT_LOOKUP = 5
-MAX_LOOKUP = 32
+DEFAULT_LOOKUP, MAX_LOOKUP = 5, 32
 """Each length between the shortest and the longest has an index of all tokens of a request."""
 DEFAULT_STATE_SNAPSHOT_TOKENS = 1024
 DEFAULT_MAX_LORAS = 8
@@ -396,5 +396,5 @@ class EngineConfig:
 
 
 def dtype_name(dtype: Any) -> str:
-    """'float32' for "float32", "torch.float32" and torch.float32."""
-    return str(dtype).removeprefix("torch.")
+    """'float32' for "float32", "torch.float32", torch.float32, and "float", as torch calls it."""
+    return DTYPE_ALIASES.get(name := str(dtype).removeprefix("torch."), name)

@@ -75,6 +75,13 @@ def test_numbers_are_float32_whatever_torchs_default_dtype_is() -> None:
     assert torch.equal(found, drawn.weight())
 
 
+def test_fp8_may_be_named_where_the_folder_is_so(tmp_path: Path) -> None:
+    write_folder(tmp_path, tiny(), *CASES["fp8"])
+    found, expected = (load_model(str(tmp_path), quantization=q).model for q in ("fp8", "auto"))
+    prompt = tuple(random_prompts((9,))[0])
+    assert continue_prompt(found, prompt, 6) == continue_prompt(expected, prompt, 6)
+
+
 @pytest.mark.parametrize("case", ["fp8", "fp8 scales in bfloat16", "fp8 static"])
 def test_weights_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     """Which makes numbers of them, too, without a GPU. Blocks that are cut off it takes for smaller
