@@ -16,14 +16,14 @@ from flexinfer.runtime.units import parse_bytes
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 SCHEDULING_POLICIES = ("fcfs", "priority", "prefix")
 PREEMPTION_MODES = ("recompute", "swap", "auto", "off")
 SPECULATIVE_METHODS = ("ngram", "draft_model")
 MAX_SPECULATIVE_TOKENS = 256
 """Each place in a proposal is counted in a metric, and all are weighed before each step."""
-KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")
-DEFAULT_LOOKUP = 5
-MAX_LOOKUP = 32
+KV_CACHE_DTYPES = {"auto": "auto", "int8": "int8", "fp8_e4m3": "fp8_e4m3", "fp8": "fp8_e4m3"}
+DEFAULT_LOOKUP, MAX_LOOKUP = 5, 32
 """Each length between the shortest and the longest has an index of all tokens of a request."""
 DEFAULT_STATE_SNAPSHOT_TOKENS = 1024
 DEFAULT_MAX_LORAS = 8
@@ -165,8 +165,8 @@ class EngineConfig:
     quantised already, and inputs of 8 bits. None or "auto": as the checkpoint is, quantised already
     or not."""
     kv_cache_dtype: str = "auto"
-    """"auto": the model's; "int8" or "fp8_e4m3": a byte for each number of K and V, and a scale
-    for each token and head (on the CPU)."""
+    """"auto": the model's; "int8" or "fp8_e4m3" ("fp8" too): a byte for each number of K and V, and
+    a scale for each token and head (on the CPU)."""
     device: str | None = None
     seed: int = 0
     max_model_len: int | None = None
@@ -293,7 +293,8 @@ class EngineConfig:
         positive("max_passed_over", self.max_passed_over)
         require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         require_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
-        require_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        require_choice("kv_cache_dtype", self.kv_cache_dtype, list(KV_CACHE_DTYPES))
+        object.__setattr__(self, "kv_cache_dtype", KV_CACHE_DTYPES[self.kv_cache_dtype])
         for name in ("swap_space", "free_memory_low", "free_memory_high", "prefix_cache_memory"):
             value = getattr(self, name)
             if value is not None or name == "swap_space":
@@ -395,5 +396,5 @@ class EngineConfig:
 
 
 def dtype_name(dtype: Any) -> str:
-    """'float32' for "float32", "torch.float32" and torch.float32."""
-    return str(dtype).removeprefix("torch.")
+    """'float32' for "float32", "torch.float32", torch.float32, and "float", as torch calls it."""
+    return DTYPE_ALIASES.get(name := str(dtype).removeprefix("torch."), name)

@@ -144,11 +144,15 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Continue one or many conversations, each a list of {"role": ..., "content": ...}.
 
         A conversation that goes on from an earlier one finds its KV in the prefix cache.
+        `chat_template_kwargs`: what the template may ask for, such as {"enable_thinking": False}.
         """
+        if chat_template_kwargs is not None:
+            self.llm_engine.inputs.check_template_kwargs(chat_template_kwargs)
         prompts: list[Prompt] = [
             {
                 "prompt_token_ids": self.llm_engine.inputs.apply_chat_template(
@@ -157,6 +161,7 @@ class LLM:
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     tools=tools,
+                    **(chat_template_kwargs or {}),
                 )
             }
             for conversation in _conversations(messages)

@@ -282,6 +282,7 @@ def test_bad_setting_is_refused(
     [
         ({"chunk_bytes": 1000}, "granularity"),
         ({"chunk_bytes": "64KiB", "kv_cache_memory_bytes": "32KiB"}, "less than one chunk"),
+        ({"swap_space": 4}, "swap_space 4 holds the KV of no request: it is in bytes"),
     ],
 )
 def test_sizes_that_no_model_can_have_are_refused_before_the_weights_are_read(

@@ -93,11 +93,42 @@ def test_token_ids_may_be_numbers_of_numpy_or_torch(llm: LLM, prompt: Any) -> No
         (["a", 5], "a prompt must be text or token ids, got 5"),
         ({1: 2, "a": 3}, "got the keys"),
         ({"prompt": 3, "prompt_token_ids": [3]}, "text of a prompt must be a string, got 3"),
+        ("a\ud800b", r"half a surrogate pair \('\\ud800'\) at character 1"),
+        (
+            {"prompt": "a", "multi_modal_data": {"image": 1}},
+            "'multi_modal_data' of a prompt",
+        ),
+        ({"prompt_embeds": torch.zeros(2, 8)}, "'prompt_embeds' of a prompt is not supported"),
     ],
 )
 def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         llm.generate(prompt, GREEDY, use_tqdm=False)
+
+
+def test_a_template_is_given_what_the_caller_has_for_it(llm: LLM) -> None:
+    """As vLLM does, for templates that think unless told otherwise."""
+    template = "{{ 'thinks' if enable_thinking else 'does not' }}"
+    chat = [{"role": "user", "content": "a"}]
+    for thinks, text in ((True, "thinks"), (False, "does not")):
+        (output,) = llm.chat(
+            chat,
+            GREEDY,
+            use_tqdm=False,
+            chat_template=template,
+            chat_template_kwargs={"enable_thinking": thinks},
+        )
+        assert llm.get_tokenizer().decode(output.prompt_token_ids) == text
+
+
+def test_bad_words_are_texts_that_a_tokenizer_reads() -> None:
+    with pytest.raises(ValueError, match="bad_words has half a surrogate pair"):
+        SamplingParams(bad_words=["a\ud800"])
+
+
+def test_empty_data_of_other_kinds_is_none(llm: LLM) -> None:
+    prompt: Any = {"prompt": "hello", "multi_modal_data": {}, "mm_processor_kwargs": None}
+    assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 
 
 @pytest.mark.parametrize(
@@ -107,6 +138,9 @@ def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any, message: str) -> No
         ({"chat_template": "{{ raise_exception('no') }}"}, "cannot render .*: no"),
         ({"chat_template": 3}, "the chat template cannot render"),
         ({"tools": 3}, "the chat template cannot render"),
+        ({"chat_template": "{{ '\ud800' }}"}, "a text has half a surrogate pair"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "for the template, and may not set 'tokeni"),
+        ({"chat_template_kwargs": ["a"]}, "chat_template_kwargs must be a dict"),
         ({"continue_final_message": True}, "the chat template cannot render"),
     ],
 )

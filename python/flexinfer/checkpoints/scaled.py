@@ -104,7 +104,7 @@ def scaled(weight: torch.Tensor, scales: torch.Tensor, block: Block) -> torch.Te
     ValueError for what is no finite number."""
     outputs, inputs = weight.shape
     by_input = scales.float().repeat_interleave(block[1], dim=1)[:, :inputs]
-    numbers = torch.empty(outputs, inputs)
+    numbers = torch.empty(outputs, inputs, dtype=torch.float32)
 
     def write(some: slice) -> bool:
         rows = torch.arange(some.start, some.stop) // block[0]

@@ -28,4 +28,6 @@ QUANTIZATION_HELP = (
     "(int4-a8: faster for many tokens) if wanted; a8: weights that are quantised already (GGUF, "
     "GPTQ, AWQ, NVFP4, ...), inputs of 8 bits; auto: as the model is."
 )
-KV_CACHE_DTYPE_HELP = "int8 or fp8_e4m3: a byte for each number of K and V; auto: as the model's."
+KV_CACHE_DTYPE_HELP = (
+    "int8 or fp8 (fp8_e4m3): a byte for each number of K and V; auto: as the model's."
+)

@@ -32,6 +32,7 @@ from flexinfer.memory.kv_setup import (
 )
 from flexinfer.runtime.device import choose_device
 from flexinfer.runtime.process import check_process
+from flexinfer.runtime.torch_modes import plain_modes
 from flexinfer.sampling.grammars import GrammarCompiler
 from flexinfer.scheduler.scheduler import Scheduler
 from flexinfer.speculation.drafter import NgramDrafter
@@ -78,6 +79,7 @@ class EngineParts:
     """The LoRA adapters; none may be loaded unless `enable_lora` is set."""
 
 
+@plain_modes()
 def build_parts(config: EngineConfig) -> EngineParts:
     """Raises ValueError or UnsupportedModelError for settings or models that cannot work.
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 from flexinfer.errors import RequestError, UnsupportedModelError
 from flexinfer.lora.adapters import SALT_PREFIX
 from flexinfer.runtime.numbers import whole
 from flexinfer.types import Messages, Prompt
+
+NOT_SERVED = ("multi_modal_data", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt")
+"""What prompts of vLLM may have beside their text, or in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +60,24 @@ class InputProcessor:
             ) from error
         return self.tokenize_rendered(text)
 
+    def check_template_kwargs(self, kwargs: Mapping[str, Any] | None) -> None:
+        """Raises RequestError for names that the template would not see: those of arguments."""
+        if not isinstance(kwargs, (Mapping, type(None))):
+            raise RequestError(f"chat_template_kwargs must be a dict, got {kwargs!r}")
+        of_tokenizer = signature(self._require_tokenizer("chat").apply_chat_template).parameters
+        reserved = of_tokenizer.keys() | signature(type(self).render).parameters.keys()
+        clash = sorted(reserved & (kwargs or {}).keys())
+        if clash:
+            raise RequestError(
+                f"chat_template_kwargs are for the template, and may not set {clash[0]!r}"
+            )
+
     def tokenize_rendered(self, text: str) -> list[int]:
-        """Token ids of a text that the template made: it has its special tokens already."""
-        ids: list[int] = self._require_tokenizer("chat")(text, add_special_tokens=False).input_ids
+        """Token ids of a text that the template made: it has its special tokens already. Raises
+        RequestError."""
+        tokenizer = self._require_tokenizer("chat")
+        _check_characters(text)
+        ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
     def render(self, messages: Messages, chat_template: str | None = None, **kwargs: Any) -> str:
@@ -81,6 +100,10 @@ class InputProcessor:
             raise RequestError(f"cache_salt must be a string, got {salt!r}")
         if salt.startswith(SALT_PREFIX):
             raise RequestError(f"cache_salt {salt!r} begins as those of LoRA adapters do")
+        for name in NOT_SERVED:
+            given = prompt.get(name)
+            if given is not None and not (isinstance(given, Mapping) and not given):
+                raise RequestError(f"{name!r} of a prompt is not supported here: it is text alone")
         given = prompt.get("output_token_ids")
         output_ids = self._check_ids(given, "output_token_ids") if given else []
         if "prompt_token_ids" in prompt:
@@ -99,6 +122,7 @@ class InputProcessor:
         if not isinstance(text, str):
             raise RequestError(f"the text of a prompt must be a string, got {text!r}")
         tokenizer = self._require_tokenizer("a prompt as text")
+        _check_characters(text)
         return self._check_ids(tokenizer(text).input_ids)
 
     def _check_ids(self, token_ids: Any, what: str = "a prompt") -> list[int]:
@@ -125,6 +149,16 @@ class InputProcessor:
         if self.tokenizer is None:
             raise RequestError(f"{what} needs a tokenizer, and this engine has none")
         return self.tokenizer
+
+
+def _check_characters(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"a text has half a surrogate pair ({text[error.start]!r}) at character {error.start}: "
+            "no tokenizer reads that"
+        ) from None
 
 
 def _in_plain_text(message: Any) -> Mapping[str, Any]:

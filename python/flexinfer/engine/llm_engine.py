@@ -29,6 +29,7 @@ from flexinfer.metrics.requests import RequestStats
 from flexinfer.metrics.steps import EngineStats, StepMeter, StepStats, StepTotals
 from flexinfer.outputs import RequestOutput
 from flexinfer.runtime.panics import panics_as_errors
+from flexinfer.runtime.torch_modes import plain_modes
 from flexinfer.runtime.torch_settings import return_freed_memory
 from flexinfer.sampling.params import BeamSearchParams, SamplingParams
 from flexinfer.scheduler.request import Request
@@ -36,9 +37,6 @@ from flexinfer.scheduler.scheduler import Batch
 from flexinfer.types import Prompt
 
 logger = logging.getLogger(__name__)
-
-ACTIVATION_BYTES = 256 << 20
-"""What the KV pool gives up at a time while a step's activations find no memory."""
 
 
 class LLMEngine:
@@ -134,6 +132,7 @@ class LLMEngine:
         settled, self._settled = self._settled, []
         return settled + self._step(may_run_ahead=True)
 
+    @plain_modes()
     def _step(self, *, may_run_ahead: bool) -> list[RequestOutput]:
         self._meter.start()
         batch = self._steps.launched or self.scheduler.schedule()

@@ -69,6 +69,11 @@ def check_kv_sizes(config: EngineConfig) -> None:
                 f"kv_cache_memory_bytes {config.kv_cache_memory_bytes!r} is less than one chunk of "
                 f"{chunk} bytes: raise it or lower chunk_bytes"
             )
+    if 0 < parse_bytes(config.swap_space, "swap_space") < unit:
+        raise ValueError(
+            f"swap_space {config.swap_space!r} holds the KV of no request: it is in bytes, or text "
+            "such as '4GiB'"
+        )
 
 
 def _check_file_size() -> None:

@@ -220,7 +220,9 @@ def load_config(name: str) -> Any:
     check_folder("model", name)
     check_json(name, MODEL_FILES)
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        raise UnsupportedModelError(f"model folder {name!r} has no config.json")
+        files = sorted(file for file in os.listdir(name) if file.endswith(".gguf"))
+        hint = f"; it has GGUF files: name one, as {os.path.join(name, files[0])}" if files else ""
+        raise UnsupportedModelError(f"model folder {name!r} has no config.json{hint}")
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+METHODS = ("gguf", "awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
+"""By which weights may be quantised already."""
+
 
 def open_checkpoint(name: str, config: Any) -> Checkpoint | None:
     """What has to be read weight by weight; None: transformers reads it. Reads no weight. Raises
@@ -103,7 +106,7 @@ def choose_scheme(
     method = checkpoint.method if checkpoint is not None and checkpoint.is_quantised else None
     if method is not None:
         _check_inputs(config, dtype, device, method)
-    if quantization == "auto":
+    if _is_own(quantization, None if checkpoint is None else checkpoint.method):
         return None
     from flexinfer.layers.quantised import BYTE_INPUTS, Scheme
 
@@ -132,6 +135,21 @@ def choose_scheme(
         )
     _check_layers(config, scheme, dtype, num_parts)
     return scheme
+
+
+def _is_own(quantization: str, method: str | None) -> bool:
+    """Whether it is the checkpoint's own; vLLM's programs name the method. Raises
+    UnsupportedModelError for another one."""
+    if quantization not in METHODS:
+        return quantization == "auto"
+    if quantization != method:
+        found = "not quantised" if method is None else f"quantised by {method!r}"
+        raise UnsupportedModelError(
+            f"quantization={quantization!r} is a method by which checkpoints are quantised, and "
+            f"this model's weights are {found}; leave quantization out, or take 'int8' or 'int4' "
+            "to quantise weights at load"
+        )
+    return True
 
 
 def _check_inputs(config: Any, dtype: Any, device: str | None, method: str) -> None:

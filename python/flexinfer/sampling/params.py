@@ -293,6 +293,8 @@ def _texts(name: str, given: Any) -> list[str]:
     for text in texts:
         if not isinstance(text, str) or not text:
             raise ValueError(f"{name} must hold non-empty strings, got {text!r}")
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise ValueError(f"{name} has half a surrogate pair, which no text has: {text!r}")
     return texts
 
 

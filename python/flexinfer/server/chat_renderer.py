@@ -6,7 +6,6 @@ A template without tools gets them in words: Hermes' way, which is read back.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,11 +57,6 @@ class ChatRenderer:
         self._inputs = inputs
         self._template = chat_template
         tokenizer = inputs.tokenizer
-        self._reserved: frozenset[str] = frozenset()
-        if tokenizer is not None:
-            of_tokenizer = inspect.signature(tokenizer.apply_chat_template).parameters
-            of_inputs = inspect.signature(type(inputs).render).parameters
-            self._reserved = frozenset(of_tokenizer) | frozenset(of_inputs)
         own = getattr(tokenizer, "chat_template", None)
         source = str(chat_template or own or "")
         self.knows_tools = "tools" in source
@@ -76,12 +70,11 @@ class ChatRenderer:
     def _render(self, prompt: ChatPrompt) -> list[int]:
         from jinja2 import TemplateError
 
-        clash = sorted(self._reserved & set(prompt.template_kwargs))
-        if clash:
-            raise bad_request(
-                f"chat_template_kwargs are for the template, and may not set {clash[0]!r}",
-                "chat_template_kwargs",
-            )
+        if prompt.template_kwargs:
+            try:
+                self._inputs.check_template_kwargs(prompt.template_kwargs)
+            except RequestError as error:
+                raise bad_request(str(error), "chat_template_kwargs") from None
         if prompt.documents and not self._knows_documents:
             raise bad_request("the model's chat template has no place for documents", "documents")
         messages = [as_template_message(message) for message in prompt.messages]

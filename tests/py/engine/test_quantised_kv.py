@@ -134,13 +134,19 @@ def test_the_manager_counts_the_bytes_that_there_are(kv_dtype: str) -> None:
     [
         (
             {"kv_cache_dtype": "fp8_e5m2"},
-            "kv_cache_dtype must be one of 'auto', 'int8', 'fp8_e4m3'",
+            "kv_cache_dtype must be one of 'auto', 'int8', 'fp8_e4m3', 'fp8', got 'fp8_e5m2'",
         ),
+        ({"kv_cache_dtype": ["int8"]}, r"kv_cache_dtype must be one of .*, got \['int8'\]"),
     ],
 )
 def test_a_format_that_there_is_not_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EngineConfig("folder", **settings)
+
+
+@pytest.mark.parametrize("asked", ["fp8", "fp8_e4m3"])
+def test_vllms_short_name_of_fp8_is_known(asked: str) -> None:
+    assert EngineConfig("folder", kv_cache_dtype=asked).kv_cache_dtype == "fp8_e4m3"
 
 
 def test_gpus_and_latents_are_refused_before_any_weight_is_read(tmp_path: Any) -> None:

@@ -63,6 +63,25 @@ def test_the_product_with_scales_is_that_of_each_number(
     assert torch.equal(found, drawn.weight())
 
 
+def test_numbers_are_float32_whatever_torchs_default_dtype_is() -> None:
+    """A program that had set it to bfloat16 got weights that were rounded to that."""
+    drawn = draw_scaled(32, 64, 0, block=(32, 32), dtype=torch.float32)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = scaled(drawn.codes.view(torch.float8_e4m3fn), drawn.scales, (32, 32))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, drawn.weight())
+
+
+def test_fp8_may_be_named_where_the_folder_is_so(tmp_path: Path) -> None:
+    write_folder(tmp_path, tiny(), *CASES["fp8"])
+    found, expected = (load_model(str(tmp_path), quantization=q).model for q in ("fp8", "auto"))
+    prompt = tuple(random_prompts((9,))[0])
+    assert continue_prompt(found, prompt, 6) == continue_prompt(expected, prompt, 6)
+
+
 @pytest.mark.parametrize("case", ["fp8", "fp8 scales in bfloat16", "fp8 static"])
 def test_weights_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     """Which makes numbers of them, too, without a GPU. Blocks that are cut off it takes for smaller

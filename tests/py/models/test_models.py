@@ -20,8 +20,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from flexinfer import LLM, UnsupportedModelError
 from flexinfer.attention.hook import attention_forward, probe_forward, register
+from flexinfer.config import EngineConfig
 from flexinfer.memory.kv_groups import kv_spec
 from flexinfer.models.checks import check_config, max_positions
+from flexinfer.models.dtypes import weights_dtype
 from flexinfer.models.loading import load_model
 from flexinfer.models.probe import probe
 from helpers.tiny_models import CONFIGS, draw_model, make_model
@@ -253,6 +255,20 @@ def test_what_this_user_may_not_read_is_no_missing_file(
     monkeypatch.setattr("builtins.open", refusing(open))
     with pytest.raises(UnsupportedModelError, match=f"permission denied: .* read '{path}'"):
         load_model(path if is_file else tmp_path)
+
+
+@pytest.mark.parametrize(("short", "dtype"), [("half", "float16"), ("float", "float32")])
+def test_torchs_other_names_of_dtypes_are_known(short: str, dtype: str) -> None:
+    config = EngineConfig("folder", dtype=short)
+    assert weights_dtype(tf.LlamaConfig(), config.dtype, "cpu") is getattr(torch, dtype)
+
+
+def test_a_folder_of_gguf_files_says_which_to_name(tmp_path: Path) -> None:
+    (tmp_path / "tiny-Q8_0.gguf").write_bytes(b"GGUF")
+    with pytest.raises(
+        UnsupportedModelError, match=r"it has GGUF files: name one, as .*Q8_0\.gguf"
+    ):
+        load_model(str(tmp_path))
 
 
 def test_folder_without_config_is_refused(tmp_path: Path) -> None:

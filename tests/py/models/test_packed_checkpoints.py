@@ -17,7 +17,7 @@ from flexinfer.checkpoints.checkpoint import Checkpoint
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.models.loading import load_config, load_model
-from flexinfer.models.quantisation import open_checkpoint
+from flexinfer.models.quantisation import choose_scheme, open_checkpoint
 from helpers.float_folders import PLACES_CASES, SCALED_CASES
 from helpers.mixtures import NUM_TOKENS, generate
 from helpers.packed_cases import (
@@ -292,6 +292,27 @@ def test_inputs_of_8_bits_alone_are_refused_for_weights_that_are_not_quantised(
         load_model(str(tmp_path), quantization="a8")
     with pytest.raises(UnsupportedModelError, match="a model that is loaded already stays"):
         load_model(tiny(), quantization="a8")
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq", "compressed"])
+def test_its_own_method_may_be_named_as_vllms_programs_do(case: str, tmp_path: Path) -> None:
+    write_folder(tmp_path, tiny(), *CASES[case])
+    config = load_config(str(tmp_path))
+    checkpoint = open_checkpoint(str(tmp_path), config)
+    assert checkpoint is not None
+    assert (
+        choose_scheme(str(tmp_path), config, "auto", "cpu", checkpoint.method, checkpoint) is None
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r"'fp8' is a method .* this model's weights are"
+    ):
+        load_model(str(tmp_path), quantization="fp8")
+
+
+def test_a_method_does_not_go_with_weights_that_are_not_quantised(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="weights are not quantised; leave"):
+        load_model(str(tmp_path), quantization="gptq")
 
 
 def test_a_scheme_of_ours_does_not_go_with_theirs(tmp_path: Path) -> None:

@@ -82,3 +82,11 @@ def test_the_version_is_the_installed_one() -> None:
 def test_importing_the_package_loads_no_torch() -> None:
     code = "import sys, flexinfer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_names_of_sampling_are_where_vllm_has_them() -> None:
+    """A program moves over by changing an import; structured outputs had no such place."""
+    from flexinfer import sampling_params
+
+    names = {"BeamSearchParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"}
+    assert set(sampling_params.__all__) == names

@@ -281,17 +281,6 @@ def test_bytes_of_tokens_join_to_the_text(http: httpx.Client) -> None:
             assert entry["bytes"] == entry["top_logprobs"][0]["bytes"] or entry["logprob"] < 0
 
 
-def test_offsets_stay_in_the_text(http: httpx.Client) -> None:
-    answer = http.post(COMPLETIONS, json={"prompt": "x", "logprobs": 1, **CHOICE}).json()
-    choice = answer["choices"][0]
-    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
-    assert offsets == sorted(offsets)
-    assert offsets[-1] <= len(TEXT)
-    for token, offset in zip(tokens, offsets, strict=True):
-        assert token.startswith("bytes:\\x") or (TEXT + END)[offset:].startswith(token)
-    assert any(token.startswith("bytes:\\x") for token in tokens)
-
-
 # What streams say beside the text.
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from flexinfer.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
 from flexinfer.server.api import generate
 from flexinfer.server.api.generate import Job
-from flexinfer.server.api.logprobs import completion_logprobs, prompt_logprobs
+from flexinfer.server.api.logprobs import TextPlace, completion_logprobs, prompt_logprobs
 from flexinfer.server.api.prompts import decode, make_prompt, tokenize, truncated
 from flexinfer.server.api.sampling import beam_params, sampling_params
 from flexinfer.server.http.errors import bad_request
@@ -60,9 +60,9 @@ class CompletionCall:
         )
 
     def logprobs(
-        self, output: RequestOutput, one: CompletionOutput, offset: int, *, shows_prompt: bool
+        self, output: RequestOutput, one: CompletionOutput, place: TextPlace, *, shows_prompt: bool
     ) -> CompletionLogprobs | None:
-        """Of the new text, and before it of the prompt if that is shown; begins at `offset`."""
+        """Of the new text, and before it of the prompt if that is shown; begins at `place`."""
         num_top = self.body.logprobs
         if num_top is None:
             return None
@@ -71,7 +71,7 @@ class CompletionCall:
         if shows_prompt:
             entries = [entry for entry in output.prompt_logprobs or () if entry] + entries
             first = decode(self.state, output.prompt_token_ids[:1], special_tokens=True)
-        return completion_logprobs(entries, num_top, offset, self.state.token_bytes, first)
+        return completion_logprobs(entries, num_top, place, self.state.token_bytes, first)
 
 
 async def prepare_completion(
@@ -145,7 +145,7 @@ def final_choice(
     return CompletionChoice(
         index=call.index_of(prompt_idx, one.index),
         text=echo + one.text,
-        logprobs=call.logprobs(output, one, 0, shows_prompt=bool(call.body.echo)),
+        logprobs=call.logprobs(output, one, TextPlace(), shows_prompt=bool(call.body.echo)),
         finish_reason="length" if call.max_tokens == 0 else one.finish_reason,  # type: ignore[arg-type]
         stop_reason=one.stop_reason,
         token_ids=one.token_ids if wants_ids else None,

@@ -7,6 +7,7 @@ from typing import Any
 from flexinfer.outputs import CompletionOutput, RequestOutput
 from flexinfer.server.api.completion_call import CompletionCall
 from flexinfer.server.api.generate import UsageCounter
+from flexinfer.server.api.logprobs import TextPlace
 from flexinfer.server.http.streaming import DONE, TextEvents, event
 from flexinfer.server.protocol.base import Usage
 
@@ -18,8 +19,8 @@ class CompletionStream:
         self._call = call
         self._head = call.answer([]).model_dump(exclude={"usage"})
         self._counter = UsageCounter()
-        self._offsets: dict[int, int] = {}
-        """Characters that each choice has shown."""
+        self._places: dict[int, TextPlace] = {}
+        """Of each choice that has begun, where its next token does."""
         self._plain = TextEvents(lambda index, text: self._chunk(_plain_choice(index, text)))
         body = call.body
         self._has_plain = not (
@@ -43,12 +44,9 @@ class CompletionStream:
 
     def _event(self, prompt_idx: int, output: RequestOutput, one: CompletionOutput) -> str:
         index = self._call.index_of(prompt_idx, one.index)
-        offset = self._offsets.get(index)
-        if offset is not None and self._has_plain and one.finish_reason is None:
-            self._offsets[index] = offset + len(one.text)
+        if index in self._places and self._has_plain and one.finish_reason is None:
             return self._plain.event(index, one.text)
         choice = self._choice(index, prompt_idx, output, one)
-        self._offsets[index] = (offset or 0) + len(choice["text"])
         is_wanted = self._call.body.wants_running_usage
         running = self._counter.running(prompt_idx, one.index) if is_wanted else None
         return event(self._chunk(choice, running))
@@ -57,18 +55,19 @@ class CompletionStream:
         self, index: int, prompt_idx: int, output: RequestOutput, one: CompletionOutput
     ) -> dict[str, Any]:
         call, body = self._call, self._call.body
-        shows_prompt = bool(body.echo) and index not in self._offsets
+        is_first = index not in self._places
+        place = self._places.setdefault(index, TextPlace())
+        shows_prompt = bool(body.echo) and is_first
         echo = call.texts[prompt_idx] if shows_prompt else ""
         choice = _plain_choice(index, echo + one.text)
         choice["finish_reason"] = one.finish_reason
         choice["stop_reason"] = one.stop_reason
-        offset = self._offsets.get(index, 0)
-        logprobs = call.logprobs(output, one, offset, shows_prompt=shows_prompt)
+        logprobs = call.logprobs(output, one, place, shows_prompt=shows_prompt)
         if logprobs is not None:
             choice["logprobs"] = logprobs.model_dump()
         if body.return_token_ids:
             choice["token_ids"] = one.token_ids
-            if index not in self._offsets:
+            if is_first:
                 choice["prompt_token_ids"] = output.prompt_token_ids
         return choice
 

@@ -18,24 +18,37 @@ def chat_logprobs(output: CompletionOutput, num_top: int, token_bytes: TokenByte
     return ChatLogprobs(content=[_content(entry, num_top, token_bytes) for entry in entries])
 
 
+class TextPlace:
+    """Where the next token of a choice begins in the text of its tokens, in characters. They may
+    hold more text than is shown: what may begin a stop string, or is a part of a character, comes
+    later or never."""
+
+    def __init__(self) -> None:
+        self._offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def pass_by(self, token: bytes) -> int:
+        """Where this token begins; of a part of a character, where the character does."""
+        begin = self._offset
+        self._offset += len(self._decoder.decode(token))
+        return begin
+
+
 def completion_logprobs(
     entries: Sequence[TokenLogprobs],
     num_top: int,
-    offset: int,
+    place: TextPlace,
     token_bytes: TokenBytes,
     first: str | None = None,
 ) -> CompletionLogprobs:
-    """`offset`: where the text of these tokens begins, in characters; `first`: a prompt's first
-    token, which stands before them and has no probability. Tokens that hold parts of characters
-    begin where the character does."""
+    """`place`: where these tokens begin, moved behind them; `first`: a prompt's first token, which
+    stands before them and has no probability."""
     out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     if first is not None:
         out.tokens.append(first)
         out.token_logprobs.append(None)
         out.top_logprobs.append(None)
-        out.text_offset.append(offset)
-        offset += len(first)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        out.text_offset.append(place.pass_by(first.encode()))
     for entry in entries:
         token_id, chosen = next(iter(entry.items()))
         name = _name(token_id, chosen, token_bytes)
@@ -44,8 +57,8 @@ def completion_logprobs(
         ranked = reversed(_top(entry, num_top))
         top = {_name(token, one, token_bytes): one.logprob for token, one in ranked}
         out.top_logprobs.append({**top, name: chosen.logprob})
-        out.text_offset.append(offset)
-        offset += len(decoder.decode(token_bytes.of(token_id, chosen.decoded_token or "")))
+        found = token_bytes.of(token_id, chosen.decoded_token or "")
+        out.text_offset.append(place.pass_by(found))
     return out
 
 

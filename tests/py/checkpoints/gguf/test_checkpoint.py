@@ -353,6 +353,7 @@ def test_what_is_no_whole_file_is_refused(tmp_path: Path) -> None:
             {"quantization": "int8"},
             "quantised already, by 'gguf'.*leave quantization out, or take 'a8' for inputs of 8",
         ),
+        ({"quantization": "awq"}, "this model's weights are quantised by 'gguf'"),
         ({"quantization": "a8", "dtype": "float16"}, "float32 or bfloat16, not in torch.float16"),
         ({"quantization": "a8", "device": "cuda"}, "for the CPU alone, not for cuda"),
         ({"dtype": "float16"}, "float32 or bfloat16, not in torch.float16"),
