@@ -33,7 +33,7 @@ void bind_weight(nb::module_& m) {
           "__init__",
           [](QuantisedWeight* self, uintptr_t words, uintptr_t scales, uintptr_t minimums,
              uintptr_t sums, size_t scale_format, bool byte_inputs, int bits, int64_t group,
-             int64_t depth, int64_t columns, size_t codebook) {
+             int64_t depth, int64_t columns, size_t codebook, bool rotates_inputs) {
             new (self) QuantisedWeight{pointer<const uint32_t>(words),
                                        pointer<>(scales),
                                        pointer<>(minimums),
@@ -44,7 +44,8 @@ void bind_weight(nb::module_& m) {
                                        group,
                                        depth,
                                        columns,
-                                       codebook_of(codebook)};
+                                       codebook_of(codebook),
+                                       rotates_inputs};
             if (!self->has_whole_blocks()) {
               throw std::invalid_argument(
                   "scales in blocks need groups that divide blocks, and inputs that blocks divide");
@@ -52,9 +53,13 @@ void bind_weight(nb::module_& m) {
             if (!self->may_have_codebook()) {
               throw std::invalid_argument("codebooks need 4 bits in groups without minimums");
             }
+            if (rotates_inputs && !byte_inputs) {
+              throw std::invalid_argument("only inputs that become bytes are rotated");
+            }
           },
           nb::kw_only(), "words"_a, "scales"_a, "minimums"_a, "sums"_a, "scale_format"_a,
           "byte_inputs"_a, "bits"_a, "group"_a, "depth"_a, "columns"_a, "codebook"_a,
+          "rotates_inputs"_a,
           "scale_format: one of SCALE_FORMATS; codebook: of CODEBOOKS. Raises ValueError where "
           "they "
           "do not go with the sizes.");
@@ -92,6 +97,15 @@ void bind_linear(nb::module_& m) {
           nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "weight"_a, "x"_a, "x_stride"_a,
           "bias"_a, "residual"_a, "residual_stride"_a, "output"_a, "num_rows"_a, "num_threads"_a,
           "output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none.");
+  m.def(
+      "rotate",
+      [](uintptr_t x, int64_t rows, int64_t depth) {
+        const QuantisedIsa& isa = find_quantised("");
+        for (int64_t row = 0; row < rows; ++row) isa.rotate(pointer<float>(x) + row * depth, depth);
+      },
+      nb::call_guard<nb::gil_scoped_release>(), "x"_a, "rows"_a, "depth"_a,
+      "x float32 [rows, depth], dense: each row times a Hadamard matrix, as layers/rotation.py "
+      "says.");
   m.def(
       "write_words",
       [](uintptr_t integers, int64_t columns, int64_t depth, int bits, bool from_zero,

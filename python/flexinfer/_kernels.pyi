@@ -98,7 +98,7 @@ class Linear:
 class QuantisedWeight:
     """A quantised weight at addresses: no copy."""
 
-    def __init__(self, *, words: int, scales: int, minimums: int, sums: int, scale_format: int, byte_inputs: bool, bits: int, group: int, depth: int, columns: int, codebook: int) -> None:
+    def __init__(self, *, words: int, scales: int, minimums: int, sums: int, scale_format: int, byte_inputs: bool, bits: int, group: int, depth: int, columns: int, codebook: int, rotates_inputs: bool) -> None:
         """
         scale_format: one of SCALE_FORMATS; codebook: of CODEBOOKS. Raises ValueError where they do not go with the sizes.
         """
@@ -118,6 +118,11 @@ class QuantisedLinear:
         """
         output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none.
         """
+
+def rotate(x: int, rows: int, depth: int) -> None:
+    """
+    x float32 [rows, depth], dense: each row times a Hadamard matrix, as layers/rotation.py says.
+    """
 
 def write_words(integers: int, columns: int, depth: int, bits: int, from_zero: bool, words: int) -> bool:
     """

@@ -55,6 +55,10 @@ constexpr int step_words(int bits) { return step_inputs(bits) * bits / 32; }
 // of an output:
 //   output = sum over groups of scale * sum(x * w_int) + minimum * sum(x)
 // `group` > 0, `byte_inputs` true: x_scale times that, of x_int instead of x.
+//
+// `rotates_inputs`: x times a Hadamard matrix takes the place of x, and the weight was made for it.
+// A few inputs that are much larger than the others then share their size with all, which a scale
+// for all of a row wants (QuaRot, Ashkboos et al. 2024).
 struct QuantisedWeight {
   const uint32_t* words = nullptr;  // [panels, steps, words of a step, 64], aligned to 64 bytes
   const void* scales = nullptr;     // as `scale_format` says
@@ -67,6 +71,7 @@ struct QuantisedWeight {
   int64_t depth = 0;        // a multiple of a step's inputs
   int64_t columns = 0;
   Codebook codebook = Codebook::kEven;
+  bool rotates_inputs = false;  // REQUIRES: byte_inputs
 
   // Of an output and all inputs.
   int64_t num_words() const { return depth / step_inputs(bits) * step_words(bits); }
@@ -83,6 +88,10 @@ struct QuantisedWeight {
            (group > 0 && kScaleBlock % group == 0 && depth % kScaleBlock == 0);
   }
 };
+
+// Inputs that are rotated together, one such block behind the other: the largest power of two that
+// divides the depth.
+constexpr int64_t rotated_inputs(int64_t depth) { return depth & -depth; }
 
 // What `inputs` of one row are, made once for all panels.
 enum class Inputs {

@@ -4,6 +4,7 @@
 
 #include "kernels/isa/quantised.h"
 #include "kernels/simd/quantised.h"
+#include "kernels/simd/rotate.h"
 
 namespace vtensor::kernels {
 namespace {
@@ -25,6 +26,7 @@ constexpr QuantisedIsa::ByInputs make_group_kernels() {
 constexpr QuantisedIsa make_quantised(const char* name) {
   return {name,
           240,
+          rotate,
           multiply_quantised<ByteTile>,
           make_group_kernels<StepWords<8>>(),
           make_group_kernels<StepWords<6>>(),

@@ -21,6 +21,8 @@ struct QuantisedIsa {
   // Rows whose inputs are made ready at once and for which the weight is read once: a few
   // megabytes, and a multiple of the rows that are computed at once.
   int64_t block_rows;
+  // Of one row of so many numbers, as simd/rotate.h says.
+  void (*rotate)(float* x, int64_t depth);
   // Rows and panels of a block, of weights with one scale an output (8 bits, inputs as bytes), ...
   Multiply multiply_outputs;
   // ... and of weights in groups.

@@ -71,7 +71,7 @@ bool are_alike(const Product& a, const Product& b) {
          (p.words == nullptr) == (q.words == nullptr) &&
          (p.minimums == nullptr) == (q.minimums == nullptr) && p.bits == q.bits &&
          p.group == q.group && p.byte_inputs == q.byte_inputs && p.scale_format == q.scale_format &&
-         p.codebook == q.codebook;
+         p.codebook == q.codebook && p.rotates_inputs == q.rotates_inputs;
 }
 
 }  // namespace

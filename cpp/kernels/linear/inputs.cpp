@@ -8,6 +8,7 @@
 #include <new>
 #include <numeric>
 #include <utility>
+#include <vector>
 
 #include "kernels/linear/words.h"
 
@@ -107,8 +108,8 @@ float round_to_int16s(const T* x, int64_t count, int16_t* output) {
 }
 
 template <class T>
-void widen_row(const T* x, int64_t depth, float* output) {
-  for (int64_t k = 0; k < depth; ++k) output[k] = widen(x[k]);
+void widen_row(const T* x, int64_t depth, float* output, float factor = 1) {
+  for (int64_t k = 0; k < depth; ++k) output[k] = widen(x[k]) * factor;
 }
 
 // Eight sums side by side, so that a vector does them.
@@ -130,10 +131,11 @@ void PreparedInputs::FreeAligned::operator()(uint32_t* p) const {
 }
 
 PreparedInputs::PreparedInputs(Inputs kind, DType dtype, const QuantisedWeight& weight,
-                               int64_t num_rows)
+                               int64_t num_rows, Rotate rotate)
     : kind_(kind),
       dtype_(dtype),
       weight_(weight),
+      rotate_(rotate),
       piece_(kind == Inputs::kInt16s ? piece_of(weight.group, weight.bits)
              : weight.group > 0      ? weight.group
                                      : weight.depth),
@@ -173,20 +175,31 @@ void PreparedInputs::prepare(const Parallel& parallel, int num_threads, int64_t 
   if (!is_copied_ && sums_ == nullptr) return;
   const int64_t worth = 1 + num_rows * weight_.depth / kNumbersPerThread;
   const int64_t parts = parallel.can_fork() ? std::min({worth, int64_t{num_threads}, num_rows}) : 1;
+  // A row for each part.
+  std::vector<float> rotated(static_cast<size_t>(weight_.rotates_inputs ? parts * weight_.depth : 0));
   std::atomic<int64_t> next{0};
   auto work = [&] {
     for (int64_t part = next++; part < parts; part = next++) {
       const int64_t end = num_rows * (part + 1) / parts;
+      float* scratch = rotated.empty() ? nullptr : rotated.data() + part * weight_.depth;
       for (int64_t row = num_rows * part / parts; row < end; ++row) {
-        prepare_row(call.layer, first + row, row);
+        prepare_row(call.layer, first + row, row, scratch);
       }
     }
   };
   parallel.run(static_cast<int>(parts), work);
 }
 
-void PreparedInputs::prepare_row(const LinearCall& layer, int64_t from, int64_t row) {
+void PreparedInputs::prepare_row(const LinearCall& layer, int64_t from, int64_t row,
+                                 float* rotated) {
   const auto each = [&](const auto* x) {
+    if (rotated != nullptr) {
+      const auto block = static_cast<float>(rotated_inputs(weight_.depth));
+      widen_row(x, weight_.depth, rotated, 1 / block);
+      rotate_(rotated, weight_.depth);
+      prepare_bytes(rotated, row);
+      return;
+    }
     if (kind_ == Inputs::kBytes) {
       prepare_bytes(x, row);
       return;

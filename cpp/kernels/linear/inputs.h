@@ -15,13 +15,19 @@ namespace vtensor::kernels {
 
 class PreparedInputs {
  public:
-  // Scratch for up to num_rows rows. Throws std::bad_alloc.
-  PreparedInputs(Inputs kind, DType dtype, const QuantisedWeight& weight, int64_t num_rows);
+  using Rotate = void (*)(float* x, int64_t depth);
+
+  // Scratch for up to num_rows rows. rotate: called where the weight rotates inputs.
+  // Throws std::bad_alloc.
+  PreparedInputs(Inputs kind, DType dtype, const QuantisedWeight& weight, int64_t num_rows,
+                 Rotate rotate);
 
   // Reads rows [first, first + num_rows) of the layer's x, and points `call` to what came of them.
   //
   // kBytes: of a row x, scale = max |x| / 127 and 128 + x / scale, rounded to nearest, ties to even
   // (x times 127 / max |x|, both rounded to float32). A row with an infinity or a NaN gives NaN.
+  // If the weight rotates inputs, x is divided by rotated_inputs() before, so that no sum overflows,
+  // and rotated, in float32.
   // In groups without the 128; of 4 and 6 bits, of eight inputs 0, 4, 1, 5, 2, 6, 3, 7: as a step
   // has them.
   //
@@ -29,6 +35,7 @@ class PreparedInputs {
   // 2^14 to 2^15, and x / unit, rounded likewise: bfloat16 numbers down to a 128th of the largest
   // one stay what they are. Of 8 bits in the order 0, 2, 1, 3. A piece whose numbers are all below
   // 2^-100 is zeros; one with an infinity or a NaN gives NaN.
+  // Throws std::bad_alloc.
   void prepare(const Parallel& parallel, int num_threads, int64_t first, int64_t num_rows,
                QuantisedCall& call);
 
@@ -37,7 +44,8 @@ class PreparedInputs {
     void operator()(uint32_t* p) const;
   };
 
-  void prepare_row(const LinearCall& layer, int64_t from, int64_t row);
+  // rotated: scratch for a row, where the weight rotates inputs.
+  void prepare_row(const LinearCall& layer, int64_t from, int64_t row, float* rotated);
   template <class T>
   void prepare_bytes(const T* x, int64_t row);
   template <class T>
@@ -47,6 +55,7 @@ class PreparedInputs {
   Inputs kind_;
   DType dtype_;
   const QuantisedWeight& weight_;
+  Rotate rotate_;
   int64_t piece_;
   int64_t num_pieces_;
   int64_t row_bytes_;

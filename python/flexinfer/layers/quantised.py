@@ -5,6 +5,8 @@ int4-g32            W4A16: a scale per output and 32 inputs; inputs stay as they
 int4-g32-zp         a minimum beside each scale: zero points, wherever zero lies in the group
 int4-g32-a8         W4A8: inputs become integers of 8 bits, as with int8
 
+Weights whose inputs become integers are made for inputs that are rotated before (`rotation.py`).
+
 A checkpoint that is quantised already says itself what its weights are; their inputs stay as they
 are, or become integers by the name "a8" (`with_byte_inputs`).
 """
@@ -20,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from flexinfer.layers.codebook import Codebook
+from flexinfer.layers.rotation import rotate, rotate_back, slow_rotate_inputs
 from flexinfer.layers.scale_levels import ScaleLevels
 from flexinfer.runtime.kernels import SCALE_BLOCK
 from flexinfer.runtime.pieces import of_pieces
@@ -43,6 +46,7 @@ class TensorKind(NamedTuple):
     num_levels: int
     """Tables of scales and minimums that are in two levels: all of them, or none."""
     codebook: Codebook | None
+    is_rotated: bool
 
 
 class QuantisedWeight(ABC):
@@ -89,7 +93,7 @@ class Scheme:
     """Inputs that share a scale; 0: all of an output."""
     has_minimums: bool = False
     byte_inputs: bool = False
-    """Whether inputs are quantised as well; with group 0 they are."""
+    """Whether inputs are rotated and quantised as well. REQUIRES: true with group 0."""
 
     @classmethod
     def parse(cls, name: str) -> Scheme:
@@ -119,17 +123,19 @@ class Scheme:
         return QuantisedTensor.join(parts)
 
     def _quantise(self, weight: torch.Tensor) -> QuantisedTensor:
+        is_rotated = self.byte_inputs
+        numbers = rotate(weight) if is_rotated else weight
         if self.group == 0:
-            source = quantise_outputs(weight)
+            source = quantise_outputs(numbers)
         else:
-            source = quantise_groups(weight, self.group, self.has_minimums)
+            source = quantise_groups(numbers, self.group, self.has_minimums)
         if not source.is_finite:
             least, most = (end.item() for end in torch.aminmax(weight))
             raise ValueError(
                 f"a weight with numbers from {least:g} to {most:g} cannot be quantised to "
                 f"{self.bits} bits: the checkpoint may be damaged"
             )
-        return replace(source, byte_inputs=self.byte_inputs or self.group == 0)
+        return replace(source, byte_inputs=self.byte_inputs, is_rotated=is_rotated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +159,9 @@ class QuantisedTensor(QuantisedWeight):
     """The same scales and minimums in fewer bytes, which kernels then read: see `in_levels`."""
     codebook: Codebook | None = None
     """Of 4 bits in groups without minimums: what integers stand for, if not for themselves."""
+    is_rotated: bool = False
+    """Whether the inputs of a product are rotated (`rotation.py`), then rounded. With byte_inputs
+    alone."""
 
     @classmethod
     def in_levels(
@@ -192,7 +201,9 @@ class QuantisedTensor(QuantisedWeight):
     @property
     def kind(self) -> TensorKind:
         form = self.bits, self.group, self.minimums is not None, self.byte_inputs
-        return TensorKind(*form, self.shape[1], len(self.levels), self.codebook)
+        return TensorKind(
+            *form, self.shape[1], len(self.levels), self.codebook, self.is_rotated
+        )
 
     @classmethod
     def join(cls, tensors: Sequence[QuantisedTensor]) -> QuantisedTensor:
@@ -215,6 +226,7 @@ class QuantisedTensor(QuantisedWeight):
             first.byte_inputs,
             tuple(map(ScaleLevels.join, zip(*(t.levels for t in tensors), strict=True))),
             first.codebook,
+            first.is_rotated,
         )
 
     def with_byte_inputs(self, in_groups: bool = False) -> QuantisedTensor:
@@ -243,7 +255,13 @@ class QuantisedTensor(QuantisedWeight):
         )
 
     def dequantised(self) -> torch.Tensor:
-        """float32 [columns, depth]: the reference of all that is computed with it."""
+        """float32 [columns, depth]: what inputs as they are would be multiplied with."""
+        factors = self.factors()
+        return rotate_back(factors) if self.is_rotated else factors
+
+    def factors(self) -> torch.Tensor:
+        """float32 [columns, depth]: what inputs are multiplied with, once they are rotated if they
+        are. The reference of all that is computed with it."""
         integers = self.integers if self.codebook is None else self.codebook.look_up(self.integers)
         weight = torch.unflatten(integers.float(), 1, (self.scales.shape[1], -1))
         weight = weight * self.scales[:, :, None]
@@ -290,9 +308,9 @@ class QuantisedTensor(QuantisedWeight):
     def reference(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., depth] times the weight, in float64: slowly, as a kernel should."""
         if self.byte_inputs:
-            integers, scales = quantise_inputs(x)
+            integers, scales = quantise_inputs(slow_rotate_inputs(x) if self.is_rotated else x)
             x = integers.double() * scales.double()
-        return x.double() @ self.dequantised().double().T
+        return x.double() @ self.factors().double().T
 
 
 def _moved_whole(order: torch.Tensor, width: int) -> torch.Tensor | None:

@@ -69,7 +69,7 @@ class QuantisedPanels:
     def rows(self, outputs: torch.Tensor) -> QuantisedTensor:
         """What they were made of: its rows for some outputs, int64 [n], each one that there is."""
         panel, column = outputs // PANEL_COLUMNS, outputs % PANEL_COLUMNS
-        bits, group, _, byte_inputs, depth, num_levels, codebook = self.kind
+        bits, group, _, byte_inputs, depth, num_levels, codebook, is_rotated = self.kind
         words = torch.unflatten(self.words.view(torch.uint8), 3, (PANEL_COLUMNS, 4))
         steps = _unpack(words[panel, :, :, column], bits, _is_from_zero(bits, group, byte_inputs))
         integers = steps.reshape(len(outputs), depth)
@@ -81,7 +81,7 @@ class QuantisedPanels:
         scales = self.scales[panel, :, column].float()
         minimums = None if self.minimums is None else self.minimums[panel, :, column].float()
         numbers = scales, minimums, bits, group, byte_inputs
-        return QuantisedTensor(integers, *numbers, codebook=codebook)
+        return QuantisedTensor(integers, *numbers, codebook=codebook, is_rotated=is_rotated)
 
 
 def kernel_weight(
@@ -101,6 +101,7 @@ def kernel_weight(
         depth=kind.depth,
         columns=columns,
         codebook=CODEBOOKS[kind.codebook.name if kind.codebook else ""],
+        rotates_inputs=kind.is_rotated,
     )
 
 

@@ -106,7 +106,7 @@ def test_ranks_on_cpus_of_other_kinds_compute_the_same_rows(
     ("name", "scheme", "message"),
     [
         ("llama", "int4", r"down_proj has 48 inputs on each of 2 ranks, .* no multiple of 32"),
-        ("llama", "fp8", "quantization must be auto, int8, or int4"),
+        ("llama", "int5", "quantization must be auto, int8, or int4"),
     ],
 )
 def test_parts_that_cannot_be_quantised_are_refused_before_a_rank_is_started(

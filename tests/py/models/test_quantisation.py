@@ -160,7 +160,8 @@ def test_a_layer_that_chooses_experts_stays_as_it_is() -> None:
         ({"quantization": "int8", "dtype": "float16"}, "float32 or bfloat16, not in torch.float16"),
         ({"quantization": "int4-g128"}, r"has 64 inputs, which is no multiple of 128"),
         ({"quantization": "int8", "device": "cuda"}, "for the CPU alone"),
-        ({"quantization": "fp8"}, "quantization must be auto, int8, or int4"),
+        ({"quantization": "fp8"}, "fp8.* is a method by which checkpoints are quantised"),
+        ({"quantization": "int5"}, "quantization must be auto, int8, or int4"),
     ],
 )
 def test_what_cannot_be_quantised_is_refused_before_any_weight_is_read(
