@@ -90,14 +90,15 @@ def recall(settings: dict[str, str], num_conversations: int) -> dict[str, Any]:
 
 
 def pieces(tokenizer: Any, count: int) -> list[list[int]]:
-    """Token ids of held-out text, from all over it."""
+    """Token ids of held-out text, from all over it, each behind what the tokenizer begins with."""
     from text import held_out_texts
 
+    start = list(tokenizer.encode(""))
     ids: list[int] = []
     for text in held_out_texts():
         ids += [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
     step = (len(ids) - LENGTH) // count
-    return [ids[i * step : i * step + LENGTH] for i in range(count)]
+    return [[*start, *ids[i * step : i * step + LENGTH - len(start)]] for i in range(count)]
 
 
 def perplexity(model: Path, settings: dict[str, str], num_pieces: int) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, default=ROOT / "build" / "small_llama")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     parser.add_argument("--pieces", type=int, default=24, help=f"of {LENGTH} tokens")
-    parser.add_argument("--conversations", type=int, default=30)
+    parser.add_argument("--conversations", type=int, default=30, help="0: no recall")
     parser.add_argument("--ways", default=",".join(WAYS), help="rows, by name")
     parser.add_argument("--quick", action="store_true", help="little of each: does it work at all?")
     arguments = parser.parse_args(argv)
@@ -140,12 +141,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: dict[str, dict[str, Any]] = {}
     for name in arguments.ways.split(","):
         row = perplexity(arguments.model, WAYS[name], num_pieces)
-        row |= recall(WAYS[name], num_conversations)
+        if num_conversations:
+            row |= recall(WAYS[name], num_conversations)
         rows[name] = row
         loss = row["perplexity"] / rows.get(BASE, row)["perplexity"] - 1
         print(
             f"| {name} | {row['perplexity']:.3f} | {loss:+.2%} | {row['right']:.2%} | "
-            f"{row['recall']:.1%} | {row['all_turns_right']:.1%} |",
+            f"{row.get('recall', math.nan):.1%} | {row.get('all_turns_right', math.nan):.1%} |",
             flush=True,
         )
     record = arguments.model / "record.json"

@@ -54,7 +54,8 @@ constexpr int step_words(int bits) { return step_inputs(bits) * bits / 32; }
 // `group` > 0, `byte_inputs` false: a scale and, where there are any, a minimum for so many inputs
 // of an output:
 //   output = sum over groups of scale * sum(x * w_int) + minimum * sum(x)
-// `group` > 0, `byte_inputs` true: x_scale times that, of x_int instead of x.
+// `group` > 0, `byte_inputs` true: the same of x_scale * x_int instead of x, an x_scale for each
+// row and group.
 //
 // `rotates_inputs`: x times a Hadamard matrix takes the place of x, and the weight was made for it.
 // A few inputs that are much larger than the others then share their size with all, which a scale
@@ -118,12 +119,12 @@ struct QuantisedCall {
   QuantisedWeight weight;
   const void* inputs = nullptr;     // [rows, depth]
   int64_t input_stride = 0;         // bytes between two rows
-  const float* x_scales = nullptr;  // kBytes: [rows]; kInt16s: [rows, pieces]
+  const float* x_scales = nullptr;  // kBytes, kInt16s: [rows, pieces]
   const float* x_sums = nullptr;    // where there are minimums: [rows, groups]
   // kBytes in groups, and kInt16s but for weights of 8 bits: [rows, groups or pieces] of
   // -zero() * sum(x_int), for weights are multiplied plus that.
   const int32_t* x_offsets = nullptr;
-  // Of a row; groups but with kInt16s.
+  // Of a row; groups but with kInt16s, one where weights are not in groups.
   int64_t num_pieces = 0;
   int64_t piece = 0;  // inputs of one
 };

@@ -35,7 +35,7 @@ uint32_t bits_of(float x) {
 
 // Magnitudes are compared as integers, where a NaN is more than all else.
 template <class T>
-float quantise_row(const T* x, int64_t depth, uint8_t zero, uint8_t* output) {
+float quantise_piece(const T* x, int64_t depth, uint8_t zero, uint8_t* output) {
   int32_t largest_bits = 0;
   for (int64_t k = 0; k < depth; ++k) {
     const auto magnitude = static_cast<int32_t>(bits_of(widen(x[k])) & 0x7fffffff);
@@ -43,7 +43,7 @@ float quantise_row(const T* x, int64_t depth, uint8_t zero, uint8_t* output) {
   }
   float largest;
   std::memcpy(&largest, &largest_bits, sizeof largest);
-  // Of a row with no finite scale nothing can be told: 0 times infinity is NaN below.
+  // Of a piece with no finite scale nothing can be told: 0 times infinity is NaN below.
   const float factor = 127 / largest, scale = largest / 127;
   if (!(factor > 0) || factor > 0x1p126F) {  // NaN, infinity; zero, or next to it
     std::fill_n(output, depth, zero);
@@ -150,8 +150,7 @@ PreparedInputs::PreparedInputs(Inputs kind, DType dtype, const QuantisedWeight& 
     rows_.reset(new (kCacheLine) uint32_t[rows * static_cast<size_t>(row_bytes_ / 4)]);
   }
   const auto pieces = rows * static_cast<size_t>(num_pieces_);
-  if (kind == Inputs::kBytes) scales_.reset(new float[rows]);
-  if (kind == Inputs::kInt16s) scales_.reset(new float[pieces]);
+  if (kind == Inputs::kBytes || kind == Inputs::kInt16s) scales_.reset(new float[pieces]);
   const bool in_groups = kind == Inputs::kBytes && weight.group > 0;
   if (in_groups || (kind == Inputs::kInt16s && weight.bits < 8)) {
     offsets_.reset(new int32_t[pieces]);
@@ -221,17 +220,20 @@ void PreparedInputs::prepare_row(const LinearCall& layer, int64_t from, int64_t 
 
 template <class T>
 void PreparedInputs::prepare_bytes(const T* x, int64_t row) {
-  const int64_t depth = weight_.depth, group = weight_.group;
+  const bool in_groups = weight_.group > 0;
   auto* bytes = reinterpret_cast<uint8_t*>(rows_.get()) + row * row_bytes_;
-  scales_[static_cast<size_t>(row)] = quantise_row(x, depth, group == 0 ? 128 : 0, bytes);
-  if (group == 0) return;
-  if (weight_.bits < 8) order_eights(bytes, depth);
-  const auto* integers = reinterpret_cast<const int8_t*>(bytes);
-  for (int64_t i = 0; i < num_pieces_; ++i, integers += group) {
+  for (int64_t i = 0; i < num_pieces_; ++i, x += piece_, bytes += piece_) {
     const int64_t place = row * num_pieces_ + i;
-    const int32_t sum = std::accumulate(integers, integers + group, int32_t{0});
+    const float scale = quantise_piece(x, piece_, in_groups ? 0 : 128, bytes);
+    scales_[static_cast<size_t>(place)] = scale;
+    if (!in_groups) continue;
+    if (weight_.bits < 8) order_eights(bytes, piece_);
+    const auto* integers = reinterpret_cast<const int8_t*>(bytes);
+    const int32_t sum = std::accumulate(integers, integers + piece_, int32_t{0});
     set_offset(place, sum);
-    if (sums_ != nullptr) sums_[static_cast<size_t>(place)] = static_cast<float>(sum);
+    if (sums_ != nullptr) {
+      sums_[static_cast<size_t>(place)] = scale * static_cast<float>(sum);
+    }
   }
 }
 

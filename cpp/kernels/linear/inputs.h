@@ -24,8 +24,9 @@ class PreparedInputs {
 
   // Reads rows [first, first + num_rows) of the layer's x, and points `call` to what came of them.
   //
-  // kBytes: of a row x, scale = max |x| / 127 and 128 + x / scale, rounded to nearest, ties to even
-  // (x times 127 / max |x|, both rounded to float32). A row with an infinity or a NaN gives NaN.
+  // kBytes: of the inputs x that share a scale of the weight, scale = max |x| / 127 and
+  // 128 + x / scale, rounded to nearest, ties to even (x times 127 / max |x|, both rounded to
+  // float32). A row with an infinity or a NaN gives NaN.
   // If the weight rotates inputs, x is divided by rotated_inputs() before, so that no sum overflows,
   // and rotated, in float32.
   // In groups without the 128; of 4 and 6 bits, of eight inputs 0, 4, 1, 5, 2, 6, 3, 7: as a step

@@ -24,10 +24,10 @@ QuantisedIsa::Multiply kernel_for(const QuantisedIsa& isa, const QuantisedWeight
 
 // `call` for the rows from `row` on. Kernels may compute rows of a block twice, and so must see
 // none of another group before its first.
-QuantisedCall rows_from(QuantisedCall call, Inputs kind, int64_t row, int64_t element_bytes) {
+QuantisedCall rows_from(QuantisedCall call, int64_t row, int64_t element_bytes) {
   const int64_t first_sum = row * call.weight.num_groups(), first_piece = row * call.num_pieces;
   call.inputs = static_cast<const char*>(call.inputs) + row * call.input_stride;
-  if (call.x_scales != nullptr) call.x_scales += kind == Inputs::kInt16s ? first_piece : row;
+  if (call.x_scales != nullptr) call.x_scales += first_piece;
   if (call.x_sums != nullptr) call.x_sums += first_sum;
   if (call.x_offsets != nullptr) call.x_offsets += first_piece;
   call.layer.output =
@@ -102,7 +102,7 @@ void QuantisedLinear::forward_groups(DType dtype, const LinearCall& layer,
   const auto multiply = [&](size_t group, int64_t begin, int64_t end) {
     const int64_t last = groups.ends[group];
     for (int64_t row = groups.begin(group); row < last; row += isa_->block_rows) {
-      QuantisedCall call = rows_from(all, kind, row, bytes);
+      QuantisedCall call = rows_from(all, row, bytes);
       call.weight = weights[group];
       call.layer.bias = bias_of(biases, group);
       compute(call, dtype, {0, std::min(isa_->block_rows, last - row), begin, end});

@@ -197,8 +197,7 @@ struct GroupTile {
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) {
         const int64_t column = at.panel * kQuantisedColumns + at.column + n * kLanes;
-        const float x_scale = kIsBytes ? call.x_scales[at.row + m] : 1;
-        finish_sum(call, dtype, at.row + m, column, sums[m][n] * x_scale);
+        finish_sum(call, dtype, at.row + m, column, sums[m][n]);
       }
     }
   }
@@ -208,7 +207,7 @@ struct GroupTile {
   VTENSOR_INLINE static Vec in_floats(IVec sum) { return __builtin_convertvector(sum, Vec); }
 
   VTENSOR_INLINE static float unit_of(const QuantisedCall& call, int64_t row, int64_t piece) {
-    return kIsInt16s ? call.x_scales[row * call.num_pieces + piece] : 1;
+    return kIsInt16s || kIsBytes ? call.x_scales[row * call.num_pieces + piece] : 1;
   }
 
   // sums += scale * part + minimum * the sum of a group's inputs, x_sums: of the first row; none

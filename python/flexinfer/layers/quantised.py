@@ -3,9 +3,9 @@
 int8                W8A8: a scale per output; inputs become integers too, a scale per token
 int4-g32            W4A16: a scale per output and 32 inputs; inputs stay as they are
 int4-g32-zp         a minimum beside each scale: zero points, wherever zero lies in the group
-int4-g32-a8         W4A8: inputs become integers of 8 bits, as with int8
+int4-g32-a8         W4A8: inputs become integers of 8 bits, a scale per token and 32 of them
 
-Weights whose inputs become integers are made for inputs that are rotated before (`rotation.py`).
+Inputs with one scale per token are rotated before (`rotation.py`), and int8's weights made for it.
 
 A checkpoint that is quantised already says itself what its weights are; their inputs stay as they
 are, or become integers by the name "a8" (`with_byte_inputs`).
@@ -93,7 +93,7 @@ class Scheme:
     """Inputs that share a scale; 0: all of an output."""
     has_minimums: bool = False
     byte_inputs: bool = False
-    """Whether inputs are rotated and quantised as well. REQUIRES: true with group 0."""
+    """Whether inputs are quantised as well. REQUIRES: true with group 0."""
 
     @classmethod
     def parse(cls, name: str) -> Scheme:
@@ -123,7 +123,7 @@ class Scheme:
         return QuantisedTensor.join(parts)
 
     def _quantise(self, weight: torch.Tensor) -> QuantisedTensor:
-        is_rotated = self.byte_inputs
+        is_rotated = self.group == 0
         numbers = rotate(weight) if is_rotated else weight
         if self.group == 0:
             source = quantise_outputs(numbers)
@@ -201,9 +201,7 @@ class QuantisedTensor(QuantisedWeight):
     @property
     def kind(self) -> TensorKind:
         form = self.bits, self.group, self.minimums is not None, self.byte_inputs
-        return TensorKind(
-            *form, self.shape[1], len(self.levels), self.codebook, self.is_rotated
-        )
+        return TensorKind(*form, self.shape[1], len(self.levels), self.codebook, self.is_rotated)
 
     @classmethod
     def join(cls, tensors: Sequence[QuantisedTensor]) -> QuantisedTensor:
@@ -308,8 +306,9 @@ class QuantisedTensor(QuantisedWeight):
     def reference(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., depth] times the weight, in float64: slowly, as a kernel should."""
         if self.byte_inputs:
-            integers, scales = quantise_inputs(slow_rotate_inputs(x) if self.is_rotated else x)
-            x = integers.double() * scales.double()
+            x = slow_rotate_inputs(x) if self.is_rotated else x
+            integers, scales = quantise_inputs(torch.unflatten(x, -1, (self.scales.shape[1], -1)))
+            x = (integers.double() * scales.double()).flatten(-2)
         return x.double() @ self.factors().double().T
 
 

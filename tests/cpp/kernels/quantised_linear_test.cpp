@@ -106,17 +106,23 @@ class Problem {
   // The definition in layers/quantised.py, in double precision.
   double expected(int64_t row, int64_t column) const {
     const std::vector<float> x = inputs(row);
-    float largest = 0;
-    for (const float number : x) largest = std::max(largest, std::abs(number));
-    const float factor = 127 / largest, scale = largest / 127;
+    const int64_t piece = shape_.group == 0 ? shape_.depth : shape_.group;
+    float factor = 0, scale = 0;
     double output = 0;
     for (int64_t k = 0; k < shape_.depth; ++k) {
+      if (k % piece == 0) {
+        float largest = 0;
+        for (int64_t i = k; i < k + piece; ++i) {
+          largest = std::max(largest, std::abs(x[static_cast<size_t>(i)]));
+        }
+        factor = 127 / largest;
+        scale = largest / 127;
+      }
       const size_t i = of_group(column, shape_.group == 0 ? 0 : k / shape_.group);
       const double weight = static_cast<double>(weight_of(integer(column, k))) * scales_[i] +
                             (shape_.has_minimums ? minimums_[i] : 0);
-      output += std::nearbyint(x[static_cast<size_t>(k)] * factor) * weight;
+      output += std::nearbyint(x[static_cast<size_t>(k)] * factor) * scale * weight;
     }
-    output *= scale;
     if (shape_.has_bias) output += number(bias_, column);
     if (shape_.has_residual) output += number(residual_, row * shape_.columns + column);
     return output;

@@ -40,9 +40,10 @@ def test_with_inputs_of_8_bits_tokens_are_those_of_slow_products(
     path = tmp_path / "model.gguf"
     written = write_gguf(path, draw_model(CONFIGS[name]()), TYPES[types])
     slow = with_byte_inputs(written, GgufCheckpoint(str(path)))
-    prompts = random_prompts((5, 40))
+    prompts = random_prompts((6, 40))
     for prompt, generated in zip(prompts, generate(path, prompts, quantization="a8"), strict=True):
-        # An input that is a rounding error away from the middle of two integers may become either.
+        # An input that is a rounding error away from the middle of two integers may become either:
+        # which may choose another expert, and such prompts are no test.
         assert furthest_behind(slow, prompt, generated) <= 0.02
 
 
