@@ -26,5 +26,5 @@ def fields_of(rows: torch.Tensor, bits: int, chunk: int) -> torch.Tensor:
 
 
 def words_of(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Their bytes as integers of more of them."""
-    return blocks.contiguous().view(dtype)
+    """Their bytes as integers of more of them: of a copy, as a single block may lie anywhere."""
+    return blocks.clone(memory_format=torch.contiguous_format).view(dtype)

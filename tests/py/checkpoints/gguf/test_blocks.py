@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -35,6 +36,14 @@ def test_blocks_are_the_numbers_that_gguf_says(kind: Type) -> None:
         assert (decoded.dequantised() - numbers).abs().max() <= bound
     else:
         assert torch.equal(decoded.dequantised(), numbers)
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_a_block_alone_is_the_same_as_among_others(kind: Type) -> None:
+    """Of one, words of four bytes may begin at any even byte."""
+    rows = torch.from_numpy(quantise(np.ones((3, 256), np.float32), kind, 1))
+    several = decode(kind.name, rows).dequantised()
+    assert torch.equal(decode(kind.name, rows[1:2]).dequantised(), several[1:2])
 
 
 @pytest.mark.parametrize(
