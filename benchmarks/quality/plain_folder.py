@@ -1,4 +1,4 @@
-"""A folder with the numbers of a GGUF file, as transformers reads them: what `quality.py` quantises.
+"""A folder with the numbers of a GGUF file, as transformers reads them, for `quality.py`.
 
 python benchmarks/quality/plain_folder.py MODEL.gguf FOLDER
 """

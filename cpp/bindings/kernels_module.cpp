@@ -288,7 +288,6 @@ NB_MODULE(_kernels, m) {
   m.attr("DTYPES") = numbers_of(kDTypeNames);
   m.attr("KV_FORMATS") = numbers_of(kKVFormatNames);
   m.attr("SCALE_FORMATS") = numbers_of(kScaleFormatNames);
-  m.attr("CODEBOOKS") = numbers_of(kCodebookNames);
   m.attr("SCALE_BLOCK") = kScaleBlock;
   m.attr("SCALE_BYTES") = kScaleBytes;
   bind_plan(m);

@@ -1,8 +1,11 @@
 #include "bindings/quantised_linear.h"
 
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -22,18 +25,14 @@ ScaleFormat scale_format_of(size_t index) {
   return static_cast<ScaleFormat>(index);
 }
 
-Codebook codebook_of(size_t index) {
-  if (index >= kNumCodebooks) throw std::invalid_argument("no codebook has this number");
-  return static_cast<Codebook>(index);
-}
-
 void bind_weight(nb::module_& m) {
   nb::class_<QuantisedWeight>(m, "QuantisedWeight", "A quantised weight at addresses: no copy.")
       .def(
           "__init__",
           [](QuantisedWeight* self, uintptr_t words, uintptr_t scales, uintptr_t minimums,
              uintptr_t sums, size_t scale_format, bool byte_inputs, int bits, int64_t group,
-             int64_t depth, int64_t columns, size_t codebook, bool rotates_inputs) {
+             int64_t depth, int64_t columns, const std::optional<CodebookNumbers>& codebook,
+             float factor_unit, bool rotates_inputs) {
             new (self) QuantisedWeight{pointer<const uint32_t>(words),
                                        pointer<>(scales),
                                        pointer<>(minimums),
@@ -44,7 +43,8 @@ void bind_weight(nb::module_& m) {
                                        group,
                                        depth,
                                        columns,
-                                       codebook_of(codebook),
+                                       codebook ? Codebook(*codebook) : Codebook(),
+                                       factor_unit,
                                        rotates_inputs};
             if (!self->has_whole_blocks()) {
               throw std::invalid_argument(
@@ -58,11 +58,10 @@ void bind_weight(nb::module_& m) {
             }
           },
           nb::kw_only(), "words"_a, "scales"_a, "minimums"_a, "sums"_a, "scale_format"_a,
-          "byte_inputs"_a, "bits"_a, "group"_a, "depth"_a, "columns"_a, "codebook"_a,
-          "rotates_inputs"_a = false,
-          "scale_format: one of SCALE_FORMATS; codebook: of CODEBOOKS. Raises ValueError where "
-          "they "
-          "do not go with the sizes.");
+          "byte_inputs"_a, "bits"_a, "group"_a, "depth"_a, "columns"_a, "codebook"_a.none(),
+          "factor_unit"_a, "rotates_inputs"_a,
+          "scale_format: one of SCALE_FORMATS; codebook: the 16 numbers that 4 bits stand for, or "
+          "None. Raises ValueError where they do not go with the sizes.");
 }
 
 void bind_linear(nb::module_& m) {

@@ -18,8 +18,6 @@ KV_FORMATS: dict = {'auto' : 0, 'int8' : 1, 'fp8_e4m3' : 2}
 
 SCALE_FORMATS: dict = ...
 
-CODEBOOKS: dict = {'' : 0, 'E2M1' : 1, 'IQ4' : 2}
-
 SCALE_BLOCK: int = 256
 
 SCALE_BYTES: int = 4
@@ -98,9 +96,9 @@ class Linear:
 class QuantisedWeight:
     """A quantised weight at addresses: no copy."""
 
-    def __init__(self, *, words: int, scales: int, minimums: int, sums: int, scale_format: int, byte_inputs: bool, bits: int, group: int, depth: int, columns: int, codebook: int, rotates_inputs: bool) -> None:
+    def __init__(self, *, words: int, scales: int, minimums: int, sums: int, scale_format: int, byte_inputs: bool, bits: int, group: int, depth: int, columns: int, codebook: Sequence[int] | None, factor_unit: float, rotates_inputs: bool) -> None:
         """
-        scale_format: one of SCALE_FORMATS; codebook: of CODEBOOKS. Raises ValueError where they do not go with the sizes.
+        scale_format: one of SCALE_FORMATS; codebook: the 16 numbers that 4 bits stand for, or None. Raises ValueError where they do not go with the sizes.
         """
 
 class QuantisedLinear:

@@ -21,9 +21,10 @@ inline constexpr int64_t kQuantisedColumns = 64;
 //   kBlocks              a panel: factors [depth / kScaleBlock, 64], float16,
 //                                 then bytes [groups, 64], signed
 //
-// In blocks a scale is the byte of its group times the factor of its block, which float32 holds
-// exactly (8 and 11 bits). A minimum is zero() * scale less such a product, rounded once: so
-// weights that are counted from 0 are, as in llama.cpp's K-quants, scale * n - product.
+// In blocks a scale is the byte of its group times the factor of its block times `factor_unit`,
+// which float32 holds exactly (8 and 11 bits). A minimum is zero() * scale less such a product,
+// rounded once: so weights that are counted from 0 are, as in llama.cpp's K-quants, scale * n -
+// product.
 enum class ScaleFormat { kFloat32, kFloat16, kPowers, kBlocks };
 inline constexpr size_t kNumScaleFormats = 4;
 inline constexpr const char* kScaleFormatNames[kNumScaleFormats] = {"float32", "float16", "powers",
@@ -71,17 +72,19 @@ struct QuantisedWeight {
   int64_t group = 0;        // a multiple of a step's inputs that divides the depth
   int64_t depth = 0;        // a multiple of a step's inputs
   int64_t columns = 0;
-  Codebook codebook = Codebook::kEven;
+  Codebook codebook;
+  float factor_unit = 1;  // a power of two
   bool rotates_inputs = false;  // REQUIRES: byte_inputs
 
   // Of an output and all inputs.
   int64_t num_words() const { return depth / step_inputs(bits) * step_words(bits); }
   // What a weight of 0 is where bytes are multiplied in groups.
-  int32_t zero() const { return bits == 4 ? zero_of(codebook) : 1 << (bits - 1); }
+  int32_t zero() const { return bits == 4 ? codebook.zero() : 1 << (bits - 1); }
   int64_t num_groups() const { return group == 0 ? 1 : depth / group; }
   // Whether `codebook` goes with the rest.
   bool may_have_codebook() const {
-    return codebook == Codebook::kEven || (bits == 4 && group > 0 && minimums == nullptr);
+    return codebook.kind() == CodebookKind::kEven ||
+           (bits == 4 && group > 0 && minimums == nullptr);
   }
   // Whether `scale_format` goes with the sizes.
   bool has_whole_blocks() const {

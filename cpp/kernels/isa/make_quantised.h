@@ -30,9 +30,9 @@ constexpr QuantisedIsa make_quantised(const char* name) {
           multiply_quantised<ByteTile>,
           make_group_kernels<StepWords<8>>(),
           make_group_kernels<StepWords<6>>(),
-          {make_group_kernels<StepWords<4, Codebook::kEven>>(),
-           make_group_kernels<StepWords<4, Codebook::kE2m1>>(),
-           make_group_kernels<StepWords<4, Codebook::kIq4>>()}};
+          {make_group_kernels<StepWords<4, CodebookKind::kEven>>(),
+           make_group_kernels<StepWords<4, CodebookKind::kSmall>>(),
+           make_group_kernels<StepWords<4, CodebookKind::kLarge>>()}};
 }
 
 }  // namespace

@@ -28,7 +28,7 @@ struct QuantisedIsa {
   // ... and of weights in groups.
   ByInputs multiply_8_bits;
   ByInputs multiply_6_bits;
-  std::array<ByInputs, kNumCodebooks> multiply_4_bits;
+  std::array<ByInputs, kNumCodebookKinds> multiply_4_bits;
 };
 
 // One for each isa/quantised_<name>.cpp; none where the compiler's target has no such instructions.

@@ -18,7 +18,7 @@ QuantisedIsa::Multiply kernel_for(const QuantisedIsa& isa, const QuantisedWeight
                                   Inputs inputs) {
   if (weight.group == 0) return isa.multiply_outputs;
   const auto i = static_cast<size_t>(inputs);
-  if (weight.bits == 4) return isa.multiply_4_bits[static_cast<size_t>(weight.codebook)][i];
+  if (weight.bits == 4) return isa.multiply_4_bits[static_cast<size_t>(weight.codebook.kind())][i];
   return weight.bits == 6 ? isa.multiply_6_bits[i] : isa.multiply_8_bits[i];
 }
 

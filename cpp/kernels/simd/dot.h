@@ -86,7 +86,7 @@ VTENSOR_INLINE IVec add_dot(IVec sum, const UnsignedBytes& x, const SignedBytes&
 }
 #endif
 
-// The same of unsigned bytes below 64, sums of whose pairs of products fit 16 bits.
+// The same of unsigned bytes up to kMaxSmallByte, sums of whose pairs of products fit 16 bits.
 VTENSOR_INLINE IVec add_small_dot(IVec sum, UVec x, UVec w) {
 #if defined(__AVX512BW__) && !defined(__AVX512VNNI__) && VTENSOR_LANES == 16
   const __m512i pairs =

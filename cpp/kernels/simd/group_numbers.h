@@ -14,7 +14,7 @@ class GroupNumbers {
   // numbers: the weight's scales, or what is as they are.
   VTENSOR_INLINE GroupNumbers(const QuantisedWeight& weight, const void* numbers, int64_t panel,
                               int64_t column)
-      : format_(weight.scale_format) {
+      : format_(weight.scale_format), factor_unit_(weight.factor_unit) {
     const int64_t num_groups = weight.num_groups();
     if (format_ == ScaleFormat::kBlocks) {
       const int64_t num_blocks = weight.depth / kScaleBlock;
@@ -65,11 +65,12 @@ class GroupNumbers {
   VTENSOR_INLINE void enter_block() {
     left_ = block_groups_;
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) factors_[n] = load(next_factors_ + n * kLanes);
+    for (int n = 0; n < N; ++n) factors_[n] = load(next_factors_ + n * kLanes) * factor_unit_;
     next_factors_ += kQuantisedColumns;
   }
 
   ScaleFormat format_;
+  float factor_unit_;
   const char* next_;
   // In blocks: of the one that the next group is in.
   const Float16* next_factors_ = nullptr;

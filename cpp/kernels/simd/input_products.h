@@ -48,7 +48,9 @@ struct InputProduct<float, Words> {
   using Input = float;
   using Sum = Vec;
 
-  VTENSOR_INLINE static Factor factor(const Words& step, int i) { return float_of(step, i); }
+  VTENSOR_INLINE static Factor factor(const Words& step, const LookUp& look_up, int i) {
+    return float_of(step, look_up, i);
+  }
   VTENSOR_INLINE static Sum add(Sum sum, Input x, Factor w) { return sum + x * w; }
 };
 
@@ -63,7 +65,9 @@ struct InputProduct<TwoBFloat16s, Words> {
     VTENSOR_INLINE explicit Input(TwoBFloat16s x) : of(in_all_lanes(x)) {}
   };
 
-  VTENSOR_INLINE static Factor factor(const Words& step, int i) { return pairs_of(step, i); }
+  VTENSOR_INLINE static Factor factor(const Words& step, const LookUp& look_up, int i) {
+    return pairs_of(step, look_up, i);
+  }
   VTENSOR_INLINE static Sum add(Sum sum, const Input& x, Factor w) {
     return add_products(sum, x.of, w);
   }
@@ -80,7 +84,9 @@ struct InputProduct<TwoInt16s, Words> {
     VTENSOR_INLINE explicit Input(TwoInt16s x) : of(reinterpret_cast<SVec>(in_all_lanes(x))) {}
   };
 
-  VTENSOR_INLINE static Factor factor(const Words& step, int i) { return int16s_of(step, i); }
+  VTENSOR_INLINE static Factor factor(const Words& step, const LookUp& look_up, int i) {
+    return int16s_of(step, look_up, i);
+  }
   VTENSOR_INLINE static Sum add(Sum sum, const Input& x, Factor w) {
     return add_int16s(sum, x.of, w);
   }
@@ -96,7 +102,9 @@ struct InputProduct<FourBytes, Words> {
     VTENSOR_INLINE explicit Input(FourBytes x) : of(in_all_lanes(x)) {}
   };
 
-  VTENSOR_INLINE static Factor factor(const Words& step, int i) { return bytes_of(step, i); }
+  VTENSOR_INLINE static Factor factor(const Words& step, const LookUp& look_up, int i) {
+    return bytes_of(step, look_up, i);
+  }
   VTENSOR_INLINE static Sum add(Sum sum, const Input& x, Factor w) {
     return add_small_dot(sum, w, x.of);
   }
@@ -113,8 +121,8 @@ struct InputProduct<FourBytes, Words> {
     VTENSOR_INLINE explicit Input(FourBytes x) : of(in_all_lanes(x)) {}
   };
 
-  VTENSOR_INLINE static Factor factor(const Words& step, int i) {
-    return Factor(bytes_of(step, i));
+  VTENSOR_INLINE static Factor factor(const Words& step, const LookUp& look_up, int i) {
+    return Factor(bytes_of(step, look_up, i));
   }
   VTENSOR_INLINE static Sum add(Sum sum, const Input& x, const Factor& w) {
     return add_dot(sum, w, x.of);

@@ -132,15 +132,17 @@ struct GroupTile {
 
   template <int M, int N>
   VTENSOR_INLINE static void add_step(const RowPointers<X, M>& rows, int64_t bytes,
-                                      const uint32_t* words, Part (&sums)[M][N]) {
+                                      const uint32_t* words, const StoredLookUp& stored,
+                                      Part (&sums)[M][N]) {
     Words step[N];
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) step[n] = Words(words + n * kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < kNumbers; ++i) {
+      const LookUp& look_up = at_hand<!Words::kIsEven>(stored);
       typename Product::Factor factors[N];
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) factors[n] = Product::factor(step[n], i);
+      for (int n = 0; n < N; ++n) factors[n] = Product::factor(step[n], look_up, i);
 #pragma GCC unroll 6
       for (int m = 0; m < M; ++m) {
         const typename Product::Input x(rows.at(m, bytes + i * 4));
@@ -158,6 +160,7 @@ struct GroupTile {
                                                             at.row * call.input_stride),
                                  call.input_stride / 4);
     const uint32_t* words = words_of(weight, at);
+    const StoredLookUp look_up(weight.codebook);
     const int64_t num_groups = weight.num_groups();
     GroupNumbers<N> scales(weight, weight.scales, at.panel, at.column);
     GroupNumbers<N> minimums(weight, weight.minimums, at.panel, at.column);
@@ -175,7 +178,7 @@ struct GroupTile {
         start<M, N>(call, at, piece, part);
         for (int64_t k = 0; k < length; k += step_inputs(kBits)) {
           ahead.step();
-          add_step<M, N>(rows, bytes, words, part);
+          add_step<M, N>(rows, bytes, words, look_up, part);
           words += step_words(kBits) * kQuantisedColumns;
           bytes += kNumbers * 4;
         }

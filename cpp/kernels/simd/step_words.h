@@ -24,12 +24,12 @@ VTENSOR_INLINE UVec load_words(const uint32_t* words) {
   return v;
 }
 
-template <int kNumBits, Codebook kNumbers = Codebook::kEven>
+template <int kNumBits, CodebookKind kKind = CodebookKind::kEven>
 struct StepWords {
   static constexpr int kBits = kNumBits;
-  static constexpr Codebook kCodebook = kNumbers;
-  // Whether bytes_of() gives some of 64 and more.
-  static constexpr bool kHasLargeBytes = kBits == 8 || kCodebook == Codebook::kIq4;
+  static constexpr bool kIsEven = kKind == CodebookKind::kEven;
+  // Whether bytes_of() gives some above kMaxSmallByte.
+  static constexpr bool kHasLargeBytes = kBits == 8 || kKind == CodebookKind::kLarge;
 
   UVec of[step_words(kBits)];
 
@@ -49,21 +49,21 @@ VTENSOR_INLINE UVec six_bits_of(const StepWords<6>& step, int i) {
 
 // Four of them, alone in bytes, plus zero() where that is more than none.
 template <class Words>
-VTENSOR_INLINE UVec bytes_of(const Words& step, int i) {
+VTENSOR_INLINE UVec bytes_of(const Words& step, const LookUp& look_up, int i) {
   if constexpr (Words::kBits == 8) {
     return step.of[0];
   } else if constexpr (Words::kBits == 6) {
     return six_bits_of(step, i) & 0x3f3f3f3f;
   } else {
     const UVec places = step.of[0] >> (4 * i) & 0x0f0f0f0f;
-    if constexpr (Words::kCodebook == Codebook::kEven) return places;
-    return look_up<Words::kCodebook>(places);
+    if constexpr (Words::kIsEven) return places;
+    return look_up.bytes(places);
   }
 }
 
 // Input k as float32.
 template <class Words>
-VTENSOR_INLINE Vec float_of(const Words& step, int k) {
+VTENSOR_INLINE Vec float_of(const Words& step, const LookUp& look_up, int k) {
   if constexpr (Words::kBits == 8) {
     const IVec integers = reinterpret_cast<IVec>(step.of[0]) << (24 - 8 * k) >> 24;
     return __builtin_convertvector(integers, Vec);
@@ -72,17 +72,11 @@ VTENSOR_INLINE Vec float_of(const Words& step, int k) {
     const IVec integers = reinterpret_cast<IVec>(shifted & 63) - 32;
     return __builtin_convertvector(integers, Vec);
   } else {
-    constexpr Codebook kCodebook = Words::kCodebook;
-    const UVec shifted = step.of[0] >> (k % 2 * 16 + k / 2 * 4);
-#if defined(__AVX512F__) && VTENSOR_LANES == 16
-    alignas(64) static constexpr FloatNumbers<kCodebook> kNumbers;
-    return reinterpret_cast<Vec>(_mm512_maskz_permutexvar_ps(
-        0xffff, reinterpret_cast<__m512i>(shifted), _mm512_load_ps(kNumbers.of)));
-#else
-    UVec numbers = shifted & 15;
-    if constexpr (kCodebook != Codebook::kEven) numbers = look_up<kCodebook>(numbers | 0x80808000);
-    return __builtin_convertvector(reinterpret_cast<IVec>(numbers) - zero_of(kCodebook), Vec);
-#endif
+    const UVec places = step.of[0] >> (k % 2 * 16 + k / 2 * 4);
+    if constexpr (Words::kIsEven && kLanes < 16) {
+      return __builtin_convertvector(reinterpret_cast<IVec>(places & 15) - 8, Vec);
+    }
+    return look_up.floats(places);
   }
 }
 
@@ -100,10 +94,10 @@ struct SixBitNumbers {
 
 // Inputs 2 k and 2 k + 1 as pairs of bfloat16: such integers are exact in it.
 template <class Words>
-VTENSOR_INLINE UVec pairs_of(const Words& step, int k) {
+VTENSOR_INLINE UVec pairs_of(const Words& step, const LookUp& look_up, int k) {
   if constexpr (Words::kBits == 8) {
-    const UVec first = bits_of(float_of(step, 2 * k));
-    return (first >> 16) | (bits_of(float_of(step, 2 * k + 1)) & 0xffff0000);
+    const UVec first = bits_of(float_of(step, look_up, 2 * k));
+    return (first >> 16) | (bits_of(float_of(step, look_up, 2 * k + 1)) & 0xffff0000);
   } else if constexpr (Words::kBits == 6) {
     alignas(64) static constexpr SixBitNumbers kNumbers;
     const UVec shifted = six_bits_of(step, k / 4 * 2 + k % 2) >> (k % 4 / 2 * 8);
@@ -111,11 +105,9 @@ VTENSOR_INLINE UVec pairs_of(const Words& step, int k) {
                                                             reinterpret_cast<__m512i>(shifted),
                                                             _mm512_load_si512(kNumbers.of + 32)));
   } else {
-    alignas(64) static constexpr BFloat16Numbers<Words::kCodebook> kNumbers;
-    const __m512i shifted =
-        _mm512_srli_epi16(reinterpret_cast<__m512i>(step.of[0]), static_cast<unsigned>(4 * k));
-    return reinterpret_cast<UVec>(
-        _mm512_permutexvar_epi16(shifted, _mm512_load_si512(kNumbers.of)));
+    const auto places = reinterpret_cast<UVec>(
+        _mm512_srli_epi16(reinterpret_cast<__m512i>(step.of[0]), static_cast<unsigned>(4 * k)));
+    return look_up.bfloat16s(places);
   }
 }
 #endif
@@ -123,7 +115,7 @@ VTENSOR_INLINE UVec pairs_of(const Words& step, int k) {
 // Two of them in 16 bits each: of 8 bits inputs k and k + 2 of four, signed; else inputs 2 k and
 // 2 k + 1, plus zero().
 template <class Words>
-VTENSOR_INLINE SVec int16s_of(const Words& step, int k) {
+VTENSOR_INLINE SVec int16s_of(const Words& step, const LookUp& look_up, int k) {
   if constexpr (Words::kBits == 8) {
     const SVec both = reinterpret_cast<SVec>(step.of[0]);
     return k == 0 ? both << 8 >> 8 : both >> 8;
@@ -132,8 +124,8 @@ VTENSOR_INLINE SVec int16s_of(const Words& step, int k) {
                                   0x003f003f);
   } else {
     const UVec places = step.of[0] >> (4 * k) & 0x000f000f;
-    if constexpr (Words::kCodebook == Codebook::kEven) return reinterpret_cast<SVec>(places);
-    return reinterpret_cast<SVec>(look_up<Words::kCodebook>(places | 0x80008000));
+    if constexpr (Words::kIsEven) return reinterpret_cast<SVec>(places);
+    return reinterpret_cast<SVec>(look_up.bytes(places | 0x80008000));
   }
 }
 

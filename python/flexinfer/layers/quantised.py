@@ -48,6 +48,11 @@ class TensorKind(NamedTuple):
     codebook: Codebook | None
     is_rotated: bool
 
+    @property
+    def has_plain_levels(self) -> bool:
+        """Whether these say all of a scale."""
+        return self.num_levels > 0 and (self.codebook is None or self.codebook.factor_unit == 1)
+
 
 class QuantisedWeight(ABC):
     """A weight of integers and scales: all of it (QuantisedTensor), or made some outputs at a time
@@ -179,6 +184,8 @@ class QuantisedTensor(QuantisedWeight):
         for level in levels:
             level.check(columns, depth, group)
         scales, minimums = levels[0].products(), None
+        if codebook is not None:
+            scales = scales * codebook.factor_unit
         if len(levels) > 1:
             minimums = (1 << bits - 1) * scales - levels[1].products()
         return cls(integers, scales, minimums, bits, group, levels=levels, codebook=codebook)
@@ -278,7 +285,7 @@ class QuantisedTensor(QuantisedWeight):
         group = min(kind.group for kind in kinds)
         times = self.group // group
         has_minimums = any(kind.has_minimums for kind in kinds)
-        if all(kind.num_levels for kind in kinds):
+        if all(kind.has_plain_levels for kind in kinds):
             integers, middle = self.integers, 1 << bits - 1
             levels = [level.repeated(times) for level in self.levels]
             if len(levels) > 1:  # integers are from 0 on there

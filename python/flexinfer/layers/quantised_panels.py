@@ -14,7 +14,7 @@ import torch
 from flexinfer import _kernels
 from flexinfer.layers.quantised import QuantisedTensor, QuantisedWeight, TensorKind
 from flexinfer.layers.scale_levels import ScaleLevels
-from flexinfer.runtime.kernels import CODEBOOKS, SCALE_BLOCK, SCALE_FORMATS
+from flexinfer.runtime.kernels import SCALE_BLOCK, SCALE_FORMATS
 from flexinfer.runtime.pieces import of_pieces
 
 PANEL_COLUMNS = 64
@@ -100,7 +100,8 @@ def kernel_weight(
         group=kind.group,
         depth=kind.depth,
         columns=columns,
-        codebook=CODEBOOKS[kind.codebook.name if kind.codebook else ""],
+        codebook=kind.codebook.numbers if kind.codebook else None,
+        factor_unit=kind.codebook.factor_unit if kind.codebook else 1.0,
         rotates_inputs=kind.is_rotated,
     )
 

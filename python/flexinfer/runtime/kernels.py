@@ -19,9 +19,6 @@ SCALE_FORMATS: dict[torch.dtype, int] = {
     torch.uint8: _kernels.SCALE_FORMATS["blocks"],
 }
 """The same of formats of a weight's scales (kernels::ScaleFormat), by what they are laid out in."""
-CODEBOOKS: dict[str, int] = _kernels.CODEBOOKS
-"""The same of codebooks of 4 bits (kernels::Codebook), by names; "" where integers are themselves.
-"""
 SCALE_BLOCK: int = _kernels.SCALE_BLOCK
 """Inputs of a block of scales."""
 SCALE_BYTES: int = _kernels.SCALE_BYTES

@@ -30,7 +30,7 @@ struct Shape {
   int64_t group = 0;  // 0: one scale an output
   int bits = 8;
   bool has_minimums = false;
-  Codebook codebook = Codebook::kEven;
+  Codebook codebook = Codebook();
   bool is_rotated = false;
 };
 
@@ -39,7 +39,7 @@ std::ostream& operator<<(std::ostream& out, const Shape& s) {
              << (s.dtype == DType::kFloat32 ? ", float32" : ", bfloat16")
              << (s.has_bias ? ", bias" : "") << (s.has_residual ? ", residual" : "") << ", "
              << s.bits << " bits, groups of " << s.group << (s.has_minimums ? ", minimums" : "")
-             << " " << kCodebookNames[static_cast<size_t>(s.codebook)]
+             << ", codebook of kind " << static_cast<int>(s.codebook.kind())
              << (s.is_rotated ? ", rotated" : "");
 }
 
@@ -165,7 +165,7 @@ class Problem {
   }
   int weight_of(int8_t integer) const {
     if (shape_.bits != 4) return integer;
-    return numbers_of(shape_.codebook)[static_cast<size_t>(integer + 8)];
+    return shape_.codebook.numbers()[static_cast<size_t>(integer + 8)];
   }
   int64_t num_groups() const { return shape_.group == 0 ? 1 : shape_.depth / shape_.group; }
   size_t of_group(int64_t column, int64_t group) const {
@@ -275,6 +275,22 @@ TEST_P(QuantisedLevels, outputs_are_those_of_the_definition) {
   }
 }
 
+// 16 numbers, as far apart as those of the kind may be.
+Codebook draw_codebook(CodebookKind kind, std::mt19937& random) {
+  if (kind == CodebookKind::kEven) return Codebook();
+  const int spread = kind == CodebookKind::kSmall ? kMaxSmallByte : 255;
+  const int least = -128 + static_cast<int>(random() % static_cast<unsigned>(256 - spread));
+  CodebookNumbers numbers;
+  for (int8_t& number : numbers) {
+    number = static_cast<int8_t>(least + static_cast<int>(random() % (spread + 1U)));
+  }
+  numbers[3] = static_cast<int8_t>(least);
+  numbers[12] = static_cast<int8_t>(least + spread);
+  const Codebook codebook(numbers);
+  EXPECT_EQ(codebook.kind(), kind);
+  return codebook;
+}
+
 // Groups of 16 are those of Q6_K, a group of all inputs that of a scale and a minimum an output.
 TEST_P(QuantisedLevels, groups_are_those_of_the_definition_and_rows_the_same_bits_alone) {
   std::mt19937 random(4);
@@ -283,7 +299,8 @@ TEST_P(QuantisedLevels, groups_are_those_of_the_definition_and_rows_the_same_bit
   };
   for (unsigned i = 0; i < 60; ++i) {
     const auto bits = static_cast<int>(one_of({4, 4, 6, 8}));
-    const auto codebook = bits == 4 ? static_cast<Codebook>(i % kNumCodebooks) : Codebook::kEven;
+    const auto kind = static_cast<CodebookKind>(bits == 4 ? i % kNumCodebookKinds : 0);
+    const Codebook codebook = draw_codebook(kind, random);
     const int64_t group = one_of({16, 32, 64, 192});
     const DType dtype = random() % 2 == 0 ? DType::kFloat32 : DType::kBFloat16;
     const Shape shape = {one_of({1, 2, 5, 6, 7, 11, 12, 13, 29, 70}),
@@ -294,9 +311,9 @@ TEST_P(QuantisedLevels, groups_are_those_of_the_definition_and_rows_the_same_bit
                          random() % 2 == 0,
                          group,
                          bits,
-                         codebook == Codebook::kEven && random() % 2 == 0,
+                         kind == CodebookKind::kEven && random() % 2 == 0,
                          codebook,
-                         i % 4 == 0};
+                         false};
     const Problem problem(shape, i);
     const Bytes output = problem.multiply(*GetParam());
     const double bound = dtype == DType::kFloat32 ? 1e-5 : 1.0 / 128;

@@ -46,7 +46,7 @@ def by_codebook(
     codebook: Codebook, has_powers: bool, has_byte_inputs: bool, weight: torch.Tensor
 ) -> QuantisedTensor:
     """The nearest of 16 numbers, in scales that are powers of two, or of float16."""
-    table = torch.tensor(codebook.value).float()
+    table = torch.tensor(codebook.numbers).float()
     groups = weight.view(len(weight), -1, 32)
     scales = groups.abs().amax(dim=2) / table.abs().max()
     scales = scales.log2().ceil().exp2() if has_powers else scales.half().float()
@@ -70,6 +70,8 @@ STORED: dict[str, Callable[[torch.Tensor], QuantisedTensor]] = {
     "MXFP4 a8": partial(by_codebook, Codebook.E2M1, True, True),
     "IQ4_NL": partial(by_codebook, Codebook.IQ4, False, False),
     "IQ4_NL a8": partial(by_codebook, Codebook.IQ4, False, True),
+    "by IQ2's numbers": partial(by_codebook, Codebook.IQ2, False, False),
+    "by IQ2's numbers, a8": partial(by_codebook, Codebook.IQ2, False, True),
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -147,17 +149,30 @@ def test_a_few_large_inputs_leave_bits_to_the_others(isa: str, scheme: str, dept
     assert 4 * errors[0] < errors[1]
 
 
-@pytest.mark.parametrize("codebook", Codebook)
+@dataclass(frozen=True)
+class Spread:
+    """A codebook that there is not."""
+
+    numbers: tuple[int, ...]
+    factor_unit = 1.0
+    look_up = Codebook.look_up
+
+
+SPREADS = [Spread((least, most, *range(14))) for least, most in ((-64, 65), (-65, 65), (-128, 127))]
+"""Numbers as far apart as fit the products of bytes that are fastest, one further, and all."""
+
+
+@pytest.mark.parametrize("codebook", [*Codebook, *SPREADS], ids=str)
 @pytest.mark.parametrize("byte_inputs", [False, True])
 @pytest.mark.parametrize("group", [16, 32, 1024])
 def test_each_number_of_a_codebook_is_multiplied_exactly(
-    isa: str, group: int, byte_inputs: bool, codebook: Codebook
+    isa: str, group: int, byte_inputs: bool, codebook: Any
 ) -> None:
     """At every place of a step, beside all others, and with the largest inputs: sums of 16 bits
     would saturate."""
     torch.manual_seed(group)
     integers = torch.randint(-8, 8, (96, group)).to(torch.int8)
-    table = torch.tensor(codebook.value)
+    table = torch.tensor(codebook.numbers)
     integers[:16] = torch.arange(-8, 8)[:, None]
     integers[16, :], integers[17, :] = table.argmax() - 8, table.argmin() - 8
     source = QuantisedTensor(

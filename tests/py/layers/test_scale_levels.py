@@ -30,11 +30,13 @@ KINDS = {
     "Q3_K": (4, 16, False),
     "Q2_K": (4, 16, True),
     "IQ4_XS": (4, 32, False),
+    "IQ3_XXS": (4, 32, False),
+    "IQ2_S": (4, 16, False),
     "4 bits in groups of 256": (4, 256, False),
     "8 bits in groups of 32": (8, 32, False),
     "8 bits in groups of 64, minimums": (8, 64, True),
 }
-CODEBOOKS = {"IQ4_XS": Codebook.IQ4}
+CODEBOOKS = {"IQ4_XS": Codebook.IQ4, "IQ3_XXS": Codebook.IQ3_XXS, "IQ2_S": Codebook.IQ2}
 
 
 def draw_levels(columns: int, depth: int, group: int) -> ScaleLevels:
@@ -178,8 +180,9 @@ def test_integers_that_six_bits_do_not_hold_are_refused(integer: int) -> None:
 SETTINGS = {"words": 0, "scales": 0, "sums": 0, "byte_inputs": False, "depth": 768, "columns": 16}
 
 
-def kernel_weight(**settings: int) -> None:
-    plain = {"minimums": 0, "bits": 8, "group": 32, "scale_format": 0, "codebook": 0}
+def kernel_weight(**settings: Any) -> None:
+    plain = {"minimums": 0, "bits": 8, "group": 32, "scale_format": 0}
+    plain |= {"codebook": None, "factor_unit": 1.0}
     _kernels.QuantisedWeight(**{**SETTINGS, **plain, **settings})
 
 
@@ -193,9 +196,11 @@ def test_the_kernel_refuses_them_too(depth: int, group: int) -> None:
 
 
 def test_the_kernel_refuses_codebooks_of_what_is_not_looked_up() -> None:
-    kernel_weight(bits=4, codebook=1)
+    numbers = Codebook.IQ2.numbers
+    kernel_weight(bits=4, codebook=numbers)
     for settings in ({"bits": 8}, {"bits": 6}, {"group": 0}, {"minimums": 64}):
         with pytest.raises(ValueError, match="codebooks need 4 bits in groups without minimums"):
-            kernel_weight(**{"bits": 4, "codebook": 1, **settings})
-    with pytest.raises(ValueError, match="no codebook has this number"):
-        kernel_weight(bits=4, codebook=len(_kernels.CODEBOOKS))
+            kernel_weight(**{"bits": 4, "codebook": numbers, **settings})
+    for no_codebook in (numbers[:15], (*numbers[:15], 128)):
+        with pytest.raises(TypeError):
+            kernel_weight(bits=4, codebook=no_codebook)

@@ -15,6 +15,8 @@
 | Q3_K | 4 bits, groups of 16; scales in two levels | 3.4375, 4.5625 |
 | Q2_K | 4 bits, groups of 16, with minimums; scales in two levels | 2.625, 5.125 |
 | IQ4_XS | 4 bits by a table, groups of 32; scales in two levels | 4.25, 4.3125 |
+| IQ3_S, IQ3_XXS, IQ2_*, IQ1_* | the same, by tables in `grids.py` | 1.56 to 3.44, 4.31 or 4.56 |
+| TQ2_0, TQ1_0 | 4 bits, groups of 256 | 2.06, 1.69; 4.06 |
 
 Words of kernels have 4, 6 or 8 bits: integers of others stand in the next wider ones. Source:
 ggml-quants.c of the ggml project, and gguf/quants.py, which the tests compare with.
@@ -26,29 +28,13 @@ from collections.abc import Callable
 
 import torch
 
+from flexinfer.checkpoints.gguf.fields import factors_of, fields_of, levels_of
+from flexinfer.checkpoints.gguf.grids import GRID_DECODERS
 from flexinfer.checkpoints.gguf.header import BLOCKS
 from flexinfer.checkpoints.mxfp4 import places
 from flexinfer.layers.codebook import Codebook
 from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.layers.scale_levels import ScaleLevels
-
-
-def _factors(blocks: torch.Tensor) -> torch.Tensor:
-    """float16 [rows, blocks] of their bytes."""
-    return blocks.contiguous().view(torch.float16)[..., 0]
-
-
-def _levels(integers: torch.Tensor, factors: torch.Tensor) -> ScaleLevels:
-    """Bytes [rows, blocks, groups], and the two of each block's factor."""
-    return ScaleLevels(integers.view(torch.int8).flatten(1), _factors(factors))
-
-
-def _fields(rows: torch.Tensor, bits: int, chunk: int) -> torch.Tensor:
-    """[..., n] integers of so many bits of bytes [..., n * bits / 8]: of each chunk of bytes their
-    lowest bits, then the next ones, and so on."""
-    rows = torch.unflatten(rows, -1, (-1, 1, chunk))
-    shifted = torch.cat([rows >> shift for shift in range(0, 8, bits)], dim=-2)
-    return (shifted & (1 << bits) - 1).flatten(-3)
 
 
 def _less(integers: torch.Tensor, zero: int) -> torch.Tensor:
@@ -61,16 +47,16 @@ def _in_groups(
 ) -> QuantisedTensor:
     """integers: of 4 or 5 bits from 0 on, of which the middle stands for 0. lowest: the bytes of
     what is added to each, beside those of the factors."""
-    scales, minimums = _factors(factors).float(), None
+    scales, minimums = factors_of(factors).float(), None
     zero = 1 << bits - 1
     if lowest is not None:
-        minimums = _factors(lowest).float() + zero * scales
+        minimums = factors_of(lowest).float() + zero * scales
     return QuantisedTensor(_less(integers, zero), scales, minimums, 4 if bits == 4 else 6, 32)
 
 
 def _q8_0(blocks: torch.Tensor) -> QuantisedTensor:
     integers = blocks[..., 2:].contiguous().view(torch.int8).flatten(1)
-    return QuantisedTensor(integers, _factors(blocks[..., :2]).float(), None, 8, 32)
+    return QuantisedTensor(integers, factors_of(blocks[..., :2]).float(), None, 8, 32)
 
 
 def _q5_0(blocks: torch.Tensor) -> QuantisedTensor:
@@ -83,52 +69,53 @@ def _q5_1(blocks: torch.Tensor) -> QuantisedTensor:
 
 
 def _five_bits(blocks: torch.Tensor) -> torch.Tensor:
-    return _fields(blocks[..., 4:], 4, 16) | _fields(blocks[..., :4], 1, 1) << 4
+    return fields_of(blocks[..., 4:], 4, 16) | fields_of(blocks[..., :4], 1, 1) << 4
 
 
 def _q4_0(blocks: torch.Tensor) -> QuantisedTensor:
-    return _in_groups(_fields(blocks[..., 2:], 4, 16), 4, blocks[..., :2])
+    return _in_groups(fields_of(blocks[..., 2:], 4, 16), 4, blocks[..., :2])
 
 
 def _q4_1(blocks: torch.Tensor) -> QuantisedTensor:
-    return _in_groups(_fields(blocks[..., 4:], 4, 16), 4, blocks[..., :2], blocks[..., 2:4])
+    return _in_groups(fields_of(blocks[..., 4:], 4, 16), 4, blocks[..., :2], blocks[..., 2:4])
 
 
 def _iq4_nl(blocks: torch.Tensor) -> QuantisedTensor:
-    factors = _factors(blocks[..., :2]).float()
-    integers = _less(_fields(blocks[..., 2:], 4, 16), 8)
+    factors = factors_of(blocks[..., :2]).float()
+    integers = _less(fields_of(blocks[..., 2:], 4, 16), 8)
     return QuantisedTensor(integers, factors, None, 4, 32, codebook=Codebook.IQ4)
 
 
 def _mxfp4(blocks: torch.Tensor) -> QuantisedTensor:
     """An exponent, 32 places in a table."""
-    return places(_fields(blocks[..., 1:], 4, 16).flatten(1), blocks[..., 0])
+    return places(fields_of(blocks[..., 1:], 4, 16).flatten(1), blocks[..., 0])
 
 
 def _q2_k(blocks: torch.Tensor) -> QuantisedTensor:
     """16 bytes of a scale and a minimum of 4 bits each, 256 integers of 2 bits, two factors."""
-    scales, integers = blocks[..., :16], _fields(blocks[..., 16:80], 2, 32)
-    levels = _levels(scales & 15, blocks[..., 80:82]), _levels(scales >> 4, blocks[..., 82:])
+    scales, integers = blocks[..., :16], fields_of(blocks[..., 16:80], 2, 32)
+    levels = levels_of(scales & 15, blocks[..., 80:82]), levels_of(scales >> 4, blocks[..., 82:])
     # The file has scale * n - minimum for n from 0 on; our integers are n - 8, and n - 32 of Q5_K.
     return QuantisedTensor.in_levels(_less(integers, 8), 4, 16, *levels)
 
 
 def _q3_k(blocks: torch.Tensor) -> QuantisedTensor:
     """256 bits, 256 integers of 2 bits below them, 16 scales of 6 bits, a factor."""
-    integers = _fields(blocks[..., 32:96], 2, 32) | _fields(blocks[..., :32], 1, 32) << 2
-    low, high = _fields(blocks[..., 96:104], 4, 8), _fields(blocks[..., 104:108], 2, 4)
+    integers = fields_of(blocks[..., 32:96], 2, 32) | fields_of(blocks[..., :32], 1, 32) << 2
+    low, high = fields_of(blocks[..., 96:104], 4, 8), fields_of(blocks[..., 104:108], 2, 4)
     scales = (low | high << 4).to(torch.int8) - 32
-    return QuantisedTensor.in_levels(_less(integers, 4), 4, 16, _levels(scales, blocks[..., 108:]))
+    levels = levels_of(scales, blocks[..., 108:])
+    return QuantisedTensor.in_levels(_less(integers, 4), 4, 16, levels)
 
 
 def _q4_k(blocks: torch.Tensor) -> QuantisedTensor:
-    integers = _less(_fields(blocks[..., 16:], 4, 32), 8)
+    integers = _less(fields_of(blocks[..., 16:], 4, 32), 8)
     return QuantisedTensor.in_levels(integers, 4, 32, *_levels_of_6_bits(blocks))
 
 
 def _q5_k(blocks: torch.Tensor) -> QuantisedTensor:
     """As Q4_K, with 256 bits above the others between."""
-    integers = _fields(blocks[..., 48:], 4, 32) | _fields(blocks[..., 16:48], 1, 32) << 4
+    integers = fields_of(blocks[..., 48:], 4, 32) | fields_of(blocks[..., 16:48], 1, 32) << 4
     return QuantisedTensor.in_levels(_less(integers, 32), 6, 32, *_levels_of_6_bits(blocks))
 
 
@@ -137,23 +124,43 @@ def _levels_of_6_bits(blocks: torch.Tensor) -> tuple[ScaleLevels, ScaleLevels]:
     first, second, third = torch.unflatten(blocks[..., 4:16], -1, (3, 4)).unbind(-2)
     scales = torch.cat([first & 63, third & 15 | first >> 2 & 48], dim=-1)
     minimums = torch.cat([second & 63, third >> 4 | second >> 2 & 48], dim=-1)
-    return _levels(scales, blocks[..., :2]), _levels(minimums, blocks[..., 2:4])
+    return levels_of(scales, blocks[..., :2]), levels_of(minimums, blocks[..., 2:4])
 
 
 def _q6_k(blocks: torch.Tensor) -> QuantisedTensor:
     """256 lower halves of 4 bits, 256 upper ones of 2, 16 scales of 8 bits, a factor."""
-    integers = _fields(blocks[..., :128], 4, 64) | _fields(blocks[..., 128:192], 2, 32) << 4
-    levels = _levels(blocks[..., 192:208], blocks[..., 208:])
+    integers = fields_of(blocks[..., :128], 4, 64) | fields_of(blocks[..., 128:192], 2, 32) << 4
+    levels = levels_of(blocks[..., 192:208], blocks[..., 208:])
     return QuantisedTensor.in_levels(_less(integers, 32), 6, 16, levels)
 
 
 def _iq4_xs(blocks: torch.Tensor) -> QuantisedTensor:
     """A factor, 8 scales of 6 bits: 2 upper ones in two bytes, then 4 lower ones in four; and 256
     integers of 4 bits."""
-    low, high = _fields(blocks[..., 4:8], 4, 1), _fields(blocks[..., 2:4], 2, 1)
-    levels = _levels((low | high << 4).to(torch.int8) - 32, blocks[..., :2])
-    integers = _less(_fields(blocks[..., 8:], 4, 16), 8)
+    low, high = fields_of(blocks[..., 4:8], 4, 1), fields_of(blocks[..., 2:4], 2, 1)
+    levels = levels_of((low | high << 4).to(torch.int8) - 32, blocks[..., :2])
+    integers = _less(fields_of(blocks[..., 8:], 4, 16), 8)
     return QuantisedTensor.in_levels(integers, 4, 32, levels, codebook=Codebook.IQ4)
+
+
+def _tq2_0(blocks: torch.Tensor) -> QuantisedTensor:
+    """256 integers of 2 bits, a factor."""
+    return _ternary(fields_of(blocks[..., :64], 2, 32), blocks[..., 64:])
+
+
+def _tq1_0(blocks: torch.Tensor) -> QuantisedTensor:
+    """256 digits to the base 3, a factor. A byte is a fraction of 256 that has five of them."""
+    parts = []
+    for first, end, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
+        powers = 3 ** torch.arange(count, dtype=torch.uint8)
+        rest = blocks[..., None, first:end] * powers[:, None]  # what is left of 256
+        parts.append((rest.short() * 3 >> 8).flatten(2))
+    return _ternary(torch.cat(parts, dim=-1), blocks[..., 52:])
+
+
+def _ternary(integers: torch.Tensor, factors: torch.Tensor) -> QuantisedTensor:
+    """integers: from 0 to 2, of which 1 stands for 0."""
+    return QuantisedTensor(_less(integers, 1), factors_of(factors).float(), None, 4, 256)
 
 
 DECODERS: dict[str, Callable[[torch.Tensor], QuantisedTensor]] = {
@@ -170,6 +177,9 @@ DECODERS: dict[str, Callable[[torch.Tensor], QuantisedTensor]] = {
     "Q3_K": _q3_k,
     "Q2_K": _q2_k,
     "IQ4_XS": _iq4_xs,
+    "TQ2_0": _tq2_0,
+    "TQ1_0": _tq1_0,
+    **GRID_DECODERS,
 }
 """Type of blocks -> what bytes [rows, blocks, bytes of a block] are."""
 

@@ -53,27 +53,22 @@ TENSOR_TYPES = {
     12: "Q4_K",
     13: "Q5_K",
     14: "Q6_K",
-    20: "IQ4_NL",
-    23: "IQ4_XS",
-    30: "BF16",
-    39: "MXFP4",
-}
-"""Of tensors, those that can be read here."""
-OTHER_TYPES = {
-    9: "Q8_1",
-    15: "Q8_K",
     16: "IQ2_XXS",
     17: "IQ2_XS",
     18: "IQ3_XXS",
     19: "IQ1_S",
+    20: "IQ4_NL",
     21: "IQ3_S",
     22: "IQ2_S",
+    23: "IQ4_XS",
     29: "IQ1_M",
+    30: "BF16",
     34: "TQ1_0",
     35: "TQ2_0",
-    40: "NVFP4",
-    41: "Q1_0",
+    39: "MXFP4",
 }
+"""Of tensors, those that can be read here."""
+OTHER_TYPES = {9: "Q8_1", 15: "Q8_K", 40: "NVFP4", 41: "Q1_0"}
 BLOCKS = {
     "F32": (1, 4),
     "F16": (1, 2),
@@ -91,6 +86,15 @@ BLOCKS = {
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
     "IQ4_XS": (256, 136),
+    "IQ3_S": (256, 110),
+    "IQ3_XXS": (256, 98),
+    "IQ2_S": (256, 82),
+    "IQ2_XS": (256, 74),
+    "IQ2_XXS": (256, 66),
+    "IQ1_M": (256, 56),
+    "IQ1_S": (256, 50),
+    "TQ2_0": (256, 66),
+    "TQ1_0": (256, 54),
 }
 """Numbers and bytes of a block."""
 

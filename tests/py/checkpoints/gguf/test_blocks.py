@@ -5,20 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 gguf = pytest.importorskip("gguf")
 
 from flexinfer.checkpoints.gguf.blocks import decode
+from flexinfer.checkpoints.gguf.grids import GRID_DECODERS
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.layers.quantised_panels import QuantisedPanels
 from flexinfer.models.loading import load_model
-from helpers.gguf.files import Type, quantise, write_gguf
+from helpers.gguf.files import Type, quantise, random_blocks, write_gguf
 from helpers.gguf.models import CONFIGS, QUANTISED, TYPES
 from helpers.tiny_models import draw_model
 
-LEVELS = {Type.Q2_K: 2, Type.Q3_K: 1, Type.Q4_K: 2, Type.Q5_K: 2, Type.Q6_K: 1, Type.IQ4_XS: 1}
+LEVELS = {Type.Q2_K: 2, Type.Q4_K: 2, Type.Q5_K: 2}
+LEVELS |= {Type[name]: 1 for name in ("Q3_K", "Q6_K", "IQ4_XS", *GRID_DECODERS)}
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
@@ -35,13 +38,40 @@ def test_blocks_are_the_numbers_that_gguf_says(kind: Type) -> None:
         assert torch.equal(decoded.dequantised(), numbers)
 
 
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_a_block_alone_is_the_same_as_among_others(kind: Type) -> None:
+    """Of one, words of four bytes may begin at any even byte."""
+    rows = torch.from_numpy(quantise(np.ones((3, 256), np.float32), kind, 1))
+    several = decode(kind.name, rows).dequantised()
+    assert torch.equal(decode(kind.name, rows[1:2]).dequantised(), several[1:2])
+
+
 @pytest.mark.parametrize(
-    ("kind", "bits"), [(Type.MXFP4, 4.25), (Type.IQ4_NL, 4.5), (Type.IQ4_XS, 4.3125)]
+    ("kind", "bits"),
+    [
+        (Type.MXFP4, 4.25),
+        (Type.IQ4_NL, 4.5),
+        *((Type[name], 4.3125) for name in ("IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_XXS", "IQ1_S")),
+        *((Type[name], 4.5625) for name in ("IQ2_S", "IQ2_XS", "IQ1_M")),
+        *((Type[name], 4.0625) for name in ("TQ1_0", "TQ2_0")),
+    ],
 )
 def test_places_in_a_table_stay_in_four_bits(kind: Type, bits: float) -> None:
     weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(1)).numpy()
     panels = QuantisedPanels(decode(kind.name, torch.from_numpy(quantise(weight, kind, 1))))
     assert 8 * sum(part.nbytes for part in panels.parts.values()) == bits * weight.size
+
+
+@pytest.mark.parametrize("name", [*GRID_DECODERS, "IQ4_XS", "Q6_K", "TQ2_0"])
+@pytest.mark.parametrize("factor", [-0.02, 5e-7])
+def test_factors_below_zero_and_next_to_it_lose_no_bit(name: str, factor: float) -> None:
+    """An eighth of the least float16 numbers is none."""
+    rows = torch.from_numpy(random_blocks(Type[name], 64, 1024, 2, factor))
+    numbers = torch.from_numpy(gguf.quants.dequantize(rows.numpy(), Type[name]))
+    source = decode(name, rows)
+    assert torch.equal(source.dequantised(), numbers)
+    products = QuantisedLinear(source, None, torch.float32)(torch.eye(1024)[:9])
+    assert torch.equal(products.T, numbers[:, :9])
 
 
 @pytest.mark.parametrize("types", TYPES)

@@ -166,12 +166,16 @@ def test_heads_that_cannot_be_are_refused(
         read_with(tmp_path / "model.gguf", "qwen35", **{key: value})
 
 
+TERNARY = ("TQ2_0", "TQ1_0")
+"""Types with a scale for all of a block."""
+
+
 def blocks(kind: str, seed: int) -> Any:
     weight = np.random.default_rng(seed).standard_normal((16, 512), np.float32)
     return decode(kind, torch.from_numpy(quantise(weight, Type[kind], seed)))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DECODERS if kind != "MXFP4"])
+@pytest.mark.parametrize("kind", [kind for kind in DECODERS if kind not in ("MXFP4", *TERNARY)])
 @pytest.mark.parametrize("width", [64, 256])
 def test_inputs_in_another_order_are_the_same_numbers(kind: str, width: int) -> None:
     tensor = blocks(kind, 0)
@@ -187,9 +191,15 @@ def test_inputs_in_another_order_are_the_same_numbers(kind: str, width: int) -> 
 def test_groups_of_inputs_are_not_torn() -> None:
     with pytest.raises(ValueError, match="share a scale with 31 others"):
         blocks("Q8_0", 0).with_inputs_in_order(torch.arange(512).flip(0))
+    for kind in TERNARY:
+        with pytest.raises(ValueError, match="share a scale with 255 others"):
+            blocks(kind, 0).with_inputs_in_order(torch.arange(512).view(4, 128).flip(0).flatten())
 
 
-KINDS = ("Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q4_K", "Q4_0", "Q3_K", "Q2_K", "IQ4_NL", "IQ4_XS")
+KINDS = (
+    *("Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q4_K", "Q4_0", "Q3_K", "Q2_K", "IQ4_NL", "IQ4_XS"),
+    *("IQ3_S", "IQ3_XXS", "IQ2_XS", "IQ1_S", "TQ2_0"),
+)
 
 
 @pytest.mark.parametrize("second", KINDS)

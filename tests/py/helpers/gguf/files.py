@@ -26,22 +26,40 @@ FACTORS: dict[Type, dict[int, float]] = {
     Type.Q6_K: {208: 2e-4},
     Type.IQ4_NL: {0: 4e-3},
     Type.IQ4_XS: {0: 2e-4},
+    Type.IQ3_S: {0: 2e-3},
+    Type.IQ3_XXS: {0: 4e-3},
+    Type.IQ2_S: {0: 1e-2},
+    Type.IQ2_XS: {0: 1e-2},
+    Type.IQ2_XXS: {0: 1e-2},
+    Type.IQ1_S: {0: 4e-2},
+    Type.IQ1_M: {},
+    Type.TQ1_0: {52: 3e-1},
+    Type.TQ2_0: {64: 3e-1},
 }
 """Of types whose blocks are drawn: the bytes at which factors lie, and how large they are."""
+TORN_FACTORS = {Type.IQ1_M: 4e-2}
+"""Of types whose factor lies in the upper halves of every second byte of the last eight."""
 
 UNQUANTISED = ("shortconv.conv.", "conv1d", "ssm_norm.", "altup", "laurel")
 """Parts of the names of matrices that llama-quantize leaves as they are."""
 
 
-def random_blocks(kind: Type, rows: int, columns: int, seed: int) -> np.ndarray[Any, Any]:
-    """uint8 [rows, bytes] of one of FACTORS, whose numbers are around 0.2."""
+def random_blocks(
+    kind: Type, rows: int, columns: int, seed: int, size: float = 0
+) -> np.ndarray[Any, Any]:
+    """uint8 [rows, bytes] of one of FACTORS, whose numbers are around 0.2. size: of all factors
+    instead, of any type but MXFP4."""
     block_columns, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     generator = np.random.default_rng(seed)
     count = rows * columns // block_columns
     blocks = generator.integers(0, 256, (count, block_bytes), dtype=np.uint8)
     factor = (generator.random((count, 1)) + 0.5).astype(np.float32)
-    for place, size in FACTORS[kind].items():
-        blocks[:, place : place + 2] = (factor * size).astype(np.float16).view(np.uint8)
+    for place, usual in FACTORS[kind].items():
+        blocks[:, place : place + 2] = (factor * (size or usual)).astype(np.float16).view(np.uint8)
+    if kind in TORN_FACTORS:
+        halves = (factor * (size or TORN_FACTORS[kind])).astype(np.float16).view(np.uint16)
+        nibbles = (halves >> np.array([0, 4, 8, 12], np.uint16) & 15).astype(np.uint8)
+        blocks[:, -7::2] = blocks[:, -7::2] & 15 | nibbles << 4
     return blocks.reshape(rows, -1)
 
 
