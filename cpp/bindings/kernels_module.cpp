@@ -185,6 +185,26 @@ void bind_row_ops(nb::module_& m) {
           nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "x_stride"_a, "factor"_a,
           "factor_stride"_a, "output"_a, "num_rows"_a, "width"_a, "num_threads"_a)
       .def(
+          "gelu_tanh_mul",
+          [](const RowOps& self, size_t dtype, uintptr_t x, int64_t x_stride, uintptr_t factor,
+             int64_t factor_stride, uintptr_t output, int64_t num_rows, int64_t width,
+             int num_threads) {
+            const RowCall call = {
+                pointer(x), pointer(factor), pointer(output), x_stride, factor_stride, width, 0};
+            self.gelu_tanh_mul(dtype_of(dtype), call, num_rows, num_threads);
+          },
+          nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "x_stride"_a, "factor"_a,
+          "factor_stride"_a, "output"_a, "num_rows"_a, "width"_a, "num_threads"_a)
+      .def(
+          "relu2",
+          [](const RowOps& self, size_t dtype, uintptr_t x, int64_t x_stride, uintptr_t output,
+             int64_t num_rows, int64_t width, int num_threads) {
+            const RowCall call = {pointer(x), nullptr, pointer(output), x_stride, 0, width, 0};
+            self.relu2(dtype_of(dtype), call, num_rows, num_threads);
+          },
+          nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "x_stride"_a, "output"_a,
+          "num_rows"_a, "width"_a, "num_threads"_a)
+      .def(
           "rotate",
           [](const RowOps& self, size_t dtype, uintptr_t x, int64_t head_stride,
              int64_t token_stride, uintptr_t cos, uintptr_t sin, uintptr_t output,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from flexinfer.layers import rows as row_ops
+from flexinfer.layers.activation import SILU, activation_of
 from flexinfer.layers.adapters import Part, are_in_force
 from flexinfer.layers.formats import is_linear, make_linear, weight_of
 from flexinfer.layers.known import GATED_MLPS
@@ -30,7 +31,7 @@ class GatedMLP(torch.nn.Module):
         self.act_fn: torch.nn.Module = mlp.act_fn
         weight = mlp.gate_proj.weight
         can_gate = row_ops.supports(weight.dtype, weight.device, mlp.gate_proj.out_features)
-        self.is_silu = can_gate and is_silu(mlp.act_fn)
+        self.is_silu = can_gate and activation_of(mlp.act_fn) == SILU
 
     @property
     def joined(self) -> dict[str, Part]:
@@ -79,10 +80,3 @@ def fuse_mlp(module: Any) -> GatedMLP | None:
     if not all(is_linear(linear) for linear in linears):
         return None
     return None if weight_of(linears[0]).device.type != "cpu" else GatedMLP(module)
-
-
-def is_silu(activation: Any) -> bool:
-    from transformers.activations import SiLUActivation
-
-    is_module = type(activation) in (torch.nn.SiLU, SiLUActivation)
-    return is_module or activation is torch.nn.functional.silu  # LFM2's experts have the function

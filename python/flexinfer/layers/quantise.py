@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flexinfer.layers.expert_layout import WEIGHTS, layout_of
+from flexinfer.layers.expert_layout import layout_of
 from flexinfer.layers.formats import is_linear, make_fastest, weight_of
 from flexinfer.layers.joined_linear import JoinedLinear
 from flexinfer.layers.linear import Linear, PlainLinear
@@ -120,7 +120,7 @@ def check_scheme(
         layout = layout_of(module)
         if layout is not None:
             _, width, hidden = layout.sizes(module)
-            for part, depth in zip(WEIGHTS, (width, hidden), strict=True):
+            for part, depth in zip(layout.weight_names, (width, hidden), strict=True):
                 name = f"{path}.{part}"
                 _check_depth(name, depth, num_parts(name), scheme)
 
