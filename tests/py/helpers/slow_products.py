@@ -104,7 +104,7 @@ def slow_model(model: Any, scheme: Scheme, num_ranks: int = 1) -> Any:
             with_dequantised(module, scheme)
     embedding, head = model.get_input_embeddings(), head_of(model)
     for path, linear in list(quantisable(model)):
-        own = scheme_of(path.rpartition(".")[2], linear, scheme, linear is head)
+        own = scheme_of(path, linear, scheme, linear is head)
         assert own is not None
         weight = linear.weight.detach()
         weight = weight if isinstance(linear, torch.nn.Linear) else weight.t()
