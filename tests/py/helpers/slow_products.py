@@ -126,11 +126,12 @@ def with_byte_inputs(model: Any, checkpoint: Checkpoint) -> Any:
 
     for path, module in list(model.named_modules()):
         if is_experts(module):
+            names = EXPERT_PARTS if module.has_gate else EXPERT_PARTS[1:]
             rows = [
-                [read(expert_weight(path, i, part)) for part in EXPERT_PARTS]
+                [read(expert_weight(path, i, part)) for part in names]
                 for i in range(len(module.down_proj))
             ]
-            gate_up = [QuantisedTensor.join([gate, up]) for gate, up, _ in rows]
+            gate_up = [QuantisedTensor.join(first) for *first, _ in rows]
             parts = [(gate_up, [down for *_, down in rows])]
             model.set_submodule(path, SlowExperts(parts, module))
         elif isinstance(module, torch.nn.Linear):

@@ -31,6 +31,7 @@ NEMOTRON_H: dict[str, Any] = {
 NEMOTRON_3: dict[str, Any] = {
     **COMMON,
     **NEMOTRON_H,
+    "head_dim": 64,
     "written_as": "nemotron_h_moe",
     "num_hidden_layers": 5,
     "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"],
