@@ -1,10 +1,11 @@
 #include "bindings/experts.h"
 
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <optional>
+#include <array>
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -15,6 +16,22 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace vtensor::kernels {
+namespace {
+
+Activation::Kind kind_of(const std::string& name) {
+  using Kind = Activation::Kind;
+  static const std::array<std::pair<std::string, Kind>, 4> kKinds = {
+      {{"silu", Kind::kSilu},
+       {"gelu_tanh", Kind::kGeluTanh},
+       {"clamped_swiglu", Kind::kClampedSwiglu},
+       {"relu2", Kind::kRelu2}}};
+  for (const auto& [own, kind] : kKinds) {
+    if (own == name) return kind;
+  }
+  throw std::invalid_argument("no activation of experts is called '" + name + "'");
+}
+
+}  // namespace
 
 void bind_experts(nb::module_& m) {
   nb::class_<Experts>(m, "Experts", "A mixture of experts in one call; addresses as integers.")
@@ -22,21 +39,20 @@ void bind_experts(nb::module_& m) {
           "__init__",
           [](Experts* self, size_t dtype, const RowOps& row_ops, const Linear& linear,
              const QuantisedLinear& quantised, const std::vector<std::vector<Product>>& gate_up,
-             const std::vector<Product>& down,
-             const std::optional<std::pair<float, float>>& clamped_gate) {
-            std::optional<ClampedGate> gate;
-            if (clamped_gate) gate = {clamped_gate->first, clamped_gate->second};
+             const std::vector<Product>& down, const std::string& activation, float alpha,
+             float limit) {
             std::vector<ExpertTable> tables;
             tables.reserve(gate_up.size());
             for (const auto& products : gate_up) tables.emplace_back(products);
-            new (self) Experts(dtype_of(dtype), std::move(tables), ExpertTable(down), gate, row_ops,
-                               linear, quantised);
+            new (self) Experts(dtype_of(dtype), std::move(tables), ExpertTable(down),
+                               {kind_of(activation), alpha, limit}, row_ops, linear, quantised);
           },
           nb::kw_only(), "dtype"_a, "row_ops"_a, "linear"_a, "quantised"_a, "gate_up"_a, "down"_a,
-          "clamped_gate"_a = nb::none(),
-          "gate_up: of each expert gates and factors together, or all gates, then all factors. "
-          "clamped_gate: alpha and limit of gpt-oss's gate; None: silu(gate) * factor. "
-          "Raises ValueError where they do not go together.")
+          "activation"_a = "silu", "alpha"_a = 1.0F, "limit"_a = 0.0F,
+          "gate_up: of each expert gates and factors together, or all gates, then all factors; "
+          "factors alone for relu2. activation: silu, gelu_tanh or clamped_swiglu of gates, times "
+          "factors; or relu2. alpha, limit: of clamped_swiglu. Raises ValueError where they do not "
+          "go together.")
       .def(
           "forward",
           [](const Experts& self, uintptr_t x, uintptr_t experts, uintptr_t weights,

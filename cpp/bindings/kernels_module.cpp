@@ -154,6 +154,16 @@ void bind_attention(nb::module_& m) {
           "what it would store is there.");
 }
 
+// Addresses of gates and factors -> one of the operations that multiply them.
+template <void (RowOps::*op)(DType, const RowCall&, int64_t, int) const>
+void multiply_gates(const RowOps& self, size_t dtype, uintptr_t x, int64_t x_stride,
+                    uintptr_t factor, int64_t factor_stride, uintptr_t output, int64_t num_rows,
+                    int64_t width, int num_threads) {
+  const RowCall call = {
+      pointer(x), pointer(factor), pointer(output), x_stride, factor_stride, width, 0};
+  (self.*op)(dtype_of(dtype), call, num_rows, num_threads);
+}
+
 void bind_row_ops(nb::module_& m) {
   nb::class_<RowOps>(m, "RowOps", "Operations on the rows of a batch; addresses as integers.")
       .def(
@@ -173,17 +183,21 @@ void bind_row_ops(nb::module_& m) {
           },
           nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "x_stride"_a, "weight"_a,
           "output"_a, "num_rows"_a, "width"_a, "eps"_a, "num_threads"_a)
+      .def("silu_mul", &multiply_gates<&RowOps::silu_mul>, nb::call_guard<nb::gil_scoped_release>(),
+           "dtype"_a, "x"_a, "x_stride"_a, "factor"_a, "factor_stride"_a, "output"_a, "num_rows"_a,
+           "width"_a, "num_threads"_a)
+      .def("gelu_tanh_mul", &multiply_gates<&RowOps::gelu_tanh_mul>,
+           nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "x_stride"_a, "factor"_a,
+           "factor_stride"_a, "output"_a, "num_rows"_a, "width"_a, "num_threads"_a)
       .def(
-          "silu_mul",
-          [](const RowOps& self, size_t dtype, uintptr_t x, int64_t x_stride, uintptr_t factor,
-             int64_t factor_stride, uintptr_t output, int64_t num_rows, int64_t width,
-             int num_threads) {
-            const RowCall call = {
-                pointer(x), pointer(factor), pointer(output), x_stride, factor_stride, width, 0};
-            self.silu_mul(dtype_of(dtype), call, num_rows, num_threads);
+          "relu2",
+          [](const RowOps& self, size_t dtype, uintptr_t x, int64_t x_stride, uintptr_t output,
+             int64_t num_rows, int64_t width, int num_threads) {
+            const RowCall call = {pointer(x), nullptr, pointer(output), x_stride, 0, width, 0};
+            self.relu2(dtype_of(dtype), call, num_rows, num_threads);
           },
-          nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "x_stride"_a, "factor"_a,
-          "factor_stride"_a, "output"_a, "num_rows"_a, "width"_a, "num_threads"_a)
+          nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "x_stride"_a, "output"_a,
+          "num_rows"_a, "width"_a, "num_threads"_a)
       .def(
           "rotate",
           [](const RowOps& self, size_t dtype, uintptr_t x, int64_t head_stride,

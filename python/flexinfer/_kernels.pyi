@@ -72,6 +72,10 @@ class RowOps:
 
     def silu_mul(self, dtype: int, x: int, x_stride: int, factor: int, factor_stride: int, output: int, num_rows: int, width: int, num_threads: int) -> None: ...
 
+    def gelu_tanh_mul(self, dtype: int, x: int, x_stride: int, factor: int, factor_stride: int, output: int, num_rows: int, width: int, num_threads: int) -> None: ...
+
+    def relu2(self, dtype: int, x: int, x_stride: int, output: int, num_rows: int, width: int, num_threads: int) -> None: ...
+
     def rotate(self, dtype: int, x: int, head_stride: int, token_stride: int, cos: int, sin: int, output: int, output_head_stride: int, output_token_stride: int, num_heads: int, num_tokens: int, width: int, num_threads: int) -> None: ...
 
 class Linear:
@@ -151,9 +155,9 @@ def forward_decoder_layers(layers: Sequence[DecoderLayer], attention: Sequence[t
 class Experts:
     """A mixture of experts in one call; addresses as integers."""
 
-    def __init__(self, *, dtype: int, row_ops: RowOps, linear: Linear, quantised: QuantisedLinear, gate_up: Sequence[Sequence[Product]], down: Sequence[Product], clamped_gate: tuple[float, float] | None = None) -> None:
+    def __init__(self, *, dtype: int, row_ops: RowOps, linear: Linear, quantised: QuantisedLinear, gate_up: Sequence[Sequence[Product]], down: Sequence[Product], activation: str = 'silu', alpha: float = 1.0, limit: float = 0.0) -> None:
         """
-        gate_up: of each expert gates and factors together, or all gates, then all factors. clamped_gate: alpha and limit of gpt-oss's gate; None: silu(gate) * factor. Raises ValueError where they do not go together.
+        gate_up: of each expert gates and factors together, or all gates, then all factors; factors alone for relu2. activation: silu, gelu_tanh or clamped_swiglu of gates, times factors; or relu2. alpha, limit: of clamped_swiglu. Raises ValueError where they do not go together.
         """
 
     def forward(self, x: int, experts: int, weights: int, output: int, num_tokens: int, top_k: int, num_threads: int) -> None:

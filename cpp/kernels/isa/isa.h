@@ -31,6 +31,8 @@ struct Isa {
   void (*rms_norm[kNumDTypes])(const RowCall&, int64_t begin, int64_t end);
   void (*silu_mul[kNumDTypes])(const RowCall&, int64_t begin, int64_t end);
   void (*clamped_swiglu[kNumDTypes])(const RowCall&, int64_t begin, int64_t end);
+  void (*gelu_tanh_mul[kNumDTypes])(const RowCall&, int64_t begin, int64_t end);
+  void (*relu2[kNumDTypes])(const RowCall&, int64_t begin, int64_t end);
   void (*rotate[kNumDTypes])(const RotaryCall&, int64_t begin, int64_t end);
   // Outputs that stand side by side in the packed weight of a linear layer.
   int panel_columns[kNumDTypes];

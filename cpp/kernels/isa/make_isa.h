@@ -30,6 +30,8 @@ constexpr Isa make_isa(const char* name) {
           {rms_norm<float>, rms_norm<BFloat16>, rms_norm<Float16>},
           {silu_mul<float>, silu_mul<BFloat16>, silu_mul<Float16>},
           {clamped_swiglu<float>, clamped_swiglu<BFloat16>, clamped_swiglu<Float16>},
+          {gelu_tanh_mul<float>, gelu_tanh_mul<BFloat16>, gelu_tanh_mul<Float16>},
+          {relu2<float>, relu2<BFloat16>, relu2<Float16>},
           {rotate<float>, rotate<BFloat16>, rotate<Float16>},
           {kPanelColumns<float>, kPanelColumns<BFloat16>, 0},
           {linear<float>, linear<BFloat16>, nullptr},

@@ -95,12 +95,12 @@ ExpertTable::ExpertTable(const std::vector<Product>& products)
 }
 
 Experts::Experts(DType dtype, std::vector<ExpertTable> gate_up, ExpertTable down,
-                 std::optional<ClampedGate> gate, const RowOps& row_ops, const Linear& linear,
+                 const Activation& activation, const RowOps& row_ops, const Linear& linear,
                  const QuantisedLinear& quantised)
     : dtype_(dtype),
       gate_up_(std::move(gate_up)),
       down_(std::move(down)),
-      gate_(gate),
+      activation_(activation),
       row_ops_(row_ops),
       linear_(linear),
       quantised_(quantised) {
@@ -110,7 +110,7 @@ Experts::Experts(DType dtype, std::vector<ExpertTable> gate_up, ExpertTable down
     columns += table.columns();
     fits = fits && table.depth() == down_.columns() && table.num_experts() == down_.num_experts();
   }
-  if (!fits || columns != 2 * down_.depth()) {
+  if (!fits || columns != (activation_.has_gates() ? 2 : 1) * down_.depth()) {
     throw std::invalid_argument("gates, factors and outputs of experts do not go together");
   }
 }
@@ -123,22 +123,23 @@ class Experts::Run {
         call_(call),
         bytes_(static_cast<int64_t>(element_bytes(owner.dtype_))),
         width_(owner.down_.columns()),
-        hidden_(owner.down_.depth()) {
+        hidden_(owner.down_.depth()),
+        first_((owner.activation_.has_gates() ? 2 : 1) * hidden_) {
     const int64_t rows = call.num_tokens * call.top_k;
     rows_ = allocate(rows * width_ * bytes_);
-    gate_up_ = allocate(rows * 2 * hidden_ * bytes_);
-    gated_ = allocate(rows * hidden_ * bytes_);
+    gate_up_ = allocate(rows * first_ * bytes_);
+    activated_ = allocate(rows * hidden_ * bytes_);
   }
 
   void forward() {
     sort();
     int64_t column = 0;
     for (const ExpertTable& table : owner_.gate_up_) {
-      multiply(table, rows_.get(), gate_up_.get() + column * bytes_, 2 * hidden_);
+      multiply(table, rows_.get(), gate_up_.get() + column * bytes_, first_);
       column += table.columns();
     }
-    gate();
-    multiply(owner_.down_, gated_.get(), rows_.get(), width_);
+    activate();
+    multiply(owner_.down_, activated_.get(), rows_.get(), width_);
     if (owner_.dtype_ == DType::kFloat32) {
       add_up_tokens<float>();
     } else {
@@ -147,17 +148,28 @@ class Experts::Run {
   }
 
  private:
-  void gate() {
-    RowCall call = {gate_up_.get(), gate_up_.get() + hidden_ * bytes_,
-                    gated_.get(),   2 * hidden_,
-                    2 * hidden_,    hidden_};
+  void activate() {
+    const Activation& activation = owner_.activation_;
+    RowCall call;
+    call.x = gate_up_.get();
+    call.x_stride = call.second_stride = first_;
+    call.second = activation.has_gates() ? gate_up_.get() + hidden_ * bytes_ : nullptr;
+    call.output = activated_.get();
+    call.width = hidden_;
+    call.alpha = activation.alpha;
+    call.limit = activation.limit;
+    const RowOps& ops = owner_.row_ops_;
     const int64_t num_rows = groups_.num_rows();
-    if (!owner_.gate_) {
-      return owner_.row_ops_.silu_mul(owner_.dtype_, call, num_rows, call_.num_threads);
+    switch (activation.kind) {
+      case Activation::Kind::kSilu:
+        return ops.silu_mul(owner_.dtype_, call, num_rows, call_.num_threads);
+      case Activation::Kind::kGeluTanh:
+        return ops.gelu_tanh_mul(owner_.dtype_, call, num_rows, call_.num_threads);
+      case Activation::Kind::kClampedSwiglu:
+        return ops.clamped_swiglu(owner_.dtype_, call, num_rows, call_.num_threads);
+      case Activation::Kind::kRelu2:
+        return ops.relu2(owner_.dtype_, call, num_rows, call_.num_threads);
     }
-    call.alpha = owner_.gate_->alpha;
-    call.limit = owner_.gate_->limit;
-    owner_.row_ops_.clamped_swiglu(owner_.dtype_, call, num_rows, call_.num_threads);
   }
 
   // Copies each token's row to where the rows of each of its experts are, in their order. Those of
@@ -223,11 +235,12 @@ class Experts::Run {
   int64_t bytes_;  // of a number
   int64_t width_;
   int64_t hidden_;
+  int64_t first_;  // outputs of the first product: gates and factors, or factors alone
   RowGroups groups_;
   std::vector<int64_t> places_;  // [tokens, top_k]: where in rows_
   Memory rows_;                  // [rows, width]: inputs, then outputs
-  Memory gate_up_;               // [rows, 2 * hidden]
-  Memory gated_;                 // [rows, hidden]
+  Memory gate_up_;               // [rows, first]
+  Memory activated_;             // [rows, hidden]
 };
 
 void Experts::forward(const ExpertsCall& call) const {

@@ -1,6 +1,6 @@
-// Experts: the gated MLPs of a mixture of experts on the CPU, those of all rows in one call.
+// Experts: the MLPs of a mixture of experts on the CPU, those of all rows in one call.
 //
-//   each token, each of its experts:  y = down(silu(gate(x)) * up(x)), or with a ClampedGate
+//   each token, each of its experts:  y = down(activation(gate(x), up(x))), or of up(x) alone
 //   a token's output:                 the sum of weight * y over its experts, in their order
 //
 // The rows that are routed to an expert are one product. A token's output is the same bits alone or
@@ -10,7 +10,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "kernels/layer/product.h"
@@ -43,11 +42,22 @@ class ExpertTable {
   GroupBiases biases_;
 };
 
-// g * sigmoid(alpha * g) * (1 + clamp(up(x), -limit, limit)) of g = min(gate(x), limit), in place
-// of silu(gate(x)) * up(x).
-struct ClampedGate {
-  float alpha;
-  float limit;
+// What the second product of an expert is given, of the outputs of the first: of gates and as many
+// factors, or of factors alone.
+struct Activation {
+  enum class Kind {
+    kSilu,           // silu(gate) * factor
+    kGeluTanh,       // gelu(gate) * factor, gelu by tanh
+    kClampedSwiglu,  // g * sigmoid(alpha * g) * (1 + clamp(factor, -limit, limit)) of
+                     // g = min(gate, limit)
+    kRelu2,          // max(factor, 0)^2: there are no gates
+  };
+
+  Kind kind = Kind::kSilu;
+  float alpha = 1;  // kClampedSwiglu
+  float limit = 0;
+
+  bool has_gates() const { return kind != Kind::kRelu2; }
 };
 
 // One step's tokens; all dense.
@@ -63,11 +73,12 @@ struct ExpertsCall {
 
 class Experts {
  public:
-  // gate_up: one table whose columns are gates, then as many factors, or one for each; the others
-  // tell instruction sets and threads. REQUIRES: dtype float32 or bfloat16.
+  // gate_up: one table whose columns are gates, then as many factors, or one for each; without
+  // gates one of factors. The others tell instruction sets and threads. REQUIRES: dtype float32 or
+  // bfloat16.
   // Throws std::invalid_argument where the tables do not go together.
   Experts(DType dtype, std::vector<ExpertTable> gate_up, ExpertTable down,
-          std::optional<ClampedGate> gate, const RowOps& row_ops, const Linear& linear,
+          const Activation& activation, const RowOps& row_ops, const Linear& linear,
           const QuantisedLinear& quantised);
 
   // Throws std::invalid_argument, before anything is computed, for an expert that there is not;
@@ -80,7 +91,7 @@ class Experts {
   DType dtype_;
   std::vector<ExpertTable> gate_up_;
   ExpertTable down_;
-  std::optional<ClampedGate> gate_;
+  Activation activation_;
   RowOps row_ops_;
   Linear linear_;
   QuantisedLinear quantised_;

@@ -42,6 +42,15 @@ void RowOps::clamped_swiglu(DType dtype, const RowCall& call, int64_t num_rows,
   run(isa_->clamped_swiglu[static_cast<size_t>(dtype)], call, num_rows, call.width, num_threads);
 }
 
+void RowOps::gelu_tanh_mul(DType dtype, const RowCall& call, int64_t num_rows,
+                           int num_threads) const {
+  run(isa_->gelu_tanh_mul[static_cast<size_t>(dtype)], call, num_rows, call.width, num_threads);
+}
+
+void RowOps::relu2(DType dtype, const RowCall& call, int64_t num_rows, int num_threads) const {
+  run(isa_->relu2[static_cast<size_t>(dtype)], call, num_rows, call.width, num_threads);
+}
+
 void RowOps::rotate(DType dtype, const RotaryCall& call, int64_t num_tokens,
                     int num_threads) const {
   run(isa_->rotate[static_cast<size_t>(dtype)], call, num_tokens, call.num_heads * call.width,

@@ -16,11 +16,13 @@ class RowOps {
  public:
   RowOps(Parallel parallel, const Isa& isa) : parallel_(parallel), isa_(&isa) {}
 
-  // REQUIRES, of all four: widths are multiples of kHeadDimStep, for rotate of twice that;
+  // REQUIRES, of all six: widths are multiples of kHeadDimStep, for rotate of twice that;
   // num_threads >= 1. Outputs overlap no input, but rotate's and rms_norm's may be their input.
   void rms_norm(DType dtype, const RowCall& call, int64_t num_rows, int num_threads) const;
   void silu_mul(DType dtype, const RowCall& call, int64_t num_rows, int num_threads) const;
   void clamped_swiglu(DType dtype, const RowCall& call, int64_t num_rows, int num_threads) const;
+  void gelu_tanh_mul(DType dtype, const RowCall& call, int64_t num_rows, int num_threads) const;
+  void relu2(DType dtype, const RowCall& call, int64_t num_rows, int num_threads) const;
   void rotate(DType dtype, const RotaryCall& call, int64_t num_tokens, int num_threads) const;
 
  private:

@@ -78,6 +78,44 @@ void clamped_swiglu(const RowCall& call, int64_t begin, int64_t end) {
   }
 }
 
+// x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 * x^3), as x / (1 + e^(-2 u)): gelu,
+// as its authors approximate it (Hendrycks and Gimpel, 2016). Where e^(-2 u) has no float32 it is
+// -0, as torch has it, and of minus infinity no number.
+VTENSOR_INLINE Vec gelu_tanh(Vec x) {
+  constexpr float kTwoRoots = 1.5957691216057308F;  // 2 * sqrt(2 / pi)
+  constexpr float kCubes = 0.044715F;
+  constexpr float kLeast = -10;  // -2 u is 87.3 here, and e^87.3 is finite
+  const Vec twice = x * (x * x * kCubes + 1.0F) * kTwoRoots;
+  return x < splat(kLeast) ? x * 0.0F : x / one_plus_exp_of_minus(twice);
+}
+
+// output = gelu_tanh(x) * second: the gate of a GEGLU layer (Shazeer, 2020), as Gemma has it.
+template <class T>
+void gelu_tanh_mul(const RowCall& call, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
+    const T* second = static_cast<const T*>(call.second) + row * call.second_stride;
+    T* out = static_cast<T*>(call.output) + row * call.width;
+    for (int64_t j = 0; j < call.width; j += kLanes) {
+      store(out + j, rounded<T>(gelu_tanh(load(x + j))) * load(second + j));
+    }
+  }
+}
+
+// output = max(x, 0)^2 (So et al., Primer, 2021), rounded once; of what is no number none.
+template <class T>
+void relu2(const RowCall& call, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
+    T* out = static_cast<T*>(call.output) + row * call.width;
+    for (int64_t j = 0; j < call.width; j += kLanes) {
+      const Vec v = load(x + j);
+      const Vec positive = v < Vec{} ? Vec{} : v;
+      store(out + j, positive * positive);
+    }
+  }
+}
+
 template <class T>
 void rotate(const RotaryCall& call, int64_t begin, int64_t end) {
   const int64_t half = call.width / 2;

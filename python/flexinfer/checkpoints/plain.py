@@ -13,7 +13,10 @@ from flexinfer.checkpoints.checkpoint import Checkpoint, StoredWeight
 from flexinfer.checkpoints.tensor_files import TensorFiles
 from flexinfer.layers.quantised import QuantisedTensor
 
-MODEL_TYPES = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+MODEL_TYPES = (
+    *("gemma4", "gemma4_text", "gpt_oss", "mixtral", "nemotron_h", "olmoe"),
+    *("qwen2_moe", "qwen3_moe"),
+)
 """Those of which the names in folders are known."""
 
 

@@ -41,6 +41,7 @@ NAMES = {
         (r"\.experts\.(\d+)\.w2\.", r".experts.\1.down_proj."),
         (r"\.experts\.(\d+)\.w3\.", r".experts.\1.up_proj."),
     ),
+    "nemotron_h": ((r"^backbone\.", "model."),),
 }
 """Model type -> what its files call otherwise than transformers does, as patterns."""
 

@@ -1,4 +1,4 @@
-"""Experts: the gated MLPs of a mixture of experts, in one call of our own kernel.
+"""Experts: the MLPs of a mixture of experts, in one call of our own kernel.
 
 transformers sorts the rows by expert and multiplies them with plain weights, one expert after the
 other, each in a call of its own, for which bfloat16 weights are packed anew. The kernel
@@ -16,7 +16,7 @@ import torch
 
 from flexinfer import _kernels
 from flexinfer.layers import host_linear, quantised_linear, rows
-from flexinfer.layers.clamped_gate import ClampedGate
+from flexinfer.layers.activation import SILU, Activation
 from flexinfer.layers.expert_weights import ExpertWeights
 from flexinfer.layers.quantised import QuantisedWeight
 from flexinfer.runtime.kernels import DTYPES
@@ -27,18 +27,19 @@ _next = count()
 
 
 class Experts(torch.nn.Module):
-    """Of each token the weighted sum of down(silu(gate(x)) * up(x)) over its experts."""
+    """Of each token the weighted sum of down(activation(gate(x), up(x))) over its experts, or of
+    down(activation(up(x))) where they have no gates."""
 
     def __init__(
         self,
         gate_up: Sequence[ExpertWeights],
         down: ExpertWeights,
         dtype: torch.dtype,
-        gate: ClampedGate | None = None,
+        activation: Activation = SILU,
     ) -> None:
-        """gate_up: of gates and factors one after the other, or of each. dtype: of inputs, outputs
-        and biases, float32 or bfloat16. gate: in the place of silu. Raises ValueError for shapes
-        that do not go together."""
+        """gate_up: of gates and factors one after the other, or of each; of factors alone where the
+        activation has no gates. dtype: of inputs, outputs and biases, float32 or bfloat16. Raises
+        ValueError for shapes that do not go together."""
         super().__init__()
         dtypes = {table.bias_dtype for table in (*gate_up, down)} - {None}
         if dtypes - {dtype}:
@@ -54,7 +55,9 @@ class Experts(torch.nn.Module):
             quantised=quantised_linear.kernel(),
             gate_up=[table.products() for table in gate_up],
             down=down.products(),
-            clamped_gate=None if gate is None else (gate.alpha, gate.limit),
+            activation=activation.kind.value,
+            alpha=activation.alpha,
+            limit=activation.limit,
         )
         register()
         self.number = next(_next)
@@ -123,18 +126,17 @@ def slow_experts(
     index: torch.Tensor,
     weights: torch.Tensor,
     biases: tuple[Biases, Biases] | None = None,
-    gate: ClampedGate | None = None,
+    activation: Activation = SILU,
 ) -> torch.Tensor:
     """The definition, and the reference of all that is computed by `Experts`: in float64, but for
-    what lies between two products, which is of x's dtype. gate_up, down, and biases of both: of
-    each expert."""
+    what lies between two products, which is of x's dtype. gate_up (without gates: up), down, and
+    biases of both: of each expert."""
     output = torch.zeros(x.shape, dtype=torch.float64)
     first, last = biases or ([None] * len(down), [None] * len(down))
-    combine = gate or (lambda gates, factors: torch.nn.functional.silu(gates) * factors)
     for expert in range(len(down)):
         token, place = torch.where(index == expert)
-        both = _product(x[token], gate_up[expert], first[expert]).to(x.dtype).float()
-        hidden = combine(*both.chunk(2, dim=-1)).to(x.dtype)
+        outputs = _product(x[token], gate_up[expert], first[expert]).to(x.dtype).float()
+        hidden = activation(outputs).to(x.dtype)
         rows = _product(hidden, down[expert], last[expert]).to(x.dtype).double()
         output.index_add_(0, token, rows * weights[token, place, None].double())
     return output.to(x.dtype)

@@ -213,7 +213,7 @@ def _fuse_children(fusing: _Fusing, path: str) -> None:
             _count_uses(fusing)
         child = parent.get_submodule(name)
         is_read = is_linear(child) and name in read_by_parent
-        replacement = None if is_read else _replacement(fusing, name, child)
+        replacement = None if is_read else _replacement(fusing, child_path, child)
         if replacement is None:
             _fuse_children(fusing, child_path)
             continue
@@ -229,7 +229,7 @@ def _has_empty(module: torch.nn.Module) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
 
 
-def _replacement(fusing: _Fusing, name: str, module: torch.nn.Module) -> torch.nn.Module | None:
+def _replacement(fusing: _Fusing, path: str, module: torch.nn.Module) -> torch.nn.Module | None:
     """What takes the module's place, quantised where it is or is to be. Weights that something else
     uses, too, stay as they are, but for a head's, whose integers the embedding may share. A linear
     layer needs no trial, as its code is torch's own."""
@@ -238,7 +238,7 @@ def _replacement(fusing: _Fusing, name: str, module: torch.nn.Module) -> torch.n
         return _fused(module, uses)
     if is_linear(module) and not is_watched(module):
         is_head = id(module) == fusing.head
-        own = None if scheme is None else scheme_of(name, module, scheme, is_head)
+        own = None if scheme is None else scheme_of(path, module, scheme, is_head)
         if stored(module) is not None or (is_head and own is not None):
             return lay_out(module, own)
         is_for_us = own is not None or scheme is None

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from flexinfer.layers import host_linear
-from flexinfer.layers.clamped_gate import ClampedGate
-from flexinfer.layers.expert_layout import BIASES, WEIGHTS, ExpertLayout, layout_of
+from flexinfer.layers.activation import Activation
+from flexinfer.layers.expert_layout import BIASES, ExpertLayout, layout_of
 from flexinfer.layers.expert_weights import ExpertWeights
 from flexinfer.layers.experts import Experts, Weight, slow_experts
 from flexinfer.layers.quantised import QuantisedTensor, QuantisedWeight, Scheme
@@ -29,8 +29,8 @@ from flexinfer.layers.trial import computes_the_same
 NUM_TRIAL_EXPERTS = 2
 
 Reader = Callable[[int], tuple[list[Weight], Weight]]
-"""(expert) -> its gates and factors, in one weight [2 * hidden, width] or one each, and what its
-outputs are made with [width, hidden]."""
+"""(expert) -> its gates and factors, in one weight [2 * hidden, width] or one each (without gates
+its factors [hidden, width]), and what its outputs are made with [width, hidden]."""
 
 
 def is_experts(module: Any) -> bool:
@@ -55,8 +55,8 @@ def reader_of(module: Any) -> Reader:
     layout = _layout_of(module)
 
     def read(expert: int) -> tuple[list[Weight], Weight]:
-        gate_up, down = layout.weights(module, expert)
-        return [gate_up], down
+        first, down = layout.weights(module, expert)
+        return [first], down
 
     return read
 
@@ -78,8 +78,9 @@ def is_for_kernel(module: Any, scheme: Scheme | None) -> bool:
         parts, down = module.stored_experts(0)
         if any(isinstance(part, QuantisedWeight) for part in (*parts, down)):
             return True
-    (_, width, hidden), dtype = _layout_of(module).sizes(module), module.down_proj.dtype
-    shapes = (2 * hidden, width), (width, hidden)
+    layout, dtype = _layout_of(module), module.down_proj.dtype
+    _, width, hidden = layout.sizes(module)
+    shapes = ((2 if layout.has_gates else 1) * hidden, width), (width, hidden)
     return all(host_linear.supports(torch.empty(shape, dtype=dtype)) for shape in shapes)
 
 
@@ -99,7 +100,7 @@ def lay_out(module: Any, scheme: Scheme | None) -> Experts:
         for table, part, own in zip(gate_up, parts, biases, strict=True):
             table.add(part, own)
         down.add(_in_form(last, scheme), last_bias)
-    return Experts(gate_up, down, dtype, layout.gate(module))
+    return Experts(gate_up, down, dtype, layout.activation(module))
 
 
 def lay_out_if_the_same(module: Any, scheme: Scheme | None) -> Experts | None:
@@ -108,33 +109,36 @@ def lay_out_if_the_same(module: Any, scheme: Scheme | None) -> Experts | None:
     layout = _layout_of(module)
     few, gate_up, down = _first_experts(module, layout)
     first, last = zip(*(layout.biases(few, expert) for expert in range(len(down))), strict=True)
-    slow = _SlowExperts((gate_up, down), (first, last), layout.gate(module))
+    slow = _SlowExperts((gate_up, down), (first, last), layout.activation(module))
     width, dtype = layout.sizes(module).width, module.down_proj.dtype
     is_same = computes_the_same(few, slow, width, dtype, run_experts)
     return lay_out(module, scheme) if is_same else None
 
 
 class _SlowExperts(torch.nn.Module):
-    def __init__(self, products: Any, biases: Any, gate: ClampedGate | None) -> None:
+    def __init__(self, products: Any, biases: Any, activation: Activation) -> None:
         super().__init__()
-        self._products, self._biases, self._gate = products, biases, gate
+        self._products, self._biases, self._activation = products, biases, activation
 
     def forward(self, x: torch.Tensor, index: Any, weights: Any) -> torch.Tensor:
         gate_up, down = self._products
-        return slow_experts(gate_up, down, x, index, weights, self._biases, self._gate)
+        return slow_experts(gate_up, down, x, index, weights, self._biases, self._activation)
 
 
 def read_all(module: Any) -> None:
     """Read the weights that `store` noted into the module's parameters, as its own code wants."""
     layout, read, dtype = _layout_of(module), reader_of(module), module.down_proj.dtype
-    gate_up = torch.empty(module.gate_up_proj.shape, dtype=dtype)
-    down = torch.empty(module.down_proj.shape, dtype=dtype)
-    for expert in range(len(down)):
+    held = {
+        name: torch.empty(getattr(module, name).shape, dtype=dtype) for name in layout.weight_names
+    }
+    for expert in range(layout.sizes(module).num_experts):
         first, last = read(expert)
         weight = torch.cat([_plain(part, dtype) for part in first])
-        gate_up[expert], down[expert] = layout.as_held(weight, _plain(last, dtype))
-    module.gate_up_proj = torch.nn.Parameter(gate_up, requires_grad=False)
-    module.down_proj = torch.nn.Parameter(down, requires_grad=False)
+        own = layout.as_held(weight, _plain(last, dtype))
+        for all_of_them, one in zip(held.values(), own, strict=True):
+            all_of_them[expert] = one
+    for name, all_of_them in held.items():
+        setattr(module, name, torch.nn.Parameter(all_of_them, requires_grad=False))
     del module.stored_experts
 
 
@@ -166,7 +170,7 @@ def _first_experts(
     few._parameters = {}
     few.num_experts = count
     held = [layout.as_held(*pair) for pair in zip(gate_up, down, strict=True)]
-    for name, weights in zip(WEIGHTS, zip(*held, strict=True), strict=True):
+    for name, weights in zip(layout.weight_names, zip(*held, strict=True), strict=True):
         setattr(few, name, torch.nn.Parameter(torch.stack(weights), requires_grad=False))
     for name in BIASES if layout.has_bias else ():
         bias = getattr(module, name)[:count].detach()

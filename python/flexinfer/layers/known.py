@@ -227,6 +227,35 @@ def _apply_gate(self, gate_up):
 """,
 )
 """gpt-oss's, with biases; gates and factors of their weights in turns."""
+EXPERTS_WITHOUT_GATES = (
+    """
+def forward(self, hidden_states, top_k_index, top_k_weights):
+    final_hidden_states = torch.zeros_like(hidden_states, dtype=top_k_weights.dtype)
+    with torch.no_grad():
+        expert_mask = torch.nn.functional.one_hot(top_k_index, num_classes=self.num_experts + 1)
+        expert_mask = expert_mask.permute(2, 1, 0)
+        expert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero().squeeze(-1)
+    for expert_idx in expert_hit:
+        expert_idx = expert_idx.item()
+        top_k_pos, token_idx = torch.where(expert_mask[expert_idx])
+        if token_idx.numel() == 0:
+            continue
+        current_state = hidden_states[token_idx]
+        current_hidden_states = torch.nn.functional.linear(current_state, self.up_proj[expert_idx])
+        current_hidden_states = self.act_fn(current_hidden_states)
+        current_hidden_states = torch.nn.functional.linear(
+            current_hidden_states, self.down_proj[expert_idx]
+        )
+        current_hidden_states = (
+            current_hidden_states * top_k_weights[token_idx, top_k_pos, None]
+        )
+        final_hidden_states.index_add_(
+            0, token_idx, current_hidden_states.to(final_hidden_states.dtype)
+        )
+    return final_hidden_states.to(hidden_states.dtype)
+""",
+)
+"""Nemotron-H's."""
 SCALED_EMBEDDINGS = (
     """
 def forward(self, input_ids):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flexinfer.layers.expert_layout import WEIGHTS, layout_of
+from flexinfer.layers.expert_layout import layout_of
 from flexinfer.layers.formats import is_linear, make_fastest, weight_of
 from flexinfer.layers.joined_linear import JoinedLinear
 from flexinfer.layers.linear import Linear, PlainLinear
@@ -22,8 +22,10 @@ from flexinfer.layers.quantised import QuantisedWeight, Scheme, TensorKind
 from flexinfer.layers.quantised_linear import DTYPES_OF_INPUTS, QuantisedLinear
 from flexinfer.layers.quantised_rows import join
 
-ROUTERS = ("gate", "router", "wg")
-"""Layers of these names choose experts: they are tiny, and a wrong choice is a large error."""
+ROUTER = "router"
+ROUTERS = ("gate", ROUTER, "wg")
+"""Layers of these names choose experts, and so do those of a module of the first (Gemma 4's
+`router.proj`): they are tiny, and a wrong choice is a large error."""
 HEAD = Scheme(8, 0, byte_inputs=True)
 """Of the layer that gives logits: with 4 bits they would be the worst of all errors."""
 
@@ -87,18 +89,24 @@ def head_of(model: torch.nn.Module) -> torch.nn.Module | None:
     return head
 
 
-def scheme_of(name: str, module: Any, scheme: Scheme, is_head: bool) -> Scheme | None:
-    """How a linear layer that stands alone is quantised; name: its last one. None: not at all."""
-    if not is_linear(module) or name in ROUTERS:
+def chooses_experts(path: str) -> bool:
+    """Whether the linear layer at this path is one of ROUTERS."""
+    *_, owner, name = ("", *path.split("."))
+    return name in ROUTERS or owner == ROUTER
+
+
+def scheme_of(path: str, module: Any, scheme: Scheme, is_head: bool) -> Scheme | None:
+    """How a linear layer that stands alone is quantised. None: not at all."""
+    if not is_linear(module) or chooses_experts(path):
         return None
     return HEAD if is_head else scheme
 
 
 def quantisable(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and layer of each that will be quantised."""
-    for name, module in model.named_modules():
-        if is_linear(module) and name.rpartition(".")[2] not in ROUTERS:
-            yield name, module
+    """Path and layer of each that will be quantised."""
+    for path, module in model.named_modules():
+        if is_linear(module) and not chooses_experts(path):
+            yield path, module
 
 
 def check_scheme(
@@ -113,14 +121,14 @@ def check_scheme(
         )
     head = head_of(model)
     for name, module in quantisable(model):
-        own = scheme_of(name.rpartition(".")[2], module, scheme, module is head)
+        own = scheme_of(name, module, scheme, module is head)
         if own is not None:
             _check_depth(name, weight_of(module).shape[1], num_parts(name), own)
     for path, module in model.named_modules():
         layout = layout_of(module)
         if layout is not None:
             _, width, hidden = layout.sizes(module)
-            for part, depth in zip(WEIGHTS, (width, hidden), strict=True):
+            for part, depth in zip(layout.weight_names, (width, hidden), strict=True):
                 name = f"{path}.{part}"
                 _check_depth(name, depth, num_parts(name), scheme)
 

@@ -1,4 +1,4 @@
-"""Row operations on the CPU by our own kernel: RMSNorm, SwiGLU's gate, rotary embedding.
+"""Row operations on the CPU by our own kernel: RMSNorm, gates of MLPs, rotary embedding.
 
 torch has no fused kernels for these on CPUs: a norm is six operators, a rotary embedding fourteen,
 each a pass over memory and some microseconds of dispatch. One call each here. `supports` says for
@@ -54,17 +54,45 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def silu_mul(gate: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """silu(gate) * factor; both [..., width] of one dtype."""
+    return _multiply_gates("silu_mul", gate, factor)
+
+
+def gelu_tanh_mul(gate: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * factor, gelu by tanh; both [..., width] of one dtype."""
+    return _multiply_gates("gelu_tanh_mul", gate, factor)
+
+
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0)^2; x: [..., width]."""
+    if not (_are_rows(x) and x.dim() > 0 and x.shape[-1] % WIDTH_STEP == 0):
+        _refuse("relu2", "x [..., width]", WIDTH_STEP, x)
+    rows = _dense_rows(x)
+    num_rows, width = rows.shape
+    output = empty_activation(x.shape, x.dtype)
+    kernel().relu2(
+        DTYPES[x.dtype],
+        rows.data_ptr(),
+        rows.stride(0),
+        output.data_ptr(),
+        num_rows,
+        width,
+        torch.get_num_threads(),
+    )
+    return output
+
+
+def _multiply_gates(operation: str, gate: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     if not (
         gate.shape == factor.shape
         and _are_rows(gate, factor)
         and gate.dim() > 0
         and gate.shape[-1] % WIDTH_STEP == 0
     ):
-        _refuse("silu_mul", "gate and factor [..., width]", WIDTH_STEP, gate, factor)
+        _refuse(operation, "gate and factor [..., width]", WIDTH_STEP, gate, factor)
     gates, factors = _dense_rows(gate), _dense_rows(factor)
     num_rows, width = gates.shape
     output = empty_activation(gate.shape, gate.dtype)
-    kernel().silu_mul(
+    getattr(kernel(), operation)(
         DTYPES[gate.dtype],
         gates.data_ptr(),
         gates.stride(0),

@@ -18,11 +18,11 @@ import torch
 from flexinfer.checkpoints.checkpoint import EXPERT_PARTS, Checkpoint, expert_weight
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.embedding import QuantisedEmbedding, is_embedding, scale_of
-from flexinfer.layers.expert_layout import WEIGHTS, ExpertLayout, layout_of
+from flexinfer.layers.expert_layout import ExpertLayout, layout_of
 from flexinfer.layers.experts import Weight
 from flexinfer.layers.formats import is_linear
 from flexinfer.layers.fuse_experts import store as store_experts
-from flexinfer.layers.quantise import ROUTERS, store
+from flexinfer.layers.quantise import chooses_experts, store
 from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.layers.quantised_rows import QuantisedRows
 from flexinfer.layers.tied_head import find_ties
@@ -115,7 +115,7 @@ class StoredModel:
     def _fill_linear(self, path: str, module: Any, is_alone: bool) -> None:
         """is_alone: nothing will compute with its weight before it is laid out."""
         source = self._read_quantised(self._sources[f"{path}.weight"])
-        if self._byte_inputs and path.rpartition(".")[2] not in ROUTERS:
+        if self._byte_inputs and not chooses_experts(path):
             source = source.with_byte_inputs()
         store(module, source)
         if not is_alone:
@@ -135,13 +135,15 @@ class StoredModel:
         self.model.set_submodule(path, embedding)
 
     def _read_expert(self, path: str, expert: int) -> tuple[list[Weight], Weight]:
-        gate, up, down = (self._read_part(path, expert, part) for part in EXPERT_PARTS)
-        return [gate, up], down
+        parts = _parts_of(self._experts[path])
+        *first, down = (self._read_part(path, expert, part) for part in parts)
+        return first, down
 
     def _read_joined_expert(self, path: str, expert: int) -> tuple[list[Weight], Weight]:
-        held = [self._read_plain(self._sources[f"{path}.{name}"], expert) for name in WEIGHTS]
-        gate_up, down = self._joined_experts[path].in_order(*held)
-        return [gate_up], down
+        layout = self._joined_experts[path]
+        names = (self._sources[f"{path}.{name}"] for name in layout.weight_names)
+        first, down = layout.in_order(*(self._read_plain(name, expert) for name in names))
+        return [first], down
 
     def _read_part(self, path: str, expert: int, part: str) -> Weight:
         name = expert_weight(path, expert, part)
@@ -208,8 +210,8 @@ class StoredModel:
             layout = layout_of(module)
             if layout is None:
                 continue
-            own = [weights.get(f"{path}.{name}") for name in WEIGHTS]
-            if expert_weight(path, 0, EXPERT_PARTS[0]) in weights:
+            own = [weights.get(f"{path}.{name}") for name in layout.weight_names]
+            if expert_weight(path, 0, _parts_of(layout)[0]) in weights:
                 apart[path] = layout
             elif all(weight is not None and not weight.is_quantised for weight in own):
                 joined[path] = layout
@@ -218,24 +220,26 @@ class StoredModel:
     def _is_of_experts(self, name: str) -> bool:
         """Whether the parameter has the weights of experts, which are read one by one."""
         path, _, own = name.rpartition(".")
-        return own in WEIGHTS and (path in self._experts or path in self._joined_experts)
+        layout = self._experts.get(path) or self._joined_experts.get(path)
+        return layout is not None and own in layout.weight_names
 
     def _expert_shapes(self, path: str) -> dict[str, tuple[int, ...]]:
         """Each weight of the experts of a module."""
-        module = self.model.get_submodule(path)
-        count, width, hidden = self._experts[path].sizes(module)
-        shapes = ((hidden, width), (hidden, width), (width, hidden))
+        layout = self._experts[path]
+        count, width, hidden = layout.sizes(self.model.get_submodule(path))
+        shapes = [(hidden, width)] * (2 if layout.has_gates else 1) + [(width, hidden)]
         return {
             expert_weight(path, expert, part): shape
             for expert in range(count)
-            for part, shape in zip(EXPERT_PARTS, shapes, strict=True)
+            for part, shape in zip(_parts_of(layout), shapes, strict=True)
         }
 
     def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Those that have a weight of their own."""
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             path, _, own = name.rpartition(".")
-            if path not in self._experts or own not in WEIGHTS:
+            layout = self._experts.get(path)
+            if layout is None or own not in layout.weight_names:
                 yield name, parameter
 
     def _match_names(self) -> dict[str, str]:
@@ -323,6 +327,11 @@ class StoredModel:
                     f"{name} is {list(found)} in the checkpoint, and {list(shape)} in a "
                     f"{type(self.model).__name__} of its config"
                 )
+
+
+def _parts_of(layout: ExpertLayout) -> tuple[str, ...]:
+    """Which of EXPERT_PARTS its experts have."""
+    return EXPERT_PARTS if layout.has_gates else EXPERT_PARTS[1:]
 
 
 def _make_empty(config: Any, dtype: torch.dtype) -> PreTrainedModel:

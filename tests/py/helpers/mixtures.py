@@ -45,6 +45,31 @@ CONFIGS: dict[str, Any] = {
         rope_scaling=None,
         swiglu_limit=2.0,
     ),
+    "gemma4_text": lambda: tf.Gemma4TextConfig(
+        **{key: value for key, value in COMMON.items() if key != "num_experts_per_tok"},
+        head_dim=32,
+        global_head_dim=32,
+        hidden_size_per_layer_input=0,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=32,
+    ),
+    "nemotron_h": lambda: tf.NemotronHConfig(
+        **COMMON | {"num_hidden_layers": 4},
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+        head_dim=32,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=2,
+        n_routed_experts=4,
+        moe_intermediate_size=64,  # kernels have outputs by 64
+        moe_shared_expert_intermediate_size=32,
+        routed_scaling_factor=2.5,
+    ),
     "granitemoe": lambda: tf.GraniteMoeConfig(**COMMON, num_local_experts=4),
 }
 """The last is read by transformers, the others an expert at a time."""

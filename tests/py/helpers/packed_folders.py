@@ -133,6 +133,8 @@ def write_experts(
 
     def add(name: str, weight: torch.Tensor, is_quantised: bool) -> None:
         path = name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else name
+        if model.config.model_type == "nemotron_h":
+            path = path.replace("model.", "backbone.", 1)
         if not is_quantised:
             tensors[path] = weight.clone()
             return
@@ -147,11 +149,8 @@ def write_experts(
             continue
         path, _, kind = name.rpartition(".")
         for expert, weight in enumerate(tensor):
-            own = (
-                {"down": weight}
-                if kind == "down_proj"
-                else dict(zip(("gate", "up"), weight.chunk(2), strict=True))
-            )
+            parts = ("gate", "up") if kind == "gate_up_proj" else (kind.removesuffix("_proj"),)
+            own = dict(zip(parts, weight.chunk(len(parts)), strict=True))
             for part, values in own.items():
                 short = {"gate": "w1", "down": "w2", "up": "w3"}[part]
                 last = short if is_mixtral else f"{part}_proj"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexinfer.layers.clamped_gate import ClampedGate
+from flexinfer.layers.activation import GELU_TANH, RELU2, SILU, Activation, clamped_swiglu
 from flexinfer.layers.expert_weights import ExpertWeights
 from flexinfer.layers.experts import Experts, Weight, slow_experts
 from flexinfer.layers.fuse import fuse_layers
@@ -24,32 +24,47 @@ class Drawn(NamedTuple):
     gate_up: list[Weight]
     down: list[Weight]
     biases: Any = None
-    gate: ClampedGate | None = None
+    activation: Activation = SILU
 
     def layer(self, dtype: Any) -> Experts:
         first, last = self.biases or (None, None)
-        return Experts([table(self.gate_up, first)], table(self.down, last), dtype, self.gate)
+        tables = [table(self.gate_up, first)], table(self.down, last)
+        return Experts(*tables, dtype, self.activation)
 
     def slow(self, x: Any, index: Any, weights: Any) -> Any:
-        return slow_experts(self.gate_up, self.down, x, index, weights, self.biases, self.gate)
+        tables = self.gate_up, self.down
+        return slow_experts(*tables, x, index, weights, self.biases, self.activation)
 
 
-def draw(scheme: str | None, hidden: int, dtype: Any) -> Drawn:
-    gate_up = [torch.randn(2 * hidden, WIDTH) / WIDTH**0.5 for _ in range(NUM_EXPERTS)]
+def draw(scheme: str | None, hidden: int, dtype: Any, activation: Activation = SILU) -> Drawn:
+    first = (2 if activation.has_gates else 1) * hidden
+    gate_up = [torch.randn(first, WIDTH) / WIDTH**0.5 for _ in range(NUM_EXPERTS)]
     down = [torch.randn(WIDTH, hidden) / hidden**0.5 for _ in range(NUM_EXPERTS)]
-    if scheme is None:
-        return Drawn([w.to(dtype) for w in gate_up], [w.to(dtype) for w in down])
-    return Drawn([quantise(scheme, w) for w in gate_up], [quantise(scheme, w) for w in down])
+    tables = [
+        [w.to(dtype) if scheme is None else quantise(scheme, w) for w in weights]
+        for weights in (gate_up, down)
+    ]
+    return Drawn(*tables, activation=activation)
+
+
+def draw_gelu(scheme: str | None, hidden: int, dtype: Any) -> Drawn:
+    """As Gemma 4's."""
+    return draw(scheme, hidden, dtype, GELU_TANH)
+
+
+def draw_without_gates(scheme: str | None, hidden: int, dtype: Any) -> Drawn:
+    """As Nemotron-H's."""
+    return draw(scheme, hidden, dtype, RELU2)
 
 
 def draw_clamped(scheme: str | None, hidden: int, dtype: Any) -> Drawn:
     """As gpt-oss's: with biases, and with clamps that a third of the numbers reach."""
     biases = [torch.randn(NUM_EXPERTS, n).to(dtype) for n in (2 * hidden, WIDTH)]
-    gate = ClampedGate(alpha=1.702, limit=1.25)
-    return draw(scheme, hidden, dtype)._replace(biases=tuple(map(list, biases)), gate=gate)
+    drawn = draw(scheme, hidden, dtype, clamped_swiglu(alpha=1.702, limit=1.25))
+    return drawn._replace(biases=tuple(map(list, biases)))
 
 
-DRAWS = (draw, draw_clamped)
+DRAWS = (draw, draw_gelu, draw_clamped, draw_without_gates)
 
 
 def table(weights: list[Weight], biases: list[Any] | None = None) -> ExpertWeights:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flexinfer.checkpoints.checkpoint import EXPERT_PARTS, Checkpoint, expert_weight
-from flexinfer.layers.expert_layout import WEIGHTS, layout_of
+from flexinfer.layers.expert_layout import layout_of
 from flexinfer.layers.experts import slow_experts
 from flexinfer.layers.fuse_experts import is_experts
 from flexinfer.layers.quantise import head_of, quantisable, scheme_of
@@ -46,13 +46,14 @@ class SlowExperts(torch.nn.Module):
         layout = layout_of(own)
         assert layout is not None
         assert len(parts) == 1 or not layout.has_bias
-        self.parts, self.gate = parts, layout.gate(own)
+        self.parts, self.activation = parts, layout.activation(own)
         biases = [layout.biases(own, expert) for expert in range(len(own.down_proj))]
         self.biases: Any = tuple(zip(*biases, strict=True))
 
     def forward(self, x: Any, index: Any, weights: Any) -> Any:
         return sum(
-            slow_experts(*part, x, index, weights, self.biases, self.gate) for part in self.parts
+            slow_experts(*part, x, index, weights, self.biases, self.activation)
+            for part in self.parts
         )
 
 
@@ -76,7 +77,7 @@ def with_dequantised(experts: Any, scheme: Scheme) -> None:
     for expert in range(len(experts.down_proj)):
         weights = layout.weights(experts, expert)
         gate_up, down = (scheme.quantise(weight).dequantised() for weight in weights)
-        for name, weight in zip(WEIGHTS, layout.as_held(gate_up, down), strict=True):
+        for name, weight in zip(layout.weight_names, layout.as_held(gate_up, down), strict=True):
             getattr(experts, name).data[expert] = weight
 
 
@@ -103,7 +104,7 @@ def slow_model(model: Any, scheme: Scheme, num_ranks: int = 1) -> Any:
             with_dequantised(module, scheme)
     embedding, head = model.get_input_embeddings(), head_of(model)
     for path, linear in list(quantisable(model)):
-        own = scheme_of(path.rpartition(".")[2], linear, scheme, linear is head)
+        own = scheme_of(path, linear, scheme, linear is head)
         assert own is not None
         weight = linear.weight.detach()
         weight = weight if isinstance(linear, torch.nn.Linear) else weight.t()
@@ -125,11 +126,12 @@ def with_byte_inputs(model: Any, checkpoint: Checkpoint) -> Any:
 
     for path, module in list(model.named_modules()):
         if is_experts(module):
+            names = EXPERT_PARTS if module.has_gate else EXPERT_PARTS[1:]
             rows = [
-                [read(expert_weight(path, i, part)) for part in EXPERT_PARTS]
+                [read(expert_weight(path, i, part)) for part in names]
                 for i in range(len(module.down_proj))
             ]
-            gate_up = [QuantisedTensor.join([gate, up]) for gate, up, _ in rows]
+            gate_up = [QuantisedTensor.join(first) for *first, _ in rows]
             parts = [(gate_up, [down for *_, down in rows])]
             model.set_submodule(path, SlowExperts(parts, module))
         elif isinstance(module, torch.nn.Linear):

@@ -15,7 +15,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from flexinfer import _kernels
 from flexinfer.layers import fuse_experts, rows
-from flexinfer.layers.clamped_gate import ClampedGate
+from flexinfer.layers.activation import clamped_swiglu
 from flexinfer.layers.expert_layout import layout_of
 from flexinfer.layers.expert_weights import ExpertWeights
 from flexinfer.layers.experts import Experts, slow_experts
@@ -82,10 +82,10 @@ def test_gates_and_factors_of_two_kinds_have_their_parts_of_the_bias() -> None:
     tables = [
         table(part, [b[half] for b in first]) for part, half in zip(parts, halves, strict=True)
     ]
-    experts = Experts(tables, table(drawn.down, last), torch.float32, drawn.gate)
+    experts = Experts(tables, table(drawn.down, last), torch.float32, drawn.activation)
     joined = [torch.cat([a.dequantised(), b.dequantised()]) for a, b in zip(*parts, strict=True)]
     call = route(20, 3, torch.float32)
-    expected = slow_experts(joined, drawn.down, *call, drawn.biases, drawn.gate)
+    expected = slow_experts(joined, drawn.down, *call, drawn.biases, drawn.activation)
     torch.testing.assert_close(experts(*call), expected)
 
 
@@ -101,7 +101,7 @@ def test_biases_that_do_not_go_with_their_weights_are_refused() -> None:
         Experts([table(gate_up, first)], table(down, last), torch.bfloat16)
     for alpha, limit in ((1.702, 0.0), (1.702, float("inf")), (float("nan"), 7.0)):
         with pytest.raises(ValueError, match="cannot be computed"):
-            ClampedGate(alpha, limit)
+            clamped_swiglu(alpha, limit)
 
 
 def gpt_oss(**settings: Any) -> Any:

@@ -224,6 +224,7 @@ WITH_EXPERTS = {
     "glm4_moe",
     "gpt_oss",
     "mixtral",
+    "nemotron_h",
     "olmoe",
     "qwen2_moe",
     "qwen3_moe",

@@ -269,3 +269,24 @@ def test_what_only_large_numbers_reach_is_told() -> None:
     clamped = Clamped(32, 16)
     clamped.load_state_dict(linear.state_dict())
     assert not computes_the_same(clamped, linear, 32, torch.float32)
+
+
+def test_gelu_by_tanh_is_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Gemma's MLPs have it; in a graph it is torch's."""
+    model = make_model("gemma3")
+    own = model.model.layers[0].mlp
+    x = torch.randn(1, 20, model.config.hidden_size)
+    with torch.inference_mode():
+        expected = own(x)
+        fused = mlp.fuse_mlp(own)
+        assert fused is not None
+        calls: list[Any] = []
+        multiply = mlp.row_ops.gelu_tanh_mul
+        monkeypatch.setattr(
+            mlp.row_ops, "gelu_tanh_mul", lambda *halves: calls.append(1) or multiply(*halves)
+        )
+        torch.testing.assert_close(fused(x), expected, atol=1e-5, rtol=1e-5)
+        assert calls == [1]
+        compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), expected, atol=1e-5, rtol=1e-5)
+        assert calls == [1]

@@ -24,6 +24,8 @@ EXAMPLES = settings(
 )
 
 
+INFINITY = float("inf")
+
 isa = each_isa(row_ops, available_isas())
 
 
@@ -60,6 +62,68 @@ def test_silu_mul(isa: str, rows: int, width: int, dtype: torch.dtype, scale: in
 def test_silu_of_large_numbers(isa: str) -> None:
     gate = torch.tensor([-1e30, -200.0, -90.0, -80.0, 0.0, 80.0, 200.0, 1e30] * 2)[None]
     check(row_ops.silu_mul(gate, torch.ones(1, 16)), torch.nn.functional.silu(gate))
+
+
+@EXAMPLES
+@given(rows=ROWS, width=WIDTHS, dtype=st.sampled_from(DTYPES), scale=st.sampled_from([1, 5, 30]))
+def test_gelu_tanh_mul(isa: str, rows: int, width: int, dtype: torch.dtype, scale: int) -> None:
+    torch.manual_seed(rows)
+    gate, factor = (scale * torch.randn(1, rows, width)).to(dtype), torch.randn(1, rows, width)
+    factor = factor.to(dtype)
+    expected = torch.nn.functional.gelu(gate, approximate="tanh") * factor
+    check(row_ops.gelu_tanh_mul(gate, factor), expected)
+    halves = torch.cat((gate, factor), dim=-1).chunk(2, dim=-1)
+    check(row_ops.gelu_tanh_mul(*halves), expected)
+
+
+def test_gelu_is_that_of_its_definition(isa: str) -> None:
+    """In float64, of all numbers at which it bends."""
+    x = torch.linspace(-12, 12, 16 * 20_000).view(-1, 16)
+    inner = (2 / torch.pi) ** 0.5 * (x.double() + 0.044715 * x.double() ** 3)
+    expected = x * torch.sigmoid(2 * inner)  # (1 + tanh(u)) / 2 is sigmoid(2 u)
+    found = row_ops.gelu_tanh_mul(x, torch.ones_like(x)).double()
+    torch.testing.assert_close(found, expected, atol=1e-30, rtol=1e-4)
+    torch.testing.assert_close(found, expected, atol=6e-7, rtol=0)
+
+
+EXTREMES = [-INFINITY, -3e38, -1e30, -1e13, -200.0, -11.0, -10.0, -9.0, -0.0, 0.0, 1e-40, 1e13]
+EXTREMES += [1e30, 3e38, INFINITY, float("nan")]
+
+
+def test_gelu_of_extreme_numbers(isa: str) -> None:
+    """As torch has it, of minus infinity no number."""
+    gate = torch.tensor([EXTREMES])
+    expected = torch.nn.functional.gelu(gate, approximate="tanh")
+    found = row_ops.gelu_tanh_mul(gate, torch.ones(1, 16))
+    torch.testing.assert_close(found, expected, atol=1e-17, rtol=1e-6, equal_nan=True)
+
+
+@EXAMPLES
+@given(rows=ROWS, width=WIDTHS, dtype=st.sampled_from(DTYPES), is_slice=st.booleans())
+def test_relu2(isa: str, rows: int, width: int, dtype: torch.dtype, is_slice: bool) -> None:
+    torch.manual_seed(rows)
+    x = torch.randn(1, rows, width + 16 * is_slice).to(dtype)[..., :width]
+    assert torch.equal(row_ops.relu2(x), torch.nn.functional.relu(x).square())
+
+
+def test_relu2_of_extreme_numbers(isa: str) -> None:
+    x = torch.tensor([EXTREMES])
+    expected = torch.nn.functional.relu(x).square()
+    torch.testing.assert_close(row_ops.relu2(x), expected, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operation", ["silu_mul", "gelu_tanh_mul", "relu2"])
+def test_a_row_is_the_same_bits_among_whatever_rows(
+    isa: str, operation: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    x, factor = (torch.randn(300, 528).to(dtype) for _ in range(2))
+    some = [x] if operation == "relu2" else [x, factor]
+    compute = getattr(row_ops, operation)
+    together = compute(*some)
+    alone = [compute(*(part[i : i + 1] for part in some)) for i in range(len(x))]
+    assert torch.equal(together, torch.cat(alone))
 
 
 @EXAMPLES
@@ -116,9 +180,20 @@ def test_rms_norm_refuses_what_it_cannot_read(x: torch.Tensor, weight: torch.Ten
         (z(2, 32), z(2, 32, device="meta")),
     ],
 )
-def test_silu_mul_refuses_what_it_cannot_read(gate: torch.Tensor, factor: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"row_ops\.silu_mul takes"):
-        row_ops.silu_mul(gate, factor)
+@pytest.mark.parametrize("operation", ["silu_mul", "gelu_tanh_mul"])
+def test_gates_that_cannot_be_read_are_refused(
+    operation: str, gate: torch.Tensor, factor: torch.Tensor
+) -> None:
+    with pytest.raises(ValueError, match=rf"row_ops\.{operation} takes"):
+        getattr(row_ops, operation)(gate, factor)
+
+
+@pytest.mark.parametrize(
+    "x", [z(2, 24), z(), z(2, 32, dtype=torch.float64), z(2, 32, device="meta")]
+)
+def test_relu2_refuses_what_it_cannot_read(x: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"row_ops\.relu2 takes"):
+        row_ops.relu2(x)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe", "gemma4_text", "nemotron_h"])
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_of_the_numbers_in_the_folder(
     case: str, name: str, tmp_path: Path
@@ -62,7 +62,7 @@ def test_greedy_tokens_are_those_of_the_numbers_in_the_folder(
     assert generate(tmp_path, prompts) == expected
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "gemma4_text", "nemotron_h"])
 @pytest.mark.parametrize("case", CASES)
 def test_with_inputs_of_8_bits_tokens_are_those_of_slow_products(
     case: str, name: str, tmp_path: Path

@@ -37,8 +37,16 @@ SAID = (
     *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"),
     *("linear_num_value_heads", "linear_conv_kernel_dim", "num_experts", "num_experts_per_tok"),
     *("moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("n_routed_experts", "moe_shared_expert_intermediate_size", "moe_latent_size", "n_group"),
+    *("topk_group", "norm_topk_prob", "routed_scaling_factor", "n_shared_experts"),
+    *("enable_moe_block", "top_k_experts"),
 )
-UNSAID = {"nemotron_h": {"num_experts_per_tok"}, "qwen3next": {"intermediate_size"}}
+UNSAID = {
+    "nemotron_h": {"num_experts_per_tok", "moe_intermediate_size"},
+    "nemotron_h_moe": {"intermediate_size"},
+    "nemotron_h_moe with latents": {"intermediate_size"},
+    "qwen3next": {"intermediate_size"},
+}
 """What no layer of a model has a use for."""
 
 

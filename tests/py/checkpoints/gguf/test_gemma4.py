@@ -14,15 +14,21 @@ gguf = pytest.importorskip("gguf")
 from flexinfer.checkpoints.gguf.checkpoint import load_gguf_config
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.embedding import QuantisedEmbedding
+from flexinfer.layers.experts import Experts
+from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.models.loading import load_model
 from helpers.gguf.answers import expected
 from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
+from helpers.gguf.form import Form, Parts
+from helpers.gguf.forms import FORMS
 from helpers.gguf.models import CONFIGS, mixed, same
+from helpers.gguf.parts import experts
 from helpers.gguf.reading import read_with
 from helpers.mixtures import generate
 from helpers.tiny_models import draw_model, random_prompts
 
 EMBEDDED = "gemma4 with embeddings of each layer"
+MIXTURE = "gemma4 with experts"
 WINDOWED, FULL = "sliding_attention", "full_attention"
 
 
@@ -44,7 +50,7 @@ def mixed_if_wide(name: str) -> Type:
 
 
 @pytest.mark.parametrize("types", [same(Type.F32), mixed_if_wide])
-@pytest.mark.parametrize("name", ["gemma4", EMBEDDED])
+@pytest.mark.parametrize("name", ["gemma4", EMBEDDED, MIXTURE])
 def test_layers_are_the_ones_of_the_model(name: str, types: Any, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     written = write_gguf(path, draw(name, tie_word_embeddings=False), types)
@@ -60,13 +66,44 @@ def test_matrices_and_embeddings_of_each_layer_stay_quantised(tmp_path: Path) ->
     assert not [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
 
 
-@pytest.mark.parametrize("name", ["gemma4", EMBEDDED])
+def test_experts_stay_quantised_and_what_chooses_them_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    routers = ("ffn_gate_inp.weight", "ffn_gate_inp.scale")
+    model = draw(MIXTURE)
+    write_gguf(path, model, lambda name: Type.F32 if name.endswith(routers) else Type.Q8_0)
+    read: Any = load_model(str(path), dtype=torch.float32).model
+    for layer, written in zip(read.model.layers, model.model.layers, strict=True):
+        assert isinstance(layer.experts, Experts)
+        assert layer.experts.nbytes * 16 == 6 * 3 * 256 * 256 * 17
+        router = layer.router
+        assert torch.equal(router.scale, written.router.scale)
+        assert torch.equal(router.per_expert_scale, written.router.per_expert_scale)
+        assert not isinstance(router.proj, QuantisedLinear)
+
+
+def test_gates_and_factors_of_all_experts_may_be_tensors_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As llama.cpp reads them, too."""
+    path, model = tmp_path / "model.gguf", draw(MIXTURE, tie_word_embeddings=False)
+    form = FORMS["gemma4_text"]
+
+    def apart(name: str, tensor: Any, config: Any) -> Parts | None:
+        return experts(name, tensor, config) or form.parts(name, tensor, config)
+
+    monkeypatch.setitem(FORMS, "gemma4_text", Form("gemma4", form.add_keys, apart))
+    written = write_gguf(path, model, same(Type.Q8_0))
+    prompts = random_prompts((5, 40))
+    assert generate(path, prompts) == expected(written, prompts)
+
+
+@pytest.mark.parametrize("name", ["gemma4", EMBEDDED, MIXTURE])
 def test_the_config_is_read(name: str, tmp_path: Path) -> None:
     path, model = tmp_path / "model.gguf", draw(name)
     write_gguf(path, model, same(Type.F32))
     found, wanted = load_gguf_config(str(path)).to_dict(), model.config.to_dict()
     others = {"dtype", "initializer_range", "architectures", "transformers_version", "rms_norm_eps"}
-    if name == "gemma4":  # there is no such embedding
+    if name != EMBEDDED:  # there is no such embedding
         others.add("vocab_size_per_layer_input")
     assert found["rms_norm_eps"] == pytest.approx(wanted["rms_norm_eps"])
     assert {k: v for k, v in found.items() if k not in others} == {
@@ -85,7 +122,7 @@ def test_the_config_is_read(name: str, tmp_path: Path) -> None:
         ("rope__dimension_count", 32, "the width of keys, 128"),
         ("feed_forward_length", [512, 512, 512, 1024], "one width, or twice that"),
         ("rope__scaling__type", "yarn", "rope.scaling"),
-        ("expert_count", 8, "only models without experts"),
+        ("expert_count", 8, r"no gemma4\.expert_used_count"),
     ],
 )
 def test_layers_that_the_model_cannot_have_are_refused(
@@ -93,6 +130,28 @@ def test_layers_that_the_model_cannot_have_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         read_with(tmp_path / "model.gguf", "gemma4", **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("expert_used_count", 7, "at most the expert_count, 6"),
+        ("expert_count", 5, r"only the experts of blk\.0\.ffn_.*_exps\.weight, 6"),
+        ("expert_feed_forward_length", None, "has no gemma4.expert_feed_forward_length"),
+    ],
+)
+def test_experts_that_the_model_cannot_have_are_refused(
+    key: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_with(tmp_path / "model.gguf", MIXTURE, **{key: value})
+
+
+def test_experts_of_another_width_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    read_with(path, MIXTURE, expert_feed_forward_length=128)
+    with pytest.raises(UnsupportedModelError, match=r"gate_proj\.weight is \[256, 256\].*\[128,"):
+        load_model(str(path))
 
 
 def test_layers_that_share_keys_and_values_may_have_them_in_the_file(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ gguf = pytest.importorskip("gguf")
 
 from flexinfer.checkpoints.gguf.checkpoint import GgufCheckpoint, load_gguf_config
 from flexinfer.errors import UnsupportedModelError
+from flexinfer.layers.experts import Experts
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.models.loading import load_model
 from helpers.gguf.answers import expected
 from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
+from helpers.gguf.form import replace_key
 from helpers.gguf.hybrid_forms import add_mamba2
 from helpers.gguf.models import CONFIGS, mixed, same
 from helpers.mixtures import generate
@@ -27,7 +29,12 @@ FEW = 4096
 """Numbers of the largest weight that is kept as numbers: a convolution's, or a router's."""
 
 
-@pytest.mark.parametrize("name", ["lfm2", "lfm2moe", "granitehybrid", "granitehybrid with experts"])
+NEMOTRON_3 = ("nemotron_h_moe", "nemotron_h_moe with latents")
+
+
+@pytest.mark.parametrize(
+    "name", ["lfm2", "lfm2moe", "granitehybrid", "granitehybrid with experts", *NEMOTRON_3]
+)
 def test_matrices_of_mixers_stay_quantised(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, draw_model(CONFIGS[name]()), mixed)
@@ -178,6 +185,93 @@ def test_widths_of_layers_that_cannot_be_are_refused(
     write_with(path, "nemotron_h", key, lambda writer, whole: writer.add_array(whole, widths))
     with pytest.raises(UnsupportedModelError, match=rf"{key} = .*; known: {known}"):
         load_gguf_config(str(path))
+
+
+@pytest.mark.parametrize("name", NEMOTRON_3)
+def test_experts_without_gates_stay_quantised(name: str, tmp_path: Path) -> None:
+    path, config = tmp_path / "model.gguf", CONFIGS[name]()
+    write_gguf(path, draw_model(config), same(Type.Q8_0))
+    model: Any = load_model(str(path)).model
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    width = config.moe_latent_size or config.hidden_size
+    numbers = 2 * config.n_routed_experts * config.moe_intermediate_size * width
+    assert [module.nbytes * 16 for module in experts] == [numbers * 17] * 2
+    gate = model.model.layers[1].mixer.gate
+    assert gate.e_score_correction_bias.dtype == torch.float32
+
+
+@pytest.mark.parametrize("types", [same(Type.F32), same(Type.Q4_0), mixed])
+@pytest.mark.parametrize("name", NEMOTRON_3)
+def test_a_correction_that_chooses_other_experts(name: str, types: Any, tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", draw_model(CONFIGS[name]())
+    for layer in (1, 3):
+        correction = model.model.layers[layer].mixer.gate.e_score_correction_bias
+        correction.copy_(torch.linspace(-1, 1, len(correction)))
+    written = write_gguf(path, model, types)
+    prompts = random_prompts((5, 40))
+    assert generate(path, prompts) == expected(written, prompts)
+
+
+def test_a_block_of_nemotron_that_predicts_more_tokens_is_left_out(tmp_path: Path) -> None:
+    """It attends and has experts, and so it stands in lists of layers."""
+    path, model = tmp_path / "model.gguf", draw_model(CONFIGS["nemotron_h_moe"]())
+    writer = writer_of(path, model)
+    replace_key(writer, "block_count", 6)
+    replace_key(writer, "nextn_predict_layers", 1)
+    replace_key(writer, KV_HEADS, [0, 0, 2, 0, 0, 2])
+    replace_key(writer, "feed_forward_length", [0, 256, 0, 256, 0, 256])
+    written = add_weights(writer, model, same(Type.F32))
+    for part, shape in (("nextn.eh_proj", (256, 512)), ("ffn_up_exps", (8, 256, 256))):
+        writer.add_tensor(f"blk.5.{part}.weight", torch.zeros(shape).numpy())
+    finish(writer)
+    assert load_gguf_config(str(path)).layers_block_type == model.config.layers_block_type
+    prompts = random_prompts((5, 40))
+    assert generate(path, prompts) == expected(written, prompts)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "known"),
+    [
+        ("expert_gating_func", 1, "only 2"),
+        ("expert_group_count", 3, "only divisors of the expert_count, 8"),
+        ("expert_group_used_count", 2, "at most the expert_group_count, 1"),
+        ("expert_used_count", 9, "at most the expert_count, 8"),
+        ("expert_feed_forward_length", 128, "only the feed_forward_length, 256"),
+        ("expert_count", 0, "only models with experts"),
+        ("feed_forward_length", [0, 256, 0, 64, 0], "one for each of 5 layers, 0 or the width"),
+        ("feed_forward_length", [0, 256, 256, 0, 0], "0 in layers that attend"),
+    ],
+)
+def test_experts_of_nemotron_that_cannot_be_are_refused(
+    key: str, value: Any, known: str, tmp_path: Path
+) -> None:
+    path, model = tmp_path / "model.gguf", draw_model(CONFIGS["nemotron_h_moe"]())
+    writer = writer_of(path, model)
+    replace_key(writer, key, value)
+    add_weights(writer, model, same(Type.F32))
+    finish(writer)
+    with pytest.raises(UnsupportedModelError, match=rf"{key} = .*; known: {known}"):
+        load_gguf_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("expert_feed_forward_length", [128, 0, 64, 0, 0], "one for each layer of nemotron_h_moe"),
+        ("expert_shared_feed_forward_length", 128, r"shared_experts\.up_proj\.weight is \[512,"),
+        ("moe_latent_size", 128, r"lacks model\.layers\.1\.mixer\.fc1_latent_proj\.weight"),
+    ],
+)
+def test_experts_of_nemotron_that_the_file_has_not_are_refused(
+    key: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    path, model = tmp_path / "model.gguf", draw_model(CONFIGS["nemotron_h_moe"]())
+    writer = writer_of(path, model)
+    replace_key(writer, key, value)
+    add_weights(writer, model, same(Type.F32))
+    finish(writer)
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_model(str(path))
 
 
 @pytest.mark.parametrize(

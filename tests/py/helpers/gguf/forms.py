@@ -197,7 +197,7 @@ FORMS = {
     "gemma3_text": Form("gemma3", add_window, one_more),
     **HYBRIDS,
     "gemma3n_text": Form("gemma3n", gemma3n.add_keys, gemma3n.parts, gemma3n.stacked),
-    "gemma4_text": Form("gemma4", gemma4.add_keys),
+    "gemma4_text": Form("gemma4", gemma4.add_keys, gemma4.parts),
     "qwen3_next": Form("qwen3next", gated_delta.add_keys, hybrid(gated_delta.qwen3next)),
     "qwen3_5_text": Form("qwen35", gated_delta.add_all_keys, hybrid(gated_delta.qwen35)),
     "qwen3_5_moe_text": Form("qwen35moe", gated_delta.add_all_keys, hybrid(gated_delta.qwen35)),

@@ -6,8 +6,28 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
+
+from helpers.gguf.form import Parts
 
 UNROTATED = 1e30
+OF_EXPERTS = {
+    "router.proj.weight": "ffn_gate_inp.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+    "post_feedforward_layernorm_1.weight": "post_ffw_norm_1.weight",
+    "pre_feedforward_layernorm_2.weight": "pre_ffw_norm_2.weight",
+    "post_feedforward_layernorm_2.weight": "post_ffw_norm_2.weight",
+}
+"""The model's names of what only layers with experts have -> the file's."""
+
+
+def parts(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    """Gates and factors of all experts are one tensor."""
+    layer, _, own = name.removeprefix("model.layers.").partition(".")
+    return {f"blk.{layer}.{OF_EXPERTS[own]}": tensor} if own in OF_EXPERTS else None
 
 
 def add_keys(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -29,6 +49,10 @@ def add_keys(writer: gguf.GGUFWriter, config: Any) -> None:
         widths = [config.intermediate_size] * (count - shared)
         writer.kv_data[0].pop("gemma4.feed_forward_length")
         writer.add_feed_forward_length(widths + [2 * config.intermediate_size] * shared)
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_sliding_window(config.sliding_window)
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
     writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])

@@ -106,16 +106,54 @@ def granite(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
 def add_nemotron(writer: gguf.GGUFWriter, config: Any) -> None:
     """Its norms have an epsilon by another name."""
     add_kv_heads(writer, config)
-    is_mlp = [kind == "mlp" for kind in config.layer_types]
-    values = writer.kv_data[0]
-    for key in ("feed_forward_length", "attention.layer_norm_rms_epsilon", "rope.freq_base"):
-        del values[f"{writer.arch}.{key}"]
-    writer.add_feed_forward_length([config.intermediate_size * own for own in is_mlp])
+    add_widths(writer, config, "mlp", config.intermediate_size)
+    for key in ("attention.layer_norm_rms_epsilon", "rope.freq_base"):
+        del writer.kv_data[0][f"{writer.arch}.{key}"]
     writer.add_layer_norm_eps(config.layer_norm_epsilon)
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     inner = config.mamba_num_heads * config.mamba_head_dim
     sizes = [config.conv_kernel, config.ssm_state_size, config.n_groups]
     add_mamba2(writer, inner, config.mamba_num_heads, sizes)
+
+
+def add_widths(writer: gguf.GGUFWriter, config: Any, kind: str, width: int) -> None:
+    """Of the layers of this kind; 0 of others."""
+    del writer.kv_data[0][f"{writer.arch}.feed_forward_length"]
+    writer.add_feed_forward_length([width * (own == kind) for own in config.layer_types])
+
+
+def add_nemotron_moe(writer: gguf.GGUFWriter, config: Any) -> None:
+    add_nemotron(writer, config)
+    add_widths(writer, config, "moe", config.moe_intermediate_size)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    if config.moe_latent_size is not None:
+        writer.add_uint32(f"{writer.arch}.moe_latent_size", config.moe_latent_size)
+
+
+OF_EXPERTS = {
+    "mixer.gate.weight": "ffn_gate_inp.weight",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.experts.up_proj": "ffn_up_exps.weight",
+    "mixer.experts.down_proj": "ffn_down_exps.weight",
+    "mixer.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
+    "mixer.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
+    "mixer.fc1_latent_proj.weight": "ffn_latent_down.weight",
+    "mixer.fc2_latent_proj.weight": "ffn_latent_up.weight",
+}
+"""The model's names of what only layers with experts have -> the file's."""
+
+
+def nemotron_moe(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
+    layer, _, own = name.removeprefix("model.layers.").partition(".")
+    if own in OF_EXPERTS:
+        return {f"blk.{layer}.{OF_EXPERTS[own]}": tensor}
+    return nemotron(name, tensor, config)
 
 
 def nemotron(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
@@ -177,6 +215,7 @@ HYBRIDS = {
     "jamba": Form("jamba", add_jamba, jamba),
     "falcon_h1": Form("falcon-h1", add_falcon_h1, falcon_h1),
     "nemotron_h": Form("nemotron_h", add_nemotron, nemotron),
+    "nemotron_h_moe": Form("nemotron_h_moe", add_nemotron_moe, nemotron_moe),
     "granitemoehybrid": Form("granitehybrid", add_granite, granite),
     "lfm2": Form("lfm2", add_lfm2, lfm2),
     "lfm2_moe": Form("lfm2moe", add_lfm2_moe, lfm2),

@@ -28,6 +28,19 @@ NEMOTRON_H: dict[str, Any] = {
     "num_experts_per_tok": 0,
     "pad_token_id": None,
 }
+NEMOTRON_3: dict[str, Any] = {
+    **COMMON,
+    **NEMOTRON_H,
+    "head_dim": 64,
+    "written_as": "nemotron_h_moe",
+    "num_hidden_layers": 5,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 256,
+    "moe_shared_expert_intermediate_size": 512,
+    "routed_scaling_factor": 2.5,
+}
 MAMBA_2: dict[str, Any] = {
     "head_dim": 32,
     "mamba_d_ssm": 768,
@@ -105,6 +118,10 @@ HYBRIDS: dict[str, Callable[..., Any]] = {
         **NEMOTRON_H,
         layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
         **more,
+    ),
+    "nemotron_h_moe": lambda **more: tf.NemotronHConfig(**NEMOTRON_3, **more),
+    "nemotron_h_moe with latents": lambda **more: tf.NemotronHConfig(
+        **NEMOTRON_3, moe_latent_size=512, n_group=4, topk_group=2, norm_topk_prob=False, **more
     ),
     "falcon-h1": lambda **more: tf.FalconH1Config(
         **COMMON, **MAMBA_2, mamba_norm_before_gate=False, **more

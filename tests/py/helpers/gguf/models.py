@@ -210,6 +210,18 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         num_global_key_value_heads=1,
         final_logit_softcapping=3.0,
     ),
+    "gemma4 with experts": lambda **more: tf.Gemma4TextConfig(
+        **WINDOWED,
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=2,
+        moe_intermediate_size=256,
+        final_logit_softcapping=3.0,
+        **more,
+    ),
     "gemma4 with embeddings of each layer": lambda **more: tf.Gemma4TextConfig(
         **WINDOWED,
         hidden_size_per_layer_input=64,
@@ -253,7 +265,7 @@ CONFIGS: dict[str, Callable[..., Any]] = {
 
 ALWAYS_TIED = {"gemma", "gemma2", "command-r", "command-r with norms", "cohere2", "lfm2moe"}
 """Of which llama.cpp knows no head that is not the embedding."""
-NEVER_TIED = {"nemotron_h"}
+NEVER_TIED = {"nemotron_h", "nemotron_h_moe", "nemotron_h_moe with latents"}
 """Of which transformers needs a head."""
 
 

@@ -1,7 +1,5 @@
 """Gemma 4: layers with windows have heads of another width, some take keys and values of others;
-and some models have embeddings of each layer.
-
-Those with experts are refused: gates are gelu, for which there is no kernel of quantised experts.
+and some models have embeddings of each layer. With experts each layer has an MLP beside them.
 """
 
 from __future__ import annotations
@@ -9,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from flexinfer.checkpoints.gguf.architecture import Architecture
+from flexinfer.checkpoints.gguf.experts import WIDTH as EXPERT_WIDTH
 from flexinfer.checkpoints.gguf.families.gemma import LOGIT_CAP, NORMS_ON_BOTH_SIDES, OTHER_BASE
 from flexinfer.checkpoints.gguf.hybrid import KV_HEADS
 from flexinfer.checkpoints.gguf.rope import (
@@ -37,7 +36,16 @@ OF_EACH_LAYER = NORMS_ON_BOTH_SIDES | {
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
 }
-NAMES = OF_EACH_LAYER | {"layer_output_scale.weight": "layer_scalar"}
+OF_EXPERTS = {
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}
+"""What an expert's output is multiplied with, the model multiplies its weight in a token with."""
+NAMES = OF_EACH_LAYER | OF_EXPERTS | {"layer_output_scale.weight": "layer_scalar"}
 KEYS = {
     *(KV_HEADS, WIDTH, SHARED, EMBEDDED, WINDOW, WINDOW_PATTERN, WINDOW_BASE, LOGIT_CAP),
     *(f"{key}{OF_WINDOWS}" for key in (KEY_WIDTH, VALUE_WIDTH, ROTATED)),
@@ -56,6 +64,15 @@ def _gemma4(values: GgufValues) -> dict[str, Any]:
         **_widths_of(values, len(kinds)),
         "final_logit_softcapping": values.factor(LOGIT_CAP) if values.get(LOGIT_CAP) else None,
         "rope_parameters": _rotations_of(values),
+    }
+
+
+def _experts(values: GgufValues) -> dict[str, Any]:
+    return {
+        "enable_moe_block": True,
+        "num_experts": values.count("expert_count"),
+        "top_k_experts": values.count("expert_used_count"),
+        "moe_intermediate_size": values.count(EXPERT_WIDTH),
     }
 
 
@@ -135,9 +152,12 @@ def _rotations_of(values: GgufValues) -> dict[str, Any]:
 GEMMA4 = {
     "gemma4": Architecture(
         "Gemma4TextConfig",
+        experts_config="Gemma4TextConfig",
+        experts="experts",
         names=NAMES,
         keys=frozenset(KEYS),
         tensors=frozenset({FACTORS}),
         settings=_gemma4,
+        expert_settings=_experts,
     ),
 }
