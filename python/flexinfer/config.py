@@ -9,7 +9,7 @@ from typing import Any
 
 from flexinfer.events.config import KVEventsConfig
 from flexinfer.handover.roles import check_role
-from flexinfer.runtime.json_options import require_choice
+from flexinfer.runtime.json_options import read_mapping, require_choice
 from flexinfer.runtime.numbers import flag, positive, real, whole
 from flexinfer.runtime.units import parse_bytes
 from flexinfer.speculative_config import SpeculativeConfig
@@ -96,6 +96,13 @@ class EngineConfig:
     tokenizer: Any = None
     """A local folder, a hub id, or a loaded tokenizer; None: that of the model."""
     skip_tokenizer_init: bool = False
+    generation_config: str | os.PathLike[str] = "auto"
+    """Where it says how requests are sampled that do not say so themselves: "auto": the model's
+    generation_config.json, or its GGUF file; "vllm": nowhere, they have OpenAI's defaults; else a
+    folder, whose max_new_tokens bounds all answers of a server."""
+    override_generation_config: Mapping[str, Any] | str | None = None
+    """What goes before it: a mapping with names of generation_config.json, or its JSON; None as a
+    value: OpenAI's default. Its max_new_tokens bounds all answers of a server, too."""
     dtype: Any = "auto"
     quantization: str | None = None
     """What weights are quantised to at load: "int8", or "int4", with a group size, zero points and
@@ -213,6 +220,7 @@ class EngineConfig:
         check_role(self)
         self._check_gpu_settings()
         self._check_speculation()
+        self._check_generation_config()
         if self.kv_events_config is not None:
             parsed = KVEventsConfig.parse(self.kv_events_config)
             object.__setattr__(self, "kv_events_config", parsed)
@@ -292,6 +300,27 @@ class EngineConfig:
                 'speculative_config: method "draft_model" does not go with tensor_parallel_size > '
                 '1: a draft model is not split over ranks; there is "ngram"'
             )
+
+    def _check_generation_config(self) -> None:
+        source, given = self.generation_config, self.override_generation_config
+        if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+            raise ValueError(f"generation_config must be a text or a path, got {source!r}")
+        if given is None:
+            return
+        from flexinfer.sampling.defaults import NAMES, SamplingDefaults  # it loads the core
+
+        name = "override_generation_config"
+        parsed = dict(read_mapping(name, given))
+        if unknown := [str(key) for key in parsed if key not in NAMES]:
+            raise ValueError(
+                f"{name} has {', '.join(unknown)}, which is not supported; it may have "
+                f"{', '.join(NAMES)}"
+            )
+        try:
+            SamplingDefaults.of(parsed, is_limit=True)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        object.__setattr__(self, name, parsed)
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

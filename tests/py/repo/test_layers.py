@@ -59,7 +59,7 @@ PYTHON_ALLOWED = {
     "outputs": "types",
     "events": "runtime vtensor",
     "speculative_config": "runtime",
-    "config": "events handover runtime speculative_config",
+    "config": "events handover runtime sampling speculative_config",
     "runtime": "_kernels",
     "vtensor": "_vtensor errors runtime",
     "vattention": "vtensor",
