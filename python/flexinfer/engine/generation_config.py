@@ -93,8 +93,13 @@ def _read(path: str) -> tuple[str, Mapping[str, Any]]:
 
 def _of_hub(name: str) -> str | None:
     """Where a repository's file lies, which is fetched if it must; None: it has none."""
+    from huggingface_hub import try_to_load_from_cache
     from transformers.utils.hub import cached_file
 
+    # That of the commit whose config was just read; a hub that is away is not waited for again.
+    known = try_to_load_from_cache(name, FILE)
+    if known is not None:
+        return known if isinstance(known, str) else None
     try:
         found: str | None = cached_file(name, FILE)
     except OSError:

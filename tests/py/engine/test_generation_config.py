@@ -116,6 +116,22 @@ def test_a_model_may_have_no_such_file(folder: Path) -> None:
     assert not defaults_of(folder)
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_hubs_file_is_that_of_the_cache(
+    is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = tmp_path / "models--some--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    advise(cached / "snapshots" / "abc", temperature=0.3)
+    if not is_there:  # which the cache knows of a commit, too
+        (cached / "snapshots" / "abc" / FILE).unlink()
+        (cached / ".no_exist" / "abc").mkdir(parents=True)
+        (cached / ".no_exist" / "abc" / FILE).touch()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert defaults_of("some/model").values == ({"temperature": 0.3} if is_there else {})
+
+
 def test_a_loaded_model_has_its_own(tmp_path: Path) -> None:
     model = make_model("llama")
     assert not defaults_of(model)
