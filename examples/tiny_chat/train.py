@@ -103,7 +103,6 @@ def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> N
         "eos_token_id": model.config.eos_token_id,
         "pad_token_id": model.config.pad_token_id,
         "do_sample": False,
-        "max_new_tokens": 64,
     }
     text = json.dumps(generation, indent=2) + "\n"
     (folder / "generation_config.json").write_text(text, encoding="utf-8")

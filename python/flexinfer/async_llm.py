@@ -57,6 +57,7 @@ class AsyncLLM:
         self.inputs = engine.inputs
         self.max_model_len = engine.max_model_len
         self.grammars = engine.grammars
+        self.sampling_defaults = engine.sampling_defaults
         self._adapters = engine.adapters
         self._thread = EngineThread(engine)
         self._request_ids = count()
@@ -82,6 +83,10 @@ class AsyncLLM:
     def get_tokenizer(self) -> Any:
         return self.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of `generate` without any; see `LLM.get_default_sampling_params`."""
+        return self.sampling_defaults.params()
+
     def generate(
         self,
         prompt: Prompt,
@@ -102,7 +107,7 @@ class AsyncLLM:
         """
         if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
             raise RequestError(f"sampling_params must be SamplingParams, got {sampling_params!r}")
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.get_default_sampling_params()
         kind = params.output_kind
         return self._outputs(prompt, params, kind, request_id, priority, lora_request)
 

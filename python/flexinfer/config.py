@@ -9,9 +9,10 @@ from typing import Any
 
 from flexinfer.events.config import KVEventsConfig
 from flexinfer.handover.roles import check_role
-from flexinfer.runtime.json_options import from_mapping, require_choice
+from flexinfer.runtime.json_options import read_mapping, require_choice
 from flexinfer.runtime.numbers import flag, positive, real, whole
 from flexinfer.runtime.units import parse_bytes
+from flexinfer.speculative_config import SpeculativeConfig
 
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
@@ -19,12 +20,7 @@ SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 SCHEDULING_POLICIES = ("fcfs", "priority", "prefix")
 PREEMPTION_MODES = ("recompute", "swap", "auto", "off")
-SPECULATIVE_METHODS = ("ngram", "draft_model")
-MAX_SPECULATIVE_TOKENS = 256
-"""Each place in a proposal is counted in a metric, and all are weighed before each step."""
 KV_CACHE_DTYPES = {"auto": "auto", "int8": "int8", "fp8_e4m3": "fp8_e4m3", "fp8": "fp8_e4m3"}
-DEFAULT_LOOKUP, MAX_LOOKUP = 5, 32
-"""Each length between the shortest and the longest has an index of all tokens of a request."""
 DEFAULT_STATE_SNAPSHOT_TOKENS = 1024
 DEFAULT_MAX_LORAS = 8
 MAX_NUM_SEQS = 1 << 16
@@ -91,64 +87,6 @@ class SchedulerConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig:
-    """Tokens proposed ahead and verified in one step; names are those of vLLM's
-    `speculative_config`."""
-
-    method: str
-    """"ngram": what followed the last tokens where they stood before, in prompt or output;
-    "draft_model": what a smaller model finds most probable (on the CPU)."""
-    num_speculative_tokens: int
-    """The longest proposal; how much of it is verified adapts to what it brings."""
-    prompt_lookup_max: int | None = None
-    """The longest tail that is looked up, at most 32; None: `prompt_lookup_min`, or 5."""
-    prompt_lookup_min: int | None = None
-    """The shortest; None: `prompt_lookup_max`."""
-    model: Any = None
-    """The draft model, with the same vocabulary: a local folder, a hub id, or a loaded model."""
-
-    def __post_init__(self) -> None:
-        require_choice("speculative_config: method", self.method, SPECULATIVE_METHODS)
-        name = "speculative_config: num_speculative_tokens"
-        positive(name, self.num_speculative_tokens, MAX_SPECULATIVE_TOKENS)
-        for name, length in self._given_lengths().items():
-            positive(f"speculative_config: {name}", length, MAX_LOOKUP)
-        self._check_model()
-        shortest, longest = self.lookup_lengths
-        if shortest > longest:
-            raise ValueError(
-                f"speculative_config: prompt_lookup_min ({self.prompt_lookup_min}) must be at most "
-                f"prompt_lookup_max ({self.prompt_lookup_max})"
-            )
-
-    def _given_lengths(self) -> dict[str, int]:
-        lengths = {name: getattr(self, name) for name in ("prompt_lookup_min", "prompt_lookup_max")}
-        return {name: length for name, length in lengths.items() if length is not None}
-
-    def _check_model(self) -> None:
-        if self.method == "ngram" and self.model is not None:
-            raise ValueError('speculative_config: method "ngram" takes no model')
-        if self.method == "draft_model":
-            if self.model is None:
-                raise ValueError('speculative_config: method "draft_model" needs a model')
-            if given := self._given_lengths():
-                raise ValueError(
-                    f'speculative_config: method "draft_model" takes no {" and no ".join(given)}'
-                )
-
-    @property
-    def lookup_lengths(self) -> tuple[int, int]:
-        """The shortest and the longest tail that is looked up."""
-        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
-        return shortest or longest or DEFAULT_LOOKUP, longest or shortest or DEFAULT_LOOKUP
-
-    @classmethod
-    def parse(cls, given: Any) -> SpeculativeConfig:
-        """From a mapping or its JSON. Raises ValueError, naming what is wrong with it."""
-        return from_mapping(cls, "speculative_config", given, method=SPECULATIVE_METHODS)
-
-
 @dataclass(frozen=True)
 class EngineConfig:
     """What a user may set; None means: derived from the model or the machine."""
@@ -158,6 +96,13 @@ class EngineConfig:
     tokenizer: Any = None
     """A local folder, a hub id, or a loaded tokenizer; None: that of the model."""
     skip_tokenizer_init: bool = False
+    generation_config: str | os.PathLike[str] = "auto"
+    """Where it says how requests are sampled that do not say so themselves: "auto": the model's
+    generation_config.json, or its GGUF file; "vllm": nowhere, they have OpenAI's defaults; else a
+    folder, whose max_new_tokens bounds all answers of a server."""
+    override_generation_config: Mapping[str, Any] | str | None = None
+    """What goes before it: a mapping with names of generation_config.json, or its JSON; None as a
+    value: OpenAI's default. Its max_new_tokens bounds all answers of a server, too."""
     dtype: Any = "auto"
     quantization: str | None = None
     """What weights are quantised to at load: "int8", or "int4", with a group size, zero points and
@@ -275,6 +220,7 @@ class EngineConfig:
         check_role(self)
         self._check_gpu_settings()
         self._check_speculation()
+        self._check_generation_config()
         if self.kv_events_config is not None:
             parsed = KVEventsConfig.parse(self.kv_events_config)
             object.__setattr__(self, "kv_events_config", parsed)
@@ -354,6 +300,27 @@ class EngineConfig:
                 'speculative_config: method "draft_model" does not go with tensor_parallel_size > '
                 '1: a draft model is not split over ranks; there is "ngram"'
             )
+
+    def _check_generation_config(self) -> None:
+        source, given = self.generation_config, self.override_generation_config
+        if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+            raise ValueError(f"generation_config must be a text or a path, got {source!r}")
+        if given is None:
+            return
+        from flexinfer.sampling.defaults import NAMES, SamplingDefaults  # it loads the core
+
+        name = "override_generation_config"
+        parsed = dict(read_mapping(name, given))
+        if unknown := [str(key) for key in parsed if key not in NAMES]:
+            raise ValueError(
+                f"{name} has {', '.join(unknown)}, which is not supported; it may have "
+                f"{', '.join(NAMES)}"
+            )
+        try:
+            SamplingDefaults.of(parsed, is_limit=True)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        object.__setattr__(self, name, parsed)
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

@@ -38,6 +38,8 @@ class Speaker(Protocol):
 
     def get_tokenizer(self) -> Any: ...
 
+    def get_default_sampling_params(self) -> SamplingParams: ...
+
     def generate(
         self,
         prompts: Any,
@@ -213,7 +215,7 @@ class Conversation:
             raise RequestError("this conversation goes by token ids: use append and generate")
         if self._llm.get_tokenizer() is None:
             raise RequestError("messages need a tokenizer, and this engine has none")
-        params = params or SamplingParams()
+        params = params or self._llm.get_default_sampling_params()
         _check_one_answer(params)
         if not self.has_template:
             params = replace(params, stop=[*params.stop_strings, PlainFormat.STOP])

@@ -58,6 +58,11 @@ class LLM:
     def get_tokenizer(self) -> Any:
         return self.llm_engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of a call without: as the model's generation_config.json and
+        `override_generation_config` have them, else SamplingParams' own."""
+        return self.llm_engine.sampling_defaults.params()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -75,7 +80,7 @@ class LLM:
         Raises RequestError, before any work, if any of the prompts cannot be served.
         """
         many = _prompts(prompts)
-        params = _params_for_each(sampling_params, len(many), RequestOutputKind.FINAL_ONLY)
+        params = self._params_for_each(sampling_params, len(many), RequestOutputKind.FINAL_ONLY)
         return self._final_outputs(self._add_all(many, params, priority, lora_request), use_tqdm)
 
     def beam_search(
@@ -130,7 +135,7 @@ class LLM:
         the iterator early aborts what has not finished.
         """
         many = _prompts(prompts)
-        params = _params_for_each(sampling_params, len(many), RequestOutputKind.DELTA)
+        params = self._params_for_each(sampling_params, len(many), RequestOutputKind.DELTA)
         yield from self._run(self._add_all(many, params, priority, lora_request))
 
     def chat(
@@ -198,6 +203,18 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _params_for_each(
+        self, params: ManyParams, num_prompts: int, kind: RequestOutputKind
+    ) -> list[SamplingParams]:
+        single = self.get_default_sampling_params() if params is None else params
+        each = list(single) if isinstance(single, Sequence) else [single] * num_prompts
+        if len(each) != num_prompts:
+            raise RequestError(f"{num_prompts} prompts but {len(each)} sampling_params")
+        for one in each:
+            if not isinstance(one, SamplingParams):
+                raise RequestError(f"sampling_params must be SamplingParams, got {one!r}")
+        return [replace(one, output_kind=kind) for one in each]
 
     def _add_all(
         self,
@@ -316,19 +333,6 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if not isinstance(many, Iterable):
         raise RequestError(f"prompts must be one or several, got {prompts!r}")
     return list(many)
-
-
-def _params_for_each(
-    params: ManyParams, num_prompts: int, kind: RequestOutputKind
-) -> list[SamplingParams]:
-    single = SamplingParams() if params is None else params
-    each = list(single) if isinstance(single, Sequence) else [single] * num_prompts
-    if len(each) != num_prompts:
-        raise RequestError(f"{num_prompts} prompts but {len(each)} sampling_params")
-    for one in each:
-        if not isinstance(one, SamplingParams):
-            raise RequestError(f"sampling_params must be SamplingParams, got {one!r}")
-    return [replace(one, output_kind=kind) for one in each]
 
 
 def _conversations(messages: Any) -> list[Messages]:

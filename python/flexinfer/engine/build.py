@@ -16,6 +16,7 @@ from flexinfer.engine.build_draft import (
     share_of_draft,
     split_budget,
 )
+from flexinfer.engine.generation_config import sampling_defaults
 from flexinfer.engine.inputs import InputProcessor, load_tokenizer
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.handover.roles import check_device
@@ -33,6 +34,7 @@ from flexinfer.memory.kv_setup import (
 from flexinfer.runtime.device import choose_device
 from flexinfer.runtime.process import check_process
 from flexinfer.runtime.torch_modes import plain_modes
+from flexinfer.sampling.defaults import SamplingDefaults
 from flexinfer.sampling.grammars import GrammarCompiler
 from flexinfer.scheduler.scheduler import Scheduler
 from flexinfer.speculation.drafter import NgramDrafter
@@ -77,6 +79,8 @@ class EngineParts:
     """What tells others which prefixes are recorded."""
     adapters: Adapters = field(default_factory=Adapters)
     """The LoRA adapters; none may be loaded unless `enable_lora` is set."""
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """What a request has for what it leaves out."""
 
 
 @plain_modes()
@@ -98,6 +102,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
     if config.compile:
         check_compilable(model_config)
     wanted_len = choose_max_model_len(config, max_positions(model_config))
+    defaults = sampling_defaults(config)
     tokenizer = None
     if not config.skip_tokenizer_init:
         tokenizer = load_tokenizer(config.tokenizer, config.model)
@@ -122,7 +127,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
             events.start(parts.manager)
         if config.enable_lora:
             parts = replace(parts, adapters=Adapters(loaded, config.max_lora_rank))
-        return replace(parts, events=events)
+        return replace(parts, events=events, sampling_defaults=defaults)
     except BaseException:
         if events is not None:
             events.close()

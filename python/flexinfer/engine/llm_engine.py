@@ -54,6 +54,7 @@ class LLMEngine:
         self.ranks = parts.ranks
         self.inputs = parts.inputs
         self.grammars = parts.grammars
+        self.sampling_defaults = parts.sampling_defaults
         self._elastic = parts.elastic
         self._plans = PlanBuilder(self._executor, self.manager.shared_ranges)
         self._steps = StepPipeline(StepExecution(parts, self._plans), parts.config)
@@ -89,7 +90,7 @@ class LLMEngine:
         lora_request: Choice = None,
     ) -> None:
         """Queue a request. Raises RequestError, before any work, if it cannot be served."""
-        params = params or SamplingParams()
+        params = params or self.sampling_defaults.params()
         chosen = self.adapters.chosen(lora_request)
         group = self._factory.make(request_id, prompt, params, priority, chosen)
         self._remember(group)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from flexinfer import LLM, SamplingParams
+from flexinfer import LLM
 from flexinfer.cli.chat.harmony_text import HarmonyText
 from flexinfer.cli.chat.local import LocalBackend, LocalSession
+from flexinfer.cli.chat.sampling import ChatSampling
 from flexinfer.cli.settings import EngineSettings
 from flexinfer.sampling.grammars import StructuredOutputsParams
 from helpers.harmony import MARKS, save_harmony_model
@@ -52,13 +54,20 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBackend]:
     made.close()
 
 
-def saying(llm: LLM, text: str, **more: int) -> SamplingParams:
+@dataclass(frozen=True, kw_only=True)
+class Scripted(ChatSampling):
+    """Draws one text."""
+
+    structured_outputs: StructuredOutputsParams
+
+
+def saying(llm: LLM, text: str, **more: int) -> ChatSampling:
     """Of a model that can say this alone."""
     parts = [part for part in re.split(r"(<\|\w+\|>)", text) if part]
     ids = llm.get_tokenizer().get_vocab()
     words = [f"<[{ids[part]}]>" if part in MARKS else json.dumps(part) for part in parts]
     structure = StructuredOutputsParams(grammar=f"start: {' '.join(words)}")
-    return SamplingParams(**{"max_tokens": 200, **more}, structured_outputs=structure)
+    return Scripted(**{"max_tokens": 200, **more}, structured_outputs=structure)
 
 
 def test_a_session_shows_thoughts_and_remembers_answers(backend: LocalBackend) -> None:

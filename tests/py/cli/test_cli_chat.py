@@ -17,6 +17,7 @@ from flexinfer.cli.app import app
 from flexinfer.cli.chat.interrupt import Interrupt
 from flexinfer.cli.chat.local import LocalSession
 from flexinfer.cli.chat.prompt import PromptReader
+from flexinfer.cli.chat.sampling import ChatSampling
 from flexinfer.cli.terminal_text import printable, size_text
 from helpers.cli_folder import make_folder
 
@@ -146,13 +147,13 @@ def test_messages_may_have_several_lines(lines: tuple[str, ...], message: str | 
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(folder: str) -> None:
-    from flexinfer import LLM, SamplingParams
+    from flexinfer import LLM
 
     before = signal.getsignal(signal.SIGINT)  # ignored, where a shell started us in the background
     with LLM(folder, kv_cache_memory_bytes="8MiB", max_num_seqs=2) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+        sampling = ChatSampling(temperature=0.0, max_tokens=100)
         said = LocalSession(llm.conversation())
-        with Interrupt() as interrupt, closing(said.say("hello", params)) as pieces:
+        with Interrupt() as interrupt, closing(said.say("hello", sampling)) as pieces:
             for _ in pieces:
                 os.kill(os.getpid(), signal.SIGINT)
                 if interrupt.wanted:

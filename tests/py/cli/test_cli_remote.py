@@ -52,11 +52,12 @@ def test_each_turn_sends_all_that_was_said() -> None:
     ]
 
 
-def test_only_what_differs_from_openai_is_sent_when_asked_for() -> None:
+def test_how_answers_are_drawn_is_left_to_the_server_unless_it_is_said() -> None:
     _, (plain,) = chat("Hello\n", events("Hi"))
-    assert {"top_k", "repetition_penalty", "seed"}.isdisjoint(plain)
-    _, (sampled,) = chat("Hello\n", events("Hi"), arguments=("--top-k", "5", "--system", "Be kind"))
-    assert sampled["top_k"] == 5
+    assert plain.keys() == {"model", "messages", "stream", "stream_options", "max_tokens"}
+    said = ("--top-k", "5", "--temperature", "1", "--system", "Be kind")
+    _, (sampled,) = chat("Hello\n", events("Hi"), arguments=said)
+    assert (sampled["top_k"], sampled["temperature"], "top_p" in sampled) == (5, 1.0, False)
     assert sampled["messages"][0] == {"role": "system", "content": "Be kind"}
 
 
@@ -70,7 +71,7 @@ def test_branches_and_regenerated_answers_have_their_own_past() -> None:
         ["Hello", "Hi", "One"],
         ["Hello", "Hi", "One"],
     ]
-    assert bodies[2]["temperature"] == 0.0
+    assert "temperature" not in bodies[2]
     assert bodies[3]["temperature"] > 0
 
 

@@ -15,6 +15,7 @@ import typer
 
 from flexinfer.cli.app import app
 from flexinfer.cli.serve.options import ServeOptions
+from flexinfer.cli.serve.replicas import replica_options
 from flexinfer.cli.serve.settings import engine_config, server_settings
 from flexinfer.server.lora_module_path import LoRAModulePath
 
@@ -55,6 +56,29 @@ def test_a_mapping_in_the_file_is_as_good_as_json(tmp_path: Path) -> None:
         speculation = engine_config(found).speculation
         assert speculation is not None
         assert (speculation.method, speculation.num_speculative_tokens) == ("ngram", 3)
+
+
+def test_sampling_defaults_reach_the_engine_from_flags_and_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("override-generation-config:\n  temperature: 0.5\ngeneration-config: vllm\n")
+    flags = ("--override-generation-config", '{"temperature": 0.5}', "--generation-config", "vllm")
+    for found in (options("--config", str(file)), options(*flags)):
+        config = engine_config(found)
+        assert config.generation_config == "vllm"
+        assert config.override_generation_config == {"temperature": 0.5}
+
+
+def test_replicas_are_told_where_a_folder_of_sampling_defaults_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "advice").mkdir()
+    (tmp_path / "vllm").mkdir()  # not meant: the word goes before
+    for given, told in (("advice", str(tmp_path / "advice")), ("vllm", "vllm"), ("auto", "auto")):
+        found = options("--generation-config", given, "--replicas", "2")
+        config = engine_config(found)
+        replicas = replica_options(found, config, server_settings(found, config))
+        assert replicas.engine.generation_config == told
 
 
 def test_flags_variables_and_defaults_are_those_of_the_snapshot() -> None:

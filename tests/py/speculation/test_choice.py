@@ -11,12 +11,13 @@ import pytest
 pytest.importorskip("torch")
 
 from flexinfer import LLM, SamplingParams
-from flexinfer.config import EngineConfig, SpeculativeConfig
+from flexinfer.config import EngineConfig
 from flexinfer.scheduler.scheduler import Batch
 from flexinfer.speculation.acceptance import Acceptance
 from flexinfer.speculation.ngram import NgramIndex
 from flexinfer.speculation.speculation import Speculation
 from flexinfer.speculation.step_costs import MAX_AGE, MIN_STEPS, StepCosts
+from flexinfer.speculative_config import SpeculativeConfig
 from helpers.engine_kit import make_engine, submit
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from flexinfer.sampling.params import SamplingParams
+    from flexinfer.cli.chat.sampling import ChatSampling
     from flexinfer.types import ChatMessage
 
 
@@ -64,7 +64,7 @@ class ChatSession(Protocol):
     numbers: AnswerNumbers
     """Of the last answer."""
 
-    def say(self, text: str, params: SamplingParams) -> Generator[str, None, None]:
+    def say(self, text: str, sampling: ChatSampling) -> Generator[str, None, None]:
         """Pieces of the answer as they come; closing it early ends the answer and keeps what was
         said. Raises BackendError, with nothing changed."""
         ...

@@ -24,7 +24,7 @@ from flexinfer.cli.terminal_text import one_row, printable
 
 if TYPE_CHECKING:
     from flexinfer.cli.chat.options import ChatSettings
-    from flexinfer.sampling.params import SamplingParams
+    from flexinfer.cli.chat.sampling import ChatSampling
 
 HELP = """\
 /regenerate    another answer to the last message (sampled, also where answers are greedy)
@@ -52,14 +52,14 @@ class Chat:
     def __init__(
         self,
         backend: Backend,
-        params: SamplingParams,
+        sampling: ChatSampling,
         system: str = "",
         reader: PromptReader | None = None,
     ) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
         self._reader = reader or PromptReader()
         self._backend = backend
-        self._params = params
+        self._sampling = sampling
         self._system = system
         self._branches: list[ChatSession] = [backend.session(system)]
         self._current = 0
@@ -101,7 +101,7 @@ class Chat:
             elif word.startswith("/"):
                 self._note(f"there is no {word}; /help lists the commands")
             elif message:
-                self._answer(message, self._params)
+                self._answer(message, self._sampling)
         for branch in self._branches:
             branch.close()
         self._backend.close()
@@ -116,10 +116,10 @@ class Chat:
         except BackendError as error:
             self._note(str(error))
 
-    def _answer(self, message: str, params: SamplingParams) -> bool:
+    def _answer(self, message: str, sampling: ChatSampling) -> bool:
         """Whether there was an answer; else the conversation is as before."""
         try:
-            with Interrupt() as interrupt, closing(self._session.say(message, params)) as pieces:
+            with Interrupt() as interrupt, closing(self._session.say(message, sampling)) as pieces:
                 for piece in pieces:
                     self._console.print(printable(piece), end="", markup=False)
                     if interrupt.wanted:
@@ -141,8 +141,8 @@ class Chat:
             self._note("there is no answer yet")
             return
         before, self._branches[self._current] = self._session, again
-        temperature = self._params.temperature or REGENERATE_TEMPERATURE
-        if self._answer(message, replace(self._params, temperature=temperature, seed=None)):
+        temperature = self._sampling.temperature or REGENERATE_TEMPERATURE
+        if self._answer(message, replace(self._sampling, temperature=temperature)):
             before.close()
         else:
             again.close()
@@ -209,7 +209,7 @@ def run_chat(settings: ChatSettings) -> None:
     """The command: open an engine or a server, and talk."""
     with usage_errors():
         reader = PromptReader()
-        params = settings.sampling()
+        sampling = settings.sampling()
         system = settings.system
         backend: Backend
         if settings.url is not None:
@@ -225,8 +225,9 @@ def run_chat(settings: ChatSettings) -> None:
                 from flexinfer.cli.demo.script import load_script
 
                 system = load_script(settings.folder, 1, 1, 0).system_prompt
-            backend = LocalBackend(settings)
-        opened = Chat(backend, params, system or "", reader)
+            backend = local = LocalBackend(settings)
+            sampling = sampling.filled(local.defaults)
+        opened = Chat(backend, sampling, system or "", reader)
     opened.run()
     if opened.has_failed and not sys.stdin.isatty():  # a script does not read what was said
         raise typer.Exit(USAGE_ERROR)

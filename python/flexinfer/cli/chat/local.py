@@ -18,9 +18,9 @@ from flexinfer.errors import EngineError, RequestError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from flexinfer.cli.chat.sampling import ChatSampling
     from flexinfer.conversation import Conversation
     from flexinfer.outputs import RequestOutput
-    from flexinfer.sampling.params import SamplingParams
     from flexinfer.types import ChatMessage
 
 
@@ -37,10 +37,11 @@ class LocalSession:
     def messages(self) -> Sequence[ChatMessage]:
         return self._conversation.messages
 
-    def say(self, text: str, params: SamplingParams) -> Generator[str, None, None]:
+    def say(self, text: str, sampling: ChatSampling) -> Generator[str, None, None]:
         from jinja2 import TemplateError
 
         self.numbers = AnswerNumbers(finish_reason="abort")
+        params = sampling.params()
         harmony = HarmonyText() if self._writes_harmony else None
         if harmony is not None:
             params = replace(params, skip_special_tokens=False)
@@ -89,6 +90,11 @@ class LocalBackend:
     def __init__(self, engine: EngineSettings) -> None:
         """Loads the model. Raises ValueError or OSError for what cannot work."""
         self._llm = engine.open()
+
+    @property
+    def defaults(self) -> dict[str, float]:
+        """How answers are drawn where nobody says it: greedily, unless the model's makers do."""
+        return {"temperature": 0.0, **self._llm.llm_engine.sampling_defaults.values}
 
     def greeting(self) -> list[str]:
         engine = self._llm.engine

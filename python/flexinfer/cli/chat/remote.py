@@ -13,7 +13,7 @@ from flexinfer.cli.endpoint import Endpoint, EndpointError, memory_path
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from flexinfer.sampling.params import SamplingParams
+    from flexinfer.cli.chat.sampling import ChatSampling
     from flexinfer.types import ChatMessage
 
 
@@ -28,10 +28,10 @@ class RemoteSession:
         self.messages: list[ChatMessage] = list(messages)
         self.numbers = AnswerNumbers()
 
-    def say(self, text: str, params: SamplingParams) -> Generator[str, None, None]:
+    def say(self, text: str, sampling: ChatSampling) -> Generator[str, None, None]:
         self.numbers = AnswerNumbers(finish_reason="abort")
         asked: list[ChatMessage] = [*self.messages, {"role": "user", "content": text}]
-        body = {"model": self._model, "messages": asked, **request_options(params)}
+        body = {"model": self._model, "messages": asked, **request_options(sampling)}
         said: list[str] = []
         start_s = time.monotonic()
         try:
@@ -130,20 +130,7 @@ class RemoteBackend:
         return memory
 
 
-def request_options(params: SamplingParams) -> dict[str, Any]:
-    """Options of a streamed request. What OpenAI's interface lacks is sent only where it says
-    something: other servers may refuse it."""
-    options: dict[str, Any] = {
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "max_tokens": params.max_tokens,
-    }
-    if params.seed is not None:
-        options["seed"] = params.seed
-    if params.top_k > 0:
-        options["top_k"] = params.top_k
-    if params.repetition_penalty != 1.0:
-        options["repetition_penalty"] = params.repetition_penalty
-    return options
+def request_options(sampling: ChatSampling) -> dict[str, Any]:
+    """Options of a streamed request. What nobody has said is left to the server, which may know
+    what its model's makers advise."""
+    return {"stream": True, "stream_options": {"include_usage": True}, **sampling.given}

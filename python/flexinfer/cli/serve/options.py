@@ -27,6 +27,17 @@ from flexinfer.cli.serve.config_file import load_config_file
 class EngineOptions:
     panel: ClassVar[str] = "Model and engine"
     tokenizer: Annotated[str | None, option("Folder or hub id; by default the model's.")] = None
+    generation_config: Annotated[
+        str,
+        option(
+            "Defaults of sampling: auto (the model's generation_config.json), vllm (OpenAI's), or "
+            "the folder of another one, whose max_new_tokens bounds all answers."
+        ),
+    ] = "auto"
+    override_generation_config: Annotated[
+        str | None,
+        option('What goes before it, as JSON: {"temperature": 0.6, "top_p": 0.95}.'),
+    ] = None
     dtype: Annotated[str, option("float32, bfloat16, float16, or auto (the model's own).")] = "auto"
     quantization: Annotated[str, option(QUANTIZATION_HELP)] = "auto"
     device: Annotated[

@@ -52,8 +52,10 @@ def replica_options(
         dataclasses.replace(module, path=_absolute(module.path)) for module in settings.lora_modules
     )
     trace_dir = settings.trace_dir and settings.trace_dir.resolve()
+    advice = config.generation_config
+    advice = advice if advice in ("auto", "vllm") else _absolute(advice)
     return ReplicaOptions(
-        engine=dataclasses.replace(config, model=_absolute(config.model)),
+        engine=dataclasses.replace(config, model=_absolute(config.model), generation_config=advice),
         server=dataclasses.replace(settings, tls=None, lora_modules=adapters, trace_dir=trace_dir),
         replicas=1 if options.replicas is None else options.replicas,
         router=options.router,

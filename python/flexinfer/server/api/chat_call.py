@@ -68,7 +68,8 @@ async def prepare_chat(
 ) -> ChatCall:
     """Raises APIError for what cannot be served. `cuts_answer`: one that would not fit into the
     model's context may end there, however long it may be."""
-    max_tokens = body.max_completion_tokens or body.max_tokens
+    asked_tokens = body.max_completion_tokens or body.max_tokens
+    max_tokens = state.llm.sampling_defaults.limited(asked_tokens)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs", "top_logprobs")
     tools = tool_use(state, body.tools, body.tool_choice, body.parallel_tool_calls)

@@ -80,7 +80,8 @@ async def prepare_completion(
     """Raises APIError for what cannot be served."""
     if body.suffix:
         raise bad_request("suffix is not supported: models here only continue a prompt", "suffix")
-    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    asked_tokens = 16 if body.max_tokens is None else body.max_tokens
+    max_tokens = min(asked_tokens, state.llm.sampling_defaults.max_tokens_limit or asked_tokens)
     if max_tokens == 0 and not body.echo:
         raise bad_request("max_tokens 0 makes sense only with echo", "max_tokens")
     if body.use_beam_search:

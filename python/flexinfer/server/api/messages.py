@@ -138,7 +138,8 @@ def _input(arguments: str) -> dict[str, Any]:
 
 def _stop_reason(call: ChatCall, said: Saying, last: CompletionOutput, usage: Usage) -> StopReason:
     if last.finish_reason == "length":
-        is_full = usage.completion_tokens < (call.body.max_tokens or 0)
+        limit = call.state.llm.sampling_defaults.limited(call.body.max_tokens)
+        is_full = usage.completion_tokens < (limit or 0)
         return "model_context_window_exceeded" if is_full else "max_tokens"
     if isinstance(last.stop_reason, str):
         return "stop_sequence"

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response as HTTPResponse
 
 from flexinfer.outputs import CompletionOutput
+from flexinfer.sampling.params import SamplingParams
 from flexinfer.server.api import generate
 from flexinfer.server.api.chat_call import ChatCall, num_reasoning, prepare_chat
 from flexinfer.server.api.chat_stream import ChatStream
@@ -197,6 +198,9 @@ async def _prepare(state: ServerState, tenant: str, body: ResponsesRequest) -> C
 def _empty(prepared: ChatCall, body: ResponsesRequest) -> Response:
     """The response before anything is generated."""
     choice = body.tool_choice
+    # With the defaults, but for beams, which take neither.
+    params = prepared.job.params
+    drawn = params if isinstance(params, SamplingParams) else SamplingParams()
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
     return Response(
         id=kept_id("resp", prepared.state.replica),
@@ -209,8 +213,8 @@ def _empty(prepared: ChatCall, body: ResponsesRequest) -> Response:
         metadata=body.metadata or {},
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
+        temperature=drawn.temperature,
+        top_p=drawn.top_p,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         prompt_cache_key=body.prompt_cache_key,

@@ -53,8 +53,10 @@ def sampling_params(
     prompt_logprobs: int | None = None,
     structure: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
-    """Raises APIError for what the engine would refuse. `structure`: what tool calls need."""
+    """With the defaults of the model and the operator for what is left out, which null is, too.
+    Raises APIError for what the engine would refuse. `structure`: what tool calls need."""
     _check_fields(state, fields, logprobs)
+    defaults = state.llm.sampling_defaults
     given = {name: getattr(fields, name) for name in SAME_NAME}
     asked = structured_outputs(fields)
     # A response_format is of the text, and a forced call has none; clients send both.
@@ -63,8 +65,9 @@ def sampling_params(
             "a forced tool call cannot have a structure of its own as well", "tool_choice"
         )
     settings: dict[str, Any] = {
+        **defaults.values,
         **{name: value for name, value in given.items() if value is not None},
-        "max_tokens": max_tokens,
+        "max_tokens": defaults.max_tokens if max_tokens is None else max_tokens,
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
         "logit_bias": logit_bias(fields),
@@ -79,7 +82,10 @@ def sampling_params(
 def beam_params(
     state: ServerState, fields: SamplingFields, *, max_tokens: int | None
 ) -> BeamSearchParams:
-    """As in vLLM, `n` (or `best_of`) is the number of beams. Raises APIError."""
+    """As in vLLM, `n` (or `best_of`) is the number of beams, and of the defaults only the length
+    concerns them. Raises APIError."""
+    if max_tokens is None:
+        max_tokens = state.llm.sampling_defaults.max_tokens
     _check_fields(state, fields, None)
     if fields.wants_stream:
         raise bad_request(

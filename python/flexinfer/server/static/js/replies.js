@@ -3,6 +3,7 @@ import { stopLast } from "./store.js";
 
 const MAX_TITLE = 40;
 const REGENERATE_TEMPERATURE = 0.8; // where answers are greedy; that of `flexinfer chat`
+const SAMPLING = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"];
 const KEEP_MS = 500; // how often a growing answer is kept, and seen in other tabs
 const HEARTBEAT_MS = 1000; // while none comes
 
@@ -136,12 +137,10 @@ export class Replies extends EventTarget {
   }
 
   #body(conversation) {
-    const { temperature, top_p, top_k, min_p, max_tokens, repetition_penalty, seed } = this.store.settings;
-    const messages = promptOf(conversation);
-    const body = { model: this.model, messages, temperature, top_p, max_completion_tokens: max_tokens };
-    if (top_k > 0) body.top_k = top_k;
-    if (min_p > 0) body.min_p = min_p;
-    if (repetition_penalty !== 1) body.repetition_penalty = repetition_penalty;
+    const { max_tokens, seed } = this.store.settings;
+    const body = { model: this.model, messages: promptOf(conversation), max_completion_tokens: max_tokens };
+    // All of them: the server has other defaults than the dialog shows, where the model's makers advise some.
+    for (const name of SAMPLING) body[name] = this.store.settings[name];
     if (seed !== "") body.seed = Number(seed);
     return body;
   }
