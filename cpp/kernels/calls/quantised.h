@@ -73,7 +73,7 @@ struct QuantisedWeight {
   int64_t depth = 0;        // a multiple of a step's inputs
   int64_t columns = 0;
   Codebook codebook;
-  float factor_unit = 1;  // a power of two
+  float factor_unit = 1;        // a power of two
   bool rotates_inputs = false;  // REQUIRES: byte_inputs
 
   // Of an output and all inputs.

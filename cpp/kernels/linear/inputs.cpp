@@ -175,7 +175,8 @@ void PreparedInputs::prepare(const Parallel& parallel, int num_threads, int64_t 
   const int64_t worth = 1 + num_rows * weight_.depth / kNumbersPerThread;
   const int64_t parts = parallel.can_fork() ? std::min({worth, int64_t{num_threads}, num_rows}) : 1;
   // A row for each part.
-  std::vector<float> rotated(static_cast<size_t>(weight_.rotates_inputs ? parts * weight_.depth : 0));
+  std::vector<float> rotated(
+      static_cast<size_t>(weight_.rotates_inputs ? parts * weight_.depth : 0));
   std::atomic<int64_t> next{0};
   auto work = [&] {
     for (int64_t part = next++; part < parts; part = next++) {
