@@ -96,6 +96,9 @@ void bind_linear(nb::module_& m) {
           nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "weight"_a, "x"_a, "x_stride"_a,
           "bias"_a, "residual"_a, "residual_stride"_a, "output"_a, "num_rows"_a, "num_threads"_a,
           "output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none.");
+}
+
+void bind_functions(nb::module_& m) {
   m.def(
       "rotate",
       [](uintptr_t x, int64_t rows, int64_t depth) {
@@ -131,6 +134,7 @@ void bind_linear(nb::module_& m) {
 void bind_quantised_linear(nb::module_& m) {
   bind_weight(m);
   bind_linear(m);
+  bind_functions(m);
 }
 
 }  // namespace vtensor::kernels

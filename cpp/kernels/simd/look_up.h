@@ -50,8 +50,8 @@ class LookUp {
 
 using StoredLookUp = LookUp;
 template <bool kIsUsed>
-VTENSOR_INLINE const LookUp& at_hand(const StoredLookUp& stored) {
-  return stored;
+VTENSOR_INLINE const LookUp& at_hand(const StoredLookUp* stored) {
+  return *stored;
 }
 #else
 class LookUp {
@@ -93,12 +93,12 @@ struct StoredLookUp {
   }
 };
 template <bool kIsUsed>
-VTENSOR_INLINE LookUp at_hand(const StoredLookUp& stored) {
-  const uint8_t* from = stored.bytes;
+VTENSOR_INLINE LookUp at_hand(const StoredLookUp* stored) {
+  const uint8_t* from = stored->bytes;
   if constexpr (kIsUsed) __asm__ volatile("" : "+r"(from));  // gcc would load it once for all
   UVec bytes;
   __builtin_memcpy(&bytes, from, sizeof bytes);
-  return LookUp(bytes, stored.zero);
+  return LookUp(bytes, stored->zero);
 }
 #endif
 

@@ -139,7 +139,7 @@ struct GroupTile {
     for (int n = 0; n < N; ++n) step[n] = Words(words + n * kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < kNumbers; ++i) {
-      const LookUp& look_up = at_hand<!Words::kIsEven>(stored);
+      const LookUp& look_up = at_hand<!Words::kIsEven>(&stored);
       typename Product::Factor factors[N];
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) factors[n] = Product::factor(step[n], look_up, i);

@@ -14,8 +14,7 @@ namespace {
 template <int kDistance, int... kLane>
 VTENSOR_INLINE Vec add_within(Vec v, std::integer_sequence<int, kLane...> /*lanes*/) {
   constexpr UVec kSigns = {(kLane & kDistance ? 0x80000000 : 0)...};
-  constexpr IVec kOthers = {(kLane ^ kDistance)...};
-  const Vec others = from_bits(__builtin_shuffle(bits_of(v), kOthers));
+  const Vec others = shuffle<SwapIndex<kDistance>>(v, v, Lanes{});
   return others + from_bits(bits_of(v) ^ kSigns);
 }
 
@@ -24,7 +23,7 @@ VTENSOR_INLINE Vec rotate_lanes(Vec v) {
   if constexpr (kDistance == kLanes) {
     return v;
   } else {
-    const Vec sums = add_within<kDistance>(v, std::make_integer_sequence<int, kLanes>());
+    const Vec sums = add_within<kDistance>(v, Lanes{});
     return rotate_lanes<2 * kDistance>(sums);
   }
 }
