@@ -59,7 +59,7 @@ void bind_weight(nb::module_& m) {
           },
           nb::kw_only(), "words"_a, "scales"_a, "minimums"_a, "sums"_a, "scale_format"_a,
           "byte_inputs"_a, "bits"_a, "group"_a, "depth"_a, "columns"_a, "codebook"_a.none(),
-          "factor_unit"_a, "rotates_inputs"_a,
+          "factor_unit"_a, "rotates_inputs"_a = false,
           "scale_format: one of SCALE_FORMATS; codebook: the 16 numbers that 4 bits stand for, or "
           "None. Raises ValueError where they do not go with the sizes.");
 }

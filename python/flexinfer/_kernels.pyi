@@ -100,7 +100,7 @@ class Linear:
 class QuantisedWeight:
     """A quantised weight at addresses: no copy."""
 
-    def __init__(self, *, words: int, scales: int, minimums: int, sums: int, scale_format: int, byte_inputs: bool, bits: int, group: int, depth: int, columns: int, codebook: Sequence[int] | None, factor_unit: float, rotates_inputs: bool) -> None:
+    def __init__(self, *, words: int, scales: int, minimums: int, sums: int, scale_format: int, byte_inputs: bool, bits: int, group: int, depth: int, columns: int, codebook: Sequence[int] | None, factor_unit: float, rotates_inputs: bool = False) -> None:
         """
         scale_format: one of SCALE_FORMATS; codebook: the 16 numbers that 4 bits stand for, or None. Raises ValueError where they do not go with the sizes.
         """

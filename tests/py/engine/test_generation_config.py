@@ -17,7 +17,7 @@ from flexinfer.errors import UnsupportedModelError
 from flexinfer.sampling.defaults import SamplingDefaults
 from helpers.advised import advise, advised_model
 from helpers.engine_kit import make_engine
-from helpers.tiny_models import make_model
+from helpers.tiny_models import CONFIGS, draw_model
 
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
 SAID = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
@@ -133,7 +133,7 @@ def test_a_hubs_file_is_that_of_the_cache(
 
 
 def test_a_loaded_model_has_its_own(tmp_path: Path) -> None:
-    model = make_model("llama")
+    model = draw_model(CONFIGS["llama"]())
     assert not defaults_of(model)
     model.generation_config.temperature = 0.4
     assert defaults_of(model).values == {"temperature": 0.4}

@@ -19,6 +19,10 @@ from helpers.tiny_models import make_model
 SPLIT_INPUTS = ("o_proj", "down_proj")
 """Layers of whose inputs each rank has a part."""
 
+BY_ROUNDING = 0.05
+"""How far behind (see `furthest_behind`) tokens may be where inputs become bytes: one that is a
+rounding error away from the middle of two integers may become either."""
+
 
 class SlowLinear(torch.nn.Module):
     """A linear layer whose weight is quantised in parts, each with inputs of its own."""

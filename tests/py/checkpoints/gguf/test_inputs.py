@@ -20,7 +20,7 @@ from flexinfer.models.loading import load_model
 from helpers.gguf.files import Type, write_gguf
 from helpers.gguf.models import CONFIGS, TYPES, same
 from helpers.mixtures import generate
-from helpers.slow_products import furthest_behind, with_byte_inputs
+from helpers.slow_products import BY_ROUNDING, furthest_behind, with_byte_inputs
 from helpers.tiny_models import draw_model, random_prompts
 
 
@@ -42,9 +42,8 @@ def test_with_inputs_of_8_bits_tokens_are_those_of_slow_products(
     slow = with_byte_inputs(written, GgufCheckpoint(str(path)))
     prompts = random_prompts((6, 40))
     for prompt, generated in zip(prompts, generate(path, prompts, quantization="a8"), strict=True):
-        # An input that is a rounding error away from the middle of two integers may become either:
-        # which may choose another expert, and such prompts are no test.
-        assert furthest_behind(slow, prompt, generated) <= 0.02
+        # A rounded input may also choose another expert, and such prompts are no test.
+        assert furthest_behind(slow, prompt, generated) <= BY_ROUNDING
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
