@@ -102,8 +102,9 @@ void bind_functions(nb::module_& m) {
   m.def(
       "rotate",
       [](uintptr_t x, int64_t rows, int64_t depth) {
-        const QuantisedIsa& isa = find_quantised("");
-        for (int64_t row = 0; row < rows; ++row) isa.rotate(pointer<float>(x) + row * depth, depth);
+        const auto times_hadamard = find_quantised("").float_inputs.times_hadamard;
+        auto* row = pointer<float>(x);
+        for (; rows > 0; --rows, row += depth) times_hadamard(row, depth, 1, row);
       },
       nb::call_guard<nb::gil_scoped_release>(), "x"_a, "rows"_a, "depth"_a,
       "x float32 [rows, depth], dense: each row times a Hadamard matrix, as layers/rotation.py "

@@ -36,6 +36,17 @@ inline constexpr int64_t kScaleBlock = 256;
 constexpr int step_inputs(int bits) { return bits == 6 ? 16 : 32 / bits; }
 constexpr int step_words(int bits) { return step_inputs(bits) * bits / 32; }
 
+// Four bytes, each the lower one of two.
+constexpr uint64_t spread_bytes(uint64_t four) {
+  four = (four | four << 16) & 0x0000ffff0000ffff;
+  return (four | four << 8) & 0x00ff00ff00ff00ff;
+}
+
+// Of eight bytes, from the lowest one on, 0, 4, 1, 5, 2, 6, 3, 7: the order of a step's inputs.
+constexpr uint64_t order_bytes(uint64_t eight) {
+  return spread_bytes(eight & 0xffffffff) | spread_bytes(eight >> 32) << 8;
+}
+
 // A weight [columns, depth] of integers and scales, in panels of kQuantisedColumns outputs, the
 // last one filled up with zeros. What the words of a step hold of one output, bytes and bits
 // from the lowest one on:

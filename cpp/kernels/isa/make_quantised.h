@@ -3,8 +3,9 @@
 #pragma once
 
 #include "kernels/isa/quantised.h"
+#include "kernels/simd/hadamard.h"
+#include "kernels/simd/inputs.h"
 #include "kernels/simd/quantised.h"
-#include "kernels/simd/rotate.h"
 
 namespace vtensor::kernels {
 namespace {
@@ -23,10 +24,16 @@ constexpr QuantisedIsa::ByInputs make_group_kernels() {
           pairs_of_inputs<TwoInt16s, Words>()};
 }
 
+template <class T>
+constexpr InputKernels<T> make_input_kernels() {
+  return {to_bytes<T>, to_byte_groups<T>, to_int16s<T>, times_hadamard<T>};
+}
+
 constexpr QuantisedIsa make_quantised(const char* name) {
   return {name,
           240,
-          rotate,
+          make_input_kernels<float>(),
+          make_input_kernels<BFloat16>(),
           multiply_quantised<ByteTile>,
           make_group_kernels<StepWords<8>>(),
           make_group_kernels<StepWords<6>>(),

@@ -9,8 +9,19 @@
 #include <array>
 
 #include "kernels/calls/quantised.h"
+#include "kernels/dtype.h"
 
 namespace vtensor::kernels {
+
+// How inputs of type T are made ready, as simd/inputs.h and simd/hadamard.h say.
+template <class T>
+struct InputKernels {
+  float (*to_bytes)(const T* x, int64_t count, uint8_t zero, uint8_t* bytes);
+  void (*to_byte_groups)(const T* x, int64_t depth, int64_t group, bool in_order, uint8_t* bytes,
+                         float* scales, int32_t* sums);
+  float (*to_int16s)(const T* x, int64_t count, int16_t* output);
+  void (*times_hadamard)(const T* x, int64_t depth, float factor, float* output);
+};
 
 struct QuantisedIsa {
   using Multiply = void (*)(const QuantisedCall&, DType, const LinearBlock&);
@@ -21,8 +32,8 @@ struct QuantisedIsa {
   // Rows whose inputs are made ready at once and for which the weight is read once: a few
   // megabytes, and a multiple of the rows that are computed at once.
   int64_t block_rows;
-  // Of one row of so many numbers, as simd/rotate.h says.
-  void (*rotate)(float* x, int64_t depth);
+  InputKernels<float> float_inputs;
+  InputKernels<BFloat16> bfloat16_inputs;
   // Rows and panels of a block, of weights with one scale an output (8 bits, inputs as bytes), ...
   Multiply multiply_outputs;
   // ... and of weights in groups.

@@ -1,7 +1,5 @@
 // PreparedInputs: the inputs of a layer with a quantised weight, as its kernels read them.
 //
-// Compiled once, for every CPU, so that rounding is the same bits at all levels.
-//
 // Thread-safety: prepare() of different rows may run at the same time.
 #pragma once
 
@@ -9,18 +7,16 @@
 #include <memory>
 
 #include "kernels/calls/quantised.h"
+#include "kernels/isa/quantised.h"
 #include "kernels/parallel.h"
 
 namespace vtensor::kernels {
 
 class PreparedInputs {
  public:
-  using Rotate = void (*)(float* x, int64_t depth);
-
-  // Scratch for up to num_rows rows. rotate: called where the weight rotates inputs.
-  // Throws std::bad_alloc.
+  // Scratch for up to num_rows rows. Throws std::bad_alloc.
   PreparedInputs(Inputs kind, DType dtype, const QuantisedWeight& weight, int64_t num_rows,
-                 Rotate rotate);
+                 const QuantisedIsa& isa);
 
   // Reads rows [first, first + num_rows) of the layer's x, and points `call` to what came of them.
   //
@@ -47,15 +43,16 @@ class PreparedInputs {
   // rotated: scratch for a row, where the weight rotates inputs.
   void prepare_row(const LinearCall& layer, int64_t from, int64_t row, float* rotated);
   template <class T>
-  void prepare_bytes(const T* x, int64_t row);
+  void prepare_numbers(const InputKernels<T>& kernels, const T* x, int64_t row, float* rotated);
   template <class T>
-  void prepare_int16s(const T* x, int64_t row);
-  void set_offset(int64_t place, int32_t sum);
+  void prepare_bytes(const InputKernels<T>& kernels, const T* x, int64_t row);
+  template <class T>
+  void prepare_int16s(const InputKernels<T>& kernels, const T* x, int64_t row);
 
   Inputs kind_;
   DType dtype_;
   const QuantisedWeight& weight_;
-  Rotate rotate_;
+  const QuantisedIsa& isa_;
   int64_t piece_;
   int64_t num_pieces_;
   int64_t row_bytes_;

@@ -55,7 +55,7 @@ void QuantisedLinear::forward(DType dtype, const LinearCall& layer, const Quanti
   const auto compute = kernel_for(*isa_, weight, kind);
   const int64_t num_panels = (layer.columns + kQuantisedColumns - 1) / kQuantisedColumns;
   const int64_t block_rows = isa_->block_rows;
-  PreparedInputs inputs(kind, dtype, weight, std::min(num_rows, block_rows), isa_->rotate);
+  PreparedInputs inputs(kind, dtype, weight, std::min(num_rows, block_rows), *isa_);
   const auto bytes = static_cast<int64_t>(element_bytes(dtype));
   for (int64_t first = 0; first < num_rows; first += block_rows) {
     const int64_t rows = std::min(block_rows, num_rows - first);
@@ -93,7 +93,7 @@ void QuantisedLinear::forward_groups(DType dtype, const LinearCall& layer,
   }
   const Inputs kind = inputs_of(dtype, weights[0]);
   const auto compute = kernel_for(*isa_, weights[0], kind);
-  PreparedInputs inputs(kind, dtype, weights[0], num_rows, isa_->rotate);
+  PreparedInputs inputs(kind, dtype, weights[0], num_rows, *isa_);
   QuantisedCall all;
   all.layer = layer;
   all.weight = weights[0];

@@ -156,6 +156,14 @@ VTENSOR_INLINE Vec load(const PowerOf2* p) {
 }
 #endif
 
+// The first `count` numbers, and zeros behind them.
+template <class T>
+VTENSOR_INLINE Vec load_few(const T* p, int64_t count) {
+  T few[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) few[i] = p[i];
+  return load(few);
+}
+
 // ------------------------------------------------------------------------- shuffles
 
 using Lanes = std::make_integer_sequence<int, kLanes>;
