@@ -67,7 +67,7 @@ constexpr uint64_t order_bytes(uint64_t eight) {
 // of an output:
 //   output = sum over groups of scale * sum(x * w_int) + minimum * sum(x)
 // `group` > 0, `byte_inputs` true: the same of x_scale * x_int instead of x, an x_scale for each
-// row and group.
+// row and group, or for each row if inputs are rotated.
 //
 // `rotates_inputs`: x times a Hadamard matrix takes the place of x, and the weight was made for it.
 // A few inputs that are much larger than the others then share their size with all, which a scale
@@ -133,14 +133,17 @@ struct QuantisedCall {
   QuantisedWeight weight;
   const void* inputs = nullptr;     // [rows, depth]
   int64_t input_stride = 0;         // bytes between two rows
-  const float* x_scales = nullptr;  // kBytes, kInt16s: [rows, pieces]
-  const float* x_sums = nullptr;    // where there are minimums: [rows, groups]
+  const float* x_scales = nullptr;  // kBytes, kInt16s: [rows, num_scales()]
+  // Where there are minimums: [rows, groups]; less the scale where a row has one.
+  const float* x_sums = nullptr;
   // kBytes in groups, and kInt16s but for weights of 8 bits: [rows, groups or pieces] of
   // -zero() * sum(x_int), for weights are multiplied plus that.
   const int32_t* x_offsets = nullptr;
   // Of a row; groups but with kInt16s, one where weights are not in groups.
   int64_t num_pieces = 0;
   int64_t piece = 0;  // inputs of one
+
+  int64_t num_scales() const { return weight.rotates_inputs ? 1 : num_pieces; }
 };
 
 }  // namespace vtensor::kernels

@@ -17,8 +17,8 @@ namespace vtensor::kernels {
 template <class T>
 struct InputKernels {
   float (*to_bytes)(const T* x, int64_t count, uint8_t zero, uint8_t* bytes);
-  void (*to_byte_groups)(const T* x, int64_t depth, int64_t group, bool in_order, uint8_t* bytes,
-                         float* scales, int32_t* sums);
+  void (*to_byte_groups)(const T* x, int64_t depth, int64_t piece, int64_t group, bool in_order,
+                         uint8_t* bytes, float* scales, int32_t* sums);
   float (*to_int16s)(const T* x, int64_t count, int16_t* output);
   void (*times_hadamard)(const T* x, int64_t depth, float factor, float* output);
 };

@@ -142,16 +142,21 @@ void PreparedInputs::prepare_numbers(const InputKernels<T>& kernels, const T* x,
 template <class T>
 void PreparedInputs::prepare_bytes(const InputKernels<T>& kernels, const T* x, int64_t row) {
   auto* bytes = reinterpret_cast<uint8_t*>(rows_.get()) + row * row_bytes_;
-  float* scales = scales_.get() + row * num_pieces_;
+  const bool has_one_scale = weight_.group == 0 || weight_.rotates_inputs;
+  float* scales = scales_.get() + row * (has_one_scale ? 1 : num_pieces_);
   if (weight_.group == 0) {
     *scales = kernels.to_bytes(x, weight_.depth, 128, bytes);
     return;
   }
   int32_t* offsets = offsets_.get() + row * num_pieces_;
-  kernels.to_byte_groups(x, weight_.depth, piece_, weight_.bits < 8, bytes, scales, offsets);
+  kernels.to_byte_groups(x, weight_.depth, has_one_scale ? weight_.depth : piece_, piece_,
+                         weight_.bits < 8, bytes, scales, offsets);
   if (sums_ != nullptr) {
     float* sums = sums_.get() + row * num_pieces_;
-    for (int64_t i = 0; i < num_pieces_; ++i) sums[i] = scales[i] * static_cast<float>(offsets[i]);
+    for (int64_t i = 0; i < num_pieces_; ++i) {
+      const auto sum = static_cast<float>(offsets[i]);
+      sums[i] = has_one_scale ? sum : scales[i] * sum;
+    }
   }
   for (int64_t i = 0; i < num_pieces_; ++i) offsets[i] *= -weight_.zero();
 }

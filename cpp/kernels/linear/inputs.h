@@ -24,8 +24,8 @@ class PreparedInputs {
   // 128 + x / scale, rounded to nearest, ties to even (x times 127 / max |x|, both rounded to
   // float32). A row with an infinity or a NaN gives NaN.
   // If the weight rotates inputs, x is divided by rotated_inputs() before, so that no sum
-  // overflows, and rotated, in float32. In groups without the 128; of 4 and 6 bits, of eight inputs
-  // 0, 4, 1, 5, 2, 6, 3, 7: as a step has them.
+  // overflows, and rotated, in float32; then all of a row share a scale. In groups without the 128;
+  // of 4 and 6 bits, of eight inputs 0, 4, 1, 5, 2, 6, 3, 7: as a step has them.
   //
   // kInt16s: of each piece of a row a unit, the power of two by which its largest number lies from
   // 2^14 to 2^15, and x / unit, rounded likewise: bfloat16 numbers down to a 128th of the largest

@@ -27,7 +27,7 @@ QuantisedIsa::Multiply kernel_for(const QuantisedIsa& isa, const QuantisedWeight
 QuantisedCall rows_from(QuantisedCall call, int64_t row, int64_t element_bytes) {
   const int64_t first_sum = row * call.weight.num_groups(), first_piece = row * call.num_pieces;
   call.inputs = static_cast<const char*>(call.inputs) + row * call.input_stride;
-  if (call.x_scales != nullptr) call.x_scales += first_piece;
+  if (call.x_scales != nullptr) call.x_scales += row * call.num_scales();
   if (call.x_sums != nullptr) call.x_sums += first_sum;
   if (call.x_offsets != nullptr) call.x_offsets += first_piece;
   call.layer.output =

@@ -97,7 +97,7 @@ inline void load_byte_query(const T* row, int key_dim, float factor, const ByteQ
   IVec sum = {};
   for (int i = 0; i < key_dim; i += kLanes) {
     const Vec x = load(row + i) * factor;
-    const IVec integers = nearest_integers(units.factor == 0 ? Vec{} : x * units.factor);
+    const IVec integers = round_to_integers(units.factor == 0 ? Vec{} : x * units.factor);
     const IVec high = (integers + 128) >> 8;
     store_bytes(out.high(r, i), high);
     store_bytes(out.high(r, i) + kBytes, integers - high * 256);

@@ -5,31 +5,11 @@
 // the same bits at all levels.
 #pragma once
 
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
-
 #include "kernels/calls/quantised.h"
 #include "kernels/simd/vec.h"
 
 namespace vtensor::kernels {
 namespace {
-
-// Not by adding a large number, which would become one instruction with the product before.
-VTENSOR_INLINE IVec round_to_integers(Vec v) {
-#if defined(__AVX512F__) && VTENSOR_LANES == 16
-  return reinterpret_cast<IVec>(
-      _mm512_maskz_cvtps_epi32(0xffff, reinterpret_cast<__m512>(v)));  // gcc 12: see vec.h
-#elif defined(__AVX2__) && VTENSOR_LANES == 8
-  return reinterpret_cast<IVec>(_mm256_cvtps_epi32(reinterpret_cast<__m256>(v)));
-#elif defined(__SSE2__) && VTENSOR_LANES == 4
-  return reinterpret_cast<IVec>(_mm_cvtps_epi32(reinterpret_cast<__m128>(v)));
-#else
-  IVec integers;
-  for (int i = 0; i < kLanes; ++i) integers[i] = static_cast<int32_t>(__builtin_nearbyintf(v[i]));
-  return integers;
-#endif
-}
 
 template <int H = kLanes / 2>
 VTENSOR_INLINE int32_t max_lane(IVec v) {
@@ -111,17 +91,18 @@ inline void order_eights(uint8_t* bytes, int64_t count) {
   }
 }
 
-// Each group with a scale of its own, as signed bytes, whose sums are returned too.
+// As signed bytes: `piece` inputs with a scale of their own, and the sums of each group of bytes.
+// piece: a multiple of group.
 template <class T>
-void to_byte_groups(const T* x, int64_t depth, int64_t group, bool in_order, uint8_t* bytes,
-                    float* scales, int32_t* sums) {
-  for (; depth > 0; depth -= group, x += group, bytes += group) {
-    *scales++ = to_bytes(x, group, 0, bytes);
+void to_byte_groups(const T* x, int64_t depth, int64_t piece, int64_t group, bool in_order,
+                    uint8_t* bytes, float* scales, int32_t* sums) {
+  for (int64_t k = 0; k < depth; k += piece) *scales++ = to_bytes(x + k, piece, 0, bytes + k);
+  for (int64_t k = 0; k < depth; k += group) {
     int32_t sum = 0;
-    for (int64_t k = 0; k < group; ++k) sum += static_cast<int8_t>(bytes[k]);
+    for (int64_t i = k; i < k + group; ++i) sum += static_cast<int8_t>(bytes[i]);
     *sums++ = sum;
-    if (in_order) order_eights(bytes, group);
   }
+  if (in_order) order_eights(bytes, depth);
 }
 
 // A power of two, and what takes numbers to multiples of it.

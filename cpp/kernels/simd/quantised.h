@@ -122,6 +122,7 @@ struct GroupTile {
   using Part = typename Product::Sum;  // of a sum: a piece's
   static constexpr bool kIsInt16s = std::is_same_v<X, TwoInt16s>;
   static constexpr bool kIsBytes = std::is_same_v<X, FourBytes>;
+  static constexpr bool kHasUnits = kIsInt16s || kIsBytes;
   static constexpr int kBits = Words::kBits;
   // Numbers of a row for a step.
   static constexpr int kNumbers = step_inputs(kBits) / Product::kInputs;
@@ -165,6 +166,7 @@ struct GroupTile {
     GroupNumbers<N> scales(weight, weight.scales, at.panel, at.column);
     GroupNumbers<N> minimums(weight, weight.minimums, at.panel, at.column);
     const bool is_product = weight.scale_format == ScaleFormat::kBlocks;
+    const bool has_row_scales = kIsBytes && weight.rotates_inputs;
     Prefetch ahead = at.ahead;
     int64_t bytes = 0;
     Vec sums[M][N] = {};
@@ -192,7 +194,11 @@ struct GroupTile {
             if (is_product) minimum[n] = scale[n] * static_cast<float>(weight.zero()) - minimum[n];
           }
         }
-        add_part<M, N>(call, at.row, piece, part, scale, minimum, x_sums, sums);
+        if (has_row_scales) {
+          add_part<false>(call, at.row, piece, part, scale, minimum, x_sums, sums);
+        } else {
+          add_part<kHasUnits>(call, at.row, piece, part, scale, minimum, x_sums, sums);
+        }
       }
     }
 #pragma GCC unroll 6
@@ -200,7 +206,8 @@ struct GroupTile {
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) {
         const int64_t column = at.panel * kQuantisedColumns + at.column + n * kLanes;
-        finish_sum(call, dtype, at.row + m, column, sums[m][n]);
+        const float unit = has_row_scales ? call.x_scales[at.row + m] : 1;
+        finish_sum(call, dtype, at.row + m, column, sums[m][n] * unit);
       }
     }
   }
@@ -209,14 +216,10 @@ struct GroupTile {
   VTENSOR_INLINE static Vec in_floats(Vec sum) { return sum; }
   VTENSOR_INLINE static Vec in_floats(IVec sum) { return __builtin_convertvector(sum, Vec); }
 
-  VTENSOR_INLINE static float unit_of(const QuantisedCall& call, int64_t row, int64_t piece) {
-    return kIsInt16s || kIsBytes ? call.x_scales[row * call.num_pieces + piece] : 1;
-  }
-
-  // sums += scale * part + minimum * the sum of a group's inputs, x_sums: of the first row; none
-  // where a group has more pieces or no minimums. Registers do not hold all sums: each is read and
-  // written once.
-  template <int M, int N>
+  // sums += scale * part and, with units, times that of the piece; + minimum * the sum of a group's
+  // inputs, x_sums: of the first row; none where a group has more pieces or no minimums. Registers
+  // do not hold all sums: each is read and written once.
+  template <bool kByUnits, int M, int N>
   VTENSOR_INLINE static void add_part(const QuantisedCall& call, int64_t row, int64_t piece,
                                       const Part (&part)[M][N], const Vec (&scale)[N],
                                       const Vec (&minimum)[N], const float* x_sums,
@@ -224,7 +227,7 @@ struct GroupTile {
 #pragma GCC unroll 6
     for (int m = 0; m < M; ++m) {
       Vec sum[N];
-      const float unit = unit_of(call, row + m, piece);
+      const float unit = kByUnits ? call.x_scales[(row + m) * call.num_pieces + piece] : 1;
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) {
         sum[n] = sums[m][n] + scale[n] * unit * in_floats(part[m][n]);

@@ -63,12 +63,7 @@ VTENSOR_INLINE Vec load(const Float8* p) {
 }
 #endif
 
-// Halves to even; |v| <= 2^21.
-VTENSOR_INLINE IVec nearest_integers(Vec v) {
-  const Vec magic = splat(0x1.8p23F);
-  return reinterpret_cast<IVec>(bits_of(v + magic) - bits_of(magic));
-}
-VTENSOR_INLINE IVec bytes_of(Vec v, const Int8* /*format*/) { return nearest_integers(v); }
+VTENSOR_INLINE IVec bytes_of(Vec v, const Int8* /*format*/) { return round_to_integers(v); }
 
 // Nearest e4m3 numbers, halves to even; |v| below 464. Multiples of 2^-9 come by an addition.
 VTENSOR_INLINE IVec bytes_of(Vec v, const Float8* /*format*/) {
@@ -96,8 +91,7 @@ void quantise(const void* numbers, void* row, int width) {
   const float factor = counts ? kLargest<S> / maximum : 0;
   const float scale = counts ? maximum / kLargest<S> : odd;
   for (int i = 0; i < width; i += kLanes) {
-    Vec x = counts ? load(from + i) * factor : Vec{};
-    __asm__("" : "+m"(x));  // a product and a sum: in one instruction they would be rounded once
+    const Vec x = counts ? load(from + i) * factor : Vec{};
     const ByteVec bytes = __builtin_convertvector(bytes_of(x, to), ByteVec);
     __builtin_memcpy(to + i, &bytes, sizeof bytes);
   }

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 #include <utility>
-#if defined(__F16C__) || defined(__AVX2__)
+#if defined(__F16C__) || defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -252,6 +252,22 @@ VTENSOR_INLINE float sum_lanes(Vec v) {
 }
 
 // ------------------------------------------------------------------------- functions
+
+// Halves to even; |v| below 2^31. By no addition, which could become one instruction with a product
+// before, and that rounds once.
+VTENSOR_INLINE IVec round_to_integers(Vec v) {
+#if defined(__AVX512F__) && VTENSOR_LANES == 16
+  return reinterpret_cast<IVec>(_mm512_maskz_cvtps_epi32(0xffff, reinterpret_cast<__m512>(v)));
+#elif defined(__AVX2__) && VTENSOR_LANES == 8
+  return reinterpret_cast<IVec>(_mm256_cvtps_epi32(reinterpret_cast<__m256>(v)));
+#elif defined(__SSE2__) && VTENSOR_LANES == 4
+  return reinterpret_cast<IVec>(_mm_cvtps_epi32(reinterpret_cast<__m128>(v)));
+#else
+  IVec integers;
+  for (int i = 0; i < kLanes; ++i) integers[i] = static_cast<int32_t>(__builtin_nearbyintf(v[i]));
+  return integers;
+#endif
+}
 
 // 2^x for x <= 127, relative error below 2e-7; 0 below -126 and for minus infinity.
 // x = n + r, n an integer, |r| <= 1/2; a minimax polynomial gives 2^r, n goes to the exponent.

@@ -3,12 +3,12 @@
 int8                W8A8: a scale per output; inputs become integers too, a scale per token
 int4-g32            W4A16: a scale per output and 32 inputs; inputs stay as they are
 int4-g32-zp         a minimum beside each scale: zero points, wherever zero lies in the group
-int4-g32-a8         W4A8: inputs become integers of 8 bits, a scale per token and 32 of them
+int4-g32-a8         W4A8: inputs become integers of 8 bits, a scale per token
 
-Inputs with one scale per token are rotated before (`rotation.py`), and int8's weights made for it.
+Inputs with one scale per token are rotated before (`rotation.py`), and weights made for it.
 
 A checkpoint that is quantised already says itself what its weights are; their inputs stay as they
-are, or become integers by the name "a8" (`with_byte_inputs`).
+are, or become integers by the name "a8" (`with_byte_inputs`), a scale per token and group.
 """
 
 from __future__ import annotations
@@ -128,8 +128,7 @@ class Scheme:
         return QuantisedTensor.join(parts)
 
     def _quantise(self, weight: torch.Tensor) -> QuantisedTensor:
-        is_rotated = self.group == 0
-        numbers = rotate(weight) if is_rotated else weight
+        numbers = rotate(weight) if self.byte_inputs else weight
         if self.group == 0:
             source = quantise_outputs(numbers)
         else:
@@ -140,7 +139,7 @@ class Scheme:
                 f"a weight with numbers from {least:g} to {most:g} cannot be quantised to "
                 f"{self.bits} bits: the checkpoint may be damaged"
             )
-        return replace(source, byte_inputs=self.byte_inputs, is_rotated=is_rotated)
+        return replace(source, byte_inputs=self.byte_inputs, is_rotated=self.byte_inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +164,8 @@ class QuantisedTensor(QuantisedWeight):
     codebook: Codebook | None = None
     """Of 4 bits in groups without minimums: what integers stand for, if not for themselves."""
     is_rotated: bool = False
-    """Whether the inputs of a product are rotated (`rotation.py`), then rounded. With byte_inputs
-    alone."""
+    """Whether the inputs of a product are rotated (`rotation.py`), then rounded with one scale a
+    token. With byte_inputs alone."""
 
     @classmethod
     def in_levels(
@@ -314,7 +313,8 @@ class QuantisedTensor(QuantisedWeight):
         """x [..., depth] times the weight, in float64: slowly, as a kernel should."""
         if self.byte_inputs:
             x = slow_rotate_inputs(x) if self.is_rotated else x
-            integers, scales = quantise_inputs(torch.unflatten(x, -1, (self.scales.shape[1], -1)))
+            num_scales = 1 if self.is_rotated else self.scales.shape[1]
+            integers, scales = quantise_inputs(torch.unflatten(x, -1, (num_scales, -1)))
             x = (integers.double() * scales.double()).flatten(-2)
         return x.double() @ self.factors().double().T
 

@@ -106,7 +106,7 @@ class Problem {
   // The definition in layers/quantised.py, in double precision.
   double expected(int64_t row, int64_t column) const {
     const std::vector<float> x = inputs(row);
-    const int64_t piece = shape_.group == 0 ? shape_.depth : shape_.group;
+    const int64_t piece = shape_.group == 0 || shape_.is_rotated ? shape_.depth : shape_.group;
     float factor = 0, scale = 0;
     double output = 0;
     for (int64_t k = 0; k < shape_.depth; ++k) {
