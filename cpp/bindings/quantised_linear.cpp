@@ -107,7 +107,7 @@ void bind_functions(nb::module_& m) {
         for (; rows > 0; --rows, row += depth) times_hadamard(row, depth, 1, row);
       },
       nb::call_guard<nb::gil_scoped_release>(), "x"_a, "rows"_a, "depth"_a,
-      "x float32 [rows, depth], dense: each row times a Hadamard matrix, as layers/rotation.py "
+      "x float32 [rows, depth], dense: each row times a Hadamard matrix, as runtime/rotation.py "
       "says.");
   m.def(
       "write_words",

@@ -123,7 +123,7 @@ class QuantisedLinear:
 
 def rotate(x: int, rows: int, depth: int) -> None:
     """
-    x float32 [rows, depth], dense: each row times a Hadamard matrix, as layers/rotation.py says.
+    x float32 [rows, depth], dense: each row times a Hadamard matrix, as runtime/rotation.py says.
     """
 
 def write_words(integers: int, columns: int, depth: int, bits: int, from_zero: bool, words: int) -> bool:

@@ -99,7 +99,6 @@ class HostAttention::LayerRun {
   size_t dtype() const { return static_cast<size_t>(shape_.dtype); }
   size_t format() const { return static_cast<size_t>(shape_.format); }
   bool is_plain() const { return shape_.format == KVFormat::kPlain; }
-  auto quantise() const { return owner_.isa_->quantise[format()][dtype()]; }
 
   size_t num_tasks_of_few_rows() const {
     return plan_.tasks().size() - plan_.num_tasks_of_many_rows();
@@ -132,13 +131,16 @@ class HostAttention::LayerRun {
 
   // New keys and values, of KV heads [head, head + num_heads).
   void store(const PlannedStore& tokens, int head, int num_heads) {
-    store_rows(tokens, head, num_heads, inputs_.key, arena_.k, shape_.k, shape_.key_dim);
-    store_rows(tokens, head, num_heads, inputs_.value, arena_.v, shape_.v, shape_.value_dim);
+    const Isa& isa = *owner_.isa_;
+    store_rows(tokens, head, num_heads, inputs_.key, arena_.k, shape_.k, shape_.key_dim,
+               isa.quantise_key[format()][dtype()]);
+    store_rows(tokens, head, num_heads, inputs_.value, arena_.v, shape_.v, shape_.value_dim,
+               isa.quantise_value[format()][dtype()]);
   }
 
   // Token by token, whose heads are neighbours in the arena.
   void store_rows(const PlannedStore& tokens, int head, int num_heads, const TokenRows& rows,
-                  void* arena, const Strides& strides, int width) {
+                  void* arena, const Strides& strides, int width, Isa::Quantise quantise) {
     if (rows.data == nullptr) return;
     const Segment& segment = plan_.segments()[static_cast<size_t>(tokens.segment)];
     const bool in_one = is_plain() && strides.head == width && rows.head_stride == width;
@@ -152,7 +154,7 @@ class HostAttention::LayerRun {
         if (is_plain()) {
           std::memcpy(place, numbers, static_cast<size_t>(step * width) * bytes_);
         } else {
-          quantise()(numbers, place, width);
+          quantise(numbers, place, width);
         }
       }
     }

@@ -25,8 +25,10 @@ struct Isa {
   void (*attend[kNumKVFormats][kNumDTypes])(const LayerCall&, const AttendTask* tasks,
                                             int num_tasks, const AttendTask* later, float* scratch);
   void (*merge[kNumDTypes])(const LayerCall&, const MergeTask&);
-  // `width` numbers of a head as bytes and their scale; none for plain KV.
-  void (*quantise[kNumKVFormats][kNumDTypes])(const void* numbers, void* row, int width);
+  // `width` numbers of a head's key or value as they stand; none for plain KV.
+  using Quantise = void (*)(const void* numbers, void* row, int width);
+  Quantise quantise_key[kNumKVFormats][kNumDTypes];
+  Quantise quantise_value[kNumKVFormats][kNumDTypes];
   // Rows or tokens [begin, end).
   void (*rms_norm[kNumDTypes])(const RowCall&, int64_t begin, int64_t end);
   void (*silu_mul[kNumDTypes])(const RowCall&, int64_t begin, int64_t end);

@@ -11,6 +11,7 @@
 #include "kernels/simd/few_rows.h"
 #include "kernels/simd/many_rows.h"
 #include "kernels/simd/pair_rows.h"
+#include "kernels/simd/rotated_heads.h"
 #include "kernels/simd/wide_rows.h"
 
 namespace vtensor::kernels {
@@ -25,16 +26,18 @@ template <class S>
 constexpr int kAmxRowsFrom<BFloat16, S> = kHasScale<S> ? kMaxFewRows + 1 : 8;
 #endif
 
-template <class T>
+template <class T, class S>
 inline void load_queries(const LayerCall& call, const AttendTask& task, const Scratch& s) {
   const T* query = static_cast<const T*>(call.query);
   const float factor = query_factor(call);
   float* out = s.query;
+  float rotated[kMaxHeadDim];
   for (int i = 0; i < task.num_tokens; ++i) {
     for (int h = 0; h < task.num_heads; ++h) {
       const T* row = query + (task.first_head + h) * call.query_head_stride +
                      task.tokens[i] * call.query_token_stride;
-      for (int j = 0; j < call.key_dim; j += kLanes) store(out + j, load(row + j) * factor);
+      const auto* x = query_numbers<S>(row, call.key_dim, rotated);
+      for (int j = 0; j < call.key_dim; j += kLanes) store(out + j, load(x + j) * factor);
       out += call.key_dim;
     }
   }
@@ -159,7 +162,7 @@ inline void attend_few(const LayerCall& call, const AttendTask* tasks, int num_t
     }
   }
 #endif
-  attend_few<T, S>(call, tasks, num_tasks, later, scratch, load_queries<T>, few_rows_tile<S>);
+  attend_few<T, S>(call, tasks, num_tasks, later, scratch, load_queries<T, S>, few_rows_tile<S>);
 }
 
 template <class T, class S>

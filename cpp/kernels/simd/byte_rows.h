@@ -12,6 +12,7 @@
 #pragma once
 
 #include "kernels/simd/few_rows.h"
+#include "kernels/simd/rotated_heads.h"
 
 namespace vtensor::kernels {
 namespace {
@@ -85,8 +86,10 @@ VTENSOR_INLINE void store_bytes(uint8_t* p, IVec integers) {
 }
 
 template <class T, int R>
-inline void load_byte_query(const T* row, int key_dim, float factor, const ByteQueries<R>& out,
+inline void load_byte_query(const T* query, int key_dim, float factor, const ByteQueries<R>& out,
                             int r) {
+  float rotated[kMaxHeadDim];
+  const auto* row = query_numbers<Int8>(query, key_dim, rotated);
   Vec largest = {}, strange = {};
   for (int i = 0; i < key_dim; i += kLanes) {
     const Vec x = load(row + i) * factor;

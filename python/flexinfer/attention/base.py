@@ -214,7 +214,7 @@ def store_kv(
         return
     key, value = key.transpose(0, 1), value.transpose(0, 1)
     if layer.format is not None:
-        key, value = layer.format.quantise(key), layer.format.quantise(value)
+        key, value = layer.format.quantise_keys(key), layer.format.quantise(value)
     store_decodes(layer, key, value, metadata)
     store_prefills(layer, key, value, metadata)
 

@@ -7,6 +7,9 @@ rows moves both:
 
 int8: scale = max |x| / 127, bytes from -127 to 127. fp8_e4m3: scale = max |x| / 448. A token's head
 has bytes of its own, whatever stands beside it.
+
+Keys of int8 stand rotated (`runtime/rotation.py`), by a power of two smaller, and queries are
+rotated as they are read: a few numbers of a trained model's keys are much larger than the others.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from flexinfer.runtime.kernels import SCALE_BYTES
+from flexinfer.runtime.rotation import rotated_inputs, slow_rotate
 
 LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0}
 SMALLEST_MAXIMUM = 2.0**-100
@@ -49,7 +53,34 @@ class KVFormat:
 
     def dequantise(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of uint8, [..., head_dim + SCALE_BYTES], to numbers [..., head_dim] of `dtype`."""
+        return self._numbers(rows).to(self.dtype)
+
+    def quantise_keys(self, keys: torch.Tensor) -> torch.Tensor:
+        """`quantise`, of keys as they stand."""
+        if not self.rotates_keys:
+            return self.quantise(keys)
+        return self.quantise(slow_rotate(keys.float() / key_divisor(keys.shape[-1])))
+
+    def dequantise_keys(self, rows: torch.Tensor) -> torch.Tensor:
+        """`dequantise`, of keys."""
+        if not self.rotates_keys:
+            return self.dequantise(rows)
+        keys = self._numbers(rows)
+        width = keys.shape[-1]
+        return slow_rotate(keys * (key_divisor(width) / rotated_inputs(width))).to(self.dtype)
+
+    @property
+    def rotates_keys(self) -> bool:
+        return self.name == "int8"
+
+    def _numbers(self, rows: torch.Tensor) -> torch.Tensor:
         byte = torch.int8 if self.name == "int8" else torch.float8_e4m3fn
         stored = rows[..., :-SCALE_BYTES].contiguous().view(byte)
         scale = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
-        return (stored.float() * scale).to(self.dtype)
+        return stored.float() * scale
+
+
+def key_divisor(width: int) -> int:
+    """By what keys of so many numbers are divided before they are rotated: about as large as they
+    were they are afterwards."""
+    return 1 << rotated_inputs(width).bit_length() // 2

@@ -250,7 +250,7 @@ def head_views(
     they are quantised."""
     k, v = layer.k[slot, first:end], layer.v[slot, first:end]
     if layer.format is not None:
-        k, v = layer.format.dequantise(k), layer.format.dequantise(v)
+        k, v = layer.format.dequantise_keys(k), layer.format.dequantise(v)
     return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
 

@@ -22,10 +22,10 @@ from typing import NamedTuple
 import torch
 
 from flexinfer.layers.codebook import Codebook
-from flexinfer.layers.rotation import rotate, rotate_back, slow_rotate_inputs
 from flexinfer.layers.scale_levels import ScaleLevels
 from flexinfer.runtime.kernels import SCALE_BLOCK
 from flexinfer.runtime.pieces import of_pieces
+from flexinfer.runtime.rotation import rotate, rotate_back, slow_rotate_inputs
 
 GROUP_SIZES = (32, 64, 128)
 BYTE_INPUTS = "a8"

@@ -129,7 +129,8 @@ def make_arena(case: Case, generator: torch.Generator) -> torch.Tensor:
     stored = KVFormat(case.kv_format, case.dtype)
     order, back = ((0, 1, 2, 3, 4),) * 2 if case.dense else ((1, 2, 0, 3, 4), (2, 0, 1, 3, 4))
     parts = arena.permute(order).split([case.key_dim, case.value_dim], -1)
-    return torch.cat([stored.quantise(part) for part in parts], -1).permute(back)
+    rows = stored.quantise_keys(parts[0]), stored.quantise(parts[1])
+    return torch.cat(rows, -1).permute(back)
 
 
 def layers_of(case: Case, arena: torch.Tensor, dtype: torch.dtype | None = None) -> list[LayerKV]:

@@ -33,7 +33,8 @@ class QuantisedCache(tf.DynamicCache):
         self._format = KVFormat(name, torch.float32)
 
     def update(self, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        key, value = (self._format.dequantise(self._format.quantise(x)) for x in (key, value))
+        key = self._format.dequantise_keys(self._format.quantise_keys(key))
+        value = self._format.dequantise(self._format.quantise(value))
         return super().update(key, value, *args, **kwargs)
 
 

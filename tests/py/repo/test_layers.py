@@ -152,7 +152,7 @@ MAY_IMPORT_KERNELS = {
     "flexinfer.layers.host_linear",
     "flexinfer.layers.quantised_linear",
     "flexinfer.layers.quantised_panels",
-    "flexinfer.layers.rotation",
+    "flexinfer.runtime.rotation",
     "flexinfer.layers.rows",
     "flexinfer.runtime.kernels",
     "flexinfer.sampling.host_sampler",

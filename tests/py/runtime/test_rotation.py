@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flexinfer import _kernels
-from flexinfer.layers.rotation import (
+from flexinfer.runtime.rotation import (
     rotate,
     rotate_back,
     rotated_inputs,
