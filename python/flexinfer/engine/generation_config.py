@@ -33,6 +33,26 @@ OF_GGUF = {
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
 """What llama.cpp's converter makes of a generation_config.json -> the name that it has there."""
+ALL_OF_GGUF = "general.sampling."
+WITHOUT_EFFECT = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "diversity_penalty": 0,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "exponential_decay_length_penalty": None,
+    "guidance_scale": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "top_h": None,
+    "typical_p": 1,
+}
+"""What else transformers would heed -> the value with which it makes no difference there."""
 
 
 def sampling_defaults(config: EngineConfig) -> SamplingDefaults:
@@ -40,6 +60,7 @@ def sampling_defaults(config: EngineConfig) -> SamplingDefaults:
     for what the model's makers advise and no request may have, ValueError for a folder without."""
     overrides: Mapping[str, Any] = config.override_generation_config or {}  # type: ignore[assignment]
     place, advised = _advised(config)
+    _tell_of_others(place, advised)
     # What is overridden is not looked at: that is a way out of a file with a fault.
     advised = {name: advised[name] for name in NAMES if name in advised and name not in overrides}
     try:
@@ -84,6 +105,16 @@ def _advised(config: EngineConfig) -> tuple[str, Mapping[str, Any]]:
     return _read(found)
 
 
+def _tell_of_others(place: str, advised: Mapping[str, Any]) -> None:
+    others = [
+        f"{name} {value!r}"
+        for name, value in sorted(advised.items())
+        if value and (name.startswith(ALL_OF_GGUF) or value != WITHOUT_EFFECT.get(name, value))
+    ]
+    if others:
+        logger.warning("%s advises what is passed over here: %s", place, ", ".join(others))
+
+
 def _read(path: str) -> tuple[str, Mapping[str, Any]]:
     check_json(os.path.dirname(path), (FILE,))
     with open(path, encoding="utf-8") as file:
@@ -117,8 +148,8 @@ def _of_gguf(path: str) -> dict[str, Any]:
     from flexinfer.checkpoints.gguf.header import read_header
 
     metadata = read_header(path).metadata
-    found = {name: metadata[key] for key, name in OF_GGUF.items() if key in metadata}
-    return {name: _as_written(value) for name, value in found.items()}
+    advised = {key: value for key, value in metadata.items() if key.startswith(ALL_OF_GGUF)}
+    return {OF_GGUF.get(key, key): _as_written(value) for key, value in advised.items()}
 
 
 def _as_written(value: Any) -> Any:

@@ -10,9 +10,11 @@ import pytest
 
 pytest.importorskip("torch")
 
+from transformers import GenerationConfig
+
 from flexinfer import LLM, SamplingParams
 from flexinfer.config import EngineConfig
-from flexinfer.engine.generation_config import FILE, sampling_defaults
+from flexinfer.engine.generation_config import FILE, WITHOUT_EFFECT, sampling_defaults
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.sampling.defaults import SamplingDefaults
 from helpers.advised import advise, advised_model
@@ -137,6 +139,18 @@ def test_a_loaded_model_has_its_own(tmp_path: Path) -> None:
     assert not defaults_of(model)
     model.generation_config.temperature = 0.4
     assert defaults_of(model).values == {"temperature": 0.4}
+
+
+def test_what_transformers_would_heed_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert vars(GenerationConfig()).keys() >= WITHOUT_EFFECT.keys()
+    folder = advise(tmp_path, **WITHOUT_EFFECT, top_k=5, eos_token_id=7)
+    assert defaults_of(folder).values == {"top_k": 5}
+    assert not caplog.text
+    advise(tmp_path, top_k=5, typical_p=0.9, num_beams=4)
+    assert defaults_of(folder).values == {"top_k": 5}
+    assert "passed over here: num_beams 4, typical_p 0.9" in caplog.text
 
 
 def test_the_log_says_which_are_taken_from_where(

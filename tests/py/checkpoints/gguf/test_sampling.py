@@ -58,6 +58,21 @@ def test_a_files_keys_are_its_defaults_and_numbers_those_that_were_written(tmp_p
     assert {name: getattr(params, name) for name in SAID} == SAID
 
 
+def test_what_is_passed_over_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def add(writer: Any) -> None:
+        writer.add_sampling_top_k(20)
+        writer.add_sampling_mirostat(2)
+        writer.add_sampling_mirostat_tau(5.5)
+        writer.add_sampling_xtc_probability(0.0)
+
+    path = write(tmp_path / "model.gguf", add)
+    assert sampling_defaults(EngineConfig(model=path)).values == {"top_k": 20}
+    (told,) = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert told.endswith(
+        "passed over here: general.sampling.mirostat 2, general.sampling.mirostat_tau 5.5"
+    )
+
+
 def test_the_operator_goes_before_the_file(tmp_path: Path) -> None:
     model = write(tmp_path / "model.gguf", add_all)
     override = EngineConfig(model=model, override_generation_config={"temperature": 0.2})
