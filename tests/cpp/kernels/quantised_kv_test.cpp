@@ -66,6 +66,23 @@ double number_of(uint8_t byte, KVFormat format) {
   return (byte & 128) != 0 ? -magnitude : magnitude;
 }
 
+// Rows of `dim` numbers times a Hadamard matrix, divided by 2^shift.
+std::vector<float> rotated(std::vector<float> rows, int dim, int shift) {
+  const size_t block = static_cast<size_t>(dim & -dim);
+  for (float& x : rows) x = std::ldexp(x, -shift);
+  for (size_t distance = 1; distance < block; distance *= 2) {
+    for (size_t i = 0; i < rows.size(); ++i) {
+      if ((i & distance) != 0) continue;
+      const float a = rows[i], b = rows[i + distance];
+      rows[i] = a + b;
+      rows[i + distance] = a - b;
+    }
+  }
+  return rows;
+}
+
+// Keys and queries as they are multiplied, rotated with int8: then both together divided by what
+// the matrix twice is times, keys by the larger half.
 struct Step {
   std::vector<uint8_t> k, v;
   std::vector<float> query, key, value, output;
@@ -105,6 +122,11 @@ Step run(const Isa& isa, const Shape& of, KVFormat format, int64_t num_new) {
                              nullptr};
     attention.forward(Plan({{0, 0, start, end}}, {}, {kNoWindow, group, 1, 1}), 0, inputs);
     step.output = read_as(of.dtype, output);
+  }
+  if (format == KVFormat::kInt8) {
+    const int halvings = std::countr_zero(static_cast<unsigned>(dim));
+    step.key = rotated(step.key, dim, (halvings + 1) / 2);
+    step.query = rotated(step.query, dim, halvings / 2);
   }
   return step;
 }
