@@ -102,8 +102,8 @@ inline void transpose_tile(float* p) {
 }
 
 // Up to 16 queries, the others 0.
-template <class T>
-inline void amx_pack_queries(const T* const* rows, int num_rows, int head_dim, float* tiles) {
+template <class T, class Q>
+inline void amx_pack_queries(const Q* const* rows, int num_rows, int head_dim, float* tiles) {
   for (int i = 0; i < head_dim; i += kAmxDepth, tiles += kPartsOf<T> * kTileFloats) {
     for (int j = 0; j < kTileRows; ++j) {
       Numbers<T> numbers = {};

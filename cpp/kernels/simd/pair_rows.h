@@ -114,6 +114,7 @@ template <class S>
 struct PairProducts {
   using Number = BFloat16;
   using Stored = S;
+  using Query = BFloat16;
   static constexpr int kPairFloats = 1;
   static constexpr int kKeyStep = kKeysPerStep;
   static constexpr int64_t kWeightFloats = kScoreFloats;

@@ -39,27 +39,24 @@ void quantise_key(const void* numbers, void* row, int width) {
   }
 }
 
-// The numbers of a query as keys of type S want them: where they stand, or in `rotated`.
-template <class S, class T>
-VTENSOR_INLINE const auto* query_numbers(const T* row, int key_dim, float* rotated) {
-  if constexpr (kIsRotated<S>) {
-    times_hadamard(row, key_dim, rotated_query_factor(key_dim), rotated);
-    return static_cast<const float*>(rotated);
-  } else {
-    return row;
-  }
-}
+// Of queries of type T, as keys of type S want them.
+template <class T, class S>
+using QueryNumber = std::conditional_t<kIsRotated<S>, float, T>;
 
-// The same, rounded to what they are.
-template <class S, class T>
-VTENSOR_INLINE const T* rounded_query(const T* row, int key_dim, T* output) {
-  if constexpr (kIsRotated<S>) {
-    float rotated[kMaxHeadDim];
-    const float* numbers = query_numbers<S>(row, key_dim, rotated);
-    for (int i = 0; i < key_dim; i += kLanes) store(output + i, load(numbers + i));
+// The numbers of a query as keys of type S want them: where they stand, or in `output`, rounded if
+// it has fewer bits.
+template <class S, class T, class Q>
+VTENSOR_INLINE const Q* query_row(const T* row, int key_dim, Q* output) {
+  if constexpr (!kIsRotated<S>) {
+    return row;
+  } else if constexpr (std::is_same_v<Q, float>) {
+    times_hadamard(row, key_dim, rotated_query_factor(key_dim), output);
     return output;
   } else {
-    return row;
+    float rotated[kMaxHeadDim];
+    times_hadamard(row, key_dim, rotated_query_factor(key_dim), rotated);
+    for (int i = 0; i < key_dim; i += kLanes) store(output + i, load(rotated + i));
+    return output;
   }
 }
 

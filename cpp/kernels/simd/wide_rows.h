@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/simd/lane_products.h"
+#include "kernels/simd/rotated_heads.h"
 #include "kernels/simd/stored_kv.h"
 
 namespace vtensor::kernels {
@@ -13,13 +14,14 @@ template <class T, class S>
 struct WideProducts {
   using Number = T;
   using Stored = S;
+  using Query = QueryNumber<T, S>;
   static constexpr int kPairFloats = 2;
   static constexpr int kKeyStep = kKeysPerStep;
   static constexpr int64_t kWeightFloats = kScoreFloats;
   static constexpr bool kOverlaps = false;
   static constexpr bool kRough = false;
 
-  static void pack_queries(const T* const* rows, int num_rows, int key_dim, int vec,
+  static void pack_queries(const Query* const* rows, int num_rows, int key_dim, int vec,
                            float* queries) {
     pack_lanes([&](int j, int i) { return load(rows[j] + i); }, num_rows, key_dim,
                queries + vec * kLanes);

@@ -14,6 +14,7 @@
 #include <new>
 #include <random>
 
+#include "tests/cpp/kernels/slow_hadamard.h"
 #include "tests/cpp/kernels/software_tiles/levels.h"
 #include "tests/cpp/kernels/software_tiles/software_tiles.h"
 
@@ -146,16 +147,7 @@ class Problem {
     for (int64_t k = 0; k < shape_.depth; ++k) x.push_back(number(x_, row * x_stride() + k));
     if (!shape_.is_rotated) return x;
     const int64_t block = rotated_inputs(shape_.depth);
-    for (float& number : x) number /= static_cast<float>(block);
-    for (size_t distance = 1; distance < static_cast<size_t>(block); distance *= 2) {
-      for (size_t k = 0; k < x.size(); ++k) {
-        if ((k & distance) != 0) continue;
-        const float a = x[k], b = x[k + distance];
-        x[k] = a + b;
-        x[k + distance] = a - b;
-      }
-    }
-    return x;
+    return slow_hadamard(std::move(x), block, 1 / static_cast<float>(block));
   }
   int64_t element() const { return static_cast<int64_t>(element_bytes(shape_.dtype)); }
   int64_t panels() const { return (shape_.columns + kQuantisedColumns - 1) / kQuantisedColumns; }

@@ -45,7 +45,7 @@ def test_tokens_are_those_of_slow_products_of_the_parts(name: str, scheme: str) 
     slow = slow_model(name, Scheme.parse(scheme), 2)
     for i, prompt in enumerate(PROMPTS):
         # The head rounds its inputs, which a sum of parts may have a rounding error away.
-        assert furthest_behind(slow, prompt, final[str(i)].outputs[0].token_ids) <= BY_ROUNDING
+        assert furthest_behind(slow, prompt, final[str(i)].outputs[0].token_ids) <= 0.04
 
 
 def test_a_rank_has_its_part_of_the_quantised_weights() -> None:

@@ -19,7 +19,7 @@ from helpers.tiny_models import make_model
 SPLIT_INPUTS = ("o_proj", "down_proj")
 """Layers of whose inputs each rank has a part."""
 
-BY_ROUNDING = 0.05
+BY_ROUNDING = 0.02
 """How far behind (see `furthest_behind`) tokens may be where inputs become bytes: one that is a
 rounding error away from the middle of two integers may become either."""
 

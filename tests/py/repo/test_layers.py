@@ -152,9 +152,9 @@ MAY_IMPORT_KERNELS = {
     "flexinfer.layers.host_linear",
     "flexinfer.layers.quantised_linear",
     "flexinfer.layers.quantised_panels",
-    "flexinfer.runtime.rotation",
     "flexinfer.layers.rows",
     "flexinfer.runtime.kernels",
+    "flexinfer.runtime.rotation",
     "flexinfer.sampling.host_sampler",
 }
 TORCH_FREE = {
