@@ -80,6 +80,13 @@ class KVFormat:
         return stored.float() * scale
 
 
+def describe_kv(kv_cache_dtype: str) -> str:
+    """Of `EngineConfig`: the same where bytes stand for the same numbers, which those of a process
+    with older code may not."""
+    rotates = kv_cache_dtype != "auto" and KVFormat(kv_cache_dtype, torch.float32).rotates_keys
+    return f"{kv_cache_dtype}, keys rotated" if rotates else kv_cache_dtype
+
+
 def key_divisor(width: int) -> int:
     """By what keys of so many numbers are divided before they are rotated: about as large as they
     were they are afterwards."""

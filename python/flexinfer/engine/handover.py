@@ -45,11 +45,13 @@ class EngineHandover:
     @cached_property
     def identity(self) -> Identity:
         """Whose KV means the same. Reads the ends of weight files, once."""
+        from flexinfer.attention.kv_format import describe_kv
+
         parts, config = self._parts, self._parts.config
         computes = [
             sorted(versions().items()),
             config.quantization or "auto",
-            config.kv_cache_dtype,
+            describe_kv(config.kv_cache_dtype),
             str(parts.loaded.dtype),
         ]
         if isinstance(config.model, (str, os.PathLike)):

@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flexinfer import BeamSearchParams, LLMEngine, SamplingParams
+from flexinfer.attention.kv_format import KVFormat
 from flexinfer.config import EngineConfig
 from flexinfer.engine.handover import EngineHandover
 from flexinfer.errors import HandoverError, OutOfMemoryError
@@ -87,6 +88,19 @@ def test_quantised_kv_is_handed_over_to_its_own_kind_alone() -> None:
     with engines(kv_cache_dtype="int8") as (sender, _), engines() as (_, receiver):
         with pytest.raises(HandoverError, match="the parcel's model"):
             receiver.handover.adopt(prefill(sender, PROMPT[:-1]))
+        assert receiver.manager.stats().chunks_received == 0
+
+
+def test_keys_of_code_that_did_not_rotate_them_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the same version, as processes are that were started before and after an update."""
+    with engines(kv_cache_dtype="int8") as (sender, receiver):
+        with monkeypatch.context() as older:
+            older.setattr(KVFormat, "rotates_keys", False)
+            delivery = prefill(sender, PROMPT[:-1])
+        with pytest.raises(HandoverError, match="the parcel's model"):
+            receiver.handover.adopt(delivery)
         assert receiver.manager.stats().chunks_received == 0
 
 
