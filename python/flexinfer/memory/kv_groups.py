@@ -25,11 +25,17 @@ def check_kv_dtype(config: EngineConfig, model_config: Any) -> None:
     device = config.device or getattr(config.model, "device", "cpu")
     if str(device) != "cpu":
         raise ValueError(f"{wanted} is for the CPU alone: no kernel here reads it on {device}")
-    if getattr(model_config.get_text_config(), "kv_lora_rank", None):
+    if _has_latents(model_config.get_text_config()):
         raise ValueError(
             f"{wanted} is not for model type {model_config.model_type!r}: it keeps latents (MLA), "
             "whose values are a part of their keys and would need a scale of their own"
         )
+
+
+def _has_latents(config: Any) -> bool:
+    """A config whose layers differ raises for what they differ in (dots3.note's)."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return any(getattr(layer, "kv_lora_rank", None) for layer in layers)
 
 
 def kv_spec(

@@ -161,6 +161,15 @@ def test_gpus_and_latents_are_refused_before_any_weight_is_read(tmp_path: Any) -
         LLM(str(tmp_path), kv_cache_dtype="int8", skip_tokenizer_init=True, device="cpu")
 
 
+def test_latents_are_refused_where_layers_differ_in_them() -> None:
+    from flexinfer.memory.kv_groups import check_kv_dtype
+
+    config = tf.Dots3NoteTextConfig()
+    assert config.is_heterogeneous
+    with pytest.raises(ValueError, match=r"'dots3_note_text': it keeps latents \(MLA\)"):
+        check_kv_dtype(EngineConfig("folder", kv_cache_dtype="int8"), config)
+
+
 def test_a_model_that_selects_keys_by_an_index_is_refused() -> None:
     from flexinfer.memory.kv_groups import kv_spec
     from flexinfer.models.describe import describe
