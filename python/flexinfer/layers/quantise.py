@@ -24,8 +24,11 @@ from flexinfer.layers.quantised_rows import join
 
 ROUTER = "router"
 ROUTERS = ("gate", ROUTER, "wg")
-"""Layers of these names choose experts, and so do those of a module of the first (Gemma 4's
+"""Layers of these names choose experts, and so do those of a module of the second (Gemma 4's
 `router.proj`): they are tiny, and a wrong choice is a large error."""
+MIXER = "altup"
+"""Layers of a module of this name mix the few states of a token (Gemma 3n's): no group has as few
+inputs, and llama.cpp leaves them as they are, too."""
 HEAD = Scheme(8, 0, byte_inputs=True)
 """Of the layer that gives logits: with 4 bits they would be the worst of all errors."""
 
@@ -89,15 +92,15 @@ def head_of(model: torch.nn.Module) -> torch.nn.Module | None:
     return head
 
 
-def chooses_experts(path: str) -> bool:
-    """Whether the linear layer at this path is one of ROUTERS."""
+def stays(path: str) -> bool:
+    """Whether the linear layer at this path is never quantised: see ROUTERS and MIXER."""
     *_, owner, name = ("", *path.split("."))
-    return name in ROUTERS or owner == ROUTER
+    return name in ROUTERS or owner in (ROUTER, MIXER)
 
 
 def scheme_of(path: str, module: Any, scheme: Scheme, is_head: bool) -> Scheme | None:
     """How a linear layer that stands alone is quantised. None: not at all."""
-    if not is_linear(module) or chooses_experts(path):
+    if not is_linear(module) or stays(path):
         return None
     return HEAD if is_head else scheme
 
@@ -105,7 +108,7 @@ def scheme_of(path: str, module: Any, scheme: Scheme, is_head: bool) -> Scheme |
 def quantisable(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Path and layer of each that will be quantised."""
     for path, module in model.named_modules():
-        if is_linear(module) and not chooses_experts(path):
+        if is_linear(module) and not stays(path):
             yield path, module
 
 

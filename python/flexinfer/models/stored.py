@@ -22,7 +22,7 @@ from flexinfer.layers.expert_layout import ExpertLayout, layout_of
 from flexinfer.layers.experts import Weight
 from flexinfer.layers.formats import is_linear
 from flexinfer.layers.fuse_experts import store as store_experts
-from flexinfer.layers.quantise import chooses_experts, store
+from flexinfer.layers.quantise import stays, store
 from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.layers.quantised_rows import QuantisedRows
 from flexinfer.layers.tied_head import find_ties
@@ -115,7 +115,7 @@ class StoredModel:
     def _fill_linear(self, path: str, module: Any, is_alone: bool) -> None:
         """is_alone: nothing will compute with its weight before it is laid out."""
         source = self._read_quantised(self._sources[f"{path}.weight"])
-        if self._byte_inputs and not chooses_experts(path):
+        if self._byte_inputs and not stays(path):
             source = source.with_byte_inputs()
         store(module, source)
         if not is_alone:

@@ -22,8 +22,9 @@ from flexinfer.layers.embedding import QuantisedEmbedding
 from flexinfer.layers.fuse import fuse_layers
 from flexinfer.layers.quantised import Scheme
 from flexinfer.layers.quantised_linear import QuantisedLinear
+from helpers.families import make_family
 from helpers.slow_products import BY_ROUNDING, furthest_behind, slow_model
-from helpers.tiny_models import make_model, random_prompts
+from helpers.tiny_models import draw_model, make_model, random_prompts
 
 SHIPPED = Path(flexinfer.__file__).parent / "data" / "tiny_chat"
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny_chat"
@@ -151,6 +152,20 @@ def test_a_layer_that_chooses_experts_stays_as_it_is() -> None:
     fuse_layers(model, Scheme.parse("int8"))
     assert isinstance(model["up"], QuantisedLinear)
     assert not isinstance(model["gate"], QuantisedLinear)
+
+
+def test_gemma_3ns_mixers_of_states_stay_as_they_are(tmp_path: Path) -> None:
+    """They have four inputs in published models, of which there is no group: int4 was refused."""
+    from flexinfer.models.loading import load_model
+
+    sizes = {"altup_num_inputs": 4, "laurel_rank": 32, "hidden_size_per_layer_input": 32}
+    config = make_family("gemma3n").config
+    draw_model(type(config)(**{**config.to_dict(), **sizes})).save_pretrained(tmp_path)
+    model: Any = load_model(str(tmp_path), quantization="int4").model
+    altup, laurel = model.model.layers[0].altup, model.model.layers[0].laurel
+    assert isinstance(laurel.linear_right, QuantisedLinear)
+    for layer in (altup.prediction_coefs, altup.correction_coefs, altup.modality_router):
+        assert not isinstance(layer, QuantisedLinear)
 
 
 @pytest.mark.parametrize(
