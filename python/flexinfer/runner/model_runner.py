@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +125,7 @@ class ModelRunner:
         self.model: Any = loaded.model
         self._is_compiled = compile_model
         if compile_model:
-            self.model = torch.compile(loaded.model, fullgraph=True, dynamic=True)
+            self.model = _compiled(loaded.model)
         self._stack = None if compile_model else find_decoder_stack(loaded.model)
         self.sampler = Sampler(seed, loaded.device, grammars)
         kv_format = None if kv_cache_dtype == "auto" else KVFormat(kv_cache_dtype, loaded.dtype)
@@ -322,3 +322,15 @@ def proposed_tokens(plan: StepPlan) -> dict[int, int]:
         return {}
     token_ids = np.frombuffer(plan.token_ids, np.int32)
     return {i: int(token_ids[rows[i + 1]]) for i in range(len(ids) - 1) if ids[i] == ids[i + 1]}
+
+
+def _compiled(model: torch.nn.Module) -> Callable[..., Any]:
+    """The model as graphs of torch.compile. It keeps eight for a function, whosever they are, and
+    models of a class have one: steps failed in the fifth engine of a process, or the ninth."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace()  # a function of this engine's own
+    compiled: Callable[..., Any] = torch.compile(call, fullgraph=True, dynamic=True)
+    return compiled

@@ -40,6 +40,23 @@ def test_the_model_is_one_graph(name: str, tmp_path: Path, monkeypatch: pytest.M
     check(name, tmp_path)
 
 
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_engines_of_one_process_have_graphs_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch keeps few for a function, eight if nobody says otherwise, and then fails."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    make_model("four_kv_heads").save_pretrained(tmp_path)
+    torch._dynamo.reset()
+    answers = []
+    for _ in range(3):
+        settings = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 4 << 20}
+        with LLM(str(tmp_path), compile=True, **settings) as llm:
+            outputs = llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
+            answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers == 3 * [[reference("four_kv_heads", tuple(p), 10) for p in PROMPTS[:2]]]
+
+
 def test_in_bfloat16_it_says_what_the_eager_model_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
