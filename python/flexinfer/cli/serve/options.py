@@ -206,6 +206,10 @@ class ServerOptions:
     trace_dir: Annotated[
         Path | None, option("Where /admin/trace writes.", exists=True, file_okay=False)
     ] = None
+    timeout_keep_alive: Annotated[
+        int,
+        option("Seconds that an idle connection is kept: longer than clients keep theirs.", min=1),
+    ] = 75
     shutdown_timeout: Annotated[
         float, option("Seconds that running requests have to end at a shutdown.", min=0)
     ] = 30.0
