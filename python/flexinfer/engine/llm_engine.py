@@ -228,10 +228,11 @@ class LLMEngine:
         return_freed_memory()
         return num_bytes
 
-    def wake_up(self) -> None:
-        """Undo `sleep`. Raises OutOfMemoryError, still asleep, when memory is short."""
-        self._elastic.wake_up()
+    def wake_up(self, tags: Iterable[str] | None = None) -> bool:
+        """Undo `sleep`, as `ElasticMemory.wake_up`; returns whether the engine is awake."""
+        self._elastic.wake_up(tags)
         self._executor.sync()
+        return not self.is_sleeping()
 
     def is_sleeping(self) -> bool:
         return self.manager.asleep
@@ -283,9 +284,8 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """All numbers at this moment. Walks all chunks: not for every step."""
         speculation = None if self._speculation is None else self._speculation.stats.copy()
-        draft_memory = None if self.draft_model is None else self.draft_model.manager.stats()
-        requests = self._requests.copy()
-        return take_stats(self.scheduler, self._meter, requests, speculation, draft_memory)
+        drafts = None if self.draft_model is None else self.draft_model.manager.stats()
+        return take_stats(self.scheduler, self._meter, self._requests.copy(), speculation, drafts)
 
     def _settle(self) -> None:
         """Wait for the step in flight, if there is one; the next `step()` gives its outputs."""

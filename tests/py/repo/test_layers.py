@@ -81,7 +81,7 @@ PYTHON_ALLOWED = {
     "engine": "attention checkpoints config distributed errors events handover lora memory metrics "
     "models outputs runner runtime sampling scheduler speculation types vtensor",
     "conversation": "engine errors lora outputs sampling types",
-    "llm": "config conversation engine errors lora outputs sampling types",
+    "llm": "config conversation engine errors lora metrics outputs runtime sampling types",
     "async_llm": "config engine errors llm lora outputs sampling types",
     "loadgen": "",
     "routing": "",

@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch")
 from flexinfer import AsyncLLM, LLMEngine, SamplingParams
 from flexinfer.cli.app import app
 from flexinfer.config import EngineConfig
+from flexinfer.engine.prometheus_families import engine_families
 from flexinfer.server.observability.memory_map import MemoryMap
-from flexinfer.server.observability.prometheus_families import engine_families
 from flexinfer.speculation.step_costs import StepCosts
 from helpers.engine_kit import make_engine as make_tiny_engine
 from helpers.engine_kit import submit
