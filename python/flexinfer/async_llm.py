@@ -9,7 +9,7 @@ import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
 from itertools import count
 from types import TracebackType
@@ -144,9 +144,9 @@ class AsyncLLM:
         """Give all physical KV memory back, as `LLMEngine.sleep`; requests wait for `wake_up`."""
         return await self.call(lambda engine: engine.sleep(level))
 
-    async def wake_up(self) -> None:
-        """Undo `sleep`. Raises OutOfMemoryError, still asleep, when memory is short."""
-        await self.call(lambda engine: engine.wake_up())
+    async def wake_up(self, tags: Iterable[str] | None = None) -> bool:
+        """Undo `sleep`, as `LLM.wake_up`; returns whether it is undone."""
+        return await self.call(lambda engine: engine.wake_up(tags))
 
     async def is_sleeping(self) -> bool:
         return await self.call(lambda engine: engine.is_sleeping())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from flexinfer.events.config import KVEventsConfig
 from flexinfer.handover.roles import check_role
 from flexinfer.runtime.json_options import read_mapping, require_choice
 from flexinfer.runtime.numbers import flag, positive, real, whole
-from flexinfer.runtime.units import parse_bytes
+from flexinfer.runtime.units import parse_bytes, parse_count
 from flexinfer.speculative_config import SpeculativeConfig
 
 DEFAULT_MAX_NUM_SEQS = 64
@@ -20,6 +20,7 @@ SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 SCHEDULING_POLICIES = ("fcfs", "priority", "prefix")
 PREEMPTION_MODES = ("recompute", "swap", "auto", "off")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 KV_CACHE_DTYPES = {"auto": "auto", "int8": "int8", "fp8_e4m3": "fp8_e4m3", "fp8": "fp8_e4m3"}
 DEFAULT_STATE_SNAPSHOT_TOKENS = 1024
 DEFAULT_MAX_LORAS = 8
@@ -96,6 +97,16 @@ class EngineConfig:
     tokenizer: Any = None
     """A local folder, a hub id, or a loaded tokenizer; None: that of the model."""
     skip_tokenizer_init: bool = False
+    revision: str | None = None
+    """Of a hub id: branch, tag or commit; None: its main branch."""
+    tokenizer_revision: str | None = None
+    """The same of the tokenizer; None: the model's, if it is of the same repository."""
+    download_dir: str | os.PathLike[str] | None = None
+    """Where what the hub has is kept; None: in its own cache (HF_HOME)."""
+    hf_token: str | bool | None = field(default=None, repr=False)
+    """For repositories that not everybody may read; None or True: that of `hf auth login`."""
+    load_format: str = "auto"
+    """"auto" (what there is), "safetensors", "gguf", or "dummy": random weights, of a config."""
     generation_config: str | os.PathLike[str] = "auto"
     """Where it says how requests are sampled that do not say so themselves: "auto": the model's
     generation_config.json, or its GGUF file; "vllm": nowhere, they have OpenAI's defaults; else a
@@ -114,7 +125,10 @@ class EngineConfig:
     a scale for each token and head (on the CPU)."""
     device: str | None = None
     seed: int = 0
+    """Of requests without one of their own; None is 0, too."""
     max_model_len: int | None = None
+    """Most tokens of a request, also as "8k" (8,000) or "8K" (8,192); None, -1 or "auto": what the
+    model can, as far as the memory goes."""
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
@@ -196,17 +210,19 @@ class EngineConfig:
     """File to which every memory operation is written, with time and request."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.type == "bool":
-                flag(field.name, getattr(self, field.name))
+        for item in fields(self):
+            if item.type == "bool":
+                flag(item.name, getattr(self, item.name))
         for name in ("max_num_seqs", "max_loras", "max_lora_rank"):
             self._set_positive(name, MAX_NUM_SEQS)
+        self._read_counts()
         sizes = ("max_num_batched_tokens", "stream_interval", "max_model_len", "layers_per_plane")
         for name in sizes:
             if getattr(self, name) is not None:
                 self._set_positive(name, MAX_COUNT)
-        for name in ("state_snapshot_tokens", "seed"):
-            object.__setattr__(self, name, whole(name, getattr(self, name)))
+        for name, if_none in (("state_snapshot_tokens", None), ("seed", 0)):
+            given = getattr(self, name)
+            object.__setattr__(self, name, whole(name, if_none if given is None else given))
         if (every := self.state_snapshot_tokens) < 0:
             raise ValueError(
                 "state_snapshot_tokens must be a number of tokens, or 0 for the ends of prompts "
@@ -232,11 +248,21 @@ class EngineConfig:
             choices = ", ".join(("auto", *SUPPORTED_DTYPES))
             raise ValueError(f"dtype must be one of {choices}, got {self.dtype!r}")
 
+    def _read_counts(self) -> None:
+        """Numbers of tokens as people write them."""
+        if self.max_model_len in (-1, "-1", "auto"):
+            object.__setattr__(self, "max_model_len", None)
+        for name in ("max_model_len", "max_num_batched_tokens"):
+            given = getattr(self, name)
+            if isinstance(given, str):
+                object.__setattr__(self, name, parse_count(name, given))
+
     def _set_positive(self, name: str, most: int) -> None:
         object.__setattr__(self, name, positive(name, getattr(self, name), most))
 
     def _check_memory_settings(self) -> None:
         positive("max_passed_over", self.max_passed_over)
+        require_choice("load_format", self.load_format, LOAD_FORMATS)
         require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         require_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         require_choice("kv_cache_dtype", self.kv_cache_dtype, list(KV_CACHE_DTYPES))
@@ -264,6 +290,11 @@ class EngineConfig:
         ):
             if getattr(self, name):
                 raise ValueError(f"{name} does not go with tensor_parallel_size > 1: {reason}")
+        if self.load_format == "dummy":
+            raise ValueError(
+                "load_format='dummy' does not go with tensor_parallel_size > 1: each rank reads "
+                "its part of weights that there are"
+            )
         if not isinstance(self.model, (str, os.PathLike)):
             raise ValueError(
                 "tensor_parallel_size > 1 takes a folder or hub id: each rank reads its own part "

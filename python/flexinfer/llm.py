@@ -9,8 +9,9 @@ time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
+from dataclasses import fields, replace
 from functools import partial
 from itertools import count
 from types import TracebackType
@@ -19,12 +20,20 @@ from typing import Any
 from flexinfer.config import EngineConfig
 from flexinfer.conversation import Conversation
 from flexinfer.engine.beam_search import beam_search_output
-from flexinfer.engine.inputs import is_single_prompt
+from flexinfer.engine.inputs import (
+    listed_conversations,
+    listed_prompts,
+    read_chat_template,
+)
 from flexinfer.engine.llm_engine import LLMEngine
+from flexinfer.engine.running_calls import RunningCalls
 from flexinfer.engine.turns import Turns
-from flexinfer.errors import EngineError, ReleasedError, RequestError, UnsupportedModelError
+from flexinfer.errors import EngineError, ReleasedError, RequestError
 from flexinfer.lora.request import LoRARequest
+from flexinfer.metrics.reader import Metric, read_metrics
 from flexinfer.outputs import BeamSearchOutput, RequestOutput
+from flexinfer.runtime.json_options import require_choice
+from flexinfer.runtime.vllm_arguments import note_remote_code, translate
 from flexinfer.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flexinfer.types import Messages, Prompt
 
@@ -32,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 ManyAdapters = LoRARequest | Sequence[LoRARequest | None] | None
 ManyParams = SamplingParams | Sequence[SamplingParams] | None
+Priorities = int | Sequence[int] | None
+ShowsProgress = bool | Callable[..., Any]
+"""Whether there is a bar, or what makes one, as tqdm does."""
 LOOKED_AT = 256
 """Requests a step, of those that a call waits for, whether another call has ended them."""
 
@@ -44,11 +56,25 @@ class LLM:
         print(output.outputs[0].text)
     """
 
-    def __init__(self, model: Any, *, trust_remote_code: bool = False, **settings: Any) -> None:
-        """`settings` are the fields of `EngineConfig`; `trust_remote_code` exists to be refused."""
+    def __init__(
+        self,
+        model: Any,
+        *,
+        trust_remote_code: bool = False,
+        chat_template: str | os.PathLike[str] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`chat_template`: Jinja, as text or its file, in place of the tokenizer's; `settings` are
+        the fields of `EngineConfig`, or other arguments of vLLM's that ask for
+        nothing else (runtime/vllm_arguments.py). Nothing but a warning comes of
+        `trust_remote_code`: no code of a model's repository is run."""
+        template = read_chat_template(chat_template)
         self.llm_engine = LLMEngine.from_config(engine_config(model, trust_remote_code, settings))
+        if template is not None:
+            self.llm_engine.inputs.use_chat_template(template)
         self._request_ids = count()
         self._turns = Turns()  # whose turn it is to touch the engine, or the next
+        self._calls = RunningCalls()
         self._set_aside: dict[str, list[RequestOutput]] = {}
 
     @property
@@ -68,9 +94,9 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: ManyParams = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: ShowsProgress = True,
         lora_request: ManyAdapters = None,
-        priority: Sequence[int] | None = None,
+        priority: Priorities = None,
     ) -> list[RequestOutput]:
         """Complete one or many prompts; outputs are in the order of the prompts.
 
@@ -79,18 +105,18 @@ class LLM:
         text that it had until then; a warning tells how many did.
         Raises RequestError, before any work, if any of the prompts cannot be served.
         """
-        many = _prompts(prompts)
+        many = listed_prompts(prompts)
         params = self._params_for_each(sampling_params, len(many), RequestOutputKind.FINAL_ONLY)
-        return self._final_outputs(self._add_all(many, params, priority, lora_request), use_tqdm)
+        return self._complete(many, params, priority, lora_request, use_tqdm)
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: ShowsProgress = True,
         lora_request: ManyAdapters = None,
-        priority: Sequence[int] | None = None,
+        priority: Priorities = None,
     ) -> list[BeamSearchOutput]:
         """The most probable continuations of one or many prompts, found side by side.
 
@@ -102,9 +128,8 @@ class LLM:
                 f"beam_search takes BeamSearchParams, got {type(params).__name__}: beams are not "
                 "sampled, so n, best_of and the like have no meaning for them"
             )
-        many = _prompts(prompts)
-        added = self._add_all(many, [params] * len(many), priority, lora_request)
-        outputs = self._final_outputs(added, use_tqdm)
+        many = listed_prompts(prompts)
+        outputs = self._complete(many, [params] * len(many), priority, lora_request, use_tqdm)
         return [beam_search_output(output, params, self.get_tokenizer()) for output in outputs]
 
     def conversation(
@@ -126,7 +151,7 @@ class LLM:
         sampling_params: ManyParams = None,
         *,
         lora_request: ManyAdapters = None,
-        priority: Sequence[int] | None = None,
+        priority: Priorities = None,
     ) -> Generator[RequestOutput, None, None]:
         """Complete prompts, yielding what is new of each at each step, as it comes.
 
@@ -134,7 +159,7 @@ class LLM:
         `finished`. Nothing is checked or started before the first output is asked for; leaving
         the iterator early aborts what has not finished.
         """
-        many = _prompts(prompts)
+        many = listed_prompts(prompts)
         params = self._params_for_each(sampling_params, len(many), RequestOutputKind.DELTA)
         yield from self._run(self._add_all(many, params, priority, lora_request))
 
@@ -143,7 +168,7 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: ManyParams = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: ShowsProgress = True,
         lora_request: ManyAdapters = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -169,7 +194,7 @@ class LLM:
                     **(chat_template_kwargs or {}),
                 )
             }
-            for conversation in _conversations(messages)
+            for conversation in listed_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
@@ -178,16 +203,40 @@ class LLM:
         with self._turns:
             return self.llm_engine.reset_prefix_cache()
 
-    def sleep(self, level: int = 1) -> int:
+    def sleep(self, level: int = 1, mode: str = "wait") -> int:
         """Give all physical KV memory back to the system, as `LLMEngine.sleep`; returns bytes.
-        Calls under way in other threads raise ValueError, as those do that begin then."""
-        with self._turns:
+
+        mode: calls of other threads that wait for their outputs are waited for ("wait"), or get
+        what there is, with finish_reason "abort" ("abort", vLLM's default). Calls that begin
+        meanwhile or later, and streams under way, raise ValueError until `wake_up`.
+        """
+        require_choice("mode", mode, ("wait", "abort"))
+        if mode == "abort":
+            with self._turns:
+                for output in self.llm_engine.abort_request(list(self.llm_engine.unfinished_ids())):
+                    self._set_aside.setdefault(output.request_id, []).append(output)
+        with self._calls.none(), self._turns:
             return self.llm_engine.sleep(level)
 
-    def wake_up(self) -> None:
-        """Undo `sleep`. Raises OutOfMemoryError, still asleep, when memory is short."""
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Undo `sleep`; returns whether it is undone. tags: vLLM's parts ("weights", "kv_cache",
+        "scheduling"), of which "kv_cache" alone is ever away here. Raises OutOfMemoryError, still
+        asleep, when memory is short."""
         with self._turns:
-            self.llm_engine.wake_up()
+            return self.llm_engine.wake_up(tags)
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's numbers, by the names of docs/metrics.md, as `Counter`, `Gauge`, `Histogram`
+        or `Vector` of flexinfer.metrics.reader. Needs prometheus_client."""
+        try:
+            from flexinfer.engine.prometheus_families import engine_families
+        except ImportError as error:
+            raise ImportError(
+                "get_metrics() needs prometheus_client: pip install 'flexinfer[serve]'"
+            ) from error
+        with self._turns:
+            stats = self.llm_engine.stats()
+        return read_metrics(engine_families(stats, self.llm_engine.loaded.name))
 
     def close(self) -> None:
         with self._turns:
@@ -220,13 +269,16 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams | BeamSearchParams],
-        priority: Sequence[int] | None,
+        priority: Priorities,
         lora_request: ManyAdapters,
     ) -> list[str]:
         """Queue all prompts or, if one is refused, none."""
-        if isinstance(priority, str) or not isinstance(priority, (Iterable, type(None))):
-            raise RequestError(f"priority must be a list, of one for each prompt, got {priority!r}")
-        priorities = [0] * len(prompts) if priority is None else list(priority)
+        if isinstance(priority, str) or not isinstance(priority or 0, (int, Iterable)):
+            raise RequestError(
+                f"priority must be a number, or a list of one for each prompt, got {priority!r}"
+            )
+        given = priority or 0
+        priorities = [given] * len(prompts) if isinstance(given, int) else list(given)
         if len(priorities) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(priorities)} priorities")
         adapters = lora_request if isinstance(lora_request, Sequence) else [lora_request]
@@ -248,7 +300,21 @@ class LLM:
             raise
         return added
 
-    def _final_outputs(self, request_ids: Sequence[str], use_tqdm: bool) -> list[RequestOutput]:
+    def _complete(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | BeamSearchParams],
+        priority: Priorities,
+        lora_request: ManyAdapters,
+        use_tqdm: ShowsProgress,
+    ) -> list[RequestOutput]:
+        with self._calls.one():
+            added = self._add_all(prompts, params, priority, lora_request)
+            return self._final_outputs(added, use_tqdm)
+
+    def _final_outputs(
+        self, request_ids: Sequence[str], use_tqdm: ShowsProgress
+    ) -> list[RequestOutput]:
         """Run these requests to their ends. REQUIRES: each gives one output."""
         final = {}
         for output in self._progress(self._run(request_ids), len(request_ids), use_tqdm):
@@ -309,43 +375,19 @@ class LLM:
         return self._take(request_ids)
 
     def _progress(
-        self, outputs: Iterator[RequestOutput], total: int, use_tqdm: bool
+        self, outputs: Iterator[RequestOutput], total: int, use_tqdm: ShowsProgress
     ) -> Iterator[RequestOutput]:
         if not use_tqdm:
             return outputs
         from tqdm.auto import tqdm
 
-        bar: Iterator[RequestOutput] = tqdm(outputs, total=total, desc="Processed prompts")
+        make = use_tqdm if callable(use_tqdm) else tqdm
+        bar: Iterator[RequestOutput] = make(outputs, total=total, desc="Processed prompts")
         return bar
 
 
 def engine_config(model: Any, trust_remote_code: bool, settings: dict[str, Any]) -> EngineConfig:
     """The config for what a user passes to `LLM` or `AsyncLLM`."""
-    if trust_remote_code:
-        raise UnsupportedModelError(
-            "trust_remote_code is refused: FlexInfer runs no code from model repositories"
-        )
-    return EngineConfig(model=model, **settings)
-
-
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    many: Any = [prompts] if is_single_prompt(prompts) else prompts
-    if not isinstance(many, Iterable):
-        raise RequestError(f"prompts must be one or several, got {prompts!r}")
-    return list(many)
-
-
-def _conversations(messages: Any) -> list[Messages]:
-    """One conversation (a sequence of messages) or several -> several."""
-    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
-        raise RequestError(f"a conversation is a list of messages, got {messages!r}")
-    messages = list(messages)
-    if not messages:
-        raise RequestError("the conversation is empty")
-    conversations = [messages] if isinstance(messages[0], Mapping) else messages
-    for one in conversations:
-        if isinstance(one, (str, Mapping)) or not isinstance(one, Sequence):
-            raise RequestError(f"a conversation is a list of messages, got {one!r}")
-        if not one:
-            raise RequestError("a conversation is empty")
-    return list(conversations)
+    note_remote_code(trust_remote_code)
+    known = [field.name for field in fields(EngineConfig)]
+    return EngineConfig(model=model, **translate(settings, known))

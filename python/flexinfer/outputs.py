@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from flexinfer.types import CacheLimit, FinishReason
 
@@ -61,6 +62,32 @@ class RequestMetrics:
     chunks_copied: int = 0
     """Tail chunks copied because others share them; known when it leaves the running set."""
 
+    # The same by the names that vLLM has since its second engine.
+
+    @property
+    def num_generation_tokens(self) -> int:
+        return self.num_generated_tokens
+
+    @property
+    def queued_ts(self) -> float:
+        return self.arrival_time
+
+    @property
+    def scheduled_ts(self) -> float:
+        return self.first_scheduled_time or 0.0
+
+    @property
+    def first_token_ts(self) -> float:
+        return self.first_token_time or 0.0
+
+    @property
+    def last_token_ts(self) -> float:
+        return self.last_token_time or 0.0
+
+    @property
+    def first_token_latency(self) -> float:
+        return self.time_to_first_token_s or 0.0
+
     @property
     def time_to_first_token_s(self) -> float | None:
         if self.first_token_time is None:
@@ -83,6 +110,8 @@ class RequestOutput:
     """Prompt tokens whose KV was found in the prefix cache; None before the first step."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Of each prompt token, the first one's being None; None as long as they are not computed."""
+    lora_request: Any = None
+    """The `LoRARequest` that it has chosen."""
     cache_limit: CacheLimit | None = None
     """Why `num_cached_tokens` is no larger; None before the first step."""
 

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from flexinfer import LLM, RequestError, SamplingParams, UnsupportedModelError
+from flexinfer import LLM, RequestError, SamplingParams
 from helpers.tiny_models import (
     make_model,
     make_tokenizer,
@@ -259,7 +259,9 @@ def test_empty_conversation_is_refused(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"trust_remote_code": True}, UnsupportedModelError, "trust_remote_code is refused"),
+        ({"trust_remote_code": "yes"}, ValueError, "trust_remote_code must be True or False"),
+        ({"hf_overrides": {"a": 1}}, ValueError, "hf_overrides={'a': 1} is not served here"),
+        ({"bogus": 1}, TypeError, "there is no argument 'bogus' here"),
         ({"dtype": "int8"}, ValueError, "dtype must be one of auto, float32"),
         ({"max_model_len": 1000}, ValueError, "1000, but the model has 256 positions"),
         ({"max_model_len": 0}, ValueError, "max_model_len must be a positive integer, got 0"),
@@ -275,6 +277,22 @@ def test_bad_setting_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         LLM(model_path, **{"kv_cache_memory_bytes": 16 << 20, **settings})
+
+
+def test_what_programs_for_vllm_pass_is_taken(
+    model_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(
+        model_path,
+        trust_remote_code=True,
+        seed=None,
+        max_model_len="auto",
+        block_size=16,
+        disable_log_stats=False,
+        kv_cache_memory_bytes="16MiB",
+    ) as llm:
+        assert llm.llm_engine.max_model_len == 256
+    assert "no code of a model's repository is run here" in caplog.text
 
 
 @pytest.mark.parametrize(

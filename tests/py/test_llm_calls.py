@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -154,10 +155,40 @@ def test_a_template_that_fails_is_a_request_refused(
 def test_priorities_are_whole_numbers_one_for_each_prompt(llm: LLM) -> None:
     (output,) = llm.generate("a", GREEDY, priority=[np.int64(1)], use_tqdm=False)
     assert output.finished
+    assert len(llm.generate(["a", "b"], GREEDY, priority=3, use_tqdm=False)) == 2
     wrong: Any
-    for wrong in (3, "1"):
-        with pytest.raises(RequestError, match="priority must be a list"):
+    for wrong in (2.5, "1"):
+        with pytest.raises(RequestError, match="priority must be a number, or a list"):
             llm.generate("a", GREEDY, priority=wrong)
+    with pytest.raises(RequestError, match="2 prompts but 1 priorities"):
+        llm.generate(["a", "b"], GREEDY, priority=[1])
+
+
+def test_a_bar_is_made_by_whom_the_caller_names(llm: LLM) -> None:
+    made: list[int] = []
+
+    def bar(outputs: Any, *, total: int, desc: str) -> Any:
+        made.append(total)
+        return outputs
+
+    llm.generate(["a", "b"], GREEDY, use_tqdm=bar)
+    assert made == [2]
+
+
+def test_an_engine_may_be_given_the_template_of_all_its_chats(
+    model_path: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages[0].content }} hello")
+    for template in (file, str(file), file.read_text()):
+        with LLM(model_path, chat_template=template, kv_cache_memory_bytes="8MiB") as own:
+            chat = [{"role": "user", "content": "world"}]
+            (output,) = own.chat(chat, GREEDY, use_tqdm=False)
+            assert own.get_tokenizer().decode(output.prompt_token_ids) == "world hello"
+            with own.conversation() as talk:
+                assert talk.say("world", GREEDY).prompt_token_ids == output.prompt_token_ids
+    with pytest.raises(ValueError, match="the chat template '/no/such': No such file"):
+        LLM(model_path, chat_template="/no/such")
 
 
 def test_a_conversation_takes_messages_and_texts_alone(llm: LLM) -> None:

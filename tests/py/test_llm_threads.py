@@ -203,3 +203,66 @@ def test_an_async_llm_serves_loops_of_several_threads(llm: LLM, model_path: str)
             assert list(pool.map(asyncio.run, map(complete, PROMPTS))) == alone
     finally:
         shared.shutdown()
+
+
+def running(llm: LLM, num_tokens: int = 200) -> tuple[ThreadPoolExecutor, Any]:
+    """A thread with a call that has begun, and what it will give."""
+    pool = ThreadPoolExecutor(1)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    future = pool.submit(llm.generate, "hello", params, use_tqdm=False)
+    while not llm.llm_engine.has_unfinished_requests():
+        assert not future.done() or future.result()
+    return pool, future
+
+
+def test_sleep_waits_for_the_calls_of_other_threads(llm: LLM) -> None:
+    """They ended with an error."""
+    pool, future = running(llm)
+    with pool:
+        assert llm.sleep() > 0
+        (output,) = future.result()
+    assert len(output.outputs[0].token_ids) == 200
+    with pytest.raises(ValueError, match=r"the engine is asleep; call wake_up\(\) first"):
+        completed(llm, "hello")
+    assert llm.wake_up()
+    assert completed(llm, "hello")
+
+
+def test_sleep_may_end_the_calls_of_other_threads(llm: LLM) -> None:
+    pool, future = running(llm)
+    with pool:
+        llm.sleep(mode="abort")
+        (output,) = future.result()
+    llm.wake_up()
+    assert output.outputs[0].finish_reason == "abort"
+    assert len(output.outputs[0].token_ids) < 200
+
+
+def test_a_call_that_begins_while_another_thread_waits_to_sleep_holds_it_up_no_longer(
+    llm: LLM,
+) -> None:
+    pool, future = running(llm)
+    with pool, ThreadPoolExecutor(2) as others:
+        asleep = others.submit(llm.sleep)
+        while not llm._calls._num_wanting_none:
+            assert not asleep.done() or asleep.result()
+        late = others.submit(completed, llm, "hello")
+        assert asleep.result() > 0
+        assert future.done()
+        with pytest.raises(ValueError, match="the engine is asleep"):
+            late.result()
+    llm.wake_up()
+
+
+def test_a_stream_that_waits_for_its_reader_is_not_waited_for(llm: LLM) -> None:
+    stream = llm.stream("hello", GREEDY)
+    next(stream)
+    llm.sleep()
+    with pytest.raises(ValueError, match="the engine is asleep"):
+        next(stream)
+    llm.wake_up()
+
+
+def test_another_way_to_sleep_is_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="mode must be one of 'wait', 'abort', got 'keep'"):
+        llm.sleep(mode="keep")

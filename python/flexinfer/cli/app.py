@@ -14,6 +14,7 @@ from flexinfer.cli.bench.command import bench
 from flexinfer.cli.chat.options import ChatSettings
 from flexinfer.cli.demo.options import DemoSettings
 from flexinfer.cli.doctor.command import doctor
+from flexinfer.cli.errors import USAGE_ERROR, one_line
 from flexinfer.cli.help import WholeNames
 from flexinfer.cli.inspect.command import inspect
 from flexinfer.cli.option_model import command_of
@@ -21,6 +22,7 @@ from flexinfer.cli.replay import replay
 from flexinfer.cli.serve.command import serve
 from flexinfer.cli.serve.options import ServeOptions
 from flexinfer.cli.simulate.options import SimulateOptions
+from flexinfer.cli.standard_output import is_of_standard_output, name_standard_output
 from flexinfer.cli.top.command import top
 
 app = typer.Typer(
@@ -88,19 +90,32 @@ def main() -> None:
     """Entry point of the `flexinfer` command."""
     code: list[int] = []
     atexit.register(_leave, code)  # of what a command registers the last to be called
+    name_standard_output()
     try:
-        app()
+        _run_app()
     except SystemExit as end:
         if isinstance(end.code, int):
             code.append(end.code)
         raise
 
 
+def _run_app() -> None:
+    """Raises SystemExit. A standard output that takes nothing is one line."""
+    try:
+        app()
+    except OSError as error:
+        if not is_of_standard_output(error):
+            raise
+        if not isinstance(error, BrokenPipeError):  # whoever has read enough is told nothing
+            typer.secho(f"flexinfer: {one_line(error)}", fg="red", err=True)
+        raise SystemExit(USAGE_ERROR) from None
+
+
 def _leave(code: list[int]) -> None:
     """End the process without taking the interpreter apart: of what torch has loaded that takes a
     second, for which whoever stops a server waits."""
     if code:
-        with suppress(OSError, ValueError, AttributeError):  # to nobody, or closed
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code[0])
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):  # to nobody, or closed
+                stream.flush()
+        os._exit(code[0])

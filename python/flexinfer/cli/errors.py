@@ -11,6 +11,8 @@ from pathlib import Path
 
 import typer
 
+from flexinfer.cli.standard_output import is_of_standard_output
+
 USAGE_ERROR = 2
 
 
@@ -23,7 +25,8 @@ def usage_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if os.environ.get("FLEXINFER_TRACEBACK") or not isinstance(error, _usage_kinds()):
+        is_told = isinstance(error, _usage_kinds()) and not is_of_standard_output(error)
+        if os.environ.get("FLEXINFER_TRACEBACK") or not is_told:
             raise
         typer.secho(f"flexinfer: {one_line(error)}", fg="red", err=True)
         raise typer.Exit(USAGE_ERROR) from None

@@ -1,4 +1,5 @@
-"""WholeNames: help in which every option's name stands whole on a terminal of 80 columns.
+"""WholeNames: help in which every option's name stands whole on a terminal of 80 columns, and what
+to do without options that vLLM's users know.
 
 Typer gives `--no-...` a column of its own, and cuts names off where the columns do not fit.
 """
@@ -10,9 +11,20 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from flexinfer.runtime.vllm_arguments import advice
+
 
 class WholeNames(TyperCommand):
     """A command whose help names the `--no-...` form of an option in its text."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # typer brings click's along, not always under one name
+            name = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
+            if type(error).__name__ == "NoSuchOption" and (what := advice(name)) is not None:
+                error.message = f"There is no option --{name.replace('_', '-')}: {what}."  # type: ignore[attr-defined]
+            raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         shown = copy.copy(self)

@@ -89,15 +89,23 @@ def build_parts(config: EngineConfig) -> EngineParts:
 
     What can be refused without the weights is refused before they are read.
     """
+    from flexinfer.models.hub import asking_if_it_answers, at_revision
     from flexinfer.runtime.torch_settings import set_up_torch
 
     check_process(rank_threads(config))
     set_up_torch(rank_threads(config))
     config = _check(config)
+    draft = None if config.speculation is None else config.speculation.model
+    with asking_if_it_answers((config.model, config.tokenizer, draft)):
+        return _build(at_revision(config))
+
+
+def _build(config: EngineConfig) -> EngineParts:
     from flexinfer.models.checks import check_calls_compilable, check_compilable, max_positions
     from flexinfer.models.eager_experts import check_experts_compilable
-    from flexinfer.models.loading import load_model, resolve_config
+    from flexinfer.models.loading import check_format, load_model, resolve_config
 
+    check_format(config.model, config.load_format)
     model_config = resolve_config(config.model)
     if config.compile:
         check_compilable(model_config)
@@ -116,7 +124,9 @@ def build_parts(config: EngineConfig) -> EngineParts:
         events = _event_publisher(config)
         if ranks is None:
             quantization = config.quantization or "auto"
-            loaded = load_model(config.model, config.dtype, config.device, quantization)
+            loaded = load_model(
+                config.model, config.dtype, config.device, quantization, config.load_format
+            )
         else:
             loaded = ranks.load()
         if config.compile:

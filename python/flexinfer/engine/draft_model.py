@@ -86,6 +86,10 @@ class DraftModel:
         an answer that went on without proposals."""
         return self._caught_up
 
+    def vtensors(self) -> list[tuple[Request, VTensor]]:
+        """What requests hold here."""
+        return [(request, held.vtensor) for request, held in self._held.items()]
+
     def outlook(self, request: Request, most: int) -> Outlook:
         num_left = self._max_len - request.num_tokens
         if num_left <= 0:

@@ -14,6 +14,7 @@ from flexinfer.outputs import CompletionOutput, RequestOutput
 from flexinfer.scheduler.request import Request
 
 if TYPE_CHECKING:
+    from flexinfer.lora.request import LoRARequest
     from flexinfer.runner.plan import SampledToken
     from flexinfer.scheduler.scheduler import Scheduler
 
@@ -33,6 +34,8 @@ class RequestGroup(ABC):
         self.sequence_ids = tuple(sequence_ids)
         """Ids of all requests that this group may ever give to the scheduler."""
         self._prompt = prompt
+        self.lora_request: LoRARequest | None = None
+        """What its caller has chosen; outputs tell it."""
 
     @property
     @abstractmethod
@@ -81,6 +84,7 @@ class RequestGroup(ABC):
             finished=self.is_finished,
             metrics=self.leader.metrics,
             num_cached_tokens=self.leader.num_cached_tokens,
+            lora_request=self.lora_request,
             cache_limit=self.leader.cache_limit,
         )
 

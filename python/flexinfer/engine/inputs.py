@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from flexinfer.errors import RequestError, UnsupportedModelError
@@ -71,6 +72,10 @@ class InputProcessor:
             raise RequestError(
                 f"chat_template_kwargs are for the template, and may not set {clash[0]!r}"
             )
+
+    def use_chat_template(self, template: str) -> None:
+        """In the place of the tokenizer's, whoever has given that. Raises RequestError without."""
+        self._require_tokenizer("chat_template").chat_template = template
 
     def tokenize_rendered(self, text: str) -> list[int]:
         """Token ids of a text that the template made: it has its special tokens already. Raises
@@ -151,6 +156,17 @@ class InputProcessor:
         return self.tokenizer
 
 
+def read_chat_template(given: str | os.PathLike[str] | None) -> str | None:
+    """A file, or the text itself. Raises ValueError for a file that cannot be read."""
+    if given is None or (isinstance(given, str) and "{" in given):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not text in UTF-8"
+        raise ValueError(f"the chat template {os.fspath(given)!r}: {why}") from None
+
+
 def _check_characters(text: str) -> None:
     try:
         text.encode()
@@ -188,6 +204,29 @@ def is_single_prompt(prompts: Any) -> bool:
     if not isinstance(prompts, Sequence) or not prompts:
         return False
     return hasattr(prompts[0], "__index__") and not getattr(prompts[0], "ndim", 0)
+
+
+def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    many: Any = [prompts] if is_single_prompt(prompts) else prompts
+    if not isinstance(many, Iterable):
+        raise RequestError(f"prompts must be one or several, got {prompts!r}")
+    return list(many)
+
+
+def listed_conversations(messages: Any) -> list[Messages]:
+    """One conversation (a sequence of messages) or several -> several."""
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
+        raise RequestError(f"a conversation is a list of messages, got {messages!r}")
+    messages = list(messages)
+    if not messages:
+        raise RequestError("the conversation is empty")
+    conversations = [messages] if isinstance(messages[0], Mapping) else messages
+    for one in conversations:
+        if isinstance(one, (str, Mapping)) or not isinstance(one, Sequence):
+            raise RequestError(f"a conversation is a list of messages, got {one!r}")
+        if not one:
+            raise RequestError("a conversation is empty")
+    return list(conversations)
 
 
 def load_tokenizer(tokenizer: Any, model: Any) -> Any:

@@ -58,7 +58,7 @@ class LLMEngine:
         self._elastic = parts.elastic
         self._plans = PlanBuilder(self._executor, self.manager.shared_ranges)
         self._steps = StepPipeline(StepExecution(parts, self._plans), parts.config)
-        self._draft_model = parts.draft_model
+        self.draft_model = parts.draft_model
         self._events = parts.events
         self.adapters = parts.adapters
         self.handover = EngineHandover(parts)
@@ -180,8 +180,8 @@ class LLMEngine:
         """End all requests and free all memory. The engine cannot be used afterwards."""
         self.abort_request(list(self._groups))
         self.grammars.close()
-        if self._draft_model is not None:
-            self._draft_model.close()
+        if self.draft_model is not None:
+            self.draft_model.close()
         self.adapters.close()
         if self._events is not None:
             self._events.close()
@@ -205,11 +205,11 @@ class LLMEngine:
         """Change the budget of physical KV memory; see `ElasticMemory.set_budget`. Size and answer
         are of the draft model's part too."""
         self._settle()
-        if self._draft_model is None:
+        if self.draft_model is None:
             change = self._elastic.set_budget(size)
         else:
-            own, drafts = self._draft_model.split(size)
-            change = self._elastic.set_budget(own) + self._draft_model.set_budget(drafts)
+            own, drafts = self.draft_model.split(size)
+            change = self._elastic.set_budget(own) + self.draft_model.set_budget(drafts)
         self._executor.sync()
         return change
 
@@ -222,24 +222,25 @@ class LLMEngine:
         """
         self._settle()
         num_bytes = self._elastic.sleep(level)
-        if self._draft_model is not None:
-            num_bytes += self._draft_model.release_all()
+        if self.draft_model is not None:
+            num_bytes += self.draft_model.release_all()
         self._executor.sync()
         return_freed_memory()
         return num_bytes
 
-    def wake_up(self) -> None:
-        """Undo `sleep`. Raises OutOfMemoryError, still asleep, when memory is short."""
-        self._elastic.wake_up()
+    def wake_up(self, tags: Iterable[str] | None = None) -> bool:
+        """Undo `sleep`, as `ElasticMemory.wake_up`; returns whether the engine is awake."""
+        self._elastic.wake_up(tags)
         self._executor.sync()
+        return not self.is_sleeping()
 
     def is_sleeping(self) -> bool:
         return self.manager.asleep
 
     def reset_prefix_cache(self) -> int:
         """Forget all recorded prefixes that are not pinned; returns how many tokens they held."""
-        if self._draft_model is not None:
-            self._draft_model.manager.reset_prefix_cache()
+        if self.draft_model is not None:
+            self.draft_model.manager.reset_prefix_cache()
         return self.manager.reset_prefix_cache()
 
     def pin_prefix(self, prompt: Prompt, owner: str, ttl_s: float | None = None) -> int:
@@ -283,9 +284,8 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """All numbers at this moment. Walks all chunks: not for every step."""
         speculation = None if self._speculation is None else self._speculation.stats.copy()
-        draft_memory = None if self._draft_model is None else self._draft_model.manager.stats()
-        requests = self._requests.copy()
-        return take_stats(self.scheduler, self._meter, requests, speculation, draft_memory)
+        drafts = None if self.draft_model is None else self.draft_model.manager.stats()
+        return take_stats(self.scheduler, self._meter, self._requests.copy(), speculation, drafts)
 
     def _settle(self) -> None:
         """Wait for the step in flight, if there is one; the next `step()` gives its outputs."""

@@ -18,6 +18,7 @@ from flexinfer.scheduler.request import Request
 if TYPE_CHECKING:
     from flexinfer.engine.build import EngineParts
     from flexinfer.engine.group import RequestGroup
+    from flexinfer.engine.inputs import ParsedPrompt
     from flexinfer.engine.stream_pace import StreamPace
     from flexinfer.lora.adapters import Adapter
     from flexinfer.types import Prompt
@@ -59,6 +60,13 @@ class RequestFactory:
             adapter=0 if adapter is None else adapter.number,
         )
         self._check_memory(leader)
+        group = self._make_group(leader, parsed, params)
+        group.lora_request = None if adapter is None else adapter.request
+        return group
+
+    def _make_group(
+        self, leader: Request, parsed: ParsedPrompt, params: SamplingParams | BeamSearchParams
+    ) -> RequestGroup:
         tokenizer = self._parts.tokenizer
         if isinstance(params, BeamSearchParams):
             if parsed.output_token_ids:

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 from flexinfer.errors import OutOfMemoryError
 from flexinfer.memory.budget import format_bytes
+from flexinfer.runtime.json_options import require_choice
 
 if TYPE_CHECKING:
     from flexinfer.scheduler.scheduler import Scheduler
     from flexinfer.vtensor import VTensorManager
 
 logger = logging.getLogger(__name__)
+
+KV_CACHE = "kv_cache"
+PARTS = ("weights", KV_CACHE, "scheduling")
+"""Of an engine that sleeps, in vLLM. Here weights stay, and so does what is scheduled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +149,23 @@ class ElasticMemory:
         logger.info("asleep: %s given back in %.3f s", format_bytes(num_bytes), seconds)
         return num_bytes
 
-    def wake_up(self) -> None:
-        """Undo `sleep`. Raises OutOfMemoryError, still asleep, when memory is short."""
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Undo `sleep`. Raises OutOfMemoryError, still asleep, when memory is short.
+
+        tags: which of vLLM's parts (`PARTS`); without "kv_cache", the one that sleeps, nothing is
+        done. Raises ValueError for others.
+        """
+        if tags is not None and KV_CACHE not in _parts(tags):
+            return
         start_s = time.perf_counter()
         self._manager.wake()
         self._scheduler.release_ended()
         self._scheduler.pins.wake_up()
         logger.info("awake after %.3f s", time.perf_counter() - start_s)
+
+
+def _parts(tags: Iterable[str]) -> list[str]:
+    parts = [tags] if isinstance(tags, str) else list(tags)
+    for part in parts:
+        require_choice("each of tags", part, PARTS)
+    return parts

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.errors import UnsupportedModelError
@@ -23,6 +24,7 @@ from flexinfer.models.checks import (
     check_shapes,
 )
 from flexinfer.models.describe import LoadedModel, describe
+from flexinfer.models.ending_tokens import read_ending_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -42,26 +44,50 @@ changed, and no tied head would be found in any later checkpoint."""
 
 
 def load_model(
-    model: Any, dtype: Any = "auto", device: str | None = None, quantization: str = "auto"
+    model: Any,
+    dtype: Any = "auto",
+    device: str | None = None,
+    quantization: str = "auto",
+    load_format: str = "auto",
 ) -> LoadedModel:
     """Load (a folder, a GGUF file or a hub id) or take over (a loaded model) and check.
 
     Layers of a model that is loaded here are replaced by fused ones where there are any; a model
     that is taken over stays as it is. quantization: "auto" is the checkpoint's own, "a8" too, with
-    inputs of 8 bits; else a name that `Scheme.parse` knows. Threads load one model after the other.
+    inputs of 8 bits; else a name that `Scheme.parse` knows. load_format: EngineConfig's. Threads
+    load one model after the other.
 
     Raises UnsupportedModelError, before any weight is read where the config tells enough.
     """
     from flexinfer.runtime.library_pages import let_go_of_library_pages
     from flexinfer.runtime.torch_settings import large_blocks_apart, return_freed_memory
 
+    check_format(model, load_format)
     config = resolve_config(model)
     with _loading, large_blocks_apart():
-        loaded, name = _place(model, config, dtype, device, quantization)
+        loaded, name = _place(model, config, dtype, device, quantization, load_format)
     described = describe(loaded, name)
     return_freed_memory()
     let_go_of_library_pages()
     return described
+
+
+def check_format(model: Any, load_format: str) -> None:
+    """Raises UnsupportedModelError for a model that is not in this format."""
+    from flexinfer.checkpoints.gguf.hub import gguf_file
+
+    if load_format == "auto":
+        return
+    if not isinstance(model, (str, os.PathLike)):
+        raise UnsupportedModelError(
+            f"load_format={load_format!r} is for a path or hub id; the model given is loaded"
+        )
+    is_gguf = gguf_file(os.fspath(model)) is not None
+    if is_gguf != (load_format == "gguf"):
+        what = "a GGUF file" if is_gguf else "no GGUF file: name one, as USER/REPOSITORY:Q4_K_M"
+        raise UnsupportedModelError(
+            f"load_format={load_format!r} does not go with {os.fspath(model)!r}, which is {what}"
+        )
 
 
 def choose_scheme_of_parts(config: EngineConfig) -> Scheme | None:
@@ -116,7 +142,12 @@ def load_part_of_model(
 
 
 def _place(
-    model: Any, config: Any, dtype: Any, device: str | None, quantization: str
+    model: Any,
+    config: Any,
+    dtype: Any,
+    device: str | None,
+    quantization: str,
+    load_format: str,
 ) -> tuple[PreTrainedModel, str]:
     """The model on its device, fused where it is loaded here, and its name."""
     from flexinfer.attention.hook import NAMES
@@ -124,34 +155,21 @@ def _place(
     from flexinfer.attention.token_index import index_tokens
     from flexinfer.layers.fuse import fuse_layers
     from flexinfer.models.eager_experts import use_eager_experts
-    from flexinfer.models.quantisation import (
-        choose_scheme,
-        open_checkpoint,
-        open_experts,
-        warn_of_growth,
-    )
+    from flexinfer.models.quantisation import choose_scheme, open_checkpoint
     from flexinfer.runtime.weight_files import let_go_of_files
 
     is_named = isinstance(model, (str, os.PathLike))
     checkpoint = open_checkpoint(os.fspath(model), config) if is_named else None
     scheme = choose_scheme(model, config, dtype, device, quantization, checkpoint)
-    fill = None
-    if checkpoint is not None:
+    fill, name = None, str(getattr(config, "name_or_path", "")) or type(model).__name__
+    loaded: PreTrainedModel = model
+    if is_named:
         name = os.fspath(model)
-        stored = _without_weights(checkpoint, name, config, dtype, device or "cpu", quantization)
-        loaded, fill = stored.model, stored.fill
-        if scheme is None:
-            warn_of_growth(checkpoint, loaded.dtype)
-    elif is_named and scheme is not None and (experts := open_experts(model, config, dtype)):
-        name, loaded, fill = os.fspath(model), experts.model, experts.fill
-    elif is_named:
-        name = os.fspath(model)
-        loaded = _load_weights(name, config, dtype, device or "cpu")
-    else:
-        loaded = model
-        name = str(getattr(config, "name_or_path", "")) or type(loaded).__name__
-    if fill is not None:
-        _read_generation_config(loaded, name)
+        source = _Source(name, config, dtype, device or "cpu")
+        if load_format == "dummy":
+            loaded = source.draw(checkpoint)
+        else:
+            loaded, fill = source.open(checkpoint, scheme, quantization)
     check_class(type(loaded))
     module: torch.nn.Module = loaded
     if device is not None and fill is None:
@@ -166,33 +184,58 @@ def _place(
     return loaded, name
 
 
-def _without_weights(
-    checkpoint: Checkpoint, name: str, config: Any, dtype: Any, device: str, quantization: str
-) -> StoredModel:
-    """A model, and what reads the weights of a part of it."""
-    from flexinfer.layers.quantised import BYTE_INPUTS
-    from flexinfer.models.dtypes import weights_dtype
-    from flexinfer.models.stored import open_stored
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A path or hub id of a model, and as what its weights are wanted."""
 
-    if not device.startswith("cpu"):
-        raise UnsupportedModelError(
-            f"model {name!r} is read by kernels for the CPU alone, not for {device}"
-        )
-    byte_inputs = quantization == BYTE_INPUTS
-    return open_stored(checkpoint, config, weights_dtype(config, dtype, device), byte_inputs)
+    name: str
+    config: Any
+    dtype: Any
+    device: str
 
+    def open(
+        self, checkpoint: Checkpoint | None, scheme: Scheme | None, quantization: str
+    ) -> tuple[PreTrainedModel, Callable[[str], None] | None]:
+        """The model with its weights, or without and with what reads those of a part of it."""
+        from flexinfer.models.quantisation import open_experts, warn_of_growth
 
-def _read_generation_config(model: PreTrainedModel, name: str) -> None:
-    """As transformers does where it reads the weights itself: a folder's generation_config.json has
-    tokens that end an answer, config.json often not all of them. A GGUF file's config has all."""
-    from transformers import GenerationConfig
+        if checkpoint is not None:
+            stored = self._without_weights(checkpoint, quantization)
+            if scheme is None:
+                warn_of_growth(checkpoint, stored.model.dtype)
+        elif scheme is None or (found := open_experts(self.name, self.config, self.dtype)) is None:
+            return _load_weights(self.name, self.config, self.dtype, self.device), None
+        else:
+            stored = found
+        if checkpoint is None or checkpoint.method != "gguf":  # whose config has all of them
+            self._read_ending_tokens(stored.model)
+        return stored.model, stored.fill
 
-    from flexinfer.checkpoints.gguf.hub import gguf_file
+    def draw(self, checkpoint: Checkpoint | None) -> PreTrainedModel:
+        """The model with random weights, of which none are read."""
+        from flexinfer.models.dtypes import weights_dtype
+        from flexinfer.models.dummy_weights import check_drawable, draw_weights
 
-    if gguf_file(name) is not None:
-        return
-    with suppress(OSError):  # there is none
-        model.generation_config = GenerationConfig.from_pretrained(name)
+        check_drawable(self.name, checkpoint)
+        model = draw_weights(self.config, weights_dtype(self.config, self.dtype, self.device))
+        self._read_ending_tokens(model)
+        return model
+
+    def _read_ending_tokens(self, model: PreTrainedModel) -> None:
+        if (found := read_ending_tokens(self.name)) is not None:
+            model.generation_config = found
+
+    def _without_weights(self, checkpoint: Checkpoint, quantization: str) -> StoredModel:
+        from flexinfer.layers.quantised import BYTE_INPUTS
+        from flexinfer.models.dtypes import weights_dtype
+        from flexinfer.models.stored import open_stored
+
+        if not self.device.startswith("cpu"):
+            raise UnsupportedModelError(
+                f"model {self.name!r} is read by kernels for the CPU alone, not for {self.device}"
+            )
+        dtype = weights_dtype(self.config, self.dtype, self.device)
+        return open_stored(checkpoint, self.config, dtype, quantization == BYTE_INPUTS)
 
 
 def resolve_config(model: Any) -> Any:
@@ -226,9 +269,12 @@ def load_config(name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"model {name!r} cannot be loaded: {_first_line(error).rstrip('.')}{files_hint(name)}"
-        ) from error
+        reason, hint = _first_line(error).rstrip("."), files_hint(name)
+        if "trust_remote_code" in str(error):
+            reason = (
+                "its type is none of transformers' own, and no code of a repository is run here"
+            )
+        raise UnsupportedModelError(f"model {name!r} cannot be loaded: {reason}{hint}") from error
     except Exception as error:  # of any kind: transformers trusts the types in a config.json
         raise _unusable_config(name, error) from error
 
@@ -270,6 +316,7 @@ def _load_weights(name: str, config: Any, dtype: Any, device: str) -> PreTrained
             trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
+            generation_config=read_ending_tokens(name),
         )
     model: PreTrainedModel = loaded[0]
     check_shapes(loaded[1]["mismatched_keys"])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.fuse import fuse_layers
 from flexinfer.models.checks import check_complete, check_shapes
+from flexinfer.models.ending_tokens import read_ending_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -123,6 +124,7 @@ def load_part(name: str, config: Any, dtype: torch.dtype, part: RankOf) -> Any:
         trust_remote_code=False,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are refused below, by name
+        generation_config=read_ending_tokens(name),
     )
     check_shapes(info["mismatched_keys"])
     check_complete(base, info["missing_keys"])

@@ -49,7 +49,9 @@ def serve_replicas(
         ray.init(address)
     try:
         with _signals() as stopped:
-            serve.start(http_options={"host": server.host, "port": server.port, **http_options})
+            idle_s = server.timeout_keep_alive
+            own = {"host": server.host, "port": server.port, "keep_alive_timeout_s": idle_s}
+            serve.start(http_options=own | http_options)
             serve.run(app, name="flexinfer", route_prefix="/")
             on_ready()
             stopped.wait()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
@@ -19,6 +19,25 @@ GREEDY_EPS = 1e-5
 """A temperature below this is greedy (the logits would overflow)."""
 NO_TOKEN_LEFT = "the sampling parameters leave no token that could be chosen"
 """Why a request ends whose allowed tokens, structure and bad words exclude each other."""
+
+
+NOT_SERVED: Mapping[str, tuple[Any, str]] = {
+    "spaces_between_special_tokens": (True, "special tokens are written as they are decoded"),
+    "flat_logprobs": (False, "log probabilities are a list of dicts"),
+    "skip_reading_prefix_cache": (
+        False,
+        "a cache_salt of its own gives a prompt a cache of its own",
+    ),
+    "thinking_token_budget": (None, "max_tokens bounds thoughts and answer together"),
+    "logprob_token_ids": (None, "logprobs=-1 reports all tokens"),
+    "repetition_detection": (None, "repetition_penalty and frequency_penalty work against loops"),
+    "watermarking": (None, "there is none"),
+    "extra_args": (None, "there is nobody to read them"),
+    "logits_processors": (None, "logit_bias, allowed_token_ids, bad_words, structured_outputs do"),
+    "guided_decoding": (None, "structured_outputs=StructuredOutputsParams(...) is its newer name"),
+    "truncate_prompt_tokens": (None, "cut the prompt before it is given"),
+}
+"""What vLLM has, or had, beside the fields below -> what there is without it, and what to do."""
 
 
 class RequestOutputKind(Enum):
@@ -93,12 +112,26 @@ class SamplingParams:
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
+    # Of NOT_SERVED, in its order: what says no more than its default is taken.
+    spaces_between_special_tokens: InitVar[bool] = True
+    flat_logprobs: InitVar[bool] = False
+    skip_reading_prefix_cache: InitVar[bool | None] = None
+    thinking_token_budget: InitVar[int | None] = None
+    logprob_token_ids: InitVar[Any] = None
+    repetition_detection: InitVar[Any] = None
+    watermarking: InitVar[bool | None] = None
+    extra_args: InitVar[Any] = None
+    logits_processors: InitVar[Any] = None
+    guided_decoding: InitVar[Any] = None
+    truncate_prompt_tokens: InitVar[int | None] = None
+
     stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
     """`stop` as a tuple."""
     stop_ids: frozenset[int] = field(init=False, repr=False, default=frozenset())
     """`stop_token_ids` as a set."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *not_served: Any) -> None:
+        _refuse_others(not_served)
         _read(self, whole, "n", "top_k", "min_tokens")
         _read_given(self, whole, "best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs")
         _read(self, real, "temperature", "top_p", "min_p", "repetition_penalty")
@@ -118,6 +151,9 @@ class SamplingParams:
         self._check_vocabulary()
         self._check_ending()
         self._check_reporting()
+
+    def clone(self) -> SamplingParams:
+        return replace(self)
 
     @property
     def is_greedy(self) -> bool:
@@ -252,6 +288,12 @@ class BeamSearchParams:
             "temperature", self.temperature, 0.0, 0.0, "0 with beam search (it does not sample)"
         )
         _read(self, _early_stopping, "early_stopping")
+
+
+def _refuse_others(given: Iterable[Any]) -> None:
+    for (name, (unset, instead)), value in zip(NOT_SERVED.items(), given, strict=True):
+        if value is not None and value != unset:
+            raise ValueError(f"{name}={value!r} is not served here: {instead}")
 
 
 def _read(params: Any, read: Callable[[str, Any], Any], *names: str) -> None:

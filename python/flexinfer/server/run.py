@@ -104,6 +104,7 @@ def serve(app: FastAPI, sock: socket.socket) -> int:
         access_log=False,
         server_header=False,
         lifespan="on",
+        timeout_keep_alive=state.settings.timeout_keep_alive,
         **({} if tls is None else tls.uvicorn_options()),
     )
     server = Server(config, state)

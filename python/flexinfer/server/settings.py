@@ -71,6 +71,9 @@ class ServerSettings:
     """A reader that takes nothing for so long is disconnected."""
     receive_timeout_s: float = 30.0
     """A request that has not arrived after so long, and a second per 16 KiB, is refused."""
+    timeout_keep_alive: int = 75
+    """Seconds that a connection is kept between two requests. Longer than clients' pools and load
+    balancers keep theirs (httpx 5, aiohttp 15, AWS 60): else one is closed just as it is used."""
     shutdown_timeout_s: float = 30.0
     """How long a shutdown waits for running requests."""
     allowed_hosts: tuple[str, ...] = ()
@@ -109,7 +112,7 @@ class ServerSettings:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         times = ("conversation_ttl_s", "max_ttl_s", "send_timeout_s", "receive_timeout_s")
-        for name in (*times, "handover_timeout_s"):
+        for name in (*times, "handover_timeout_s", "timeout_keep_alive"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
         if self.chat_template is not None:

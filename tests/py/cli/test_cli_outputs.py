@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from typer.testing import CliRunner
 from flexinfer.cli.app import app
 from flexinfer.cli.errors import check_folder, usage_errors
 from flexinfer.cli.result_file import result_file
+from flexinfer.cli.standard_output import STANDARD_OUTPUT
 from flexinfer.errors import DriverError, RankError
 
 STEP = ("bench", "step", "--requests", "1", "--prompt-tokens", "4", "--new-tokens", "2")
@@ -92,6 +96,43 @@ def test_a_command_whose_numbers_find_no_room_prints_them_and_fails() -> None:
     assert result.exit_code == 1
     assert result.stderr.startswith("flexinfer: /dev/full is not written: the disk is full")
     assert "new tokens/s" in result.stdout
+
+
+def run_with_stdout(command: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flexinfer.cli", *command],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("command", [["--version"], ["bench", "--help"], ["doctor", "--json"]])
+def test_a_standard_output_without_room_is_one_line(command: list[str]) -> None:
+    """It was a traceback, or an exit code of 120."""
+    with open("/dev/full", "w") as full:
+        ended = run_with_stdout(command, full.fileno())
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("flexinfer: cannot use standard output: the disk is full")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_reader_that_has_read_enough_is_told_nothing() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = run_with_stdout(["doctor", "--json"], writing)
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_of_an_error_of_standard_output_no_command_speaks_for_itself() -> None:
+    """It would call a closed pipe a mistake of the user's."""
+    with pytest.raises(BrokenPipeError), usage_errors():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe", STANDARD_OUTPUT)
 
 
 @pytest.mark.parametrize(

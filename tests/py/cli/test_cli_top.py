@@ -19,10 +19,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from flexinfer.cli.app import app
 from flexinfer.cli.top.sample import Sample, quantile_of
 from flexinfer.cli.top.view import view
+from flexinfer.engine.prometheus_families import engine_families
 from flexinfer.metrics.requests import RequestStats
 from flexinfer.metrics.steps import EngineStats, StepTotals
 from flexinfer.outputs import RequestMetrics
-from flexinfer.server.observability.prometheus_families import engine_families
 from flexinfer.vtensor import KVSpec, VTensorManager
 from helpers.stub_http_server import Reply, loopback
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from flexinfer.cli.app import app
 from flexinfer.cli.serve.options import ServeOptions
@@ -234,3 +235,33 @@ def test_help_cuts_off_no_name(width: int) -> None:
         result.stdout.replace("│", " ").split()
     )
     assert "FLEXINFER_MAX_NUM_SEQS" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("--block-size=16", "There is no option --block-size: it changes no answer here: leave it"),
+        ("--hf-overrides={}", "no option --hf-overrides: change config.json in a copy"),
+        ("--pipeline-parallel-size=2", "--pipeline-parallel-size: tensor_parallel_size splits"),
+        ("--bogus", "No such option: --bogus"),
+    ],
+)
+def test_an_option_of_vllms_that_there_is_not_is_refused_with_what_to_do(
+    flag: str, says: str
+) -> None:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["serve", flag])
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
+def test_the_longest_request_may_be_written_as_people_do() -> None:
+    given = options("--max-model-len", "4K", "--max-num-batched-tokens", "8k")
+    config = engine_config(given)
+    assert (config.max_model_len, config.max_num_batched_tokens) == (4096, 8000)
+    assert engine_config(options("--max-model-len", "auto")).max_model_len is None
+    assert engine_config(options("--max-model-len=-1")).max_model_len is None
+
+
+def test_no_code_of_a_repository_is_run_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    engine_config(options("--trust-remote-code", "--revision", "v1", "--load-format", "dummy"))
+    assert "no code of a model's repository is run here" in caplog.text

@@ -41,8 +41,8 @@ def drafting(model: Any = None, of: Any = "llama", **settings: Any) -> LLMEngine
 
 
 def draft_of(engine: LLMEngine) -> DraftModel:
-    assert engine._draft_model is not None
-    return engine._draft_model
+    assert engine.draft_model is not None
+    return engine.draft_model
 
 
 def drain_both(engine: LLMEngine) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def test_a_request_that_failed_with_a_proposal_goes_on_without_a_draft(
         submit(engine, prompts, params)
         for _ in range(8):
             engine.step()
-        if engine._draft_model is not None:
+        if engine.draft_model is not None:
             assert draft_of(engine).manager.stats().num_vtensors == 0
             assert engine.stats().speculation.num_drafts == len(prompts)
         found.append({i: o.outputs[0] for i, o in drain(engine).items()})

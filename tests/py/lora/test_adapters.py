@@ -40,7 +40,9 @@ def test_kv_is_shared_with_requests_of_the_same_adapter_alone(tmp_path: Path) ->
     for lora in (None, first, second):
         assert answer(engine, lora).num_cached_tokens == 0
     for lora in (None, first, second):
-        assert answer(engine, lora).num_cached_tokens == len(PROMPT) - 1
+        output = answer(engine, lora)
+        assert output.num_cached_tokens == len(PROMPT) - 1
+        assert output.lora_request == lora
     engine.close()
 
 

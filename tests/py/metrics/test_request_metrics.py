@@ -118,3 +118,13 @@ def test_an_engine_counts_what_it_serves(tmp_path: Path) -> None:
 
 def test_lengths_have_bounds_that_grow() -> None:
     assert list(LENGTH_BUCKETS) == sorted(set(LENGTH_BUCKETS))
+
+
+def test_times_have_the_names_of_vllms_second_engine_too() -> None:
+    metrics = RequestMetrics(10.0, 13.0, 18.0, 21.0, num_generated_tokens=4)
+    assert (metrics.queued_ts, metrics.scheduled_ts) == (10.0, 13.0)
+    assert (metrics.first_token_ts, metrics.last_token_ts) == (18.0, 21.0)
+    assert (metrics.first_token_latency, metrics.num_generation_tokens) == (8.0, 4)
+    begun = RequestMetrics(10.0)
+    assert (begun.scheduled_ts, begun.first_token_ts, begun.last_token_ts) == (0.0, 0.0, 0.0)
+    assert begun.first_token_latency == 0.0

@@ -43,6 +43,23 @@ def test_an_end_of_sequence_that_is_no_token_id_is_refused(folder: Path, eos: An
         load_model(str(folder))
 
 
+def test_a_model_that_needs_code_of_its_repository_is_told_so(folder: Path) -> None:
+    """transformers advises an argument that changes nothing here."""
+    own = {"model_type": "someones", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (folder / "config.json").write_text(json.dumps(own))
+    with pytest.raises(UnsupportedModelError, match=r"no code of a repository is run here$"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("advice", [{"max_new_tokens": 0}, {"early_stopping": "x"}])
+def test_advice_that_nobody_heeds_here_ends_no_start(folder: Path, advice: dict[str, Any]) -> None:
+    """transformers refused it, and named no file: not even an operator's own advice helped."""
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": 5, **advice}))
+    assert load_model(str(folder)).eos_token_ids == {5}
+    assert load_model(str(folder), quantization="int8").eos_token_ids == {5}
+
+
 def test_a_generation_config_may_be_missing(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     assert load_model(str(folder)).eos_token_ids == {1}

@@ -81,7 +81,7 @@ PYTHON_ALLOWED = {
     "engine": "attention checkpoints config distributed errors events handover lora memory metrics "
     "models outputs runner runtime sampling scheduler speculation types vtensor",
     "conversation": "engine errors lora outputs sampling types",
-    "llm": "config conversation engine errors lora outputs sampling types",
+    "llm": "config conversation engine errors lora metrics outputs runtime sampling types",
     "async_llm": "config engine errors llm lora outputs sampling types",
     "loadgen": "",
     "routing": "",
@@ -112,7 +112,8 @@ INNER_ALLOWED = {
         "run": "http state",
     },
     "cli": {
-        "errors": "",
+        "standard_output": "",
+        "errors": "standard_output",
         "result_file": "errors",
         "help": "",
         "options": "",
@@ -135,7 +136,7 @@ INNER_ALLOWED = {
         "serve": "errors option_model options settings",
         "simulate": "errors fitting_table option_model result_file settings terminal_text",
         "app": "bench chat demo doctor errors help inspect option_model options replay "
-        "serve settings simulate top",
+        "serve settings simulate standard_output top",
         "__main__": "app",
     },
 }
@@ -253,7 +254,6 @@ def module_name(path: Path) -> str:
 
 
 MODULES = {module_name(path): path for path in PYTHON.rglob("*.py")}
-
 
 EXTENSIONS = {"flexinfer._vtensor", "flexinfer._kernels"}
 

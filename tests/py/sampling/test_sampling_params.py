@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from flexinfer import BeamSearchParams, SamplingParams
+from flexinfer.sampling.params import NOT_SERVED
 
 
 @pytest.mark.parametrize(
@@ -144,3 +145,22 @@ def test_tiny_temperature_is_greedy(temperature: float, greedy: bool) -> None:
 def test_each_sample_has_a_seed_of_its_own() -> None:
     params = SamplingParams(n=3, seed=5)
     assert [params.of_sample(index).seed for index in range(3)] == [5, 6, 7]
+
+
+def test_what_vllm_has_beside_is_taken_where_it_says_nothing_else() -> None:
+    params = SamplingParams(
+        spaces_between_special_tokens=True,
+        flat_logprobs=False,
+        skip_reading_prefix_cache=False,
+        **dict.fromkeys(list(NOT_SERVED)[3:]),  # type: ignore[arg-type]
+    )
+    assert params == SamplingParams()
+    assert params.clone() == params
+    assert params.extra_args is None
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_what_vllm_has_beside_is_refused_with_what_to_do(name: str) -> None:
+    given: Any = {name: not NOT_SERVED[name][0]}
+    with pytest.raises(ValueError, match=rf"{name}=.* is not served here: \w+"):
+        SamplingParams(**given)

@@ -74,6 +74,7 @@ OTHERS: dict[str, dict[str, set[str]]] = {
             *("mm_processor_kwargs", "structured_outputs", "priority", "request_id"),
             *("session_id", "return_tokens_as_token_ids", "return_token_ids", "cache_salt"),
             *("return_prompt_text", "routed_experts_prompt_start", "kv_transfer_params"),
+            *("return_token_offsets", "return_mm_kwargs", "mm_payload"),
             *("ec_transfer_params", "vllm_xargs", "repetition_detection", "stream_interval"),
             *("return_token_offsets", "return_mm_kwargs"),
         },

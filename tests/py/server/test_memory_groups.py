@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch")
 from flexinfer import AsyncLLM, LLMEngine, SamplingParams
 from flexinfer.cli.app import app
 from flexinfer.config import EngineConfig
+from flexinfer.engine.prometheus_families import engine_families
 from flexinfer.server.observability.memory_map import MemoryMap
-from flexinfer.server.observability.prometheus_families import engine_families
 from flexinfer.speculation.step_costs import StepCosts
 from helpers.engine_kit import make_engine as make_tiny_engine
 from helpers.engine_kit import submit
@@ -105,6 +105,33 @@ def test_the_map_and_inspect_say_whose_state_a_vtensor_holds(tmp_path: Path) -> 
         app, ["inspect", "--file", str(file), "--tables"]
     )
     assert "0, state" in shown.stdout
+
+
+def test_the_map_has_the_draft_models_part_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was left out, so that the budget seemed to be a part of what it is."""
+    monkeypatch.setattr(StepCosts, "estimate", lambda _, num, further: [1.0] * (further + 1))
+    method = {"method": "draft_model", "num_speculative_tokens": 3}
+    engine = make_tiny_engine(
+        speculative_config={**method, "model": make_model("llama")}, kv_cache_memory_bytes="8MiB"
+    )
+    submit(engine, random_prompts((20, 30)), SamplingParams(temperature=0, max_tokens=20))
+    for _ in range(4):
+        engine.step()
+    llm = cast(AsyncLLM, Between(engine))
+    found = json.loads(asyncio.run(MemoryMap(llm, "tiny", shows_salted=True).render()).body)
+    engine.close()
+    draft = found["draft_model"]
+    live = [one for one in draft["vtensors"] if one["state"] == "live"]
+    assert sorted(one["request_id"] for one in live) == ["0", "1"]
+    budgets = [pool["stats"]["budget_bytes"] for pool in (found, draft)]
+    assert 8 * 2**20 - 65536 < sum(budgets) <= 8 * 2**20
+    assert draft.keys() == found.keys() - {
+        *("object", "sequence", "time", "model", "engine", "draft_model")
+    }
+
+
+def test_without_a_draft_model_the_map_has_none() -> None:
+    assert map_of("llama", 1)["draft_model"] is None
 
 
 def test_the_metrics_tell_what_a_token_takes_in_each_group() -> None:

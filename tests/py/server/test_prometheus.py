@@ -20,11 +20,12 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from flexinfer import AsyncLLM, SamplingParams
+from flexinfer.engine import prometheus_families as families_module
+from flexinfer.engine.prometheus_families import Maker
 from flexinfer.scheduler.preemption import all_counts
 from flexinfer.server.handover.stats import HandoverStats
-from flexinfer.server.observability import prometheus_families as families_module
+from flexinfer.server.observability.handover_families import handover_families
 from flexinfer.server.observability.metrics import register_metrics
-from flexinfer.server.observability.prometheus_families import Maker, handover_families
 from helpers.tiny_models import make_model, random_prompts
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -14,7 +14,7 @@ pytest.importorskip("fastapi")
 from prometheus_client.metrics_core import Metric
 
 from flexinfer import LLM, SamplingParams
-from flexinfer.server.observability.prometheus_families import engine_families
+from flexinfer.engine.prometheus_families import engine_families
 from helpers.tiny_models import make_model, random_prompts
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"

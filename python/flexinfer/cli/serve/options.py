@@ -27,6 +27,24 @@ from flexinfer.cli.serve.config_file import load_config_file
 class EngineOptions:
     panel: ClassVar[str] = "Model and engine"
     tokenizer: Annotated[str | None, option("Folder or hub id; by default the model's.")] = None
+    revision: Annotated[
+        str | None, option("Branch, tag or commit of a hub's repository; by default main.")
+    ] = None
+    tokenizer_revision: Annotated[
+        str | None, option("The same of the tokenizer; by default the model's.")
+    ] = None
+    download_dir: Annotated[
+        str | None, option("Where a hub's files are kept; by default in its own cache.")
+    ] = None
+    hf_token: Annotated[
+        str | None, option("For repositories that not everybody may read; better in HF_TOKEN.")
+    ] = None
+    load_format: Annotated[
+        str, option("auto, safetensors, gguf, or dummy: random weights, of a config alone.")
+    ] = "auto"
+    trust_remote_code: Annotated[
+        bool, option("Changes nothing: no code of a model's repository is run.")
+    ] = False
     generation_config: Annotated[
         str,
         option(
@@ -58,7 +76,11 @@ class EngineOptions:
         float, option("Seconds after which one of them that does not answer is held to hang.")
     ] = 30.0
     max_model_len: Annotated[
-        int | None, option("Maximum number of tokens per request, prompt and answer together.")
+        str | None,
+        option(
+            "Maximum number of tokens per request, prompt and answer together; also as 8k (8,000) "
+            "or 8K (8,192). By default, as by auto or -1, what model and memory allow."
+        ),
     ] = None
     chat_template: Annotated[
         str | None, option("Jinja file or text, in place of the tokenizer's.")
@@ -141,9 +163,9 @@ class AdapterOptions:
 class SchedulingOptions:
     panel: ClassVar[str] = "Scheduling"
     max_num_seqs: Annotated[int, option("Maximum number of sequences that run at once.")] = 64
-    max_num_batched_tokens: Annotated[int | None, option("Maximum number of tokens per step.")] = (
-        None
-    )
+    max_num_batched_tokens: Annotated[
+        str | None, option("Maximum number of tokens per step, also as 8k or 8K.")
+    ] = None
     stream_interval: Annotated[
         int | None,
         option(
@@ -206,6 +228,10 @@ class ServerOptions:
     trace_dir: Annotated[
         Path | None, option("Where /admin/trace writes.", exists=True, file_okay=False)
     ] = None
+    timeout_keep_alive: Annotated[
+        int,
+        option("Seconds that an idle connection is kept: longer than clients keep theirs.", min=1),
+    ] = 75
     shutdown_timeout: Annotated[
         float, option("Seconds that running requests have to end at a shutdown.", min=0)
     ] = 30.0

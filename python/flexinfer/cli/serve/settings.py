@@ -21,7 +21,9 @@ def engine_config(options: ServeOptions) -> EngineConfig:
     """The engine's part of the options."""
     from flexinfer.cli.settings import EngineSettings
     from flexinfer.config import EngineConfig
+    from flexinfer.runtime.vllm_arguments import note_remote_code
 
+    note_remote_code(options.trust_remote_code)
     opened = EngineSettings(
         model=options.model, device=options.device, chunk_bytes=options.chunk_bytes
     )

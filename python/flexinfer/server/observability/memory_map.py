@@ -25,8 +25,8 @@ DEFAULT_MAX_ROWS = 4096
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What only the engine's thread can tell, between two steps."""
+class Pool:
+    """A manager's part of the KV memory, and whose it is."""
 
     manager: VTensorManager
     snapshot: Snapshot
@@ -34,6 +34,15 @@ class Moment:
     """vTensor id -> request id."""
     state_of: dict[int, str]
     """The same of recurrent states."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What only the engine's thread can tell, between two steps."""
+
+    pool: Pool
+    draft_pool: Pool | None
+    """The draft model's."""
     engine: dict[str, Any]
 
 
@@ -96,20 +105,24 @@ class MemoryMap:
 def _moment(engine: LLMEngine) -> Moment:
     scheduler = engine.scheduler
     steps = engine.step_totals
+    requests = [(request, request.request_id) for request in scheduler.requests]
+    draft_pool = None
+    if (draft := engine.draft_model) is not None:
+        held = {vtensor.id: request.request_id for request, vtensor in draft.vtensors()}
+        draft_pool = Pool(draft.manager, draft.manager.snapshot(), held, {})
     return Moment(
-        engine.manager,
-        engine.manager.snapshot(),
-        {
-            request.vtensor.id: request.request_id
-            for request in scheduler.requests
-            if request.vtensor is not None
-        },
-        {
-            state.id: request.request_id
-            for request in scheduler.requests
-            for state in (request.state, request.next_state)
-            if state is not None
-        },
+        Pool(
+            engine.manager,
+            engine.manager.snapshot(),
+            {one.vtensor.id: name for one, name in requests if one.vtensor is not None},
+            {
+                state.id: name
+                for one, name in requests
+                for state in (one.state, one.next_state)
+                if state is not None
+            },
+        ),
+        draft_pool,
         {
             "num_running": len(scheduler.running),
             "num_waiting": len(scheduler.waiting),
@@ -122,11 +135,19 @@ def _moment(engine: LLMEngine) -> Moment:
 
 def _content(moment: Moment, max_rows: int, names: PrefixNames) -> bytes:
     """All but the head, as a JSON object."""
-    manager, snapshot = moment.manager, moment.snapshot
+    content = _pool(moment.pool, max_rows, names)
+    content["engine"] = moment.engine
+    draft = moment.draft_pool
+    content["draft_model"] = None if draft is None else _pool(draft, max_rows, names)
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _pool(pool: Pool, max_rows: int, names: PrefixNames) -> dict[str, Any]:
+    manager, snapshot = pool.manager, pool.snapshot
     stats = manager.stats()
     retentions = manager.spec.retentions()
     rows = _Rows(snapshot.num_planes, [each.first_chunk for each in retentions])
-    vtensors, num_left = _vtensors(moment, max_rows, rows)
+    vtensors, num_left = _vtensors(pool, max_rows, rows)
     prefixes = _prefixes(snapshot, names, rows)
     shown = {chunk for one in (*vtensors, *prefixes) for chunk in one["chunks"]}
     shown.update(
@@ -136,7 +157,7 @@ def _content(moment: Moment, max_rows: int, names: PrefixNames) -> bytes:
         for chunk in row
         if chunk is not None
     )
-    content = {
+    return {
         "chunk_bytes": snapshot.chunk_bytes,
         "num_planes": snapshot.num_planes,
         "groups": [
@@ -150,12 +171,10 @@ def _content(moment: Moment, max_rows: int, names: PrefixNames) -> bytes:
         "row_tokens": round(snapshot.chunk_bytes / manager.spec.plane_token_bytes, 2),
         "truncated": num_left < 0,
         "stats": stats.as_dict(),
-        "engine": moment.engine,
         "vtensors": vtensors,
         "chunks": _chunks(snapshot, shown),
         "prefixes": prefixes,
     }
-    return json.dumps(content, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True)
@@ -178,18 +197,18 @@ class _Rows:
         return told | {"groups": groups} if len(groups) > 1 or NO_CHUNK in table else told
 
 
-def _vtensors(moment: Moment, max_rows: int, rows: _Rows) -> tuple[list[dict[str, Any]], int]:
+def _vtensors(pool: Pool, max_rows: int, rows: _Rows) -> tuple[list[dict[str, Any]], int]:
     """Slots with their chunks, and how many rows more could have been shown."""
     out = []
-    num_planes = moment.snapshot.num_planes
-    for info in moment.snapshot.vtensors:
+    num_planes = pool.snapshot.num_planes
+    for info in pool.snapshot.vtensors:
         out.append(
             {
                 "id": info.id,
                 "slot": info.slot,
                 "state": info.state,
-                "request_id": moment.request_of.get(info.id) if info.id else None,
-                "state_of": moment.state_of.get(info.id) if info.id else None,
+                "request_id": pool.request_of.get(info.id) if info.id else None,
+                "state_of": pool.state_of.get(info.id) if info.id else None,
                 "num_tokens": info.num_tokens,
                 "num_cached_tokens": info.num_cached_tokens,
                 "num_cut_tokens": info.num_cut_tokens,

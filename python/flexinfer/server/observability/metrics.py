@@ -17,13 +17,9 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
+from flexinfer.engine.prometheus_families import PREFIX, Maker, engine_families
 from flexinfer.errors import EngineDeadError
-from flexinfer.server.observability.prometheus_families import (
-    PREFIX,
-    Maker,
-    engine_families,
-    handover_families,
-)
+from flexinfer.server.observability.handover_families import handover_families
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

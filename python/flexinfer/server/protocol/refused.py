@@ -91,6 +91,9 @@ class RefusedFields(Model):
     return_tokens_as_token_ids: Refused = None
     return_prompt_text: Refused = None
     return_routed_experts: Refused = None
+    return_token_offsets: Refused = None
+    return_mm_kwargs: Refused = None
+    mm_payload: Refused = None
     prompt_embeds: Refused = None
     logprob_token_ids: Refused = None
     repetition_detection: Refused = None

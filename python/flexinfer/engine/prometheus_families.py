@@ -14,13 +14,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from flexinfer.scheduler.preemption import all_counts
-from flexinfer.server.handover.stats import FAILURES
 
 if TYPE_CHECKING:
     from flexinfer.metrics.requests import Histogram, RequestStats
     from flexinfer.metrics.speculation import SpeculationStats
     from flexinfer.metrics.steps import EngineStats
-    from flexinfer.server.handover.stats import HandoverStats
     from flexinfer.vtensor import Stats
 
 PREFIX = "flexinfer:"
@@ -233,35 +231,6 @@ def _speculation(stats: SpeculationStats, make: Maker) -> Iterator[Metric]:
         "Of these accepted, by their position in the proposal.",
         ("position",),
         {(str(i),): count for i, count in enumerate(stats.accepted_per_position)},
-    )
-
-
-def handover_families(stats: HandoverStats, make: Maker) -> Iterator[Metric]:
-    """Of a server that prefills for others, or decodes what others prefill."""
-    sent, adopted = ("sent",), ("adopted",)
-    yield make.counters(
-        "handover_parcels",
-        "Prompts whose KV was handed over.",
-        ("direction",),
-        {sent: stats.parcels_sent, adopted: stats.parcels_adopted},
-    )
-    yield make.counters(
-        "handover_bytes",
-        "Their KV, in whole chunks.",
-        ("direction",),
-        {sent: stats.bytes_sent, adopted: stats.bytes_adopted},
-    )
-    yield make.counter("handover_tokens", "Tokens that were adopted.", stats.tokens_adopted)
-    yield make.counter(
-        "handover_chunks_copied",
-        "Of what was sent: it lay beside others' KV.",
-        stats.chunks_copied,
-    )
-    yield make.counters(
-        "handover_failures",
-        "Prompts that were prefilled here after all, by reason.",
-        ("reason",),
-        {(reason,): stats.failures[reason] for reason in FAILURES},
     )
 
 

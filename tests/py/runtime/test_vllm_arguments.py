@@ -1,0 +1,88 @@
+"""Arguments of vLLM's that are no settings of ours: passed over, dropped, or refused by name."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from flexinfer.runtime.vllm_arguments import (
+    INSTEAD,
+    OWN_NAMES,
+    SAME_HERE,
+    WITHOUT_EFFECT,
+    advice,
+    translate,
+)
+
+KNOWN = ("max_model_len", "cuda_graph_sizes", "seed")
+
+
+def test_what_changes_no_answer_is_passed_over_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        found = translate({"seed": 1, "block_size": 16, "compilation_config": 3}, KNOWN)
+    assert found == {"seed": 1}
+    assert "passed over, for they change no answer: block_size, compilation_config" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"runner": "generate", "tokenizer_mode": "auto", "pipeline_parallel_size": 1},
+        {
+            "hf_overrides": None,
+            "logits_processors": [],
+            "cpu_offload_gb": 0.0,
+            "worker_cls": "auto",
+        },
+        {"enable_prompt_embeds": False} | {"additional_config": {}, "reasoning_parser": ""},
+    ],
+)
+def test_what_asks_for_what_there_is_is_dropped(
+    given: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert translate(given, KNOWN) == {}
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 .*tensor_parallel_size"),
+        (
+            {"hf_overrides": {"a": 1}},
+            "hf_overrides={'a': 1} is not served here: change config.json",
+        ),
+        ({"tokenizer_mode": "mistral"}, "tokenizer_mode='mistral' .*'auto'"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds=True .*prompts are text"),
+    ],
+)
+def test_what_is_not_served_is_refused_with_what_to_do(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        translate(given, KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("max_modl_len", "did you mean 'max_model_len'"), ("zzz", "no argument 'zzz' here: leave it")],
+)
+def test_a_name_that_nobody_knows_is_an_error(name: str, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        translate({name: None}, KNOWN)
+
+
+def test_what_has_another_name_here_is_taken() -> None:
+    assert translate({"cudagraph_capture_sizes": [1, 2]}, KNOWN) == {"cuda_graph_sizes": [1, 2]}
+
+
+def test_no_name_has_two_meanings() -> None:
+    assert not WITHOUT_EFFECT & {*SAME_HERE, *INSTEAD, *OWN_NAMES}
+    assert not OWN_NAMES.keys() & {*SAME_HERE, *INSTEAD}
+
+
+def test_advice_is_for_what_vllm_has() -> None:
+    assert advice("block_size") == "it changes no answer here: leave it out"
+    assert advice("hf_overrides") == INSTEAD["hf_overrides"]
+    assert advice("bogus") is None

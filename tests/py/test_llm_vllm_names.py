@@ -1,0 +1,73 @@
+"""Names of vLLM's LLM that programs call: parts that wake up, metrics as values."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("prometheus_client")
+
+from flexinfer import LLM, AsyncLLM, SamplingParams
+from flexinfer.metrics.reader import Counter, Gauge, Histogram, Vector
+from helpers.tiny_models import make_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.mark.parametrize(("tags", "awake"), [(None, True), (["kv_cache"], True)])
+def test_the_part_that_sleeps_is_woken(llm: LLM, tags: list[str] | None, awake: bool) -> None:
+    llm.sleep()
+    assert llm.wake_up(tags) is awake
+    assert not llm.llm_engine.is_sleeping()
+
+
+@pytest.mark.parametrize("tags", [["weights"], ["scheduling", "weights"], []])
+def test_what_never_sleeps_needs_no_waking(llm: LLM, tags: list[str]) -> None:
+    llm.sleep()
+    assert llm.wake_up(tags) is False
+    assert llm.llm_engine.is_sleeping()
+    assert llm.wake_up(["weights", "kv_cache"]) is True
+
+
+def test_a_part_that_there_is_not_is_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="each of tags must be one of 'weights', 'kv_cache'"):
+        llm.wake_up(["kv"])
+
+
+def test_an_async_engine_wakes_its_parts_too(model_path: str) -> None:
+    async def wake() -> list[bool]:
+        async with AsyncLLM(model_path, kv_cache_memory_bytes="8MiB") as llm:
+            await llm.sleep()
+            return [await llm.wake_up(["weights"]), await llm.wake_up(["kv_cache"])]
+
+    assert asyncio.run(wake()) == [False, True]
+
+
+def test_metrics_are_plain_values() -> None:
+    speculation = {"method": "ngram", "num_speculative_tokens": 3}
+    with LLM(
+        make_model("llama"),
+        skip_tokenizer_init=True,
+        speculative_config=speculation,
+        kv_cache_memory_bytes="8MiB",
+    ) as llm:
+        prompts = [{"prompt_token_ids": [1, 2, 3] * 8}, {"prompt_token_ids": [4, 5] * 9}]
+        llm.generate(prompts, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+        found = {metric.name: metric for metric in llm.get_metrics()}
+    tokens, running = found["flexinfer:generation_tokens"], found["flexinfer:num_requests_running"]
+    assert isinstance(tokens, Counter)
+    assert tokens.value == 24
+    assert tokens.labels["engine"] == "0"
+    assert isinstance(running, Gauge)
+    assert running.value == 0
+    latency = found["flexinfer:e2e_request_latency_seconds"]
+    assert isinstance(latency, Histogram)
+    assert latency.count == latency.buckets["+Inf"] == 2
+    assert latency.sum > 0
+    assert "le" not in latency.labels
+    accepted = found["flexinfer:spec_decode_num_accepted_tokens_per_pos"]
+    assert isinstance(accepted, Vector)
+    assert len(accepted.values) == 3
+    assert "position" not in accepted.labels
