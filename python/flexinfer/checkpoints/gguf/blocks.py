@@ -1,25 +1,8 @@
 """What the blocks of a GGUF file are as integers and scales: exactly the numbers of the file.
 
-| type | here | bits a weight in the file, here |
-|---|---|---|
-| Q8_0 | 8 bits, groups of 32 | 8.5, 8.5 |
-| Q5_0 | 6 bits, groups of 32 | 5.5, 6.5 |
-| Q5_1 | the same with minimums | 6, 8 |
-| Q4_0 | 4 bits, groups of 32 | 4.5, 4.5 |
-| Q4_1 | the same with minimums | 5, 6 |
-| MXFP4 | 4 bits by a table, groups of 32 | 4.25, 4.25 |
-| IQ4_NL | 4 bits by a table, groups of 32 | 4.5, 4.5 |
-| Q6_K | 6 bits, groups of 16; scales in two levels | 6.5625, 6.5625 |
-| Q5_K | 6 bits, groups of 32, with minimums; scales in two levels | 5.5, 6.625 |
-| Q4_K | 4 bits, groups of 32, with minimums; scales in two levels | 4.5, 4.625 |
-| Q3_K | 4 bits, groups of 16; scales in two levels | 3.4375, 4.5625 |
-| Q2_K | 4 bits, groups of 16, with minimums; scales in two levels | 2.625, 5.125 |
-| IQ4_XS | 4 bits by a table, groups of 32; scales in two levels | 4.25, 4.3125 |
-| IQ3_S, IQ3_XXS, IQ2_*, IQ1_* | the same, by tables in `grids.py` | 1.56 to 3.44, 4.31 or 4.56 |
-| TQ2_0, TQ1_0 | 4 bits, groups of 256 | 2.06, 1.69; 4.06 |
-
-Words of kernels have 4, 6 or 8 bits: integers of others stand in the next wider ones. Source:
-ggml-quants.c of the ggml project, and gguf/quants.py, which the tests compare with.
+docs/quantisation.md has a table of all types. Words of kernels have 4, 6 or 8 bits: integers of
+others stand in the next wider ones. Source: ggml-quants.c of the ggml project, and gguf/quants.py,
+which the tests compare with.
 """
 
 from __future__ import annotations
