@@ -44,7 +44,7 @@ def nibbles_of(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
 
 
-def places(nibbles: torch.Tensor, exponents: torch.Tensor) -> QuantisedTensor:
+def mxfp4_tensor(nibbles: torch.Tensor, exponents: torch.Tensor) -> QuantisedTensor:
     """nibbles: uint8 [columns, depth], places in the table of E2M1; exponents: uint8 [columns,
     depth / 32]. No finite number stands for an exponent of 255."""
     integers = nibbles.to(torch.int8) - 8
@@ -88,7 +88,7 @@ class Mxfp4Checkpoint(PlainCheckpoint):
         matrix, expert, rows = self._parts[name]
         blocks = self._files.read(matrix + BLOCKS, expert)[rows]
         exponents = self._files.read(matrix + SCALES, expert)[rows]
-        return places(nibbles_of(blocks), exponents)
+        return mxfp4_tensor(nibbles_of(blocks), exponents)
 
     def _find_parts(self, path: str) -> Iterator[tuple[str, _Part, tuple[int, int]]]:
         """Of the experts at `path`: names, where they are, shapes."""

@@ -14,7 +14,7 @@ import torch
 from flexinfer.checkpoints.gguf.fields import factors_of, fields_of, levels_of
 from flexinfer.checkpoints.gguf.grids import GRID_DECODERS
 from flexinfer.checkpoints.gguf.header import BLOCKS
-from flexinfer.checkpoints.mxfp4 import places
+from flexinfer.checkpoints.mxfp4 import mxfp4_tensor
 from flexinfer.layers.codebook import Codebook
 from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.layers.scale_levels import ScaleLevels
@@ -71,7 +71,7 @@ def _iq4_nl(blocks: torch.Tensor) -> QuantisedTensor:
 
 def _mxfp4(blocks: torch.Tensor) -> QuantisedTensor:
     """An exponent, 32 places in a table."""
-    return places(fields_of(blocks[..., 1:], 4, 16).flatten(1), blocks[..., 0])
+    return mxfp4_tensor(fields_of(blocks[..., 1:], 4, 16).flatten(1), blocks[..., 0])
 
 
 def _q2_k(blocks: torch.Tensor) -> QuantisedTensor:
