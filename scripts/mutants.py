@@ -180,7 +180,7 @@ def check_clean(mutants: Sequence[Mutant]) -> None:
         raise SystemExit(f"the tests fail without a mutant:\n{LOG.read_text()[-4000:]}")
 
 
-def judge(status: int, is_cpp: bool) -> str:
+def judge(status: int) -> str:
     if status == 0:
         return "ALIVE"
     if status == -signal.SIGKILL:
@@ -200,7 +200,7 @@ def run_all(mutants: Sequence[Mutant]) -> int:
         started_s = time.monotonic()
         with mutated(mutant, number):
             status = run_cpp(mutant.tests) if mutant.is_cpp else run_pytest(mutant.tests)
-        verdict = judge(status, mutant.is_cpp)
+        verdict = judge(status)
         seconds = time.monotonic() - started_s
         print(f"{verdict:8} {seconds:5.1f} s  {mutant.name}: {mutant.what}", flush=True)
         if not verdict.startswith("killed"):

@@ -42,7 +42,7 @@ def write_gpt_oss(target: Path, num_layers: int | None) -> None:
 
 def _add_settings(writer: Any, num_layers: int) -> None:
     import gguf
-    from model import add_tokenizer
+    from gguf_files import add_tokenizer
 
     writer.add_block_count(num_layers)
     writer.add_context_length(131_072)

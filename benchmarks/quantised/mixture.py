@@ -24,8 +24,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 
+from gguf_files import make_files
 from load import NUM_NEW
-from model import VOCAB_SIZE, add_tokenizer
+from model import VOCAB_SIZE, draw_weights
 from provenance import write_report
 
 OURS = Path(__file__).resolve().parent / "ours.py"
@@ -57,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     folder = make_model(arguments.folder, arguments.layers, arguments.experts)
     if arguments.llama_bin is not None:
-        make_files(folder, arguments.llama_bin)
+        options = ("--output-tensor-type", "q8_0")
+        make_files(folder, dict.fromkeys(KINDS, options), arguments.llama_bin)
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     loads = []
     with ExitStack() as stack:
@@ -125,10 +127,8 @@ def make_model(folder: Path, num_layers: int, num_experts: int) -> Path:
     path = folder / f"layers-{num_layers}-experts-{num_experts}"
     if (path / "model.safetensors").exists():
         return path
-    import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=2048,
@@ -146,81 +146,9 @@ def make_model(folder: Path, num_layers: int, num_experts: int) -> Path:
         eos_token_id=2,
         pad_token_id=3,
     )
-    with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(config)
-    model = model.to(torch.bfloat16).to_empty(device="cpu")
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(std=0.02)
-        else:
-            parameter.data.fill_(1)
+    model = draw_weights(Qwen3MoeForCausalLM, config)
     model.save_pretrained(path, max_shard_size="100GB")
     return path
-
-
-def make_files(folder: Path, llama_bin: Path) -> None:
-    """The model as GGUF files, quantised by llama.cpp."""
-    plain = folder / "BF16.gguf"
-    for kind in KINDS:
-        target = folder / f"{kind}.gguf"
-        if target.exists():
-            continue
-        if not plain.exists():
-            write_gguf(folder, plain)
-        options = ["--output-tensor-type", "q8_0"]
-        command = [llama_bin / "llama-quantize", *options, plain, target, kind, "2"]
-        subprocess.run(command, check=True, capture_output=True)
-    plain.unlink(missing_ok=True)
-
-
-def write_gguf(folder: Path, target: Path) -> None:
-    import gguf
-    import numpy as np
-    import torch
-    from safetensors import safe_open
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder)
-    writer = gguf.GGUFWriter(target, "qwen3moe")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_expert_count(config.num_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    add_tokenizer(writer, config.vocab_size)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config.num_hidden_layers)
-
-    def add(own: str, tensor: torch.Tensor) -> None:
-        if tensor.dim() == 1 or "ffn_gate_inp" in own:
-            writer.add_tensor(own, tensor.float().numpy())
-            return
-        rows = tensor.contiguous().view(torch.uint16).numpy().view(np.uint8)
-        writer.add_tensor(own, rows, raw_dtype=gguf.GGMLQuantizationType.BF16)
-
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - not a mapping
-            if ".experts." not in name:
-                add(names.get_name(name, try_suffixes=(".weight",)), file.get_tensor(name))
-        for layer in range(config.num_hidden_layers):
-            for part in ("gate", "up", "down"):
-                path = f"model.layers.{layer}.mlp.experts"
-                experts = [
-                    file.get_tensor(f"{path}.{expert}.{part}_proj.weight")
-                    for expert in range(config.num_experts)
-                ]
-                add(f"blk.{layer}.ffn_{part}_exps.weight", torch.stack(experts))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@ and as GGUF files for llama.cpp, with the same numbers before quantisation."""
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gguf_files import make_files
 from gpt_oss import write_gpt_oss
 
 VOCAB_SIZE = 32_000
@@ -73,26 +73,17 @@ def make_model(
             write_gpt_oss(path / f"{own}.gguf", num_layers)
         return path
     path = make_folder(folder, shape, num_layers)
-    plain = path / "BF16.gguf"
-    for kind in [KINDS[way] for way in ways]:
-        quantised = path / f"{kind}.gguf"
-        if not quantised.exists():
-            if not plain.exists():
-                write_gguf(path, plain)
-            # As ours: the head has 8 bits, tied or not. Files that ours reads are as they are.
-            heads = ["--output-tensor-type", "q8_0", "--token-embedding-type", "q8_0"]
-            options = heads if kind in AT_LOAD.values() else []
-            command = [llama_bin / "llama-quantize", *options, plain, quantised, kind, "2"]
-            subprocess.run(command, check=True, capture_output=True)
-    plain.unlink(missing_ok=True)
+    # As ours: the head has 8 bits, tied or not. Files that ours reads are as they are.
+    heads = ("--output-tensor-type", "q8_0", "--token-embedding-type", "q8_0")
+    kinds = [KINDS[way] for way in ways]
+    options = {kind: heads if kind in AT_LOAD.values() else () for kind in kinds}
+    make_files(path, options, llama_bin)
     return path
 
 
 def _draw(shape: str, num_layers: int | None) -> Any:
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
     settings: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "intermediate_size": 8192,
@@ -107,71 +98,21 @@ def _draw(shape: str, num_layers: int | None) -> Any:
     if num_layers is not None:
         settings["num_hidden_layers"] = num_layers
     config = LlamaConfig(**settings)
+    return draw_weights(LlamaForCausalLM, config)
+
+
+def draw_weights(model_class: Any, config: Any) -> Any:
+    """A model in bfloat16 with random weights."""
+    import torch
+
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = model_class(config)
     model = model.to(torch.bfloat16).to_empty(device="cpu")
     model.tie_weights()
+    torch.manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(std=0.02)
         else:
             parameter.data.fill_(1)
     return model
-
-
-def write_gguf(folder: Path, target: Path) -> None:
-    import gguf
-    import numpy as np
-    import torch
-    from safetensors import safe_open
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder)
-    writer = gguf.GGUFWriter(target, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    add_tokenizer(writer, config.vocab_size)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - not a mapping
-            own = names.get_name(name, try_suffixes=(".weight",))
-            tensor = file.get_tensor(name)
-            for part, count in heads.items():
-                if f".{part}." in own:  # llama.cpp rotates neighbours
-                    tensor = tensor.view(count, 2, -1, tensor.shape[1]).transpose(1, 2)
-                    tensor = tensor.reshape(-1, tensor.shape[-1])
-            if tensor.dim() == 1:
-                writer.add_tensor(own, tensor.float().numpy())
-            else:
-                rows = tensor.contiguous().view(torch.uint16).numpy().view(np.uint8)
-                writer.add_tensor(own, rows, raw_dtype=gguf.GGMLQuantizationType.BF16)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def add_tokenizer(writer: Any, vocab_size: int) -> None:
-    """Byte-level, with words of no meaning: prompts are token ids."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    special = ["<unk>", "<s>", "</s>", "<pad>"]
-    tokens = [*special, *sorted(ByteLevel.alphabet()), "aa"]
-    tokens += [f"word{i}" for i in range(vocab_size - len(tokens))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * len(special) + [1] * (vocab_size - len(special)))
-    writer.add_token_merges(["a a"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)

@@ -89,9 +89,7 @@ void bind_plan(nb::module_& m) {
           "segments: int64 [n, 4] of slot, row, start, end. shared: (slot, start, end, members) of "
           "each shared range. rows: whose outputs are wanted; None: all. Raises ValueError where "
           "they contradict each other.")
-      .def_prop_ro("num_tokens", &Plan::num_tokens)
-      .def_prop_ro("num_tasks", [](const Plan& plan) { return plan.tasks().size(); })
-      .def_prop_ro("num_partials", &Plan::num_partials);
+      .def_prop_ro("num_tokens", &Plan::num_tokens);
 }
 
 void bind_attention(nb::module_& m) {

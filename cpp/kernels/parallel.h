@@ -9,6 +9,10 @@
 // Thread-safety: a value; run() may be called from any thread.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
 namespace vtensor::kernels {
 
 class Parallel {
@@ -32,6 +36,20 @@ class Parallel {
     }
     start_([](void* data) { (*static_cast<Fn*>(data))(); }, &fn, static_cast<unsigned>(num_threads),
            0);
+  }
+
+  // Calls fn(begin, end) for [0, total), cut into `parts` that so many threads draw one by one: of
+  // more parts than threads, one that is kept from its CPU leaves the rest to the others.
+  // REQUIRES: fn does not throw.
+  template <class Fn>
+  void share_out(int64_t total, int64_t parts, int64_t num_threads, const Fn& fn) const {
+    std::atomic<int64_t> next{0};
+    auto work = [&] {
+      for (int64_t part = next++; part < parts; part = next++) {
+        fn(total * part / parts, total * (part + 1) / parts);
+      }
+    };
+    run(static_cast<int>(std::min(num_threads, parts)), work);
   }
 
  private:

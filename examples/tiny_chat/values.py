@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 TRAIN = "train"
 HELD_OUT = "held_out"
-SPLITS = (TRAIN, HELD_OUT)
 
 _NAMES = """
 Aaron Abigail Adam Adele Agnes Ahmed Aisha Alan Albert Alex Alice Alina Amara Amelia Amir Amy

@@ -33,12 +33,6 @@ class Plan:
     @property
     def num_tokens(self) -> int: ...
 
-    @property
-    def num_tasks(self) -> int: ...
-
-    @property
-    def num_partials(self) -> int: ...
-
 class ArenaShape:
     """Shape and strides, in elements, of each layer's K and V."""
 

@@ -1,7 +1,6 @@
 #include "kernels/layer/experts.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -216,18 +215,14 @@ class Experts::Run {
     const auto* outputs = reinterpret_cast<const T*>(rows_.get());
     const int64_t worth = 1 + groups_.num_rows() * width_ / kNumbersPerThread;
     const int64_t parts = std::min({worth, int64_t{call_.num_threads}, call_.num_tokens});
-    std::atomic<int64_t> next{0};
-    auto work = [&] {
-      for (int64_t part = next++; part < parts; part = next++) {
-        const int64_t end = call_.num_tokens * (part + 1) / parts;
-        for (int64_t token = call_.num_tokens * part / parts; token < end; ++token) {
-          const int64_t first = token * call_.top_k;
-          add_up(outputs, groups_.num_rows(), places_.data() + first, call_.weights + first,
-                 call_.top_k, width_, static_cast<T*>(call_.output) + token * width_);
-        }
+    const auto add_up_some = [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; ++token) {
+        const int64_t first = token * call_.top_k;
+        add_up(outputs, groups_.num_rows(), places_.data() + first, call_.weights + first,
+               call_.top_k, width_, static_cast<T*>(call_.output) + token * width_);
       }
     };
-    owner_.linear_.parallel().run(static_cast<int>(parts), work);
+    owner_.linear_.parallel().share_out(call_.num_tokens, parts, parts, add_up_some);
   }
 
   const Experts& owner_;

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -42,20 +41,14 @@ void for_panels(const Parallel& parallel, int num_threads, int64_t max_parts,
   const auto total = static_cast<int64_t>(groups.size()) * num_panels;
   const int64_t threads = parallel.can_fork() ? num_threads : 1;
   const int64_t parts = std::min({max_parts, kGroupPartsPerThread * threads, total});
-  std::atomic<int64_t> next{0};
-  auto work = [&] {
-    for (int64_t part = next++; part < parts; part = next++) {
-      int64_t at = total * part / parts;
-      const int64_t end = total * (part + 1) / parts;
-      while (at < end) {
-        const int64_t first = at % num_panels;
-        const int64_t last = std::min(num_panels, first + end - at);
-        compute(groups[static_cast<size_t>(at / num_panels)], first, last);
-        at += last - first;
-      }
+  parallel.share_out(total, parts, threads, [&](int64_t at, int64_t end) {
+    while (at < end) {
+      const int64_t first = at % num_panels;
+      const int64_t last = std::min(num_panels, first + end - at);
+      compute(groups[static_cast<size_t>(at / num_panels)], first, last);
+      at += last - first;
     }
-  };
-  parallel.run(static_cast<int>(std::min(threads, parts)), work);
+  });
 }
 
 }  // namespace vtensor::kernels

@@ -20,7 +20,6 @@ constexpr int64_t kInputBytes = 512 << 10;
 constexpr int64_t kLeastRows = 96;
 // More rows of a group are worth all threads; of fewer, threads draw panels of all groups.
 constexpr int64_t kMaxGroupRows = 15;
-// More parts than threads: one that is kept from its CPU leaves the rest to the others.
 constexpr int64_t kPartsPerThread = 4;
 
 int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
@@ -46,13 +45,8 @@ void Linear::forward(DType dtype, const LinearCall& call, int64_t num_rows, int 
   const int64_t threads = parallel_.can_fork() ? num_threads : 1;
   const int64_t worth = 1 + num_rows * call.depth * call.columns / kWorkPerThread;
   const int64_t parts = std::min({worth, kPartsPerThread * threads, num_panels});
-  std::atomic<int64_t> next{0};
-  auto work = [&] {
-    for (int64_t part = next++; part < parts; part = next++) {
-      compute(call, num_rows, num_panels * part / parts, num_panels * (part + 1) / parts);
-    }
-  };
-  parallel_.run(static_cast<int>(std::min(threads, parts)), work);
+  parallel_.share_out(num_panels, parts, threads,
+                      [&](int64_t begin, int64_t end) { compute(call, num_rows, begin, end); });
 }
 
 // Groups of many rows come one after the other.

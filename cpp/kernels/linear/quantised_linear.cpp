@@ -1,7 +1,6 @@
 #include "kernels/linear/quantised_linear.h"
 
 #include <algorithm>
-#include <atomic>
 
 #include "kernels/linear/inputs.h"
 
@@ -10,7 +9,6 @@ namespace {
 
 // Fewer multiplications are done sooner than another thread wakes.
 constexpr int64_t kWorkPerThread = 128 << 10;
-// More parts than threads: one that is kept from its CPU leaves the rest to the others.
 constexpr int64_t kPartsPerThread = 4;
 
 // nullptr where there is none.
@@ -71,13 +69,9 @@ void QuantisedLinear::forward(DType dtype, const LinearCall& layer, const Quanti
     const int64_t threads = parallel_.can_fork() ? num_threads : 1;
     const int64_t worth = 1 + rows * layer.depth * layer.columns / kWorkPerThread;
     const int64_t parts = std::min({worth, kPartsPerThread * threads, num_panels});
-    std::atomic<int64_t> next{0};
-    auto work = [&] {
-      for (int64_t part = next++; part < parts; part = next++) {
-        compute(call, dtype, {0, rows, num_panels * part / parts, num_panels * (part + 1) / parts});
-      }
-    };
-    parallel_.run(static_cast<int>(std::min(threads, parts)), work);
+    parallel_.share_out(num_panels, parts, threads, [&](int64_t begin, int64_t end) {
+      compute(call, dtype, {0, rows, begin, end});
+    });
   }
 }
 

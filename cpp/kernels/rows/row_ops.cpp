@@ -1,7 +1,6 @@
 #include "kernels/rows/row_ops.h"
 
 #include <algorithm>
-#include <atomic>
 
 namespace vtensor::kernels {
 namespace {
@@ -20,13 +19,8 @@ void RowOps::run(void (*compute)(const Call&, int64_t, int64_t), const Call& cal
     compute(call, 0, num_rows);
     return;
   }
-  std::atomic<int64_t> next{0};
-  auto work = [&] {
-    for (int64_t part = next++; part < parts; part = next++) {
-      compute(call, num_rows * part / parts, num_rows * (part + 1) / parts);
-    }
-  };
-  parallel_.run(static_cast<int>(parts), work);
+  parallel_.share_out(num_rows, parts, parts,
+                      [&](int64_t begin, int64_t end) { compute(call, begin, end); });
 }
 
 void RowOps::rms_norm(DType dtype, const RowCall& call, int64_t num_rows, int num_threads) const {

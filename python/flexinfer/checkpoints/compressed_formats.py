@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexinfer.checkpoints import compressed, compressed_floats, compressed_places
+from flexinfer.checkpoints import compressed, compressed_fp4, compressed_fp8
 from flexinfer.checkpoints.checkpoint import Checkpoint
 from flexinfer.checkpoints.compressed_settings import METHOD, Group, only_group
 from flexinfer.checkpoints.parts import Settings, refuse_other
@@ -12,8 +12,8 @@ from flexinfer.checkpoints.tensor_files import TensorFiles
 
 READERS: dict[str, Callable[[TensorFiles, Group], Checkpoint]] = {
     **dict.fromkeys(compressed.FORMATS, compressed.CompressedCheckpoint),
-    **dict.fromkeys(compressed_floats.FORMATS, compressed_floats.CompressedFloats),
-    **dict.fromkeys(compressed_places.FORMATS, compressed_places.CompressedPlaces),
+    **dict.fromkeys(compressed_fp8.FORMATS, compressed_fp8.CompressedFp8),
+    **dict.fromkeys(compressed_fp4.FORMATS, compressed_fp4.CompressedFp4),
 }
 
 

@@ -17,13 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from flexinfer.checkpoints.checkpoint import (
-    EXPERT_PARTS,
-    Checkpoint,
-    StoredWeight,
-    expert_weight,
-)
+from flexinfer.checkpoints.checkpoint import EXPERT_PARTS, StoredWeight, expert_weight
 from flexinfer.checkpoints.parts import Settings, refuse_other, refuse_unknown
+from flexinfer.checkpoints.plain import PlainCheckpoint
 from flexinfer.checkpoints.tensor_files import TensorFiles
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.codebook import Codebook
@@ -48,7 +44,7 @@ def nibbles_of(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
 
 
-def places(nibbles: torch.Tensor, exponents: torch.Tensor) -> QuantisedTensor:
+def mxfp4_tensor(nibbles: torch.Tensor, exponents: torch.Tensor) -> QuantisedTensor:
     """nibbles: uint8 [columns, depth], places in the table of E2M1; exponents: uint8 [columns,
     depth / 32]. No finite number stands for an exponent of 255."""
     integers = nibbles.to(torch.int8) - 8
@@ -68,37 +64,31 @@ class _Part(NamedTuple):
     rows: slice
 
 
-class Mxfp4Checkpoint(Checkpoint):
+class Mxfp4Checkpoint(PlainCheckpoint):
     method = METHOD
 
     def __init__(self, files: TensorFiles, settings: Settings) -> None:
         """Raises UnsupportedModelError for what cannot be read; reads no weight."""
-        _check_settings(settings)
-        self._files = files
+        refuse_unknown(settings, METHOD, KNOWN)
+        refuse_other(settings, METHOD, "dequantize", (False, None))
+        super().__init__(files)
         self._parts: dict[str, _Part] = {}
-        owners = (name.rpartition(".") for name in files)
-        modules = {path for path, _, ending in owners if ending in TENSORS}
-        self.weights = {
-            name: StoredWeight(files.shape(name), False)
-            for name in files
-            if name.rpartition(".")[2] not in TENSORS
-        }
+        modules = set()
+        for name in files:
+            path, _, ending = name.rpartition(".")
+            if ending in TENSORS:
+                modules.add(path)
+                del self.weights[name]
         for path in sorted(modules):
             for name, part, shape in self._find_parts(path):
                 self._parts[name] = part
                 self.weights[name] = StoredWeight(shape, True)
 
-    def read(self, name: str) -> torch.Tensor:
-        return self._files.read(name)
-
-    def read_entry(self, name: str, index: int) -> torch.Tensor:
-        return self._files.read(name, index)
-
     def read_quantised(self, name: str) -> QuantisedTensor:
         matrix, expert, rows = self._parts[name]
         blocks = self._files.read(matrix + BLOCKS, expert)[rows]
         exponents = self._files.read(matrix + SCALES, expert)[rows]
-        return places(nibbles_of(blocks), exponents)
+        return mxfp4_tensor(nibbles_of(blocks), exponents)
 
     def _find_parts(self, path: str) -> Iterator[tuple[str, _Part, tuple[int, int]]]:
         """Of the experts at `path`: names, where they are, shapes."""
@@ -141,8 +131,3 @@ class Mxfp4Checkpoint(Checkpoint):
             )
         num_experts, outputs, groups = scales
         return num_experts, outputs, groups * GROUP
-
-
-def _check_settings(settings: Settings) -> None:
-    refuse_unknown(settings, METHOD, KNOWN)
-    refuse_other(settings, METHOD, "dequantize", (False, None))

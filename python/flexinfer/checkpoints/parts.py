@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from flexinfer.checkpoints.checkpoint import Checkpoint, StoredWeight
+from flexinfer.checkpoints.checkpoint import StoredWeight
+from flexinfer.checkpoints.plain import PlainCheckpoint
 from flexinfer.checkpoints.tensor_files import TensorFiles
 from flexinfer.errors import UnsupportedModelError
 
@@ -37,7 +38,7 @@ WORDS = Part(("I32",))
 SCALES = Part(("F16", "BF16", "F32", "F64"))
 
 
-class PartsCheckpoint(Checkpoint):
+class PartsCheckpoint(PlainCheckpoint):
     stays_quantised = True
     """Whether layers keep the integers that the folder has; else they are read as numbers."""
 
@@ -45,14 +46,13 @@ class PartsCheckpoint(Checkpoint):
         """parts: the tensors of a quantised layer; mark: which of them no other layer has.
 
         Raises UnsupportedModelError for layers that cannot be read; reads no weight."""
-        self._files, self._mark, self._parts = files, mark, parts
+        super().__init__(files)
+        self._mark, self._parts = mark, parts
         paths = [n.rpartition(".")[0] for n in files if n.rpartition(".")[2] == mark]
         self._layers = {path for path in paths if self._is_layer(path)}
-        self.weights = {
-            name: StoredWeight(files.shape(name), False)
-            for name in files
-            if not (self._is_part(name) or name.endswith(POSITIONS))
-        }
+        for name in files:
+            if self._is_part(name) or name.endswith(POSITIONS):
+                del self.weights[name]
         for path in sorted(self._layers):
             if f"{path}.weight" in self.weights:
                 raise UnsupportedModelError(
@@ -61,12 +61,6 @@ class PartsCheckpoint(Checkpoint):
             self._check_parts(path)
             self._check_layer(path)
             self.weights[f"{path}.weight"] = StoredWeight(self._shape(path), self.stays_quantised)
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._files.read(name)
-
-    def read_entry(self, name: str, index: int) -> torch.Tensor:
-        return self._files.read(name, index)
 
     def _is_layer(self, path: str) -> bool:
         return True

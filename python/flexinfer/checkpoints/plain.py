@@ -1,4 +1,5 @@
-"""PlainCheckpoint: a folder of safetensors whose weights are not quantised, read one by one.
+"""PlainCheckpoint: a folder of safetensors whose weights are not quantised, read one by one; and
+what folders have of such weights beside others (`parts.py`, `mxfp4.py`).
 
 transformers reads such folders too, and better knows their names; but of experts it holds all of a
 model in memory before the first of them can be quantised, whether they lie there one by one or, as
@@ -25,7 +26,9 @@ class PlainCheckpoint(Checkpoint):
 
     def __init__(self, files: TensorFiles) -> None:
         self._files = files
-        self.weights = {name: StoredWeight(files.shape(name), False) for name in files}
+        self.weights: dict[str, StoredWeight] = {
+            name: StoredWeight(files.shape(name), False) for name in files
+        }
 
     def read(self, name: str) -> torch.Tensor:
         return self._files.read(name)

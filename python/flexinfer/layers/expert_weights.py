@@ -10,6 +10,7 @@ from flexinfer.layers.quantised import QuantisedWeight, TensorKind
 from flexinfer.layers.quantised_panels import QuantisedPanels, kernel_weight
 from flexinfer.runtime.torch_settings import HUGE_PAGE_BYTES, back_by_huge_pages
 
+Weight = QuantisedWeight | torch.Tensor
 NUMBERS = {"scales", "minimums"}
 """Tables of one format, or both of float32."""
 
@@ -33,7 +34,7 @@ class ExpertWeights:
         """Bytes of the weights with their scales."""
         return sum(table.nbytes for table in self._tables.values())
 
-    def add(self, weight: QuantisedWeight | torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def add(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         """The next expert's: copied. bias: [columns], of the dtype of inputs and outputs; all have
         one or none. Raises ValueError for one that is not as those before."""
         kind = (
@@ -97,7 +98,7 @@ class ExpertWeights:
         )
 
 
-def _parts(weight: QuantisedWeight | torch.Tensor) -> dict[str, torch.Tensor]:
+def _parts(weight: Weight) -> dict[str, torch.Tensor]:
     if isinstance(weight, QuantisedWeight):
         return QuantisedPanels(weight).parts
     return {"panels": in_panels(weight)}

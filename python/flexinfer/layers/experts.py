@@ -17,7 +17,7 @@ import torch
 from flexinfer import _kernels
 from flexinfer.layers import host_linear, quantised_linear, rows
 from flexinfer.layers.activation import SILU, Activation
-from flexinfer.layers.expert_weights import ExpertWeights
+from flexinfer.layers.expert_weights import ExpertWeights, Weight
 from flexinfer.layers.quantised import QuantisedWeight
 from flexinfer.runtime.kernels import DTYPES
 from flexinfer.runtime.torch_operators import define_operators
@@ -114,7 +114,6 @@ class Experts(torch.nn.Module):
         return f"num_experts={self.num_experts}, width={self.width}"
 
 
-Weight = QuantisedWeight | torch.Tensor
 Biases = Sequence[torch.Tensor | None]
 """Of each expert: [outputs] of its products."""
 

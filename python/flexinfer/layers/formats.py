@@ -24,9 +24,10 @@ _is_plain: ContextVar[bool] = ContextVar("_is_plain", default=False)
 
 
 @contextmanager
-def staying_plain() -> Iterator[None]:
-    """Layers that are made meanwhile keep their weights in torch's order, to be laid out later."""
-    token = _is_plain.set(True)
+def staying_plain(is_plain: bool = True) -> Iterator[None]:
+    """Layers that are made meanwhile keep their weights in torch's order, to be laid out later; or
+    do not, while others do."""
+    token = _is_plain.set(is_plain)
     try:
         yield
     finally:
@@ -47,15 +48,9 @@ def best_format(weight: torch.Tensor) -> WeightFormat:
 def make_linear(*linears: Any, weight_format: WeightFormat | None = None) -> Linear:
     """One layer whose output is theirs, one after the other. linears: torch.nn.Linear or Conv1D;
     weight_format: None is `best_format`."""
-    parts = [(weight_of(linear), linear.bias) for linear in linears]
-    weight, bias = parts[0]
-    if len(parts) > 1:
-        weight = torch.cat([weight.detach() for weight, _ in parts])
-        if any(bias is not None for _, bias in parts):
-            bias = torch.cat(
-                [part.new_zeros(len(part)) if b is None else b.detach() for part, b in parts]
-            )
-    linear = FORMATS[weight_format or best_format(weight)](weight, bias)
+    weights = [weight_of(linear) for linear in linears]
+    weight = weights[0] if len(weights) == 1 else torch.cat([w.detach() for w in weights])
+    linear = FORMATS[weight_format or best_format(weight)](weight, joined_bias(linears))
     if _is_plain.get() and isinstance(linear, PlainLinear):
         linear.parts = linears
     return linear
@@ -63,11 +58,20 @@ def make_linear(*linears: Any, weight_format: WeightFormat | None = None) -> Lin
 
 def make_fastest(linears: Sequence[Any]) -> Linear:
     """`make_linear` in the fastest format, while other layers stay plain too."""
-    token = _is_plain.set(False)
-    try:
+    with staying_plain(False):
         return make_linear(*linears)
-    finally:
-        _is_plain.reset(token)
+
+
+def joined_bias(linears: Sequence[Any]) -> torch.Tensor | None:
+    """Of their outputs, one after the other, zeros where one has none; None: no one has any."""
+    known = next((linear.bias for linear in linears if linear.bias is not None), None)
+    if known is None or len(linears) == 1:
+        return known
+    biases = [
+        known.new_zeros(len(weight_of(part))) if part.bias is None else part.bias
+        for part in linears
+    ]
+    return torch.cat(biases).detach()
 
 
 def is_linear(module: Any) -> bool:

@@ -20,8 +20,8 @@ import torch
 from flexinfer.layers import host_linear
 from flexinfer.layers.activation import Activation
 from flexinfer.layers.expert_layout import BIASES, ExpertLayout, layout_of
-from flexinfer.layers.expert_weights import ExpertWeights
-from flexinfer.layers.experts import Experts, Weight, slow_experts
+from flexinfer.layers.expert_weights import ExpertWeights, Weight
+from flexinfer.layers.experts import Experts, slow_experts
 from flexinfer.layers.quantised import QuantisedTensor, QuantisedWeight, Scheme
 from flexinfer.layers.quantised_rows import join
 from flexinfer.layers.trial import computes_the_same

@@ -22,7 +22,8 @@ from functools import cache
 import torch
 
 from flexinfer import _kernels
-from flexinfer.layers.linear import OpaqueLinear
+from flexinfer.layers.linear import OpaqueLinear, check_operands
+from flexinfer.layers.rows import dense_rows
 from flexinfer.runtime.activations import empty_activation
 from flexinfer.runtime.kernels import DTYPES
 from flexinfer.runtime.openmp import start_threads_address
@@ -134,21 +135,9 @@ def multiply_panels(
             f"many of them, and a multiple of {2 * panel_columns(dtype)} outputs; got "
             f"{tuple(x.shape)} {x.dtype} and {columns} outputs on {kernel().isa}"
         )
-    if x.dtype != dtype or not x.is_cpu or x.shape != (*output.shape[:-1], depth):
-        raise ValueError(
-            f"a layer of {depth} inputs and {columns} outputs of {dtype} on the CPU got "
-            f"{tuple(x.shape)} {x.dtype} on {x.device}"
-        )
-    if residual is not None:
-        if residual.shape != output.shape or residual.dtype != dtype or not residual.is_cpu:
-            raise ValueError(
-                f"the residual must be {tuple(output.shape)} {dtype} on the CPU, got "
-                f"{tuple(residual.shape)} {residual.dtype} on {residual.device}"
-            )
-        residual = residual.contiguous()
-    rows = x.reshape(-1, depth)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
+    check_operands(x, residual, depth, output.shape, dtype)
+    residual = None if residual is None else residual.contiguous()
+    rows = dense_rows(x)
     kernel().forward(
         DTYPES[dtype],
         rows.data_ptr(),

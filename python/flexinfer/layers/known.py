@@ -13,15 +13,15 @@ def rotate_half(x):
     x2 = x[..., x.shape[-1] // 2:]
     return torch.cat((-x2, x1), dim=-1)
 """
-_ROTARY = """
+_ROTARY = f"""
 def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     q_embed = q * cos + rotate_half(q) * sin
     k_embed = k * cos + rotate_half(k) * sin
     return (q_embed, k_embed)
-"""
-_ROTARY_OF_OLMO = """
+{_ROTATE_HALF}"""
+_ROTARY_OF_OLMO = f"""
 def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     q_type, k_type = (q.dtype, k.dtype)
     cos = cos.unsqueeze(unsqueeze_dim)
@@ -29,7 +29,7 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     q_embed = q * cos + rotate_half(q) * sin
     k_embed = k * cos + rotate_half(k) * sin
     return (q_embed.to(q_type), k_embed.to(k_type))
-"""
+{_ROTATE_HALF}"""
 _ROTARY_BY_HALVES = """
 def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     cos = cos.unsqueeze(unsqueeze_dim)
@@ -92,16 +92,14 @@ def forward(self, hidden_states, position_embeddings, attention_mask, past_key_v
 
 
 ATTENTIONS = (
-    _attention(
-        _HEADS, _ROTARY + _ROTATE_HALF
-    ),  # Llama, Qwen2, Mistral, Gemma, Gemma 2, Granite, ...
-    _attention(_HEADS_OF_OLMO, _ROTARY_OF_OLMO + _ROTATE_HALF),  # OLMo without clip_qkv
+    _attention(_HEADS, _ROTARY),  # Llama, Qwen2, Mistral, Gemma, Gemma 2, Granite, ...
+    _attention(_HEADS_OF_OLMO, _ROTARY_OF_OLMO),  # OLMo without clip_qkv
 )
 ATTENTIONS_BY_HALVES = (_attention(_HEADS, _ROTARY_BY_HALVES),)
 """gpt-oss's: cosines and sines are those of half a head."""
 ATTENTIONS_WITH_NORMS = (
-    _attention(_NORM_THEN_TRANSPOSE, _ROTARY + _ROTATE_HALF),  # Qwen3, ...
-    _attention(_TRANSPOSE_THEN_NORM, _ROTARY + _ROTATE_HALF),  # Gemma 3, EXAONE 4, Apertus, ...
+    _attention(_NORM_THEN_TRANSPOSE, _ROTARY),  # Qwen3, ...
+    _attention(_TRANSPOSE_THEN_NORM, _ROTARY),  # Gemma 3, EXAONE 4, Apertus, ...
 )
 
 

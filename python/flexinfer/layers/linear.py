@@ -13,6 +13,7 @@ opaque weight for its input: the operator finds it by the layer's number.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from enum import Enum
 from functools import cache
 from itertools import count
@@ -133,6 +134,28 @@ class OpaqueLinear(Linear):
         else:
             output = torch.ops.flexinfer.linear(x, residual, self.number, self.out_features)
         return output
+
+
+def check_operands(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    depth: int,
+    output: Sequence[int],
+    dtype: torch.dtype,
+) -> None:
+    """Raises ValueError for what a kernel would read beyond. output: the shape [..., outputs]."""
+    if x.dtype != dtype or not x.is_cpu or x.shape != (*output[:-1], depth):
+        raise ValueError(
+            f"a layer of {depth} inputs and {output[-1]} outputs of {dtype} on the CPU got "
+            f"{tuple(x.shape)} {x.dtype} on {x.device}"
+        )
+    if residual is None:
+        return
+    if residual.shape != tuple(output) or residual.dtype != dtype or not residual.is_cpu:
+        raise ValueError(
+            f"the residual must be {tuple(output)} {dtype} on the CPU, got "
+            f"{tuple(residual.shape)} {residual.dtype} on {residual.device}"
+        )
 
 
 def silu_gates(outputs: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flexinfer.layers.expert_layout import layout_of
-from flexinfer.layers.formats import is_linear, make_fastest, weight_of
+from flexinfer.layers.formats import is_linear, joined_bias, make_fastest, weight_of
 from flexinfer.layers.joined_linear import JoinedLinear
 from flexinfer.layers.linear import Linear, PlainLinear
 from flexinfer.layers.quantised import QuantisedWeight, Scheme, TensorKind
@@ -68,14 +68,7 @@ def _kind(linear: Any) -> TensorKind | None:
 def _of_one_kind(linears: list[Any]) -> QuantisedLinear:
     """Of linear layers with integers of one kind, one after the other."""
     source = join([s for linear in linears if (s := stored(linear)) is not None])
-    dtype, bias = linears[0].weight.dtype, None
-    if any(linear.bias is not None for linear in linears):
-        biases = [
-            torch.zeros(linear.out_features, dtype=dtype) if linear.bias is None else linear.bias
-            for linear in linears
-        ]
-        bias = torch.cat([bias.detach() for bias in biases])
-    return QuantisedLinear(source, bias, dtype)
+    return QuantisedLinear(source, joined_bias(linears), linears[0].weight.dtype)
 
 
 def lay_out_parts(module: torch.nn.Module, scheme: Scheme | None) -> None:

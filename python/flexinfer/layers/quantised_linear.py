@@ -12,9 +12,10 @@ from functools import cache
 import torch
 
 from flexinfer import _kernels
-from flexinfer.layers.linear import OpaqueLinear
+from flexinfer.layers.linear import OpaqueLinear, check_operands
 from flexinfer.layers.quantised import QuantisedTensor, QuantisedWeight
 from flexinfer.layers.quantised_panels import QuantisedPanels, kernel_weight
+from flexinfer.layers.rows import dense_rows
 from flexinfer.runtime.activations import empty_activation
 from flexinfer.runtime.kernels import DTYPES
 from flexinfer.runtime.openmp import start_threads_address
@@ -71,26 +72,14 @@ class QuantisedLinear(OpaqueLinear):
     def multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """The residual is added while the product is still in registers."""
         dtype = self.weight.dtype
-        if x.dtype != dtype or not x.is_cpu or x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"a layer of {self.in_features} inputs of {dtype} on the CPU got "
-                f"{tuple(x.shape)} {x.dtype} on {x.device}"
-            )
+        check_operands(x, residual, self.in_features, (*x.shape[:-1], self.out_features), dtype)
         output = empty_activation((*x.shape[:-1], self._width), dtype)
         num_padding = self._width - self.out_features
         if residual is not None:
-            wanted = (*x.shape[:-1], self.out_features)
-            if residual.shape != wanted or residual.dtype != dtype or not residual.is_cpu:
-                raise ValueError(
-                    f"the residual must be {wanted} {dtype} on the CPU, got "
-                    f"{tuple(residual.shape)} {residual.dtype} on {residual.device}"
-                )
             if num_padding:
                 residual = torch.nn.functional.pad(residual, (0, num_padding))
             residual = residual.contiguous()
-        rows = x.reshape(-1, self.in_features)
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
+        rows = dense_rows(x)
         kernel().forward(
             DTYPES[dtype],
             self._weight,

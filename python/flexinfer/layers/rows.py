@@ -35,7 +35,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         and weight.shape[0] % WIDTH_STEP == 0
     ):
         _refuse("rms_norm", "x [..., width] and a dense weight [width]", WIDTH_STEP, x, weight)
-    rows = _dense_rows(x)
+    rows = dense_rows(x)
     num_rows, width = rows.shape
     output = empty_activation(x.shape, x.dtype)
     kernel().rms_norm(
@@ -66,7 +66,7 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0)^2; x: [..., width]."""
     if not (_are_rows(x) and x.dim() > 0 and x.shape[-1] % WIDTH_STEP == 0):
         _refuse("relu2", "x [..., width]", WIDTH_STEP, x)
-    rows = _dense_rows(x)
+    rows = dense_rows(x)
     num_rows, width = rows.shape
     output = empty_activation(x.shape, x.dtype)
     kernel().relu2(
@@ -89,7 +89,7 @@ def _multiply_gates(operation: str, gate: torch.Tensor, factor: torch.Tensor) ->
         and gate.shape[-1] % WIDTH_STEP == 0
     ):
         _refuse(operation, "gate and factor [..., width]", WIDTH_STEP, gate, factor)
-    gates, factors = _dense_rows(gate), _dense_rows(factor)
+    gates, factors = dense_rows(gate), dense_rows(factor)
     num_rows, width = gates.shape
     output = empty_activation(gate.shape, gate.dtype)
     getattr(kernel(), operation)(
@@ -155,7 +155,7 @@ def _rotate(
     return output
 
 
-def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+def dense_rows(x: torch.Tensor) -> torch.Tensor:
     """[rows, width] of x [..., width]; a copy only if its rows are not dense or not in line."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()

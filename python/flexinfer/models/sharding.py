@@ -112,8 +112,8 @@ def load_part(name: str, config: Any, dtype: torch.dtype, part: RankOf) -> Any:
     Part.__name__, Part.__module__ = base.__name__, base.__module__
     overrides: dict[str, str] = {}
     if _num_kv_heads(config) % part.num_ranks:  # heads are held by several ranks: cut here
-        prefix = _layers_prefix(base, config)
-        overrides = {f"{prefix}layers.*.{name}": "replicate" for name in KEYS_AND_VALUES}
+        prefix = base.base_model_prefix
+        overrides = {f"{prefix}.layers.*.{name}": "replicate" for name in KEYS_AND_VALUES}
     settings = DistributedConfig(tp_size=part.num_ranks, tp_plan=overrides or None)
     model, info = Part.from_pretrained(
         name,
@@ -137,7 +137,7 @@ def num_parts_of_inputs(config: Any, num_ranks: int) -> Callable[[str], int]:
     from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
     plan: dict[str, str] = config.get_text_config().base_model_tp_plan
-    prefix = _layers_prefix(_model_class(config), config)
+    prefix = f"{_model_class(config).base_model_prefix}."
 
     def num_parts(name: str) -> int:
         style = plan.get(replace_layer_number_by_wildcard(name.removeprefix(prefix)))
@@ -274,7 +274,3 @@ def _cut_heads(linear: Any, config: Any, part: RankOf) -> None:
 def _num_kv_heads(config: Any) -> int:
     text = config.get_text_config()
     return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-
-
-def _layers_prefix(model_class: Any, config: Any) -> str:
-    return f"{model_class.base_model_prefix}."

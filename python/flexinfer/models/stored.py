@@ -19,7 +19,7 @@ from flexinfer.checkpoints.checkpoint import EXPERT_PARTS, Checkpoint, expert_we
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.embedding import QuantisedEmbedding, is_embedding, scale_of
 from flexinfer.layers.expert_layout import ExpertLayout, layout_of
-from flexinfer.layers.experts import Weight
+from flexinfer.layers.expert_weights import Weight
 from flexinfer.layers.formats import is_linear
 from flexinfer.layers.fuse_experts import store as store_experts
 from flexinfer.layers.quantise import stays, store

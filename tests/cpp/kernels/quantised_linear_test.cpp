@@ -220,6 +220,18 @@ class QuantisedLevels : public testing::TestWithParam<const QuantisedIsa*> {
     const Problem problem(shape, seed);
     EXPECT_EQ(problem.multiply(*GetParam()), problem.multiply(find_quantised("portable"))) << shape;
   }
+
+  static void expect_definition(const Problem& problem, const Shape& shape, const Bytes& output,
+                                double bound) {
+    for (int64_t row = 0; row < shape.rows; ++row) {
+      for (int64_t column = 0; column < shape.columns; ++column) {
+        const double expected = problem.expected(row, column);
+        ASSERT_NEAR(problem.number(output, row * shape.columns + column), expected,
+                    bound * (1 + std::abs(expected)))
+            << shape << ": " << row << " " << column;
+      }
+    }
+  }
 };
 
 // Around the heights of tiles and blocks; depths with and without a part of a tile.
@@ -255,15 +267,7 @@ TEST_P(QuantisedLevels, outputs_are_those_of_the_definition) {
     Shape shape = {rows, rows == 12 ? 320 : 324, 80, DType::kFloat32, true, true};
     shape.is_rotated = rows < 29;
     const Problem problem(shape, 7);
-    const Bytes output = problem.multiply(*GetParam());
-    for (int64_t row = 0; row < rows; ++row) {
-      for (int64_t column = 0; column < shape.columns; ++column) {
-        const double expected = problem.expected(row, column);
-        ASSERT_NEAR(problem.number(output, row * shape.columns + column), expected,
-                    1e-5 * (1 + std::abs(expected)))
-            << row << " " << column;
-      }
-    }
+    expect_definition(problem, shape, problem.multiply(*GetParam()), 1e-5);
   }
 }
 
@@ -308,15 +312,7 @@ TEST_P(QuantisedLevels, groups_are_those_of_the_definition_and_rows_the_same_bit
                          false};
     const Problem problem(shape, i);
     const Bytes output = problem.multiply(*GetParam());
-    const double bound = dtype == DType::kFloat32 ? 1e-5 : 1.0 / 128;
-    for (int64_t row = 0; row < shape.rows; ++row) {
-      for (int64_t column = 0; column < shape.columns; ++column) {
-        const double expected = problem.expected(row, column);
-        ASSERT_NEAR(problem.number(output, row * shape.columns + column), expected,
-                    bound * (1 + std::abs(expected)))
-            << shape << ": " << row << " " << column;
-      }
-    }
+    expect_definition(problem, shape, output, dtype == DType::kFloat32 ? 1e-5 : 1.0 / 128);
     Bytes apart;
     for (int64_t row = 0; row < shape.rows; ++row) {
       const Bytes alone = problem.multiply(*GetParam(), row, 1);

@@ -36,7 +36,7 @@ def test_the_file_for_llama_cpp_has_the_folders_numbers(
     model = copy.deepcopy(make_model("llama")).to(torch.bfloat16)
     model.resize_token_embeddings(300)
     model.save_pretrained(tmp_path)
-    module_of("model", monkeypatch).write_gguf(tmp_path, tmp_path / "BF16.gguf")
+    module_of("gguf_files", monkeypatch).write_gguf(tmp_path, tmp_path / "BF16.gguf")
     answers = []
     for source in (tmp_path, tmp_path / "BF16.gguf"):
         with LLM(str(source), skip_tokenizer_init=True, dtype="float32") as llm:

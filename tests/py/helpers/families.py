@@ -11,23 +11,11 @@ from typing import Any
 import torch
 import transformers as tf
 
-from helpers.tiny_models import CONFIGS, VOCAB_SIZE, continue_prompt, draw_model
+from helpers.tiny_models import CONFIGS, TINY, VOCAB_SIZE, continue_prompt, draw_model
 
 torch.set_num_threads(1)
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+_COMMON: dict[str, Any] = {**TINY, "num_key_value_heads": 2, "initializer_range": 0.3}
 _ONE_IN_TWO = ["sliding_attention", "full_attention"]
 _WINDOWS: dict[str, Any] = {**_COMMON, "sliding_window": 16, "layer_types": _ONE_IN_TWO * 2}
 

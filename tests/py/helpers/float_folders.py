@@ -85,7 +85,7 @@ def scaled_parts(
 
 
 @dataclass(frozen=True)
-class Places:
+class Fp4:
     """A weight of 4 bits by the table of E2M1."""
 
     codes: torch.Tensor
@@ -110,16 +110,16 @@ class Places:
         return number * float(torch.tensor(e4m3(scale)) / torch.tensor(self.factor))
 
 
-def draw_places(outputs: int, inputs: int, seed: int, *, group: int, has_factor: bool) -> Places:
+def draw_fp4(outputs: int, inputs: int, seed: int, *, group: int, has_factor: bool) -> Fp4:
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 16, (outputs, inputs), generator=generator)
     least, most = (0x40, 0x7F) if has_factor else (120, 124)
     shape = outputs, inputs // group
     scales = torch.randint(least, most, shape, generator=generator, dtype=torch.uint8)
-    return Places(codes, scales, 1234.5 + seed if has_factor else None)
+    return Fp4(codes, scales, 1234.5 + seed if has_factor else None)
 
 
-def places_parts(of: Places, has_input_factor: bool = False) -> dict[str, torch.Tensor]:
+def fp4_parts(of: Fp4, has_input_factor: bool = False) -> dict[str, torch.Tensor]:
     parts = {
         "weight_packed": (of.codes[:, ::2] | of.codes[:, 1::2] << 4).to(torch.uint8),
         "weight_scale": of.scales.clone(),
@@ -181,22 +181,22 @@ SCALED_CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
         DIRECT,
     ),
 }
-PLACES_CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
+FP4_CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "nvfp4": (
         compressed_settings(NVFP4_WEIGHTS, NVFP4_INPUTS, "nvfp4-pack-quantized"),
-        partial(draw_places, group=16, has_factor=True),
-        partial(places_parts, has_input_factor=True),
+        partial(draw_fp4, group=16, has_factor=True),
+        partial(fp4_parts, has_input_factor=True),
     ),
     "nvfp4 W4A16": (
         compressed_settings(NVFP4_WEIGHTS, None, "nvfp4-pack-quantized"),
-        partial(draw_places, group=16, has_factor=True),
-        places_parts,
+        partial(draw_fp4, group=16, has_factor=True),
+        fp4_parts,
     ),
     "mxfp4": (
         compressed_settings(
             MXFP4_WEIGHTS, {**MXFP4_WEIGHTS, "dynamic": True}, "mxfp4-pack-quantized"
         ),
-        partial(draw_places, group=32, has_factor=False),
-        places_parts,
+        partial(draw_fp4, group=32, has_factor=False),
+        fp4_parts,
     ),
 }

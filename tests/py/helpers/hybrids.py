@@ -13,26 +13,14 @@ import transformers as tf
 
 from flexinfer import LLMEngine
 from helpers import engine_kit
-from helpers.tiny_models import VOCAB_SIZE, continue_prompt, draw_model
+from helpers.tiny_models import TINY, continue_prompt, draw_model
 
 torch.set_num_threads(1)
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+_COMMON: dict[str, Any] = {**TINY, "num_key_value_heads": 2, "initializer_range": 0.3}
 _LINEAR_AND_FULL = ["linear_attention", "full_attention"]
 _DELTA: dict[str, Any] = {
     **_COMMON,
-    "num_hidden_layers": 4,
     "head_dim": 16,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
@@ -48,7 +36,6 @@ _EXPERTS: dict[str, Any] = {
 }
 _MINIMAX: dict[str, Any] = {
     **_COMMON,
-    "num_hidden_layers": 4,
     "head_dim": 16,
     "block_size": 8,
     "layer_types": _LINEAR_AND_FULL * 2,
@@ -66,12 +53,11 @@ HYBRIDS: dict[str, Any] = {
     "qwen3_next": lambda: tf.Qwen3NextConfig(**_DELTA, **_EXPERTS),
     "qwen3_5": lambda: tf.Qwen3_5TextConfig(**_DELTA),
     "bamba": lambda: tf.BambaConfig(
-        **_COMMON, **_MAMBA2, num_hidden_layers=3, attn_layer_indices=[1]
+        **_COMMON | {"num_hidden_layers": 3}, **_MAMBA2, attn_layer_indices=[1]
     ),
     "granitemoehybrid": lambda: tf.GraniteMoeHybridConfig(
         **_COMMON,
         **_MAMBA2,
-        num_hidden_layers=4,
         layer_types=_LINEAR_AND_FULL * 2,
         num_local_experts=4,
         shared_intermediate_size=64,
@@ -79,7 +65,6 @@ HYBRIDS: dict[str, Any] = {
     ),
     "jamba": lambda: tf.JambaConfig(
         **_COMMON,
-        num_hidden_layers=4,
         attn_layer_period=2,
         attn_layer_offset=1,
         num_experts=4,

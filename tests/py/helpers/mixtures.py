@@ -8,20 +8,13 @@ from typing import Any
 import transformers as tf
 
 from flexinfer import LLM, SamplingParams
+from helpers.tiny_models import TINY
 
 NUM_TOKENS = 10
 COMMON: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
+    **TINY,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
     "num_experts_per_tok": 2,
 }
 CONFIGS: dict[str, Any] = {

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as tf
-from safetensors.torch import save_file
 
 from helpers.mixtures import COMMON
+from helpers.packed_folders import save
 
 SETTINGS: dict[str, Any] = {
     "quant_method": "mxfp4",
@@ -63,10 +62,5 @@ def write_folder(folder: Path, model: Any, settings: dict[str, Any] | None = Non
         blocks, exponents = draw(*tensor.shape, seed)
         tensor.copy_(numbers(blocks, exponents).transpose(1, 2))
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    model.config.save_pretrained(folder)
-    text = json.loads((folder / "config.json").read_text())
-    text["quantization_config"] = SETTINGS if settings is None else settings
-    (folder / "config.json").write_text(json.dumps(text))
+    save(folder, model, SETTINGS if settings is None else settings, tensors)
     return written

@@ -20,14 +20,13 @@ def compressed_settings(
     weights: dict[str, Any],
     inputs: dict[str, Any] | None = None,
     kind: str = "pack-quantized",
-    ignored: tuple[str, ...] = ("lm_head",),
 ) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
         "format": kind,
         "config_groups": {"group_0": group},
-        "ignore": list(ignored),
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
         "kv_cache_scheme": None,
     }
 

@@ -113,7 +113,7 @@ def write_folder(
         tensor.copy_(numbers.weight())
         path = name.removesuffix(".weight")
         tensors |= {f"{path}.{part}": value for part, value in parts_of(numbers).items()}
-    _save(folder, model, settings, tensors)
+    save(folder, model, settings, tensors)
     return written
 
 
@@ -155,11 +155,12 @@ def write_experts(
                 short = {"gate": "w1", "down": "w2", "up": "w3"}[part]
                 last = short if is_mixtral else f"{part}_proj"
                 add(f"{path}.{expert}.{last}.weight", values, not has_plain_experts)
-    _save(folder, model, settings, tensors)
+    save(folder, model, settings, tensors)
     return written
 
 
-def _save(folder: Path, model: Any, settings: dict[str, Any], tensors: dict[str, Any]) -> None:
+def save(folder: Path, model: Any, settings: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """A folder with these tensors, and the config of the model with these settings."""
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     model.config.save_pretrained(folder)

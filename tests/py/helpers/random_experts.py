@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from flexinfer.layers.activation import GELU_TANH, RELU2, SILU, Activation, clamped_swiglu
-from flexinfer.layers.expert_weights import ExpertWeights
-from flexinfer.layers.experts import Experts, Weight, slow_experts
+from flexinfer.layers.expert_weights import ExpertWeights, Weight
+from flexinfer.layers.experts import Experts, slow_experts
 from flexinfer.layers.fuse import fuse_layers
 from flexinfer.layers.quantised import QuantisedTensor, Scheme
 from helpers.slow_products import with_dequantised

@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 VOCAB_SIZE = 128
 MAX_POSITIONS = 256
 
-_COMMON: dict[str, Any] = {
+TINY: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -28,9 +28,9 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-_WIDE = {**_COMMON, "initializer_range": 0.4}
-_GQA = {**_COMMON, "num_key_value_heads": 2}
-_SHALLOW = {**_COMMON, "num_hidden_layers": 2}
+_WIDE = {**TINY, "initializer_range": 0.4}
+_GQA = {**TINY, "num_key_value_heads": 2}
+_SHALLOW = {**TINY, "num_hidden_layers": 2}
 
 CONFIGS: dict[str, Any] = {
     "llama": lambda: tf.LlamaConfig(**_GQA),

@@ -259,7 +259,7 @@ def test_what_the_kernel_would_read_beyond_is_refused() -> None:
     source = Scheme.parse("int8").quantise(torch.randn(16, 64))
     layer = QuantisedLinear(source, None, torch.float32)
     for x in (torch.zeros(2, 60), torch.zeros(2, 64).bfloat16()):
-        with pytest.raises(ValueError, match=r"64 inputs of torch\.float32"):
+        with pytest.raises(ValueError, match=r"64 inputs and 16 outputs of torch\.float32"):
             layer(x)
     with pytest.raises(ValueError, match="residual must be"):
         layer(torch.zeros(2, 64), torch.zeros(1, 16))

@@ -31,7 +31,7 @@ def every_isa_is_taken(monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
     monkeypatch.setattr(host_linear, "ISAS", (isa,))
 
 
-def hangs_on_rows(isa: str, dtype: Any) -> bool:
+def hangs_on_rows(dtype: Any) -> bool:
     """As of every layer: see test_host_linear.py."""
     return not host_linear.kernel().has_gates(DTYPES_OF_KERNELS[dtype], 96)
 
@@ -55,7 +55,7 @@ def test_linear_is_that_of_torch(isa: str, dtype: Any, has_bias: bool, widens: b
     bound = 1e-4 if x.dtype == torch.float32 else 0.15
     torch.testing.assert_close(found.double(), expected, atol=bound, rtol=0.01)
     assert type(found) is torch.Tensor
-    if not hangs_on_rows(isa, x.dtype):
+    if not hangs_on_rows(x.dtype):
         used = weight.float() if widens else weight
         for rows in (x[0, :1], x[0, :7], x[0, 3:60]):
             first = 3 if len(rows) == 57 else 0
@@ -90,7 +90,7 @@ def test_all_else_sees_a_parameter() -> None:
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe", "longcat_flash", "gpt_oss"])
 def test_a_token_of_a_mixture_hangs_on_no_other(isa: str, kind: str) -> None:
     """Of those whose code has no sigmoid: torch's hangs on where in memory a number stands."""
-    if hangs_on_rows(isa, torch.float32):
+    if hangs_on_rows(torch.float32):
         pytest.skip("as of every layer here: few rows are not split")
     model = copy.deepcopy(tiny_model_or_skip(kind))
     fuse_layers(model)

@@ -18,13 +18,13 @@ from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.models.loading import load_config, load_model
 from flexinfer.models.quantisation import open_checkpoint
 from flexinfer.models.stored import open_stored
-from helpers.float_folders import PLACES_CASES, SCALED_CASES, draw_scaled
+from helpers.float_folders import FP4_CASES, SCALED_CASES, draw_scaled
 from helpers.mixtures import CONFIGS, NUM_TOKENS, generate
 from helpers.packed_cases import tiny
 from helpers.packed_folders import write_experts, write_folder
 from helpers.tiny_models import continue_prompt, draw_model, random_prompts
 
-CASES = {**SCALED_CASES, **PLACES_CASES}
+CASES = {**SCALED_CASES, **FP4_CASES}
 NAMES = [f"model.layers.1.{name}.weight" for name in ("self_attn.k_proj", "mlp.down_proj")]
 
 
@@ -43,7 +43,7 @@ def test_weights_of_8_bits_are_those_numbers_bit_by_bit(case: str, tmp_path: Pat
         assert torch.equal(stored.model.get_parameter(name), written.state_dict()[name].bfloat16())
 
 
-@pytest.mark.parametrize("case", PLACES_CASES)
+@pytest.mark.parametrize("case", FP4_CASES)
 def test_weights_of_4_bits_are_those_numbers_bit_by_bit(case: str, tmp_path: Path) -> None:
     written = write_folder(tmp_path, tiny(), *CASES[case])
     checkpoint = checkpoint_of(tmp_path)

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.loading import load_config, load_model
 from flexinfer.models.quantisation import open_checkpoint
-from helpers.float_folders import FP8, PLACES_CASES, SCALED_CASES
+from helpers.float_folders import FP4_CASES, FP8, SCALED_CASES
 from helpers.packed_cases import OWN, changed, tiny
 from helpers.packed_folders import edit, write_folder
 
-CASES = {**SCALED_CASES, **PLACES_CASES}
+CASES = {**SCALED_CASES, **FP4_CASES}
 CHANNELS, BLOCKS, NVFP4, MXFP4 = (
     CASES[case][0] for case in ("compressed by output", "compressed blocks", "nvfp4", "mxfp4")
 )

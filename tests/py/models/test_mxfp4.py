@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from flexinfer.checkpoints.checkpoint import EXPERT_PARTS, expert_weight
-from flexinfer.checkpoints.mxfp4 import Mxfp4Checkpoint, places
+from flexinfer.checkpoints.mxfp4 import Mxfp4Checkpoint, mxfp4_tensor
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.experts import Experts
 from flexinfer.layers.fuse_experts import read_all
@@ -73,13 +73,13 @@ def test_every_exponent_is_a_power_of_two_exactly() -> None:
     blocks = torch.arange(16, dtype=torch.uint8).repeat(252, 1) * 0x11
     exponents = torch.arange(252, dtype=torch.uint8)[:, None]
     nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
-    found = places(nibbles, exponents)
+    found = mxfp4_tensor(nibbles, exponents)
     assert torch.equal(found.dequantised().double(), numbers(blocks[:, None], exponents))
     assert found.is_finite
-    zeros = places(nibbles[:1] & 8, exponents[:1])
+    zeros = mxfp4_tensor(nibbles[:1] & 8, exponents[:1])
     assert not zeros.dequantised().any()
     assert zeros.scales.item() == 1
-    assert not places(nibbles[:1], torch.tensor([[255]], dtype=torch.uint8)).is_finite
+    assert not mxfp4_tensor(nibbles[:1], torch.tensor([[255]], dtype=torch.uint8)).is_finite
 
 
 def stored_layers(folder: Path) -> Any:

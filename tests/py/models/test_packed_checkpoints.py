@@ -18,7 +18,7 @@ from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.models.loading import load_config, load_model
 from flexinfer.models.quantisation import choose_scheme, open_checkpoint
-from helpers.float_folders import PLACES_CASES, SCALED_CASES
+from helpers.float_folders import FP4_CASES, SCALED_CASES
 from helpers.mixtures import NUM_TOKENS, generate
 from helpers.packed_cases import (
     AWQ,
@@ -38,7 +38,7 @@ from helpers.packed_folders import compressed_bytes, gptq, write_folder
 from helpers.slow_products import BY_ROUNDING, furthest_behind, with_byte_inputs
 from helpers.tiny_models import CONFIGS, continue_prompt, draw_model, random_prompts
 
-QUANTISED_CASES = {**CASES, **PLACES_CASES}
+QUANTISED_CASES = {**CASES, **FP4_CASES}
 ALL_CASES = {**QUANTISED_CASES, **SCALED_CASES}
 """With those that are read as numbers."""
 

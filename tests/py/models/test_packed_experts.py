@@ -3,7 +3,6 @@ expert's own tensors; refusals by name."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +17,22 @@ from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.experts import Experts
 from flexinfer.models.loading import load_config, load_model
 from flexinfer.models.quantisation import open_checkpoint
+from helpers import packed_cases
 from helpers.mixtures import COMMON, CONFIGS, NUM_TOKENS, generate
-from helpers.packed_cases import AWQ, BYTES, GPTQ, INPUTS, WEIGHTS, fixed
-from helpers.packed_cases import compressed_settings as plain_settings
+from helpers.packed_cases import BYTES, INPUTS, compressed_settings, fixed
 from helpers.packed_folders import (
-    awq,
-    compressed,
     compressed_bytes,
-    gptq,
     write_experts,
 )
 from helpers.slow_products import BY_ROUNDING, furthest_behind, with_byte_inputs
 from helpers.tiny_models import continue_prompt, draw_model, random_prompts
 
-compressed_settings = partial(plain_settings, ignored=("lm_head", "re:.*mlp.gate$"))
-
-CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
-    "gptq": (GPTQ, fixed(32), partial(gptq, bits=4)),
-    "gptq symmetric": ({**GPTQ, "sym": True}, fixed(32, 4, True), partial(gptq, bits=4)),
-    "gptq 8 bits": ({**GPTQ, "bits": 8}, fixed(32, 8), partial(gptq, bits=8)),
-    "awq": (AWQ, fixed(32), awq),
-    "compressed": (
-        compressed_settings(WEIGHTS),
-        fixed(32, 4, True),
-        partial(compressed, bits=4, is_symmetric=True),
-    ),
-    "compressed asymmetric": (
-        compressed_settings({**WEIGHTS, "symmetric": False}),
-        fixed(32),
-        partial(compressed, bits=4, is_symmetric=False),
-    ),
+CASES = {
+    name: packed_cases.CASES[name]
+    for name in (
+        *("gptq", "gptq symmetric", "gptq 8 bits", "awq"),
+        *("compressed", "compressed asymmetric"),
+    )
 }
 
 

@@ -17,7 +17,7 @@ from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.loading import load_config, load_model
 from flexinfer.models.quantisation import open_checkpoint
 from flexinfer.models.stored import open_stored
-from helpers.float_folders import PLACES_CASES, SCALED_CASES
+from helpers.float_folders import FP4_CASES, SCALED_CASES
 from helpers.mixtures import COMMON, NUM_TOKENS, generate
 from helpers.packed_folders import edit, write_experts
 from helpers.tiny_models import continue_prompt, draw_model, random_prompts
@@ -42,7 +42,7 @@ CONFIGS: dict[str, Any] = {
     "deepseek_v3": lambda: tf.DeepseekV3Config(**ROUTED | LATENT),
     "glm4_moe": lambda: tf.Glm4MoeConfig(**ROUTED, head_dim=16),
 }
-CASES = {"fp8": SCALED_CASES["fp8"], "nvfp4": PLACES_CASES["nvfp4"]}
+CASES = {"fp8": SCALED_CASES["fp8"], "nvfp4": FP4_CASES["nvfp4"]}
 NAME = "model.layers.1.mlp.gate.e_score_correction_bias"
 CORRECTION = (0.0, -2.0, 1.0, 0.5)
 """Experts 2 and 3, whatever the scores, which lie between 0 and 1."""

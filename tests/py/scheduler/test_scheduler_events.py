@@ -31,10 +31,6 @@ MIN_CHUNKS = 12
 """Holds the longest request, and the pins besides."""
 
 
-def chunks_to_bytes(num_chunks: int | None) -> int | None:
-    return None if num_chunks is None else num_chunks * CHUNK_BYTES
-
-
 @dataclass(frozen=True)
 class Setup:
     """One world for the events."""

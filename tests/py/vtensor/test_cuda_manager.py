@@ -21,7 +21,6 @@ from helpers.standin_cuda import StandinCuda
 MIB = 1 << 20
 CHUNK = 2 * MIB
 VMM_SUPPORTED = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 UNKNOWN = 999  # CUDA_ERROR_UNKNOWN
 SPEC = KVSpec(num_layers=2, num_kv_heads=4, head_dim=128, max_seq_len=1024)  # 8 KiB a token
 PROMPT = list(range(300))  # one whole chunk of 256 tokens, and a part of the next

@@ -55,8 +55,7 @@ have not."""
 
 def of_equal_width(values: GgufValues) -> dict[str, Any]:
     """Experts as wide as the MLPs of other models. Weights of a token's experts add up to 1."""
-    width = values.count("feed_forward_length")
-    values.equal("expert_feed_forward_length", width, "the feed_forward_length", default=width)
+    values.mlp_width("expert_feed_forward_length")
     count, used = values.count("expert_count"), values.count("expert_used_count")
     return {"num_local_experts": count, "num_experts_per_tok": used, "sliding_window": None}
 

@@ -1,25 +1,8 @@
 """What the blocks of a GGUF file are as integers and scales: exactly the numbers of the file.
 
-| type | here | bits a weight in the file, here |
-|---|---|---|
-| Q8_0 | 8 bits, groups of 32 | 8.5, 8.5 |
-| Q5_0 | 6 bits, groups of 32 | 5.5, 6.5 |
-| Q5_1 | the same with minimums | 6, 8 |
-| Q4_0 | 4 bits, groups of 32 | 4.5, 4.5 |
-| Q4_1 | the same with minimums | 5, 6 |
-| MXFP4 | 4 bits by a table, groups of 32 | 4.25, 4.25 |
-| IQ4_NL | 4 bits by a table, groups of 32 | 4.5, 4.5 |
-| Q6_K | 6 bits, groups of 16; scales in two levels | 6.5625, 6.5625 |
-| Q5_K | 6 bits, groups of 32, with minimums; scales in two levels | 5.5, 6.625 |
-| Q4_K | 4 bits, groups of 32, with minimums; scales in two levels | 4.5, 4.625 |
-| Q3_K | 4 bits, groups of 16; scales in two levels | 3.4375, 4.5625 |
-| Q2_K | 4 bits, groups of 16, with minimums; scales in two levels | 2.625, 5.125 |
-| IQ4_XS | 4 bits by a table, groups of 32; scales in two levels | 4.25, 4.3125 |
-| IQ3_S, IQ3_XXS, IQ2_*, IQ1_* | the same, by tables in `grids.py` | 1.56 to 3.44, 4.31 or 4.56 |
-| TQ2_0, TQ1_0 | 4 bits, groups of 256 | 2.06, 1.69; 4.06 |
-
-Words of kernels have 4, 6 or 8 bits: integers of others stand in the next wider ones. Source:
-ggml-quants.c of the ggml project, and gguf/quants.py, which the tests compare with.
+docs/quantisation.md has a table of all types. Words of kernels have 4, 6 or 8 bits: integers of
+others stand in the next wider ones. Source: ggml-quants.c of the ggml project, and gguf/quants.py,
+which the tests compare with.
 """
 
 from __future__ import annotations
@@ -31,7 +14,7 @@ import torch
 from flexinfer.checkpoints.gguf.fields import factors_of, fields_of, levels_of
 from flexinfer.checkpoints.gguf.grids import GRID_DECODERS
 from flexinfer.checkpoints.gguf.header import BLOCKS
-from flexinfer.checkpoints.mxfp4 import places
+from flexinfer.checkpoints.mxfp4 import mxfp4_tensor
 from flexinfer.layers.codebook import Codebook
 from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.layers.scale_levels import ScaleLevels
@@ -88,7 +71,7 @@ def _iq4_nl(blocks: torch.Tensor) -> QuantisedTensor:
 
 def _mxfp4(blocks: torch.Tensor) -> QuantisedTensor:
     """An exponent, 32 places in a table."""
-    return places(fields_of(blocks[..., 1:], 4, 16).flatten(1), blocks[..., 0])
+    return mxfp4_tensor(fields_of(blocks[..., 1:], 4, 16).flatten(1), blocks[..., 0])
 
 
 def _q2_k(blocks: torch.Tensor) -> QuantisedTensor:

@@ -43,8 +43,7 @@ def deepseek_experts(values: GgufValues) -> dict[str, Any]:
 
 def experts_as_wide_as_others(values: GgufValues) -> dict[str, Any]:
     """Experts as wide as the MLPs of layers without."""
-    width = values.count("feed_forward_length")
-    values.equal(WIDTH, width, "the feed_forward_length", default=width)
+    values.mlp_width(WIDTH)
     used = values.count("expert_used_count")
     return {"num_experts": values.count("expert_count"), "num_experts_per_tok": used}
 

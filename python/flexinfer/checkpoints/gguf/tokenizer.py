@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.checkpoints.gguf.config import token_id
-from flexinfer.checkpoints.gguf.cuts import CUTS, GEMMA_4, Cut
 from flexinfer.checkpoints.gguf.header import ENDS, TOKENS, GgufHeader, read_header, read_texts
+from flexinfer.checkpoints.gguf.pre_tokenizers import GEMMA_4, PRE_TOKENIZERS, PreTokenizer
 from flexinfer.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -35,26 +35,26 @@ def load_gguf_tokenizer(path: str) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     header = read_header(path)
-    cut = _cut_of(header)
-    needed = (TOKENS,) if cut is None else (TOKENS, MERGES)
+    pre = _pre_tokenizer_of(header)
+    needed = (TOKENS,) if pre is None else (TOKENS, MERGES)
     texts = read_texts(path, needed)
     for key in needed:
         if key not in texts:
             raise UnsupportedModelError(f"{path!r} has no texts as its {key}. {OTHER}")
     tokens = texts[TOKENS]
-    if cut is None:
+    if pre is None:
         tokenizer = _sentencepiece(header, tokens)
-    elif cut.is_spelt:
-        tokenizer = _byte_level(header, tokens, texts[MERGES], cut)
+    elif pre.is_spelt:
+        tokenizer = _byte_level(header, tokens, texts[MERGES], pre)
     else:
-        tokenizer = _of_text(header, tokens, texts[MERGES], cut)
+        tokenizer = _of_text(header, tokens, texts[MERGES], pre)
     has_types = f"{PREFIX}token_type" in header.metadata
     types = _of_each(header, "token_type", tokens) if has_types else []
     special = _add_whole(tokenizer, tokens, types, _stripping(header, tokens, types))
     named = _named(header, tokens)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        add_bos_token=_begins(header, cut),
+        add_bos_token=_begins(header, pre),
         add_eos_token=_flag(header, "add_eos_token", False),
         extra_special_tokens=[token for token in special if token not in named.values()],
         chat_template=header.metadata.get("tokenizer.chat_template"),
@@ -62,9 +62,9 @@ def load_gguf_tokenizer(path: str) -> Any:
     )
 
 
-def _cut_of(header: GgufHeader) -> Cut | None:
+def _pre_tokenizer_of(header: GgufHeader) -> PreTokenizer | None:
     """None: SentencePiece, which cuts nothing."""
-    kind, pre = (str(header.metadata.get(PREFIX + name)) for name in ("model", "pre"))
+    kind, name = (str(header.metadata.get(PREFIX + key)) for key in ("model", "pre"))
     if kind in ("llama", "gemma4"):
         return None if kind == "llama" else GEMMA_4
     if kind != "gpt2":
@@ -72,19 +72,19 @@ def _cut_of(header: GgufHeader) -> Cut | None:
             f"{header.path!r} has a tokenizer of the kind {kind!r}; known are 'gpt2', 'gemma4' and "
             f"'llama'. {OTHER}"
         )
-    if pre not in CUTS:
+    if name not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
-            f"{header.path!r} has a tokenizer that cuts text by {pre!r}; known are "
-            f"{', '.join(sorted(CUTS))}. {OTHER}"
+            f"{header.path!r} has a tokenizer that cuts text by {name!r}; known are "
+            f"{', '.join(sorted(PRE_TOKENIZERS))}. {OTHER}"
         )
-    return CUTS[pre]
+    return PRE_TOKENIZERS[name]
 
 
-def _begins(header: GgufHeader, cut: Cut | None) -> bool:
+def _begins(header: GgufHeader, pre: PreTokenizer | None) -> bool:
     """Whether a text begins with its special token. Of Gemma 4 whatever the file says, as some of
     the first say it does not."""
-    if cut is None or cut.is_spelt:
-        return _flag(header, "add_bos_token", cut is None or cut.is_begun)
+    if pre is None or pre.is_spelt:
+        return _flag(header, "add_bos_token", pre is None or pre.is_begun)
     return True
 
 
@@ -108,15 +108,17 @@ def _of_each(header: GgufHeader, name: str, tokens: list[str]) -> list[Any]:
     return values
 
 
-def _byte_level(header: GgufHeader, tokens: list[str], merges: list[str], cut: Cut) -> Tokenizer:
+def _byte_level(
+    header: GgufHeader, tokens: list[str], merges: list[str], pre: PreTokenizer
+) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     ids = _ids(tokens)
     pairs = _pairs(header, ids, merges)
-    model = models.BPE(ids, pairs, ignore_merges=cut.keeps_tokens)
+    model = models.BPE(ids, pairs, ignore_merges=pre.keeps_tokens)
     tokenizer = Tokenizer(model)
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.as_gpt_2)
-    patterns = () if cut.pattern is None else (cut.pattern, *cut.then)
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.as_gpt_2)
+    patterns = () if pre.pattern is None else (pre.pattern, *pre.then)
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
@@ -134,7 +136,9 @@ def _pairs(header: GgufHeader, ids: Mapping[str, int], merges: list[str]) -> lis
     return pairs
 
 
-def _of_text(header: GgufHeader, tokens: list[str], merges: list[str], cut: Cut) -> Tokenizer:
+def _of_text(
+    header: GgufHeader, tokens: list[str], merges: list[str], pre: PreTokenizer
+) -> Tokenizer:
     """Lines that are empty are a token where there is one, with merges that lead to it or not."""
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
@@ -145,7 +149,7 @@ def _of_text(header: GgufHeader, tokens: list[str], merges: list[str], cut: Cut)
         pairs += _merges(lines, [-float(len(line)) for line in lines])  # the shorter ones first
     tokenizer = Tokenizer(models.BPE(ids, pairs, fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(cut.pattern or ""), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pre.pattern or ""), behavior="isolated")
     tokenizer.decoder = _spaces_and_bytes([])
     return tokenizer
 

@@ -110,6 +110,12 @@ class GgufValues:
         if self.count(key, default) != wanted:
             self.refuse(key, f"only {of}, {wanted}")
 
+    def mlp_width(self, key: str) -> int:
+        """The feed_forward_length, which the value of this key has to be, too, if there is one."""
+        width = self.count("feed_forward_length")
+        self.equal(key, width, "the feed_forward_length", default=width)
+        return width
+
     def refuse(self, key: str, known: str) -> NoReturn:
         value = self._header.metadata.get(self._prefix + key)
         raise UnsupportedModelError(

@@ -14,7 +14,7 @@ gguf = pytest.importorskip("gguf")
 from flexinfer.checkpoints.gguf.architectures import ARCHITECTURES
 from flexinfer.checkpoints.gguf.checkpoint import is_gguf, load_gguf_config
 from flexinfer.errors import UnsupportedModelError
-from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
+from helpers.gguf.files import Type, write_gguf, writing
 from helpers.gguf.forms import FORMS
 from helpers.gguf.models import CONFIGS, same
 from helpers.gguf.reading import read_with
@@ -68,12 +68,10 @@ def test_what_only_some_have_is_read(name: str, tmp_path: Path) -> None:
 def test_gemma_3_without_windows(window: int | None, tmp_path: Path) -> None:
     path, kinds = tmp_path / "model.gguf", ["full_attention"] * 7
     model = draw_model(CONFIGS["gemma3"](layer_types=kinds))
-    writer = writer_of(path, model)
-    del writer.kv_data[0]["gemma3.attention.sliding_window"]
-    if window is not None:
-        writer.add_sliding_window(window)
-    add_weights(writer, model, same(Type.F32))
-    finish(writer)
+    with writing(path, model, same(Type.F32)) as (writer, _):
+        del writer.kv_data[0]["gemma3.attention.sliding_window"]
+        if window is not None:
+            writer.add_sliding_window(window)
     assert load_gguf_config(str(path)).layer_types == kinds
 
 

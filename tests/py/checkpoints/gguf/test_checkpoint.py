@@ -25,11 +25,11 @@ from helpers.gguf.files import (
     Type,
     add_sizes,
     add_tokenizer,
-    add_weights,
     finish,
     random_blocks,
     write_gguf,
     writer_of,
+    writing,
 )
 from helpers.gguf.form import Form, Parts
 from helpers.gguf.forms import FORMS, add_expert_width, experts
@@ -86,10 +86,8 @@ def test_frequencies_that_the_file_stretches(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     model = draw_model(CONFIGS["llama"]())
     factors = torch.linspace(1, 8, 32)
-    writer = writer_of(path, model)
-    written = add_weights(writer, model, same(Type.Q8_0))
-    writer.add_tensor("rope_freqs.weight", factors.numpy())
-    finish(writer)
+    with writing(path, model, same(Type.Q8_0)) as (writer, written):
+        writer.add_tensor("rope_freqs.weight", factors.numpy())
     prompts = random_prompts((40,))
     before = expected(written, prompts)
     written.model.rotary_emb.inv_freq /= factors
@@ -124,10 +122,8 @@ def test_tokenizer_and_chat_template_come_from_the_file(name: str, tmp_path: Pat
     config = CONFIGS[name]()
     config.vocab_size = 270
     model = draw_model(config)
-    writer = writer_of(path, model)
-    add_tokenizer(writer, tokenizer)
-    add_weights(writer, model, same(Type.Q8_0))
-    finish(writer)
+    with writing(path, model, same(Type.Q8_0)) as (writer, _):
+        add_tokenizer(writer, tokenizer)
     messages = [{"role": "user", "content": "hello world, héllo  1234\n"}]
     with LLM(str(path), max_model_len=128) as llm:
         assert llm.engine.loaded.eos_token_ids == {tokenizer.eos_token_id}
@@ -155,11 +151,9 @@ def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_an_unknown_tensor_type_is_refused_by_name(tmp_path: Path) -> None:
     path, model = tmp_path / "model.gguf", draw_model(CONFIGS["llama"]())
-    writer = writer_of(path, model)
-    add_weights(writer, model, same(Type.Q8_0))
-    blocks = np.zeros((128, 292), dtype=np.uint8)
-    writer.add_tensor("token_embd_norm.weight", blocks, raw_dtype=Type.Q8_K)
-    finish(writer)
+    with writing(path, model, same(Type.Q8_0)) as (writer, _):
+        blocks = np.zeros((128, 292), dtype=np.uint8)
+        writer.add_tensor("token_embd_norm.weight", blocks, raw_dtype=Type.Q8_K)
     with pytest.raises(UnsupportedModelError, match=r"'token_embd_norm.*type Q8_K.*Q6_K"):
         load_model(str(path))
 
@@ -182,11 +176,9 @@ def write_numbers(path: Path, **numbers: int) -> None:
     config = CONFIGS["llama"]()
     config.vocab_size = 128
     model = draw_model(config)
-    writer = writer_of(path, model)
-    for key, value in numbers.items():
-        writer.add_uint32(key.replace("__", "."), value)
-    add_weights(writer, model, same(Type.F32))
-    finish(writer)
+    with writing(path, model, same(Type.F32)) as (writer, _):
+        for key, value in numbers.items():
+            writer.add_uint32(key.replace("__", "."), value)
 
 
 @pytest.mark.parametrize("size", [127, 129])
@@ -214,10 +206,8 @@ def test_special_tokens_beyond_the_vocabulary_are_refused(name: str, tmp_path: P
 def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path: Path) -> None:
     model = draw_model(CONFIGS["llama"]())
     strange = tmp_path / "strange.gguf"
-    writer = writer_of(strange, model)
-    add_weights(writer, model, same(Type.F32))
-    writer.add_tensor("blk.0.attn_sinks.weight", torch.zeros(4).numpy())
-    finish(writer)
+    with writing(strange, model, same(Type.F32)) as (writer, _):
+        writer.add_tensor("blk.0.attn_sinks.weight", torch.zeros(4).numpy())
     with pytest.raises(UnsupportedModelError, match=r"blk\.0\.attn_sinks\.weight"):
         load_model(str(strange))
     fewer = copy.deepcopy(model)
@@ -264,10 +254,8 @@ def test_gates_and_factors_of_experts_may_be_one_tensor(
 
 def test_values_of_other_kinds_are_refused(tmp_path: Path) -> None:
     path, model = tmp_path / "model.gguf", draw_model(CONFIGS["llama"]())
-    writer = writer_of(path, model)
-    writer.add_tensor("rope_freqs.weight", torch.ones(7).numpy())
-    add_weights(writer, model, same(Type.Q8_0))
-    finish(writer)
+    with writing(path, model, same(Type.Q8_0)) as (writer, _):
+        writer.add_tensor("rope_freqs.weight", torch.ones(7).numpy())
     with pytest.raises(UnsupportedModelError, match=r"F32 \[7\], where the model has 32"):
         load_model(str(path))
     writer = writer_of(path, model, {"attention.head_count_kw": 1.0})
@@ -371,11 +359,9 @@ def test_settings_that_do_not_go_with_such_weights(
 
 def test_a_cut_of_text_that_is_not_known_is_refused(tmp_path: Path) -> None:
     path, model = tmp_path / "model.gguf", draw_model(CONFIGS["llama"]())
-    writer = writer_of(path, model)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("klingon")
-    add_weights(writer, model, same(Type.Q8_0))
-    finish(writer)
+    with writing(path, model, same(Type.Q8_0)) as (writer, _):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("klingon")
     with pytest.raises(UnsupportedModelError, match=r"'klingon'.*Name another tokenizer"):
         LLM(str(path))
 

@@ -15,7 +15,8 @@ gguf = pytest.importorskip("gguf")
 from flexinfer.checkpoints.gguf.header import read_header
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.loading import load_model
-from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
+from helpers.gguf.files import Type, finish, write_gguf, writer_of, writing
+from helpers.gguf.form import replace_key
 from helpers.gguf.models import CONFIGS, same
 from helpers.tiny_models import draw_model
 
@@ -121,10 +122,8 @@ def test_files_of_any_alignment_may_have_more_behind_the_last_tensor(
 ) -> None:
     path = tmp_path / "model.gguf"
     model = draw_model(CONFIGS["llama"]())
-    writer = writer_of(path, model)
-    writer.add_custom_alignment(alignment)
-    add_weights(writer, model, same(Type.Q8_0))
-    finish(writer)
+    with writing(path, model, same(Type.Q8_0)) as (writer, _):
+        writer.add_custom_alignment(alignment)
     before = read_header(str(path)).tensors
     path.write_bytes(path.read_bytes() + bytes(1000))
     assert read_header(str(path)).tensors == before
@@ -140,23 +139,15 @@ def test_a_bias_has_as_many_numbers_as_its_layer_has_outputs(
 ) -> None:
     """The kernel read on behind the end of a shorter one."""
     path, model = tmp_path / "model.gguf", draw_model(CONFIGS["llama"]())
-    writer = writer_of(path, model)
-    add_weights(writer, model, same(Type.Q8_0))
-    writer.add_tensor(f"{name}.bias", torch.ones(count).numpy())
-    finish(writer)
+    with writing(path, model, same(Type.Q8_0)) as (writer, _):
+        writer.add_tensor(f"{name}.bias", torch.ones(count).numpy())
     assert f"{of}.bias is [{count}] in the checkpoint" in refused(str(path))
 
 
 def set_value(path: Path, key: str, value: Any, name: str = "llama") -> str:
     """A file with another value of this key."""
-    model = draw_model(CONFIGS[name]())
-    writer = writer_of(path, model)
-    whole = f"{writer.arch}.{key}"
-    writer.kv_data[0].pop(whole, None)
-    kinds = {str: writer.add_string, bool: writer.add_bool, float: writer.add_float32}
-    kinds.get(type(value), writer.add_int64)(whole, value)
-    add_weights(writer, model, same(Type.Q8_0))
-    finish(writer)
+    with writing(path, draw_model(CONFIGS[name]()), same(Type.Q8_0)) as (writer, _):
+        replace_key(writer, key, value)
     return str(path)
 
 
@@ -231,12 +222,10 @@ def test_tensors_of_no_block_are_refused_by_name(name: str, tmp_path: Path) -> N
 def test_a_norm_is_not_quantised(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     model = draw_model(CONFIGS["llama"]())
-    writer = writer_of(path, model)
-    add_weights(writer, model, same(Type.Q8_0))
-    info = writer.tensors[0][NORM]
-    info.dtype, info.nbytes = Type.Q8_0, 256 // 32 * 34
-    info.tensor = torch.zeros(info.nbytes, dtype=torch.uint8).numpy()
-    finish(writer)
+    with writing(path, model, same(Type.Q8_0)) as (writer, _):
+        info = writer.tensors[0][NORM]
+        info.dtype, info.nbytes = Type.Q8_0, 256 // 32 * 34
+        info.tensor = torch.zeros(info.nbytes, dtype=torch.uint8).numpy()
     assert f"has {NORM!r} as Q8_0 [256]; known are matrices" in refused(str(path))
 
 
@@ -267,14 +256,12 @@ def test_tensors_that_a_model_cannot_have_so_are_refused(
     passed over, and so was a weight beside its parts; factors of all numbers of a head where half
     are rotated raised, too."""
     path, model = tmp_path / "model.gguf", draw_model(CONFIGS[name]())
-    writer = writer_of(path, model)
-    add_weights(writer, model, same(Type.F32))
-    tensors = writer.tensors[0]
-    for own, shape in edit.items():
-        tensors.pop(own, None)
-        if shape is not None:
-            writer.add_tensor(own, torch.ones(shape).numpy())
-    finish(writer)
+    with writing(path, model, same(Type.F32)) as (writer, _):
+        tensors = writer.tensors[0]
+        for own, shape in edit.items():
+            tensors.pop(own, None)
+            if shape is not None:
+                writer.add_tensor(own, torch.ones(shape).numpy())
     assert message in refused(str(path))
 
 

@@ -15,7 +15,7 @@ from flexinfer.checkpoints.gguf.checkpoint import load_gguf_config
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.loading import load_model
 from helpers.gguf.answers import expected
-from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
+from helpers.gguf.files import Type, write_gguf, writing
 from helpers.gguf.models import COMMON, CONFIGS, same
 from helpers.gguf.reading import read_with
 from helpers.mixtures import generate
@@ -103,14 +103,12 @@ def test_stablelm_is_side_by_side_where_it_lacks_a_norm_whatever_the_file_says(
 def test_norms_of_each_head_of_stablelm_are_rows_of_one_tensor(tmp_path: Path) -> None:
     config = tf.StableLmConfig(**COMMON, use_parallel_residual=True, qk_layernorm=True)
     path, model = tmp_path / "model.gguf", draw_model(config)
-    writer = writer_of(path, model)
-    written = add_weights(writer, model, same(Type.Q8_0))
-    for layer, block in enumerate(written.model.layers):
-        for part in "qk":
-            norms = getattr(block.self_attn, f"{part}_layernorm").norms
-            rows = torch.stack([norm.weight for norm in norms])
-            writer.add_tensor(f"blk.{layer}.attn_{part}_norm.weight", rows.detach().numpy())
-    finish(writer)
+    with writing(path, model, same(Type.Q8_0)) as (writer, written):
+        for layer, block in enumerate(written.model.layers):
+            for part in "qk":
+                norms = getattr(block.self_attn, f"{part}_layernorm").norms
+                rows = torch.stack([norm.weight for norm in norms])
+                writer.add_tensor(f"blk.{layer}.attn_{part}_norm.weight", rows.detach().numpy())
     prompts = random_prompts((5, 40))
     assert generate(path, prompts) == expected(written, prompts)
 
@@ -129,14 +127,12 @@ def test_as_many_numbers_of_a_head_are_rotated_as_the_file_says(
 def write_apertus(path: Path, numbers: Any) -> str:
     """A file whose activations have these numbers as their alpha_p; None: it does not say it."""
     model = draw_model(CONFIGS["apertus"]())
-    writer = writer_of(path, model)
-    del writer.kv_data[0]["xielu.alpha_p"]
-    if isinstance(numbers, float):
-        writer.add_float32("xielu.alpha_p", numbers)
-    elif numbers is not None:
-        writer.add_array("xielu.alpha_p", numbers)
-    add_weights(writer, model, same(Type.F32))
-    finish(writer)
+    with writing(path, model, same(Type.F32)) as (writer, _):
+        del writer.kv_data[0]["xielu.alpha_p"]
+        if isinstance(numbers, float):
+            writer.add_float32("xielu.alpha_p", numbers)
+        elif numbers is not None:
+            writer.add_array("xielu.alpha_p", numbers)
     return str(path)
 
 
@@ -194,14 +190,12 @@ def test_all_layers_are_rotated_where_the_file_says_of_none_that_it_is_not(tmp_p
 def write_joined(path: Path, name: str, written_as: str, num_rows: int | None = None) -> Any:
     """A file whose queries, keys and values are one tensor, of its first rows alone."""
     model = draw_model(CONFIGS[name](written_as=written_as))
-    writer = writer_of(path, model)
-    written = add_weights(writer, model, same(Type.Q8_0))
-    for layer, block in enumerate(written.model.layers):
-        parts = [getattr(block.self_attn, f"{part}_proj") for part in "qkv"]
-        for ending in ("weight", "bias"):
-            joined = torch.cat([getattr(part, ending).detach() for part in parts])[:num_rows]
-            writer.add_tensor(f"blk.{layer}.attn_qkv.{ending}", joined.numpy())
-    finish(writer)
+    with writing(path, model, same(Type.Q8_0)) as (writer, written):
+        for layer, block in enumerate(written.model.layers):
+            parts = [getattr(block.self_attn, f"{part}_proj") for part in "qkv"]
+            for ending in ("weight", "bias"):
+                joined = torch.cat([getattr(part, ending).detach() for part in parts])[:num_rows]
+                writer.add_tensor(f"blk.{layer}.attn_qkv.{ending}", joined.numpy())
     return written
 
 
@@ -224,9 +218,7 @@ def test_joined_queries_keys_and_values_of_other_sizes_are_refused(tmp_path: Pat
 
 def test_queries_that_are_there_twice_are_refused(tmp_path: Path) -> None:
     path, model = tmp_path / "model.gguf", draw_model(CONFIGS["chatglm"]())
-    writer = writer_of(path, model)
-    add_weights(writer, model, same(Type.F32))
-    writer.add_tensor("blk.1.attn_qkv.weight", torch.zeros(512, 256).numpy())
-    finish(writer)
+    with writing(path, model, same(Type.F32)) as (writer, _):
+        writer.add_tensor("blk.1.attn_qkv.weight", torch.zeros(512, 256).numpy())
     with pytest.raises(UnsupportedModelError, match=r"it has .*1.*q_proj\.weight and .*qkv_proj"):
         load_model(str(path))

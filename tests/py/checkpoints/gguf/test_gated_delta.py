@@ -17,7 +17,7 @@ from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.models.loading import load_model
 from helpers.gguf.answers import expected
-from helpers.gguf.files import Type, add_weights, finish, quantise, write_gguf, writer_of
+from helpers.gguf.files import Type, add_weights, finish, quantise, write_gguf, writer_of, writing
 from helpers.gguf.form import Form, Parts
 from helpers.gguf.forms import FORMS
 from helpers.gguf.models import CONFIGS, mixed, same
@@ -230,11 +230,9 @@ def test_weights_that_no_delta_net_has_are_refused(
     """Rows of joined inputs were not counted: reading those that are missing raised; decays above 0
     were NaN in the model."""
     path, model = tmp_path / "model.gguf", draw(name)
-    writer = writer_of(path, model)
-    add_weights(writer, model, same(Type.F32))
-    writer.tensors[0].pop(f"blk.0.{tensor}")
-    writer.add_tensor(f"blk.0.{tensor}", numbers.astype(np.float32))
-    finish(writer)
+    with writing(path, model, same(Type.F32)) as (writer, _):
+        writer.tensors[0].pop(f"blk.0.{tensor}")
+        writer.add_tensor(f"blk.0.{tensor}", numbers.astype(np.float32))
     with pytest.raises(UnsupportedModelError) as refusal:
         load_model(str(path))
     assert message in str(refusal.value)

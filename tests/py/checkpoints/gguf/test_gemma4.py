@@ -18,7 +18,7 @@ from flexinfer.layers.experts import Experts
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.models.loading import load_model
 from helpers.gguf.answers import expected
-from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
+from helpers.gguf.files import Type, write_gguf, writing
 from helpers.gguf.form import Form, Parts
 from helpers.gguf.forms import FORMS
 from helpers.gguf.models import CONFIGS, mixed, same
@@ -157,19 +157,15 @@ def test_experts_of_another_width_are_refused(tmp_path: Path) -> None:
 def test_layers_that_share_keys_and_values_may_have_them_in_the_file(tmp_path: Path) -> None:
     """As published models do: they are read nowhere."""
     path, model = tmp_path / "model.gguf", draw(EMBEDDED)
-    writer = writer_of(path, model)
-    add_weights(writer, model, same(Type.F32))
-    writer.add_tensor("blk.3.attn_k.weight", np.zeros((128, 256), np.float32))
-    finish(writer)
+    with writing(path, model, same(Type.F32)) as (writer, _):
+        writer.add_tensor("blk.3.attn_k.weight", np.zeros((128, 256), np.float32))
     assert load_model(str(path)).model.config.num_kv_shared_layers == 2
 
 
 def test_frequencies_that_are_divided_otherwise_are_refused(tmp_path: Path) -> None:
     path, model = tmp_path / "model.gguf", draw()
-    writer = writer_of(path, model)
-    writer.tensors[0]["rope_freqs.weight"].tensor[:] = 2
-    add_weights(writer, model, same(Type.F32))
-    finish(writer)
+    with writing(path, model, same(Type.F32)) as (writer, _):
+        writer.tensors[0]["rope_freqs.weight"].tensor[:] = 2
     with pytest.raises(UnsupportedModelError, match="factors of frequencies"):
         load_gguf_config(str(path))
 
@@ -178,9 +174,7 @@ def test_values_in_some_layers_alone_are_refused(tmp_path: Path) -> None:
     """Layers without a window that take keys for values all do."""
     path = tmp_path / "model.gguf"
     model = draw(layer_types=[WINDOWED, FULL, WINDOWED, FULL])
-    writer = writer_of(path, model)
-    add_weights(writer, model, same(Type.F32))
-    writer.add_tensor("blk.1.attn_v.weight", np.zeros((128, 256), np.float32))
-    finish(writer)
+    with writing(path, model, same(Type.F32)) as (writer, _):
+        writer.add_tensor("blk.1.attn_v.weight", np.zeros((128, 256), np.float32))
     with pytest.raises(UnsupportedModelError, match="values in all layers, or in none"):
         load_gguf_config(str(path))

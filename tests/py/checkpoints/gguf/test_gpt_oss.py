@@ -17,7 +17,7 @@ from flexinfer.checkpoints.gguf.checkpoint import GgufCheckpoint, load_gguf_conf
 from flexinfer.checkpoints.gguf.header import read_header
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.loading import load_model
-from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
+from helpers.gguf.files import Type, write_gguf, writing
 from helpers.gguf.models import CONFIGS, same
 from helpers.mixtures import NUM_TOKENS, generate
 from helpers.tiny_models import continue_prompt, draw_model, random_prompts
@@ -65,21 +65,17 @@ def test_biases_of_gates_and_factors_take_turns(tmp_path: Path) -> None:
 def test_windows_that_the_file_says_of_each_layer(kinds: list[str], tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     model = draw_model(CONFIGS["gpt-oss"](layer_types=kinds))
-    writer = writer_of(path, model)
-    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
-    add_weights(writer, model, same(Type.F32))
-    finish(writer)
+    with writing(path, model, same(Type.F32)) as (writer, _):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
     assert load_gguf_config(str(path)).layer_types == kinds
 
 
 def write_changed(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """change: what it does to the tensors by their names."""
     model = draw_model(CONFIGS["gpt-oss"]())
-    writer = writer_of(path, model)
-    add_weights(writer, model, same(Type.F32))
-    (tensors,) = writer.tensors
-    change(tensors)
-    finish(writer)
+    with writing(path, model, same(Type.F32)) as (writer, _):
+        (tensors,) = writer.tensors
+        change(tensors)
 
 
 @pytest.mark.parametrize(
@@ -147,10 +143,8 @@ def test_two_tensors_that_are_one_in_the_model_are_refused(tmp_path: Path) -> No
 
 def test_a_window_has_to_be_there(tmp_path: Path) -> None:
     path, model = tmp_path / "model.gguf", draw_model(CONFIGS["gpt-oss"]())
-    writer = writer_of(path, model)
-    del writer.kv_data[0]["gpt-oss.attention.sliding_window"]
-    add_weights(writer, model, same(Type.F32))
-    finish(writer)
+    with writing(path, model, same(Type.F32)) as (writer, _):
+        del writer.kv_data[0]["gpt-oss.attention.sliding_window"]
     with pytest.raises(UnsupportedModelError, match=r"no gpt-oss\.attention\.sliding_window"):
         load_gguf_config(str(path))
 
@@ -170,12 +164,10 @@ def test_a_message_of_harmony_does_not_end_an_answer(
 ) -> None:
     """Thoughts end by <|end|> there, and so do they where the file names it among the ends."""
     path, model = tmp_path / "model.gguf", draw_model(CONFIGS["gpt-oss"]())
-    writer = writer_of(path, model)
-    writer.add_token_list([*map(str, range(5)), *texts])
-    writer.add_eos_token_id(ends[0])
-    writer.add_eot_token_id(inner[0] if inner else ends[0])
-    add_weights(writer, model, same(Type.F32))
-    finish(writer)
+    with writing(path, model, same(Type.F32)) as (writer, _):
+        writer.add_token_list([*map(str, range(5)), *texts])
+        writer.add_eos_token_id(ends[0])
+        writer.add_eot_token_id(inner[0] if inner else ends[0])
     header = read_header(str(path))
     assert (header.end_ids, header.inner_ids) == (ends, inner)
     found = load_gguf_config(str(path)).eos_token_id

@@ -17,10 +17,11 @@ from flexinfer.layers.experts import Experts
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from flexinfer.models.loading import load_model
 from helpers.gguf.answers import expected
-from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
+from helpers.gguf.files import Type, write_gguf, writing
 from helpers.gguf.form import replace_key
 from helpers.gguf.hybrid_forms import add_mamba2
 from helpers.gguf.models import CONFIGS, mixed, same
+from helpers.gguf.reading import read_with
 from helpers.mixtures import generate
 from helpers.tiny_models import draw_model, random_prompts
 
@@ -71,10 +72,8 @@ def test_matrices_of_jamba_stay_quantised_but_one_that_its_code_reads(tmp_path: 
 def test_layers_that_attend_lie_equally_far_apart_in_jamba(
     heads: list[int], tmp_path: Path
 ) -> None:
-    path = tmp_path / "model.gguf"
-    write_with(path, "jamba", KV_HEADS, lambda writer, whole: writer.add_array(whole, heads))
     with pytest.raises(UnsupportedModelError, match="known: heads in layers that lie equally far"):
-        load_gguf_config(str(path))
+        read_with(tmp_path / "model.gguf", "jamba", **{KV_HEADS: heads})
 
 
 @pytest.mark.parametrize("layer", [1, 3])
@@ -98,18 +97,6 @@ def test_the_correction_by_which_experts_are_chosen(tmp_path: Path) -> None:
     assert generate(path, prompts) == expected(written, prompts)
 
 
-def write_with(path: Path, name: str, key: str, add: Callable[[Any, str], None]) -> str:
-    """A file with another value of this key, which `add` writes, or none."""
-    model = draw_model(CONFIGS[name]())
-    writer = writer_of(path, model)
-    whole = f"{writer.arch}.{key}"
-    writer.kv_data[0].pop(whole, None)
-    add(writer, whole)
-    add_weights(writer, model, same(Type.F32))
-    finish(writer)
-    return str(path)
-
-
 @pytest.mark.parametrize(
     ("heads", "known"),
     [
@@ -123,10 +110,8 @@ def write_with(path: Path, name: str, key: str, add: Callable[[Any, str], None])
 def test_heads_of_layers_that_cannot_be_are_refused(
     heads: list[int], known: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "model.gguf"
-    write_with(path, "lfm2", KV_HEADS, lambda writer, key: writer.add_array(key, heads))
     with pytest.raises(UnsupportedModelError, match=f"{KV_HEADS} = .*; known: {known}"):
-        load_gguf_config(str(path))
+        read_with(tmp_path / "model.gguf", "lfm2", **{KV_HEADS: heads})
 
 
 @pytest.mark.parametrize(
@@ -147,10 +132,8 @@ def test_heads_of_layers_that_cannot_be_are_refused(
 def test_values_that_are_not_known_are_refused(
     name: str, key: str, value: int, known: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "model.gguf"
-    write_with(path, name, key, lambda writer, whole: writer.add_uint32(whole, value))
     with pytest.raises(UnsupportedModelError, match=f"{key} = {value}; known: {known}"):
-        load_gguf_config(str(path))
+        read_with(tmp_path / "model.gguf", name, **{key: value})
 
 
 @pytest.mark.parametrize(
@@ -163,9 +146,8 @@ def test_values_that_are_not_known_are_refused(
     ],
 )
 def test_values_that_lack_are_named(name: str, key: str, tmp_path: Path) -> None:
-    write_with(tmp_path / "model.gguf", name, key, lambda writer, whole: None)
     with pytest.raises(UnsupportedModelError, match=rf"has no \w+\.{key}"):
-        load_gguf_config(str(tmp_path / "model.gguf"))
+        read_with(tmp_path / "model.gguf", name, **{key: None})
 
 
 @pytest.mark.parametrize(
@@ -181,10 +163,9 @@ def test_values_that_lack_are_named(name: str, key: str, tmp_path: Path) -> None
 def test_widths_of_layers_that_cannot_be_are_refused(
     widths: list[int], known: str, tmp_path: Path
 ) -> None:
-    path, key = tmp_path / "model.gguf", "feed_forward_length"
-    write_with(path, "nemotron_h", key, lambda writer, whole: writer.add_array(whole, widths))
-    with pytest.raises(UnsupportedModelError, match=rf"{key} = .*; known: {known}"):
-        load_gguf_config(str(path))
+    path = tmp_path / "model.gguf"
+    with pytest.raises(UnsupportedModelError, match=rf"feed_forward_length = .*; known: {known}"):
+        read_with(path, "nemotron_h", feed_forward_length=widths)
 
 
 @pytest.mark.parametrize("name", NEMOTRON_3)
@@ -215,15 +196,13 @@ def test_a_correction_that_chooses_other_experts(name: str, types: Any, tmp_path
 def test_a_block_of_nemotron_that_predicts_more_tokens_is_left_out(tmp_path: Path) -> None:
     """It attends and has experts, and so it stands in lists of layers."""
     path, model = tmp_path / "model.gguf", draw_model(CONFIGS["nemotron_h_moe"]())
-    writer = writer_of(path, model)
-    replace_key(writer, "block_count", 6)
-    replace_key(writer, "nextn_predict_layers", 1)
-    replace_key(writer, KV_HEADS, [0, 0, 2, 0, 0, 2])
-    replace_key(writer, "feed_forward_length", [0, 256, 0, 256, 0, 256])
-    written = add_weights(writer, model, same(Type.F32))
-    for part, shape in (("nextn.eh_proj", (256, 512)), ("ffn_up_exps", (8, 256, 256))):
-        writer.add_tensor(f"blk.5.{part}.weight", torch.zeros(shape).numpy())
-    finish(writer)
+    with writing(path, model, same(Type.F32)) as (writer, written):
+        replace_key(writer, "block_count", 6)
+        replace_key(writer, "nextn_predict_layers", 1)
+        replace_key(writer, KV_HEADS, [0, 0, 2, 0, 0, 2])
+        replace_key(writer, "feed_forward_length", [0, 256, 0, 256, 0, 256])
+        for part, shape in (("nextn.eh_proj", (256, 512)), ("ffn_up_exps", (8, 256, 256))):
+            writer.add_tensor(f"blk.5.{part}.weight", torch.zeros(shape).numpy())
     assert load_gguf_config(str(path)).layers_block_type == model.config.layers_block_type
     prompts = random_prompts((5, 40))
     assert generate(path, prompts) == expected(written, prompts)
@@ -245,13 +224,8 @@ def test_a_block_of_nemotron_that_predicts_more_tokens_is_left_out(tmp_path: Pat
 def test_experts_of_nemotron_that_cannot_be_are_refused(
     key: str, value: Any, known: str, tmp_path: Path
 ) -> None:
-    path, model = tmp_path / "model.gguf", draw_model(CONFIGS["nemotron_h_moe"]())
-    writer = writer_of(path, model)
-    replace_key(writer, key, value)
-    add_weights(writer, model, same(Type.F32))
-    finish(writer)
     with pytest.raises(UnsupportedModelError, match=rf"{key} = .*; known: {known}"):
-        load_gguf_config(str(path))
+        read_with(tmp_path / "model.gguf", "nemotron_h_moe", **{key: value})
 
 
 @pytest.mark.parametrize(
@@ -266,10 +240,8 @@ def test_experts_of_nemotron_that_the_file_has_not_are_refused(
     key: str, value: Any, message: str, tmp_path: Path
 ) -> None:
     path, model = tmp_path / "model.gguf", draw_model(CONFIGS["nemotron_h_moe"]())
-    writer = writer_of(path, model)
-    replace_key(writer, key, value)
-    add_weights(writer, model, same(Type.F32))
-    finish(writer)
+    with writing(path, model, same(Type.F32)) as (writer, _):
+        replace_key(writer, key, value)
     with pytest.raises(UnsupportedModelError, match=message):
         load_model(str(path))
 
@@ -278,26 +250,22 @@ def test_experts_of_nemotron_that_the_file_has_not_are_refused(
     "key", ["attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"]
 )
 def test_the_epsilon_of_norms_by_either_name(key: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    write_with(path, "nemotron_h", key, lambda writer, whole: writer.add_float32(whole, 0.25))
-    assert load_gguf_config(str(path)).layer_norm_epsilon == 0.25
+    config = read_with(tmp_path / "model.gguf", "nemotron_h", **{key: 0.25})
+    assert config.layer_norm_epsilon == 0.25
 
 
 def test_a_file_that_says_of_no_layer_that_it_is_dense(tmp_path: Path) -> None:
-    key = "leading_dense_block_count"
-    write_with(tmp_path / "model.gguf", "lfm2moe", key, lambda writer, whole: None)
-    assert load_gguf_config(str(tmp_path / "model.gguf")).num_dense_layers == 0
+    config = read_with(tmp_path / "model.gguf", "lfm2moe", leading_dense_block_count=None)
+    assert config.num_dense_layers == 0
 
 
 def test_what_granite_4_says_of_layers_that_it_has_not(tmp_path: Path) -> None:
     """The converter writes its dense models, in which all layers attend, as those before."""
-
-    def add(writer: Any, whole: str) -> None:
-        writer.add_uint32(whole, 512)
+    path, model = tmp_path / "model.gguf", draw_model(CONFIGS["granite"]())
+    with writing(path, model, same(Type.F32)) as (writer, _):
+        replace_key(writer, SHARED, 512)
         add_mamba2(writer, 512, 8, [4, 32, 1])
-
-    path = write_with(tmp_path / "model.gguf", "granite", SHARED, add)
-    assert load_gguf_config(path).model_type == "granite"
+    assert load_gguf_config(str(path)).model_type == "granite"
 
 
 @pytest.mark.parametrize("other", ["ffn_up", "ffn_gate"])
@@ -323,10 +291,8 @@ def test_rows_of_a_joined_weight_are_those_of_its_parts(tmp_path: Path) -> None:
 def write_changed(path: Path, name: str, change: Callable[[dict[str, Any]], None]) -> str:
     """change: what it does to the tensors by their names."""
     model = draw_model(CONFIGS[name]())
-    writer = writer_of(path, model)
-    add_weights(writer, model, same(Type.F32))
-    change(writer.tensors[0])
-    finish(writer)
+    with writing(path, model, same(Type.F32)) as (writer, _):
+        change(writer.tensors[0])
     return str(path)
 
 

@@ -18,7 +18,7 @@ from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.experts import Experts
 from flexinfer.models.loading import load_model
 from helpers.gguf.answers import expected
-from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of
+from helpers.gguf.files import Type, add_weights, finish, write_gguf, writer_of, writing
 from helpers.gguf.form import Form, Parts, replace_key
 from helpers.gguf.forms import FORMS
 from helpers.gguf.mixtures import MIXTURES
@@ -45,14 +45,9 @@ SAID = (
 def written_with(path: Path, name: str, values: dict[str, Any] | None = None) -> Any:
     """A file of a tiny model with other values; the model that it has."""
     model = draw_model(MIXTURES[name]())
-    writer = writer_of(path, model)
-    for key, value in (values or {}).items():
-        if value is None:
-            del writer.kv_data[0][f"{writer.arch}.{key}"]
-        else:
+    with writing(path, model, same(Type.F32)) as (writer, written):
+        for key, value in (values or {}).items():
             replace_key(writer, key, value)
-    written = add_weights(writer, model, same(Type.F32))
-    finish(writer)
     return written
 
 
@@ -139,12 +134,10 @@ def test_files_that_do_not_say_what_routers_do_tell_it_by_their_tensors(
 def test_layers_beyond_the_last_are_left_out(name: str, tmp_path: Path) -> None:
     """They predict tokens beyond the next."""
     path, model = tmp_path / "model.gguf", draw_model(MIXTURES[name]())
-    writer = writer_of(path, model)
-    replace_key(writer, "nextn_predict_layers", 1)
-    written = add_weights(writer, model, same(Type.F32))
-    last = model.config.num_hidden_layers - 1
-    writer.add_tensor(f"blk.{last}.nextn.eh_proj.weight", torch.zeros(256, 512).numpy())
-    finish(writer)
+    with writing(path, model, same(Type.F32)) as (writer, written):
+        replace_key(writer, "nextn_predict_layers", 1)
+        last = model.config.num_hidden_layers - 1
+        writer.add_tensor(f"blk.{last}.nextn.eh_proj.weight", torch.zeros(256, 512).numpy())
     written.model.layers = written.model.layers[:last]
     written.config.num_hidden_layers = last
     assert load_gguf_config(str(path)).num_hidden_layers == last
@@ -211,10 +204,8 @@ def test_gates_and_factors_of_experts_may_be_one_tensor(
 
 def test_gates_of_experts_twice_are_refused(tmp_path: Path) -> None:
     path, model = tmp_path / "model.gguf", draw_model(CONFIGS["qwen3moe"]())
-    writer = writer_of(path, model)
-    add_weights(writer, model, same(Type.F32))
-    writer.add_tensor("blk.0.ffn_gate_up_exps.weight", torch.zeros(6, 512, 256).numpy())
-    finish(writer)
+    with writing(path, model, same(Type.F32)) as (writer, _):
+        writer.add_tensor("blk.0.ffn_gate_up_exps.weight", torch.zeros(6, 512, 256).numpy())
     with pytest.raises(
         UnsupportedModelError, match=r"gate_up_exps.* beside another .*experts\.0\."
     ):

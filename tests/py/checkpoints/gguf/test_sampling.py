@@ -15,7 +15,7 @@ from flexinfer.config import EngineConfig
 from flexinfer.engine.generation_config import OF_GGUF, sampling_defaults
 from flexinfer.errors import UnsupportedModelError
 from helpers.advised import advise
-from helpers.gguf.files import Type, add_weights, finish, writer_of
+from helpers.gguf.files import Type, writing
 from helpers.gguf.models import CONFIGS, same
 from helpers.tiny_models import draw_model
 
@@ -24,10 +24,8 @@ SAID = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetiti
 
 def write(path: Path, add: Any) -> Path:
     model = draw_model(CONFIGS["llama"]())
-    writer = writer_of(path, model)
-    add(writer)
-    add_weights(writer, model, same(Type.Q8_0))
-    finish(writer)
+    with writing(path, model, same(Type.Q8_0)) as (writer, _):
+        add(writer)
     return path
 
 

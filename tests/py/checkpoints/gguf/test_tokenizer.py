@@ -15,9 +15,8 @@ gguf = pytest.importorskip("gguf")
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from flexinfer.checkpoints.gguf.cuts import (
+from flexinfer.checkpoints.gguf.pre_tokenizers import (
     AFMOE,
-    CUTS,
     DEEPSEEK_3,
     DEEPSEEK_CODER,
     DEEPSEEK_LLM,
@@ -29,12 +28,13 @@ from flexinfer.checkpoints.gguf.cuts import (
     JAIS_2,
     KIMI_K2,
     LLAMA_3,
+    PRE_TOKENIZERS,
     QWEN_2,
     QWEN_35,
     SEED,
     TEKKEN,
     YOUTU,
-    Cut,
+    PreTokenizer,
 )
 from flexinfer.checkpoints.gguf.tokenizer import load_gguf_tokenizer
 from flexinfer.errors import UnsupportedModelError
@@ -146,12 +146,12 @@ def test_a_piece_that_is_a_token_needs_no_merges_in_some(
     assert cut(byte_level(tmp_path / "model.gguf", pre=pre), "hello") == tokens
 
 
-PIECES_OF_CUTS = {
+PIECES_OF = {
     GPT_2: ["We", "'", "LL", " fooBar", "12345", "\n\n ", " x"],
     DIGITS: ["We", "'", "LL", " fooBar", *"12345", "\n\n ", " x"],
     LLAMA_3: ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
     replace(LLAMA_3, is_begun=False): ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
-    Cut(LLAMA_3.pattern): ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
+    PreTokenizer(LLAMA_3.pattern): ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
     JAIS_2: ["We", "'LL", " fooBar", "123", "45", "\n\n", " ", " x"],
     SEED: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
     QWEN_2: ["We", "'LL", " fooBar", *"12345", "\n\n", " ", " x"],
@@ -169,7 +169,7 @@ PIECES_OF_CUTS = {
 }
 
 
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
 def test_nothing_is_merged_across_pieces(name: str, tmp_path: Path) -> None:
     """Cut as llama-server cuts it: 300 texts were compared by hand for each name (2026-11-28). In
     `kimi-k2`, `afmoe`, `deepseek-llm` and `deepseek-coder` some differ (docs/quantisation.md)."""
@@ -177,7 +177,7 @@ def test_nothing_is_merged_across_pieces(name: str, tmp_path: Path) -> None:
     backend = load_gguf_tokenizer(path).backend_tokenizer
     cuts = backend.pre_tokenizer.pre_tokenize_str("We'LL fooBar12345\n\n  x")
     pieces = [piece.replace("\u0120", " ").replace("\u010a", "\n") for piece, _ in cuts]
-    assert pieces == PIECES_OF_CUTS[CUTS[name]]
+    assert pieces == PIECES_OF[PRE_TOKENIZERS[name]]
 
 
 @pytest.mark.parametrize(("name", "count"), [("qwen2", 3), ("qwen35", 1)])

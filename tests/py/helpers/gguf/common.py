@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from helpers.tiny_models import TINY
+
 COMMON: dict[str, Any] = {
-    "vocab_size": 128,
+    **{name: value for name, value in TINY.items() if name != "pad_token_id"},
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
     "initializer_range": 0.1,
-    "bos_token_id": None,
-    "eos_token_id": None,
 }
 FACTORS: dict[str, Any] = {
     "attention_multiplier": 0.1,

@@ -6,7 +6,8 @@ gguf can make blocks of Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1; those of others are dra
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,19 @@ def add_part(
     writer.add_tensor(name, rows.reshape(*numbers.shape[:-1], -1), raw_dtype=kind)
 
 
+@contextmanager
+def writing(
+    path: Path,
+    model: Any,
+    type_of: Callable[[str], Type],
+    extra: Mapping[str, Any] | None = None,
+) -> Iterator[tuple[gguf.GGUFWriter, Any]]:
+    """As `add_weights`, a whole file, which has what is done to its writer meanwhile, too."""
+    writer = writer_of(path, model, extra)
+    yield writer, add_weights(writer, model, type_of)
+    finish(writer)
+
+
 def write_gguf(
     path: Path,
     model: Any,
@@ -211,10 +225,8 @@ def write_gguf(
     extra: Mapping[str, Any] | None = None,
 ) -> Any:
     """As `add_weights`, a whole file."""
-    writer = writer_of(path, model, extra)
-    written = add_weights(writer, model, type_of)
-    finish(writer)
-    return written
+    with writing(path, model, type_of, extra) as (_, written):
+        return written
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any) -> None:

@@ -31,11 +31,36 @@ Parts = dict[str, torch.Tensor | Moved]
 
 
 def replace_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """Write another value of the architecture than others have; a list for each layer."""
+    """Write another value of the architecture than others have, a list for each layer; None: let
+    it have none."""
     whole = f"{writer.arch}.{key}"
     writer.kv_data[0].pop(whole, None)
-    kinds = {bool: writer.add_bool, int: writer.add_uint32, list: writer.add_array}
-    kinds.get(type(value), writer.add_float32)(whole, value)
+    is_small = isinstance(value, int) and 0 <= value < 1 << 32
+    adders = {
+        bool: writer.add_bool,
+        int: writer.add_uint32 if is_small else writer.add_int64,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    if value is not None:
+        adders[type(value)](whole, value)
+
+
+def add_window(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window or 0)
+
+
+def add_pattern(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Which layers have the window."""
+    add_window(writer, config)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+
+
+def add_bases(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Windows of some layers, which have a base of their own."""
+    add_pattern(writer, config)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
 
 
 @dataclass(frozen=True, slots=True)

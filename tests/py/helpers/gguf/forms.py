@@ -10,7 +10,7 @@ import torch
 
 from helpers.gguf import gated_delta, gemma3n, gemma4
 from helpers.gguf import mixture_forms as mixtures
-from helpers.gguf.form import Form, Parts
+from helpers.gguf.form import Form, Parts, add_bases, add_pattern, add_window
 from helpers.gguf.hybrid_forms import HYBRIDS
 from helpers.gguf.parts import experts, paired
 
@@ -28,24 +28,9 @@ def gpt_oss(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
     return {f"{prefix}gate_exps.{ending}": gate, f"{prefix}up_exps.{ending}": up}
 
 
-def add_window(writer: gguf.GGUFWriter, config: Any) -> None:
-    writer.add_sliding_window(config.sliding_window or 0)
-
-
 def add_expert_width(writer: gguf.GGUFWriter, config: Any) -> None:
     width = getattr(config, "moe_intermediate_size", config.intermediate_size)
     writer.add_expert_feed_forward_length(width)
-
-
-def add_pattern(writer: gguf.GGUFWriter, config: Any) -> None:
-    add_window(writer, config)
-    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
-
-
-def add_bases(writer: gguf.GGUFWriter, config: Any) -> None:
-    """Windows of each layer, which have a base of their own."""
-    add_pattern(writer, config)
-    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
 
 
 def add_temperature(writer: gguf.GGUFWriter, config: Any) -> None:

@@ -9,17 +9,14 @@ import gguf
 import numpy as np
 import torch
 
-from helpers.gguf.form import Parts
+from helpers.gguf.form import Parts, add_bases, replace_key
 
 STACKED = {"altup_projections": "altup_proj", "altup_unembed_projections": "altup_unembd_proj"}
 
 
 def add_keys(writer: gguf.GGUFWriter, config: Any) -> None:
-    writer.kv_data[0].pop("gemma3n.feed_forward_length")
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_sliding_window(config.sliding_window)
-    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
-    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    replace_key(writer, "feed_forward_length", config.intermediate_size)
+    add_bases(writer, config)
     writer.add_shared_kv_layers(config.num_kv_shared_layers)
     writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
     writer.add_altup_active_idx(config.altup_active_idx)

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import torch
 
-from helpers.gguf.form import Parts
+from helpers.gguf.form import Parts, add_bases, replace_key
 
 UNROTATED = 1e30
 OF_EXPERTS = {
@@ -36,26 +36,23 @@ def add_keys(writer: gguf.GGUFWriter, config: Any) -> None:
     windowed, shared = vars(config), config.num_kv_shared_layers
     full = config.per_layer_config[kinds.index("full_attention")]
     for name in ("key_length", "value_length"):
-        writer.kv_data[0].pop(f"gemma4.attention.{name}")
-        getattr(writer, f"add_{name}")(full.head_dim)
+        replace_key(writer, f"attention.{name}", full.head_dim)
         getattr(writer, f"add_{name}_swa")(windowed["head_dim"])
     writer.add_rope_dimension_count(full.head_dim)
     writer.add_rope_dimension_count_swa(windowed["head_dim"])
     if full.num_key_value_heads != windowed["num_key_value_heads"]:
         own = (windowed["num_key_value_heads"], full.num_key_value_heads)
-        writer.kv_data[0].pop("gemma4.attention.head_count_kv")
-        writer.add_head_count_kv([own[kind == "full_attention"] for kind in kinds])
+        heads = [own[kind == "full_attention"] for kind in kinds]
+        replace_key(writer, "attention.head_count_kv", heads)
     if config.use_double_wide_mlp:
         widths = [config.intermediate_size] * (count - shared)
-        writer.kv_data[0].pop("gemma4.feed_forward_length")
-        writer.add_feed_forward_length(widths + [2 * config.intermediate_size] * shared)
+        widths += [2 * config.intermediate_size] * shared
+        replace_key(writer, "feed_forward_length", widths)
     if config.enable_moe_block:
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.top_k_experts)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_sliding_window(config.sliding_window)
-    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
-    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    add_bases(writer, config)
     writer.add_shared_kv_layers(shared)
     writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
     rotated = config.rope_parameters["full_attention"]["partial_rotary_factor"]

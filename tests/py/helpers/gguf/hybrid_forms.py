@@ -7,16 +7,15 @@ from typing import Any
 import gguf
 import torch
 
-from helpers.gguf.form import Form, Parts
+from helpers.gguf.form import Form, Parts, replace_key
 from helpers.gguf.parts import experts, paired
 
 
 def add_kv_heads(writer: gguf.GGUFWriter, config: Any) -> None:
     """Of each layer; none of those with a state."""
     attends = [kind == "full_attention" for kind in config.layer_types]
-    key = f"{writer.arch}.attention.head_count_kv"
-    del writer.kv_data[0][key]
-    writer.add_array(key, [config.num_key_value_heads * own for own in attends])
+    heads = [config.num_key_value_heads * own for own in attends]
+    replace_key(writer, "attention.head_count_kv", heads)
 
 
 def add_lfm2(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -108,7 +107,7 @@ def add_nemotron(writer: gguf.GGUFWriter, config: Any) -> None:
     add_kv_heads(writer, config)
     add_widths(writer, config, "mlp", config.intermediate_size)
     for key in ("attention.layer_norm_rms_epsilon", "rope.freq_base"):
-        del writer.kv_data[0][f"{writer.arch}.{key}"]
+        replace_key(writer, key, None)
     writer.add_layer_norm_eps(config.layer_norm_epsilon)
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     inner = config.mamba_num_heads * config.mamba_head_dim
@@ -118,8 +117,8 @@ def add_nemotron(writer: gguf.GGUFWriter, config: Any) -> None:
 
 def add_widths(writer: gguf.GGUFWriter, config: Any, kind: str, width: int) -> None:
     """Of the layers of this kind; 0 of others."""
-    del writer.kv_data[0][f"{writer.arch}.feed_forward_length"]
-    writer.add_feed_forward_length([width * (own == kind) for own in config.layer_types])
+    widths = [width * (own == kind) for own in config.layer_types]
+    replace_key(writer, "feed_forward_length", widths)
 
 
 def add_nemotron_moe(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -169,7 +168,7 @@ def nemotron(name: str, tensor: torch.Tensor, config: Any) -> Parts | None:
 
 def add_falcon_h1(writer: gguf.GGUFWriter, config: Any) -> None:
     """Its factors, which are 1 here, are in the weights."""
-    del writer.kv_data[0][f"{writer.arch}.embedding_scale"]
+    replace_key(writer, "embedding_scale", None)
     sizes = [config.mamba_d_conv, config.mamba_d_state, config.mamba_n_groups]
     add_mamba2(writer, config.mamba_d_ssm, config.mamba_n_heads, sizes)
 

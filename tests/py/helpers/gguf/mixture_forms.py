@@ -7,7 +7,7 @@ from typing import Any
 import gguf
 import torch
 
-from helpers.gguf.form import Parts, replace_key
+from helpers.gguf.form import Parts, add_pattern, add_window, replace_key
 from helpers.gguf.parts import experts
 
 
@@ -95,19 +95,13 @@ def add_ernie(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_expert_shared_feed_forward_length(width)
 
 
-def add_windows(writer: gguf.GGUFWriter, config: Any) -> None:
-    writer.add_sliding_window(config.sliding_window)
-    kinds = [kind == "sliding_attention" for kind in config.layer_types]
-    writer.add_sliding_window_pattern(kinds)
-
-
 def add_exaone(writer: gguf.GGUFWriter, config: Any) -> None:
     add_routed(writer, config)
-    add_windows(writer, config)
+    add_pattern(writer, config)
 
 
 def add_afmoe(writer: gguf.GGUFWriter, config: Any) -> None:
-    writer.add_sliding_window(config.sliding_window)
+    add_window(writer, config)
     writer.add_leading_dense_block_count(config.num_dense_layers)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_expert_shared_count(config.num_shared_experts)

@@ -8,6 +8,7 @@ from typing import Any
 from flexinfer.checkpoints.gguf import mamba
 from flexinfer.checkpoints.gguf.architecture import Architecture
 from flexinfer.checkpoints.gguf.conversions import join, one_input, part_pairs
+from flexinfer.checkpoints.gguf.experts import SHARED_WIDTH
 from flexinfer.checkpoints.gguf.hybrid import KV_HEADS, attending, heads_of
 from flexinfer.checkpoints.gguf.rope import WINDOW, WINDOW_PATTERN, rope_of, windows_of
 from flexinfer.checkpoints.gguf.sources import Source
@@ -21,7 +22,7 @@ FACTORS = {
     "logit_scale": "logits_scaling",
 }
 """Keys -> names of the config."""
-ROTATES, SHARED = "rope.scaling.finetuned", "expert_shared_feed_forward_length"
+ROTATES = "rope.scaling.finetuned"
 HALVES = ("shared_mlp.gate", "shared_mlp.up")
 MLP = {"gate": HALVES[0], "up": HALVES[1], "down": "shared_mlp.output_linear"}
 NAMES = {
@@ -49,8 +50,7 @@ def _rotating(values: GgufValues) -> dict[str, Any]:
 
 def _dense(values: GgufValues) -> dict[str, Any]:
     """Granite 4 calls its MLPs shared by experts that are not there."""
-    width = values.count("feed_forward_length")
-    values.equal(SHARED, width, "the feed_forward_length", default=width)
+    values.mlp_width(SHARED_WIDTH)
     return _rotating(values)
 
 
@@ -58,7 +58,7 @@ def _experts(values: GgufValues) -> dict[str, Any]:
     return {
         "num_local_experts": values.count("expert_count"),
         "num_experts_per_tok": values.count("expert_used_count"),
-        "shared_intermediate_size": values.count(SHARED) if values.get(SHARED) else 0,
+        "shared_intermediate_size": values.count(SHARED_WIDTH) if values.get(SHARED_WIDTH) else 0,
     }
 
 
@@ -82,10 +82,9 @@ def _hybrid(values: GgufValues) -> dict[str, Any]:
 
 
 def _mlp(values: GgufValues) -> dict[str, Any]:
-    width = values.count("feed_forward_length")
     if values.get("expert_count", 0):
-        return {"shared_intermediate_size": values.count(SHARED)}
-    values.equal(SHARED, width, "the feed_forward_length", default=width)
+        return {"shared_intermediate_size": values.count(SHARED_WIDTH)}
+    width = values.mlp_width(SHARED_WIDTH)
     return {"shared_intermediate_size": width, "num_local_experts": 0, "num_experts_per_tok": 0}
 
 
@@ -121,7 +120,7 @@ GRANITE = {
     "granite": Architecture(
         "GraniteConfig",
         conversions=(part_pairs,),
-        keys=frozenset({*FACTORS, *mamba.KEYS, SHARED}),
+        keys=frozenset({*FACTORS, *mamba.KEYS, SHARED_WIDTH}),
         settings=_dense,
     ),
     "granitemoe": Architecture(
@@ -130,7 +129,7 @@ GRANITE = {
         conversions=(part_pairs, _join_halves),
         experts="block_sparse_moe.experts",
         names=NAMES,
-        keys=frozenset({*FACTORS, *mamba.KEYS, SHARED}),
+        keys=frozenset({*FACTORS, *mamba.KEYS, SHARED_WIDTH}),
         settings=_rotating,
         expert_settings=_experts,
     ),
@@ -140,7 +139,7 @@ GRANITE = {
         conversions=(part_pairs, one_input, mamba.undo_mamba2, _join_halves),
         experts="block_sparse_moe.experts",
         names=NAMES | mamba.names_in("mamba"),
-        keys=frozenset({*FACTORS, *mamba.KEYS, KV_HEADS, SHARED}),
+        keys=frozenset({*FACTORS, *mamba.KEYS, KV_HEADS, SHARED_WIDTH}),
         settings=_hybrid,
     ),
 }

@@ -88,8 +88,7 @@ def _minimax_m2_experts(values: GgufValues) -> dict[str, Any]:
 
 def _hunyuan_moe(values: GgufValues) -> dict[str, Any]:
     """One shared expert, as wide as the others."""
-    width = values.count("feed_forward_length")
-    values.equal(SHARED_WIDTH, width, "the feed_forward_length", default=width)
+    values.mlp_width(SHARED_WIDTH)
     values.equal(SHARED, 1, "the one that such models have", default=1)
     found = experts_as_wide_as_others(values)
     return {"num_experts": found["num_experts"], "moe_topk": found["num_experts_per_tok"]}

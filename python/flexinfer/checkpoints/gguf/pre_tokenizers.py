@@ -1,4 +1,4 @@
-"""Cut: into which pieces a byte-level tokenizer cuts text before it merges bytes.
+"""PreTokenizer: into which pieces a byte-level tokenizer cuts text before it merges bytes.
 
 Source: src/llama-vocab.cpp of llama.cpp.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PreTokenizer:
     """What the name of a byte-level tokenizer says."""
 
     pattern: str | None
@@ -27,17 +27,17 @@ class Cut:
     it, but by merges; and a text begins with its special token."""
 
 
-LLAMA_3 = Cut(
+LLAMA_3 = PreTokenizer(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     is_begun=True,
     keeps_tokens=True,
 )
-QWEN_2 = Cut(
+QWEN_2 = PreTokenizer(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-QWEN_35 = Cut(
+QWEN_35 = PreTokenizer(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -46,29 +46,29 @@ WHITE = "|".join(
     rf"\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16", "8", "4")
 )
 """White space in the longest pieces that there are."""
-JAIS_2 = Cut(
+JAIS_2 = PreTokenizer(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{WHITE}|\s{{1,2}}(?!\S)|\s"
 )
-TEKKEN = Cut(
+TEKKEN = PreTokenizer(
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     is_begun=True,
     keeps_tokens=True,
 )
-GPT_4O = Cut(
+GPT_4O = PreTokenizer(
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SEED = Cut(
+SEED = PreTokenizer(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-DEEPSEEK_3 = Cut(
+DEEPSEEK_3 = PreTokenizer(
     r"\p{N}{1,3}",
     then=(
         "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
@@ -76,7 +76,7 @@ DEEPSEEK_3 = Cut(
         r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
 )
-KIMI_K2 = Cut(
+KIMI_K2 = PreTokenizer(
     r"\p{Han}+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
     r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -86,7 +86,7 @@ KIMI_K2 = Cut(
 )
 """As the model's own, as YOUTU is. llama.cpp does not cut where a capital letter follows a small
 one."""
-YOUTU = Cut(
+YOUTU = PreTokenizer(
     "[\uac00-\ud7a3\u3131-\u318e]+"
     "|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
     "|[\u3105-\u312f]+"
@@ -111,7 +111,7 @@ WITH_CASES = (
 )
 """Letters that DeepSeek's first tokenizers take together: of alphabets with two cases, not all."""
 HAN_AND_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-DEEPSEEK_LLM = Cut(
+DEEPSEEK_LLM = PreTokenizer(
     r"[\r\n]",
     then=(
         rf"\s?[{WITH_CASES}]+",
@@ -121,14 +121,16 @@ DEEPSEEK_LLM = Cut(
         r"\p{N}+",
     ),
 )
-DEEPSEEK_CODER = Cut(r"[\r\n]", then=(r"\s?\p{L}+", r"\s?\p{P}+", HAN_AND_HANGUL, r"\p{N}"))
-EXAONE_MOE = Cut(
+DEEPSEEK_CODER = PreTokenizer(
+    r"[\r\n]", then=(r"\s?\p{L}+", r"\s?\p{P}+", HAN_AND_HANGUL, r"\p{N}")
+)
+EXAONE_MOE = PreTokenizer(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 """Words may have spaces in them, as Korean ones do."""
-AFMOE = Cut(
+AFMOE = PreTokenizer(
     r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
     then=(
         "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f"
@@ -139,13 +141,13 @@ AFMOE = Cut(
 )
 """Digits by threes from the right."""
 GLM_4 = replace(LLAMA_3, is_begun=False)
-GPT_2 = Cut(None, as_gpt_2=True)
-DIGITS = Cut(r"\p{N}", as_gpt_2=True)
-GEMMA_4 = Cut(r"[^\n]+|\n+", is_spelt=False)
+GPT_2 = PreTokenizer(None, as_gpt_2=True)
+DIGITS = PreTokenizer(r"\p{N}", as_gpt_2=True)
+GEMMA_4 = PreTokenizer(r"[^\n]+|\n+", is_spelt=False)
 """By the kind of the tokenizer: it has no name."""
-OF_CUTS: tuple[tuple[Cut, str], ...] = (
+NAMES: tuple[tuple[PreTokenizer, str], ...] = (
     (LLAMA_3, "llama-bpe llama-v3 llama3 falcon3 falcon-h1 pixtral midm-2.0 lfm2"),
-    (Cut(LLAMA_3.pattern), "dbrx smaug-bpe chatglm-bpe"),
+    (PreTokenizer(LLAMA_3.pattern), "dbrx smaug-bpe chatglm-bpe"),
     (GLM_4, "glm4 glm5"),
     (DEEPSEEK_3, "deepseek-v3 hunyuan-dense joyai-llm hy_v4"),
     (KIMI_K2, "kimi-k2"),
@@ -163,5 +165,5 @@ OF_CUTS: tuple[tuple[Cut, str], ...] = (
     (GPT_2, "gpt-2 olmo phi-2 mpt jais a.x-4.0 gigachat mellum trillion exaone4 granite-docling"),
     (DIGITS, "smollm refact starcoder command-r codeshell exaone minerva-7b mellum2"),
 )
-CUTS = {name: cut for cut, names in OF_CUTS for name in names.split()}
+PRE_TOKENIZERS = {name: pre for pre, names in NAMES for name in names.split()}
 """Those that are known, by `tokenizer.ggml.pre`."""

@@ -1,4 +1,4 @@
-"""CompressedFloats: layers in fp8 by compressed-tensors, formats "float-quantized" and "naive-".
+"""CompressedFp8: layers in fp8 by compressed-tensors, formats "float-quantized" and "naive-".
 
 weight        float8_e4m3fn [outputs, inputs]
 weight_scale  [outputs, 1], one number, or [rows, columns] of blocks; weights are multiplied by it
@@ -15,7 +15,7 @@ from flexinfer.checkpoints.tensor_files import TensorFiles
 FORMATS = ("float-quantized", "naive-quantized")
 
 
-class CompressedFloats(ScaledCheckpoint):
+class CompressedFp8(ScaledCheckpoint):
     method = METHOD
 
     def __init__(self, files: TensorFiles, group: Group) -> None:

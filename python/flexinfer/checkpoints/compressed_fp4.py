@@ -1,4 +1,4 @@
-"""CompressedPlaces: layers of 4 bits by the table of E2M1, as compressed-tensors has them.
+"""CompressedFp4: layers of 4 bits by the table of E2M1, as compressed-tensors has them.
 
 "nvfp4-pack-quantized"  weight_packed uint8 [outputs, inputs / 2], two places in a byte, the lower
                         half first; weight_scale float8_e4m3fn [outputs, inputs / 16];
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from flexinfer.checkpoints.compressed_settings import METHOD, Group, check_floats
-from flexinfer.checkpoints.mxfp4 import nibbles_of, places
+from flexinfer.checkpoints.mxfp4 import mxfp4_tensor, nibbles_of
 from flexinfer.checkpoints.packed import PackedCheckpoint
 from flexinfer.checkpoints.parts import Part, refuse_other
 from flexinfer.checkpoints.tensor_files import TensorFiles
@@ -30,7 +30,7 @@ INPUT_FACTOR = "input_global_scale"
 ONE = Part(("F32",), (0, 1))
 
 
-class CompressedPlaces(PackedCheckpoint):
+class CompressedFp4(PackedCheckpoint):
     method = METHOD
 
     def __init__(self, files: TensorFiles, group: Group) -> None:
@@ -68,7 +68,7 @@ class CompressedPlaces(PackedCheckpoint):
         packed, scales = self._part(path, PACKED), self._part(path, SCALES)
         nibbles = nibbles_of(packed)
         if not self._has_factor:
-            return places(nibbles, scales)
+            return mxfp4_tensor(nibbles, scales)
         # The table has twice the numbers of E2M1.
         halves = scales.float() / self._part(path, FACTOR) * 0.5
         integers = nibbles.to(torch.int8) - 8
