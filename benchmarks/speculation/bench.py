@@ -1,6 +1,7 @@
 """Tokens a second with n-gram speculation and without; see README.md beside this file.
 
 python benchmarks/speculation/bench.py [--json FILE] [--rounds N] [--quick]
+    [--shape small|1b] [--dtype float32] [--quantization int8]
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,14 +33,26 @@ from flexinfer.runner.inputs import StepInputs
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}
 NGRAM |= {"prompt_lookup_min": 2}
 SOURCES = ("textwrap.py", "bisect.py", "heapq.py", "shlex.py", "colorsys.py", "fnmatch.py")
+PROSE = "pydoc_data/topics.py"
 NUM_PROMPT, NUM_NEW = 320, 128
-SHAPE = {
-    "hidden_size": 512,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 1408,
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": {
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 1408,
+    },
+    "1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+    },
 }
+"""`1b`: half of the layers of Llama 3.2 1B."""
+WAYS = {"plain": None, "speculated": NGRAM}
 Script = tuple[list[int], list[int]]
 """A prompt, and the answer that the model is made to give."""
 
@@ -48,58 +62,97 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--quantization", help="int8, int4, ...; none: as the dtype says")
     parser.add_argument("--quick", action="store_true", help="one short round of each")
     arguments = parser.parse_args(argv)
     load_before = os.getloadavg()
     rounds = 1 if arguments.quick else arguments.rounds
-    rows = []
+    rows: list[dict[str, Any]] = []
     print(
         "| task | batch | tokens/s without | with | ratio | accepted |\n|---|---|---|---|---|---|"
     )
     with tempfile.TemporaryDirectory() as folder:
-        save_model(folder)
-        for task, write in TASKS.items():
-            for batch in (1, 32):
-                count = 2 if arguments.quick else 32 if batch > 1 else 3
-                scripts = [write(random.Random(i)) for i in range(count)]
-                found = measure(folder, scripts, batch, rounds)
-                print(
-                    f"| {task} | {batch} | {found['plain']:.1f} | {found['speculated']:.1f} | "
-                    f"{found['ratio']:.2f} | {found['accepted']:.0%} |",
-                    flush=True,
+        save_model(folder, arguments.shape)
+        for batch in (1, 32):
+            count = 2 if arguments.quick else 32 if batch > 1 else 3
+            rows += measure(folder, arguments, batch, count, rounds)
+    settings = {name: getattr(arguments, name) for name in ("shape", "dtype", "quantization")}
+    write_report(
+        arguments.json, "speculation", {**settings, "results": rows}, load_before=load_before
+    )
+
+
+def measure(
+    folder: str, arguments: argparse.Namespace, batch: int, count: int, rounds: int
+) -> list[dict[str, Any]]:
+    """A row for each task: medians of tokens a second of `count` prompts. The two ways, an engine
+    each, take turns in each round."""
+    rows = []
+    with ExitStack() as stack:
+        engines = {
+            way: stack.enter_context(
+                LLM(
+                    folder,
+                    dtype=arguments.dtype,
+                    quantization=arguments.quantization,
+                    skip_tokenizer_init=True,
+                    kv_cache_memory_bytes="512MiB",
+                    max_num_seqs=batch,
+                    enable_prefix_caching=False,
+                    speculative_config=config,
                 )
-                rows.append({"task": task, "batch": batch, **found})
-    write_report(arguments.json, "speculation", {"results": rows}, load_before=load_before)
+            ).llm_engine
+            for way, config in WAYS.items()
+        }
+        dictated = {way: dictate(engine) for way, engine in engines.items()}
+        for task, write in TASKS.items():
+            scripts = [write(random.Random(i)) for i in range(count)]
+            rates: dict[str, list[float]] = {way: [] for way in WAYS}
+            num_drafted, num_accepted = drafted(engines["speculated"])
+            for round_idx in range(rounds):
+                for way in WAYS if round_idx % 2 else reversed(WAYS):
+                    engine, told = engines[way], dictated[way]
+                    rates[way].append(tokens_per_s(engine, told, scripts, batch))
+            more_drafted, more_accepted = drafted(engines["speculated"])
+            ratios = [new / old for old, new in zip(*rates.values(), strict=True)]
+            rows.append(
+                {
+                    "task": task,
+                    "batch": batch,
+                    **{way: statistics.median(values) for way, values in rates.items()},
+                    "ratio": statistics.median(ratios),
+                    "ratios": ratios,
+                    "accepted": (more_accepted - num_accepted) / max(1, more_drafted - num_drafted),
+                    "drafted_per_token": (more_drafted - num_drafted) / (rounds * count * NUM_NEW),
+                }
+            )
+            show(rows[-1])
+    return rows
 
 
-def measure(folder: str, scripts: list[Script], batch: int, rounds: int) -> dict[str, Any]:
-    """Medians of tokens a second; the two ways take turns in each round."""
-    rates: dict[str, list[float]] = {"plain": [], "speculated": []}
-    ratios, accepted = [], 0.0
-    for _ in range(rounds):
-        for way, config in (("plain", None), ("speculated", NGRAM)):
-            with LLM(
-                folder,
-                skip_tokenizer_init=True,
-                kv_cache_memory_bytes="512MiB",
-                max_num_seqs=batch,
-                enable_prefix_caching=False,
-                speculative_config=config,
-            ) as llm:
-                rates[way].append(tokens_per_s(llm, scripts, batch))
-                stats = llm.llm_engine.stats().speculation
-            if stats is not None:
-                accepted = stats.num_accepted_tokens / max(1, stats.num_draft_tokens)
-        ratios.append(rates["speculated"][-1] / rates["plain"][-1])
-    found: dict[str, Any] = {way: statistics.median(values) for way, values in rates.items()}
-    return found | {"ratio": statistics.median(ratios), "ratios": ratios, "accepted": accepted}
+def show(row: dict[str, Any]) -> None:
+    print(
+        f"| {row['task']} | {row['batch']} | {row['plain']:.1f} | {row['speculated']:.1f} | "
+        f"{row['ratio']:.2f} ({min(row['ratios']):.2f} to {max(row['ratios']):.2f}) | "
+        f"{row['accepted']:.0%} of {row['drafted_per_token']:.2f} a token |",
+        flush=True,
+    )
 
 
-def tokens_per_s(llm: LLM, scripts: list[Script], batch: int) -> float:
-    """Of decoding: from the last prompt's end. Raises AssertionError for other answers."""
-    engine = llm.llm_engine
-    told: dict[str, list[int]] = {}
-    dictate(engine, told)
+def drafted(engine: LLMEngine) -> tuple[int, int]:
+    """Tokens proposed so far, and accepted."""
+    stats = engine.stats().speculation
+    assert stats is not None
+    return stats.num_draft_tokens, stats.num_accepted_tokens
+
+
+def tokens_per_s(
+    engine: LLMEngine, told: dict[str, list[int]], scripts: list[Script], batch: int
+) -> float:
+    """Of decoding: from the last prompt's end. `told` is of `dictate`. Raises AssertionError for
+    other answers."""
     num_tokens, seconds = 0, 0.0
     for first in range(0, len(scripts), batch):
         part = scripts[first : first + batch]
@@ -126,9 +179,10 @@ def is_new(request: Any) -> bool:
     return request.num_output_tokens == 0
 
 
-def dictate(engine: LLMEngine, told: dict[str, list[int]]) -> None:
-    """The model computes all that it does, and its most probable token is then that of `told`, by
-    request id."""
+def dictate(engine: LLMEngine) -> dict[str, list[int]]:
+    """The model computes all that it does, and its most probable token is then that of what is
+    returned, by request id."""
+    told: dict[str, list[int]] = {}
     forward: Callable[[StepInputs], Any] = engine.runner.forward
 
     @torch.inference_mode()
@@ -147,6 +201,7 @@ def dictate(engine: LLMEngine, told: dict[str, list[int]]) -> None:
         return logits
 
     engine.runner.forward = dictated  # type: ignore[method-assign]
+    return told
 
 
 def code_edit(rng: random.Random) -> Script:
@@ -169,7 +224,19 @@ def summary(rng: random.Random) -> Script:
     return tokens, (told * NUM_NEW)[:NUM_NEW]
 
 
-TASKS: dict[str, Callable[[random.Random], Script]] = {"code edit": code_edit, "summary": summary}
+def unlike(rng: random.Random) -> Script:
+    """Code, and prose of Python's manual: what an answer in words of its own gives to guess."""
+    tokens, _ = source_tokens(rng)
+    prose = prose_tokens()
+    start = rng.randrange(len(prose) - NUM_NEW)
+    return tokens, prose[start : start + NUM_NEW]
+
+
+TASKS: dict[str, Callable[[random.Random], Script]] = {
+    "code edit": code_edit,
+    "summary": summary,
+    "unlike": unlike,
+}
 
 
 def source_tokens(rng: random.Random) -> tuple[list[int], str]:
@@ -182,9 +249,19 @@ def source_tokens(rng: random.Random) -> tuple[list[int], str]:
 
 @cache
 def file_tokens(name: str) -> list[int]:
-    text = (Path(sysconfig.get_paths()["stdlib"]) / name).read_text()
-    found: list[int] = tokenizer().encode(text)
+    found: list[int] = tokenizer().encode(stdlib_text(name))
     return found
+
+
+@cache
+def prose_tokens() -> list[int]:
+    """Without its indents, which are easy to guess."""
+    found: list[int] = tokenizer().encode(" ".join(stdlib_text(PROSE).split()))
+    return found
+
+
+def stdlib_text(name: str) -> str:
+    return (Path(sysconfig.get_paths()["stdlib"]) / name).read_text()
 
 
 @cache
@@ -194,13 +271,14 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(SHIPPED_MODEL)
 
 
-def save_model(folder: str) -> None:
+def save_model(folder: str, shape: str) -> None:
     """Llama's architecture, random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=32_000, max_position_embeddings=2048, **SHAPE)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    config = LlamaConfig(vocab_size=32_000, max_position_embeddings=2048, **SHAPES[shape])
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16 if shape == "1b" else torch.float32).save_pretrained(folder)
 
 
 if __name__ == "__main__":

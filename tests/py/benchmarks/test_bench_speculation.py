@@ -20,6 +20,6 @@ def test_a_quick_run_says_what_speculation_brings(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     rows = json.loads(file.read_text())["results"]
     assert [(row["task"], row["batch"]) for row in rows] == [
-        (task, batch) for task in ("code edit", "summary") for batch in (1, 32)
+        (task, batch) for batch in (1, 32) for task in ("code edit", "summary", "unlike")
     ]
     assert all(row["ratio"] > 0 and 0 <= row["accepted"] <= 1 for row in rows)

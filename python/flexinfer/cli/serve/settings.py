@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexinfer.cli.errors import reason_of
-
 if TYPE_CHECKING:
     from flexinfer.cli.serve.options import ServeOptions
     from flexinfer.config import EngineConfig
@@ -41,6 +39,7 @@ def engine_config(options: ServeOptions) -> EngineConfig:
 
 def server_settings(options: ServeOptions, config: EngineConfig) -> ServerSettings:
     """The server's part of the options."""
+    from flexinfer.engine.inputs import read_chat_template
     from flexinfer.runtime.units import parse_bytes
     from flexinfer.server.http.tls import tls_settings
     from flexinfer.server.settings import ServerSettings
@@ -50,7 +49,7 @@ def server_settings(options: ServeOptions, config: EngineConfig) -> ServerSettin
         "served_model_names": tuple(names),
         "lora_modules": _adapters(options),
         "api_keys": _list(options.api_key, "--api-key"),
-        "chat_template": _template(options.chat_template),
+        "chat_template": read_chat_template(options.chat_template),
         "allowed_hosts": _list(options.allowed_hosts, "--allowed-hosts"),
         "allowed_origins": _list(options.allowed_origins, "--allowed-origins"),
         "allowed_methods": _list(options.allowed_methods, "--allowed-methods") or ("*",),
@@ -113,13 +112,3 @@ def _names_of(folder: str, model: str | None) -> list[str]:
         return [folder]
     short = path.name if path.is_dir() else path.stem
     return list(dict.fromkeys([short, model or short]))
-
-
-def _template(given: str | None) -> str | None:
-    """A file, or the text itself. Raises ValueError for a file that is not there."""
-    if given is None or "{" in given:
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the chat template {given!r}: {reason_of(error)}") from None
