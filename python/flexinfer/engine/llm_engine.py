@@ -28,9 +28,9 @@ from flexinfer.memory.elastic import BudgetChange
 from flexinfer.metrics.requests import RequestStats
 from flexinfer.metrics.steps import EngineStats, StepMeter, StepStats, StepTotals
 from flexinfer.outputs import RequestOutput
+from flexinfer.runtime.malloc import return_freed_memory
 from flexinfer.runtime.panics import panics_as_errors
 from flexinfer.runtime.torch_modes import plain_modes
-from flexinfer.runtime.torch_settings import return_freed_memory
 from flexinfer.sampling.params import BeamSearchParams, SamplingParams
 from flexinfer.scheduler.request import Request
 from flexinfer.scheduler.scheduler import Batch

@@ -25,9 +25,10 @@ from flexinfer.engine.llm_engine import LLMEngine
 from flexinfer.errors import EngineDeadError, EngineError
 from flexinfer.lora.adapters import Choice
 from flexinfer.outputs import RequestOutput
+from flexinfer.runtime.malloc import return_freed_memory
 from flexinfer.runtime.openmp import release_threads
 from flexinfer.runtime.panics import panics_as_errors
-from flexinfer.runtime.torch_settings import bound_primitive_caches, return_freed_memory
+from flexinfer.runtime.torch_settings import bound_primitive_caches
 from flexinfer.sampling.params import BeamSearchParams, SamplingParams
 from flexinfer.types import Prompt
 

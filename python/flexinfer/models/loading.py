@@ -60,7 +60,7 @@ def load_model(
     Raises UnsupportedModelError, before any weight is read where the config tells enough.
     """
     from flexinfer.runtime.library_pages import let_go_of_library_pages
-    from flexinfer.runtime.torch_settings import large_blocks_apart, return_freed_memory
+    from flexinfer.runtime.malloc import large_blocks_apart, return_freed_memory
 
     check_format(model, load_format)
     config = resolve_config(model)
@@ -122,7 +122,7 @@ def load_part_of_model(
     from flexinfer.models.eager_experts import use_eager_experts
     from flexinfer.models.sharding import load_part, split_layers
     from flexinfer.runtime.library_pages import let_go_of_library_pages
-    from flexinfer.runtime.torch_settings import large_blocks_apart, return_freed_memory
+    from flexinfer.runtime.malloc import large_blocks_apart, return_freed_memory
     from flexinfer.runtime.weight_files import converting_one_by_one, let_go_of_files
 
     name = os.fspath(settings.model)

@@ -7,6 +7,7 @@ import resource
 import sys
 import threading
 
+from flexinfer.runtime.malloc import share_one_arena
 from flexinfer.runtime.threads import choose_threads, cpu_quota
 
 ENGINE_THREADS = 8
@@ -32,6 +33,7 @@ def check_process(threads: int | None) -> None:
 def check_threads(threads: int | None, num_others: int = 0) -> None:
     """Raises OSError unless all threads of an engine, and others, can be started: libgomp would
     end the process in the first step, and libraries in Rust panic. 50 us each."""
+    share_one_arena()
     quota = cpu_quota()
     team = choose_threads(threads, quota)
     if threads is None:

@@ -14,9 +14,9 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from typing import Any
 
+from flexinfer.runtime.malloc import keep_freed_memory, share_one_arena
 from flexinfer.runtime.openmp import release_threads
 from flexinfer.runtime.threads import CpuQuota, choose_threads, cpu_quota
 
@@ -24,21 +24,9 @@ SPIN_COUNT = 20_000
 """Rounds that an idle OpenMP thread spins, up to 1 ms, before it sleeps: longer than the Python
 between two operators of a step. libgomp's own 300,000 outlast a time slice: beside another busy
 process, threads then spin while the one that they wait for is not running."""
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
-"""Parameters of mallopt(3)."""
 MADV_COLLAPSE = 25
 """Of madvise(2), since Linux 6.1; not in Python's mmap."""
 HUGE_PAGE_BYTES = 2 << 20
-MAX_MMAP_THRESHOLD = 32 << 20
-"""glibc takes no more."""
-APART_BYTES = 1 << 20
-"""Weights from this size on lie in mappings of their own, outside the heap."""
-KEPT_BYTES = 256 << 20
-"""Free heap that is kept for the next step's activations."""
-MAX_ARENAS = 2
-"""malloc's own default is 8 for each core, and each keeps the free memory of its own highest hour:
-a server with 15 threads held 430 MiB free beside 211 in use, and touched more of it for an hour.
-One for the main thread and one for the engine's; the others' large blocks are few."""
 CACHED_PRIMITIVES = 128
 """Products that stay compiled, the latest used. oneDNN compiles one for each number of rows and
 each shape of weight, in 1 ms and 0.5 MiB. As prompts differ in length, the 1,024 of its default
@@ -63,6 +51,7 @@ def set_up_torch(threads: int | None = None) -> int:
     None leaves a number that the user has chosen (OMP_NUM_THREADS, torch.set_num_threads) as it is,
     and is else one for each core of the quota. Raises ValueError as `choose_threads`.
     """
+    share_one_arena()
     quota = cpu_quota()
     count = choose_threads(threads, quota)
     is_own_choice = "OMP_NUM_THREADS" in os.environ
@@ -71,7 +60,7 @@ def set_up_torch(threads: int | None = None) -> int:
 
         # The allocator reads its variable at the first tensor that may have a huge page.
         torch.empty(HUGE_PAGE_BYTES, dtype=torch.uint8)
-    _keep_freed_memory()
+    keep_freed_memory()
     if threads is not None or not (is_own_choice or torch.get_num_threads() <= count):
         torch.set_num_threads(count)
     bound_primitive_caches()
@@ -93,32 +82,6 @@ def bound_primitive_caches() -> None:
         mkldnn._linear_pointwise(torch.zeros(1, 16), weight, None, "none", [], "")
 
 
-def return_freed_memory() -> None:
-    """Give the system what malloc keeps free, in all arenas; after something large, or for sleep.
-
-    Loading leaves the originals of converted and packed weights there, 46 MiB of a bfloat16 model
-    of 61, and steps their activations. Where the C library is not glibc nothing happens.
-    """
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
-        _cut_own_arena()
-
-
-def _cut_own_arena() -> None:
-    """malloc_trim leaves what is free at the end of any arena but the main one, 18 MiB of an
-    engine's thread: where a large block is freed, that goes."""
-    libc, mallopt = ctypes.CDLL(None), _own_mallopt()
-    if mallopt is None:
-        return
-    libc.malloc.restype = ctypes.c_void_p
-    mallopt(M_TRIM_THRESHOLD, 0)
-    mallopt(M_TOP_PAD, 0)
-    libc.free(ctypes.c_void_p(libc.malloc(ctypes.c_size_t(APART_BYTES))))
-    mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
-    mallopt(M_TOP_PAD, MAX_MMAP_THRESHOLD)
-
-
 def back_by_huge_pages(address: int, num_bytes: int) -> bool:
     """Have the system put what lies here into pages of 2 MiB, now; whether it has done so.
 
@@ -132,27 +95,6 @@ def back_by_huge_pages(address: int, num_bytes: int) -> bool:
     libc: Any = ctypes.CDLL(None)
     result: int = libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_COLLAPSE)
     return result == 0
-
-
-@contextmanager
-def large_blocks_apart() -> Iterator[None]:
-    """Have malloc map each large block by itself, for the time that a model is loaded.
-
-    A weight that is replaced by a packed one then goes back to the system at once, and leaves no
-    hole in the heap, which steps would fill with what they keep. Does nothing where malloc is not
-    ours to set.
-    """
-    mallopt = _own_mallopt()
-    if mallopt is None:
-        yield
-        return
-    mallopt(M_MMAP_THRESHOLD, APART_BYTES)
-    mallopt(M_TOP_PAD, 0)  # else large blocks come out of the heap's end, grown for a small one
-    try:
-        yield
-    finally:
-        mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD)
-        mallopt(M_TOP_PAD, MAX_MMAP_THRESHOLD)
 
 
 def check_can_compile(device_type: str) -> None:
@@ -204,27 +146,3 @@ def _variables(quota: CpuQuota, count: int) -> dict[str, str]:
     if 1 < count == len(quota.cpus) and not is_bound:
         wanted["GOMP_CPU_AFFINITY"] = " ".join(map(str, quota.cpus))
     return wanted
-
-
-@cache
-def _keep_freed_memory() -> None:
-    """Have malloc keep what a step frees: else each activation above 128 KiB is mapped, faulted in
-    page by page, and unmapped again, which costs more than computing it. Few arenas keep it.
-
-    Where the C library is not glibc nothing happens.
-    """
-    mallopt = _own_mallopt()
-    if mallopt is None:
-        return
-    mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD)
-    mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
-    mallopt(M_TOP_PAD, MAX_MMAP_THRESHOLD)
-    if "MALLOC_ARENA_MAX" not in os.environ:
-        mallopt(M_ARENA_MAX, MAX_ARENAS)
-
-
-def _own_mallopt() -> Any | None:
-    """glibc's mallopt; None: another C library, or the user has set malloc by the environment."""
-    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-    is_users = any(name in os.environ for name in names)
-    return None if is_users else getattr(ctypes.CDLL(None), "mallopt", None)

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch")
 
 from flexinfer.runtime.threads import cpu_quota
-from flexinfer.runtime.torch_settings import HUGE_PAGE_BYTES, MAX_ARENAS, back_by_huge_pages
+from flexinfer.runtime.torch_settings import HUGE_PAGE_BYTES, back_by_huge_pages
 
 
 @pytest.mark.parametrize(
@@ -144,87 +144,6 @@ def test_compiling_without_a_compiler_is_refused_before_the_model_is_read(
     check_can_compile("cuda")
     monkeypatch.setenv("CXX", sys.executable)
     check_can_compile("cpu")
-
-
-def number_with_own_malloc(code: str) -> float:
-    """What the program prints, in a process whose malloc nobody has set by the environment."""
-    return float(printed_with_own_malloc(code))
-
-
-def printed_with_own_malloc(code: str) -> str:
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True
-    )
-    return result.stdout
-
-
-@pytest.mark.parametrize("call", ["work()", "t = Thread(target=work); t.start(); t.join()"])
-def test_memory_that_malloc_keeps_can_be_given_back(call: str) -> None:
-    """In the first thread, and in one that has an arena of its own."""
-    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
-        pytest.skip("not glibc")
-    code = (
-        "import mmap\nfrom pathlib import Path\nfrom threading import Thread\n"
-        "from flexinfer.runtime.torch_settings import return_freed_memory, set_up_torch\n"
-        "def resident_mib():\n"
-        "    words = Path('/proc/self/statm').read_text().split()\n"
-        "    return int(words[1]) * mmap.PAGESIZE / 2**20\n"
-        "set_up_torch(1)\n"
-        "def work():\n"
-        "    blocks = [bytearray(b'x' * 2**20) for _ in range(40)]\n"
-        "    del blocks\n"
-        "    before = resident_mib()\n"
-        "    return_freed_memory()\n"
-        "    print(before - resident_mib())\n"
-        f"{call}"
-    )
-    assert number_with_own_malloc(code) > 32
-
-
-def test_many_threads_share_few_arenas() -> None:
-    """Each arena keeps what its threads have freed: a server's resident set grew with them."""
-    if not hasattr(ctypes.CDLL(None), "malloc_info"):
-        pytest.skip("not glibc")
-    code = (
-        "import ctypes, threading\n"
-        "from flexinfer.runtime.torch_settings import set_up_torch\n"
-        "set_up_torch(1)\n"
-        "all_there = threading.Barrier(12)\n"
-        "threads = [threading.Thread(target=all_there.wait) for _ in range(12)]\n"
-        "for thread in threads: thread.start()\n"
-        "for thread in threads: thread.join()\n"
-        "libc = ctypes.CDLL(None); libc.fdopen.restype = ctypes.c_void_p\n"
-        "file = ctypes.c_void_p(libc.fdopen(1, b'w'))\n"
-        "libc.malloc_info(0, file); libc.fflush(file)"
-    )
-    assert 1 <= printed_with_own_malloc(code).count("<heap ") <= MAX_ARENAS
-
-
-def test_weights_loaded_apart_leave_no_hole_in_the_heap() -> None:
-    """Blocks that were allocated in turns with small ones go back to the system when freed."""
-    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
-        pytest.skip("not glibc, or an old one")
-    code = (
-        "import ctypes\n"
-        "from flexinfer.runtime.torch_settings import large_blocks_apart, set_up_torch\n"
-        "set_up_torch(1)\n"
-        "import torch\n"
-        "class Info(ctypes.Structure):\n"
-        "    _fields_ = [(n, ctypes.c_size_t) for n in 'abcdefghij']\n"
-        "mallinfo = ctypes.CDLL(None).mallinfo2; mallinfo.restype = Info\n"
-        "before = mallinfo().a  # bytes of the heap\n"
-        "with large_blocks_apart():\n"
-        "    pairs = [(torch.ones(1 << 20), torch.ones(1 << 12)) for _ in range(32)]\n"
-        "    kept = [small for _, small in pairs]; del pairs\n"
-        "print(mallinfo().a - before)"
-    )
-    # Its end, 32 MiB kept ready since torch was loaded, may be used up; 128 MiB were allocated.
-    assert number_with_own_malloc(code) < 40 << 20
 
 
 def test_what_is_backed_by_huge_pages_keeps_its_contents() -> None:

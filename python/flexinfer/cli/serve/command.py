@@ -93,7 +93,7 @@ def _let_go_of_what_starting_needed() -> None:
     import gc
 
     from flexinfer.runtime.library_pages import let_go_of_library_pages
-    from flexinfer.runtime.torch_settings import return_freed_memory
+    from flexinfer.runtime.malloc import return_freed_memory
 
     gc.collect()
     return_freed_memory()
