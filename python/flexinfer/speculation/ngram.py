@@ -29,8 +29,9 @@ class NgramIndex:
         """At most `num_tokens` tokens to follow `token_ids`: so many, or none."""
         self._read(token_ids)
         total = len(token_ids)
+        tail = tuple(token_ids[-self._lengths[0] :])
         for length, table in zip(self._lengths, self._tables, strict=True):
-            place = table.get(tuple(token_ids[-length:]))
+            place = table.get(tail[-length:])
             if place is not None:
                 period = total - place
                 return [token_ids[place + i % period] for i in range(num_tokens)]
@@ -39,6 +40,12 @@ class NgramIndex:
     def _read(self, token_ids: Sequence[int]) -> None:
         """Take in what was appended, up to the tokens before the last."""
         total = len(token_ids)
+        if total == self._num_read + 1 > self._lengths[0]:  # a step's token: a third of the time
+            tail = tuple(token_ids[total - self._lengths[0] - 1 : -1])
+            for length, table in zip(self._lengths, self._tables, strict=True):
+                table[tail[-length:]] = total - 1
+            self._num_read = total
+            return
         for length, table in zip(self._lengths, self._tables, strict=True):
             first = max(self._num_read, length)
             if first < total:

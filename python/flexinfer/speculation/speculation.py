@@ -14,7 +14,7 @@ copied: rejection lowers a length.
 
 How long proposals are is chosen for all requests of a step together: most probable tokens first,
 as long as expected tokens per second grow, by the learned `Acceptance` and `StepCosts`. Where that
-is never, steps go without. Not thread-safe.
+is never, or hardly, steps go without. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+LEAST_GAIN = 1.03
+"""Of tokens per second, for which it is worth to propose any: costs are not known better."""
+CLEAR_GAIN = 1.3
+"""From which on no step without proposals is spent on measuring what one takes."""
 
 
 class Speculation:
@@ -181,6 +186,10 @@ class Speculation:
         expected = accumulate((gain for gain, _ in gains[: max(0, num_left)]), initial=len(items))
         rates = [tokens / cost for tokens, cost in zip(expected, costs[num_others:], strict=False)]
         best = max(range(len(rates)), key=rates.__getitem__)
+        gain = rates[best] / rates[0]
+        is_doubtful = gain < CLEAR_GAIN and not num_others and self._costs.is_base_old(len(items))
+        if gain < LEAST_GAIN or is_doubtful:
+            best = 0
         counts = Counter(i for _, i in gains[:best])
         return [counts[i] for i in range(len(items))]
 

@@ -99,9 +99,10 @@ def speculate(
     is_right: bool,
     steps: int = 40,
     slow: Collection[int] = (),
+    slow_factor: float = 100,
 ) -> list[int]:
-    """Further rows of each step, where a step takes 100 us and `row_us` for each of them, and a
-    hundred times as long for those that are `slow`."""
+    """Further rows of each step, where a step takes 100 us and `row_us` for each of them, and
+    `slow_factor` times as long for those that are `slow`."""
     engine = make_engine(speculative_config=NGRAM, max_num_seqs=8, kv_cache_memory_bytes="8MiB")
     prompts = [[i, 7, 8] * 10 for i in range(num_requests)]
     submit(engine, prompts, SamplingParams(temperature=0, max_tokens=90))
@@ -120,7 +121,7 @@ def speculate(
             drawn = [*(item.draft or item.request.token_ids[-3:-2]), 7] if is_right else [300]
             tokens += [(item.request, token) for token in drawn]
         speculation.settle(batch, tokens)
-        speculation.observe((100 + found[-1] * row_us) * (100 if step in slow else 1))
+        speculation.observe((100 + found[-1] * row_us) * (slow_factor if step in slow else 1))
     engine.close()
     return found
 
@@ -150,6 +151,22 @@ def test_a_step_that_something_else_delays_decides_nothing(slow: set[int], row_u
     """The first steps are without proposals, those after them the first with some."""
     rows = speculate(1, row_us, is_right=True, slow=slow)[-20:]
     assert min(rows) == 4 if row_us < 100 else max(rows) == 0
+
+
+def test_steps_without_are_measured_again_where_little_is_gained() -> None:
+    """The first of them, after prompts, take longer than later ones: 1/125 < 5/500."""
+    rows = speculate(1, 100.0, is_right=True, slow={0, 1}, slow_factor=1.25)
+    assert max(rows[2:8]) == 4
+    assert max(rows[-20:]) == 0
+
+
+def test_where_much_is_gained_no_step_goes_without() -> None:
+    assert min(speculate(1, 5.0, is_right=True, slow={0, 1}, slow_factor=1.2)[8:]) == 4
+
+
+def test_what_gains_hardly_anything_is_left() -> None:
+    """5 / 493 is more than 1 / 100, by 1.4 %."""
+    assert max(speculate(1, 98.25, is_right=True)[-20:]) == 0
 
 
 @pytest.mark.parametrize(
