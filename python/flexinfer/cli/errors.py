@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 import typer
 
 from flexinfer.cli.standard_output import is_of_standard_output
+from flexinfer.runtime.reasons import reason_of
 
 USAGE_ERROR = 2
 
@@ -41,34 +41,12 @@ def _usage_kinds() -> tuple[type[BaseException], ...]:
     return kinds if errors is None else (*kinds, errors.DriverError, errors.RankError)
 
 
-_REASONS = {
-    errno.ENOENT: "there is no such file or folder; check the path",
-    errno.EACCES: "permission denied: this user may not open it; check its permissions",
-    errno.EPERM: "permission denied: this user may not open it; check its permissions",
-    errno.EISDIR: "it is a folder; name a file",
-    errno.ENOTDIR: "a part of this path is a file, not a folder; check the path",
-    errno.ENOSPC: "the disk is full; free some space, or name another place",
-    errno.EDQUOT: "this user's disk quota is used up; free some space, or name another place",
-    errno.EFBIG: "the limit on the size of files is too low; raise it (ulimit -f unlimited)",
-    errno.EROFS: "the disk is read-only; name another place",
-}
-
-
 def one_line(error: BaseException) -> str:
     """What an exception says, on one line; of a file, why it cannot be used and what to do."""
     text = reason_of(error)
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         text = f"cannot use {error.filename}: {text}"
     return " ".join(text.split()) or type(error).__name__
-
-
-def reason_of(error: BaseException) -> str:
-    """Why, without an error number, and what to do; the file is not named."""
-    if isinstance(error, UnicodeDecodeError):
-        return "it is not text in UTF-8"
-    if isinstance(error, OSError) and error.strerror:
-        return _REASONS.get(error.errno or 0, error.strerror)
-    return str(error)
 
 
 def check_folder(file: Path, option: str) -> None:

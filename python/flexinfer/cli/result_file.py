@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from flexinfer.cli.errors import reason_of
+from flexinfer.runtime.reasons import reason_of
 from flexinfer.runtime.whole_file import whole_file
 
 FAILED = 1

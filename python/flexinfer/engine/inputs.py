@@ -12,6 +12,7 @@ from typing import Any
 from flexinfer.errors import RequestError, UnsupportedModelError
 from flexinfer.lora.adapters import SALT_PREFIX
 from flexinfer.runtime.numbers import whole
+from flexinfer.runtime.reasons import reason_of
 from flexinfer.types import Messages, Prompt
 
 NOT_SERVED = ("multi_modal_data", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt")
@@ -163,8 +164,7 @@ def read_chat_template(given: str | os.PathLike[str] | None) -> str | None:
     try:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not text in UTF-8"
-        raise ValueError(f"the chat template {os.fspath(given)!r}: {why}") from None
+        raise ValueError(f"the chat template {os.fspath(given)!r}: {reason_of(error)}") from None
 
 
 def _check_characters(text: str) -> None:

@@ -9,7 +9,9 @@ compute no more, such as the one that has loaded the model, gives its pool up.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -66,3 +68,13 @@ def _runtimes() -> Iterator[ctypes.CDLL]:
     paths = {match.group() for match in map(RUNTIME.search, lines) if match}
     for path in sorted(paths, key=lambda path: ("torch" not in path, path)):
         yield ctypes.CDLL(path)
+
+
+def _before_fork() -> None:
+    """A child has its parent's OpenMP pool without the threads, and the first parallel region, as
+    of an engine of its own, would wait for them for ever. Without the pool each makes a new one."""
+    if "torch" in sys.modules:
+        release_threads()
+
+
+os.register_at_fork(before=_before_fork)

@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from flexinfer.runtime.malloc import keep_freed_memory, share_one_arena
-from flexinfer.runtime.openmp import release_threads
 from flexinfer.runtime.threads import CpuQuota, choose_threads, cpu_quota
 
 SPIN_COUNT = 20_000
@@ -33,16 +32,6 @@ each shape of weight, in 1 ms and 0.5 MiB. As prompts differ in length, the 1,02
 come into use in the course of time, in a cache of its own and in ideep's: 0.5 to 1 GiB."""
 PRIMITIVE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Read by oneDNN at the first product of the process, by ideep at the first of each thread."""
-
-
-def _before_fork() -> None:
-    """A child has its parent's OpenMP pool without the threads, and the first parallel region, as
-    of an engine of its own, would wait for them for ever. Without the pool each makes a new one."""
-    if "torch" in sys.modules:
-        release_threads()
-
-
-os.register_at_fork(before=_before_fork)
 
 
 def set_up_torch(threads: int | None = None) -> int:

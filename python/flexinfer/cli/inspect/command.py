@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexinfer.cli.errors import reason_of, usage_errors
+from flexinfer.cli.errors import usage_errors
 from flexinfer.cli.inspect.report import MemoryReport
 from flexinfer.cli.options import AdminKey, Url
 from flexinfer.cli.result_file import result_file
+from flexinfer.runtime.reasons import reason_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from flexinfer.cli.errors import reason_of
+from flexinfer.runtime.reasons import reason_of
 
 
 def load_config_file(context: typer.Context, path: Path | None) -> Path | None:
