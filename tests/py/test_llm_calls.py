@@ -187,7 +187,7 @@ def test_an_engine_may_be_given_the_template_of_all_its_chats(
             assert own.get_tokenizer().decode(output.prompt_token_ids) == "world hello"
             with own.conversation() as talk:
                 assert talk.say("world", GREEDY).prompt_token_ids == output.prompt_token_ids
-    with pytest.raises(ValueError, match="the chat template '/no/such': No such file"):
+    with pytest.raises(ValueError, match="the chat template '/no/such': there is no such file"):
         LLM(model_path, chat_template="/no/such")
 
 
