@@ -16,6 +16,7 @@
 
 #include "kernels/calls/attention.h"
 #include "kernels/simd/amx_tiles.h"
+#include "kernels/simd/rotated_heads.h"
 #include "kernels/simd/split.h"
 #include "kernels/simd/stored_kv.h"
 
@@ -102,8 +103,8 @@ inline void transpose_tile(float* p) {
 }
 
 // Up to 16 queries, the others 0.
-template <class T, class Q>
-inline void amx_pack_queries(const Q* const* rows, int num_rows, int head_dim, float* tiles) {
+template <class T>
+inline void amx_pack_queries(const T* const* rows, int num_rows, int head_dim, float* tiles) {
   for (int i = 0; i < head_dim; i += kAmxDepth, tiles += kPartsOf<T> * kTileFloats) {
     for (int j = 0; j < kTileRows; ++j) {
       Numbers<T> numbers = {};
@@ -124,14 +125,14 @@ inline void amx_pack_keys(const S* k, int64_t token_stride, int num_keys, int he
                           float* tiles) {
   const int64_t block = head_dim / kAmxDepth * kPartsOf<T> * kTileFloats;
   for (int key = 0; key < num_keys; ++key) {
-    const S* row = k + key * token_stride;
-    const float scale = scale_of(row, head_dim);
     float* to = tiles + key / kTileRows * block + key % kTileRows * kLanes;
-    for (int i = 0; i < head_dim; i += kAmxDepth) {
-      const Numbers<T> numbers = load_numbers<T>(row + i, scale);
+    with_key(k + key * token_stride, head_dim, [&](const auto* row, float scale) {
+      for (int i = 0; i < head_dim; i += kAmxDepth) {
+        const Numbers<T> numbers = load_numbers<T>(row + i, scale);
 #pragma GCC unroll 3
-      for (int p = 0; p < kPartsOf<T>; ++p, to += kTileFloats) store(to, numbers.part[p]);
-    }
+        for (int p = 0; p < kPartsOf<T>; ++p, to += kTileFloats) store(to, numbers.part[p]);
+      }
+    });
   }
 }
 

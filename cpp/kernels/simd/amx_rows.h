@@ -9,7 +9,6 @@
 
 #include "kernels/simd/amx_pack.h"
 #include "kernels/simd/lane_softmax.h"
-#include "kernels/simd/rotated_heads.h"
 
 namespace vtensor::kernels {
 namespace {
@@ -132,14 +131,13 @@ template <class T, class S>
 struct AmxProducts {
   using Number = T;
   using Stored = S;
-  using Query = QueryNumber<T, S>;
   static constexpr int kPairFloats = kPartsOf<T>;
   static constexpr int kKeyStep = kAmxDepth;
   static constexpr int64_t kWeightFloats = kBlockVecs * kKeySteps * kPartsOf<T> * kTileFloats;
   static constexpr bool kOverlaps = true;
   static constexpr bool kRough = kPartsOf<T> == 1;
 
-  static void pack_queries(const Query* const* rows, int num_rows, int key_dim, int vec,
+  static void pack_queries(const T* const* rows, int num_rows, int key_dim, int vec,
                            float* queries) {
     amx_pack_queries<T>(rows, num_rows, key_dim,
                         queries + vec * key_dim / kAmxDepth * kPartsOf<T> * kTileFloats);

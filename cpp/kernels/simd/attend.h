@@ -31,12 +31,12 @@ inline void load_queries(const LayerCall& call, const AttendTask& task, const Sc
   const T* query = static_cast<const T*>(call.query);
   const float factor = query_factor(call);
   float* out = s.query;
-  QueryNumber<T, S> rotated[kMaxHeadDim];
+  float rotated[kMaxHeadDim];
   for (int i = 0; i < task.num_tokens; ++i) {
     for (int h = 0; h < task.num_heads; ++h) {
       const T* row = query + (task.first_head + h) * call.query_head_stride +
                      task.tokens[i] * call.query_token_stride;
-      const auto* x = query_row<S>(row, call.key_dim, rotated);
+      const auto* x = query_numbers<S>(row, call.key_dim, rotated);
       for (int j = 0; j < call.key_dim; j += kLanes) store(out + j, load(x + j) * factor);
       out += call.key_dim;
     }

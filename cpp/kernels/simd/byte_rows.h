@@ -89,7 +89,7 @@ template <class T, int R>
 inline void load_byte_query(const T* query, int key_dim, float factor, const ByteQueries<R>& out,
                             int r) {
   float rotated[kMaxHeadDim];
-  const float* row = query_row<Int8>(query, key_dim, rotated);
+  const float* row = query_numbers<Int8>(query, key_dim, rotated);
   Vec largest = {}, strange = {};
   for (int i = 0; i < key_dim; i += kLanes) {
     const Vec x = load(row + i) * factor;

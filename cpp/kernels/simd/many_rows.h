@@ -9,7 +9,6 @@
 // packed, and into which numbers weights turn:
 //
 //   Number, Stored                types of queries and of KV
-//   Query                         of queries as they are packed
 //   kPairFloats                   floats that two packed numbers take
 //   kKeyStep                      keys of a block are multiples of it; values beyond the last are 0
 //   kRough                        weights are rounded to bfloat16 anyway
@@ -20,7 +19,7 @@
 #pragma once
 
 #include "kernels/simd/lane_softmax.h"
-#include "kernels/simd/rotated_heads.h"
+#include "kernels/simd/stored_kv.h"
 
 namespace vtensor::kernels {
 namespace {
@@ -154,15 +153,12 @@ class ManyRows {
     using Number = typename P::Number;
     const Number* query = static_cast<const Number*>(call_.query);
     RowPlace place(0, task_.num_heads);
-    using Query = typename P::Query;
-    Query rotated[kIsRotated<Stored> ? kLanes * kMaxHeadDim : 1];
     for (int row = 0; row < num_rows_; row += kLanes) {
-      const Query* rows[kLanes];
+      const Number* rows[kLanes];
       const int last = num_rows_ - row < kLanes ? num_rows_ - row : kLanes;
       for (int i = 0; i < last; ++i, place.advance()) {
-        const Number* row = query + (task_.first_head + place.head) * call_.query_head_stride +
-                            task_.tokens[place.token] * call_.query_token_stride;
-        rows[i] = query_row<Stored>(row, key_dim_, rotated + i * key_dim_);
+        rows[i] = query + (task_.first_head + place.head) * call_.query_head_stride +
+                  task_.tokens[place.token] * call_.query_token_stride;
       }
       P::pack_queries(rows, last, key_dim_, row % kBlockRows / kLanes,
                       queries_of(row / kBlockRows * kBlockRows));

@@ -7,6 +7,7 @@
 #include "kernels/simd/few_rows.h"
 #include "kernels/simd/lane_products.h"
 #include "kernels/simd/pairs.h"
+#include "kernels/simd/rotated_heads.h"
 
 namespace vtensor::kernels {
 namespace {
@@ -114,7 +115,6 @@ template <class S>
 struct PairProducts {
   using Number = BFloat16;
   using Stored = S;
-  using Query = BFloat16;
   static constexpr int kPairFloats = 1;
   static constexpr int kKeyStep = kKeysPerStep;
   static constexpr int64_t kWeightFloats = kScoreFloats;
@@ -130,11 +130,11 @@ struct PairProducts {
   // packed: [keys, key_dim]
   static void pack_keys(const S* k, int64_t stride, int num_keys, int key_dim, float* packed) {
     for (int j = 0; j < num_keys; ++j) {
-      const S* row = k + j * stride;
-      const float scale = scale_of(row, key_dim);
-      for (int i = 0; i < key_dim; i += kPairLanes) {
-        store(packed + (j * key_dim + i) / 2, from_bits(load_numbers(row + i, scale)));
-      }
+      with_key(k + j * stride, key_dim, [&](const auto* row, float scale) {
+        for (int i = 0; i < key_dim; i += kPairLanes) {
+          store(packed + (j * key_dim + i) / 2, from_bits(load_numbers(row + i, scale)));
+        }
+      });
     }
   }
 

@@ -1,9 +1,12 @@
-// Keys that stand rotated in the arena, and the queries that they are multiplied with.
+// Keys that stand rotated in the arena, and what they are multiplied with.
 //
 // A few numbers of a trained model's keys are much larger than the others, the same ones in all
 // tokens, and a scale for all of a head would leave few bits to these. Times a Hadamard matrix
 // every number has its part of all, and scores are the same (QuaRot, Ashkboos et al. 2024, section
 // 4). Values have no such numbers, and fp8 has an exponent of its own for each.
+//
+// Few query rows are rotated, too, and stay float32. For many rows keys are rotated back as they
+// are packed, once for all rows: queries are then multiplied as they are, and none is rounded.
 #pragma once
 
 #include <type_traits>
@@ -18,12 +21,13 @@ namespace {
 template <class S>
 constexpr bool kIsRotated = std::is_same_v<S, Int8>;
 
-// Twice the matrix is times rotated_inputs(width): a power of two, of which keys and queries are
-// divided by half each, so that neither grows by more than the root of two.
+// Twice the matrix is times rotated_inputs(width): a power of two, of which keys are divided by the
+// larger half, and what meets them or rotates them back by the other, so that neither grows by more
+// than the root of two.
 VTENSOR_INLINE float key_factor(int width) {
   return 1.0F / static_cast<float>(1 << (__builtin_ctz(static_cast<unsigned>(width)) + 1) / 2);
 }
-VTENSOR_INLINE float rotated_query_factor(int width) {
+VTENSOR_INLINE float back_factor(int width) {
   return 1.0F / static_cast<float>(1 << __builtin_ctz(static_cast<unsigned>(width)) / 2);
 }
 
@@ -39,24 +43,29 @@ void quantise_key(const void* numbers, void* row, int width) {
   }
 }
 
-// Of queries of type T, as keys of type S want them.
-template <class T, class S>
-using QueryNumber = std::conditional_t<kIsRotated<S>, float, T>;
-
-// The numbers of a query as keys of type S want them: where they stand, or in `output`, rounded if
-// it has fewer bits.
-template <class S, class T, class Q>
-VTENSOR_INLINE const Q* query_row(const T* row, int key_dim, Q* output) {
-  if constexpr (!kIsRotated<S>) {
-    return row;
-  } else if constexpr (std::is_same_v<Q, float>) {
-    times_hadamard(row, key_dim, rotated_query_factor(key_dim), output);
-    return output;
+// The numbers of a query as keys of type S want them that stand in the arena: where they are, or in
+// `rotated`.
+template <class S, class T>
+VTENSOR_INLINE const auto* query_numbers(const T* row, int key_dim, float* rotated) {
+  if constexpr (kIsRotated<S>) {
+    times_hadamard(row, key_dim, back_factor(key_dim), rotated);
+    return static_cast<const float*>(rotated);
   } else {
-    float rotated[kMaxHeadDim];
-    times_hadamard(row, key_dim, rotated_query_factor(key_dim), rotated);
-    for (int i = 0; i < key_dim; i += kLanes) store(output + i, load(rotated + i));
-    return output;
+    return row;
+  }
+}
+
+// Calls use(numbers, scale): what a key was that stands in `row`, up to its rounding.
+template <class S, class Use>
+VTENSOR_INLINE void with_key(const S* row, int key_dim, const Use& use) {
+  const float scale = scale_of(row, key_dim);
+  if constexpr (kIsRotated<S>) {
+    float numbers[kMaxHeadDim];
+    for (int i = 0; i < key_dim; i += kLanes) store(numbers + i, load(row + i) * scale);
+    times_hadamard(numbers, key_dim, back_factor(key_dim), numbers);
+    use(static_cast<const float*>(numbers), 1.0F);
+  } else {
+    use(row, scale);
   }
 }
 

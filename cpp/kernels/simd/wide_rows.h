@@ -14,14 +14,13 @@ template <class T, class S>
 struct WideProducts {
   using Number = T;
   using Stored = S;
-  using Query = QueryNumber<T, S>;
   static constexpr int kPairFloats = 2;
   static constexpr int kKeyStep = kKeysPerStep;
   static constexpr int64_t kWeightFloats = kScoreFloats;
   static constexpr bool kOverlaps = false;
   static constexpr bool kRough = false;
 
-  static void pack_queries(const Query* const* rows, int num_rows, int key_dim, int vec,
+  static void pack_queries(const T* const* rows, int num_rows, int key_dim, int vec,
                            float* queries) {
     pack_lanes([&](int j, int i) { return load(rows[j] + i); }, num_rows, key_dim,
                queries + vec * kLanes);
@@ -29,21 +28,21 @@ struct WideProducts {
 
   // packed: [keys, key_dim]
   static void pack_keys(const S* k, int64_t stride, int num_keys, int key_dim, float* packed) {
-    for (int j = 0; j < num_keys; ++j) {
-      const S* row = k + j * stride;
-      const float scale = scale_of(row, key_dim);
-      for (int i = 0; i < key_dim; i += kLanes) {
-        const Vec x = load(row + i);
-        store(packed + j * key_dim + i, kHasScale<S> ? x * scale : x);
-      }
+    for (int j = 0; j < num_keys; ++j, packed += key_dim) {
+      with_key(k + j * stride, key_dim,
+               [&](const auto* row, float scale) { widen(row, scale, key_dim, packed); });
     }
   }
 
   // Values up to the next multiple of kKeyStep are 0.
   static void pack_values(const S* v, int64_t stride, int num_keys, int value_dim, float* packed) {
-    pack_keys(v, stride, num_keys, value_dim, packed);
-    for (int j = num_keys; j % kKeyStep != 0; ++j) {
-      for (int i = 0; i < value_dim; i += kLanes) store(packed + j * value_dim + i, Vec{});
+    int j = 0;
+    for (; j < num_keys; ++j, packed += value_dim) {
+      const S* row = v + j * stride;
+      widen(row, scale_of(row, value_dim), value_dim, packed);
+    }
+    for (; j % kKeyStep != 0; ++j, packed += value_dim) {
+      for (int i = 0; i < value_dim; i += kLanes) store(packed + i, Vec{});
     }
   }
 
@@ -63,6 +62,15 @@ struct WideProducts {
                               int value_dim, float* output, Overlap& /*nothing*/) {
     multiply_lanes_values(block, block.end - block.begin, weights + block.begin * kBlockRows,
                           values + block.begin * value_dim, value_dim, output);
+  }
+
+ private:
+  template <class N>
+  VTENSOR_INLINE static void widen(const N* row, float scale, int width, float* output) {
+    for (int i = 0; i < width; i += kLanes) {
+      const Vec x = load(row + i);
+      store(output + i, kHasScale<N> ? x * scale : x);
+    }
   }
 };
 

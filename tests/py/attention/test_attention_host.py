@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers")
@@ -20,12 +20,10 @@ from flexinfer.attention.sdpa import SdpaAttention
 from flexinfer.attention.segments import Segment, SharedRange
 from flexinfer.runtime.kernels import SCALE_BYTES, available_isas
 from flexinfer.runtime.openmp import start_threads_address
-from flexinfer.runtime.rotation import rotated_inputs, slow_rotate
 
 torch.set_num_threads(1)
 NUM_SLOTS, NUM_LAYERS = 8, 2
 ISAS = available_isas()
-WITH_PAIRS = ("avx512_bf16", "amx")
 # Of outputs that are averages of normal numbers; the reference computes in float32.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.5e-2, torch.float16: 4e-3}
 CPU = torch.device("cpu")
@@ -88,6 +86,21 @@ def cases(draw: st.DrawFn) -> Case:
         options,
         draw(st.sampled_from([None, None, "int8", "fp8_e4m3"])),
     )
+
+
+WIDE_SCORES = Case(
+    [Segment(0, 0, 100, 101), Segment(1, 1, 31, 111)],
+    [],
+    num_kv_heads=1,
+    group=1,
+    key_dim=192,
+    value_dim=64,
+    dtype=torch.bfloat16,
+    dense=False,
+    options=AttentionOptions(scaling=0.3),
+    kv_format="int8",
+)
+"""Rotated queries that were rounded to bfloat16 were beyond the bound here."""
 
 
 @st.composite
@@ -168,23 +181,15 @@ def expected_of(
     return output, wide
 
 
-def rounded_by_pairs(q: torch.Tensor) -> torch.Tensor:
-    """Queries as those of many rows are multiplied with rotated keys where products are of pairs:
-    rotated, rounded, and here back again."""
-    return slow_rotate(slow_rotate(q).to(q.dtype)) / rotated_inputs(q.shape[-1])
-
-
 @pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=40, deadline=None)
 @given(case=cases(), seed=st.integers(0, 1000))
+@example(case=WIDE_SCORES, seed=0)
 def test_host_kernel_equals_sdpa(isa: str, case: Case, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     arena = make_arena(case, generator)
     rows = random_rows(case, generator)
     expected, expected_arena = expected_of(case, arena, rows)
-    all_expected = [expected]
-    if case.kv_format == "int8" and case.dtype == torch.bfloat16 and isa in WITH_PAIRS:
-        all_expected += expected_of(case, arena, [rounded_by_pairs(rows[0]), *rows[1:]])[:1]
     metadata = dataclasses.replace(
         AttentionMetadata.build(case.segments, CPU), shared=tuple(case.shared)
     )
@@ -192,10 +197,7 @@ def test_host_kernel_equals_sdpa(isa: str, case: Case, seed: int) -> None:
     output = backend.forward(1, *rows, case.options, metadata)
     assert output.dtype == case.dtype
     tolerance = TOLERANCE[case.dtype]
-    right = torch.zeros_like(output, dtype=torch.bool)
-    for one in all_expected:
-        right |= torch.isclose(output.float(), one, atol=tolerance, rtol=tolerance)
-    assert right.all(), (output.float() - expected)[~right]
+    torch.testing.assert_close(output.float(), expected, atol=tolerance, rtol=tolerance)
     assert torch.equal(arena.float().nan_to_num(9.0), expected_arena.nan_to_num(9.0))
 
 
