@@ -22,36 +22,25 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "quantised"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "serving"))
 
 import torch
+from model import SHAPES, make_folder
 from provenance import write_report
 
 from flexinfer import LLM, LLMEngine, SamplingParams
 from flexinfer.cli.settings import SHIPPED_MODEL
 from flexinfer.runner.inputs import StepInputs
+from models import SIZES
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}
 NGRAM |= {"prompt_lookup_min": 2}
 SOURCES = ("textwrap.py", "bisect.py", "heapq.py", "shlex.py", "colorsys.py", "fnmatch.py")
 PROSE = "pydoc_data/topics.py"
 NUM_PROMPT, NUM_NEW = 320, 128
-SHAPES: dict[str, dict[str, Any]] = {
-    "small": {
-        "hidden_size": 512,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "intermediate_size": 1408,
-    },
-    "1b": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 8192,
-    },
-}
-"""`1b`: half of the layers of Llama 3.2 1B."""
+VOCAB_SIZE = 32_000
+NUM_LAYERS = 8
 WAYS = {"plain": None, "speculated": NGRAM}
 Script = tuple[list[int], list[int]]
 """A prompt, and the answer that the model is made to give."""
@@ -62,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--shape", choices=("small", *SHAPES), default="small")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--quantization", help="int8, int4, ...; none: as the dtype says")
     parser.add_argument("--quick", action="store_true", help="one short round of each")
@@ -74,10 +63,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "| task | batch | tokens/s without | with | ratio | accepted |\n|---|---|---|---|---|---|"
     )
     with tempfile.TemporaryDirectory() as folder:
-        save_model(folder, arguments.shape)
+        model = save_model(folder, arguments.shape)
         for batch in (1, 32):
             count = 2 if arguments.quick else 32 if batch > 1 else 3
-            rows += measure(folder, arguments, batch, count, rounds)
+            rows += measure(model, arguments, batch, count, rounds)
     settings = {name: getattr(arguments, name) for name in ("shape", "dtype", "quantization")}
     write_report(
         arguments.json, "speculation", {**settings, "results": rows}, load_before=load_before
@@ -85,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(
-    folder: str, arguments: argparse.Namespace, batch: int, count: int, rounds: int
+    model: str, arguments: argparse.Namespace, batch: int, count: int, rounds: int
 ) -> list[dict[str, Any]]:
     """A row for each task: medians of tokens a second of `count` prompts. The two ways, an engine
     each, take turns in each round."""
@@ -94,7 +83,7 @@ def measure(
         engines = {
             way: stack.enter_context(
                 LLM(
-                    folder,
+                    model,
                     dtype=arguments.dtype,
                     quantization=arguments.quantization,
                     skip_tokenizer_init=True,
@@ -271,14 +260,17 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(SHIPPED_MODEL)
 
 
-def save_model(folder: str, shape: str) -> None:
-    """Llama's architecture, random weights."""
+def save_model(folder: str, shape: str) -> str:
+    """Llama's architecture, random weights; returns where."""
+    if shape != "small":
+        return str(make_folder(Path(folder), shape, NUM_LAYERS))
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=32_000, max_position_embeddings=2048, **SHAPES[shape])
-    model: Any = LlamaForCausalLM(config)
-    model.to(torch.bfloat16 if shape == "1b" else torch.float32).save_pretrained(folder)
+    sizes: dict[str, Any] = SIZES[shape]
+    config = LlamaConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=2048, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 if __name__ == "__main__":

@@ -65,13 +65,17 @@ class LLM:
         **settings: Any,
     ) -> None:
         """`chat_template`: Jinja, as text or its file, in place of the tokenizer's; `settings` are
-        the fields of `EngineConfig`, or other arguments of vLLM's that ask for
-        nothing else (runtime/vllm_arguments.py). Nothing but a warning comes of
-        `trust_remote_code`: no code of a model's repository is run."""
+        the fields of `EngineConfig`, or other arguments of vLLM's that ask for nothing else
+        (runtime/vllm_arguments.py). Nothing but a warning comes of `trust_remote_code`: no code of
+        a model's repository is run."""
         template = read_chat_template(chat_template)
         self.llm_engine = LLMEngine.from_config(engine_config(model, trust_remote_code, settings))
         if template is not None:
-            self.llm_engine.inputs.use_chat_template(template)
+            try:
+                self.llm_engine.inputs.use_chat_template(template)
+            except RequestError:
+                self.llm_engine.close()
+                raise
         self._request_ids = count()
         self._turns = Turns()  # whose turn it is to touch the engine, or the next
         self._calls = RunningCalls()
@@ -82,7 +86,7 @@ class LLM:
         return self.llm_engine
 
     def get_tokenizer(self) -> Any:
-        return self.llm_engine.tokenizer
+        return self.llm_engine.inputs.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of a call without: as the model's generation_config.json and

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from flexinfer import LLM, EngineError, ReleasedError, RequestError, SamplingParams
+from flexinfer import LLM, EngineError, LLMEngine, ReleasedError, RequestError, SamplingParams
 from flexinfer.sampling.params import NO_TOKEN_LEFT
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -189,6 +189,27 @@ def test_an_engine_may_be_given_the_template_of_all_its_chats(
                 assert talk.say("world", GREEDY).prompt_token_ids == output.prompt_token_ids
     with pytest.raises(ValueError, match="the chat template '/no/such': there is no such file"):
         LLM(model_path, chat_template="/no/such")
+
+
+def test_a_template_changes_no_tokenizer_of_the_caller(llm: LLM, model_path: str) -> None:
+    tokenizer = llm.get_tokenizer()
+    before = tokenizer.chat_template
+    settings: Any = {"tokenizer": tokenizer, "kv_cache_memory_bytes": "8MiB"}
+    with LLM(model_path, chat_template="{{ messages[0].content }}", **settings) as own:
+        assert own.get_tokenizer().chat_template == "{{ messages[0].content }}"
+    assert tokenizer.chat_template == before
+
+
+def test_an_engine_without_a_tokenizer_to_have_a_template_is_closed(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[LLMEngine] = []
+    close = LLMEngine.close
+    monkeypatch.setattr(LLMEngine, "close", lambda self: closed.append(self) or close(self))
+    settings: Any = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": "8MiB"}
+    with pytest.raises(RequestError, match="chat_template"):
+        LLM(model_path, chat_template="{{ messages }}", **settings)
+    assert len(closed) == 1
 
 
 def test_a_conversation_takes_messages_and_texts_alone(llm: LLM) -> None:

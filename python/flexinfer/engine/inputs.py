@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
@@ -75,8 +76,10 @@ class InputProcessor:
             )
 
     def use_chat_template(self, template: str) -> None:
-        """In the place of the tokenizer's, whoever has given that. Raises RequestError without."""
-        self._require_tokenizer("chat_template").chat_template = template
+        """In place of the tokenizer's, which stays as it is: it may be the caller's. Raises
+        RequestError where there is none."""
+        self.tokenizer = copy(self._require_tokenizer("chat_template"))
+        self.tokenizer.chat_template = template
 
     def tokenize_rendered(self, text: str) -> list[int]:
         """Token ids of a text that the template made: it has its special tokens already. Raises

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,13 +49,16 @@ def test_engines_of_one_process_have_graphs_of_their_own(
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     make_model("four_kv_heads").save_pretrained(tmp_path)
     torch._dynamo.reset()
-    answers = []
-    for _ in range(3):
-        settings = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 4 << 20}
-        with LLM(str(tmp_path), compile=True, **settings) as llm:
-            outputs = llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
-            answers.append([output.outputs[0].token_ids for output in outputs])
-    assert answers == 3 * [[reference("four_kv_heads", tuple(p), 10) for p in PROMPTS[:2]]]
+    answers = [answers_of(tmp_path, compile=True) for _ in range(3)]
+    assert answers == 3 * [[reference("four_kv_heads", tuple(p), 10) for p in PROMPTS]]
+
+
+def answers_of(folder: Path, **settings: Any) -> list[list[int]]:
+    """Of an engine of their own."""
+    settings |= {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 64 << 20}
+    with LLM(str(folder), **settings) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
 
 
 def test_in_bfloat16_it_says_what_the_eager_model_says(
@@ -64,12 +68,7 @@ def test_in_bfloat16_it_says_what_the_eager_model_says(
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     make_model("llama").save_pretrained(tmp_path)
     torch._dynamo.reset()
-    answers = []
-    for compile_model in (False, True):
-        settings = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 64 << 20}
-        with LLM(str(tmp_path), compile=compile_model, dtype="bfloat16", **settings) as llm:
-            outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-            answers.append([output.outputs[0].token_ids for output in outputs])
+    answers = [answers_of(tmp_path, compile=own, dtype="bfloat16") for own in (False, True)]
     assert answers[0] == answers[1]
 
 
