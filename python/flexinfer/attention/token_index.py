@@ -17,6 +17,7 @@ import torch
 from flexinfer.attention.base import AttentionMetadata, LayerKV
 from flexinfer.attention.hook import step_in_force
 from flexinfer.errors import UnsupportedModelError
+from flexinfer.runtime.cache_argument import today
 
 ARGUMENTS = (
     "hidden_states",
@@ -24,9 +25,9 @@ ARGUMENTS = (
     "position_embeddings",
     "attention_mask",
     "position_ids",
-    "past_key_values",
+    "cache",
 )
-"""Of an indexer's forward."""
+"""Of an indexer's forward, by their names of today."""
 
 
 class IndexKeys:
@@ -68,12 +69,14 @@ class TokenIndex:
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor,
         position_ids: torch.Tensor | None,
+        cache: Any = None,
         past_key_values: Any = None,
     ) -> torch.Tensor:
         """hidden_states, q_resid: [1, num_tokens, ...]. Returns [1, num_tokens, n] int32: positions
         in each token's request, -1: none; n is 0 where every token sees all before it."""
         call = type(self._indexer).forward
-        others = (position_embeddings, attention_mask, position_ids, past_key_values)
+        cache = past_key_values if cache is None else cache
+        others = (position_embeddings, attention_mask, position_ids, cache)
         if self._module.config._attn_implementation not in self._implementations:
             chosen: torch.Tensor = call(self._indexer, hidden_states, q_resid, *others)
             return chosen
@@ -128,7 +131,8 @@ def index_tokens(model: torch.nn.Module, implementations: Collection[str]) -> No
         indexer: Any = getattr(module, "indexer", None)
         if indexer is None:
             continue
-        arguments = tuple(inspect.signature(type(indexer).forward).parameters)[1:]
+        parameters = list(inspect.signature(type(indexer).forward).parameters)
+        arguments = tuple(today(name) for name in parameters[1:])
         if arguments != ARGUMENTS or not hasattr(indexer, "index_topk"):
             raise UnsupportedModelError(
                 f"{type(indexer).__name__} indexes something else than tokens: not supported"

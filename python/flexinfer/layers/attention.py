@@ -77,20 +77,23 @@ class FusedAttention(torch.nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: Angles,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         residual: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
+        past_key_values: Any = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states, residual: [1, tokens, width]. Returns residual + attention. rows: of the
-        tokens, of which alone this is wanted, and the residual is; None: all."""
+        tokens, of which alone this is wanted, and the residual is; None: all. past_key_values: the
+        cache, as transformers calls it before 5.24."""
+        cache = past_key_values if cache is None else cache
         batch, num_tokens, _ = hidden_states.shape
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         qkv = self.qkv_proj(hidden_states)
         qkv = qkv.view(batch, num_tokens, sum(heads), self.head_dim).transpose(1, 2)
         query, key, value = self._rotated(qkv, heads, position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attend = attention_function(self.config._attn_implementation, self._eager)
         attend = partial(attend, self, query, key, value, attention_mask, dropout=0.0)
         if rows is None:

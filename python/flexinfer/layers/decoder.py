@@ -51,13 +51,16 @@ class FusedDecoderLayer(torch.nn.Module):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         rows: torch.Tensor | None = None,
+        past_key_values: Any = None,
         **others: Any,
     ) -> torch.Tensor:
         """hidden_states: [1, tokens, width]. rows: int64, of the tokens, whose output alone is
-        wanted: [1, rows, width]; None: all."""
-        if rows is None and position_embeddings is not None and past_key_values is None:
+        wanted: [1, rows, width]; None: all. past_key_values: the cache, as transformers calls it
+        before 5.24."""
+        cache = past_key_values if cache is None else cache
+        if rows is None and position_embeddings is not None and cache is None:
             kernel = self.kernel()
             found = None
             if kernel is not None:
@@ -70,7 +73,7 @@ class FusedDecoderLayer(torch.nn.Module):
             self.input_layernorm(hidden_states),
             position_embeddings,
             attention_mask,
-            past_key_values,
+            cache,
             hidden_states if rows is None else hidden_states.index_select(1, rows),
             rows,
         )

@@ -51,6 +51,7 @@ from flexinfer.layers.fuse_experts import (
     read_all,
     run_experts,
 )
+from flexinfer.layers.known import NEWEST_TRANSFORMERS
 from flexinfer.layers.linear import Linear, WeightFormat
 from flexinfer.layers.mlp import fuse_mlp
 from flexinfer.layers.norm import fuse_norm
@@ -142,8 +143,27 @@ def fuse_layers(
     make_rowwise(model, fusing.uses)
     if scheme is not None:
         _warn_of_other_experts(model)
+    _warn_of_newer_transformers(fusing.counts)
     logger.debug("fused layers: %s", dict(fusing.counts))
     return dict(fusing.counts)
+
+
+def _warn_of_newer_transformers(counts: Counter[str]) -> None:
+    """Nothing is wrong then, but much may be slower."""
+    import transformers
+
+    release = tuple(int(number) for number in transformers.__version__.split(".")[:2])
+    is_fused = counts["FusedDecoderLayer"] or counts["FusedAttention"]
+    if release > NEWEST_TRANSFORMERS and not is_fused:
+        newest = ".".join(map(str, NEWEST_TRANSFORMERS))
+        logger.warning(
+            "transformers %s is newer than %s, the newest whose attention is known here: the "
+            "model's is computed as it stands there, which is right but may be slower; see whether "
+            "flexinfer has a newer version, or: pip install 'transformers==%s.*'",
+            transformers.__version__,
+            newest,
+            newest,
+        )
 
 
 def _fuse_around_mlps(fusing: _Fusing) -> None:

@@ -7,6 +7,9 @@ but right; `test_every_architecture.py` then names them.
 
 from __future__ import annotations
 
+NEWEST_TRANSFORMERS = (5, 24)
+"""Of which this was read. A newer one may write everything in another way, as 5.24 did."""
+
 _ROTATE_HALF = """
 def rotate_half(x):
     x1 = x[..., :x.shape[-1] // 2]
@@ -71,14 +74,14 @@ _TRANSPOSE_THEN_NORM = f"""{_HEADS}
 def _attention(heads: str, rotary: str) -> str:
     """The options of the call (scaling, window, soft cap, sinks) are left out: they are probed."""
     return f"""
-def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs):
+def forward(self, hidden_states, position_embeddings, attention_mask, cache, **kwargs):
     input_shape = hidden_states.shape[:-1]
     hidden_shape = (*input_shape, -1, self.head_dim)
 {heads}
     cos, sin = position_embeddings
     query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
-    if past_key_values is not None:
-        key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+    if cache is not None:
+        key_states, value_states = cache.update(key_states, value_states, self.layer_idx)
     attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
         self.config._attn_implementation, eager_attention_forward
     )
@@ -145,27 +148,30 @@ def forward(self, hidden_states, {parameters}, **kwargs):
 
 
 _OF_LLAMA = (
-    "attention_mask, position_ids, past_key_values, use_cache, position_embeddings",
+    "attention_mask, position_ids, cache, use_cache, position_embeddings",
     "hidden_states=hidden_states, attention_mask=attention_mask, position_ids=position_ids, "
-    "past_key_values=past_key_values, use_cache=use_cache, "
-    "position_embeddings=position_embeddings",
+    "cache=cache, use_cache=use_cache, position_embeddings=position_embeddings",
 )
 DECODER_LAYERS = (
     _decoder_layer(*_OF_LLAMA),
     _decoder_layer(  # Mixtral
-        "position_embeddings, attention_mask, position_ids, past_key_values",
+        "position_embeddings, attention_mask, position_ids, cache",
         "hidden_states=hidden_states, position_embeddings=position_embeddings, "
-        "attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values",
+        "attention_mask=attention_mask, position_ids=position_ids, cache=cache",
     ),
 )
 DECODER_LAYERS_WITH_SCORES = (_decoder_layer(*_OF_LLAMA, output="hidden_states, _"),)
 """gpt-oss's: their MLP tells the weights of the experts, too."""
-EXPERTS = (
-    """
+_OF_EXPERTS = ("self.num_experts + 1", "self.num_experts")
+"""Numbers of classes, of which the last of the first form is for no expert, and 5.17 has none."""
+
+
+def _experts(num_classes: str) -> str:
+    return f"""
 def forward(self, hidden_states, top_k_index, top_k_weights):
     final_hidden_states = torch.zeros_like(hidden_states)
     with torch.no_grad():
-        expert_mask = torch.nn.functional.one_hot(top_k_index, num_classes=self.num_experts + 1)
+        expert_mask = torch.nn.functional.one_hot(top_k_index, num_classes={num_classes})
         expert_mask = expert_mask.permute(2, 1, 0)
         expert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero()
     for expert_idx in expert_hit:
@@ -188,8 +194,10 @@ def forward(self, hidden_states, top_k_index, top_k_weights):
             0, token_idx, current_hidden_states.to(final_hidden_states.dtype)
         )
     return final_hidden_states
-""",
-)
+"""
+
+
+EXPERTS = tuple(map(_experts, _OF_EXPERTS))
 CLAMPED_EXPERTS = (
     """
 def forward(self, hidden_states, router_indices, routing_weights):
@@ -225,12 +233,14 @@ def _apply_gate(self, gate_up):
 """,
 )
 """gpt-oss's, with biases; gates and factors of their weights in turns."""
-EXPERTS_WITHOUT_GATES = (
-    """
+
+
+def _experts_without_gates(num_classes: str) -> str:
+    return f"""
 def forward(self, hidden_states, top_k_index, top_k_weights):
     final_hidden_states = torch.zeros_like(hidden_states, dtype=top_k_weights.dtype)
     with torch.no_grad():
-        expert_mask = torch.nn.functional.one_hot(top_k_index, num_classes=self.num_experts + 1)
+        expert_mask = torch.nn.functional.one_hot(top_k_index, num_classes={num_classes})
         expert_mask = expert_mask.permute(2, 1, 0)
         expert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero().squeeze(-1)
     for expert_idx in expert_hit:
@@ -251,8 +261,10 @@ def forward(self, hidden_states, top_k_index, top_k_weights):
             0, token_idx, current_hidden_states.to(final_hidden_states.dtype)
         )
     return final_hidden_states.to(hidden_states.dtype)
-""",
-)
+"""
+
+
+EXPERTS_WITHOUT_GATES = tuple(map(_experts_without_gates, _OF_EXPERTS))
 """Nemotron-H's."""
 SCALED_EMBEDDINGS = (
     """
@@ -263,7 +275,6 @@ def forward(self, input_ids):
 """Of classes of which torch.nn.Embedding is the base: Gemma's."""
 ROTARY_EMBEDDINGS = (
     """
-@torch.no_grad()
 @dynamic_rope_update
 def forward(self, x, position_ids):
     freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
@@ -273,7 +284,6 @@ def forward(self, x, position_ids):
     return (cos.to(dtype=x.dtype), sin.to(dtype=x.dtype))
 """,
     """
-@torch.no_grad()
 @dynamic_rope_update
 def forward(self, x, position_ids):
     freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)

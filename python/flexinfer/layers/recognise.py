@@ -4,7 +4,8 @@ transformers writes the same layer once for each family. What may differ is brou
 1. annotations, docstrings, defaults of forward and harmless decorators are left out;
 2. a condition that reads only the module (`if self.config.clip_qkv is not None`) is decided;
 3. attention options that read only the module are left out: they are probed;
-4. dropout is left out: models are in evaluation mode.
+4. dropout is left out: models are in evaluation mode;
+5. a cache has the name that transformers gives it since 5.24, and is told no more than before.
 Everything else must be equal to a text in `known.py`. No name of a class or a child decides, and
 what depends on data (a clamp, a comparison) is in the text. A function around which others than
 transformers and torch have put something is not known; one that is no longer what was read is read
@@ -23,9 +24,11 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
+from flexinfer.runtime.cache_argument import today
+
 OPTIONS = frozenset({"dropout", "scaling", "sliding_window", "softcap", "s_aux"})
-HARMLESS_DECORATORS = frozenset({"deprecate_kwarg", "use_kernel_forward_from_hub"})
-"""The second replaces code only in models that are kernelised on purpose."""
+HARMLESS_DECORATORS = frozenset({"deprecate_kwarg", "torch.no_grad", "use_kernel_forward_from_hub"})
+"""The last replaces code only in models that are kernelised on purpose."""
 INNOCENT_FUNCTIONS = frozenset({"eager_attention_forward"})
 """Named, and not called: the engine attends through its own function."""
 LIBRARIES = frozenset({"transformers", "torch"})
@@ -227,6 +230,16 @@ class _Form(ast.NodeTransformer):
 
     def visit_arg(self, node: ast.arg) -> ast.arg:
         node.annotation = None
+        node.arg = today(node.arg)
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        node.id = today(node.id)
+        return node
+
+    def visit_keyword(self, node: ast.keyword) -> ast.keyword:
+        self.generic_visit(node)
+        node.arg = None if node.arg is None else today(node.arg)
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
@@ -261,6 +274,8 @@ class _Form(ast.NodeTransformer):
                 if keyword.arg not in OPTIONS or not self._reads_only_the_module(keyword.value)
             ]
         self.generic_visit(node)
+        if ast.unparse(node.func) == "cache.update":  # paged ones alone read them
+            node.keywords = [k for k in node.keywords if ast.unparse(k) != "kwargs=kwargs"]
         return node
 
     def _is_idle_dropout(self, node: ast.Assign) -> bool:

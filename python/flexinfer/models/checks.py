@@ -55,6 +55,11 @@ def check_config(config: Any, model_class: Any = None) -> None:
         raise UnsupportedModelError(
             f"{kind} uses dynamic rope scaling, which changes the keys of cached tokens"
         )
+    if getattr(text, "recurrent_kv_cache_mode", None) == "last_loop":
+        raise UnsupportedModelError(
+            f"{kind} has recurrent_kv_cache_mode 'last_loop', in which loops before the last see "
+            "other KV than their own: not supported"
+        )
     check_class(model_class or causal_class(config))
 
 

@@ -23,13 +23,13 @@ import torch
 from flexinfer.config import dtype_name
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.arguments import HARMLESS_ARGUMENTS
+from flexinfer.runtime.cache_argument import CACHE_ARGUMENTS, cache_argument
 from flexinfer.vtensor import StateTensor
 
 LINEAR_CACHE = "set_linear_cache"
 """What the forward of MiniMax's lightning attention calls of its own kind of cache."""
 UPDATES = frozenset({"update_conv_state", "update_recurrent_state", LINEAR_CACHE})
 """What a mixer's forward calls of its cache."""
-CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 _MAX_STATES = 4
 """Of one kind in one layer."""
 
@@ -72,20 +72,20 @@ def find_mixers(model: torch.nn.Module) -> list[Mixer]:
         name = type(module).__name__
         parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
         others = list(parameters.values())[2:]  # without self and hidden states
-        arguments = [argument for argument in CACHE_ARGUMENTS if argument in parameters]
+        argument = cache_argument(type(module).forward)
         layer_idx = getattr(module, "layer_idx", None)
         # What a mixer is called with beside hidden states is named, or a part of an attention.
         is_attention = LINEAR_CACHE in updates
         is_part = not is_attention and any(
             p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in others
         )
-        if module in inside or not arguments or is_part or not isinstance(layer_idx, int):
+        if module in inside or argument is None or is_part or not isinstance(layer_idx, int):
             raise UnsupportedModelError(
                 f"{name} keeps a recurrent state in a way that is not known: not supported"
             )
         inside.update(module.modules())
         goes_on = _goes_on(type(module))
-        mixers.append(Mixer(module, layer_idx, arguments[0], goes_on, is_attention))
+        mixers.append(Mixer(module, layer_idx, argument, goes_on, is_attention))
     return mixers
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -18,7 +20,7 @@ class KnownPositions:
         return self._seen
 
     def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, **others: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Both as they are: attention stores them."""
         return key, value

@@ -28,6 +28,7 @@ from flexinfer.runner.inputs import InputBuilder, StepInputs, padded_count
 from flexinfer.runner.known_positions import KnownPositions
 from flexinfer.runner.plan import SampledToken, ScoredRows, SequenceFailure, StepPlan, StepResult
 from flexinfer.runner.states import StepStates
+from flexinfer.runtime.cache_argument import cache_argument
 from flexinfer.runtime.transfer import to_device
 from flexinfer.sampling.grammars import GrammarCompiler
 from flexinfer.sampling.logprobs import score_tokens
@@ -221,16 +222,16 @@ class ModelRunner:
                 rows = inputs.logits_rows
                 narrows = inputs.adapters is None  # they are told by rows of the whole batch
                 return self._stack.logits(inputs.token_ids, inputs.positions, rows, narrows=narrows)
-            cache: dict[str, Any] = {}
+            others: dict[str, Any] = no_mask(self.loaded.is_indexed, self.loaded.device)
             if self.loaded.asks_cache_for_positions:
-                cache["past_key_values"] = KnownPositions(inputs.positions)
-            cache |= no_mask(self.loaded.is_indexed, self.loaded.device)
+                argument = cache_argument(type(self.loaded.model).forward) or "cache"
+                others[argument] = KnownPositions(inputs.positions)
             logits: torch.Tensor = self.model(
                 input_ids=inputs.token_ids[None],
                 position_ids=inputs.positions[None],
                 use_cache=False,
                 logits_to_keep=inputs.logits_rows,
-                **cache,
+                **others,
             ).logits
         return logits[0]
 

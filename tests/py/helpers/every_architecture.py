@@ -61,6 +61,7 @@ SMALL: dict[str, Any] = {
     "num_layers": 2,
     "linear_head_dim": 16,  # Kimi Linear's
     "linear_num_heads": 4,
+    "unpadded_vocab_size": VOCAB_SIZE,  # Inkling 2's
 }
 
 
@@ -78,6 +79,9 @@ MORE: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "dory": {"num_hidden_layers": 3, "n_input_layers": 1, "n_output_layers": 1},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32},
     "helium": {"head_dim": 16},  # its output layer takes no other width than the model's
     "gemma3n_text": {

@@ -54,6 +54,20 @@ def test_replaced_modules_are_let_go_of_before_the_next(monkeypatch: pytest.Monk
     assert num_alive == [3, 2, 1]
 
 
+@pytest.mark.parametrize(("newest", "warns"), [((5, 16), True), ((99, 0), False)])
+def test_attention_that_a_newer_transformers_writes_anew_is_told_of(
+    newest: Any, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fuse, "NEWEST_TRANSFORMERS", newest)
+    fuse_layers(copy.deepcopy(make_model("llama")))
+    assert not caplog.records
+    fuse_layers(torch.nn.Sequential(plain_linear()))
+    told = [record.message for record in caplog.records]
+    assert [f"transformers {tf.__version__} is newer than 5.16" in m for m in told] == [
+        True
+    ] * warns
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.sampled_from([0, 1, 2, 7, 32, 130]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,15 @@ torch = pytest.importorskip("torch")
 import transformers as tf
 from torch import nn
 from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import (
+    ALL_ATTENTION_FUNCTIONS,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
+from flexinfer.layers.attention import FusedAttention, fuse_attention, random_positions
 from flexinfer.layers.fuse import fuse_layers
-from flexinfer.layers.known import ATTENTIONS, NORMS
+from flexinfer.layers.known import ATTENTIONS, DECODER_LAYERS, NEWEST_TRANSFORMERS, NORMS
 from flexinfer.layers.recognise import is_known, modules_read_by, weights_read_by
 
 SMALL: dict[str, Any] = {
@@ -96,6 +103,106 @@ class DataDependentNorm(Norm):
 )
 def test_only_the_code_decides(module: Any, known: bool) -> None:
     assert is_known(module, NORMS) is known
+
+
+class AttentionOf523(modeling_llama.LlamaAttention):
+    """As transformers 5.23 writes it."""
+
+    def forward(
+        self,
+        hidden_states: Any,
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+        query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        cos, sin = position_embeddings
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        if past_key_values is not None:
+            key_states, value_states = past_key_values.update(
+                key_states, value_states, self.layer_idx
+            )
+        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        attn_output, attn_weights = attention_interface(
+            self, query_states, key_states, value_states, attention_mask, **kwargs
+        )
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        attn_output = self.o_proj(attn_output)
+        return attn_output, attn_weights
+
+
+class AttentionOf524(modeling_llama.LlamaAttention):
+    """As transformers 5.24 does."""
+
+    def forward(
+        self,
+        hidden_states: Any,
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        cache: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+        query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        cos, sin = position_embeddings
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        if cache is not None:
+            key_states, value_states = cache.update(
+                key_states, value_states, self.layer_idx, kwargs=kwargs
+            )
+        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        attn_output, attn_weights = attention_interface(
+            self, query_states, key_states, value_states, attention_mask, **kwargs
+        )
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        attn_output = self.o_proj(attn_output)
+        return attn_output, attn_weights
+
+
+@pytest.mark.parametrize(
+    ("attention", "argument"), [(AttentionOf523, "past_key_values"), (AttentionOf524, "cache")]
+)
+@torch.inference_mode()
+def test_a_cache_may_have_the_name_of_old_and_of_new_transformers(
+    attention: Any, argument: str
+) -> None:
+    """And a fused module keeps to it: keys and values go through the cache."""
+    config = tf.LlamaConfig(**SMALL)
+    config._attn_implementation = "sdpa"
+    module = attention(config, 0).eval()
+    fused = fuse_attention(module)
+    assert isinstance(fused, FusedAttention)
+    x, positions = torch.randn(1, 3, 64), random_positions(module, torch.float32)
+    caches = [tf.DynamicCache(config=config) for _ in range(2)]
+    for part in (slice(0, 2), slice(2, 3)):
+        angles = tuple(angle[:, part] for angle in positions)
+        outputs = [
+            layer(x[:, part], angles, None, **{argument: cache})[0]
+            for layer, cache in zip((module, fused), caches, strict=True)
+        ]
+        torch.testing.assert_close(*outputs)
+    assert [cache.get_seq_length() for cache in caches] == [3, 3]
+
+
+def test_what_was_read_is_of_the_version_that_is_tested(root: Path) -> None:
+    """A newer one is to be read before it stands in constraints.txt."""
+    release = ".".join(map(str, NEWEST_TRANSFORMERS))
+    assert f"\ntransformers=={release}." in (root / "constraints.txt").read_text()
+    layer = modeling_llama.LlamaDecoderLayer(tf.LlamaConfig(**SMALL), 0)
+    assert is_known(layer, DECODER_LAYERS)
+    assert is_known(layer.self_attn, ATTENTIONS)
 
 
 def test_modules_of_one_class_may_differ() -> None:

@@ -76,6 +76,7 @@ def test_probe_sees_windows_and_soft_caps_of_each_layer() -> None:
         (lambda: tf.LlamaConfig(**SMALL, rms_norm_eps=-1e-5), "rms_norm_eps = -1e-05"),
         (lambda: tf.LlamaConfig(**SMALL, rms_norm_eps=float("nan")), "rms_norm_eps = nan"),
         (lambda: tf.PhiConfig(**SMALL, layer_norm_eps=-1.0), "layer_norm_eps = -1"),
+        (lambda: tf.LlamaConfig(**SMALL, recurrent_kv_cache_mode="last_loop"), "last_loop"),  # Dory
     ],
 )
 def test_architecture_is_refused_with_the_reason(config: Any, reason: str) -> None:
