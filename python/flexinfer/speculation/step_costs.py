@@ -6,7 +6,8 @@
        | '
        +--+----+------- rows beyond one per request
 
-Learned for each number of requests, from steps of decodes alone. Of the last steps of a kind the
+Learned for each number of requests, from steps of decodes alone; where no step with further rows
+was measured, they cost what they do with about as many requests. Of the last steps of a kind the
 median counts, once there are MIN_STEPS: a step that something else delayed must not end proposals,
 after which none would be measured. What is known is believed for MAX_AGE steps: requests grow
 longer. Not thread-safe.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 from statistics import median_low
 
 import numpy as np
@@ -47,6 +49,8 @@ class StepCosts:
     def __init__(self) -> None:
         self._known: dict[int, dict[int, _Measured]] = {}
         """By requests and further rows, both rounded."""
+        self._row_us: dict[int, tuple[int, float]] = {}
+        """By requests: at which step it was last seen what a further row costs, and what."""
         self._num_steps = 0
 
     def observe(self, num_requests: int, num_further: int, step_us: float) -> None:
@@ -69,22 +73,36 @@ class StepCosts:
         without any first."""
         known = self._known.get(rounded(num_requests), {})
         oldest = self._num_steps - MAX_AGE
-        points = sorted(
-            (rows, one.us)
-            for rows, one in known.items()
-            if one.step >= oldest and len(one.last_us) >= MIN_STEPS
-        )
-        if not points or points[0][0] != 0:
+        fresh = {rows: one for rows, one in sorted(known.items()) if one.step >= oldest}
+        points = {rows: one.us for rows, one in fresh.items() if len(one.last_us) >= MIN_STEPS}
+        if 0 not in points:
             return None
-        rows, costs = zip(*points, strict=True)
+        rows, costs = list(points), list(points.values())
+        slopes = [(one.us - costs[0]) / n for n, one in fresh.items() if n]
+        if rows[-1] > 0:
+            row_us = (costs[-1] - costs[0]) / rows[-1]
+        elif len(slopes) >= MIN_STEPS:
+            row_us = min(slopes)
+        else:
+            row_us = self._row_us_about(num_requests, costs[0])
+        row_us = max(0.0, row_us)
+        if slopes:
+            self._row_us[rounded(num_requests)] = self._num_steps, row_us
         wanted = np.arange(num_further + 1)
         within = np.interp(wanted, rows, np.maximum.accumulate(costs))
-        row_us = costs[0] * guessed_share(num_requests)
-        if rows[-1] > 0:
-            row_us = max(0.0, costs[-1] - costs[0]) / rows[-1]
         beyond = np.maximum(wanted - rows[-1], 0) * row_us
         found: list[float] = (within + beyond).tolist()
         return found
+
+    def _row_us_about(self, num_requests: int, base_us: float) -> float:
+        """Of the nearest number of requests, up to twice or half as many; else a guess."""
+        near = {
+            max(number, num_requests) / min(number, num_requests): row_us
+            for number, (step, row_us) in self._row_us.items()
+            if self._num_steps - step <= MAX_AGE
+        }
+        nearest = min(near, default=inf)
+        return near[nearest] if nearest <= 2 else base_us * guessed_share(num_requests)
 
 
 def rounded(number: int) -> int:
