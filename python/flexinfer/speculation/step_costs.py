@@ -79,14 +79,11 @@ class StepCosts:
             return None
         rows, costs = list(points), list(points.values())
         slopes = [(one.us - costs[0]) / n for n, one in fresh.items() if n]
-        if rows[-1] > 0:
-            row_us = (costs[-1] - costs[0]) / rows[-1]
-        elif len(slopes) >= MIN_STEPS:
-            row_us = min(slopes)
-        else:
+        if rows[-1] == 0 and len(slopes) < MIN_STEPS:
             row_us = self._row_us_about(num_requests, costs[0])
-        row_us = max(0.0, row_us)
-        if slopes:
+        else:
+            steepness = (costs[-1] - costs[0]) / rows[-1] if rows[-1] else min(slopes)
+            row_us = max(0.0, steepness)
             self._row_us[rounded(num_requests)] = self._num_steps, row_us
         wanted = np.arange(num_further + 1)
         within = np.interp(wanted, rows, np.maximum.accumulate(costs))

@@ -33,6 +33,12 @@ def test_one_step_alone_is_not_believed() -> None:
     assert row_us(measured((32, 40, 9000.0)), 32) == BASE_US * guessed_share(32)
 
 
+def test_a_guess_is_not_taken_for_what_was_seen() -> None:
+    costs = measured((32, 40, 9000.0), (20, 0, BASE_US))
+    row_us(costs, 32)
+    assert row_us(costs, 20) == BASE_US * guessed_share(20)
+
+
 def test_of_steps_of_two_sizes_the_less_steep_counts() -> None:
     assert row_us(measured((32, 40, 9000.0), (32, 64, 2280.0)), 32) == pytest.approx(20)
 
