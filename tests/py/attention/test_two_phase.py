@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -131,6 +132,16 @@ def test_a_window_that_cuts_nothing_is_shared() -> None:
     assert not plan.allows(layer, AttentionOptions(chunk=longest - 1))
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Whatever a test before has set: torch's kernel has a scratch for each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_shared_range_is_one_kernel_call_and_is_not_copied() -> None:
     segments, ranges = shared_decodes([70] * 8, 64)
     layers = make_arena(segments, ranges, 2, torch.float32)
