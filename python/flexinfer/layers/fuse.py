@@ -143,7 +143,8 @@ def fuse_layers(
     make_rowwise(model, fusing.uses)
     if scheme is not None:
         _warn_of_other_experts(model)
-    _warn_of_newer_transformers(fusing.counts)
+    if all(parameter.device.type == "cpu" for parameter in model.parameters()):
+        _warn_of_newer_transformers(fusing.counts)
     logger.debug("fused layers: %s", dict(fusing.counts))
     return dict(fusing.counts)
 

@@ -125,10 +125,9 @@ def _for_each_layer(
     num_layers = text.num_hidden_layers
     # Mllama's that attend to an image alone are passed over where there is none.
     passed_over = set(getattr(text, "cross_attention_layers", None) or ())
-    called = {call.layer_idx for call in calls.values()}
+    called = {call.layer_idx for call in calls.values()}  # Dory's several times, some of them
     is_regular = list(calls) == list(range(len(calls))) and len(calls) % num_layers == 0
-    is_regular |= called == set(range(num_layers))  # Dory's, some several times
-    is_regular |= sorted(passed_over | set(calls)) == list(range(num_layers))
+    is_regular |= passed_over | called == set(range(num_layers))
     if not calls:
         raise not_attending(type(model).__name__)
     if not (is_regular or state):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,6 @@ torch = pytest.importorskip("torch")
 import transformers as tf
 from torch import nn
 from transformers.models.llama import modeling_llama
-from transformers.models.llama.modeling_llama import (
-    ALL_ATTENTION_FUNCTIONS,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
 
 from flexinfer.layers.attention import FusedAttention, fuse_attention, random_positions
 from flexinfer.layers.fuse import fuse_layers
@@ -105,91 +101,47 @@ def test_only_the_code_decides(module: Any, known: bool) -> None:
     assert is_known(module, NORMS) is known
 
 
-class AttentionOf523(modeling_llama.LlamaAttention):
-    """As transformers 5.23 writes it."""
-
-    def forward(
-        self,
-        hidden_states: Any,
-        position_embeddings: Any = None,
-        attention_mask: Any = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Any, Any]:
-        input_shape = hidden_states.shape[:-1]
-        hidden_shape = (*input_shape, -1, self.head_dim)
-        query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        cos, sin = position_embeddings
-        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
-        if past_key_values is not None:
-            key_states, value_states = past_key_values.update(
-                key_states, value_states, self.layer_idx
-            )
-        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        attn_output, attn_weights = attention_interface(
-            self, query_states, key_states, value_states, attention_mask, **kwargs
-        )
-        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-        attn_output = self.o_proj(attn_output)
-        return attn_output, attn_weights
-
-
-class AttentionOf524(modeling_llama.LlamaAttention):
-    """As transformers 5.24 does."""
-
-    def forward(
-        self,
-        hidden_states: Any,
-        position_embeddings: Any = None,
-        attention_mask: Any = None,
-        cache: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Any, Any]:
-        input_shape = hidden_states.shape[:-1]
-        hidden_shape = (*input_shape, -1, self.head_dim)
-        query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        cos, sin = position_embeddings
-        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
-        if cache is not None:
-            key_states, value_states = cache.update(
-                key_states, value_states, self.layer_idx, kwargs=kwargs
-            )
-        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        attn_output, attn_weights = attention_interface(
-            self, query_states, key_states, value_states, attention_mask, **kwargs
-        )
-        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-        attn_output = self.o_proj(attn_output)
-        return attn_output, attn_weights
+@pytest.fixture
+def attention_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str, told: str
+) -> Any:
+    """Llama's, with this name of its cache, which is told so much."""
+    forward = ATTENTIONS[0].replace(", cache,", ", cache=None,").replace("cache", argument)
+    source = (
+        "import torch\n"
+        "from transformers.models.llama.modeling_llama import (\n"
+        "    ALL_ATTENTION_FUNCTIONS, LlamaAttention, eager_attention_forward\n"
+        f")\n{forward.replace('self.layer_idx)', told)}\n"
+        "class Attention(LlamaAttention):\n    pass\nAttention.forward = forward\n"
+    )
+    name = f"attention_with_{argument}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    return import_module(name).Attention
 
 
 @pytest.mark.parametrize(
-    ("attention", "argument"), [(AttentionOf523, "past_key_values"), (AttentionOf524, "cache")]
+    ("argument", "told"),
+    [("past_key_values", "self.layer_idx)"), ("cache", "self.layer_idx, kwargs=kwargs)")],
+    ids=["5.23", "5.24"],
 )
 @torch.inference_mode()
 def test_a_cache_may_have_the_name_of_old_and_of_new_transformers(
-    attention: Any, argument: str
+    attention_class: Any, argument: str
 ) -> None:
     """And a fused module keeps to it: keys and values go through the cache."""
     config = tf.LlamaConfig(**SMALL)
     config._attn_implementation = "sdpa"
-    module = attention(config, 0).eval()
+    module = attention_class(config, 0).eval()
     fused = fuse_attention(module)
     assert isinstance(fused, FusedAttention)
     x, positions = torch.randn(1, 3, 64), random_positions(module, torch.float32)
     caches = [tf.DynamicCache(config=config) for _ in range(2)]
     for part in (slice(0, 2), slice(2, 3)):
         angles = tuple(angle[:, part] for angle in positions)
+        mask = torch.ones(x[:, part].shape[1], part.stop, dtype=torch.bool).tril(part.start)
         outputs = [
-            layer(x[:, part], angles, None, **{argument: cache})[0]
+            layer(x[:, part], angles, mask[None, None], **{argument: cache})[0]
             for layer, cache in zip((module, fused), caches, strict=True)
         ]
         torch.testing.assert_close(*outputs)
