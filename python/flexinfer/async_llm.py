@@ -24,6 +24,7 @@ from flexinfer.llm import engine_config
 from flexinfer.lora.adapters import Adapter, Choice
 from flexinfer.lora.request import LoRARequest
 from flexinfer.outputs import BeamSearchOutput, RequestOutput, joined
+from flexinfer.runtime.json_options import require_choice
 from flexinfer.sampling.grammars import COMPILE_TIMEOUT_S, CompiledGrammar
 from flexinfer.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flexinfer.sampling.token_filter import with_bad_words_token_ids
@@ -140,8 +141,16 @@ class AsyncLLM:
         """Forget all recorded prefixes; returns how many tokens they held."""
         return await self.call(lambda engine: engine.reset_prefix_cache())
 
-    async def sleep(self, level: int = 1) -> int:
-        """Give all physical KV memory back, as `LLMEngine.sleep`; requests wait for `wake_up`."""
+    async def sleep(self, level: int = 1, mode: str = "keep") -> int:
+        """Give all physical KV memory back, as `LLMEngine.sleep`; requests wait for `wake_up`.
+
+        mode: those under way wait, too ("keep"), or get what there is, with finish_reason "abort"
+        ("abort", vLLM's default).
+        """
+        require_choice("mode", mode, ("keep", "abort"))
+        if mode == "abort":
+            for request_id in await self.call(lambda engine: list(engine.unfinished_ids())):
+                await self.abort(request_id)
         return await self.call(lambda engine: engine.sleep(level))
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> bool:

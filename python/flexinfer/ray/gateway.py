@@ -19,7 +19,7 @@ from flexinfer.ray.kept import keeper_of
 from flexinfer.ray.metrics import metrics_of
 from flexinfer.ray.roll_call import AskAll, RollCall
 from flexinfer.ray.streams import AnswerStream
-from flexinfer.server.http.auth import AuthMiddleware, tenant_salt
+from flexinfer.server.http.auth import ENGINE_PATHS, AuthMiddleware, tenant_salt
 from flexinfer.server.http.bodies import Pace, check_size
 from flexinfer.server.http.errors import APIError, as_api_error, error_response
 from flexinfer.server.http.limits import BodyLimitMiddleware
@@ -80,7 +80,7 @@ class Gateway:
                 await page(scope, receive, send)
                 return
             call, fields = self._call_of(scope, await _body_of(request))
-            if scope["path"].startswith("/admin/"):
+            if scope["path"].startswith(ENGINE_PATHS):
                 told = await self._administration.answer(call)
                 await told(scope, receive, send)
                 return

@@ -16,6 +16,7 @@ from flexinfer.async_llm import AsyncLLM
 from flexinfer.ray.calls import Call, ReplicaLostError
 from flexinfer.ray.replies import Reply, reply_of
 from flexinfer.server.app import create_app
+from flexinfer.server.http.auth import ENGINE_PATHS
 from flexinfer.server.http.errors import APIError, error_response
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class EngineReplica:
                 f"this was sent to the replica {self.name}, and named {call.replica}: try again"
             )
             return error_response(APIError(503, reason, code="wrong_replica"), path)
-        if not path.startswith("/admin/"):
+        if not path.startswith(ENGINE_PATHS):
             return self._app
         known = ", ".join(call.replicas)
         reason = f"there is no replica {call.replica!r}; there are: {known}"

@@ -25,10 +25,11 @@ from flexinfer.server.api import (
     messages,
     models,
     responses,
+    sleep,
     tokenize,
 )
 from flexinfer.server.api.page import mount_page
-from flexinfer.server.http.auth import AuthMiddleware
+from flexinfer.server.http.auth import ADMIN_PATHS, KEYED_PREFIXES, AuthMiddleware
 from flexinfer.server.http.errors import install_error_handlers
 from flexinfer.server.http.hosts import HostMiddleware
 from flexinfer.server.http.limits import BodyLimitMiddleware
@@ -51,6 +52,7 @@ ROUTERS = (
     tokenize,
     adapters,
     admin,
+    sleep,
 )
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": description}
@@ -149,7 +151,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         for path, operations in schema["paths"].items():
             for operation in operations.values():
                 operation["responses"].pop("422", None)
-                if path.startswith(("/v1/", "/admin/", "/tokenize", "/detokenize")):
+                if path.startswith(KEYED_PREFIXES + ADMIN_PATHS):
                     operation["security"] = [{}, {"key": []}]
         app.openapi_schema = schema
     return app.openapi_schema

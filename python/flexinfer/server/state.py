@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, TypeVar
 
 from fastapi import Depends, Request
 
 from flexinfer.async_llm import AsyncLLM
+from flexinfer.engine.llm_engine import LLMEngine
 from flexinfer.lora.adapters import Adapter
 from flexinfer.sampling.grammars import CompiledGrammar, StructuredOutputsParams
 from flexinfer.sampling.params import SamplingParams
@@ -36,6 +37,7 @@ from flexinfer.server.stores.shares import equal_share
 from flexinfer.server.token_bytes import TokenBytes
 
 END_INTERVAL_S = 0.1
+Result = TypeVar("Result")
 
 
 class ServerState:
@@ -123,6 +125,13 @@ class ServerState:
             yield claimed
         finally:
             self._engine_ids.difference_update(claimed)
+
+    async def change_memory(self, function: Callable[[LLMEngine], Result]) -> Result:
+        """Have the engine change its memory; the map shows it at once."""
+        try:
+            return await self.llm.call(function)
+        finally:
+            self.memory_map.outdate()
 
     async def end_requests(self) -> NoReturn:
         """Have all that is being served answered 503, or by an event that says the same; until it

@@ -104,6 +104,10 @@ async def test_the_one_that_is_named_changes_alone(llms: dict[str, AsyncLLM]) ->
         assert [await llms[name].is_sleeping() for name in "ab"] == [True, False]
         assert (await client.get(MEMORY, params=to_a)).json()["engine"]["is_sleeping"]
         assert (await client.post("/admin/wake", params=to_a)).json() == {"is_sleeping": False}
+        assert "returned_bytes" in (await client.post("/sleep", params=to_a)).json()
+        assert [await llms[name].is_sleeping() for name in "ab"] == [True, False]
+        told = (await client.post("/wake_up")).json()["replicas"]
+        assert told == {name: {"is_sleeping": False} for name in "ab"}
         body = {"kv_cache_memory": "4MiB"}
         answer = await client.post("/admin/budget", params={"replica": "b"}, json=body)
         assert answer.json()["new_bytes"] == 4 << 20

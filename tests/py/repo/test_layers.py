@@ -82,7 +82,7 @@ PYTHON_ALLOWED = {
     "models outputs runner runtime sampling scheduler speculation types vtensor",
     "conversation": "engine errors lora outputs sampling types",
     "llm": "config conversation engine errors lora metrics outputs runtime sampling types",
-    "async_llm": "config engine errors llm lora outputs sampling types",
+    "async_llm": "config engine errors llm lora outputs runtime sampling types",
     "loadgen": "",
     "routing": "",
     "simulation": "config loadgen outputs routing sampling scheduler vtensor",

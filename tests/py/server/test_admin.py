@@ -91,6 +91,57 @@ def test_the_budget_changes_while_serving(admin: httpx.Client) -> None:
     assert wrong.json()["error"]["param"] == "kv_cache_memory"
 
 
+def test_vllms_routes_put_it_to_sleep_and_wake_it(admin: httpx.Client) -> None:
+    """As trainers call them: levels and tags in the query, without a body."""
+    before = ask(admin)
+    assert admin.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert admin.post("/sleep", params={"level": 1}).json()["returned_bytes"] > 0
+    assert admin.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert admin.get("/admin/memory").json()["engine"]["is_sleeping"]
+    assert admin.post("/wake_up", params={"tags": "weights"}).json() == {"is_sleeping": True}
+    told = admin.post("/wake_up", params={"tags": ["weights", "kv_cache"]})
+    assert told.json() == {"is_sleeping": False}
+    assert ask(admin)["choices"] == before["choices"]
+    assert admin.post("/sleep", params={"level": 2}).status_code == 200
+    assert admin.post("/wake_up").json() == {"is_sleeping": False}
+    assert ask(admin)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("query", [{}, {"mode": "abort"}, {"mode": "keep"}], ids=str)
+def test_requests_under_way_end_where_vllms_route_says_nothing_else(
+    admin: httpx.Client, query: dict[str, Any]
+) -> None:
+    body = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    with admin.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: {")
+        admin.post("/sleep", params=query).raise_for_status()
+        try:
+            told = "" if "keep" in query.values() else "".join(lines)
+        finally:
+            admin.post("/wake_up").raise_for_status()
+        if told:
+            assert '"code":"aborted"' in told
+        else:
+            assert '"finish_reason":"length"' in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "param"),
+    [
+        ("/sleep", {"level": 0}, "level"),
+        ("/sleep", {"mode": "wait"}, "mode"),
+        ("/wake_up", {"tags": "kv"}, "tags"),
+    ],
+)
+def test_what_vllms_routes_do_not_know_is_refused_by_name(
+    admin: httpx.Client, path: str, query: dict[str, Any], param: str
+) -> None:
+    refused = admin.post(path, params=query)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert admin.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
 def test_a_sleeping_server_answers_after_waking(admin: httpx.Client) -> None:
     before = ask(admin)
     assert admin.post("/admin/sleep", json={"level": 1}).json()["returned_bytes"] > 0

@@ -117,7 +117,9 @@ def test_without_an_admin_key_only_the_map_is_open_to_this_machine(llm: AsyncLLM
             ).status_code
             == 403
         )
-        assert httpx.post(f"{url}/admin/sleep", timeout=60).status_code == 403
+        for path in ("/admin/sleep", "/sleep", "/wake_up"):
+            assert httpx.post(f"{url}{path}", timeout=60).status_code == 403
+        assert httpx.get(f"{url}/is_sleeping", timeout=60).status_code == 403
 
 
 def test_the_map_is_not_open_under_a_name_that_others_may_use(llm: AsyncLLM) -> None:

@@ -1,11 +1,10 @@
-"""`/admin/...`: memory, sleep and traces of a serving engine, behind the admin key (auth.py)."""
+"""`/admin/...`: memory and traces of a serving engine, behind the admin key (auth.py)."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import Response
@@ -20,18 +19,14 @@ from flexinfer.server.protocol.others import (
     BudgetAnswer,
     BudgetRequest,
     ResetAnswer,
-    SleepAnswer,
-    SleepRequest,
     TraceAnswer,
     TraceRequest,
-    WakeAnswer,
 )
 from flexinfer.server.state import ServerState, State
 from flexinfer.vtensor import parse_bytes
 
 router = APIRouter(prefix="/admin", tags=["admin"], route_class=JsonRoute)
 MaxRows = Annotated[int, Query(ge=1, le=1 << 20)]
-Result = TypeVar("Result")
 IfNoneMatch = Annotated[str | None, Header()]
 
 
@@ -62,7 +57,7 @@ async def budget(state: State, body: BudgetRequest) -> BudgetAnswer:
         return engine.set_kv_cache_memory(_budget_bytes(engine, body.kv_cache_memory))
 
     try:
-        change = await _change(state, change_budget)
+        change = await state.change_memory(change_budget)
     except OutOfMemoryError as error:
         raise APIError(409, str(error), param="kv_cache_memory", code="memory_in_use") from None
     except ValueError as error:
@@ -81,26 +76,12 @@ def _budget_bytes(engine: LLMEngine, wanted: int | str) -> int:
     return num_bytes
 
 
-@router.post("/sleep")
-async def sleep(state: State, body: SleepRequest | None = None) -> SleepAnswer:
-    """Give all KV memory back; requests wait for /admin/wake."""
-    level = (body or SleepRequest()).level
-    return SleepAnswer(returned_bytes=await _change(state, lambda engine: engine.sleep(level)))
-
-
-@router.post("/wake")
-async def wake(state: State) -> WakeAnswer:
-    """Undo /admin/sleep. 503, still asleep, when memory is short."""
-    await _change(state, lambda engine: engine.wake_up())
-    return WakeAnswer(is_sleeping=await state.llm.is_sleeping())
-
-
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(state: State) -> ResetAnswer:
     """Forget all recorded prefixes that are not pinned."""
     try:
         return ResetAnswer(
-            forgotten_tokens=await _change(state, lambda engine: engine.reset_prefix_cache())
+            forgotten_tokens=await state.change_memory(lambda engine: engine.reset_prefix_cache())
         )
     except ValueError as error:  # asleep
         raise APIError(409, str(error), code="asleep") from None
@@ -119,14 +100,6 @@ async def trace(state: State, body: TraceRequest) -> TraceAnswer:
         raise APIError(409, str(error), code="trace_state") from None
     path, state.trace_path = state.trace_path, None
     return TraceAnswer(tracing=False, path=None if path is None else str(path))
-
-
-async def _change(state: ServerState, function: Callable[[LLMEngine], Result]) -> Result:
-    """Have the engine change its memory; the map shows it at once."""
-    try:
-        return await state.llm.call(function)
-    finally:
-        state.memory_map.outdate()
 
 
 async def _start_trace(state: ServerState, name: str) -> TraceAnswer:

@@ -17,7 +17,9 @@ from flexinfer.server.http.errors import APIError, error_response
 from flexinfer.server.http.hosts import host_of, is_loopback
 
 KEYED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
-ADMIN_PATHS = ("/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+ENGINE_PATHS = ("/admin/", "/sleep", "/wake_up", "/is_sleeping")
+"""Administration of one engine, or, where there are several, of all."""
+ADMIN_PATHS = (*ENGINE_PATHS, "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 MEMORY_MAP_PATH = "/admin/memory"
 
 

@@ -211,7 +211,8 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         kind = request.headers.get("content-type", "none")
-        if request.method == "POST" and "json" not in kind.lower():
+        is_of_body = any(one["loc"][0] == "body" for one in error.errors())
+        if is_of_body and request.method == "POST" and "json" not in kind.lower():
             return error_response(wrong_content_type(kind), request.url.path)
         return error_response(validation_error(error), request.url.path)
 

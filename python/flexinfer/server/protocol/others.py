@@ -117,7 +117,7 @@ class SleepAnswer(Model):
     returned_bytes: int
 
 
-class WakeAnswer(Model):
+class SleepState(Model):
     is_sleeping: bool
 
 
