@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -142,9 +143,11 @@ def join_group(store: Any, rank: int, num_ranks: int, device: str) -> None:
 
 def bound_waiting(timeout_s: float) -> None:
     """From now on a rank that does not take part within this time is held to hang."""
-    from torch.distributed import distributed_c10d
+    import torch.distributed as dist
 
-    distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), None)
+    # Public from torch 2.14 on, where the other is deprecated.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=timeout_s))
 
 
 def leave_group() -> None:
@@ -159,9 +162,10 @@ def leave_group() -> None:
 
 def _forget_meshes() -> None:
     """What torch caches of sharded tensors holds on to process groups, and so to their sockets."""
-    from torch.distributed.tensor import debug
+    from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
     for found in gc.get_objects():
         if type(found) is functools._lru_cache_wrapper:
             module = getattr(found, "__module__", None) or ""
@@ -190,9 +194,15 @@ def connect_store(setup: Setup) -> Any:
 
 
 def _new_store(host: str) -> Any:
+    """It would listen on all interfaces, and asks nobody who he is: here on the host's alone."""
     import torch.distributed as dist
 
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    with socket.create_server((host, 0)) as server:
+        fd = os.dup(server.fileno())  # the store's, which closes it
+        _, port = server.getsockname()
+        return dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd
+        )
 
 
 def _launched_store() -> Any:

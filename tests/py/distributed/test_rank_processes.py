@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -35,6 +36,25 @@ if sys.argv[2:] == ["die"]:
     os.kill(os.getpid(), 9)
 llm.close()
 """
+
+
+def listening() -> set[tuple[str, int]]:
+    """Addresses and ports, of this process and its children."""
+    me = psutil.Process()
+    connections = (one.net_connections("inet") for one in (me, *me.children()))
+    return {tuple(c.laddr) for some in connections for c in some if c.status == psutil.CONN_LISTEN}
+
+
+def test_on_one_machine_all_listen_on_the_loopback_interface() -> None:
+    before = listening()
+    engine = make_ranked_engine()
+    try:
+        assert {address for address, _ in listening() - before} == {"127.0.0.1"}
+    finally:
+        engine.close()
+    del engine  # some of torch's are closed with the last tensor that is sharded
+    gc.collect()
+    assert listening() <= before
 
 
 def test_an_idle_engine_ends_as_soon_as_a_rank_has_died() -> None:
