@@ -76,11 +76,13 @@ void bind_linear(nb::module_& m) {
           "start_threads"_a = 0, "isa"_a = "")
       .def_prop_ro("isa", [](const QuantisedLinear& self) { return self.isa().name; })
       .def_prop_ro("block_rows", [](const QuantisedLinear& self) { return self.isa().block_rows; })
+      .def_static("has_gates", &QuantisedLinear::has_gates, "columns"_a,
+                  "Whether `forward` can take so many columns for gates and factors.")
       .def(
           "forward",
           [](const QuantisedLinear& self, size_t dtype, const QuantisedWeight& weight, uintptr_t x,
              int64_t x_stride, uintptr_t bias, uintptr_t residual, int64_t residual_stride,
-             uintptr_t output, int64_t num_rows, int num_threads) {
+             uintptr_t output, int64_t num_rows, bool gates, int num_threads) {
             LinearCall layer;
             layer.x = pointer(x);
             layer.x_stride = x_stride;
@@ -88,14 +90,18 @@ void bind_linear(nb::module_& m) {
             layer.residual = pointer(residual);
             layer.residual_stride = residual_stride;
             layer.output = pointer(output);
-            layer.output_stride = weight.columns;
+            layer.output_stride = gates ? weight.columns / 2 : weight.columns;
             layer.depth = weight.depth;
             layer.columns = weight.columns;
+            layer.gates = gates;
             self.forward(dtype_of(dtype), layer, weight, num_rows, num_threads);
           },
           nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "weight"_a, "x"_a, "x_stride"_a,
-          "bias"_a, "residual"_a, "residual_stride"_a, "output"_a, "num_rows"_a, "num_threads"_a,
-          "output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none.");
+          "bias"_a, "residual"_a, "residual_stride"_a, "output"_a, "num_rows"_a, "gates"_a,
+          "num_threads"_a,
+          "output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none. "
+          "gates: of columns that has_gates accepts, and without a residual, output [num_rows, "
+          "columns / 2] = silu(first half) * second half.");
 }
 
 void bind_functions(nb::module_& m) {

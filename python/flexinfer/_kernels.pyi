@@ -110,9 +110,13 @@ class QuantisedLinear:
     @property
     def block_rows(self) -> int: ...
 
-    def forward(self, dtype: int, weight: QuantisedWeight, x: int, x_stride: int, bias: int, residual: int, residual_stride: int, output: int, num_rows: int, num_threads: int) -> None:
+    @staticmethod
+    def has_gates(columns: int) -> bool:
+        """Whether `forward` can take so many columns for gates and factors."""
+
+    def forward(self, dtype: int, weight: QuantisedWeight, x: int, x_stride: int, bias: int, residual: int, residual_stride: int, output: int, num_rows: int, gates: bool, num_threads: int) -> None:
         """
-        output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none.
+        output [num_rows, columns] = x weight^T + bias + residual; bias, residual: 0 for none. gates: of columns that has_gates accepts, and without a residual, output [num_rows, columns / 2] = silu(first half) * second half.
         """
 
 def rotate(x: int, rows: int, depth: int) -> None:

@@ -29,7 +29,11 @@ class DecoderLayer::Run {
         width_(weights_.o.columns),
         hidden_(weights_.down.depth) {
     for (const Product& product : weights_.qkv) qkv_width_ += product.columns;
-    const int64_t widths[] = {width_, qkv_width_, weights_.o.depth, width_, 2 * hidden_, hidden_};
+    const std::vector<Product>& gate_up = weights_.gate_up;
+    gates_in_product_ = gate_up.size() == 1 && gate_up[0].quantised.words != nullptr &&
+                        QuantisedLinear::has_gates(gate_up[0].columns);
+    const int64_t gate_up_width = gates_in_product_ ? 0 : 2 * hidden_;
+    const int64_t widths[] = {width_, qkv_width_, weights_.o.depth, width_, gate_up_width, hidden_};
     int64_t total = 0;
     for (const int64_t width : widths) total += block_bytes(width);
     memory_.reset(static_cast<char*>(
@@ -54,10 +58,7 @@ class DecoderLayer::Run {
     }
     multiply(weights_.o, attended_, call_.x, middle_, width_);
     norm(weights_.output_norm, middle_, normed_);
-    multiply(weights_.gate_up, normed_, gate_up_, 2 * hidden_);
-    const RowCall gates = {
-        gate_up_, gate_up_ + hidden_ * bytes_, gated_, 2 * hidden_, 2 * hidden_, hidden_, 0};
-    owner_.row_ops_.silu_mul(owner_.dtype_, gates, call_.num_rows, call_.num_threads);
+    multiply_gates();
     multiply(weights_.down, gated_, middle_, call_.output, width_);
   }
 
@@ -76,8 +77,8 @@ class DecoderLayer::Run {
     }
   }
 
-  void multiply(const Product& product, const void* x, const void* residual, void* output,
-                int64_t stride) {
+  static LinearCall layer_of(const Product& product, const void* x, const void* residual,
+                             void* output, int64_t stride) {
     LinearCall layer;
     layer.x = x;
     layer.x_stride = product.depth;
@@ -89,12 +90,33 @@ class DecoderLayer::Run {
     layer.output_stride = stride;
     layer.depth = product.depth;
     layer.columns = product.columns;
+    return layer;
+  }
+
+  void multiply(const Product& product, const void* x, const void* residual, void* output,
+                int64_t stride) {
+    const LinearCall layer = layer_of(product, x, residual, output, stride);
     if (product.quantised.words == nullptr) {
       owner_.linear_.forward(owner_.dtype_, layer, call_.num_rows, call_.num_threads);
     } else {
       owner_.quantised_.forward(owner_.dtype_, layer, product.quantised, call_.num_rows,
                                 call_.num_threads);
     }
+  }
+
+  void multiply_gates() {
+    if (gates_in_product_) {
+      const Product& product = weights_.gate_up[0];
+      LinearCall layer = layer_of(product, normed_, nullptr, gated_, hidden_);
+      layer.gates = true;
+      owner_.quantised_.forward(owner_.dtype_, layer, product.quantised, call_.num_rows,
+                                call_.num_threads);
+      return;
+    }
+    multiply(weights_.gate_up, normed_, gate_up_, 2 * hidden_);
+    const RowCall gates = {
+        gate_up_, gate_up_ + hidden_ * bytes_, gated_, 2 * hidden_, 2 * hidden_, hidden_, 0};
+    owner_.row_ops_.silu_mul(owner_.dtype_, gates, call_.num_rows, call_.num_threads);
   }
 
   // Queries and keys in place, normalised before if the model does.
@@ -148,6 +170,7 @@ class DecoderLayer::Run {
   int64_t width_;
   int64_t hidden_;  // of the MLP
   int64_t qkv_width_ = 0;
+  bool gates_in_product_ = false;  // of gate_up, which then needs no memory
   std::unique_ptr<char[], FreeAligned> memory_;
   char* normed_ = nullptr;    // [rows, width]
   char* qkv_ = nullptr;       // [rows, heads, head_dim]

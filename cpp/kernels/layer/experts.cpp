@@ -114,6 +114,11 @@ Experts::Experts(DType dtype, std::vector<ExpertTable> gate_up, ExpertTable down
   }
 }
 
+bool Experts::gates_in_product() const {
+  return activation_.kind == Activation::Kind::kSilu && gate_up_.size() == 1 &&
+         !gate_up_[0].quantised().empty() && QuantisedLinear::has_gates(gate_up_[0].columns());
+}
+
 // Some tokens' rows: sorted by expert, multiplied, and added up.
 class Experts::Run {
  public:
@@ -126,18 +131,22 @@ class Experts::Run {
         first_((owner.activation_.has_gates() ? 2 : 1) * hidden_) {
     const int64_t rows = call.num_tokens * call.top_k;
     rows_ = allocate(rows * width_ * bytes_);
-    gate_up_ = allocate(rows * first_ * bytes_);
+    if (!owner.gates_in_product()) gate_up_ = allocate(rows * first_ * bytes_);
     activated_ = allocate(rows * hidden_ * bytes_);
   }
 
   void forward() {
     sort();
-    int64_t column = 0;
-    for (const ExpertTable& table : owner_.gate_up_) {
-      multiply(table, rows_.get(), gate_up_.get() + column * bytes_, first_);
-      column += table.columns();
+    if (owner_.gates_in_product()) {
+      multiply(owner_.gate_up_[0], rows_.get(), activated_.get(), hidden_, true);
+    } else {
+      int64_t column = 0;
+      for (const ExpertTable& table : owner_.gate_up_) {
+        multiply(table, rows_.get(), gate_up_.get() + column * bytes_, first_);
+        column += table.columns();
+      }
+      activate();
     }
-    activate();
     multiply(owner_.down_, activated_.get(), rows_.get(), width_);
     if (owner_.dtype_ == DType::kFloat32) {
       add_up_tokens<float>();
@@ -194,13 +203,15 @@ class Experts::Run {
     }
   }
 
-  void multiply(const ExpertTable& table, const void* x, void* output, int64_t output_stride) {
+  void multiply(const ExpertTable& table, const void* x, void* output, int64_t output_stride,
+                bool gates = false) {
     LinearCall layer;
     layer.x = x;
     layer.x_stride = layer.depth = table.depth();
     layer.output = output;
     layer.output_stride = output_stride;
     layer.columns = table.columns();
+    layer.gates = gates;
     if (table.quantised().empty()) {
       owner_.linear_.forward_groups(owner_.dtype_, layer, table.panels(), table.biases(), groups_,
                                     call_.num_threads);
@@ -234,7 +245,7 @@ class Experts::Run {
   RowGroups groups_;
   std::vector<int64_t> places_;  // [tokens, top_k]: where in rows_
   Memory rows_;                  // [rows, width]: inputs, then outputs
-  Memory gate_up_;               // [rows, first]
+  Memory gate_up_;               // [rows, first], or none
   Memory activated_;             // [rows, hidden]
 };
 

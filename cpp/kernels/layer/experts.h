@@ -88,6 +88,9 @@ class Experts {
  private:
   class Run;
 
+  // Whether the first product gives gated numbers, so that its outputs need no memory.
+  bool gates_in_product() const;
+
   DType dtype_;
   std::vector<ExpertTable> gate_up_;
   ExpertTable down_;

@@ -20,6 +20,21 @@ QuantisedIsa::Multiply kernel_for(const QuantisedIsa& isa, const QuantisedWeight
   return weight.bits == 6 ? isa.multiply_6_bits[i] : isa.multiply_8_bits[i];
 }
 
+// Panels that threads draw: with gates those of the gates, each with the one of its factors.
+int64_t drawn_panels(const LinearCall& layer) {
+  const int64_t num_panels = (layer.columns + kQuantisedColumns - 1) / kQuantisedColumns;
+  return layer.gates ? num_panels / 2 : num_panels;
+}
+
+// Rows [0, num_rows) of what was drawn.
+void compute_drawn(QuantisedIsa::Multiply compute, const QuantisedCall& call, DType dtype,
+                   int64_t num_rows, int64_t begin, int64_t end) {
+  compute(call, dtype, {0, num_rows, begin, end});
+  if (!call.layer.gates) return;
+  const int64_t num_gates = drawn_panels(call.layer);
+  compute(call, dtype, {0, num_rows, num_gates + begin, num_gates + end});
+}
+
 // `call` for the rows from `row` on. Kernels may compute rows of a block twice, and so must see
 // none of another group before its first.
 QuantisedCall rows_from(QuantisedCall call, int64_t row, int64_t element_bytes) {
@@ -51,7 +66,7 @@ void QuantisedLinear::forward(DType dtype, const LinearCall& layer, const Quanti
   if (num_rows <= 0) return;
   const Inputs kind = inputs_of(dtype, weight);
   const auto compute = kernel_for(*isa_, weight, kind);
-  const int64_t num_panels = (layer.columns + kQuantisedColumns - 1) / kQuantisedColumns;
+  const int64_t num_panels = drawn_panels(layer);
   const int64_t block_rows = isa_->block_rows;
   PreparedInputs inputs(kind, dtype, weight, std::min(num_rows, block_rows), *isa_);
   const auto bytes = static_cast<int64_t>(element_bytes(dtype));
@@ -70,7 +85,7 @@ void QuantisedLinear::forward(DType dtype, const LinearCall& layer, const Quanti
     const int64_t worth = 1 + rows * layer.depth * layer.columns / kWorkPerThread;
     const int64_t parts = std::min({worth, kPartsPerThread * threads, num_panels});
     parallel_.share_out(num_panels, parts, threads, [&](int64_t begin, int64_t end) {
-      compute(call, dtype, {0, rows, begin, end});
+      compute_drawn(compute, call, dtype, rows, begin, end);
     });
   }
 }
@@ -99,12 +114,11 @@ void QuantisedLinear::forward_groups(DType dtype, const LinearCall& layer,
       QuantisedCall call = rows_from(all, row, bytes);
       call.weight = weights[group];
       call.layer.bias = bias_of(biases, group);
-      compute(call, dtype, {0, std::min(isa_->block_rows, last - row), begin, end});
+      compute_drawn(compute, call, dtype, std::min(isa_->block_rows, last - row), begin, end);
     }
   };
-  const int64_t num_panels = (layer.columns + kQuantisedColumns - 1) / kQuantisedColumns;
   const int64_t worth = 1 + num_rows * layer.depth * layer.columns / kWorkPerThread;
-  for_panels(parallel_, num_threads, worth, used, num_panels, multiply);
+  for_panels(parallel_, num_threads, worth, used, drawn_panels(layer), multiply);
 }
 
 }  // namespace vtensor::kernels

@@ -23,9 +23,13 @@ class QuantisedLinear {
 
   const QuantisedIsa& isa() const { return *isa_; }
 
-  // output = x weight^T + bias + residual, without gates.
+  // Whether so many columns can be gates and factors.
+  static bool has_gates(int64_t columns) { return columns % (2 * kQuantisedColumns) == 0; }
+
+  // output = x weight^T + bias + residual, or of gates and factors, as LinearCall says.
   // REQUIRES: dtype float32 or bfloat16; sizes as QuantisedWeight says; layer.columns a multiple of
-  // kHeadDimStep; num_threads >= 1; the output overlaps no input.
+  // kHeadDimStep, with gates of what has_gates says; num_threads >= 1; the output overlaps no
+  // input.
   // Throws std::bad_alloc where there is no memory for the inputs of some hundred rows.
   void forward(DType dtype, const LinearCall& layer, const QuantisedWeight& weight,
                int64_t num_rows, int num_threads) const;

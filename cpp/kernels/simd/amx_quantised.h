@@ -165,6 +165,7 @@ StripPrefetch<kVecs> rows_ahead(const LinearCall& layer, DType dtype, int64_t ro
   const bool has_residual = layer.residual != nullptr;
   const int64_t stride = has_residual ? layer.residual_stride : layer.output_stride;
   const void* residual = has_residual ? layer.residual : layer.output;
+  column = written_column(layer, column);
   return {nullptr,
           0,
           static_cast<const char*>(layer.output) + (row * layer.output_stride + column) * bytes,

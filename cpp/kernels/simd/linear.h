@@ -119,6 +119,21 @@ VTENSOR_INLINE void finish_gate(const LinearCall& call, int64_t row, int64_t col
   store(static_cast<T*>(call.output) + row * call.output_stride + column, gated);
 }
 
+// Where an output stands in its row: factors in the place of their gates.
+VTENSOR_INLINE int64_t written_column(const LinearCall& call, int64_t column) {
+  const int64_t first_factor = call.columns / 2;
+  return call.gates && column >= first_factor ? column - first_factor : column;
+}
+
+// finish_gate of a gate that has been written already, by `finish`.
+template <class T>
+[[gnu::noinline]] void finish_factor(const LinearCall& call, int64_t row, int64_t column,
+                                     Vec factor) {
+  if (call.bias != nullptr) factor += load(static_cast<const T*>(call.bias) + column);
+  T* gate = static_cast<T*>(call.output) + row * call.output_stride + written_column(call, column);
+  store(gate, rounded<T>(silu(load(gate))) * rounded<T>(factor));
+}
+
 // sums = x panel, in float32 block by block.
 template <class T, int M, int N>
 VTENSOR_INLINE void multiply_blocks(const LinearCall& call, const T* x, const T* panel,

@@ -42,13 +42,22 @@ VTENSOR_INLINE const uint32_t* words_of(const QuantisedWeight& weight, const Til
   return weight.words + at.panel * weight.num_words() * kQuantisedColumns + at.column;
 }
 
+template <class T>
+VTENSOR_INLINE void finish_output(const LinearCall& layer, int64_t row, int64_t column, Vec sum) {
+  if (written_column(layer, column) == column) {
+    finish<T>(layer, row, column, sum);
+  } else {
+    finish_factor<T>(layer, row, column, sum);
+  }
+}
+
 VTENSOR_INLINE void finish_sum(const QuantisedCall& call, DType dtype, int64_t row, int64_t column,
                                Vec sum) {
   if (column >= call.layer.columns) return;
   if (dtype == DType::kFloat32) {
-    finish<float>(call.layer, row, column, sum);
+    finish_output<float>(call.layer, row, column, sum);
   } else {
-    finish<BFloat16>(call.layer, row, column, sum);
+    finish_output<BFloat16>(call.layer, row, column, sum);
   }
 }
 

@@ -57,15 +57,15 @@ class GatedMLP(torch.nn.Module):
         return output
 
     def _block_rows(self, num_tokens: int, dtype: torch.dtype) -> int:
-        """Of how many rows the hidden numbers are held at once."""
-        if torch.compiler.is_compiling():
-            return num_tokens
+        """Of how many rows the hidden numbers are held at once: blocks as few and as equal as can
+        be."""
+        most = BLOCK_ROWS if dtype == torch.float32 else num_tokens
         of_kernels = self.gate_up_proj.block_rows, self.down_proj.block_rows
         if of_kernels[0] is not None and of_kernels[0] == of_kernels[1]:
-            return of_kernels[0]
-        if dtype != torch.float32 or num_tokens <= BLOCK_ROWS:
+            most = of_kernels[0]
+        if torch.compiler.is_compiling() or num_tokens <= most:
             return num_tokens
-        return -(-num_tokens // -(-num_tokens // BLOCK_ROWS))  # as few and as equal as can be
+        return -(-num_tokens // -(-num_tokens // most))
 
     def _compute(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         if self.is_silu:

@@ -79,9 +79,27 @@ class QuantisedLinear(OpaqueLinear):
             if num_padding:
                 residual = torch.nn.functional.pad(residual, (0, num_padding))
             residual = residual.contiguous()
+        self._forward(x, residual, output, gates=False)
+        return output[..., : self.out_features].contiguous() if num_padding else output
+
+    def multiply_gates(self, x: torch.Tensor) -> torch.Tensor:
+        """In the product where it can: the same bits as in two passes, and no gates and factors
+        are held at once."""
+        if not kernel().has_gates(self.out_features):
+            return super().multiply_gates(x)
+        dtype, shape = self.weight.dtype, (*x.shape[:-1], self.out_features // 2)
+        check_operands(x, None, self.in_features, shape, dtype)
+        output = empty_activation(shape, dtype)
+        self._forward(x, None, output, gates=True)
+        return output
+
+    def _forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, output: torch.Tensor, *, gates: bool
+    ) -> None:
+        """Operands have been checked; the residual is dense."""
         rows = dense_rows(x)
         kernel().forward(
-            DTYPES[dtype],
+            DTYPES[self.weight.dtype],
             self._weight,
             rows.data_ptr(),
             rows.stride(0),
@@ -90,9 +108,9 @@ class QuantisedLinear(OpaqueLinear):
             self._width,
             output.data_ptr(),
             rows.shape[0],
+            gates,
             torch.get_num_threads(),
         )
-        return output[..., : self.out_features].contiguous() if num_padding else output
 
 
 @cache

@@ -79,29 +79,12 @@ class Problem {
 
   // Rows [first, first + num_rows) alone.
   Bytes multiply(const QuantisedIsa& isa, int64_t first, int64_t num_rows) const {
-    const int64_t row_bytes = shape_.columns * element();
-    Bytes output(static_cast<size_t>(num_rows * row_bytes), 0xab);
-    LinearCall layer;
-    layer.x = x_.data() + first * x_stride() * element();
-    layer.x_stride = x_stride();
-    layer.bias = shape_.has_bias ? bias_.data() : nullptr;
-    layer.residual = shape_.has_residual ? residual_.data() + first * row_bytes : nullptr;
-    layer.residual_stride = layer.output_stride = layer.columns = shape_.columns;
-    layer.output = output.data();
-    layer.depth = shape_.depth;
-    QuantisedWeight weight;
-    weight.words = reinterpret_cast<const uint32_t*>(words_.get());
-    weight.scales = scales_.data();
-    weight.minimums = shape_.has_minimums ? minimums_.data() : nullptr;
-    weight.sums = shape_.group == 0 ? sums_.data() : nullptr;
-    weight.bits = shape_.bits;
-    weight.group = shape_.group;
-    weight.depth = shape_.depth;
-    weight.columns = shape_.columns;
-    weight.codebook = shape_.codebook;
-    weight.rotates_inputs = shape_.is_rotated;
-    QuantisedLinear(Parallel(), isa).forward(shape_.dtype, layer, weight, num_rows, 1);
-    return output;
+    return multiply(isa, first, num_rows, shape_.columns);
+  }
+
+  // Of columns that are gates and factors.
+  Bytes multiply_gates(const QuantisedIsa& isa) const {
+    return multiply(isa, 0, shape_.rows, shape_.columns / 2);
   }
 
   // The definition in layers/quantised.py, in double precision.
@@ -191,6 +174,35 @@ class Problem {
     uint8_t* bytes = words_.get() + (row * kQuantisedColumns + column % kQuantisedColumns) * 4;
     const int bits = (value & ((1 << count) - 1)) << (bit % 8);
     bytes[bit / 8] = static_cast<uint8_t>(bytes[bit / 8] | bits);
+  }
+  // output_columns: half of all with gates.
+  Bytes multiply(const QuantisedIsa& isa, int64_t first, int64_t num_rows,
+                 int64_t output_columns) const {
+    Bytes output(static_cast<size_t>(num_rows * output_columns * element()), 0xab);
+    LinearCall layer;
+    layer.x = x_.data() + first * x_stride() * element();
+    layer.x_stride = x_stride();
+    layer.bias = shape_.has_bias ? bias_.data() : nullptr;
+    const uint8_t* residual = residual_.data() + first * shape_.columns * element();
+    layer.residual = shape_.has_residual ? residual : nullptr;
+    layer.residual_stride = layer.columns = shape_.columns;
+    layer.output = output.data();
+    layer.output_stride = output_columns;
+    layer.depth = shape_.depth;
+    layer.gates = output_columns < shape_.columns;
+    QuantisedWeight weight;
+    weight.words = reinterpret_cast<const uint32_t*>(words_.get());
+    weight.scales = scales_.data();
+    weight.minimums = shape_.has_minimums ? minimums_.data() : nullptr;
+    weight.sums = shape_.group == 0 ? sums_.data() : nullptr;
+    weight.bits = shape_.bits;
+    weight.group = shape_.group;
+    weight.depth = shape_.depth;
+    weight.columns = shape_.columns;
+    weight.codebook = shape_.codebook;
+    weight.rotates_inputs = shape_.is_rotated;
+    QuantisedLinear(Parallel(), isa).forward(shape_.dtype, layer, weight, num_rows, 1);
+    return output;
   }
   // The upper bytes of float32 numbers: float32, or bfloat16.
   Bytes numbers(int64_t count) {
@@ -319,6 +331,32 @@ TEST_P(QuantisedLevels, groups_are_those_of_the_definition_and_rows_the_same_bit
       apart.insert(apart.end(), alone.begin(), alone.end());
     }
     EXPECT_EQ(output, apart) << shape;
+  }
+}
+
+TEST_P(QuantisedLevels, factors_take_the_place_of_their_gates) {
+  std::mt19937 random(9);
+  for (const int64_t rows : {1, 6, 7, 17, 33, 64, 70, 300}) {
+    for (const int64_t group : {0, 64}) {
+      const DType dtype = random() % 2 == 0 ? DType::kFloat32 : DType::kBFloat16;
+      const bool has_bias = random() % 2 == 0;
+      const int64_t width = 64 * static_cast<int64_t>(1 + random() % 3);
+      const Shape shape = {rows, 192, 2 * width, dtype, has_bias, false, group};
+      const Problem problem(shape, static_cast<unsigned>(rows));
+      const Bytes plain = problem.multiply(*GetParam()),
+                  gated = problem.multiply_gates(*GetParam());
+      const double bound = dtype == DType::kFloat32 ? 2e-6 : 1.0 / 100;
+      for (int64_t row = 0; row < rows; ++row) {
+        for (int64_t column = 0; column < width; ++column) {
+          const int64_t at = row * 2 * width + column;
+          const double gate = problem.number(plain, at);
+          const double expected = gate / (1 + std::exp(-gate)) * problem.number(plain, at + width);
+          ASSERT_NEAR(problem.number(gated, row * width + column), expected,
+                      bound * (1e-6 + std::abs(expected)))
+              << shape << ": " << row << " " << column;
+        }
+      }
+    }
   }
 }
 

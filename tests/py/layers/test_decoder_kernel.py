@@ -39,6 +39,9 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 CONFIGS: dict[str, Any] = {
     "llama": lambda: tf.LlamaConfig(**SIZES),
     "biases": lambda: tf.LlamaConfig(**SIZES, attention_bias=True),
+    "gates in panels of their own": lambda: tf.LlamaConfig(
+        **{**SIZES, "intermediate_size": 192}, mlp_bias=True
+    ),
     "norms": lambda: tf.Qwen3Config(**SIZES),
     "window": lambda: tf.MistralConfig(**SIZES, sliding_window=16),
     "experts": lambda: tf.Qwen3MoeConfig(**SIZES, **EXPERTS, moe_intermediate_size=96),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from flexinfer import _kernels
 from flexinfer.layers import quantised_linear
 from flexinfer.layers.codebook import Codebook
+from flexinfer.layers.linear import silu_gates
 from flexinfer.layers.quantised import QuantisedTensor, Scheme, quantise_inputs, quantise_outputs
 from flexinfer.layers.quantised_linear import QuantisedLinear
 from helpers.each_isa import each_isa
@@ -66,6 +67,47 @@ def test_it_is_the_product_with_the_same_integers(
         expected = expected if added is None else expected + added.double()
     bound = 5e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
     torch.testing.assert_close(output.double(), expected, atol=bound, rtol=bound)
+
+
+@EXAMPLES
+@given(
+    rows=st.one_of(st.integers(0, 14), st.sampled_from([29, 240, 241, 500])),
+    columns=st.sampled_from([128, 384, 1024]),
+    scheme=st.sampled_from((*SCHEMES, *STORED)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    has_bias=st.booleans(),
+    is_slice=st.booleans(),
+)
+def test_gates_are_the_same_bits_as_in_two_passes(
+    isa: str,
+    rows: int,
+    columns: int,
+    scheme: str,
+    dtype: torch.dtype,
+    has_bias: bool,
+    is_slice: bool,
+) -> None:
+    torch.manual_seed(rows)
+    source = quantise(scheme, torch.randn(columns, 256) / 16)
+    bias = torch.randn(columns).to(dtype) if has_bias else None
+    x = torch.randn(1, rows, 256 + 16 * is_slice).to(dtype)[..., :256]
+    layer = QuantisedLinear(source, bias, dtype)
+    expected = silu_gates(layer.multiply(x, None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(QuantisedLinear, "multiply")  # gates and factors are not held at once
+        gated = layer.multiply_gates(x)
+    # The other pass may be that of another instruction set, with other last bits in float32.
+    bound = 1e-6 if dtype == torch.float32 else 0
+    torch.testing.assert_close(gated, expected, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("columns", [96, 192, 320])
+def test_gates_that_share_a_panel_with_factors_come_in_two_passes(columns: int) -> None:
+    torch.manual_seed(columns)
+    source = Scheme.parse("int8").quantise(torch.randn(columns, 256) / 16)
+    layer = QuantisedLinear(source, None, torch.float32)
+    x = torch.randn(300, 256)
+    assert torch.equal(layer(x, gates=True), silu_gates(layer(x)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
