@@ -174,13 +174,15 @@ void bind_row_ops(nb::module_& m) {
       .def(
           "rms_norm",
           [](const RowOps& self, size_t dtype, uintptr_t x, int64_t x_stride, uintptr_t weight,
-             uintptr_t output, int64_t num_rows, int64_t width, float eps, int num_threads) {
-            const RowCall call = {pointer(x), pointer(weight), pointer(output), x_stride, 0, width,
-                                  eps};
+             bool has_wide_weight, uintptr_t output, int64_t num_rows, int64_t width, float eps,
+             int num_threads) {
+            RowCall call = {pointer(x), pointer(weight), pointer(output), x_stride, 0, width, eps};
+            call.has_wide_weight = has_wide_weight;
             self.rms_norm(dtype_of(dtype), call, num_rows, num_threads);
           },
           nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "x"_a, "x_stride"_a, "weight"_a,
-          "output"_a, "num_rows"_a, "width"_a, "eps"_a, "num_threads"_a)
+          "has_wide_weight"_a, "output"_a, "num_rows"_a, "width"_a, "eps"_a, "num_threads"_a,
+          "has_wide_weight: it is float32, whatever the rows are.")
       .def("silu_mul", &multiply_gates<&RowOps::silu_mul>, nb::call_guard<nb::gil_scoped_release>(),
            "dtype"_a, "x"_a, "x_stride"_a, "factor"_a, "factor_stride"_a, "output"_a, "num_rows"_a,
            "width"_a, "num_threads"_a)

@@ -19,6 +19,7 @@ struct RowCall {
   float eps = 0;
   float alpha = 1;  // clamped_swiglu
   float limit = 0;
+  bool has_wide_weight = false;  // norm: `second` is float32, and only outputs are rounded
 };
 
 // Rotates pairs (j, j + width / 2) of each head of a token by that token's angles (RoFormer, Su et

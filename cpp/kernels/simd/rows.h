@@ -20,6 +20,7 @@ VTENSOR_INLINE Vec rounded(Vec v) {
 template <class T>
 void rms_norm(const RowCall& call, int64_t begin, int64_t end) {
   const T* weight = static_cast<const T*>(call.second);
+  const auto* wide_weight = static_cast<const float*>(call.second);
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
     T* out = static_cast<T*>(call.output) + row * call.width;
@@ -31,7 +32,9 @@ void rms_norm(const RowCall& call, int64_t begin, int64_t end) {
     const float mean = sum_lanes(squares) / static_cast<float>(call.width);
     const float factor = 1 / __builtin_sqrtf(mean + call.eps);
     for (int64_t j = 0; j < call.width; j += kLanes) {
-      store(out + j, rounded<T>(load(x + j) * factor) * load(weight + j));
+      const Vec normed = load(x + j) * factor;
+      store(out + j, call.has_wide_weight ? normed * load(wide_weight + j)
+                                          : rounded<T>(normed) * load(weight + j));
     }
   }
 }

@@ -122,6 +122,31 @@ NORMS = (
     _norm("(self.weight * hidden_states).to(input_dtype)"),  # OLMo 2, gpt-oss, ...
     _norm("(self.weight.to(torch.float32) * hidden_states).to(input_dtype)"),  # Helium
 )
+NORMS_AROUND_ONE = (
+    """
+def forward(self, x):
+    output = self._norm(x.float())
+    output = output * (1.0 + self.weight.float())
+    return output.type_as(x)
+
+def _norm(self, x):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+""",
+)
+"""Gemma's up to Gemma 3, Qwen3-Next's and Qwen3.5's: their weight is what is added to 1."""
+NORMS_WITH_SCALE = (
+    """
+def forward(self, hidden_states):
+    normed_output = self._norm(hidden_states.float())
+    normed_output = normed_output * self.weight.float()
+    return normed_output.type_as(hidden_states)
+
+def _norm(self, hidden_states):
+    mean_squared = hidden_states.pow(2).mean(-1, keepdim=True) + self.eps
+    return hidden_states * torch.pow(mean_squared, -0.5)
+""",
+)
+"""Gemma 3n's and 4's, those of them that have a weight."""
 GATED_MLPS = (
     """
 def forward(self, x):

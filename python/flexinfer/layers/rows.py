@@ -27,10 +27,12 @@ def supports(dtype: torch.dtype, device: torch.device, width: int) -> bool:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight. x: [..., width]; weight: [width], dense, of x's dtype."""
+    """x / sqrt(mean(x^2) + eps) * weight. x: [..., width]; weight: [width], dense, of x's dtype, or
+    float32: then nothing is rounded before the result, which is of x's dtype."""
+    is_wide = weight.dtype == torch.float32
     if not (
         weight.shape == x.shape[-1:]
-        and _are_rows(x, weight)
+        and (_are_rows(x) and weight.is_cpu if is_wide else _are_rows(x, weight))
         and weight.stride(0) == 1
         and weight.shape[0] % WIDTH_STEP == 0
     ):
@@ -43,6 +45,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows.data_ptr(),
         rows.stride(0),
         weight.data_ptr(),
+        is_wide,
         output.data_ptr(),
         num_rows,
         width,

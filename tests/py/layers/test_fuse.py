@@ -14,7 +14,11 @@ torch = pytest.importorskip("torch")
 import transformers as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.llama import modeling_llama
+from transformers.models.llama4.modeling_llama4 import Llama4TextRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from flexinfer import LLM, SamplingParams
 from flexinfer.layers import fuse, mlp
@@ -22,7 +26,7 @@ from flexinfer.layers.formats import make_linear
 from flexinfer.layers.fuse import fuse_layers
 from flexinfer.layers.linear import Linear, WeightFormat
 from flexinfer.layers.mlp import GatedMLP
-from flexinfer.layers.norm import RMSNorm
+from flexinfer.layers.norm import RMSNorm, fuse_norm
 from flexinfer.layers.onednn_linear import can_pack
 from flexinfer.layers.quantised import Scheme
 from flexinfer.layers.trial import computes_the_same
@@ -245,12 +249,30 @@ def test_joined_layers_are_one_after_the_other() -> None:
         torch.testing.assert_close(make_linear(*linears)(x), expected)
 
 
-def test_a_norm_with_another_formula_stays() -> None:
-    """Gemma multiplies by 1 + weight."""
-    model = copy.deepcopy(make_model("gemma2"))
-    fuse_layers(model)
-    assert "Gemma2RMSNorm" in classes(model)
-    assert not any(isinstance(module, RMSNorm) for module in model.modules())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Gemma2RMSNorm, Gemma4RMSNorm, Qwen3NextRMSNorm])
+def test_a_norm_whose_weight_is_read_in_float32_keeps_all_its_bits(
+    kind: Any, dtype: torch.dtype
+) -> None:
+    """Gemma's is 1 + weight: of 1.004 bfloat16 would make 1."""
+    torch.manual_seed(0)
+    norm = kind(64, eps=1e-3).to(dtype)
+    norm.weight.data.normal_(std=0.004)
+    fused = fuse_norm(norm)
+    assert fused is not None
+    x = torch.randn(1, 300, 64).to(dtype)
+    with torch.inference_mode():
+        output, expected = fused(x), norm(x)
+    assert output.dtype == dtype
+    torch.testing.assert_close(output, expected, atol=1e-6, rtol=max(torch.finfo(dtype).eps, 1e-6))
+    assert dtype == torch.float32 or (output == expected).float().mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    "norm", [Gemma4RMSNorm(64, with_scale=False), Llama4TextRMSNorm(64)], ids=lambda n: str(type(n))
+)
+def test_a_norm_with_another_formula_stays(norm: Any) -> None:
+    assert fuse_norm(norm) is None
 
 
 def test_a_model_that_was_handed_over_stays() -> None:

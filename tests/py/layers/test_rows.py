@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from flexinfer.layers import rows as row_ops
@@ -45,6 +46,25 @@ def test_rms_norm(isa: str, rows: int, width: int, dtype: torch.dtype, is_slice:
     x = torch.randn(1, rows, width + 16 * is_slice).to(dtype)[..., :width]
     with torch.inference_mode():
         check(row_ops.rms_norm(x, norm.weight, 1e-5), norm(x))
+
+
+@EXAMPLES
+@given(rows=ROWS, width=WIDTHS, dtype=st.sampled_from(DTYPES), is_slice=st.booleans())
+def test_rms_norm_with_a_wide_weight(
+    isa: str, rows: int, width: int, dtype: torch.dtype, is_slice: bool
+) -> None:
+    """Rounded once: closer to what Gemma computes than a weight of fewer bits could be."""
+    torch.manual_seed(rows)
+    norm = Gemma3RMSNorm(width, 1e-5).to(dtype)
+    norm.weight.data.normal_(std=0.1)
+    x = torch.randn(1, rows, width + 16 * is_slice).to(dtype)[..., :width]
+    with torch.inference_mode():
+        output, expected = row_ops.rms_norm(x, 1.0 + norm.weight.float(), 1e-5), norm(x)
+    assert output.dtype == expected.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(output, expected, atol=8e-7, rtol=max(eps, 4e-7))
+    if dtype != torch.float32 and rows:
+        assert (output == expected).float().mean() > 0.98
 
 
 @EXAMPLES
