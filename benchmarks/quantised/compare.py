@@ -46,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=Path("build/quantised"), help="for models")
     parser.add_argument("--shape", choices=(*SHAPES, *OWN_FILES), default="1b")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
+    parser.add_argument(
+        "--files", type=Path, help="a folder with KIND.gguf of another model, in a shape's place"
+    )
     parser.add_argument("--ways", default=",".join(AT_LOAD), help=f"of {', '.join(KINDS)}")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--measures", default=",".join(MEASURES))
@@ -62,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ):
         parser.error("the processor's time is compared of one thread, without batch")
     kinds = {way: KINDS[way] for way in arguments.ways.split(",")}
-    folder = make_model(
+    folder = arguments.files or make_model(
         arguments.folder, arguments.shape, arguments.layers, list(kinds), arguments.llama_bin
     )
     rounds = _rounds_in(arguments.json)
@@ -87,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rounds.append(found)
     table = _table(rounds)
     _show(table)
-    model = {"shape": arguments.shape, "layers": arguments.layers}
+    files = arguments.files and arguments.files.name
+    model = {"shape": files or arguments.shape, "layers": arguments.layers}
     body = {**model, "medians": table, "rounds": rounds}
     write_report(arguments.json, "quantised", body, load_before=load_before)
 

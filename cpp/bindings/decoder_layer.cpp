@@ -1,12 +1,10 @@
 #include "bindings/decoder_layer.h"
 
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "bindings/addresses.h"
@@ -18,12 +16,15 @@ using namespace nb::literals;
 namespace vtensor::kernels {
 namespace {
 
-using NormTuple = std::pair<uintptr_t, float>;
+using NormTuple = std::tuple<uintptr_t, float, bool>;
 
 using AttentionTuple =
     std::tuple<HostAttention*, const Plan*, size_t, bool, float, float, uintptr_t>;
 
-Norm norm_of(const NormTuple& norm) { return {pointer(norm.first), norm.second}; }
+Norm norm_of(const NormTuple& norm) {
+  const auto& [weight, eps, is_wide] = norm;
+  return {pointer(weight), eps, is_wide};
+}
 
 std::vector<DecoderStep> steps_of(const std::vector<const DecoderLayer*>& layers,
                                   const std::vector<AttentionTuple>& attention) {
@@ -39,9 +40,7 @@ std::vector<DecoderStep> steps_of(const std::vector<const DecoderLayer*>& layers
   return steps;
 }
 
-}  // namespace
-
-void bind_decoder_layer(nb::module_& m) {
+void bind_product(nb::module_& m) {
   nb::class_<Product>(m, "Product", "A linear layer's weight at addresses: no copy.")
       .def(
           "__init__",
@@ -52,31 +51,43 @@ void bind_decoder_layer(nb::module_& m) {
                         pointer(bias), depth, columns};
           },
           nb::kw_only(), "panels"_a, "quantised"_a.none(), "bias"_a, "depth"_a, "columns"_a);
+}
+
+}  // namespace
+
+void bind_decoder_layer(nb::module_& m) {
+  bind_product(m);
   nb::class_<DecoderLayer>(m, "DecoderLayer", "A decoder layer's weights; addresses as integers.")
       .def(
           "__init__",
           [](DecoderLayer* self, size_t dtype, const RowOps& row_ops, const Linear& linear,
              const QuantisedLinear& quantised, const NormTuple& input_norm,
              const NormTuple& output_norm, const NormTuple& query_norm, const NormTuple& key_norm,
+             const NormTuple& attention_norm, const NormTuple& mlp_norm,
              const std::vector<Product>& qkv, const Product& o, const std::vector<Product>& gate_up,
-             const Product* down, int num_heads, int num_kv_heads, int head_dim) {
+             const Product* down, int num_heads, int num_kv_heads, int head_dim, bool is_gelu) {
             const DecoderWeights weights = {norm_of(input_norm),
                                             norm_of(output_norm),
                                             norm_of(query_norm),
                                             norm_of(key_norm),
+                                            norm_of(attention_norm),
+                                            norm_of(mlp_norm),
                                             qkv,
                                             o,
                                             gate_up,
                                             down == nullptr ? Product{} : *down,
                                             num_heads,
                                             num_kv_heads,
-                                            head_dim};
+                                            head_dim,
+                                            is_gelu};
             new (self) DecoderLayer(dtype_of(dtype), weights, row_ops, linear, quantised);
           },
           nb::kw_only(), "dtype"_a, "row_ops"_a, "linear"_a, "quantised"_a, "input_norm"_a,
-          "output_norm"_a, "query_norm"_a, "key_norm"_a, "qkv"_a, "o"_a, "gate_up"_a,
-          "down"_a.none(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
-          "Norms: address of the weight, 0 for none, and eps. Products of a list are as one, their "
+          "output_norm"_a, "query_norm"_a, "key_norm"_a, "attention_norm"_a, "mlp_norm"_a, "qkv"_a,
+          "o"_a, "gate_up"_a, "down"_a.none(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
+          "is_gelu"_a,
+          "Norms: address of the weight, 0 for none, eps, and whether the weight is float32 "
+          "whatever the rows are. Products of a list are as one, their "
           "outputs one after the other. gate_up [] and down None: the layer up to its MLP.");
   m.def(
       "forward_decoder_layers",

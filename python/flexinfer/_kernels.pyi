@@ -62,7 +62,8 @@ class RowOps:
 
     def __init__(self, start_threads: int = 0, isa: str = '') -> None: ...
 
-    def rms_norm(self, dtype: int, x: int, x_stride: int, weight: int, output: int, num_rows: int, width: int, eps: float, num_threads: int) -> None: ...
+    def rms_norm(self, dtype: int, x: int, x_stride: int, weight: int, has_wide_weight: bool, output: int, num_rows: int, width: int, eps: float, num_threads: int) -> None:
+        """has_wide_weight: it is float32, whatever the rows are."""
 
     def silu_mul(self, dtype: int, x: int, x_stride: int, factor: int, factor_stride: int, output: int, num_rows: int, width: int, num_threads: int) -> None: ...
 
@@ -140,9 +141,9 @@ class Product:
 class DecoderLayer:
     """A decoder layer's weights; addresses as integers."""
 
-    def __init__(self, *, dtype: int, row_ops: RowOps, linear: Linear, quantised: QuantisedLinear, input_norm: tuple[int, float], output_norm: tuple[int, float], query_norm: tuple[int, float], key_norm: tuple[int, float], qkv: Sequence[Product], o: Product, gate_up: Sequence[Product], down: Product | None, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, *, dtype: int, row_ops: RowOps, linear: Linear, quantised: QuantisedLinear, input_norm: tuple[int, float, bool], output_norm: tuple[int, float, bool], query_norm: tuple[int, float, bool], key_norm: tuple[int, float, bool], attention_norm: tuple[int, float, bool], mlp_norm: tuple[int, float, bool], qkv: Sequence[Product], o: Product, gate_up: Sequence[Product], down: Product | None, num_heads: int, num_kv_heads: int, head_dim: int, is_gelu: bool) -> None:
         """
-        Norms: address of the weight, 0 for none, and eps. Products of a list are as one, their outputs one after the other. gate_up [] and down None: the layer up to its MLP.
+        Norms: address of the weight, 0 for none, eps, and whether the weight is float32 whatever the rows are. Products of a list are as one, their outputs one after the other. gate_up [] and down None: the layer up to its MLP.
         """
 
 def forward_decoder_layers(layers: Sequence[DecoderLayer], attention: Sequence[tuple[HostAttention, Plan, int, bool, float, float, int]], x: int, cos: int, sin: int, output: int, normed: int, num_rows: int, num_threads: int) -> None:

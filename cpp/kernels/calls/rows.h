@@ -20,6 +20,8 @@ struct RowCall {
   float alpha = 1;  // clamped_swiglu
   float limit = 0;
   bool has_wide_weight = false;  // norm: `second` is float32, and only outputs are rounded
+  // Norm: [rows, width], dense, added to what is rounded before; none: nothing is.
+  const void* residual = nullptr;
 };
 
 // Rotates pairs (j, j + width / 2) of each head of a token by that token's angles (RoFormer, Su et

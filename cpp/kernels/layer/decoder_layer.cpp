@@ -30,7 +30,8 @@ class DecoderLayer::Run {
         hidden_(weights_.down.depth) {
     for (const Product& product : weights_.qkv) qkv_width_ += product.columns;
     const std::vector<Product>& gate_up = weights_.gate_up;
-    gates_in_product_ = gate_up.size() == 1 && gate_up[0].quantised.words != nullptr &&
+    gates_in_product_ = !weights_.is_gelu && gate_up.size() == 1 &&
+                        gate_up[0].quantised.words != nullptr &&
                         QuantisedLinear::has_gates(gate_up[0].columns);
     const int64_t gate_up_width = gates_in_product_ ? 0 : 2 * hidden_;
     const int64_t widths[] = {width_, qkv_width_, weights_.o.depth, width_, gate_up_width, hidden_};
@@ -56,17 +57,19 @@ class DecoderLayer::Run {
       norm(weights_.output_norm, call_.output, call_.normed);
       return;
     }
-    multiply(weights_.o, attended_, call_.x, middle_, width_);
+    multiply_add(weights_.o, attended_, weights_.attention_norm, call_.x, middle_);
     norm(weights_.output_norm, middle_, normed_);
     multiply_gates();
-    multiply(weights_.down, gated_, middle_, call_.output, width_);
+    multiply_add(weights_.down, gated_, weights_.mlp_norm, middle_, call_.output);
   }
 
  private:
   int64_t block_bytes(int64_t width) const { return aligned(call_.num_rows * width * bytes_); }
 
-  void norm(const Norm& norm, const void* x, void* output) {
-    const RowCall rows = {x, norm.weight, output, width_, 0, width_, norm.eps};
+  void norm(const Norm& norm, const void* x, void* output, const void* residual = nullptr) {
+    RowCall rows = {x, norm.weight, output, width_, 0, width_, norm.eps};
+    rows.has_wide_weight = norm.is_wide;
+    rows.residual = residual;
     owner_.row_ops_.rms_norm(owner_.dtype_, rows, call_.num_rows, call_.num_threads);
   }
 
@@ -104,6 +107,17 @@ class DecoderLayer::Run {
     }
   }
 
+  // The residual is added to the product, or to its norm if there is one.
+  void multiply_add(const Product& product, const void* x, const Norm& norm_of_it,
+                    const void* residual, void* output) {
+    if (norm_of_it.weight == nullptr) {
+      multiply(product, x, residual, output, width_);
+      return;
+    }
+    multiply(product, x, nullptr, normed_, width_);
+    norm(norm_of_it, normed_, output, residual);
+  }
+
   void multiply_gates() {
     if (gates_in_product_) {
       const Product& product = weights_.gate_up[0];
@@ -116,7 +130,12 @@ class DecoderLayer::Run {
     multiply(weights_.gate_up, normed_, gate_up_, 2 * hidden_);
     const RowCall gates = {
         gate_up_, gate_up_ + hidden_ * bytes_, gated_, 2 * hidden_, 2 * hidden_, hidden_, 0};
-    owner_.row_ops_.silu_mul(owner_.dtype_, gates, call_.num_rows, call_.num_threads);
+    const RowOps& ops = owner_.row_ops_;
+    if (weights_.is_gelu) {
+      ops.gelu_tanh_mul(owner_.dtype_, gates, call_.num_rows, call_.num_threads);
+    } else {
+      ops.silu_mul(owner_.dtype_, gates, call_.num_rows, call_.num_threads);
+    }
   }
 
   // Queries and keys in place, normalised before if the model does.
@@ -136,7 +155,8 @@ class DecoderLayer::Run {
     const int64_t dim = weights_.head_dim;
     for (int64_t row = 0; row < call_.num_rows; ++row) {
       char* heads = qkv_ + (row * qkv_width_ + first * dim) * bytes_;
-      const RowCall rows = {heads, norm.weight, heads, dim, 0, dim, norm.eps};
+      RowCall rows = {heads, norm.weight, heads, dim, 0, dim, norm.eps};
+      rows.has_wide_weight = norm.is_wide;
       owner_.row_ops_.rms_norm(owner_.dtype_, rows, count, 1);
     }
   }

@@ -4,6 +4,9 @@
 //   x -> norm -> q, k, v -> rotated -> attention -> o + x = y -> norm -> gate, up -> silu -> down +
 //   y
 //
+// or with a norm behind o and down, too, before something is added (sandwich normalisation, Ding et
+// al., 2021: Gemma 2 and 3), and with gelu.
+//
 // Of a layer whose MLP is something else, a mixture of experts, it is the part before: y, and the
 // MLP's input.
 //
@@ -28,6 +31,7 @@ namespace vtensor::kernels {
 struct Norm {
   const void* weight = nullptr;  // [width]
   float eps = 0;
+  bool is_wide = false;  // its weight is float32, as RowCall says
 };
 
 // Several products are as one, their outputs one after the other: weights of other formats.
@@ -36,13 +40,16 @@ struct DecoderWeights {
   Norm output_norm;  // before the MLP
   Norm query_norm;   // of each head
   Norm key_norm;
+  Norm attention_norm;           // of what attention gives, before x is added; with an MLP alone
+  Norm mlp_norm;                 // of what the MLP gives, before y is added
   std::vector<Product> qkv;      // columns: queries, keys, values, head by head
   Product o;                     // residual added
   std::vector<Product> gate_up;  // columns: gates, then as many factors; none: there is no MLP here
   Product down;                  // residual added
   int num_heads = 0;
   int num_kv_heads = 0;
-  int head_dim = 0;  // a multiple of 2 * kHeadDimStep
+  int head_dim = 0;      // a multiple of 2 * kHeadDimStep
+  bool is_gelu = false;  // the MLP's gates are gelu's by tanh, not silu's
 };
 
 // One step's rows; all dense, of one dtype.

@@ -36,6 +36,11 @@ void rms_norm(const RowCall& call, int64_t begin, int64_t end) {
       store(out + j, call.has_wide_weight ? normed * load(wide_weight + j)
                                           : rounded<T>(normed) * load(weight + j));
     }
+    if (call.residual == nullptr) continue;
+    const T* residual = static_cast<const T*>(call.residual) + row * call.width;
+    for (int64_t j = 0; j < call.width; j += kLanes) {
+      store(out + j, load(residual + j) + load(out + j));
+    }
   }
 }
 

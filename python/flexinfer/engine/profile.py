@@ -171,7 +171,7 @@ class StepProfiler:
 
     def _watch_modules(self, model: torch.nn.Module) -> None:
         for module in model.modules():
-            if getattr(module, "runs_parts", None) is False:  # a FusedDecoderLayer
+            if getattr(module, "runs_parts", None) is False:  # a OneCallLayer
                 self._set(module, "runs_parts", True)
             part = part_of(module)
             if part is None:

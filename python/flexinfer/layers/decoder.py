@@ -1,27 +1,73 @@
 """FusedDecoderLayer: a decoder layer whose additions are done by the products before them, and
-which is one call of our own kernel where it can be, up to its MLP if that is no gated one."""
+which is one call of our own kernel where it can be, up to its MLP if that is no gated one.
+SandwichLayer: the same of a layer with norms behind its parts, too."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from flexinfer.attention.hook import step_in_force
-from flexinfer.layers.attention import FusedAttention, fuse_attention
-from flexinfer.layers.decoder_kernel import DecoderKernel, make_decoder_kernel
-from flexinfer.layers.known import DECODER_LAYERS, DECODER_LAYERS_WITH_SCORES
+from flexinfer.layers.attention import Angles, FusedAttention, fuse_attention
+from flexinfer.layers.decoder_kernel import DecoderKernel, LayerNorms, make_decoder_kernel
+from flexinfer.layers.known import (
+    DECODER_LAYERS,
+    DECODER_LAYERS_WITH_SCORES,
+    SANDWICH_LAYERS,
+)
 from flexinfer.layers.mlp import GatedMLP, fuse_mlp
 from flexinfer.layers.norm import fuse_norm
 from flexinfer.layers.recognise import hooks_of, is_known
 
 
-class FusedDecoderLayer(torch.nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+class OneCallLayer(torch.nn.Module, ABC):
+    """A decoder layer that is one call of our own kernel where it can be."""
 
     runs_parts = False
     """Whether the parts are called one by one where one call would do: for who watches them."""
+    self_attn: FusedAttention
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kernel: DecoderKernel | None = None
+        self._hooks: list[Mapping[int, Any]] = []
+        """Those of the parts that the kernel stands for."""
+        self._is_laid_out = False
+
+    @abstractmethod
+    def kernel_parts(self) -> tuple[GatedMLP | None, LayerNorms]:
+        """What the kernel computes beside attention; an MLP that is None stays the caller's."""
+
+    def kernel(self) -> DecoderKernel | None:
+        """What may compute it in this step; None: the parts are to be called one by one."""
+        if torch.compiler.is_compiling():  # first: the others cannot be traced
+            return None
+        if self.runs_parts or step_in_force() is None:
+            return None
+        if not self._is_laid_out:  # by the first step; in a trial it is not yet
+            mlp, norms = self.kernel_parts()
+            self._kernel = make_decoder_kernel(self.self_attn, mlp, norms)
+            parts = [part for part in (self.self_attn, mlp, *norms) if part is not None]
+            self._hooks = hooks_of(module for part in parts for module in part.modules())
+            self._is_laid_out = True
+        return None if any(self._hooks) else self._kernel
+
+    def in_one_call(
+        self, x: torch.Tensor, angles: Angles | None, cache: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """As `DecoderKernel.forward`. cache: transformers' own, with which it does not go."""
+        kernel = None if angles is None or cache is not None else self.kernel()
+        if kernel is None:
+            return None
+        assert angles is not None
+        return kernel.forward(x, self.self_attn.whole_angles(angles))
+
+
+class FusedDecoderLayer(OneCallLayer):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(
         self,
@@ -41,16 +87,12 @@ class FusedDecoderLayer(torch.nn.Module):
         self.mlp = mlp
         if hasattr(layer, "attention_type"):
             self.attention_type = layer.attention_type  # the model reads it
-        self._kernel: DecoderKernel | None = None
-        self._hooks: list[Mapping[int, Any]] = []
-        """Those of the parts that the kernel stands for."""
-        self._is_laid_out = False
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        position_embeddings: Angles | None = None,
         cache: Any = None,
         rows: torch.Tensor | None = None,
         past_key_values: Any = None,
@@ -60,12 +102,8 @@ class FusedDecoderLayer(torch.nn.Module):
         wanted: [1, rows, width]; None: all. past_key_values: the cache, as transformers calls it
         before 5.24."""
         cache = past_key_values if cache is None else cache
-        if rows is None and position_embeddings is not None and cache is None:
-            kernel = self.kernel()
-            found = None
-            if kernel is not None:
-                angles = self.self_attn.whole_angles(position_embeddings)
-                found = kernel.forward(hidden_states, angles)
+        if rows is None:
+            found = self.in_one_call(hidden_states, position_embeddings, cache)
             if found is not None:
                 x, normed = found
                 return x if normed is None else self._add_mlp(x, normed)
@@ -88,31 +126,68 @@ class FusedDecoderLayer(torch.nn.Module):
             output = x + (found[0] if self.tells_scores else found)
         return output
 
-    def kernel(self) -> DecoderKernel | None:
-        """What may compute it in this step; None: the parts are to be called one by one."""
-        if torch.compiler.is_compiling():  # first: the others cannot be traced
-            return None
-        if self.runs_parts or step_in_force() is None:
-            return None
-        if not self._is_laid_out:  # by the first step; in a trial it is not yet
-            norms = self.input_layernorm, self.post_attention_layernorm
-            mlp = self.mlp if isinstance(self.mlp, GatedMLP) else None
-            self._kernel = make_decoder_kernel(self.self_attn, mlp, norms)
-            parts = (self.self_attn, *norms) if mlp is None else (self.self_attn, *norms, mlp)
-            self._hooks = hooks_of(module for part in parts for module in part.modules())
-            self._is_laid_out = True
-        return None if any(self._hooks) else self._kernel
+    def kernel_parts(self) -> tuple[GatedMLP | None, LayerNorms]:
+        mlp = self.mlp if isinstance(self.mlp, GatedMLP) else None
+        return mlp, LayerNorms(self.input_layernorm, self.post_attention_layernorm)
 
 
-def fuse_decoder_layer(module: Any) -> FusedDecoderLayer | None:
+class SandwichLayer(OneCallLayer):
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))): sandwich normalisation (CogView,
+    Ding et al., 2021)."""
+
+    def __init__(self, layer: Any, attention: FusedAttention, mlp: GatedMLP) -> None:
+        """layer: of Gemma 3's kind; attention, mlp: what takes the place of its own."""
+        super().__init__()
+        self.input_layernorm = _norm(layer.input_layernorm)
+        self.self_attn = attention
+        self.post_attention_layernorm = _norm(layer.post_attention_layernorm)
+        self.pre_feedforward_layernorm = _norm(layer.pre_feedforward_layernorm)
+        self.mlp = mlp
+        self.post_feedforward_layernorm = _norm(layer.post_feedforward_layernorm)
+        if hasattr(layer, "attention_type"):
+            self.attention_type = layer.attention_type  # the model reads it
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Angles | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: Any = None,
+        past_key_values: Any = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """hidden_states: [1, tokens, width]. past_key_values: as FusedDecoderLayer's."""
+        cache = past_key_values if cache is None else cache
+        found = self.in_one_call(hidden_states, position_embeddings, cache)
+        if found is not None:
+            return found[0]
+        attended, _ = self.self_attn(
+            self.input_layernorm(hidden_states), position_embeddings, attention_mask, cache
+        )
+        x = hidden_states + self.post_attention_layernorm(attended)
+        normed = self.pre_feedforward_layernorm(x)
+        return x + self.post_feedforward_layernorm(self.mlp(normed))  # type: ignore[no-any-return]
+
+    def kernel_parts(self) -> tuple[GatedMLP | None, LayerNorms]:
+        return self.mlp, LayerNorms(
+            self.input_layernorm,
+            self.pre_feedforward_layernorm,
+            self.post_attention_layernorm,
+            self.post_feedforward_layernorm,
+        )
+
+
+def fuse_decoder_layer(module: Any) -> FusedDecoderLayer | SandwichLayer | None:
     """What may take the module's place; None: it is of another kind, or one of its parts is."""
-    if not is_known(module, DECODER_LAYERS):
+    is_sandwich = is_known(module, SANDWICH_LAYERS)
+    if not is_sandwich and not is_known(module, DECODER_LAYERS):
         return None
     attention = fuse_attention(module.self_attn)
     mlp = None if attention is None else fuse_mlp(module.mlp)
     if attention is None or mlp is None:
         return None
-    return FusedDecoderLayer(module, attention, mlp)
+    kind = SandwichLayer if is_sandwich else FusedDecoderLayer
+    return kind(module, attention, mlp)
 
 
 def fuse_around_mlp(module: Any) -> FusedDecoderLayer | None:

@@ -11,7 +11,7 @@ which also is the reference of the tests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,18 +30,25 @@ from flexinfer.runtime.kernels import DTYPES
 
 MAX_ROWS = host_linear.MAX_FEW_ROWS
 """With more, layers have other ways, and the time between calls is little beside them."""
-NO_NORM = (0, 0.0)
+NO_NORM = (0, 0.0, False)
+
+
+class LayerNorms(NamedTuple):
+    """Before attention and the MLP, and, where there are some, behind them."""
+
+    attention: torch.nn.Module
+    mlp: torch.nn.Module
+    behind_attention: torch.nn.Module | None = None
+    behind_mlp: torch.nn.Module | None = None
 
 
 class DecoderKernel:
     """REQUIRES parts that `make_decoder_kernel` has accepted, and that live as long."""
 
-    def __init__(
-        self, attention: FusedAttention, mlp: GatedMLP | None, norms: tuple[RMSNorm, RMSNorm]
-    ) -> None:
-        """mlp: None for one that the caller computes. norms: before attention, before the MLP."""
-        dtype = norms[0].weight.dtype
-        self.shape = (norms[0].weight.shape[0], attention.head_dim, dtype)
+    def __init__(self, attention: FusedAttention, mlp: GatedMLP | None, norms: LayerNorms) -> None:
+        """mlp: None for one that the caller computes."""
+        dtype = _dtype(attention.o_proj)
+        self.shape = (attention.o_proj.out_features, attention.head_dim, dtype)
         """Width, head_dim and dtype."""
         self.has_mlp = mlp is not None
         self._num_heads = attention.num_heads
@@ -52,10 +59,12 @@ class DecoderKernel:
             row_ops=rows.kernel(),
             linear=host_linear.kernel(),
             quantised=quantised_linear.kernel(),
-            input_norm=_norm(norms[0]),
-            output_norm=_norm(norms[1]),
+            input_norm=_norm(norms.attention),
+            output_norm=_norm(norms.mlp),
             query_norm=_norm(attention.q_norm),
             key_norm=_norm(attention.k_norm),
+            attention_norm=_norm(norms.behind_attention),
+            mlp_norm=_norm(norms.behind_mlp),
             qkv=[_product(part) for part in _parts(attention.qkv_proj)],
             o=_product(attention.o_proj),
             gate_up=[] if mlp is None else [_product(part) for part in _parts(mlp.gate_up_proj)],
@@ -63,6 +72,7 @@ class DecoderKernel:
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
+            is_gelu=mlp is not None and mlp.is_gelu_tanh,
         )
 
     def forward(
@@ -122,28 +132,32 @@ def forward_layers(
 
 
 def make_decoder_kernel(
-    attention: FusedAttention, mlp: GatedMLP | None, norms: tuple[torch.nn.Module, torch.nn.Module]
+    attention: FusedAttention, mlp: GatedMLP | None, norms: LayerNorms
 ) -> DecoderKernel | None:
     """mlp: as DecoderKernel takes it. None: a part is of a kind that the kernel does not know."""
-    own_norms = [*norms, *(n for n in (attention.q_norm, attention.k_norm) if n is not None)]
+    of_rows = [norm for norm in norms if norm is not None]
+    of_heads = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
     linears = [*_parts(attention.qkv_proj), attention.o_proj]
     if mlp is not None:
         linears += [*_parts(mlp.gate_up_proj), mlp.down_proj]
-    if not (all(type(n) is RMSNorm for n in own_norms) and all(map(_is_known, linears))):
+    is_norm = all(type(norm) is RMSNorm for norm in (*of_rows, *of_heads))
+    if not (is_norm and all(map(_is_known, linears))):
         return None
-    if not _shapes_fit(attention, mlp, own_norms):
+    if not _shapes_fit(attention, mlp, of_rows, of_heads):
         return None
-    dtypes = {part.weight.dtype for part in own_norms} | {_dtype(part) for part in linears}
-    if len(dtypes) != 1 or not (attention.rotates and (mlp is None or mlp.is_silu)):
+    dtypes = {norm.weight.dtype for norm in (*of_rows, *of_heads) if not norm.is_wide}
+    dtypes |= {_dtype(linear) for linear in linears}
+    is_gated = mlp is None or mlp.is_silu or mlp.is_gelu_tanh
+    if len(dtypes) != 1 or not (attention.rotates and is_gated):
         return None
-    first, second = norms
-    assert isinstance(first, RMSNorm)
-    assert isinstance(second, RMSNorm)
-    return DecoderKernel(attention, mlp, (first, second))
+    return DecoderKernel(attention, mlp, norms)
 
 
 def _shapes_fit(
-    attention: FusedAttention, mlp: GatedMLP | None, norms: list[torch.nn.Module]
+    attention: FusedAttention,
+    mlp: GatedMLP | None,
+    of_rows: list[torch.nn.Module],
+    of_heads: list[torch.nn.Module],
 ) -> bool:
     """The kernel trusts its addresses: what it will read must be there."""
     width, dim = attention.o_proj.out_features, attention.head_dim
@@ -155,8 +169,8 @@ def _shapes_fit(
         hidden = mlp.down_proj.in_features
         expected += [(2 * hidden, width), (width, hidden)]
     shapes = [(linear.out_features, linear.in_features) for linear in linears]
-    norm_shapes = [(width,)] * 2 + [(dim,)] * (len(norms) - 2)
-    return shapes == expected and [n.weight.shape for n in norms] == norm_shapes
+    norms = [(norm, width) for norm in of_rows] + [(norm, dim) for norm in of_heads]
+    return shapes == expected and all(norm.weight.shape == (size,) for norm, size in norms)
 
 
 def _parts(linear: Linear) -> list[Linear]:
@@ -176,8 +190,11 @@ def _dtype(linear: Linear) -> torch.dtype:
     return linear.dtype
 
 
-def _norm(norm: RMSNorm | None) -> tuple[int, float]:
-    return NO_NORM if norm is None else (norm.weight.data_ptr(), norm.variance_epsilon)
+def _norm(norm: torch.nn.Module | None) -> tuple[int, float, bool]:
+    if norm is None:
+        return NO_NORM
+    assert isinstance(norm, RMSNorm)
+    return norm.weight.data_ptr(), norm.variance_epsilon, norm.is_wide
 
 
 def _product(linear: Linear) -> _kernels.Product:

@@ -8,6 +8,7 @@ as it is; so does everything on a GPU.
 |---|---|---|
 | decoder layer of Llama's kind, its parts known | `FusedDecoderLayer` | no additions |
 | the same with an MLP of another kind, its attention known | `FusedDecoderLayer` | one addition |
+| decoder layer of Gemma 3's kind, its parts known | `SandwichLayer` | 1 up to 48 rows |
 | attention: q, k, v, rotary embedding, o | `FusedAttention` | one product for three, one pass |
 | gated MLP | `GatedMLP` | 3 for 5 |
 | experts: the gated MLPs of a mixture | `Experts` | 1 for 15 |
@@ -154,7 +155,9 @@ def _warn_of_newer_transformers(counts: Counter[str]) -> None:
     import transformers
 
     release = tuple(int(number) for number in transformers.__version__.split(".")[:2])
-    is_fused = counts["FusedDecoderLayer"] or counts["FusedAttention"]
+    is_fused = any(
+        counts[name] for name in ("FusedDecoderLayer", "SandwichLayer", "FusedAttention")
+    )
     if release > NEWEST_TRANSFORMERS and not is_fused:
         newest = ".".join(map(str, NEWEST_TRANSFORMERS))
         logger.warning(

@@ -185,6 +185,28 @@ DECODER_LAYERS = (
         "attention_mask=attention_mask, position_ids=position_ids, cache=cache",
     ),
 )
+SANDWICH_LAYERS = (
+    """
+def forward(
+    self, hidden_states, position_embeddings, attention_mask, position_ids, cache, **kwargs
+):
+    residual = hidden_states
+    hidden_states = self.input_layernorm(hidden_states)
+    hidden_states, _ = self.self_attn(
+        hidden_states=hidden_states, position_embeddings=position_embeddings,
+        attention_mask=attention_mask, position_ids=position_ids, cache=cache, **kwargs
+    )
+    hidden_states = self.post_attention_layernorm(hidden_states)
+    hidden_states = residual + hidden_states
+    residual = hidden_states
+    hidden_states = self.pre_feedforward_layernorm(hidden_states)
+    hidden_states = self.mlp(hidden_states)
+    hidden_states = self.post_feedforward_layernorm(hidden_states)
+    hidden_states = residual + hidden_states
+    return hidden_states
+""",
+)
+"""Gemma 2's and 3's."""
 DECODER_LAYERS_WITH_SCORES = (_decoder_layer(*_OF_LLAMA, output="hidden_states, _"),)
 """gpt-oss's: their MLP tells the weights of the experts, too."""
 _OF_EXPERTS = ("self.num_experts + 1", "self.num_experts")

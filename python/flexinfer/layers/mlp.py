@@ -33,7 +33,7 @@ class GatedMLP(torch.nn.Module):
         weight = mlp.gate_proj.weight
         can_gate = row_ops.supports(weight.dtype, weight.device, mlp.gate_proj.out_features)
         activation = activation_of(mlp.act_fn) if can_gate else None
-        self.is_silu, self._is_gelu_tanh = activation == SILU, activation == GELU_TANH
+        self.is_silu, self.is_gelu_tanh = activation == SILU, activation == GELU_TANH
 
     @property
     def joined(self) -> dict[str, Part]:
@@ -71,7 +71,7 @@ class GatedMLP(torch.nn.Module):
         if self.is_silu:
             return self.down_proj(self.gate_up_proj(x, gates=True), residual)  # type: ignore[no-any-return]
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        if self._is_gelu_tanh and not torch.compiler.is_compiling():
+        if self.is_gelu_tanh and not torch.compiler.is_compiling():
             # A third of torch's time, or less, of 16 rows and more; as long of one.
             return self.down_proj(row_ops.gelu_tanh_mul(gate, up), residual)  # type: ignore[no-any-return]
         return self.down_proj(self.act_fn(gate) * up, residual)  # type: ignore[no-any-return]

@@ -48,13 +48,12 @@ WHOLE_LAYERS = frozenset(
         "starcoder2",
     ]
 )
+SANDWICHES = frozenset(["gemma2", "gemma3", "gemma3_text"])
+WIDE_NORMS = frozenset(["gemma3n_text", "gemma4_text", "qwen3_next", "qwen3_5_text"])
 ATTENTION = frozenset(
     [
         "apertus",
         "exaone4",
-        "gemma2",
-        "gemma3",
-        "gemma3_text",
         "granite",
         "granitemoe",
         "granitemoeshared",
@@ -77,6 +76,10 @@ def test_logits_are_the_same(model_type: str) -> None:
     assert (logits - expected).norm() <= 1e-3 * expected.norm()
     if model_type in WHOLE_LAYERS:
         assert counts["FusedDecoderLayer"] > 0
+    if model_type in SANDWICHES:
+        assert counts["SandwichLayer"] > 0
+    if model_type in WIDE_NORMS:
+        assert counts["RMSNorm"] > 0
     if model_type in ATTENTION:
         assert counts["FusedAttention"] > 0
 
