@@ -1,12 +1,15 @@
 #include "bindings/decoder_layer.h"
 
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
+#include <string>
 #include <tuple>
 #include <vector>
 
+#include "bindings/activation.h"
 #include "bindings/addresses.h"
 #include "kernels/layer/decoder_layer.h"
 
@@ -65,7 +68,8 @@ void bind_decoder_layer(nb::module_& m) {
              const NormTuple& output_norm, const NormTuple& query_norm, const NormTuple& key_norm,
              const NormTuple& attention_norm, const NormTuple& mlp_norm,
              const std::vector<Product>& qkv, const Product& o, const std::vector<Product>& gate_up,
-             const Product* down, int num_heads, int num_kv_heads, int head_dim, bool is_gelu) {
+             const Product* down, int num_heads, int num_kv_heads, int head_dim,
+             const std::string& activation) {
             const DecoderWeights weights = {norm_of(input_norm),
                                             norm_of(output_norm),
                                             norm_of(query_norm),
@@ -79,13 +83,13 @@ void bind_decoder_layer(nb::module_& m) {
                                             num_heads,
                                             num_kv_heads,
                                             head_dim,
-                                            is_gelu};
+                                            {activation_kind_of(activation)}};
             new (self) DecoderLayer(dtype_of(dtype), weights, row_ops, linear, quantised);
           },
           nb::kw_only(), "dtype"_a, "row_ops"_a, "linear"_a, "quantised"_a, "input_norm"_a,
           "output_norm"_a, "query_norm"_a, "key_norm"_a, "attention_norm"_a, "mlp_norm"_a, "qkv"_a,
           "o"_a, "gate_up"_a, "down"_a.none(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
-          "is_gelu"_a,
+          "activation"_a,
           "Norms: address of the weight, 0 for none, eps, and whether the weight is float32 "
           "whatever the rows are. Products of a list are as one, their "
           "outputs one after the other. gate_up [] and down None: the layer up to its MLP.");

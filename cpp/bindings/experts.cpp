@@ -3,12 +3,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <array>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "bindings/activation.h"
 #include "bindings/addresses.h"
 #include "kernels/layer/experts.h"
 
@@ -16,22 +15,7 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace vtensor::kernels {
-namespace {
-
-Activation::Kind kind_of(const std::string& name) {
-  using Kind = Activation::Kind;
-  static const std::array<std::pair<std::string, Kind>, 4> kKinds = {
-      {{"silu", Kind::kSilu},
-       {"gelu_tanh", Kind::kGeluTanh},
-       {"clamped_swiglu", Kind::kClampedSwiglu},
-       {"relu2", Kind::kRelu2}}};
-  for (const auto& [own, kind] : kKinds) {
-    if (own == name) return kind;
-  }
-  throw std::invalid_argument("no activation of experts is called '" + name + "'");
-}
-
-}  // namespace
+namespace {}  // namespace
 
 void bind_experts(nb::module_& m) {
   nb::class_<Experts>(m, "Experts", "A mixture of experts in one call; addresses as integers.")
@@ -44,8 +28,9 @@ void bind_experts(nb::module_& m) {
             std::vector<ExpertTable> tables;
             tables.reserve(gate_up.size());
             for (const auto& products : gate_up) tables.emplace_back(products);
-            new (self) Experts(dtype_of(dtype), std::move(tables), ExpertTable(down),
-                               {kind_of(activation), alpha, limit}, row_ops, linear, quantised);
+            new (self)
+                Experts(dtype_of(dtype), std::move(tables), ExpertTable(down),
+                        {activation_kind_of(activation), alpha, limit}, row_ops, linear, quantised);
           },
           nb::kw_only(), "dtype"_a, "row_ops"_a, "linear"_a, "quantised"_a, "gate_up"_a, "down"_a,
           "activation"_a = "silu", "alpha"_a = 1.0F, "limit"_a = 0.0F,

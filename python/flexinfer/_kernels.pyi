@@ -141,7 +141,7 @@ class Product:
 class DecoderLayer:
     """A decoder layer's weights; addresses as integers."""
 
-    def __init__(self, *, dtype: int, row_ops: RowOps, linear: Linear, quantised: QuantisedLinear, input_norm: tuple[int, float, bool], output_norm: tuple[int, float, bool], query_norm: tuple[int, float, bool], key_norm: tuple[int, float, bool], attention_norm: tuple[int, float, bool], mlp_norm: tuple[int, float, bool], qkv: Sequence[Product], o: Product, gate_up: Sequence[Product], down: Product | None, num_heads: int, num_kv_heads: int, head_dim: int, is_gelu: bool) -> None:
+    def __init__(self, *, dtype: int, row_ops: RowOps, linear: Linear, quantised: QuantisedLinear, input_norm: tuple[int, float, bool], output_norm: tuple[int, float, bool], query_norm: tuple[int, float, bool], key_norm: tuple[int, float, bool], attention_norm: tuple[int, float, bool], mlp_norm: tuple[int, float, bool], qkv: Sequence[Product], o: Product, gate_up: Sequence[Product], down: Product | None, num_heads: int, num_kv_heads: int, head_dim: int, activation: str) -> None:
         """
         Norms: address of the weight, 0 for none, eps, and whether the weight is float32 whatever the rows are. Products of a list are as one, their outputs one after the other. gate_up [] and down None: the layer up to its MLP.
         """

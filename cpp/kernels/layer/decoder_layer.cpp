@@ -30,8 +30,8 @@ class DecoderLayer::Run {
         hidden_(weights_.down.depth) {
     for (const Product& product : weights_.qkv) qkv_width_ += product.columns;
     const std::vector<Product>& gate_up = weights_.gate_up;
-    gates_in_product_ = !weights_.is_gelu && gate_up.size() == 1 &&
-                        gate_up[0].quantised.words != nullptr &&
+    gates_in_product_ = weights_.activation.kind == Activation::Kind::kSilu &&
+                        gate_up.size() == 1 && gate_up[0].quantised.words != nullptr &&
                         QuantisedLinear::has_gates(gate_up[0].columns);
     const int64_t gate_up_width = gates_in_product_ ? 0 : 2 * hidden_;
     const int64_t widths[] = {width_, qkv_width_, weights_.o.depth, width_, gate_up_width, hidden_};
@@ -80,8 +80,8 @@ class DecoderLayer::Run {
     }
   }
 
-  static LinearCall layer_of(const Product& product, const void* x, const void* residual,
-                             void* output, int64_t stride) {
+  void multiply(const Product& product, const void* x, const void* residual, void* output,
+                int64_t stride, bool gates = false) {
     LinearCall layer;
     layer.x = x;
     layer.x_stride = product.depth;
@@ -93,12 +93,7 @@ class DecoderLayer::Run {
     layer.output_stride = stride;
     layer.depth = product.depth;
     layer.columns = product.columns;
-    return layer;
-  }
-
-  void multiply(const Product& product, const void* x, const void* residual, void* output,
-                int64_t stride) {
-    const LinearCall layer = layer_of(product, x, residual, output, stride);
+    layer.gates = gates;
     if (product.quantised.words == nullptr) {
       owner_.linear_.forward(owner_.dtype_, layer, call_.num_rows, call_.num_threads);
     } else {
@@ -120,22 +115,12 @@ class DecoderLayer::Run {
 
   void multiply_gates() {
     if (gates_in_product_) {
-      const Product& product = weights_.gate_up[0];
-      LinearCall layer = layer_of(product, normed_, nullptr, gated_, hidden_);
-      layer.gates = true;
-      owner_.quantised_.forward(owner_.dtype_, layer, product.quantised, call_.num_rows,
-                                call_.num_threads);
+      multiply(weights_.gate_up[0], normed_, nullptr, gated_, hidden_, true);
       return;
     }
     multiply(weights_.gate_up, normed_, gate_up_, 2 * hidden_);
-    const RowCall gates = {
-        gate_up_, gate_up_ + hidden_ * bytes_, gated_, 2 * hidden_, 2 * hidden_, hidden_, 0};
-    const RowOps& ops = owner_.row_ops_;
-    if (weights_.is_gelu) {
-      ops.gelu_tanh_mul(owner_.dtype_, gates, call_.num_rows, call_.num_threads);
-    } else {
-      ops.silu_mul(owner_.dtype_, gates, call_.num_rows, call_.num_threads);
-    }
+    weights_.activation.apply(owner_.row_ops_, owner_.dtype_, gate_up_, gated_, hidden_,
+                              call_.num_rows, call_.num_threads);
   }
 
   // Queries and keys in place, normalised before if the model does.

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "kernels/attention/attention.h"
+#include "kernels/layer/activation.h"
 #include "kernels/layer/product.h"
 #include "kernels/linear/linear.h"
 #include "kernels/linear/quantised_linear.h"
@@ -48,8 +49,8 @@ struct DecoderWeights {
   Product down;                  // residual added
   int num_heads = 0;
   int num_kv_heads = 0;
-  int head_dim = 0;      // a multiple of 2 * kHeadDimStep
-  bool is_gelu = false;  // the MLP's gates are gelu's by tanh, not silu's
+  int head_dim = 0;       // a multiple of 2 * kHeadDimStep
+  Activation activation;  // of the MLP, with gates
 };
 
 // One step's rows; all dense, of one dtype.

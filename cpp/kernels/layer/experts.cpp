@@ -145,7 +145,8 @@ class Experts::Run {
         multiply(table, rows_.get(), gate_up_.get() + column * bytes_, first_);
         column += table.columns();
       }
-      activate();
+      owner_.activation_.apply(owner_.row_ops_, owner_.dtype_, gate_up_.get(), activated_.get(),
+                               hidden_, groups_.num_rows(), call_.num_threads);
     }
     multiply(owner_.down_, activated_.get(), rows_.get(), width_);
     if (owner_.dtype_ == DType::kFloat32) {
@@ -156,30 +157,6 @@ class Experts::Run {
   }
 
  private:
-  void activate() {
-    const Activation& activation = owner_.activation_;
-    RowCall call;
-    call.x = gate_up_.get();
-    call.x_stride = call.second_stride = first_;
-    call.second = activation.has_gates() ? gate_up_.get() + hidden_ * bytes_ : nullptr;
-    call.output = activated_.get();
-    call.width = hidden_;
-    call.alpha = activation.alpha;
-    call.limit = activation.limit;
-    const RowOps& ops = owner_.row_ops_;
-    const int64_t num_rows = groups_.num_rows();
-    switch (activation.kind) {
-      case Activation::Kind::kSilu:
-        return ops.silu_mul(owner_.dtype_, call, num_rows, call_.num_threads);
-      case Activation::Kind::kGeluTanh:
-        return ops.gelu_tanh_mul(owner_.dtype_, call, num_rows, call_.num_threads);
-      case Activation::Kind::kClampedSwiglu:
-        return ops.clamped_swiglu(owner_.dtype_, call, num_rows, call_.num_threads);
-      case Activation::Kind::kRelu2:
-        return ops.relu2(owner_.dtype_, call, num_rows, call_.num_threads);
-    }
-  }
-
   // Copies each token's row to where the rows of each of its experts are, in their order. Those of
   // no expert come last.
   void sort() {

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/layer/activation.h"
 #include "kernels/layer/product.h"
 #include "kernels/linear/linear.h"
 #include "kernels/linear/quantised_linear.h"
@@ -40,24 +41,6 @@ class ExpertTable {
   std::vector<const void*> panels_;
   std::vector<QuantisedWeight> quantised_;
   GroupBiases biases_;
-};
-
-// What the second product of an expert is given, of the outputs of the first: of gates and as many
-// factors, or of factors alone.
-struct Activation {
-  enum class Kind {
-    kSilu,           // silu(gate) * factor
-    kGeluTanh,       // gelu(gate) * factor, gelu by tanh
-    kClampedSwiglu,  // g * sigmoid(alpha * g) * (1 + clamp(factor, -limit, limit)) of
-                     // g = min(gate, limit)
-    kRelu2,          // max(factor, 0)^2: there are no gates
-  };
-
-  Kind kind = Kind::kSilu;
-  float alpha = 1;  // kClampedSwiglu
-  float limit = 0;
-
-  bool has_gates() const { return kind != Kind::kRelu2; }
 };
 
 // One step's tokens; all dense.

@@ -197,12 +197,9 @@ def _new_store(host: str) -> Any:
     """It would listen on all interfaces, and asks nobody who he is: here on the host's alone."""
     import torch.distributed as dist
 
-    with socket.create_server((host, 0)) as server:
-        fd = os.dup(server.fileno())  # the store's, which closes it
-        _, port = server.getsockname()
-        return dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd
-        )
+    server = socket.create_server((host, 0))
+    port, fd = server.getsockname()[1], server.detach()  # the store's, which closes it
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
 def _launched_store() -> Any:

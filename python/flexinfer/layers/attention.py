@@ -21,7 +21,7 @@ from flexinfer.layers.adapters import Part
 from flexinfer.layers.formats import is_linear, make_linear
 from flexinfer.layers.known import ATTENTIONS, ATTENTIONS_BY_HALVES, ATTENTIONS_WITH_NORMS
 from flexinfer.layers.linear import Linear
-from flexinfer.layers.norm import fuse_norm
+from flexinfer.layers.norm import fused_norm
 from flexinfer.layers.recognise import is_known
 from flexinfer.layers.trial import NOT_OF_THIS_KIND, NUM_TRIAL_TOKENS
 
@@ -49,8 +49,8 @@ class FusedAttention(torch.nn.Module):
         self.num_key_value_groups = self.num_heads // self.num_kv_heads
         self.qkv_proj: Linear = make_linear(attention.q_proj, attention.k_proj, attention.v_proj)
         self.o_proj: Linear = make_linear(attention.o_proj)
-        self.q_norm: Any = fuse_norm(attention.q_norm) or attention.q_norm if has_norms else None
-        self.k_norm: Any = fuse_norm(attention.k_norm) or attention.k_norm if has_norms else None
+        self.q_norm: Any = fused_norm(attention.q_norm) if has_norms else None
+        self.k_norm: Any = fused_norm(attention.k_norm) if has_norms else None
         names = inspect.unwrap(type(attention).forward).__globals__
         self._rotary: Rotary = names["apply_rotary_pos_emb"]
         self._eager = names.get("eager_attention_forward")

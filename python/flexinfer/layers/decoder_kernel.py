@@ -18,6 +18,7 @@ import torch
 from flexinfer import _kernels
 from flexinfer.attention.hook import kernel_call
 from flexinfer.layers import host_linear, quantised_linear, rows
+from flexinfer.layers.activation import GELU_TANH, SILU
 from flexinfer.layers.adapters import are_in_force
 from flexinfer.layers.attention import FusedAttention
 from flexinfer.layers.host_linear import HostLinear
@@ -48,6 +49,8 @@ class DecoderKernel:
     def __init__(self, attention: FusedAttention, mlp: GatedMLP | None, norms: LayerNorms) -> None:
         """mlp: None for one that the caller computes."""
         dtype = _dtype(attention.o_proj)
+        activation = SILU if mlp is None else mlp.activation
+        assert activation is not None
         self.shape = (attention.o_proj.out_features, attention.head_dim, dtype)
         """Width, head_dim and dtype."""
         self.has_mlp = mlp is not None
@@ -72,7 +75,7 @@ class DecoderKernel:
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
-            is_gelu=mlp is not None and mlp.is_gelu_tanh,
+            activation=activation.kind.value,
         )
 
     def forward(
@@ -147,7 +150,7 @@ def make_decoder_kernel(
         return None
     dtypes = {norm.weight.dtype for norm in (*of_rows, *of_heads) if not norm.is_wide}
     dtypes |= {_dtype(linear) for linear in linears}
-    is_gated = mlp is None or mlp.is_silu or mlp.is_gelu_tanh
+    is_gated = mlp is None or mlp.activation in (SILU, GELU_TANH)
     if len(dtypes) != 1 or not (attention.rotates and is_gated):
         return None
     return DecoderKernel(attention, mlp, norms)

@@ -32,8 +32,8 @@ class GatedMLP(torch.nn.Module):
         self.act_fn: torch.nn.Module = mlp.act_fn
         weight = mlp.gate_proj.weight
         can_gate = row_ops.supports(weight.dtype, weight.device, mlp.gate_proj.out_features)
-        activation = activation_of(mlp.act_fn) if can_gate else None
-        self.is_silu, self.is_gelu_tanh = activation == SILU, activation == GELU_TANH
+        self.activation = activation_of(mlp.act_fn) if can_gate else None
+        """None: one that our kernels do not know, or not for this width."""
 
     @property
     def joined(self) -> dict[str, Part]:
@@ -68,10 +68,10 @@ class GatedMLP(torch.nn.Module):
         return -(-num_tokens // -(-num_tokens // most))
 
     def _compute(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        if self.is_silu:
+        if self.activation == SILU:
             return self.down_proj(self.gate_up_proj(x, gates=True), residual)  # type: ignore[no-any-return]
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        if self.is_gelu_tanh and not torch.compiler.is_compiling():
+        if self.activation == GELU_TANH and not torch.compiler.is_compiling():
             # A third of torch's time, or less, of 16 rows and more; as long of one.
             return self.down_proj(row_ops.gelu_tanh_mul(gate, up), residual)  # type: ignore[no-any-return]
         return self.down_proj(self.act_fn(gate) * up, residual)  # type: ignore[no-any-return]

@@ -48,3 +48,8 @@ def fuse_norm(module: Any) -> RMSNorm | None:
     if own.dim() != 1 or not row_ops.supports(own.dtype, own.device, own.shape[0]):
         return None
     return RMSNorm(weight, eps, is_wide=is_wide)
+
+
+def fused_norm(module: torch.nn.Module) -> torch.nn.Module:
+    """What takes its place, or itself."""
+    return fuse_norm(module) or module

@@ -12,11 +12,11 @@ torch = pytest.importorskip("torch")
 import transformers as tf
 
 from flexinfer import LLM, SamplingParams, _kernels
-from flexinfer.layers.decoder import OneCallLayer
 from flexinfer.layers.decoder_kernel import MAX_ROWS
 from flexinfer.layers.decoder_stack import find_decoder_stack
 from flexinfer.layers.host_linear import supports
 from flexinfer.layers.mlp import GatedMLP
+from flexinfer.layers.one_call_layer import OneCallLayer
 from helpers.gguf.files import Type, write_gguf
 from helpers.gguf.models import CONFIGS as GGUF_CONFIGS
 from helpers.gguf.models import mixed

@@ -23,8 +23,7 @@ Tags = Annotated[list[str] | None, Query()]
 @router.post("/admin/sleep")
 async def sleep(state: State, body: SleepRequest | None = None) -> SleepAnswer:
     """Give all KV memory back; requests wait for /admin/wake."""
-    level = (body or SleepRequest()).level
-    return SleepAnswer(returned_bytes=await state.change_memory(lambda e: e.sleep(level)))
+    return await sleep_as_vllm(state, (body or SleepRequest()).level, "keep")
 
 
 @router.post("/admin/wake")
