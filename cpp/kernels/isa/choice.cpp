@@ -153,7 +153,7 @@ size_t scratch_floats(int key_dim, int value_dim) {
   const size_t many_rows = kMaxRows, block_rows = 32;
   // An output of a block goes through the scores when it is written.
   const size_t block_scores = block_rows * std::max(2 * tile, values);
-  const size_t many = parts(many_rows * keys) + many_rows * values + 2 * many_rows +
+  const size_t many = parts(many_rows * keys) + many_rows * values + 3 * many_rows +
                       parts(tile * widths) + block_scores + 2 * parts(block_rows * tile);
   return std::max(few, many);
 }

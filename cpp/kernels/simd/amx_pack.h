@@ -1,5 +1,6 @@
 // Queries, keys and values as AMX tiles, in bfloat16 parts: one part of bfloat16 numbers, three of
-// all others (split.h).
+// all others (split.h). Keys of int8 and e4m3 are bfloat16 numbers without their scales, which
+// scores are then times of; the rotated queries of int8 keys are two parts, 16 bits.
 //
 // Attention is computed transposed, scores^T = K Q^T and output^T = V^T weights^T: A are the keys
 // as they stand and the transposed values, B the queries and weights, pairs of numbers side by
@@ -28,26 +29,33 @@ constexpr int kPartsOf = kParts;
 template <>
 constexpr int kPartsOf<BFloat16> = 1;
 
+template <class T, class S>
+constexpr bool kHasPlainKeys = kHasScale<S> && kPartsOf<T> == 1;
+template <class T, class S>
+constexpr int kQueryParts = kHasPlainKeys<T, S> && kIsRotated<S> ? 2 : kPartsOf<T>;
+
 // Depths of 32 keys in a tile of keys: the layout of values and weights.
 constexpr int kKeySteps = kTileTokens / kAmxDepth;
 
 // 32 numbers in bfloat16 parts, in their order.
-template <class T>
-struct Numbers {
-  Vec part[kPartsOf<T>];
+template <int kCount>
+struct Parts {
+  Vec part[kCount];
 };
-
 template <class T>
-VTENSOR_INLINE Numbers<T> numbers_of(Vec low, Vec high) {
+using Numbers = Parts<kPartsOf<T>>;
+
+template <int kCount>
+VTENSOR_INLINE Parts<kCount> parts_of(Vec low, Vec high) {
   const auto both = [](Vec first, Vec second) {
     return reinterpret_cast<Vec>(
         _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(second), reinterpret_cast<__m512>(first)));
   };
-  if constexpr (kPartsOf<T> == 1) return {both(low, high)};
-  Numbers<T> numbers;
+  if constexpr (kCount == 1) return {both(low, high)};
+  Parts<kCount> numbers;
   const SplitVec low_parts = split(low), high_parts = split(high);
 #pragma GCC unroll 3
-  for (int i = 0; i < kParts; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     numbers.part[i] = both(from_bits(low_parts.part[i]), from_bits(high_parts.part[i]));
   }
   return numbers;
@@ -61,9 +69,9 @@ VTENSOR_INLINE Numbers<T> load_numbers(const S* p, float scale) {
     __builtin_memcpy(&numbers, p, sizeof numbers);
     return numbers;
   } else if constexpr (kHasScale<S>) {
-    return numbers_of<T>(load(p) * scale, load(p + kLanes) * scale);
+    return parts_of<kPartsOf<T>>(load(p) * scale, load(p + kLanes) * scale);
   } else {
-    return numbers_of<T>(load(p), load(p + kLanes));
+    return parts_of<kPartsOf<T>>(load(p), load(p + kLanes));
   }
 }
 
@@ -102,20 +110,40 @@ inline void transpose_tile(float* p) {
   for (int j = 0; j < 16; ++j) store(p + j * 16, square[j]);
 }
 
-// Up to 16 queries, the others 0.
-template <class T>
-inline void amx_pack_queries(const T* const* rows, int num_rows, int head_dim, float* tiles) {
-  for (int i = 0; i < head_dim; i += kAmxDepth, tiles += kPartsOf<T> * kTileFloats) {
-    for (int j = 0; j < kTileRows; ++j) {
-      Numbers<T> numbers = {};
-      if (j < num_rows) numbers = load_numbers<T>(rows[j] + i, 1);
-#pragma GCC unroll 3
-      for (int p = 0; p < kPartsOf<T>; ++p) {
-        store(tiles + p * kTileFloats + j * kLanes, numbers.part[p]);
+// Calls use(j, i, parts) for numbers [i, i + 32) of row j, of all rows.
+template <class T, class S, class Use>
+VTENSOR_INLINE void with_query_parts(const T* const* rows, int num_rows, int head_dim,
+                                     const Use& use) {
+  float rotated[kMaxHeadDim];
+  for (int j = 0; j < num_rows; ++j) {
+    if constexpr (kHasPlainKeys<T, S>) {
+      const auto* row = query_numbers<S>(rows[j], head_dim, rotated);
+      for (int i = 0; i < head_dim; i += kAmxDepth) {
+        use(j, i, parts_of<kQueryParts<T, S>>(load(row + i), load(row + i + kLanes)));
       }
+    } else {
+      for (int i = 0; i < head_dim; i += kAmxDepth) use(j, i, load_numbers<T>(rows[j] + i, 1));
     }
+  }
+}
+
+// Up to 16 queries that meet keys of type S, the others 0.
+template <class T, class S>
+inline void amx_pack_queries(const T* const* rows, int num_rows, int head_dim, float* tiles) {
+  constexpr int kCount = kQueryParts<T, S>;
+  const auto tile = [&](int i, int p) {
+    return tiles + (i / kAmxDepth * kCount + p) * kTileFloats;
+  };
+  with_query_parts<T, S>(rows, num_rows, head_dim, [&](int j, int i, const Parts<kCount>& numbers) {
 #pragma GCC unroll 3
-    for (int p = 0; p < kPartsOf<T>; ++p) transpose_tile(tiles + p * kTileFloats);
+    for (int p = 0; p < kCount; ++p) store(tile(i, p) + j * kLanes, numbers.part[p]);
+  });
+  for (int i = 0; i < head_dim; i += kAmxDepth) {
+#pragma GCC unroll 3
+    for (int p = 0; p < kCount; ++p) {
+      for (int j = num_rows; j < kTileRows; ++j) store(tile(i, p) + j * kLanes, Vec{});
+      transpose_tile(tile(i, p));
+    }
   }
 }
 
@@ -126,13 +154,19 @@ inline void amx_pack_keys(const S* k, int64_t token_stride, int num_keys, int he
   const int64_t block = head_dim / kAmxDepth * kPartsOf<T> * kTileFloats;
   for (int key = 0; key < num_keys; ++key) {
     float* to = tiles + key / kTileRows * block + key % kTileRows * kLanes;
-    with_key(k + key * token_stride, head_dim, [&](const auto* row, float scale) {
+    const S* stored = k + key * token_stride;
+    const auto pack = [&](const auto* row, float scale) {
       for (int i = 0; i < head_dim; i += kAmxDepth) {
         const Numbers<T> numbers = load_numbers<T>(row + i, scale);
 #pragma GCC unroll 3
         for (int p = 0; p < kPartsOf<T>; ++p, to += kTileFloats) store(to, numbers.part[p]);
       }
-    });
+    };
+    if constexpr (kHasPlainKeys<T, S>) {
+      pack(stored, 1);
+    } else {
+      with_key(stored, head_dim, pack);
+    }
   }
 }
 

@@ -40,11 +40,16 @@ VTENSOR_INLINE void multiply_loaded() {
 template <class T>
 constexpr int kOverlapSteps = kPartsOf<T> == 1 ? 1 : 6;
 
-template <class T, bool kBoth, class Overlap>
+// Of one part of A and one or two of B, or of three of both.
+template <int kBParts, bool kBoth, class Overlap>
 VTENSOR_INLINE void multiply_depth(const float* a, int64_t a_next, const float* b, int64_t b_next,
                                    Overlap& overlap) {
   load_a(a, a_next);
-  if constexpr (kPartsOf<T> == 1) {
+  if constexpr (kBParts < kParts) {
+    if constexpr (kBParts == 2) {
+      load_b<kBoth>(b + kTileFloats, b_next);
+      multiply_loaded<kBoth>();
+    }
     load_b<kBoth>(b, b_next);
     multiply_loaded<kBoth>();
     overlap.step();
@@ -71,17 +76,19 @@ VTENSOR_INLINE void multiply_depth(const float* a, int64_t a_next, const float* 
 }
 
 // scores = keys times queries, of the block.
-template <class T, bool kBoth, class Overlap>
+template <class T, class S, bool kBoth, class Overlap>
 VTENSOR_INLINE void amx_multiply_keys(const RowBlock& block, const float* queries,
                                       const float* keys, int key_dim, float* scores,
                                       Overlap& overlap) {
-  constexpr int64_t kStep = kPartsOf<T> * kTileFloats;
-  const int64_t next = key_dim / kAmxDepth * kStep;
+  constexpr int kBParts = kQueryParts<T, S>;
+  constexpr int64_t kAStep = kPartsOf<T> * kTileFloats, kBStep = kBParts * kTileFloats;
+  const int64_t depths = key_dim / kAmxDepth;
   for (int key = block.begin; key < block.end; key += 32) {
     amx_zero();
-    const float* a = keys + key / kTileRows * next;
-    for (int64_t i = 0; i < next; i += kStep) {
-      multiply_depth<T, kBoth>(a + i, next, queries + i, next, overlap);
+    const float* a = keys + key / kTileRows * depths * kAStep;
+    for (int64_t i = 0; i < depths; ++i) {
+      multiply_depth<kBParts, kBoth>(a + i * kAStep, depths * kAStep, queries + i * kBStep,
+                                     depths * kBStep, overlap);
     }
     float* c = scores + key * kBlockRows;
     _tile_stored(0, c, kBlockRows * 4);
@@ -114,7 +121,7 @@ VTENSOR_INLINE void amx_multiply_values(const RowBlock& block, const float* weig
     const float* a = values + dim / kTileRows * kNext;
     for (int64_t i = block.begin / kAmxDepth * kStep; i < block.end / kAmxDepth * kStep;
          i += kStep) {
-      multiply_depth<T, kBoth>(a + i, kNext, weights + i, kNext, overlap);
+      multiply_depth<kPartsOf<T>, kBoth>(a + i, kNext, weights + i, kNext, overlap);
     }
     _tile_stored(0, c, kBlockRows * 4);
     _tile_stored(2, c + kTileRows * kBlockRows, kBlockRows * 4);
@@ -125,22 +132,24 @@ VTENSOR_INLINE void amx_multiply_values(const RowBlock& block, const float* weig
   }
 }
 
-// Of many_rows.h, for queries of type T, KV stored as S: numbers of KV with scales become T's parts
-// once for all rows of the task.
+// Of many_rows.h, for queries of type T, KV stored as S: values with scales become T's parts once
+// for all rows of the task.
 template <class T, class S>
 struct AmxProducts {
   using Number = T;
   using Stored = S;
-  static constexpr int kPairFloats = kPartsOf<T>;
+  static constexpr int kPairFloats = kQueryParts<T, S>;
   static constexpr int kKeyStep = kAmxDepth;
   static constexpr int64_t kWeightFloats = kBlockVecs * kKeySteps * kPartsOf<T> * kTileFloats;
   static constexpr bool kOverlaps = true;
+  static constexpr bool kScalesScores = kHasPlainKeys<T, S>;
   static constexpr bool kRough = kPartsOf<T> == 1;
 
-  static void pack_queries(const T* const* rows, int num_rows, int key_dim, int vec,
-                           float* queries) {
-    amx_pack_queries<T>(rows, num_rows, key_dim,
-                        queries + vec * key_dim / kAmxDepth * kPartsOf<T> * kTileFloats);
+  static Vec pack_queries(const T* const* rows, int num_rows, int key_dim, int vec,
+                          float* queries) {
+    amx_pack_queries<T, S>(rows, num_rows, key_dim,
+                           queries + vec * key_dim / kAmxDepth * kQueryParts<T, S> * kTileFloats);
+    return splat(1);
   }
 
   static void pack_keys(const S* k, int64_t stride, int num_keys, int key_dim, float* packed) {
@@ -156,9 +165,9 @@ struct AmxProducts {
                                            const float* keys, int key_dim, float* scores,
                                            Overlap& overlap) {
     if (block.vecs() == 2) {
-      amx_multiply_keys<T, true>(block, queries, keys, key_dim, scores, overlap);
+      amx_multiply_keys<T, S, true>(block, queries, keys, key_dim, scores, overlap);
     } else {
-      amx_multiply_keys<T, false>(block, queries, keys, key_dim, scores, overlap);
+      amx_multiply_keys<T, S, false>(block, queries, keys, key_dim, scores, overlap);
     }
   }
 

@@ -12,7 +12,7 @@
 #pragma once
 
 #include "kernels/simd/few_rows.h"
-#include "kernels/simd/rotated_heads.h"
+#include "kernels/simd/integer_queries.h"
 
 namespace vtensor::kernels {
 namespace {
@@ -43,19 +43,6 @@ template <int kChoice>
 VTENSOR_INLINE __m512i blocks_of(__m512i a, __m512i b) {
   return _mm512_maskz_shuffle_i32x4(0xffff, a, b, kChoice);
 }
-
-// By what numbers up to `largest` become integers, and what one is then worth; `odd` is not 0 if
-// one of them is not finite, and then the unit is none either.
-struct Units {
-  float factor;
-  float unit;
-
-  VTENSOR_INLINE Units(float largest, float odd, float count) {
-    const bool counts = odd == 0 && largest >= kSmallestMaximum;
-    factor = counts ? count / largest : 0;
-    unit = counts ? largest / count : odd;
-  }
-};
 
 // Query rows that are multiplied together, R of them, where their float32 numbers stand otherwise.
 // A key's bytes are loaded once for all of them, R times side by side:
@@ -88,27 +75,16 @@ VTENSOR_INLINE void store_bytes(uint8_t* p, IVec integers) {
 template <class T, int R>
 inline void load_byte_query(const T* query, int key_dim, float factor, const ByteQueries<R>& out,
                             int r) {
-  float rotated[kMaxHeadDim];
-  const float* row = query_numbers<Int8>(query, key_dim, rotated);
-  Vec largest = {}, strange = {};
-  for (int i = 0; i < key_dim; i += kLanes) {
-    const Vec x = load(row + i) * factor;
-    largest = max(from_bits(bits_of(x) & 0x7fffffff), largest);
-    strange += x * 0.0F;
-  }
-  const Units units(max_lane(largest), sum_lanes(strange), kQueryUnits);
   IVec sum = {};
-  for (int i = 0; i < key_dim; i += kLanes) {
-    const Vec x = load(row + i) * factor;
-    const IVec integers = round_to_integers(units.factor == 0 ? Vec{} : x * units.factor);
+  const auto use = [&](int i, IVec integers) {
     const IVec high = (integers + 128) >> 8;
     store_bytes(out.high(r, i), high);
     store_bytes(out.high(r, i) + kBytes, integers - high * 256);
     sum += integers;
-  }
+  };
+  out.units[r] = with_integers(query, key_dim, factor, kQueryUnits, use);
   int32_t total = 0;
   for (int i = 0; i < kLanes; ++i) total += sum[i];
-  out.units[r] = units.unit;
   out.offsets[r] = 128 * total;
 }
 

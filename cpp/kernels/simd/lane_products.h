@@ -1,11 +1,14 @@
 // Products whose columns are the 32 query rows of a block, a lane each: scores^T = K Q^T and
-// output^T = V^T weights^T, in float32 or in pairs of bfloat16 numbers (simd/pairs.h).
+// output^T = V^T weights^T, in float32, in pairs of bfloat16 numbers (simd/pairs.h) or of integers.
 //
 // The inner kernel keeps the sums of a few rows of the first matrix, times two vectors of query
 // rows, in registers: enough of them to hide the latency of a multiply-add, few enough for the
-// register file. A word is a float32 number or a pair.
+// register file. A word is a float32 number, a pair (uint32_t), or a pair of integers (int32_t).
 #pragma once
 
+#include <type_traits>
+
+#include "kernels/simd/dot.h"
 #include "kernels/simd/lane_softmax.h"
 #include "kernels/simd/pairs.h"
 #include "kernels/simd/row_pointers.h"
@@ -20,20 +23,35 @@ constexpr int kKeysPerStep = 8;
 
 VTENSOR_INLINE Vec add_products(Vec sum, float x, Vec w) { return sum + x * w; }
 
+VTENSOR_INLINE IVec add_products(IVec sum, int32_t x, SVec w) {
+  return add_int16s(sum, reinterpret_cast<SVec>(IVec{} + x), w);
+}
+
 VTENSOR_INLINE Vec load_columns(const float* p) { return load(p); }
 #if defined(VTENSOR_HAS_PAIRS)
 VTENSOR_INLINE UVec load_columns(const uint32_t* p) { return load_pairs(p); }
 #endif
+VTENSOR_INLINE SVec load_columns(const int32_t* p) {
+  SVec v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class W>
+using SumOf = std::conditional_t<std::is_same_v<W, int32_t>, IVec, Vec>;
+
+VTENSOR_INLINE Vec floats_of(Vec sum) { return sum; }
+VTENSOR_INLINE Vec floats_of(IVec sum) { return __builtin_convertvector(sum, Vec); }
 
 // sums [kSumRows, N vectors] (+)= a b; a(m, k) a word, b [depth, 32] words, c [kSumRows, 32].
 template <int N, bool kAdd, class W, class A>
 VTENSOR_INLINE void multiply_vecs(const A& a, const W* b, float* c, int depth) {
-  Vec sums[kSumRows][N];
+  SumOf<W> sums[kSumRows][N] = {};
+  if constexpr (kAdd) {
 #pragma GCC unroll 8
-  for (int m = 0; m < kSumRows; ++m) {
+    for (int m = 0; m < kSumRows; ++m) {
 #pragma GCC unroll 2
-    for (int n = 0; n < N; ++n) {
-      sums[m][n] = kAdd ? load(c + m * kBlockRows + n * kLanes) : Vec{};
+      for (int n = 0; n < N; ++n) sums[m][n] = load(c + m * kBlockRows + n * kLanes);
     }
   }
   for (int k = 0; k < depth; ++k) {
@@ -50,7 +68,7 @@ VTENSOR_INLINE void multiply_vecs(const A& a, const W* b, float* c, int depth) {
 #pragma GCC unroll 8
   for (int m = 0; m < kSumRows; ++m) {
 #pragma GCC unroll 2
-    for (int n = 0; n < N; ++n) store(c + m * kBlockRows + n * kLanes, sums[m][n]);
+    for (int n = 0; n < N; ++n) store(c + m * kBlockRows + n * kLanes, floats_of(sums[m][n]));
   }
 }
 

@@ -22,6 +22,7 @@ struct ManyScratch {
   float* output;   // [rows / 32, value_dim, 32]
   float* maximum;  // [rows]
   float* sum;      // [rows]
+  float* units;    // [rows]; what 1 of a packed query is worth
   float* keys;     // packed
   float* values;   // packed
   float* scores;   // [kTileTokens, 32] of a block; if P overlaps, two, of blocks that follow
@@ -36,7 +37,8 @@ inline ManyScratch lay_out_many(float* base, int key_dim, int value_dim) {
   s.output = s.queries + kMaxRows * key_dim / 2 * kPairFloats;
   s.maximum = s.output + kMaxRows * value_dim;
   s.sum = s.maximum + kMaxRows;
-  s.keys = s.sum + kMaxRows;
+  s.units = s.sum + kMaxRows;
+  s.keys = s.units + kMaxRows;
   s.values = s.keys + kTileTokens * key_dim / 2 * kPairFloats;
   s.scores = s.values + kTileTokens * value_dim / 2 * kPairFloats;
   s.weights = P::kOverlaps ? s.scores + 2 * kScoreFloats : s.scores;
@@ -120,6 +122,18 @@ inline void mask_block(const LayerCall& call, const AttendTask& task, const RowB
     const int seen_begin = block.seen_begin < block.end ? block.seen_begin : block.end;
     mask_keys(block.begin, seen_begin);
     mask_keys(block.seen_end > seen_begin ? block.seen_end : seen_begin, block.end);
+  }
+}
+
+// Scores of keys and queries that were packed without their scales and units.
+inline void scale_block(const RowBlock& block, const float* key_scales, const float* units,
+                        float* scores) {
+  for (int vec = 0; vec < block.vecs(); ++vec) {
+    const Vec unit = load(units + vec * kLanes);
+    for (int key = block.begin; key < block.end; ++key) {
+      float* p = scores + key * kBlockRows + vec * kLanes;
+      store(p, load(p) * (unit * key_scales[key]));
+    }
   }
 }
 

@@ -11,11 +11,13 @@
 //   Number, Stored                types of queries and of KV
 //   kPairFloats                   floats that two packed numbers take
 //   kKeyStep                      keys of a block are multiples of it; values beyond the last are 0
+//   kScalesScores                 keys are packed without their scales, queries in units of a row
 //   kRough                        weights are rounded to bfloat16 anyway
 //   kOverlaps                     while it multiplies, vectors have time for overlap.step():
-//   weights
-//                                 of one block are made beside the products of its neighbours
-//   pack_queries / _keys / _values, multiply_keys / _values, store_weights
+//                                 weights of one block are made beside the products of its
+//                                 neighbours
+//   pack_queries                  gives the units of the rows, a lane each
+//   pack_keys / _values, multiply_keys / _values, store_weights
 #pragma once
 
 #include "kernels/simd/lane_softmax.h"
@@ -160,8 +162,9 @@ class ManyRows {
         rows[i] = query + (task_.first_head + place.head) * call_.query_head_stride +
                   task_.tokens[place.token] * call_.query_token_stride;
       }
-      P::pack_queries(rows, last, key_dim_, row % kBlockRows / kLanes,
-                      queries_of(row / kBlockRows * kBlockRows));
+      const Vec units = P::pack_queries(rows, last, key_dim_, row % kBlockRows / kLanes,
+                                        queries_of(row / kBlockRows * kBlockRows));
+      store(s_.units + row, units);
       store(s_.maximum + row, splat(kMinusInfinity));
       store(s_.sum + row, Vec{});
     }
@@ -194,8 +197,11 @@ class ManyRows {
 
   void attend_tile() {
     const int64_t k_stride = task_.k_stride, v_stride = task_.v_stride;
-    P::pack_keys(static_cast<const Stored*>(task_.k) + tile_ * k_stride, k_stride, num_keys_,
-                 key_dim_, s_.keys);
+    const Stored* keys = static_cast<const Stored*>(task_.k) + tile_ * k_stride;
+    P::pack_keys(keys, k_stride, num_keys_, key_dim_, s_.keys);
+    if constexpr (P::kScalesScores) {
+      for (int i = 0; i < num_keys_; ++i) key_scales_[i] = scale_of(keys + i * k_stride, key_dim_);
+    }
     P::pack_values(static_cast<const Stored*>(task_.v) + tile_ * v_stride, v_stride, num_keys_,
                    value_dim_, s_.values);
     NextRows<Stored> next(call_, task_, tile_ + kTileTokens);
@@ -257,6 +263,9 @@ class ManyRows {
   void start(int i, Weights<P>& weights, int num_steps) {
     const RowBlock& block = blocks_[i];
     float* scores = s_.scores + side_of(i) * kScoreFloats;
+    if constexpr (P::kScalesScores) {
+      scale_block(block, key_scales_, s_.units + block.row, scores);
+    }
     float factor = query_factor(call_);
     if (call_.softcap != 0) {
       cap_block(block, factor, call_.softcap, scores);
@@ -272,6 +281,7 @@ class ManyRows {
   const int key_dim_, value_dim_, num_rows_;
   int64_t tile_ = 0;
   int num_keys_ = 0;  // of the tile
+  float key_scales_[P::kScalesScores ? kTileTokens : 1] = {};
   int num_all_ = 0;
   Span positions_[kMaxBlocks];  // of each block's rows
   Span firsts_[kMaxBlocks];     // that its rows see

@@ -1,13 +1,14 @@
 // Tiles of bfloat16 tasks by products of pairs (simd/pairs.h): nothing is widened.
 //
 // Scores sum the products of queries and keys as they are, and are scaled afterwards; weights are
-// rounded to bfloat16 before they meet the values, as FlashAttention does. Sums are float32.
+// rounded to bfloat16 before they meet the values, as FlashAttention does. Sums are float32. Keys
+// of int8 are pairs of integers of 16 bits, and so are the queries that meet them: sums are exact.
 #pragma once
 
 #include "kernels/simd/few_rows.h"
+#include "kernels/simd/integer_queries.h"
 #include "kernels/simd/lane_products.h"
 #include "kernels/simd/pairs.h"
-#include "kernels/simd/rotated_heads.h"
 
 namespace vtensor::kernels {
 namespace {
@@ -102,15 +103,28 @@ inline void few_pair_rows_tile(const LayerCall& call, const AttendTask& task, co
   });
 }
 
-// 32 numbers of a row of KV, in their order.
+// 32 numbers of a value, in their order.
 template <class S>
 VTENSOR_INLINE UVec load_numbers(const S* p, float scale) {
   return round_in_order(load(p) * scale, load(p + kLanes) * scale);
 }
 VTENSOR_INLINE UVec load_numbers(const BFloat16* p, float /*scale*/) { return load_pairs(p); }
 
-// Of many_rows.h, for KV stored as S. A word is a pair: numbers of KV with scales become bfloat16
-// ones, once for all rows of the task.
+// 32 numbers of a key, exactly. With a mask of all lanes, as in vec.h.
+VTENSOR_INLINE UVec load_key_pairs(const BFloat16* p) { return load_pairs(p); }
+VTENSOR_INLINE UVec load_key_pairs(const Float8* p) {
+  return round_in_order(load(p), load(p + kLanes));
+}
+VTENSOR_INLINE UVec load_key_pairs(const Int8* p) {
+  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return reinterpret_cast<UVec>(_mm512_maskz_cvtepi8_epi16(0xffffffff, bytes));
+}
+
+// Products of keys whose every byte is 127 fit 32 bits.
+constexpr float kPairUnits = INT32_MAX / (127 * kMaxHeadDim);
+
+// Of many_rows.h, for KV stored as S. A word is a pair: values with scales become bfloat16 numbers,
+// once for all rows of the task.
 template <class S>
 struct PairProducts {
   using Number = BFloat16;
@@ -119,22 +133,26 @@ struct PairProducts {
   static constexpr int kKeyStep = kKeysPerStep;
   static constexpr int64_t kWeightFloats = kScoreFloats;
   static constexpr bool kOverlaps = false;
+  static constexpr bool kScalesScores = kHasScale<S>;
   static constexpr bool kRough = true;
 
-  static void pack_queries(const BFloat16* const* rows, int num_rows, int key_dim, int vec,
-                           float* queries) {
-    const auto load_words = [&](int j, int i) { return from_bits(load_pairs(rows[j] + 2 * i)); };
-    pack_lanes(load_words, num_rows, key_dim / 2, queries + vec * kLanes);
+  static Vec pack_queries(const BFloat16* const* rows, int num_rows, int key_dim, int vec,
+                          float* queries) {
+    if constexpr (kIsRotated<S>) {
+      return pack_integers(rows, num_rows, key_dim, queries + vec * kLanes);
+    } else {
+      const auto load_words = [&](int j, int i) { return from_bits(load_pairs(rows[j] + 2 * i)); };
+      pack_lanes(load_words, num_rows, key_dim / 2, queries + vec * kLanes);
+      return splat(1);
+    }
   }
 
   // packed: [keys, key_dim]
   static void pack_keys(const S* k, int64_t stride, int num_keys, int key_dim, float* packed) {
     for (int j = 0; j < num_keys; ++j) {
-      with_key(k + j * stride, key_dim, [&](const auto* row, float scale) {
-        for (int i = 0; i < key_dim; i += kPairLanes) {
-          store(packed + (j * key_dim + i) / 2, from_bits(load_numbers(row + i, scale)));
-        }
-      });
+      for (int i = 0; i < key_dim; i += kPairLanes) {
+        store(packed + (j * key_dim + i) / 2, from_bits(load_key_pairs(k + j * stride + i)));
+      }
     }
   }
 
@@ -160,7 +178,9 @@ struct PairProducts {
   template <class Overlap>
   static void multiply_keys(const RowBlock& block, const float* queries, const float* keys,
                             int key_dim, float* scores, Overlap& /*nothing*/) {
-    multiply_lanes_keys(block, words(queries), words(keys), key_dim / 2, scores);
+    using Word = std::conditional_t<kIsRotated<S>, int32_t, uint32_t>;
+    multiply_lanes_keys(block, reinterpret_cast<const Word*>(queries),
+                        reinterpret_cast<const Word*>(keys), key_dim / 2, scores);
   }
 
   VTENSOR_INLINE static void store_weights(Vec even, Vec odd, int key, int vec, float* weights) {
@@ -177,6 +197,22 @@ struct PairProducts {
 
  private:
   static const uint32_t* words(const float* p) { return reinterpret_cast<const uint32_t*>(p); }
+
+  static Vec pack_integers(const BFloat16* const* rows, int num_rows, int key_dim, float* queries) {
+    uint16_t integers[kLanes * kMaxHeadDim];
+    Vec units = splat(1);
+    for (int j = 0; j < num_rows; ++j) {
+      units[j] = with_integers(rows[j], key_dim, 1, kPairUnits, [&](int i, IVec of) {
+        const HVec numbers = __builtin_convertvector(of, HVec);
+        __builtin_memcpy(integers + j * key_dim + i, &numbers, sizeof numbers);
+      });
+    }
+    const auto load_words = [&](int j, int i) {
+      return from_bits(load_pairs(integers + j * key_dim + 2 * i));
+    };
+    pack_lanes(load_words, num_rows, key_dim / 2, queries);
+    return units;
+  }
 };
 
 #endif

@@ -5,8 +5,9 @@
 // every number has its part of all, and scores are the same (QuaRot, Ashkboos et al. 2024, section
 // 4). Values have no such numbers, and fp8 has an exponent of its own for each.
 //
-// Few query rows are rotated, too, and stay float32. For many rows keys are rotated back as they
-// are packed, once for all rows: queries are then multiplied as they are, and none is rounded.
+// Queries are rotated, too, and stay float32 or have 16 bits of their own: eight, those of
+// bfloat16, would be felt where scores are large. Where many rows meet a key in float32, it is
+// rotated back as it is packed, once for all rows.
 #pragma once
 
 #include <type_traits>

@@ -18,12 +18,14 @@ struct WideProducts {
   static constexpr int kKeyStep = kKeysPerStep;
   static constexpr int64_t kWeightFloats = kScoreFloats;
   static constexpr bool kOverlaps = false;
+  static constexpr bool kScalesScores = false;
   static constexpr bool kRough = false;
 
-  static void pack_queries(const T* const* rows, int num_rows, int key_dim, int vec,
-                           float* queries) {
+  static Vec pack_queries(const T* const* rows, int num_rows, int key_dim, int vec,
+                          float* queries) {
     pack_lanes([&](int j, int i) { return load(rows[j] + i); }, num_rows, key_dim,
                queries + vec * kLanes);
+    return splat(1);
   }
 
   // packed: [keys, key_dim]
