@@ -54,20 +54,16 @@ class DecoderStack:
         token_ids, positions: int64 [tokens]; rows: int64, of the tokens. narrows: whether the last
         layer may compute these rows alone; of few tokens a layer is one call, for all of them.
         """
-        x: torch.Tensor = self._embed(token_ids[None])
-        cos_sin = self._rotary(x, position_ids=positions[None])
-        x = self._through_layers(x, cos_sin, rows, narrows=narrows)
+        x = self._through_layers(token_ids, positions, rows, narrows=narrows)
         logits: torch.Tensor = self._head(self._norm(x))
         return logits[0]
 
     def _through_layers(
-        self,
-        x: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        rows: torch.Tensor,
-        *,
-        narrows: bool,
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, *, narrows: bool
     ) -> torch.Tensor:
+        """Of the rows; nobody holds an embedding beside the outputs of layers."""
+        x: torch.Tensor = self._embed(token_ids[None])
+        cos_sin = self._rotary(x, position_ids=positions[None])
         is_few = x.shape[1] <= MAX_FEW_ROWS
         found = self._in_one_call(x, cos_sin) if is_few else None
         if found is not None:

@@ -11,7 +11,7 @@ from flexinfer.layers.known import SCALED_EMBEDDINGS
 from flexinfer.layers.quantised import QuantisedTensor
 from flexinfer.layers.recognise import is_known, is_plain
 
-ROWS_AT_ONCE = 1024
+ROWS_AT_ONCE = 256
 """That are looked up: their numbers are in the cache until they are in the output's dtype."""
 
 
