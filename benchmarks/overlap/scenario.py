@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flexinfer import SamplingParams, _vtensor
-from flexinfer.config import SchedulerConfig
 from flexinfer.metrics.steps import StepMeter, StepStats
 from flexinfer.outputs import RequestMetrics
 from flexinfer.scheduler.batch import Batch
 from flexinfer.scheduler.request import Request
 from flexinfer.scheduler.scheduler import Scheduler
+from flexinfer.scheduler_config import SchedulerConfig
 from flexinfer.vtensor import KVSpec, VTensorManager
 
 MODES = ("off", "on", "on+eager", "pre-mapped")

@@ -24,7 +24,7 @@ from flexinfer import LLM, SamplingParams
 from flexinfer.cli.settings import SHIPPED_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "examples" / "tiny_chat"))
+sys.path.insert(1, str(ROOT / "examples" / "tiny_chat"))  # before a package called evaluate
 sys.path.append(str(ROOT / "examples" / "small_llama"))
 
 BASE = "bfloat16"

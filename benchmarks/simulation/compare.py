@@ -30,7 +30,6 @@ from provenance import write_report
 
 from flexinfer.cli.settings import SHIPPED_MODEL
 from flexinfer.cli.simulate.calibrate import calibrate
-from flexinfer.config import SchedulerConfig
 from flexinfer.loadgen.client import Client, Target
 from flexinfer.loadgen.request import LoadRequest
 from flexinfer.loadgen.trace import read_trace
@@ -38,6 +37,7 @@ from flexinfer.loadgen.workload import TraceScale
 from flexinfer.routing.blocks import BLOCK_TOKENS, hash_blocks
 from flexinfer.routing.prefix_index import PrefixIndex
 from flexinfer.routing.routers import ROUTERS, ReplicaLoad, RoutedPrompt
+from flexinfer.scheduler_config import SchedulerConfig
 from flexinfer.simulation.arrivals import Arrival, arrivals_of
 from flexinfer.simulation.fleet import Fleet
 from flexinfer.simulation.replica import ReplicaShape

@@ -12,80 +12,25 @@ from flexinfer.handover.roles import check_role
 from flexinfer.runtime.json_options import read_mapping, require_choice
 from flexinfer.runtime.numbers import flag, positive, real, whole
 from flexinfer.runtime.units import parse_bytes, parse_count
+from flexinfer.scheduler_config import (
+    DEFAULT_MAX_LORAS,
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    DEFAULT_STATE_SNAPSHOT_TOKENS,
+    PREEMPTION_MODES,
+    SCHEDULING_POLICIES,
+    SchedulerConfig,
+)
 from flexinfer.speculative_config import SpeculativeConfig
 
-DEFAULT_MAX_NUM_SEQS = 64
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"float": "float32", "half": "float16"}
-SCHEDULING_POLICIES = ("fcfs", "priority", "prefix")
-PREEMPTION_MODES = ("recompute", "swap", "auto", "off")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 KV_CACHE_DTYPES = {"auto": "auto", "int8": "int8", "fp8_e4m3": "fp8_e4m3", "fp8": "fp8_e4m3"}
-DEFAULT_STATE_SNAPSHOT_TOKENS = 1024
-DEFAULT_MAX_LORAS = 8
 MAX_NUM_SEQS = 1 << 16
 """Each has a slot with page tables, whether it is used or not."""
 MAX_COUNT = (1 << 31) - 1
 """Of tokens: kernels count them in 32 bits."""
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits and switches of the scheduler."""
-
-    max_model_len: int
-    """Most tokens of one request, prompt and output together."""
-    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
-    """Most requests that run at the same time: one slot of the arena each."""
-    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
-    """Most tokens that one step computes."""
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    """Split a long prompt over several steps; off: a prompt is computed in one step."""
-    wait_for_shared_prefix: bool = True
-    """A request waits for a running prefill of the same prefix instead of computing it twice."""
-    min_shared_tokens: int = 16
-    """Waiting pays only if at least this many tokens more become shareable."""
-    admission_reserve: float = 0.01
-    """Fraction of the budget left free at admission, so that running requests can grow."""
-    scheduling_policy: str = "priority"
-    """"fcfs", "priority" or "prefix"; see queue.py."""
-    max_passed_over: int = 64
-    """Admissions that may go before a waiting request, beyond those that were queued before it."""
-    preemption_mode: str = "auto"
-    """"recompute", "swap", "auto" or "off"; see preemption.py."""
-    has_swap_space: bool = False
-    enable_pre_extend: bool = True
-    """Map the memory of the next steps in the background."""
-    state_snapshot_tokens: int = DEFAULT_STATE_SNAPSHOT_TOKENS
-    """See `EngineConfig`."""
-    label_vtensors: bool = False
-    """Tell the manager the request id of each vTensor, for a trace."""
-    max_loras: int = DEFAULT_MAX_LORAS
-    """Most adapters of the requests that run."""
-    to_export: bool = False
-    """What is computed goes to another process: it lies apart, and is pinned until then."""
-
-    def __post_init__(self) -> None:
-        sizes = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "min_shared_tokens")
-        for name in (*sizes, "max_passed_over"):
-            positive(name, getattr(self, name))
-        require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
-        require_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
-        if not 0.0 <= self.admission_reserve < 1.0:
-            raise ValueError(f"admission_reserve must be in [0, 1), got {self.admission_reserve!r}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}): each running request decodes one token "
-                "per step"
-            )
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            raise ValueError(
-                f"without chunked prefill, max_num_batched_tokens ({self.max_num_batched_tokens}) "
-                f"must be at least max_model_len ({self.max_model_len}): a prompt is one step"
-            )
 
 
 @dataclass(frozen=True)
@@ -107,6 +52,9 @@ class EngineConfig:
     """For repositories that not everybody may read; None or True: that of `hf auth login`."""
     load_format: str = "auto"
     """"auto" (what there is), "safetensors", "gguf", or "dummy": random weights, of a config."""
+    hf_overrides: Mapping[str, Any] | str | None = None
+    """What config.json is to have in place of its own values: a mapping, or its JSON, such as
+    {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}; mappings in it are merged."""
     generation_config: str | os.PathLike[str] = "auto"
     """Where it says how requests are sampled that do not say so themselves: "auto": the model's
     generation_config.json, or its GGUF file; "vllm": nowhere, they have OpenAI's defaults; else a
@@ -237,6 +185,7 @@ class EngineConfig:
         self._check_gpu_settings()
         self._check_speculation()
         self._check_generation_config()
+        object.__setattr__(self, "hf_overrides", self.overrides)
         if self.kv_events_config is not None:
             parsed = KVEventsConfig.parse(self.kv_events_config)
             object.__setattr__(self, "kv_events_config", parsed)
@@ -358,6 +307,12 @@ class EngineConfig:
         """`speculative_config`, parsed."""
         given = self.speculative_config
         return None if given is None else SpeculativeConfig.parse(given)
+
+    @property
+    def overrides(self) -> dict[str, Any] | None:
+        """`hf_overrides`, parsed."""
+        given = self.hf_overrides
+        return None if given is None else dict(read_mapping("hf_overrides", given))
 
     @property
     def kv_events(self) -> KVEventsConfig | None:

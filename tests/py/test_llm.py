@@ -260,7 +260,7 @@ def test_empty_conversation_is_refused(llm: LLM) -> None:
     ("settings", "error", "message"),
     [
         ({"trust_remote_code": "yes"}, ValueError, "trust_remote_code must be True or False"),
-        ({"hf_overrides": {"a": 1}}, ValueError, "hf_overrides={'a': 1} is not served here"),
+        ({"hf_config_path": "a"}, ValueError, "hf_config_path='a' is not served here"),
         ({"bogus": 1}, TypeError, "there is no argument 'bogus' here"),
         ({"dtype": "int8"}, ValueError, "dtype must be one of auto, float32"),
         ({"max_model_len": 1000}, ValueError, "1000, but the model has 256 positions"),

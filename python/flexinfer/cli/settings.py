@@ -90,7 +90,7 @@ class EngineSettings:
         """The folder, if a config can be read from it; ValueError otherwise. Reads no weights."""
         folder = self.folder
         self._prepare()
-        from flexinfer.models.loading import load_config
+        from flexinfer.models.model_config import load_config
 
         load_config(folder)
         return folder

@@ -49,11 +49,12 @@ class TensorParallelRanks:
     def __init__(self, config: EngineConfig) -> None:
         """Raises UnsupportedModelError or ValueError before any weight is read, RankError for a
         rank that does not come or is of another version or model."""
-        from flexinfer.models.loading import choose_scheme_of_parts, resolve_config
+        from flexinfer.models.loading import choose_scheme_of_parts
+        from flexinfer.models.model_config import resolve_config
         from flexinfer.models.sharding import check_plan
 
         num_ranks = config.tensor_parallel_size
-        check_plan(resolve_config(config.model), num_ranks)
+        check_plan(resolve_config(config.model, config.overrides), num_ranks)
         choose_scheme_of_parts(config)
         _check_device(str(config.device))
         if is_launched() and launched_rank(num_ranks) > 0:

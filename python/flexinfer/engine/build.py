@@ -103,10 +103,11 @@ def build_parts(config: EngineConfig) -> EngineParts:
 def _build(config: EngineConfig) -> EngineParts:
     from flexinfer.models.checks import check_calls_compilable, check_compilable, max_positions
     from flexinfer.models.eager_experts import check_experts_compilable
-    from flexinfer.models.loading import check_format, load_model, resolve_config
+    from flexinfer.models.loading import check_format, load_model
+    from flexinfer.models.model_config import resolve_config
 
     check_format(config.model, config.load_format)
-    model_config = resolve_config(config.model)
+    model_config = resolve_config(config.model, config.overrides)
     if config.compile:
         check_compilable(model_config)
     wanted_len = choose_max_model_len(config, max_positions(model_config))
@@ -115,7 +116,7 @@ def _build(config: EngineConfig) -> EngineParts:
     if not config.skip_tokenizer_init:
         tokenizer = load_tokenizer(config.tokenizer, config.model)
     check_draft(config, tokenizer)
-    check_kv_dtype(config, resolve_config(config.model))
+    check_kv_dtype(config, model_config)
     ranks: TensorParallelRanks | None = None
     if config.tensor_parallel_size > 1:
         ranks = TensorParallelRanks(config)
@@ -123,9 +124,13 @@ def _build(config: EngineConfig) -> EngineParts:
     try:
         events = _event_publisher(config)
         if ranks is None:
-            quantization = config.quantization or "auto"
             loaded = load_model(
-                config.model, config.dtype, config.device, quantization, config.load_format
+                config.model,
+                config.dtype,
+                config.device,
+                config.quantization or "auto",
+                config.load_format,
+                config.overrides,
             )
         else:
             loaded = ranks.load()

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 def check_draft(config: EngineConfig, tokenizer: Any | None) -> None:
     """Whether the two models speak of the same tokens. Reads no weights; raises ValueError or
     UnsupportedModelError."""
-    from flexinfer.models.loading import resolve_config
+    from flexinfer.models.model_config import resolve_config
 
     speculation = config.speculation
     if speculation is None or speculation.model is None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING
 
-from flexinfer.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, EngineConfig
+from flexinfer.config import EngineConfig
 from flexinfer.errors import DriverError
 from flexinfer.memory.budget import (
     KVMemory,
@@ -19,6 +19,7 @@ from flexinfer.memory.budget import (
 )
 from flexinfer.memory.kv_groups import kv_spec
 from flexinfer.runtime.units import parse_bytes
+from flexinfer.scheduler_config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 
 if TYPE_CHECKING:
     from flexinfer.models.describe import LoadedModel

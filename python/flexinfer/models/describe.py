@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from flexinfer.config import SchedulerConfig
+    from flexinfer.scheduler_config import SchedulerConfig
     from flexinfer.vtensor import StateTensor
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.errors import UnsupportedModelError
-from flexinfer.models.loading import resolve_config
+from flexinfer.models.model_config import resolve_config
 
 if TYPE_CHECKING:
     from flexinfer.config import EngineConfig
@@ -106,7 +106,7 @@ def at_revision(config: EngineConfig) -> EngineConfig:
     _check_has_revisions(tokenizer, config.tokenizer_revision, "tokenizer_revision")
     if is_hub_id(model):
         folder = hub.fetch(model, config.revision, SETTINGS)
-        resolve_config(folder)  # what is refused is not fetched
+        resolve_config(folder, config.overrides)  # what is refused is not fetched
         if config.load_format != "dummy":
             hub.fetch(model, config.revision, WEIGHTS)
         model = folder

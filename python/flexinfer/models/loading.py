@@ -8,7 +8,6 @@ Two gates, each with a clear refusal (`UnsupportedModelError`):
 from __future__ import annotations
 
 import os
-import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,15 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.errors import UnsupportedModelError
-from flexinfer.models.checks import (
-    check_class,
-    check_complete,
-    check_config,
-    check_plain,
-    check_shapes,
-)
+from flexinfer.models.checks import check_class, check_complete, check_plain, check_shapes
 from flexinfer.models.describe import LoadedModel, describe
 from flexinfer.models.ending_tokens import read_ending_tokens
+from flexinfer.models.model_config import Overrides, first_line, resolve_config, unusable_config
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +30,6 @@ if TYPE_CHECKING:
     from flexinfer.models.sharding import RankOf
     from flexinfer.models.stored import StoredModel
 
-READ_ENDINGS = (".json", ".safetensors", ".jinja", ".model", ".txt")
-"""Of the files in a model's folder that it may need."""
 _loading = threading.Lock()
 """transformers changes its own functions while it makes a model: two threads at once leave them
 changed, and no tied head would be found in any later checkpoint."""
@@ -49,21 +41,23 @@ def load_model(
     device: str | None = None,
     quantization: str = "auto",
     load_format: str = "auto",
+    hf_overrides: Overrides | None = None,
 ) -> LoadedModel:
     """Load (a folder, a GGUF file or a hub id) or take over (a loaded model) and check.
 
     Layers of a model that is loaded here are replaced by fused ones where there are any; a model
     that is taken over stays as it is. quantization: "auto" is the checkpoint's own, "a8" too, with
-    inputs of 8 bits; else a name that `Scheme.parse` knows. load_format: EngineConfig's. Threads
-    load one model after the other.
+    inputs of 8 bits; else a name that `Scheme.parse` knows. load_format, hf_overrides: of
+    EngineConfig. Threads load one model after the other.
 
-    Raises UnsupportedModelError, before any weight is read where the config tells enough.
+    Raises UnsupportedModelError, before any weight is read where the config tells enough, and
+    ValueError for overrides of what the config does not have.
     """
     from flexinfer.runtime.library_pages import let_go_of_library_pages
     from flexinfer.runtime.malloc import large_blocks_apart, return_freed_memory
 
     check_format(model, load_format)
-    config = resolve_config(model)
+    config = resolve_config(model, hf_overrides)
     with _loading, large_blocks_apart():
         loaded, name = _place(model, config, dtype, device, quantization, load_format)
     described = describe(loaded, name)
@@ -97,7 +91,7 @@ def choose_scheme_of_parts(config: EngineConfig) -> Scheme | None:
     from flexinfer.models.sharding import num_parts_of_inputs
 
     name, num_ranks = os.fspath(config.model), config.tensor_parallel_size
-    model_config = resolve_config(name)
+    model_config = resolve_config(name, config.overrides)
     if (checkpoint := open_checkpoint(name, model_config)) is not None:
         raise UnsupportedModelError(
             f"weights in {checkpoint.method!r} do not go with tensor_parallel_size > 1: ranks read "
@@ -126,7 +120,7 @@ def load_part_of_model(
     from flexinfer.runtime.weight_files import converting_one_by_one, let_go_of_files
 
     name = os.fspath(settings.model)
-    config = resolve_config(name)
+    config = resolve_config(name, settings.overrides)
     scheme = choose_scheme_of_parts(settings)
     with large_blocks_apart():
         with _refusing_by_name(name), converting_one_by_one():
@@ -238,69 +232,6 @@ class _Source:
         return open_stored(checkpoint, self.config, dtype, quantization == BYTE_INPUTS)
 
 
-def resolve_config(model: Any) -> Any:
-    """The config of a path, a hub id or a loaded model, checked. Reads no weights."""
-    if isinstance(model, (str, os.PathLike)):
-        config = load_config(os.fspath(model))
-        check_config(config)
-    else:
-        config = _require_model(model).config
-        check_config(config, type(model))
-    return config
-
-
-def load_config(name: str) -> Any:
-    """The config of a local folder or hub id; a clear error if there is none."""
-    from transformers import AutoConfig
-
-    from flexinfer.checkpoints.folder import MODEL_FILES, check_folder, check_json
-    from flexinfer.checkpoints.gguf.checkpoint import load_gguf_config
-    from flexinfer.checkpoints.gguf.hub import files_hint, gguf_file
-
-    _check_readable(name)
-    if (file := gguf_file(name)) is not None:
-        return load_gguf_config(file)
-    check_folder("model", name)
-    check_json(name, MODEL_FILES)
-    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        files = sorted(file for file in os.listdir(name) if file.endswith(".gguf"))
-        hint = f"; it has GGUF files: name one, as {os.path.join(name, files[0])}" if files else ""
-        raise UnsupportedModelError(f"model folder {name!r} has no config.json{hint}")
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason, hint = _first_line(error).rstrip("."), files_hint(name)
-        if "trust_remote_code" in str(error):
-            reason = (
-                "its type is none of transformers' own, and no code of a repository is run here"
-            )
-        raise UnsupportedModelError(f"model {name!r} cannot be loaded: {reason}{hint}") from error
-    except Exception as error:  # of any kind: transformers trusts the types in a config.json
-        raise _unusable_config(name, error) from error
-
-
-def _check_readable(name: str) -> None:
-    """Raises UnsupportedModelError for what is there, and this user may not read: transformers
-    calls a file of weights missing then, and does without a generation_config.json."""
-    try:
-        if os.path.isdir(name):
-            with os.scandir(name) as entries:
-                files = [e for e in entries if e.is_file() and e.name.endswith(READ_ENDINGS)]
-            paths = sorted(file.path for file in files)
-        else:
-            paths = [name] * stat.S_ISREG(os.stat(name).st_mode)
-        for path in paths:
-            with open(path, "rb"):
-                pass
-    except PermissionError as error:
-        raise UnsupportedModelError(
-            f"model {name!r}: permission denied: this user may not read {error.filename!r}; check "
-            "its permissions, and those of its folder"
-        ) from None
-    except OSError:  # a hub id, or a folder that is not there
-        return
-
-
 def _load_weights(name: str, config: Any, dtype: Any, device: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
@@ -337,30 +268,8 @@ def _refusing_by_name(name: str) -> Iterator[None]:
             check_files(name)
         if isinstance(error, OSError):
             raise UnsupportedModelError(
-                f"model {name!r} has no safetensors weights that can be read: {_first_line(error)}"
+                f"model {name!r} has no safetensors weights that can be read: {first_line(error)}"
             ) from error
         if isinstance(error, (LookupError, ArithmeticError, AssertionError)):
-            raise _unusable_config(name, error) from error
+            raise unusable_config(name, error) from error
         raise
-
-
-def _require_model(model: Any) -> PreTrainedModel:
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(
-            f"model must be a path, a hub id or a transformers model, got {type(model).__name__}"
-        )
-    return model
-
-
-def _unusable_config(name: str, error: Exception) -> UnsupportedModelError:
-    why = " ".join(f"{type(error).__name__}: {error}".split())
-    return UnsupportedModelError(
-        f"model {name!r} cannot be loaded: its config.json has a value that transformers cannot "
-        f"use ({why})"
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

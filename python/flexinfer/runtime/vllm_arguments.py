@@ -62,8 +62,7 @@ INSTEAD = {
     "data_parallel_size": "`flexinfer serve --replicas` runs several engines behind one address",
     "distributed_executor_backend": "processes of this machine are what there is ('mp')",
     "enable_prompt_embeds": "prompts are text or token ids; leave it out",
-    "hf_config_path": "change config.json in a copy of the model's folder",
-    "hf_overrides": "change config.json in a copy of the model's folder",
+    "hf_config_path": "hf_overrides changes values of the model's config",
     "kv_offloading_size": "swap_space takes the KV of preempted requests",
     "kv_transfer_config": "role='prefill' and 'decode' hand KV over: docs/scale_out.md",
     "logits_processors": "logit_bias, allowed_token_ids, bad_words and structured_outputs of "

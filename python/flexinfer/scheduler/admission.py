@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
-from flexinfer.config import SchedulerConfig
 from flexinfer.scheduler.request import Request
 from flexinfer.scheduler.states import States
+from flexinfer.scheduler_config import SchedulerConfig
 from flexinfer.types import CacheLimit
 
 if TYPE_CHECKING:

@@ -27,7 +27,6 @@ from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from flexinfer.config import SchedulerConfig
 from flexinfer.errors import OutOfMemoryError
 from flexinfer.metrics.steps import StepStats
 from flexinfer.scheduler.adapter_turns import AdapterTurns
@@ -41,6 +40,7 @@ from flexinfer.scheduler.queue import WaitingQueue
 from flexinfer.scheduler.request import Request
 from flexinfer.scheduler.states import States
 from flexinfer.scheduler.swapped import SwappedRequests
+from flexinfer.scheduler_config import SchedulerConfig
 from flexinfer.types import FinishReason
 
 if TYPE_CHECKING:

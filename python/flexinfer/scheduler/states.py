@@ -18,10 +18,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from flexinfer.config import SchedulerConfig
 from flexinfer.scheduler.batch import ScheduledRequest
 from flexinfer.scheduler.request import Request
 from flexinfer.scheduler.snapshots import Snapshots
+from flexinfer.scheduler_config import SchedulerConfig
 
 if TYPE_CHECKING:
     from flexinfer.vtensor import VTensor, VTensorManager

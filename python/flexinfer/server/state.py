@@ -188,7 +188,8 @@ class ServerState:
 def _fingerprint(llm: AsyncLLM, model: str) -> str:
     """Equal for servers whose answers to a seed are equal, as far as settings decide it."""
     config = llm.config
-    parts = (version("flexinfer"), model, str(config.dtype), str(config.device), config.seed)
+    weights = (str(config.dtype), config.quantization, config.overrides, str(config.device))
+    parts = (version("flexinfer"), model, *weights, config.kv_cache_dtype, config.seed)
     return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flexinfer.config import SchedulerConfig
 from flexinfer.scheduler.batch import Batch
 from flexinfer.scheduler.request import Request
 from flexinfer.scheduler.scheduler import Scheduler
+from flexinfer.scheduler_config import SchedulerConfig
 from flexinfer.simulation.step_cost import StepCost, StepWork
 from flexinfer.vtensor import KVSpec, SimConfig, VTensorManager
 

@@ -241,7 +241,7 @@ def test_help_cuts_off_no_name(width: int) -> None:
     ("flag", "says"),
     [
         ("--block-size=16", "There is no option --block-size: it changes no answer here: leave it"),
-        ("--hf-overrides={}", "no option --hf-overrides: change config.json in a copy"),
+        ("--hf-config-path=a", "no option --hf-config-path: hf_overrides changes values"),
         ("--pipeline-parallel-size=2", "--pipeline-parallel-size: tensor_parallel_size splits"),
         ("--bogus", "No such option: --bogus"),
     ],

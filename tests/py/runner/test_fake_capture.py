@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.initialization import no_init_weights
 from transformers.models.aria import modeling_aria
 
 from flexinfer import UnsupportedModelError
@@ -42,8 +43,8 @@ DEVICE = torch.device("cuda", 0) if HAS_CUDA else torch.device("meta")
 """torch's CPU build cannot index what pretends to be CUDA's: tensors without a device stand in."""
 MAX_SEQ_LEN = 256
 COPIES = ("aten::_to_copy", "aten::copy_", "aten::_copy_from")
-ASKS_THE_GPU = {"dbrx", "jetmoe", "xmod"}
-"""Their code asks which rows an expert, or a language, gets."""
+ASKS_THE_GPU = {"dbrx", "gemma3n", "gemma3n_text", "jetmoe", "xmod"}
+"""Their code asks which rows an expert, or a language, gets, or copies a number of the config."""
 if hasattr(modeling_aria, "sequential_experts_gemm"):  # as in transformers 5.17
     ASKS_THE_GPU.add("aria_text")
 NO_SOURCE = {"gpt_oss": "attention sinks", "gemma2": "soft-capped scores"}
@@ -122,7 +123,7 @@ def capture(
 ) -> DecodeGraphs:
     """The graphs of batches of 1 and 3 of this architecture, as far as they can be recorded."""
     with pretend():
-        with DEVICE:
+        with DEVICE, no_init_weights():  # some draws ask for values
             make: Any = (model_class or causal_class(config))._from_config
             model = make(config, dtype=torch.bfloat16).eval()
         heads = config.num_attention_heads

@@ -31,7 +31,7 @@ def test_what_changes_no_answer_is_passed_over_and_told(caplog: pytest.LogCaptur
     [
         {"runner": "generate", "tokenizer_mode": "auto", "pipeline_parallel_size": 1},
         {
-            "hf_overrides": None,
+            "hf_config_path": None,
             "logits_processors": [],
             "cpu_offload_gb": 0.0,
             "worker_cls": "auto",
@@ -52,8 +52,8 @@ def test_what_asks_for_what_there_is_is_dropped(
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 .*tensor_parallel_size"),
         (
-            {"hf_overrides": {"a": 1}},
-            "hf_overrides={'a': 1} is not served here: change config.json",
+            {"hf_config_path": "elsewhere"},
+            "hf_config_path='elsewhere' is not served here: hf_overrides changes",
         ),
         ({"tokenizer_mode": "mistral"}, "tokenizer_mode='mistral' .*'auto'"),
         ({"enable_prompt_embeds": True}, "enable_prompt_embeds=True .*prompts are text"),
@@ -84,5 +84,5 @@ def test_no_name_has_two_meanings() -> None:
 
 def test_advice_is_for_what_vllm_has() -> None:
     assert advice("block_size") == "it changes no answer here: leave it out"
-    assert advice("hf_overrides") == INSTEAD["hf_overrides"]
+    assert advice("hf_config_path") == INSTEAD["hf_config_path"]
     assert advice("bogus") is None

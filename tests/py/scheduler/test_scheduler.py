@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("sortedcontainers")
 
 from flexinfer import SamplingParams
-from flexinfer.config import SchedulerConfig
 from flexinfer.outputs import RequestMetrics
 from flexinfer.scheduler.request import Request
 from flexinfer.scheduler.scheduler import Batch, Scheduler
+from flexinfer.scheduler_config import SchedulerConfig
 from flexinfer.vtensor import KVSpec, VTensorManager
 from helpers.idle_manager import available_bytes
 

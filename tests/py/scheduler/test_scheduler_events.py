@@ -16,12 +16,12 @@ import pytest
 pytest.importorskip("sortedcontainers")
 
 from flexinfer import OutOfMemoryError, SamplingParams
-from flexinfer.config import SchedulerConfig
 from flexinfer.memory.elastic import ElasticMemory
 from flexinfer.outputs import RequestMetrics
 from flexinfer.scheduler.batch import Batch
 from flexinfer.scheduler.request import Request
 from flexinfer.scheduler.scheduler import Scheduler
+from flexinfer.scheduler_config import SchedulerConfig
 from flexinfer.vtensor import KVSpec, VTensorManager
 
 CHUNK_BYTES = 64 << 10

@@ -16,10 +16,10 @@ np = pytest.importorskip("numpy")
 from typer.testing import CliRunner
 
 from flexinfer.cli.app import app
-from flexinfer.config import SchedulerConfig
 from flexinfer.loadgen.trace import TraceEntry
 from flexinfer.loadgen.workload import TraceScale
 from flexinfer.routing.routers import ROUTERS
+from flexinfer.scheduler_config import SchedulerConfig
 from flexinfer.simulation.arrivals import Arrival, arrivals_of
 from flexinfer.simulation.fleet import Fleet, FleetRun
 from flexinfer.simulation.replica import ReplicaShape

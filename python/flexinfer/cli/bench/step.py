@@ -166,7 +166,7 @@ def save_random_model(folder: str, into: str, dtype: str, seed: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from flexinfer.models.loading import resolve_config
+    from flexinfer.models.model_config import resolve_config
 
     config = resolve_config(folder)
     torch.manual_seed(seed)

@@ -45,6 +45,13 @@ class EngineOptions:
     trust_remote_code: Annotated[
         bool, option("Changes nothing: no code of a model's repository is run.")
     ] = False
+    hf_overrides: Annotated[
+        str | None,
+        option(
+            "Values in place of those of config.json, as JSON: "
+            '{"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}.'
+        ),
+    ] = None
     generation_config: Annotated[
         str,
         option(

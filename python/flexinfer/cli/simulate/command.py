@@ -82,8 +82,8 @@ def _cost(options: SimulateOptions) -> StepCost:
 
 
 def _shape(options: SimulateOptions, cost: StepCost) -> ReplicaShape:
-    from flexinfer.config import SchedulerConfig
     from flexinfer.runtime.units import parse_bytes
+    from flexinfer.scheduler_config import SchedulerConfig
     from flexinfer.simulation.replica import ReplicaShape
     from flexinfer.vtensor import KVSpec
 

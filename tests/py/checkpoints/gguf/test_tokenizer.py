@@ -38,7 +38,7 @@ from flexinfer.checkpoints.gguf.pre_tokenizers import (
 )
 from flexinfer.checkpoints.gguf.tokenizer import load_gguf_tokenizer
 from flexinfer.errors import UnsupportedModelError
-from flexinfer.models.loading import load_config
+from flexinfer.models.model_config import load_config
 from helpers.gguf.files import add_sizes, finish
 from helpers.gguf.models import CONFIGS
 
