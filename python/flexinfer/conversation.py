@@ -18,6 +18,7 @@ from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from flexinfer.engine.detokenizer import IncrementalDetokenizer
 from flexinfer.engine.history import History, PlainFormat, choose_format
 from flexinfer.errors import EngineError, ReleasedError, RequestError
 from flexinfer.outputs import CompletionOutput, RequestOutput
@@ -118,7 +119,7 @@ class Conversation:
         except BaseException:
             self._history.take_back()
             raise
-        self._answered(prompt, output.outputs[0])
+        self._answered(prompt, output.outputs[0], params)
         return output
 
     def stream(
@@ -148,7 +149,7 @@ class Conversation:
             raise
         finally:
             if is_kept:
-                self._answered(prompt, said)
+                self._answered(prompt, said, params)
             else:
                 self._history.take_back()
 
@@ -175,7 +176,7 @@ class Conversation:
         prompt = self.token_ids
         output = self._complete(prompt, sampling_params)
         self._history.token_ids = [*prompt, *output.outputs[0].token_ids]
-        self._keep()
+        self._keep_what_was_computed()
         return output
 
     def fork(self) -> Conversation:
@@ -233,27 +234,54 @@ class Conversation:
     def _tokens(self, prompt: list[int]) -> TokensPrompt:
         return {"prompt_token_ids": prompt, "cache_salt": self._cache_salt}
 
-    def _answered(self, prompt: list[int], answer: CompletionOutput) -> None:
-        self._history.answer(prompt, self._without_stop_string(answer), answer.text)
-        self._keep()
+    def _answered(
+        self, prompt: list[int], answer: CompletionOutput, params: SamplingParams
+    ) -> None:
+        said = self._without_stop_string(prompt, answer, params)
+        self._history.answer(prompt, said, answer.text)
+        self._keep_what_was_computed()
 
-    def _without_stop_string(self, answer: CompletionOutput) -> list[int]:
+    def _without_stop_string(
+        self, prompt: list[int], answer: CompletionOutput, params: SamplingParams
+    ) -> list[int]:
         """The answer's tokens without those of a stop string, which is not part of the text."""
         tokens = list(answer.token_ids)
-        if isinstance(answer.stop_reason, str):
-            tokenizer = self._llm.get_tokenizer()
-            while tokens and not answer.text.startswith(tokenizer.decode(tokens)):
-                tokens.pop()
+        if not isinstance(answer.stop_reason, str):
+            return tokens
+        detokenizer = IncrementalDetokenizer(
+            self._llm.get_tokenizer(), prompt, skip_special_tokens=params.skip_special_tokens
+        )
+        length = num_said = 0
+        for number, token in enumerate(tokens, 1):
+            text = detokenizer.append(token)
+            length += len(text)
+            if length > len(answer.text):
+                return tokens[:num_said]
+            if text:  # else of a character that the next ones end, perhaps in the stop string
+                num_said = number
         return tokens
 
+    def _keep_what_was_computed(self) -> None:
+        """An adapter may have been loaded anew since the turn before."""
+        engine = self._llm.llm_engine
+        self._kv_salt = engine.kv_salt(self._cache_salt, self._lora_request)
+        self._keep()
+
     def _keep(self) -> None:
-        """Pin what is recorded of the tokens, then let the pin of the turn before go."""
+        """Pin what is recorded of the tokens, then let the pin of the turn before go. Asleep, the
+        engine pins nothing: what was pinned stays so until the next turn."""
         if not self.token_ids:
             self._unpin()
             return
         pin = f"conversation {next(_pin_ids)}"
-        manager = self._llm.llm_engine.manager
-        manager.pin_prefix(self.token_ids, pin, cache_salt=self._kv_salt)
+        engine = self._llm.llm_engine
+        snapshots = engine.scheduler.states.snapshots
+        try:
+            snapshots.pin_prefix(self.token_ids, pin, None, self._kv_salt)
+        except ValueError:
+            if not engine.manager.asleep:
+                raise
+            return
         self._unpin()
         self._pin = pin
 

@@ -11,7 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from flexinfer import LLM, Conversation, ReleasedError, RequestError, SamplingParams
+from flexinfer import LLM, Conversation, LoRARequest, ReleasedError, RequestError, SamplingParams
+from helpers.hybrids import make_hybrid
+from helpers.lora_kit import save_adapter
 from helpers.tiny_models import (
     make_model,
     make_tokenizer,
@@ -221,6 +223,55 @@ def test_without_a_template_an_answer_ends_before_the_next_user(tmp_path: Path) 
         assert make_tokenizer().decode(output.prompt_token_ids) == "User: hello\nAssistant:"
 
 
+def test_an_answer_that_ends_at_a_stop_string_keeps_its_tokens(tmp_path: Path) -> None:
+    """Its special tokens are in no text. The answer before it tokenizes differently, so that what
+    the model sees of this one are its tokens alone."""
+    tokenizer = make_tokenizer()
+    special = tokenizer.bos_token_id
+    allowed = [*(tokenizer.encode(letter)[0] for letter in "abcdefg"), special]
+    say = {"allowed_token_ids": allowed, "logit_bias": {special: 3}, "stop": "g", "min_tokens": 8}
+    model = save_chat_model(tmp_path)
+    with LLM(model, kv_cache_memory_bytes="16MiB") as llm, llm.conversation() as chat:
+        chat.say("hi", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+        output = chat.say("go", SamplingParams(seed=5, max_tokens=60, **say))
+        (answer,) = output.outputs
+        assert answer.stop_reason == "g"
+        assert special in answer.token_ids
+        kept = [*output.prompt_token_ids, *answer.token_ids[:-1]]
+        assert chat.token_ids == kept
+        assert chat.say("on", GREEDY).prompt_token_ids[: len(kept)] == kept
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_recurrent_state_is_kept_as_its_kv_is() -> None:
+    settings = {"kv_cache_memory_bytes": 1 << 20, "chunk_bytes": 4096, "max_num_seqs": 2}
+    with (
+        LLM(make_hybrid("qwen3_next"), skip_tokenizer_init=True, **settings) as llm,
+        llm.conversation(list(range(1, 121))) as chat,
+    ):
+        chat.generate(GREEDY)
+        for prompt in random_prompts((200,) * 30):
+            llm.generate({"prompt_token_ids": prompt}, GREEDY, use_tqdm=False)
+        chat.append([7, 8, 9])
+        assert chat.generate(GREEDY).num_cached_tokens == 131
+
+
+def test_an_adapter_that_is_loaded_anew_has_kv_of_its_own(tmp_path: Path) -> None:
+    save_adapter(tmp_path, seed=1)
+    with make_llm(enable_lora=True) as llm:
+        adapter = LoRARequest("sql", 1, str(tmp_path))
+        with llm.conversation(list(range(1, 121)), lora_request=adapter) as chat:
+            chat.generate(GREEDY)
+            llm.llm_engine.remove_lora(1)
+            save_adapter(tmp_path, seed=2)
+            chat.append([7])
+            chat.generate(GREEDY)
+            llm.reset_prefix_cache()  # but what is pinned
+            num_kept = len(chat.token_ids) - 1
+            chat.append([8])
+            assert chat.generate(GREEDY).num_cached_tokens == num_kept
+
+
 def test_tenants_do_not_share(llm: LLM) -> None:
     (prompt,) = random_prompts((40,))
     with (
@@ -264,6 +315,34 @@ def test_a_conversation_that_ends_while_the_engine_sleeps_keeps_no_memory(llm: L
     llm.wake_up()
     llm.reset_prefix_cache()
     assert llm.llm_engine.manager.stats().recorded_tokens == before
+
+
+def test_turns_and_the_engines_sleep_may_cross(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(save_chat_model(tmp_path), kv_cache_memory_bytes="16MiB") as llm:
+        generate = llm.generate
+
+        def then_sleep(*args: Any, **settings: Any) -> Any:
+            outputs = generate(*args, **settings)
+            llm.sleep()
+            return outputs
+
+        def said() -> list[Any]:
+            return [message["content"] for message in chat.messages if message["role"] == "user"]
+
+        with llm.conversation() as chat:
+            chat.say("one", GREEDY)
+            with monkeypatch.context() as crossed:
+                crossed.setattr(llm, "generate", then_sleep)
+                chat.say("two", GREEDY)
+            assert said() == ["one", "two"]
+            assert chat.take_back() == "two"
+            with chat.fork() as fork:
+                llm.wake_up()
+                for one in (chat, fork):
+                    assert one.say("three", GREEDY).num_cached_tokens > 0
+        check_nothing_is_left(llm)
 
 
 def test_a_turn_that_fails_changes_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,8 +163,9 @@ class Admission:
         """What the request alone, without forks, holds at most; its last token needs no KV."""
         return self.manager.bytes_for(request.max_num_tokens - 1) + self.states.bytes_for(1)
 
-    def explain_shortage(self, request: Request) -> str:
-        """For the caller of a request that does not fit."""
+    def explain_shortage(self, request: Request, num_others: int = 0) -> str:
+        """For the caller of a request that does not fit; num_others: requests that run and are not
+        preempted for it."""
         manager = self.manager
         needed = manager.bytes_for(request.num_tokens)
         needed += self.states.bytes_for(1 + request.num_forks)
@@ -179,6 +180,8 @@ class Admission:
                 ": the budget has them, but the system gives no more memory. Other processes, or "
                 "the limit of a container, leave too little"
             )
+        if num_others > 0:
+            found += f" to all; {num_others} other requests run and preemption is off"
         return (
             f"request {request.request_id!r} needs KV memory for {request.num_tokens} tokens "
             f"({needed} bytes{has}){found}"

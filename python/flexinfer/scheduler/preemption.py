@@ -20,7 +20,7 @@ SWAP_BYTES_PER_S = 1e9
 
 Cause = Literal["growth", "activations", "budget lowered"]
 """What memory is taken for."""
-Reason = Literal["configured", "cheaper", "no swap space", "swap space is full"]
+Reason = Literal["configured", "cheaper", "no swap space", "swap space is full", "row of a fork"]
 REASONS: dict[str, tuple[Reason, ...]] = {
     "recompute": get_args(Reason),
     "swap": ("configured", "cheaper"),

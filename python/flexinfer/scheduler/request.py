@@ -73,6 +73,9 @@ class Request:
     """A step ends at multiples of so many tokens."""
     num_extended_tokens: int = 0
     """Tokens that `vtensor` backs with memory."""
+    is_forked: bool = False
+    """Whether another has begun with the same KV: to go on takes a copy of the row where they part,
+    even when that one has ended."""
     num_asked_rows: int = 0
     """Rows that the worker was asked to map, ahead of need."""
     num_prefill_tokens: int = 0
@@ -217,6 +220,7 @@ class Request:
         self.num_computed_tokens = self.num_launched_tokens = 0
         self.num_extended_tokens = 0
         self.num_prefill_tokens = 0
+        self.is_forked = False
 
     def note_scored(self, num_computed_tokens: int) -> None:
         """The prompt is scored as far as it is computed, but for what follows its last token."""

@@ -180,8 +180,6 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
-    # Forks.
-
     def fork(self, parent: Request, child: Request) -> None:
         """Run `child` beside `parent`: it shares all that is computed of it, and copies the tail
         row when it writes there (PagedAttention, section 4.4: fork, append, free).
@@ -195,6 +193,7 @@ class Scheduler:
             self.waiting.put_back(child)
             return
         child.start_forked(parent, vtensor)
+        parent.is_forked = child.is_forked = True
         child.metrics.chunks_aliased += vtensor.info().chunks_aliased
         self.running[child.request_id] = child
 
@@ -216,9 +215,8 @@ class Scheduler:
             self.waiting.put_back(request)
 
     def _try_fork(self, parent: Request, child: Request) -> VTensor | None:
-        if parent.request_id not in self.running or parent.vtensor is None:
-            return None
-        if self.num_seqs >= self.config.max_num_seqs:
+        is_running = parent.request_id in self.running and self.num_seqs < self.config.max_num_seqs
+        if not is_running or parent.vtensor is None:
             return None
         try:
             self.states.fork(parent, child)
@@ -264,11 +262,12 @@ class Scheduler:
 
     def preempt(self, request: Request, cause: Cause) -> None:
         """Take the memory of a running request; it goes on later where it was."""
-        vtensor = request.vtensor
-        assert vtensor is not None
         decision = self.swapped.choose(request)
-        if decision.mode == "swap" and not self.swapped.try_move_out(request, vtensor):
+        if decision.mode == "swap" and not self.swapped.try_move_out(request):
             decision = Decision("recompute", "swap space is full")
+        self._give_way(request, decision, cause)
+
+    def _give_way(self, request: Request, decision: Decision, cause: Cause) -> None:
         if decision.mode == "recompute":
             self.suspend(request)
             self.waiting.put_back(request)
@@ -390,10 +389,12 @@ class Scheduler:
             self.pins.keep_to_export(request)
 
     def _fail(self, request: Request, batch: Batch) -> None:
-        """It does not fit, and no other request may be preempted: waiting longer cannot help it."""
-        message = self.admission.explain_shortage(request)
-        if not self.preemption.is_on and len(self.running) > 1:
-            num_others = len(self.running) - 1
-            message += f" to all; {num_others} other requests run and preemption is off"
-        self.abort([request], "error", message)
+        """It does not fit, and no other request may be preempted: waiting longer cannot help it,
+        unless, computed anew, it has no row to copy."""
+        if self.preemption.is_on and request.is_forked:
+            self._give_way(request, Decision("recompute", "row of a fork"), "growth")
+            batch.preempted.append(request)
+            return
+        num_others = 0 if self.preemption.is_on else len(self.running) - 1
+        self.abort([request], "error", self.admission.explain_shortage(request, num_others))
         batch.failed.append(request)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING
 
 from sortedcontainers import SortedKeyList
 
@@ -17,9 +16,6 @@ from flexinfer.scheduler.admission import Admission
 from flexinfer.scheduler.preemption import Decision, PreemptionPolicy
 from flexinfer.scheduler.queue import SortKey
 from flexinfer.scheduler.request import Request
-
-if TYPE_CHECKING:
-    from flexinfer.vtensor import VTensor
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +53,10 @@ class SwappedRequests:
         num_bytes = request.num_extended_tokens * self._bytes_per_token
         return self._policy.choose(num_lost, num_bytes, num_lost * self._bytes_per_token)
 
-    def try_move_out(self, request: Request, vtensor: VTensor) -> bool:
+    def try_move_out(self, request: Request) -> bool:
         """False: no room in the store, or on the disk under it; nothing changed."""
+        vtensor = request.vtensor
+        assert vtensor is not None
         start_s = time.perf_counter()
         try:
             if not vtensor.try_swap_out():

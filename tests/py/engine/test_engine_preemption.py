@@ -168,3 +168,28 @@ def test_without_preemption_a_shortage_ends_one_request_with_the_numbers() -> No
     )
     check(final, prompts, 16, cut_short={"2"})
     engine.close()
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(n=3, seed=1, max_tokens=5), BeamSearchParams(beam_width=3, max_tokens=5)],
+)
+def test_who_is_left_of_siblings_copies_no_row_that_does_not_fit(
+    params: Any, mode: str, has_cache: bool
+) -> None:
+    """The chunk is all there is, and the row where they parted is still shared: one is computed
+    anew, as it would have been admitted."""
+    settings = {"chunk_bytes": 16384, "max_model_len": 16, "enable_prefix_caching": has_cache}
+    settings |= {"swap_space": "1MiB", "preemption_mode": mode}
+    answers = []
+    for num_chunks in (1, 32):
+        engine = make_engine(kv_cache_memory_bytes=num_chunks * 16384, **settings)
+        engine.add_request("x", list(range(5, 13)), params)
+        (output,) = drain(engine).values()
+        answers.append([(part.finish_reason, part.token_ids) for part in output.outputs])
+        engine.manager.check_integrity()
+        engine.close()
+    assert answers[0] == answers[1]
+    assert {reason for reason, _ in answers[0]} == {"length"}
