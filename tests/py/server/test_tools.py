@@ -14,7 +14,7 @@ from flexinfer.server.api.tools import ToolUse
 from flexinfer.server.chat_renderer import ChatPrompt, ChatRenderer, with_tools_in_words
 from flexinfer.server.parsing.pieces import read_whole
 from flexinfer.server.parsing.tool_formats import tool_format
-from flexinfer.server.protocol.chat import Function, Message, Tool
+from flexinfer.server.protocol.chat import Function, Message, NamedToolChoice, Tool
 from helpers.serving import MODEL
 from helpers.tiny_models import make_tokenizer
 
@@ -160,6 +160,14 @@ def test_a_template_without_tools_gets_them_in_words() -> None:
     parser = tool_format("hermes").make({"clock": {}})
     assert [call.name for call in read_whole(parser, said["content"]).calls] == ["clock"]
     assert (answer["role"], "noon" in answer["content"]) == ("user", True)
+
+
+def test_a_tool_is_a_function_unless_it_says_otherwise() -> None:
+    """As vLLM and SGLang have it, whose clients leave the type out."""
+    assert Tool.model_validate({"function": {"name": "clock"}}).type == "function"
+    assert NamedToolChoice.model_validate({"function": {"name": "clock"}}).type == "function"
+    with pytest.raises(ValueError, match="Input should be 'function'"):
+        Tool.model_validate({"type": "custom", "function": {"name": "clock"}})
 
 
 def test_a_list_of_calls_may_be_bounded_to_one() -> None:

@@ -82,7 +82,7 @@ class Function(Model):
 
 
 class Tool(Model):
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: Function
 
     @classmethod
@@ -102,7 +102,7 @@ class NamedFunction(Model):
 
 
 class NamedToolChoice(Model):
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: NamedFunction
 
 
