@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flexinfer.outputs import CompletionOutput
@@ -9,6 +10,7 @@ from flexinfer.server.api.reading import Reading
 from flexinfer.server.observability.logs import new_id
 from flexinfer.server.parsing.pieces import (
     Answer,
+    CallArguments,
     CallStart,
     Content,
     Parser,
@@ -27,6 +29,7 @@ class Saying:
     call_ids: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     has_reasoned: bool = False
+    _num_read_calls: int = 0
 
     @staticmethod
     def begin(reading: Reading) -> Saying:
@@ -43,6 +46,8 @@ class Saying:
             self.has_reasoned |= any(isinstance(piece, Reasoning) for piece in pieces)
             if not self.reading.shows_reasoning:
                 pieces = [piece for piece in pieces if not isinstance(piece, Reasoning)]
+            if not self.reading.tools.parallel:
+                pieces = self._without_more_calls(pieces)
             pieces = joined(pieces)
         self.answer.add(pieces)
         self.call_ids += [self._new_id() for piece in pieces if isinstance(piece, CallStart)]
@@ -75,6 +80,16 @@ class Saying:
             ToolCall(id=name, function=FunctionCall(name=call.name, arguments=call.arguments))
             for name, call in zip(self.call_ids, self.answer.calls, strict=True)
         ]
+
+    def _without_more_calls(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """All but what belongs to calls behind the first."""
+        kept: list[Piece] = []
+        for piece in pieces:
+            self._num_read_calls += isinstance(piece, CallStart)
+            is_call = isinstance(piece, (CallStart, CallArguments))
+            if not (is_call and self._num_read_calls > 1):
+                kept.append(piece)
+        return kept
 
     def _new_id(self) -> str:
         num_chars = self.reading.num_id_chars

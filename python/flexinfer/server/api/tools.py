@@ -37,6 +37,7 @@ class ToolUse:
     """The function that must be called."""
     required: bool = False
     parallel: bool = True
+    """Otherwise the first call is the only one."""
     harmony: HarmonyMarks | None = None
     """The form in which the model writes all calls, forced ones too."""
 
