@@ -175,6 +175,7 @@ class LLM:
         use_tqdm: ShowsProgress = True,
         lora_request: ManyAdapters = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -183,21 +184,21 @@ class LLM:
         """Continue one or many conversations, each a list of {"role": ..., "content": ...}.
 
         A conversation that goes on from an earlier one finds its KV in the prefix cache.
-        `chat_template_kwargs`: what the template may ask for, such as {"enable_thinking": False}.
+        `chat_template_kwargs`: what the template may ask for, such as {"enable_thinking": False};
+        `chat_template_content_format`: as for `InputProcessor.render`.
         """
         if chat_template_kwargs is not None:
             self.llm_engine.inputs.check_template_kwargs(chat_template_kwargs)
         prompts: list[Prompt] = [
-            {
-                "prompt_token_ids": self.llm_engine.inputs.apply_chat_template(
-                    conversation,
-                    chat_template,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tools=tools,
-                    **(chat_template_kwargs or {}),
-                )
-            }
+            self.llm_engine.inputs.chat_prompt(
+                conversation,
+                chat_template,
+                chat_template_content_format=chat_template_content_format,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
             for conversation in listed_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, TypedDict
+from typing import Literal, NotRequired, TypeAlias, TypedDict
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """Why a completion ended: a stop token or string; a length limit; the caller; a failure."""
@@ -31,6 +31,8 @@ class TokensPrompt(_PromptOptions):
     """A prompt as token ids, used exactly as they are."""
 
     prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    """Their text, for outputs to show."""
 
 
 Prompt: TypeAlias = "str | Sequence[int] | TextPrompt | TokensPrompt"

@@ -122,6 +122,44 @@ def test_a_template_is_given_what_the_caller_has_for_it(llm: LLM) -> None:
         assert llm.get_tokenizer().decode(output.prompt_token_ids) == text
 
 
+def test_a_chat_shows_what_the_template_made_of_it(llm: LLM) -> None:
+    """Parts where it takes them, arguments as values: as the server."""
+    template = (
+        "{% for m in messages %}{{ '<' ~ m.role ~ '>' }}"
+        "{% for p in m['content'] %}{{ p['text'] }}{% endfor %}"
+        "{% for c in m.tool_calls or () %}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    chat: list[dict[str, object]] = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    (output,) = llm.chat(chat, GREEDY, use_tqdm=False, chat_template=template)
+    assert output.prompt == '<user>hello<assistant>{"x": 1}'
+    assert call["function"] == {"name": "f", "arguments": '{"x": 1}'}
+    (output,) = llm.chat(
+        chat[:1],
+        GREEDY,
+        use_tqdm=False,
+        chat_template="{{ messages[0].content }}",
+        chat_template_content_format="openai",
+    )
+    assert output.prompt == "[{'type': 'text', 'text': 'hello'}]"
+
+
+def test_a_conversation_reaches_a_template_of_parts(model_path: str) -> None:
+    template = (
+        "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }} {% endfor %}{% endfor %}"
+    )
+    with (
+        LLM(model_path, chat_template=template, kv_cache_memory_bytes="8MiB") as own,
+        own.conversation() as talk,
+    ):
+        output = talk.say("hello", GREEDY)
+        assert own.get_tokenizer().decode(output.prompt_token_ids).strip() == "hello"
+
+
 def test_bad_words_are_texts_that_a_tokenizer_reads() -> None:
     with pytest.raises(ValueError, match="bad_words has half a surrogate pair"):
         SamplingParams(bad_words=["a\ud800"])
@@ -140,6 +178,7 @@ def test_empty_data_of_other_kinds_is_none(llm: LLM) -> None:
         ({"chat_template": 3}, "the chat template cannot render"),
         ({"tools": 3}, "the chat template cannot render"),
         ({"chat_template": "{{ '\ud800' }}"}, "a text has half a surrogate pair"),
+        ({"chat_template_content_format": "parts"}, "must be one of 'auto', 'string', 'openai'"),
         ({"chat_template_kwargs": {"tokenize": True}}, "for the template, and may not set 'tokeni"),
         ({"chat_template_kwargs": ["a"]}, "chat_template_kwargs must be a dict"),
         ({"continue_final_message": True}, "the chat template cannot render"),

@@ -7,6 +7,8 @@ Typer gives `--no-...` a column of its own, and cuts names off where the columns
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from typer.core import TyperCommand
@@ -29,7 +31,29 @@ class WholeNames(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         shown = copy.copy(self)
         shown.params = [_with_one_name(p) for p in self.params if not getattr(p, "hidden", False)]
-        super(WholeNames, shown).format_help(ctx, formatter)
+        with _names_uncut():
+            super(WholeNames, shown).format_help(ctx, formatter)
+
+
+@contextmanager
+def _names_uncut() -> Iterator[None]:
+    """Typer makes its tables itself, and rich cuts the longest words of all columns alike; until
+    typer keeps names from that."""
+    from rich.table import Table
+    from typer import rich_utils
+
+    module: Any = rich_utils
+
+    class WholeFirstColumn(Table):
+        def add_row(self, *cells: Any, **settings: Any) -> None:
+            super().add_row(*cells, **settings)
+            self.columns[0].no_wrap = True
+
+    module.Table = WholeFirstColumn
+    try:
+        yield
+    finally:
+        module.Table = Table
 
 
 def _with_one_name(param: Any) -> Any:

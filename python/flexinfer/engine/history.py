@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from flexinfer.engine.chat_template import template_source, template_traits
+from flexinfer.engine.template_messages import template_messages
 from flexinfer.types import ChatMessage
 
 _MARK = "FLEXINFERLASTANSWER"
@@ -64,8 +66,9 @@ class TemplateFormat:
             return self._apply([{**messages[1], "content": first}, *messages[2:]])
 
     def _apply(self, messages: list[ChatMessage]) -> str:
+        traits = template_traits(template_source(self._tokenizer))
         text: str = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
+            template_messages(messages, traits), tokenize=False, add_generation_prompt=True
         )
         return text
 

@@ -10,11 +10,13 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from flexinfer.engine.chat_template import template_source, template_traits
+from flexinfer.engine.template_messages import template_messages
 from flexinfer.errors import RequestError, UnsupportedModelError
 from flexinfer.lora.adapters import SALT_PREFIX
 from flexinfer.runtime.numbers import whole
 from flexinfer.runtime.reasons import reason_of
-from flexinfer.types import Messages, Prompt
+from flexinfer.types import Messages, Prompt, TokensPrompt
 
 NOT_SERVED = ("multi_modal_data", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt")
 """What prompts of vLLM may have beside their text, or in its place."""
@@ -48,11 +50,11 @@ class InputProcessor:
             return ParsedPrompt(prompt, self._tokenize(prompt))
         return ParsedPrompt(None, self._check_ids(prompt))
 
-    def apply_chat_template(
+    def chat_prompt(
         self, messages: Messages, chat_template: str | None = None, **kwargs: Any
-    ) -> list[int]:
-        """Token ids of a conversation, by the tokenizer's chat template or the one given. Raises
-        RequestError."""
+    ) -> TokensPrompt:
+        """A conversation as text and token ids, by the tokenizer's chat template or the one given;
+        `kwargs` as for `render`. Raises RequestError."""
         try:
             text = self.render(messages, chat_template, **kwargs)
         except RequestError:
@@ -61,7 +63,7 @@ class InputProcessor:
             raise RequestError(
                 f"the chat template cannot render this conversation: {error}"
             ) from error
-        return self.tokenize_rendered(text)
+        return {"prompt": text, "prompt_token_ids": self.tokenize_rendered(text)}
 
     def check_template_kwargs(self, kwargs: Mapping[str, Any] | None) -> None:
         """Raises RequestError for names that the template would not see: those of arguments."""
@@ -89,17 +91,30 @@ class InputProcessor:
         ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
-    def render(self, messages: Messages, chat_template: str | None = None, **kwargs: Any) -> str:
-        """What the model reads of a conversation, as text."""
+    def render(
+        self,
+        messages: Messages,
+        chat_template: str | None = None,
+        *,
+        chat_template_content_format: str = "auto",
+        **kwargs: Any,
+    ) -> str:
+        """What the model reads of a conversation, as text. `chat_template_content_format`: how the
+        template takes the content of messages ("string", "openai"), if that is not to be read off
+        it ("auto"). Raises RequestError, and whatever the template raises."""
         tokenizer = self._require_tokenizer("chat")
         if chat_template is None and getattr(tokenizer, "chat_template", None) is None:
             raise RequestError(
                 "the model's tokenizer has no chat template: give one (chat_template=, or "
                 "--chat-template of flexinfer serve), or use plain prompts"
             )
-        plain = [_in_plain_text(message) for message in messages]
+        source = template_source(tokenizer, chat_template, kwargs.get("tools"))
+        traits = template_traits(source, chat_template_content_format)
         text: str = tokenizer.apply_chat_template(
-            plain, chat_template=chat_template, tokenize=False, **kwargs
+            template_messages(messages, traits),
+            chat_template=chat_template,
+            tokenize=False,
+            **kwargs,
         )
         return text
 
@@ -178,24 +193,6 @@ def _check_characters(text: str) -> None:
             f"a text has half a surrogate pair ({text[error.start]!r}) at character {error.start}: "
             "no tokenizer reads that"
         ) from None
-
-
-def _in_plain_text(message: Any) -> Mapping[str, Any]:
-    """A message whose content is text, not a list of parts; templates know the former alone."""
-    if not isinstance(message, Mapping):
-        raise RequestError(f"a message is a dict with a role and a content, got {message!r}")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str):
-        raise RequestError(f"the role of a message must be a string, got {role!r} in {message!r}")
-    if not isinstance(content, (list, tuple)):
-        has_more = content is None and not message.keys() <= {"role", "content"}  # calls of tools
-        if not isinstance(content, str) and not has_more:
-            raise RequestError(f"the content of a message must be text, got {message!r}")
-        return message
-    texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-    if not all(isinstance(text, str) for text in texts):
-        raise RequestError(f"parts of a message's content can be text alone, got {content!r}")
-    return {**message, "content": "\n".join(map(str, texts))}
 
 
 def is_single_prompt(prompts: Any) -> bool:

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flexinfer.engine.chat_template import TemplateTraits, template_traits
 from flexinfer.engine.history import writes_harmony
 from flexinfer.engine.inputs import InputProcessor
+from flexinfer.engine.template_messages import template_messages
 from flexinfer.errors import RequestError
 from flexinfer.server.harmony_messages import harmony_messages, harmony_tools
 from flexinfer.server.http.errors import bad_request
 from flexinfer.server.protocol.chat import Message, Tool
+
+logger = logging.getLogger(__name__)
 
 TOOL_PROMPT = """\
 You may call these functions, each described by a JSON schema:
@@ -52,16 +57,31 @@ class ChatPrompt:
 class ChatRenderer:
     """Thread-safe: the tokenizer is only read."""
 
-    def __init__(self, inputs: InputProcessor, chat_template: str | None) -> None:
-        """`chat_template`: Jinja source of the operator; None: that of the tokenizer."""
+    def __init__(
+        self,
+        inputs: InputProcessor,
+        chat_template: str | None,
+        content_format: str = "auto",
+    ) -> None:
+        """`chat_template`: Jinja source of the operator; None: that of the tokenizer.
+        `content_format`: one of CONTENT_FORMATS."""
         self._inputs = inputs
         self._template = chat_template
+        self._content_format = content_format
         tokenizer = inputs.tokenizer
         own = getattr(tokenizer, "chat_template", None)
         source = str(chat_template or own or "")
         self.knows_tools = "tools" in source
         self.writes_harmony = writes_harmony(source)
         self._knows_documents = "documents" in source
+        found, wanted = template_traits(source), template_traits(source, content_format)
+        if found != wanted:
+            logger.warning(
+                "chat_template_content_format is %r, but the chat template seems to take %s: what "
+                "it does not read of messages is lost without an error",
+                content_format,
+                "a list of parts" if found.takes_parts else "a text",
+            )
 
     async def render(self, prompt: ChatPrompt) -> list[int]:
         """Token ids; rendering and tokenizing run in a thread. Raises APIError, RequestError."""
@@ -77,8 +97,10 @@ class ChatRenderer:
                 raise bad_request(str(error), "chat_template_kwargs") from None
         if prompt.documents and not self._knows_documents:
             raise bad_request("the model's chat template has no place for documents", "documents")
-        messages = [as_template_message(message) for message in prompt.messages]
+        messages = [as_dict(message) for message in prompt.messages]
         tools = [tool.model_dump(exclude_none=True) for tool in prompt.tools] or None
+        if self.writes_harmony or not self.knows_tools:
+            messages = template_messages(messages, TemplateTraits())  # text, to be put otherwise
         if not self.knows_tools:
             messages = with_tools_in_words(messages, tools)
             tools = None
@@ -89,6 +111,7 @@ class ChatRenderer:
             text = self._inputs.render(
                 messages,
                 self._template,
+                chat_template_content_format=self._content_format,
                 tools=tools,
                 documents=prompt.documents or None,
                 add_generation_prompt=prompt.add_generation_prompt,
@@ -124,10 +147,12 @@ def check_num_chars(num_chars: int, inputs: InputProcessor, param: str) -> None:
         )
 
 
-def as_template_message(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: plain text, tool calls' arguments as values."""
-    role = "system" if message.role == "developer" else message.role
-    out: dict[str, Any] = {"role": role, "content": message.text}
+def as_dict(message: Message) -> dict[str, Any]:
+    """A message as `InputProcessor.render` takes it."""
+    content: Any = message.content
+    if not isinstance(content, str):
+        content = [{"type": "text", "text": part.words} for part in content or ()]
+    out: dict[str, Any] = {"role": message.role, "content": content}
     if message.name is not None:
         out["name"] = message.name
     if message.tool_call_id is not None:
@@ -136,17 +161,7 @@ def as_template_message(message: Message) -> dict[str, Any]:
     if reasoning:
         out["reasoning_content"] = reasoning
     if message.tool_calls:
-        out["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments),
-                },
-            }
-            for call in message.tool_calls
-        ]
+        out["tool_calls"] = [call.model_dump() for call in message.tool_calls]
     return out
 
 
@@ -168,17 +183,8 @@ def with_tools_in_words(
     if tools:
         lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         words = TOOL_PROMPT.format(tools=lines)
-        if out and out[0]["role"] == "system":
+        if out and out[0]["role"] in ("system", "developer"):
             out[0]["content"] = f"{out[0]['content']}\n\n{words}".lstrip()
         else:
             out.insert(0, {"role": "system", "content": words})
     return out
-
-
-def _arguments(text: str) -> Any:
-    try:
-        return json.loads(text) if text else {}
-    except ValueError:
-        raise bad_request(
-            f"arguments of a tool call must be JSON, got {text[:200]!r}", "messages"
-        ) from None

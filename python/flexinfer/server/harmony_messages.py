@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-TemplateMessage = dict[str, Any]
+from flexinfer.engine.template_messages import TemplateMessage
+
+INSTRUCTING = ("system", "developer")
 
 
 def harmony_messages(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     """The same chat; nothing of it is changed in place."""
-    instructions = [m["content"] for m in messages if m["role"] == "system" and m["content"]]
+    instructions = [m["content"] for m in messages if m["role"] in INSTRUCTING and m["content"]]
     out: list[TemplateMessage] = []
     if instructions:
         out.append({"role": "system", "content": "\n\n".join(instructions)})
-    turns = _joined(message for message in messages if message["role"] != "system")
+    turns = _joined(message for message in messages if message["role"] not in INSTRUCTING)
     for idx, message in enumerate(turns):
         if message["role"] == "tool" and idx and turns[idx - 1]["role"] in ("assistant", "tool"):
             continue  # stands with its call

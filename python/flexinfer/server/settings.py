@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from flexinfer.engine.chat_template import CONTENT_FORMATS
+from flexinfer.runtime.json_options import require_choice
 from flexinfer.server.handover.endpoints import Endpoint, endpoint_of
 from flexinfer.server.http.hosts import is_loopback
 from flexinfer.server.http.tls import TLSSettings
@@ -27,6 +29,8 @@ class ServerSettings:
     admin_api_key: str | None = None
     chat_template: str | None = None
     """Jinja source; None: that of the tokenizer."""
+    chat_template_content_format: str = "auto"
+    """How it takes the content of messages: one of CONTENT_FORMATS in engine/chat_template.py."""
     tool_call_parser: str = "hermes"
     """The form in which the model writes its calls: a name in parsing/tool_formats.py. Harmony, by
     this name, the next or the chat template, is the form of calls and of reasoning at once."""
@@ -115,6 +119,9 @@ class ServerSettings:
         for name in (*times, "handover_timeout_s", "timeout_keep_alive"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
+        require_choice(
+            "chat_template_content_format", self.chat_template_content_format, CONTENT_FORMATS
+        )
         if self.chat_template is not None:
             check_template(self.chat_template)
         adapters = [module.name for module in self.lora_modules]

@@ -54,7 +54,9 @@ class ServerState:
         own_template = getattr(llm.tokenizer, "chat_template", None)
         if settings.chat_template is None and isinstance(own_template, str):
             check_template(own_template)
-        self.chat = ChatRenderer(llm.inputs, settings.chat_template)
+        self.chat = ChatRenderer(
+            llm.inputs, settings.chat_template, settings.chat_template_content_format
+        )
         self.forms = choose_forms(
             settings.tool_call_parser,
             settings.reasoning_parser,

@@ -20,6 +20,7 @@ from flexinfer.cli.options import (
     QUANTIZATION_HELP,
     THREADS_HELP,
 )
+from flexinfer.cli.serve.chat_options import ChatOptions
 from flexinfer.cli.serve.config_file import load_config_file
 
 
@@ -88,9 +89,6 @@ class EngineOptions:
             "Maximum number of tokens per request, prompt and answer together; also as 8k (8,000) "
             "or 8K (8,192). By default, as by auto or -1, what model and memory allow."
         ),
-    ] = None
-    chat_template: Annotated[
-        str | None, option("Jinja file or text, in place of the tokenizer's.")
     ] = None
     tool_call_parser: Annotated[
         str, option("How the model writes its calls, such as llama3_json: docs/server.md.")
@@ -384,6 +382,7 @@ class ServeOptions(  # the last base's fields come first in the help
     SchedulingOptions,
     AdapterOptions,
     MemoryOptions,
+    ChatOptions,
     EngineOptions,
     ModelArgument,
 ):

@@ -13,6 +13,7 @@ from flexinfer.server.protocol.chat import (
     Message,
     NamedFunction,
     NamedToolChoice,
+    TextPart,
     Tool,
     ToolCall,
     ToolChoice,
@@ -75,7 +76,7 @@ def _messages(body: PromptFields) -> list[Message]:
             if last is None or last.role != message.role or message.role == "tool":
                 messages.append(message)
                 continue
-            last.content = "\n".join(filter(None, (last.text, message.text)))
+            last.content = [*_parts(last), *_parts(message)]
             last.tool_calls = [*(last.tool_calls or ()), *(message.tool_calls or ())] or None
             last.reasoning_content = message.reasoning_content or last.reasoning_content
     return messages
@@ -96,7 +97,7 @@ def _turn(turn: MessageParam) -> list[Message]:
             raise _misplaced(block, turn.role)
     texts = [block for block in turn.content if isinstance(block, TextBlock)]
     if texts:
-        messages.append(Message(role=turn.role, content=_text(texts)))
+        messages.append(Message(role=turn.role, content=_content(texts)))
     return messages
 
 
@@ -115,7 +116,7 @@ def _assistant(blocks: Sequence[Block]) -> Message:
             raise _misplaced(block, "assistant")
     return Message(
         role="assistant",
-        content=_text(texts),
+        content=_content(texts),
         tool_calls=calls or None,
         reasoning_content="\n".join(thoughts) or None,
     )
@@ -127,6 +128,19 @@ def _result(block: ToolResultBlock) -> str:
     if isinstance(block.content, str):
         text = block.content
     return f"Error: {text}" if block.is_error else text
+
+
+def _content(blocks: Sequence[TextBlock]) -> str | list[TextPart]:
+    """Parts stay apart, for templates that take them so."""
+    if len(blocks) == 1:
+        return blocks[0].text
+    return [TextPart(type="text", text=block.text) for block in blocks]
+
+
+def _parts(message: Message) -> list[TextPart]:
+    if isinstance(message.content, str):
+        return [TextPart(type="text", text=message.content)] if message.content else []
+    return list(message.content or ())
 
 
 def _text(content: str | Sequence[TextBlock]) -> str:

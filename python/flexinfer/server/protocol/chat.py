@@ -37,7 +37,7 @@ Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
 class FunctionCall(Model):
     name: str
     arguments: str
-    """JSON."""
+    """JSON, unless it was cut off by max_tokens."""
 
 
 class ToolCall(Model):
