@@ -36,6 +36,8 @@ class ServerSettings:
     this name, the next or the chat template, is the form of calls and of reasoning at once."""
     enable_auto_tool_choice: bool = True
     """Whether the model may choose to call; otherwise callers must force or forbid it."""
+    exclude_tools_when_tool_choice_none: bool = False
+    """Whether prompts are without the tools that may not be called."""
     reasoning_parser: str | None = None
     """The form of the model's reasoning: a name in parsing/reasoning.py; None: it is content."""
     lora_modules: tuple[LoRAModulePath, ...] = ()

@@ -119,6 +119,7 @@ def test_tools_in_words_reach_a_template_of_parts(served: Callable[..., Render])
     text = chat(render, SOME_PARTS, tools=[TOOL])
     assert '{"name": "clock"}' in text
     assert "<user>Hel\nlo!" in text
+    assert "clock" not in chat(render, tools=[TOOL], tool_choice="none")
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "Ro', "[1]", "null", ""])
@@ -146,6 +147,39 @@ def test_a_broken_call_in_the_history_does_not_end_the_chat(
     assert render("/v1/responses", input=items) == text
     render = served(chat_template=TEXT_ALONE)
     assert '{"name": "clock", "arguments": {}}' in render("/tokenize", messages=messages)
+
+
+def test_an_effort_says_whether_to_think(served: Callable[..., Render]) -> None:
+    """As vLLM, for templates that think only if they are asked to."""
+    render = served(chat_template=BOTH)
+    assert chat(render) == "<user>Hello!"
+    assert chat(render, reasoning_effort="high") == "<user>Hello!True"
+    assert chat(render, reasoning_effort="none") == "<user>Hello!False"
+    off = {"enable_thinking": False}
+    assert chat(render, reasoning_effort="high", chat_template_kwargs=off) == "<user>Hello!False"
+    text = render("/v1/responses", input="Hello!", reasoning={"effort": "low"})
+    assert text == "<user>Hello!True"
+    effort: Any = {"output_config": {"effort": "low"}, "max_tokens": 4}
+    turns = [{"role": "user", "content": "Hello!"}]
+    assert render("/v1/messages", messages=turns, **effort) == "<user>Hello!True"
+    effort["thinking"] = {"type": "disabled"}
+    assert render("/v1/messages", messages=turns, **effort) == "<user>Hello!False"
+
+
+def test_tools_that_may_not_be_called_stay_in_the_prompt(served: Callable[..., Render]) -> None:
+    """So the KV of a chat is found again, whatever a turn may call."""
+    render = served(chat_template=BOTH)
+    with_tools = chat(render, tools=[TOOL])
+    assert with_tools == "<user>Hello!T"
+    assert chat(render, tools=[TOOL], tool_choice="none") == with_tools
+    flat = {"type": "function", "name": "clock", "parameters": {}}
+    assert render("/v1/responses", input="Hello!", tools=[flat], tool_choice="none") == with_tools
+    turns = [{"role": "user", "content": "Hello!"}]
+    told: Any = {"tools": [{"name": "clock", "input_schema": {}}], "tool_choice": {"type": "none"}}
+    assert render("/v1/messages", messages=turns, max_tokens=4, **told) == with_tools
+    render = served(chat_template=BOTH, exclude_tools_when_tool_choice_none=True)
+    assert chat(render, tools=[TOOL], tool_choice="none") == "<user>Hello!"
+    assert chat(render, tools=[TOOL]) == with_tools
 
 
 def test_a_developer_keeps_the_role_where_the_template_knows_it(

@@ -17,3 +17,6 @@ class ChatOptions:
     chat_template_content_format: Annotated[
         str, option("What it takes messages as: string, openai (parts), or auto (read off it).")
     ] = "auto"
+    exclude_tools_when_tool_choice_none: Annotated[
+        bool, option("Keep tools out of prompts where none may be called.")
+    ] = False

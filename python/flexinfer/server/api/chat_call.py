@@ -115,7 +115,7 @@ async def prepare_chat(
 def _prompt(body: ChatRequest, messages: Sequence[Message], tools: ToolUse) -> ChatPrompt:
     return ChatPrompt(
         messages,
-        tools.tools,
+        tools.in_prompt,
         add_generation_prompt=not body.continue_final_message
         if body.add_generation_prompt is None
         else body.add_generation_prompt,
@@ -188,9 +188,9 @@ def _check_effort(state: ServerState, effort: str | None) -> None:
 def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
     """What the caller says itself goes before what its effort comes to."""
     effort = body.reasoning_effort
-    implied: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    if effort == "none":
-        implied["enable_thinking"] = False
+    implied: dict[str, Any] = {}
+    if effort is not None:
+        implied = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     return implied | (body.chat_template_kwargs or {})
 
 

@@ -33,6 +33,9 @@ class ToolUse:
     """What the fields `tools`, `tool_choice` and `parallel_tool_calls` come to."""
 
     tools: tuple[Tool, ...] = ()
+    """Those that may be called."""
+    uncalled: tuple[Tool, ...] = ()
+    """Those that may not, but that the model is told of."""
     forced: str | None = None
     """The function that must be called."""
     required: bool = False
@@ -40,6 +43,10 @@ class ToolUse:
     """Otherwise the first call is the only one."""
     harmony: HarmonyMarks | None = None
     """The form in which the model writes all calls, forced ones too."""
+
+    @property
+    def in_prompt(self) -> tuple[Tool, ...]:
+        return self.tools + self.uncalled
 
     @property
     def structure(self) -> StructuredOutputsParams | None:
@@ -95,9 +102,11 @@ def tool_use(
         if choice not in (None, "none"):
             raise bad_request("tool_choice is only allowed with tools", "tool_choice")
         return ToolUse()
-    if choice == "none":
-        return ToolUse()
     given = tuple(tools)
+    if choice == "none":
+        # Where the template knows none, words would ask for calls that nobody reads.
+        is_told = state.chat.knows_tools and not state.settings.exclude_tools_when_tool_choice_none
+        return ToolUse(uncalled=given if is_told else ())
     if isinstance(choice, NamedToolChoice):
         name = choice.function.name
         if name not in {tool.function.name for tool in given}:

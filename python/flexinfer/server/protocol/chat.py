@@ -137,7 +137,7 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Documents | None = None
     reasoning_effort: str | None = None
-    """For the chat template, too; "none" also says enable_thinking=false."""
+    """For the chat template, which is told to think by any but "none" (enable_thinking)."""
     include_reasoning: bool | None = None
     """False: reasoning is not shown."""
     return_token_ids: bool | None = None
