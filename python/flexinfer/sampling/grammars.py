@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 from flexinfer.errors import EngineError, RequestError
 from flexinfer.runtime.panics import panics_as_errors
+from flexinfer.sampling.closed_schema import closed_schema
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,7 +64,8 @@ class StructuredOutputsParams:
     """Exactly one of the fields is given. Names are those of vLLM."""
 
     json: str | dict[str, Any] | bool | None = None
-    """A JSON schema."""
+    """A JSON schema. Objects have no properties but those that it speaks of, where it does not say
+    additionalProperties itself."""
     regex: str | None = None
     """The whole text matches it (Rust's syntax: no look-around, no back-references)."""
     choice: Sequence[str] | None = None
@@ -336,16 +338,24 @@ def _grammar(params: StructuredOutputsParams) -> str:
         if "" in texts:
             return LLMatcher.grammar_from_lark(f"start: {alternatives}")
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {alternatives}")
-    schema = '{"type": "object"}' if params.kind == "json_object" else params.source
     whitespace = params.whitespace_pattern
     return LLMatcher.grammar_from_json_schema(
-        schema,
+        '{"type": "object"}' if params.kind == "json_object" else _closed(params.source),
         defaults={
             "whitespace_flexible": True,
             "whitespace_pattern": whitespace,
             "lenient": params.is_lenient,
         },
     )
+
+
+def _closed(source: str) -> str:
+    """What is no JSON is left to llguidance to say."""
+    try:
+        schema = json_module.loads(source)
+    except (ValueError, RecursionError):
+        return source
+    return json_module.dumps(closed_schema(schema))
 
 
 def _as_lark(grammar: str) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from flexinfer import RequestError
+from flexinfer.async_llm import AsyncLLM
 from flexinfer.engine.inputs import InputProcessor
 from flexinfer.server.api.tools import ToolUse
 from flexinfer.server.chat_renderer import ChatPrompt, ChatRenderer, with_tools_in_words
@@ -241,13 +243,40 @@ def test_what_no_grammar_holds_is_left_out_unless_strict(
     assert "the parameters of the tool 'f'" in error["message"]
 
 
-def test_strict_closes_objects(client: openai.OpenAI) -> None:
-    parameters = {"type": "object", "properties": {"v": {"enum": [1]}}, "required": ["v"]}
-    assert forced(client, parameters=parameters, strict=True) == {"v": 1}
-    inner = {"type": "object", "properties": {"v": parameters}}
-    tool = Tool(type="function", function=Function(name="f", parameters=inner, strict=True))
-    structure = ToolUse((tool,), forced="f").structure
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("forced_by", ["a name", "required"])
+def test_arguments_have_no_properties_but_those_named(
+    llm: AsyncLLM, strict: bool, forced_by: str
+) -> None:
+    inner = {"type": "object", "properties": {"v": {"enum": [1]}}, "required": ["v"]}
+    outer = {"type": "object", "properties": {"o": inner}, "required": ["o"]}
+    tool = Tool(type="function", function=Function(name="f", parameters=outer, strict=strict))
+    named = forced_by == "a name"
+    structure = ToolUse((tool,), forced="f" if named else None, required=not named).structure
     assert structure is not None
-    schema = json.loads(structure.source)
-    assert schema["additionalProperties"] is False
-    assert schema["properties"]["v"]["additionalProperties"] is False
+    before, after = ("", "") if named else ('[{"name":"f","arguments":', "}]")
+    good, *bad = (
+        before + arguments + after
+        for arguments in ('{"o":{"v":1}}', '{"o":{"v":1},"z":1}', '{"o":{"v":1,"z":1}}')
+    )
+    tokenizer = llm.get_tokenizer()
+    llm.grammars.check(structure, tokenizer.encode(good, add_special_tokens=False))
+    for text in bad:
+        with pytest.raises(RequestError, match="does not allow there"):
+            llm.grammars.check(structure, tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_harmonys_forced_calls_have_closed_arguments() -> None:
+    class Marks:
+        def call(self, schemas: dict[str, Any]) -> str:
+            assert schemas["f"]["additionalProperties"] is False
+            assert schemas["f"]["properties"]["o"]["additionalProperties"] is False
+            return 'start: "called"'
+
+    inner = {"type": "object", "properties": {"v": {"enum": [1]}}}
+    outer = {"type": "object", "properties": {"o": inner}}
+    tool = Tool(type="function", function=Function(name="f", parameters=outer))
+    marks: Any = Marks()
+    structure = ToolUse((tool,), required=True, harmony=marks).structure
+    assert structure is not None
+    assert structure.grammar == 'start: "called"'

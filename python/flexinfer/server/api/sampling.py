@@ -173,22 +173,9 @@ def _of_response_format(wanted: ResponseFormat | None) -> StructuredOutputsParam
         raise bad_request(
             'response_format "json_schema" needs json_schema.schema', "response_format"
         )
-    schema, is_strict = wanted.json_schema.schema_, wanted.json_schema.strict
-    if is_strict:
-        return StructuredOutputsParams(json=closed(schema))
-    return StructuredOutputsParams(json=schema, is_lenient=True)
-
-
-def closed(schema: Any) -> Any:
-    """What `strict` says: objects have no properties but those that are named."""
-    if isinstance(schema, list):
-        return [closed(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    out = {name: closed(value) for name, value in schema.items()}
-    if isinstance(schema.get("properties"), dict):
-        out.setdefault("additionalProperties", False)
-    return out
+    return StructuredOutputsParams(
+        json=wanted.json_schema.schema_, is_lenient=not wanted.json_schema.strict
+    )
 
 
 def _check_fields(state: ServerState, fields: SamplingFields, logprobs: int | None) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 from flexinfer.errors import RequestError
 from flexinfer.outputs import CompletionOutput
+from flexinfer.sampling.closed_schema import closed_schema
 from flexinfer.sampling.grammars import StructuredOutputsParams
-from flexinfer.server.api.sampling import closed
 from flexinfer.server.http.errors import bad_request
 from flexinfer.server.parsing.harmony_marks import HarmonyMarks
 from flexinfer.server.parsing.json_calls import ForcedCall, RequiredCalls
@@ -78,7 +78,14 @@ class ToolUse:
         schemas = {}
         for tool in tools:
             settings = {"whitespace_pattern": BLANK, "lenient": not tool.function.strict}
-            schemas[tool.function.name] = {**_parameters(tool), "x-guidance": settings}
+            try:
+                schema = closed_schema(_parameters(tool))
+            except ValueError as error:
+                name = tool.function.name
+                raise bad_request(
+                    f"the parameters of the tool {name!r} cannot be compiled: {error}", "tools"
+                ) from None
+            schemas[tool.function.name] = {**schema, "x-guidance": settings}
         return StructuredOutputsParams(grammar=marks.call(schemas))
 
     def parser(self, state: ServerState) -> Parser | None:
@@ -161,9 +168,7 @@ def _json(schema: dict[str, Any], *, is_lenient: bool) -> StructuredOutputsParam
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    function = tool.function
-    schema = function.parameters or {"type": "object", "additionalProperties": False}
-    return closed(schema) if function.strict else schema
+    return tool.function.parameters or {"type": "object", "additionalProperties": False}
 
 
 def _moved(schema: Any, root: str) -> Any:
