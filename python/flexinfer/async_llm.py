@@ -108,7 +108,7 @@ class AsyncLLM:
         """
         if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
             raise RequestError(f"sampling_params must be SamplingParams, got {sampling_params!r}")
-        params = sampling_params or self.get_default_sampling_params()
+        params = (sampling_params or self.get_default_sampling_params()).clone()
         kind = params.output_kind
         return self._outputs(prompt, params, kind, request_id, priority, lora_request)
 
@@ -124,6 +124,7 @@ class AsyncLLM:
         """The most probable continuations of a prompt. Cancelling it frees its memory."""
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"beam_search takes BeamSearchParams, got {params!r}")
+        params = params.clone()
         kind = RequestOutputKind.FINAL_ONLY
         outputs = self._outputs(prompt, params, kind, request_id, priority, lora_request)
         (final,) = [output async for output in outputs]

@@ -133,6 +133,7 @@ class LLM:
                 "sampled, so n, best_of and the like have no meaning for them"
             )
         many = listed_prompts(prompts)
+        params = params.clone()
         outputs = self._complete(many, [params] * len(many), priority, lora_request, use_tqdm)
         return [beam_search_output(output, params, self.get_tokenizer()) for output in outputs]
 

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("prometheus_client")
 
-from flexinfer import LLM, AsyncLLM, SamplingParams
+from flexinfer import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from flexinfer.metrics.reader import Counter, Gauge, Histogram, Vector
 from helpers.tiny_models import make_model
 
@@ -71,3 +71,41 @@ def test_metrics_are_plain_values() -> None:
     assert isinstance(accepted, Vector)
     assert len(accepted.values) == 3
     assert "position" not in accepted.labels
+
+
+def test_defaults_can_be_changed(llm: LLM) -> None:
+    params = llm.get_default_sampling_params()
+    params.max_tokens, params.temperature = 5, 0
+    (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 5
+    assert llm.get_default_sampling_params().max_tokens != 5
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_request_keeps_the_params_that_it_was_added_with(llm: LLM, n: int) -> None:
+    params = SamplingParams(n=n, max_tokens=6, ignore_eos=True, stop_token_ids=[])
+    engine = llm.llm_engine
+    engine.add_request("a", {"prompt_token_ids": [1, 2, 3]}, params)
+    engine.step()
+    params.max_tokens, params.n, params.ignore_eos = 1, 1, False
+    params.stop_token_ids = list(range(64))
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+    assert [len(one.token_ids) for one in outputs[0].outputs] == [6] * n
+
+
+def test_an_async_request_keeps_what_was_given(model_path: str) -> None:
+    async def run() -> tuple[int, float]:
+        async with AsyncLLM(model_path, kv_cache_memory_bytes="8MiB") as llm:
+            params = SamplingParams(max_tokens=6, ignore_eos=True)
+            outputs = llm.generate([1, 2, 3], params)
+            params.max_tokens = 1
+            (*_, last) = [output async for output in outputs]
+            beams = BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True)
+            search = asyncio.ensure_future(llm.beam_search([1, 2, 3], beams))
+            await asyncio.sleep(0)
+            beams.length_penalty = -5.0
+            best = (await search).sequences[0]
+            return len(last.outputs[0].token_ids), best.score / best.cum_logprob
+
+    assert asyncio.run(run()) == (6, pytest.approx(1 / 4))

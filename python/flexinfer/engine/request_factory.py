@@ -43,6 +43,10 @@ class RequestFactory:
         """Raises RequestError if it cannot be served."""
         priority = self._check_priority(priority)
         parsed = self._parts.inputs.parse(prompt)
+        try:
+            params = params.clone()  # the caller may change its own while the request runs
+        except ValueError as error:
+            raise RequestError(str(error)) from None
         if isinstance(params, SamplingParams):
             params = with_bad_words_token_ids(params, self._parts.tokenizer)
         self._check_params(params)

@@ -10,9 +10,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from flexinfer.runtime.numbers import flag, real, whole, whole_list
+from flexinfer.sampling.assignable import Assignable
 from flexinfer.sampling.grammars import StructuredOutputsParams
 
 GREEDY_EPS = 1e-5
@@ -51,8 +52,8 @@ class RequestOutputKind(Enum):
     """One output, when the request has ended."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+@dataclass(kw_only=True)
+class SamplingParams(Assignable):
     """Sampling of one request.
 
     Steps, in this order: logit_bias and min_tokens, repetition then frequency then presence
@@ -79,9 +80,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted once for each occurrence in the output."""
     seed: int | None = None
-    """Own random numbers, whatever else is in the batch; None: those of the engine.
+    """Own random numbers, whatever else is in the batch; None, or -1: those of the engine.
 
-    Sample i of n uses seed + i."""
+    Sample i of n uses seed + i (and passes over -1)."""
     stop: str | Sequence[str] | None = None
     """Strings that end the request."""
     stop_token_ids: Sequence[int] | None = None
@@ -93,7 +94,8 @@ class SamplingParams:
     min_tokens: int = 0
     """No stop token and no stop string counts before this many tokens."""
     logprobs: int | None = None
-    """Report this many most probable tokens at each position (and the chosen one); -1: all."""
+    """Report this many most probable tokens at each position (and the chosen one); -1: all. True
+    is 1."""
     prompt_logprobs: int | None = None
     """The same of the prompt's tokens, each given those before it; -1: all. The whole prompt is
     computed then, whatever the prefix cache has."""
@@ -132,8 +134,13 @@ class SamplingParams:
 
     def __post_init__(self, *not_served: Any) -> None:
         _refuse_others(not_served)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True:
+                object.__setattr__(self, name, 1)
         _read(self, whole, "n", "top_k", "min_tokens")
         _read_given(self, whole, "best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs")
+        if self.seed == -1:
+            self.seed = None
         _read(self, real, "temperature", "top_p", "min_p", "repetition_penalty")
         _read(self, real, "presence_penalty", "frequency_penalty")
         _read(self, flag, "include_stop_str_in_output", "ignore_eos", "detokenize")
@@ -151,9 +158,17 @@ class SamplingParams:
         self._check_vocabulary()
         self._check_ending()
         self._check_reporting()
+        self._is_made = True
 
-    def clone(self) -> SamplingParams:
-        return replace(self)
+    @classmethod
+    def from_optional(cls, **given: Any) -> Self:
+        """The same, where None means the default; of max_tokens it means no bound, as ever. The
+        token ids of logit_bias may be texts, as JSON has them."""
+        kept = {k: v for k, v in given.items() if v is not None or k == "max_tokens"}
+        biases = kept.get("logit_bias")
+        if isinstance(biases, Mapping):
+            kept["logit_bias"] = {_number(key): bias for key, bias in biases.items()}
+        return cls(**kept)
 
     @property
     def is_greedy(self) -> bool:
@@ -168,12 +183,14 @@ class SamplingParams:
         """The params of one of the samples; `index` counts from 0."""
         if self.num_samples == 1:
             return self
-        ranked = self.num_samples > self.n
+        ranked, seed = self.num_samples > self.n, self.seed
+        if seed is not None:
+            seed += index + (seed < -1 <= seed + index)  # -1 would be none
         return replace(
             self,
             n=1,
             best_of=None,
-            seed=None if self.seed is None else self.seed + index,
+            seed=seed,
             logprobs=0 if ranked and self.logprobs is None else self.logprobs,
             prompt_logprobs=self.prompt_logprobs if index == 0 else None,
         )
@@ -254,8 +271,8 @@ class SamplingParams:
             raise ValueError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class BeamSearchParams:
+@dataclass(kw_only=True)
+class BeamSearchParams(Assignable):
     """Beam search of one request.
 
     A finished sequence scores cum_logprob / num_generated ** length_penalty, its end-of-sequence
@@ -288,6 +305,7 @@ class BeamSearchParams:
             "temperature", self.temperature, 0.0, 0.0, "0 with beam search (it does not sample)"
         )
         _read(self, _early_stopping, "early_stopping")
+        self._is_made = True
 
 
 def _refuse_others(given: Iterable[Any]) -> None:
@@ -305,6 +323,10 @@ def _read(params: Any, read: Callable[[str, Any], Any], *names: str) -> None:
 def _read_given(params: Any, read: Callable[[str, Any], Any], *names: str) -> None:
     """The same of fields that may be None."""
     _read(params, read, *(name for name in names if getattr(params, name) is not None))
+
+
+def _number(key: Any) -> Any:
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key
 
 
 def _token_ids(name: str, given: Any) -> list[int]:

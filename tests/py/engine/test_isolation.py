@@ -237,8 +237,11 @@ def test_logits_that_are_not_finite_end_their_request_with_an_error_that_says_so
     assert {i: o.outputs for i, o in final.items()} == {i: o.outputs for i, o in plain.items()}
 
 
-def test_what_leaves_no_finite_logit_ends_its_own_request(engine: LLMEngine) -> None:
+def test_what_leaves_no_finite_logit_ends_its_own_request(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = run(engine, None)
+    monkeypatch.setattr(SamplingParams, "clone", lambda self: self)  # else checked once more
     hopeless = SamplingParams(temperature=0)
     object.__setattr__(hopeless, "repetition_penalty", 1e-300)  # refused, if said before
     final = run(engine, hopeless)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -12,65 +14,138 @@ import pytest
 from flexinfer import BeamSearchParams, SamplingParams
 from flexinfer.sampling.params import NOT_SERVED
 
+BAD = [
+    ("n", 0),
+    ("n", 1.5),
+    ("best_of", 0),
+    ("n", True),
+    ("temperature", -0.1),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("temperature", "hot"),
+    ("top_k", -2),
+    ("top_k", 1.5),
+    ("top_p", 0.0),
+    ("top_p", 1.01),
+    ("min_p", -0.01),
+    ("min_p", 1.01),
+    ("repetition_penalty", 0.0),
+    ("repetition_penalty", 1e-320),
+    ("repetition_penalty", 1e7),
+    ("presence_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("seed", 1.0),
+    ("seed", 2**64),
+    ("max_tokens", 0),
+    ("max_tokens", -1),
+    ("min_tokens", -1),
+    ("logprobs", -2),
+    ("prompt_logprobs", -2),
+    ("stop", [""]),
+    ("stop", [3]),
+    ("stop_token_ids", [-1]),
+    ("logit_bias", {-1: 0.0}),
+    ("logit_bias", {1: math.nan}),
+    ("output_kind", 1),
+    ("stop", 3),
+    ("stop", {"a": 1}),
+    ("stop_token_ids", 3),
+    ("stop_token_ids", [[1]]),
+    ("stop_token_ids", "ab"),
+    ("allowed_token_ids", [None]),
+    ("logit_bias", [1]),
+    ("logit_bias", {"5": 1.0}),
+    ("logit_bias", {1: None}),
+    ("bad_words", 3),
+    ("bad_words_token_ids", [3]),
+    ("bad_words_token_ids", [[]]),
+    ("ignore_eos", "no"),
+    ("detokenize", None),
+    ("skip_special_tokens", 3),
+    ("temperature", 10**400),
+    ("temperature", None),
+    ("n", None),
+]
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("n", 0),
-        ("n", 1.5),
-        ("best_of", 0),
-        ("n", True),
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("temperature", "hot"),
-        ("top_k", -2),
-        ("top_k", 1.5),
-        ("top_p", 0.0),
-        ("top_p", 1.01),
-        ("min_p", -0.01),
-        ("min_p", 1.01),
-        ("repetition_penalty", 0.0),
-        ("repetition_penalty", 1e-320),
-        ("repetition_penalty", 1e7),
-        ("presence_penalty", 2.1),
-        ("frequency_penalty", -2.1),
-        ("seed", 1.0),
-        ("seed", 2**64),
-        ("max_tokens", 0),
-        ("max_tokens", -1),
-        ("min_tokens", -1),
-        ("logprobs", -2),
-        ("prompt_logprobs", -2),
-        ("stop", [""]),
-        ("stop", [3]),
-        ("stop_token_ids", [-1]),
-        ("logit_bias", {-1: 0.0}),
-        ("logit_bias", {1: math.nan}),
-        ("output_kind", 1),
-        ("stop", 3),
-        ("stop", {"a": 1}),
-        ("stop_token_ids", 3),
-        ("stop_token_ids", [[1]]),
-        ("stop_token_ids", "ab"),
-        ("allowed_token_ids", [None]),
-        ("logit_bias", [1]),
-        ("logit_bias", {"5": 1.0}),
-        ("logit_bias", {1: None}),
-        ("bad_words", 3),
-        ("bad_words_token_ids", [3]),
-        ("bad_words_token_ids", [[]]),
-        ("ignore_eos", "no"),
-        ("detokenize", None),
-        ("skip_special_tokens", 3),
-        ("temperature", 10**400),
-        ("temperature", None),
-        ("n", None),
-    ],
-)
+
+@pytest.mark.parametrize(("field", "value"), BAD)
 def test_bad_value_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):
         SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(("field", "value"), [*BAD, ("min_tokens", 17), ("extra_args", {"a": 1})])
+def test_an_assignment_is_refused_as_the_value_would_be(field: str, value: Any) -> None:
+    params = SamplingParams(seed=3)
+    with pytest.raises(ValueError, match=field) as at_once:
+        SamplingParams(**{"seed": 3, field: value})
+    with pytest.raises(ValueError, match=field) as later:
+        setattr(params, field, value)
+    assert str(later.value) == str(at_once.value)
+    assert params == SamplingParams(seed=3)
+
+
+def test_an_assignment_brings_what_follows_from_it() -> None:
+    params = SamplingParams()
+    params.stop, params.stop_token_ids, params.max_tokens = "x", [np.int64(3)], 5
+    assert params == SamplingParams(stop="x", stop_token_ids=[3], max_tokens=5)
+    assert (params.stop_strings, params.stop_ids) == (("x",), {3})
+    for copied in (params.clone(), copy.copy(params), pickle.loads(pickle.dumps(params))):
+        copied.max_tokens = 7
+        assert (copied.max_tokens, params.max_tokens) == (7, 5)
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "stop_ids", "is_greedy"])
+def test_what_is_no_field_cannot_be_assigned(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"no field '{name}'"):
+        setattr(SamplingParams(), name, 1)
+
+
+def test_params_of_a_beam_search_can_be_assigned() -> None:
+    params = BeamSearchParams(beam_width=2)
+    params.max_tokens = 3
+    assert params == BeamSearchParams(beam_width=2, max_tokens=3)
+    with pytest.raises(ValueError, match="beam_width must be at least 1, got 0"):
+        params.beam_width = 0
+
+
+def test_a_list_that_is_changed_is_seen_in_a_copy() -> None:
+    params = SamplingParams(stop=["a"], stop_token_ids=[3])
+    params.stop.append("b")  # type: ignore[union-attr]
+    params.stop_token_ids.append(4)  # type: ignore[union-attr]
+    copied = params.clone()
+    assert (copied.stop_strings, copied.stop_ids) == (("a", "b"), {3, 4})
+    params.stop_token_ids.append(-4)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="stop_token_ids must hold token ids"):
+        params.clone()
+
+
+def test_a_seed_of_minus_one_is_none() -> None:
+    params = SamplingParams(seed=-1)
+    assert params.seed is None
+    params.seed = 4
+    params.seed = -1
+    assert params.seed is None
+
+
+def test_each_sample_keeps_a_seed_where_minus_one_would_be_one() -> None:
+    params = SamplingParams(n=4, seed=-3)
+    assert [params.of_sample(index).seed for index in range(4)] == [-3, -2, 0, 1]
+
+
+def test_true_asks_for_one_log_probability() -> None:
+    params = SamplingParams(logprobs=True, prompt_logprobs=True)
+    assert (params.logprobs, params.prompt_logprobs) == (1, 1)
+    assert type(params.logprobs) is int
+
+
+def test_none_is_the_default_where_params_are_optional() -> None:
+    given: Any = dict.fromkeys(["n", "temperature", "top_p", "presence_penalty", "stop", "top_k"])
+    biases = {"3": 1.5, 4: -1}
+    made = SamplingParams.from_optional(**given, max_tokens=None, logit_bias=biases, min_p=0.5)
+    assert made == SamplingParams(max_tokens=None, logit_bias={3: 1.5, 4: -1.0}, min_p=0.5)
+    with pytest.raises(ValueError, match="a token id must be an integer, got 'x'"):
+        SamplingParams.from_optional(logit_bias={"x": 1.0})
 
 
 def test_numbers_of_numpy_mean_what_pythons_mean() -> None:
