@@ -15,6 +15,7 @@ memory without going on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
@@ -22,7 +23,7 @@ from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.engine.group import NewToken, RequestGroup, sequence_ids
-from flexinfer.errors import EngineError
+from flexinfer.errors import EngineError, RequestError
 from flexinfer.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -38,6 +39,10 @@ from flexinfer.types import FinishReason
 if TYPE_CHECKING:
     from flexinfer.sampling.logprobs import RowLogprobs
     from flexinfer.scheduler.scheduler import Scheduler
+
+
+MAX_DIGITS = 290
+"""Of what a score divides by; a float has 308."""
 
 
 @dataclass(eq=False, slots=True)
@@ -289,6 +294,17 @@ def beam_search_output(
 def _text_of(token_ids: list[int], tokenizer: Any | None) -> str | None:
     """As in vLLM, special tokens are shown."""
     return None if tokenizer is None else str(tokenizer.decode(token_ids))
+
+
+def check_length_penalty(length_penalty: float, most_new_tokens: int) -> None:
+    """Raises RequestError where scores of sequences that long could not be told apart."""
+    num_digits = abs(length_penalty) * math.log10(max(1, most_new_tokens))
+    if num_digits > MAX_DIGITS:
+        raise RequestError(
+            f"length_penalty is {length_penalty:g}, but {most_new_tokens} generated tokens to the "
+            f"power of it must be within 1e-{MAX_DIGITS} and 1e{MAX_DIGITS}, to score by: say one "
+            "nearer to 0, or a smaller max_tokens"
+        )
 
 
 def beam_score(cum_logprob: float, num_new_tokens: int, length_penalty: float) -> float:

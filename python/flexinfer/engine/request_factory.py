@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from flexinfer.engine.beam_search import BeamSearch
+from flexinfer.engine.beam_search import BeamSearch, check_length_penalty
 from flexinfer.engine.parallel_sampling import ParallelSampling
 from flexinfer.errors import RequestError
 from flexinfer.lora.adapters import salt_of
@@ -75,6 +75,7 @@ class RequestFactory:
         if isinstance(params, BeamSearchParams):
             if parsed.output_token_ids:
                 raise RequestError("output_token_ids do not go with beam search")
+            check_length_penalty(params.length_penalty, leader.max_num_tokens - leader.num_tokens)
             return BeamSearch(leader, parsed.text, params, tokenizer)
         group = ParallelSampling(leader, parsed.text, tokenizer, self._pace)
         if parsed.output_token_ids:

@@ -287,7 +287,8 @@ class BeamSearchParams(Assignable):
     temperature: float = 0.0
     """Only 0: sequences are ranked by the model's own probabilities."""
     length_penalty: float = 1.0
-    """Above 0 favours long sequences, below 0 short ones."""
+    """Above 0 favours long sequences, below 0 short ones. The engine refuses one so large that
+    scores overflow."""
     early_stopping: bool | Literal["never"] = False
     """When to end with beam_width finished sequences at hand: True: at once; False: when no
     running beam would beat them at its present length; "never": when none can, whatever its
