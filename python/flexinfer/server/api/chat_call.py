@@ -70,7 +70,7 @@ async def prepare_chat(
     model's context may end there, however long it may be."""
     asked_tokens = body.max_completion_tokens or body.max_tokens
     max_tokens = state.llm.sampling_defaults.limited(asked_tokens)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs", "top_logprobs")
     tools = tool_use(state, body.tools, body.tool_choice, body.parallel_tool_calls)
     if body.use_beam_search:

@@ -26,13 +26,25 @@ from flexinfer.types import TokensPrompt
 
 
 @dataclass(frozen=True)
+class Echo:
+    """A prompt as the text of a completion shows it."""
+
+    text: str
+    num_hidden: int = 0
+    """Characters of tokens before it that the tokenizer has added, and nobody sent."""
+
+
+NO_ECHO = Echo("")
+
+
+@dataclass(frozen=True)
 class CompletionCall:
     """One request, ready to be computed."""
 
     state: ServerState
     body: CompletionRequest
     job: Job
-    texts: Sequence[str]
+    echoes: Sequence[Echo]
     """Of the prompts; only with echo."""
     created: int
 
@@ -42,6 +54,9 @@ class CompletionCall:
 
     def index_of(self, prompt_idx: int, sample_idx: int) -> int:
         return prompt_idx * (self.body.n or 1) + sample_idx
+
+    def echo_of(self, prompt_idx: int) -> Echo:
+        return self.echoes[prompt_idx] if self.body.echo else NO_ECHO
 
     def asked_for(self, output: RequestOutput) -> RequestOutput:
         """The same without the token that the engine makes where echo alone was asked for."""
@@ -115,15 +130,33 @@ async def prepare_completion(
     ]
     if body.output_token_ids and len(prompts) > 1:
         raise bad_request("output_token_ids go with one prompt", "output_token_ids")
-    shown = [decode(state, one["prompt_token_ids"]) for one in prompts] if body.echo else []
+    echoes = []
+    if body.echo:
+        for sent, full, prompt in zip(_prompts(body), ids, prompts, strict=True):
+            kept = prompt["prompt_token_ids"]
+            text = sent if isinstance(sent, str) and kept == full else None
+            echoes.append(await _echo(state, text, kept))
     name, adapter = f"cmpl-{current_request_id()}", state.choose(body.model)
     job = Job(name, tenant, prompts, params, body.priority or 0, adapter)
-    return CompletionCall(state, body, job, shown, int(time.time()))
+    return CompletionCall(state, body, job, echoes, int(time.time()))
+
+
+async def _echo(state: ServerState, sent: str | None, token_ids: Sequence[int]) -> Echo:
+    """A text as it was sent; of tokens their text, special ones included."""
+    if sent is None:
+        return Echo(decode(state, token_ids, special_tokens=True))
+    bare = await tokenize(state, sent, special_tokens=False)
+    num_added = len(token_ids) - len(bare)
+    if num_added <= 0 or list(token_ids[num_added:]) != bare:
+        return Echo(sent)
+    return Echo(sent, len(decode(state, token_ids[:num_added], special_tokens=True)))
 
 
 def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
     """How many are computed: for `echo`, and asked for by name."""
     asked = (body.logprobs if body.echo else None, body.prompt_logprobs)
+    if -1 in asked:
+        return -1
     return max((one for one in asked if one is not None), default=None)
 
 
@@ -141,12 +174,14 @@ def final_choice(
     call: CompletionCall, prompt_idx: int, output: RequestOutput, one: CompletionOutput
 ) -> CompletionChoice:
     """A finished one."""
-    echo = call.texts[prompt_idx] if call.body.echo else ""
+    echo = call.echo_of(prompt_idx)
     wants_ids = bool(call.body.return_token_ids)
     return CompletionChoice(
         index=call.index_of(prompt_idx, one.index),
-        text=echo + one.text,
-        logprobs=call.logprobs(output, one, TextPlace(), shows_prompt=bool(call.body.echo)),
+        text=echo.text + one.text,
+        logprobs=call.logprobs(
+            output, one, TextPlace(echo.num_hidden), shows_prompt=bool(call.body.echo)
+        ),
         finish_reason="length" if call.max_tokens == 0 else one.finish_reason,  # type: ignore[arg-type]
         stop_reason=one.stop_reason,
         token_ids=one.token_ids if wants_ids else None,

@@ -56,10 +56,10 @@ class CompletionStream:
     ) -> dict[str, Any]:
         call, body = self._call, self._call.body
         is_first = index not in self._places
-        place = self._places.setdefault(index, TextPlace())
+        echo = call.echo_of(prompt_idx)
+        place = self._places.setdefault(index, TextPlace(echo.num_hidden))
         shows_prompt = bool(body.echo) and is_first
-        echo = call.texts[prompt_idx] if shows_prompt else ""
-        choice = _plain_choice(index, echo + one.text)
+        choice = _plain_choice(index, (echo.text if shows_prompt else "") + one.text)
         choice["finish_reason"] = one.finish_reason
         choice["stop_reason"] = one.stop_reason
         logprobs = call.logprobs(output, one, place, shows_prompt=shows_prompt)

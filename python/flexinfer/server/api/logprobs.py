@@ -23,15 +23,16 @@ class TextPlace:
     hold more text than is shown: what may begin a stop string, or is a part of a character, comes
     later or never."""
 
-    def __init__(self) -> None:
-        self._offset = 0
+    def __init__(self, num_hidden: int = 0) -> None:
+        """`num_hidden`: characters of the first tokens that the text does not have."""
+        self._offset = -num_hidden
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def pass_by(self, token: bytes) -> int:
         """Where this token begins; of a part of a character, where the character does."""
         begin = self._offset
         self._offset += len(self._decoder.decode(token))
-        return begin
+        return max(0, begin)
 
 
 def completion_logprobs(
@@ -102,10 +103,10 @@ def _content(entry: TokenLogprobs, num_top: int, token_bytes: TokenBytes) -> Con
 
 
 def _top(entry: TokenLogprobs, num_top: int) -> list[tuple[int, Logprob]]:
-    """The most probable ones, best first. The chosen token stands first in `entry`, whatever its
-    rank; tokens of equal probability may share a rank."""
+    """The most probable ones, best first; -1: all. The chosen token stands first in `entry`,
+    whatever its rank; tokens of equal probability may share a rank."""
     ranked = sorted(entry.items(), key=lambda item: (-item[1].logprob, item[1].rank or 0))
-    return ranked[:num_top]
+    return ranked if num_top < 0 else ranked[:num_top]
 
 
 def _token(token_id: int, one: Logprob, token_bytes: TokenBytes) -> TokenLogprob:

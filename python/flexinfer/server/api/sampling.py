@@ -184,18 +184,11 @@ def _check_fields(state: ServerState, fields: SamplingFields, logprobs: int | No
         if value is not None and value > state.max_n:
             raise bad_request(f"{name} must be at most {state.max_n}, got {value}", name)
     asked = getattr(fields, "prompt_logprobs", None)
-    if asked is not None and asked > state.settings.max_logprobs:
-        raise bad_request(
-            f"at most {state.settings.max_logprobs} log probabilities per token, got {asked}",
-            "prompt_logprobs",
-        )
+    _check_logprobs(state, "prompt_logprobs", asked)
     if asked is not None and fields.wants_stream:
         raise bad_request("prompt_logprobs are not streamed", "prompt_logprobs")
-    if logprobs is not None and logprobs > state.settings.max_logprobs:
-        raise bad_request(
-            f"at most {state.settings.max_logprobs} log probabilities per token, got {logprobs}",
-            "top_logprobs" if getattr(fields, "logprobs", None) is True else "logprobs",
-        )
+    is_chat = getattr(fields, "logprobs", None) is True
+    _check_logprobs(state, "top_logprobs" if is_chat else "logprobs", logprobs)
     if fields.stream_options is not None and not fields.stream:
         raise bad_request("stream_options is only allowed with stream", "stream_options")
     vocab_size = state.llm.inputs.vocab_size
@@ -206,6 +199,17 @@ def _check_fields(state: ServerState, fields: SamplingFields, logprobs: int | No
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or ()
     _check_texts("stop", stops, MAX_STOP_STRINGS)
     _check_texts("bad_words", fields.bad_words or (), MAX_BAD_WORDS)
+
+
+def _check_logprobs(state: ServerState, name: str, asked: int | None) -> None:
+    most, vocab_size = state.settings.max_logprobs, state.llm.inputs.vocab_size
+    if asked is None or 0 <= asked <= most or (asked == -1 and vocab_size <= most):
+        return
+    given = f"-1, which is all {vocab_size}" if asked == -1 else str(asked)
+    raise bad_request(
+        f"at most {most} log probabilities per token (the server's --max-logprobs), got {given}",
+        name,
+    )
 
 
 def _check_texts(name: str, texts: Sequence[str], max_texts: int) -> None:

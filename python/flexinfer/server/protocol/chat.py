@@ -125,8 +125,9 @@ class ChatRequest(SamplingFields):
     max_tokens: int | None = Field(default=None, ge=1)
     """The old name of max_completion_tokens."""
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0)
-    prompt_logprobs: int | None = Field(default=None, ge=0)
+    top_logprobs: int | None = Field(default=None, ge=-1)
+    """-1: all, where the server admits so many."""
+    prompt_logprobs: int | None = Field(default=None, ge=-1)
     tools: Annotated[list[Tool], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

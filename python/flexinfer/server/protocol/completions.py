@@ -20,8 +20,9 @@ class CompletionRequest(SamplingFields):
         | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)]
     )
     max_tokens: int | None = Field(default=16, ge=0)
-    logprobs: int | None = Field(default=None, ge=0)
-    prompt_logprobs: int | None = Field(default=None, ge=0)
+    logprobs: int | None = Field(default=None, ge=-1)
+    """-1: all, where the server admits so many."""
+    prompt_logprobs: int | None = Field(default=None, ge=-1)
     echo: bool | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
