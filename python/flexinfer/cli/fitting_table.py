@@ -17,7 +17,7 @@ UNBOUNDED = 10_000
 
 
 class FittingTable:
-    """Cells are text; others (bars) are left out of paragraphs."""
+    """Cells are strings or rich's Text; others (bars) are left out of paragraphs."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -41,6 +41,6 @@ class FittingTable:
             told = [
                 f"{head} {cell}".strip()
                 for head, cell in zip(heads[1:], cells, strict=True)
-                if isinstance(cell, str) and cell
+                if isinstance(cell, (str, Text)) and cell
             ]
             yield Text(f"{name}: {'; '.join(told)}", overflow="fold")

@@ -199,6 +199,21 @@ def test_the_tables_show_the_sharing(manager: VTensorManager, tmp_path: Path) ->
     assert "in chat-[1], vTensor" in out
 
 
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_the_tables_are_readable_where_they_do_not_fit(
+    manager: VTensorManager, columns: str, tmp_path: Path
+) -> None:
+    file = saved(manager, tmp_path)
+    result = CliRunner().invoke(
+        app, ["inspect", "--file", file, "--tables"], env={"COLUMNS": columns}
+    )
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= int(columns)
+    text = " ".join(result.stdout.split())
+    assert "shared by chat-[1], vTensor" in text
+    assert "cannot be freed because prefix 2 must go first; chunks in use by chat-[1] (2)" in text
+
+
 def test_the_json_has_every_number(manager: VTensorManager, tmp_path: Path) -> None:
     code, out, _ = invoke("--file", saved(manager, tmp_path), "--json")
     assert code == 0

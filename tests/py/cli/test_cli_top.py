@@ -6,6 +6,8 @@ import json
 import math
 import random
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -209,6 +211,37 @@ def test_the_live_view_ends_with_the_server(server: Server) -> None:
     assert len(result.stdout.splitlines()) == 1
     assert result.exit_code == 2
     assert "503" in result.stderr
+
+
+def test_what_is_no_terminal_has_a_report_for_each_look(server: Server) -> None:
+    replies = [Reply(server.text()), Reply(server.text()), Reply("gone", 503)]
+    with loopback({"/metrics": replies}) as loop:
+        result = CliRunner().invoke(app, ["top", "--url", loop.url, "--interval", "0.1"])
+    titles = [line for line in result.stdout.splitlines() if line.startswith("tiny  serving")]
+    assert len(titles) == 2
+    assert "(since the start)" in titles[0]
+    assert "(last 0." in titles[1]
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_it_ends_with_its_reader(server: Server, form: tuple[str, ...]) -> None:
+    with loopback({"/metrics": Reply(server.text())}) as loop:
+        command = [sys.executable, "-m", "flexinfer.cli", "top", "--url", loop.url]
+        with subprocess.Popen(
+            [*command, "--interval", "0.1", *form],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            try:
+                assert process.stdout.readline()
+                process.stdout.close()
+                assert process.wait(60) == 1
+                assert process.stderr.read() == ""
+            finally:
+                process.kill()
 
 
 def test_metrics_of_another_server_are_refused() -> None:

@@ -12,6 +12,7 @@ from rich.table import Table
 from flexinfer.cli.bench.step_table import profile_table
 from flexinfer.cli.fitting_table import FittingTable
 from flexinfer.cli.simulate.command import COLUMNS, _print
+from flexinfer.engine.profile import PARTS
 
 WIDTHS = [20, 40, 80, 120]
 
@@ -41,6 +42,16 @@ def test_the_parts_of_a_step_keep_their_numbers(width: int) -> None:
     kind = {"tokens_per_step": 8192, "parts": parts, "step_ms": 1250.125}
     text = shown(FittingTable(profile_table(kind, kind)), width)
     assert all(text.count(number) == 2 for number in ("1234.567", "98.7%", "65432", "1250.125"))
+
+
+@pytest.mark.parametrize("limits", [{}, {"of_limit": 0.75}])
+def test_the_parts_of_a_step_are_a_table_on_a_usual_terminal(limits: dict[str, float]) -> None:
+    part = {"ms": 1234.567, "share": 0.987, "calls": 65432} | limits
+    kind = {"tokens_per_step": 8192, "parts": dict.fromkeys(PARTS, part), "step_ms": 12345.678}
+    lines = shown(FittingTable(profile_table(kind | limits, kind | limits)), 80).splitlines()
+    rows = {line[:16].strip(): line for line in lines}
+    assert all(rows[part].count("1234.567") == 2 for part in PARTS)
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize("columns", [40, 80])

@@ -126,7 +126,8 @@ INNER_ALLOWED = {
         "settings": "errors option_model options",
         "endpoint": "",
         "memory_map": "terminal_text",
-        "inspect": "endpoint errors memory_map options plot result_file terminal_text",
+        "inspect": "endpoint errors fitting_table memory_map options plot result_file "
+        "terminal_text",
         "top": "endpoint errors fitting_table options terminal_text",
         "doctor": "terminal_text",
         "replay": "errors fitting_table terminal_text",

@@ -9,15 +9,22 @@ if TYPE_CHECKING:
 
 
 def profile_table(prefill: dict[str, Any], decode: dict[str, Any]) -> Table:
-    """Parts as rows, the two kinds of steps as columns."""
+    """Parts as rows, the two kinds of steps as columns; narrow enough for 80 columns."""
+    from rich import box
     from rich.table import Table
 
     has_limits = "of_limit" in decode
-    last = "of limit" if has_limits else "calls"
-    table = Table(title="milliseconds per step")
+    last = "of\nlimit" if has_limits else "calls"
+    table = Table(
+        title="milliseconds per step",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
     table.add_column("part", no_wrap=True)
     for name, kind in (("prefill", prefill), ("decode", decode)):
-        table.add_column(f"{name}, {kind['tokens_per_step']:.0f} tokens", justify="right")
+        table.add_column(f"{name},\n{kind['tokens_per_step']:.0f} tokens", justify="right")
         table.add_column("share", justify="right")
         table.add_column(last, justify="right")
     for part in decode["parts"]:

@@ -92,6 +92,7 @@ def report_parts(
     """What was asked for; in short, if nothing was."""
     from rich.text import Text
 
+    from flexinfer.cli.fitting_table import FittingTable
     from flexinfer.cli.inspect.summary import summary_lines
 
     if not with_map and not with_tables:
@@ -100,9 +101,9 @@ def report_parts(
         yield _numbers(report)
         yield from _map(report, width)
     if with_tables and report.vtensors:
-        yield _vtensor_table(report)
+        yield FittingTable(_vtensor_table(report))
     if with_tables and report.prefixes:
-        yield _prefix_table(report)
+        yield FittingTable(_prefix_table(report))
     if report.truncated:
         yield "the server left rows out: the map is too large to show in full"
 
@@ -143,14 +144,14 @@ def _vtensor_table(report: MemoryReport) -> Table:
 
 def _prefix_table(report: MemoryReport) -> Table:
     table = _table("Recorded prefixes", "", "first words", "tokens", "chunks", "only here")
-    table.add_column("shared by", overflow="fold", ratio=1)
-    table.add_column("cannot be freed because", overflow="fold", ratio=2)
+    for head in ("shared by", "cannot be freed because"):
+        table.add_column(head, overflow="fold", max_width=MAX_CELL_CHARS)
     for use in report.prefixes:
         name = f"{use.text.strip()} (tenant {use.tenant})" if use.tenant else use.text.strip()
         tokens = f"{use.start_tokens}-{use.end_tokens - 1}"
         numbers = (len(use.chunks), use.num_freed_chunks)
         shared = ", ".join(use.shared_by) or "-"
-        why = "; ".join(use.kept_because) or "it can"
+        why = "; ".join(use.kept_because) or "-"
         _add(table, use.label.removeprefix("prefix "), name, tokens, *numbers, shared, why)
     return table
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,20 +59,31 @@ def _show_once(sample: Sample, *, as_json: bool) -> None:
 
 
 def _watch(endpoint: Endpoint, before: Sample, interval: float, *, as_json: bool) -> None:
-    """Until Ctrl-C, or until the server is gone (EndpointError)."""
+    """Until Ctrl-C, until the server is gone (EndpointError), or nobody reads any more."""
+    if as_json:
+        for now, last in _looks(endpoint, before, interval):
+            typer.echo(json_module.dumps(now.numbers(last)))
+        return
+    from rich.console import Console
     from rich.live import Live
 
     from flexinfer.cli.top.view import view
 
-    if as_json:
-        while True:
-            time.sleep(interval)
-            now = _look(endpoint)
-            typer.echo(json_module.dumps(now.numbers(before)))
-            before = now
-    with Live(view(before, None), screen=False, auto_refresh=False) as live:
-        while True:
-            time.sleep(interval)
-            now = _look(endpoint)
-            live.update(view(now, before), refresh=True)
-            before = now
+    console = Console()
+    if not console.is_interactive:  # Live would keep everything back until the end
+        console.print(view(before, None))
+        for now, last in _looks(endpoint, before, interval):
+            console.print("", view(now, last), sep="\n")
+        return
+    with Live(view(before, None), console=console, screen=False, auto_refresh=False) as live:
+        for now, last in _looks(endpoint, before, interval):
+            live.update(view(now, last), refresh=True)
+
+
+def _looks(endpoint: Endpoint, before: Sample, interval: float) -> Iterator[tuple[Sample, Sample]]:
+    """Each look, with the one before it."""
+    while True:
+        time.sleep(interval)
+        now = _look(endpoint)
+        yield now, before
+        before = now
