@@ -18,10 +18,21 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "tokenizer.json",
 )
+WEIGHTS_ENDING = ".safetensors"
+"""Of no hub's repository."""
 
 
 def check_folder(what: str, name: str) -> None:
     """Refuses a path, or what can only be one, at which there is no folder."""
+    if os.path.isfile(name):
+        raise UnsupportedModelError(
+            f"{what} {name!r} is a file: name the folder that it stands in, "
+            f"{os.path.dirname(name) or '.'!r}"
+        )
+    if name.lower().endswith(WEIGHTS_ENDING):
+        raise UnsupportedModelError(
+            f"{what} {name!r} does not exist; name the folder that its weights are to stand in"
+        )
     looks_local = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
     if looks_local and not os.path.isdir(name):
         raise UnsupportedModelError(f"{what} folder {name!r} does not exist")

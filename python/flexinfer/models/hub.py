@@ -25,6 +25,8 @@ SECONDS_TO_ANSWER = 10
 OFFLINE = "HF_HUB_OFFLINE"
 SETTINGS = ["*.json", "*.jinja", "*.model", "*.txt"]
 WEIGHTS = ["*.safetensors"]
+FILE_ENDINGS = (".gguf", ".safetensors")
+"""What ends so is meant to be a file here, if one that is not there."""
 NOT_READ = ["*/*", "consolidated*"]
 """Weights in another form, or of another program."""
 
@@ -32,6 +34,8 @@ NOT_READ = ["*/*", "consolidated*"]
 def is_hub_id(name: Any) -> bool:
     """Whether it can be one; a GGUF file of a hub (USER/REPOSITORY:TYPE) is fetched by itself."""
     if not isinstance(name, str) or ":" in name or os.path.exists(name):
+        return False
+    if name.lower().endswith(FILE_ENDINGS):
         return False
     return name.count("/") < 2 and not name.startswith((".", "~", "/"))
 

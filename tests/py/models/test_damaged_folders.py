@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ torch = pytest.importorskip("torch")
 
 from flexinfer import AsyncLLM, UnsupportedModelError
 from flexinfer.engine.inputs import load_tokenizer
+from flexinfer.models.hub import asking_if_it_answers
 from flexinfer.models.loading import load_model
+from flexinfer.models.model_config import load_config
 from flexinfer.server.settings import ServerSettings
 from flexinfer.server.state import ServerState
 
@@ -87,6 +90,38 @@ def test_a_tokenizers_folder_that_is_not_there_is_said_to_be_so(name: str) -> No
     """It spoke of the hub."""
     with pytest.raises(UnsupportedModelError, match=f"^tokenizer folder '{name}' does not exist$"):
         load_tokenizer(name, "model")
+
+
+@pytest.mark.parametrize("what", ["model", "tokenizer"])
+def test_of_a_file_its_folder_is_asked_for(
+    what: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a folder that does not exist, and here a config file without JSON."""
+    monkeypatch.chdir(folder)
+    load = load_config if what == "model" else partial(load_tokenizer, None)
+    for name, stands_in in (
+        (str(folder / "model.safetensors"), str(folder)),
+        ("model.safetensors", "."),
+    ):
+        with pytest.raises(UnsupportedModelError) as refusal:
+            load(name)
+        assert str(refusal.value) == (
+            f"{what} {name!r} is a file: name the folder that it stands in, {stands_in!r}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nosuch.gguf", "model file 'nosuch.gguf' cannot be read: there is no such file"),
+        ("no/such.safetensors", "model 'no/such.safetensors' does not exist; name the folder"),
+    ],
+)
+def test_a_file_that_is_not_there_is_said_to_be_so(name: str, says: str) -> None:
+    """It said that the hub does not answer."""
+    with pytest.raises(UnsupportedModelError) as refusal, asking_if_it_answers([name]):
+        load_config(name)
+    assert str(refusal.value).startswith(says)
 
 
 def test_a_server_does_not_start_on_a_broken_template(folder: Path) -> None:

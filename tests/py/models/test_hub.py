@@ -101,7 +101,11 @@ def test_of_a_folder_nothing_is_fetched(model_path: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("name", "is_one"),
-    [("a/b", True), ("gpt2", True), ("/a/b", False), ("./a", False), ("a/b:Q8_0", False)],
+    [
+        *(("a/b", True), ("gpt2", True), ("a/b-GGUF", True)),
+        *(("/a/b", False), ("./a", False), ("a/b:Q8_0", False)),
+        *(("a/b.gguf", False), ("b.safetensors", False)),
+    ],
 )
 def test_a_hub_id_looks_like_one(name: str, is_one: bool) -> None:
     assert is_hub_id(name) is is_one

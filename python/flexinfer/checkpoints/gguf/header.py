@@ -19,6 +19,7 @@ from math import prod
 from typing import Any, BinaryIO
 
 from flexinfer.errors import UnsupportedModelError
+from flexinfer.runtime.reasons import reason_of
 
 MAGIC = b"GGUF"
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -194,8 +195,15 @@ def _refusing(path: str) -> Iterator[None]:
     except UnsupportedModelError:
         raise
     except OSError as error:
-        raise UnsupportedModelError(f"model file {path!r} cannot be read: {error}") from error
-    except (struct.error, ValueError, TypeError, ArithmeticError) as error:
+        raise UnsupportedModelError(
+            f"model file {path!r} cannot be read: {reason_of(error)}"
+        ) from error
+    except struct.error as error:
+        raise UnsupportedModelError(
+            f"{path!r} is a damaged GGUF file: it ends before its header does, as one that is cut "
+            "off or still being downloaded; fetch it again"
+        ) from error
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise UnsupportedModelError(f"{path!r} is a damaged GGUF file: {error}") from error
 
 
@@ -311,7 +319,9 @@ class _Reader:
                     f"{name} is at {offset}, and the one before it ends at {at - start}"
                 )
             if at + tensor.size_bytes > self._size_bytes:
-                raise ValueError(f"{name} ends beyond the file")
+                raise ValueError(
+                    f"{name} ends beyond the file: it is cut off, or still being downloaded"
+                )
             tensors[name] = tensor
             at += -(-tensor.size_bytes // alignment) * alignment
         return tensors

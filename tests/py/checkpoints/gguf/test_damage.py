@@ -229,6 +229,17 @@ def test_a_norm_is_not_quantised(tmp_path: Path) -> None:
     assert f"has {NORM!r} as Q8_0 [256]; known are matrices" in refused(str(path))
 
 
+@pytest.mark.parametrize("num_bytes", [6, 300, 1500])
+def test_a_file_that_is_cut_is_said_to_be_so(num_bytes: int, tmp_path: Path) -> None:
+    """It said what unpack_from requires."""
+    path = write(tmp_path / "model.gguf")
+    Path(path).write_bytes(Path(path).read_bytes()[:num_bytes])
+    assert refused(path) == (
+        f"{path!r} is a damaged GGUF file: it ends before its header does, as one that is cut "
+        "off or still being downloaded; fetch it again"
+    )
+
+
 def test_a_tensor_of_no_numbers_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf")
     data = bytearray(Path(path).read_bytes())
