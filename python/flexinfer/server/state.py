@@ -210,5 +210,20 @@ async def _tenant_of(request: Request) -> str:
 
 
 State = Annotated[ServerState, Depends(_state_of)]
+
+
+async def _check_replica(state: State, replica: str | None = None) -> None:
+    """Raises APIError where a replica is named and there are none: one that was mistyped, or is of
+    another server. Among replicas the gateway has found the one that is meant."""
+    if replica is not None and state.replica is None:
+        raise APIError(
+            404,
+            f"there is no replica {replica!r}: this server is alone; ask it without a name",
+            param="replica",
+            code="no_such_replica",
+        )
+
+
+AskedHere = Depends(_check_replica)
 Tenant = Annotated[str, Depends(_tenant_of)]
 """Digest of the API key; "" where none is asked for."""

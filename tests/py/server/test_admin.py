@@ -80,6 +80,17 @@ def test_a_large_map_is_cut(admin: httpx.Client) -> None:
     assert sum(len(vtensor["chunks"]) for vtensor in found["vtensors"]) <= 1
 
 
+@pytest.mark.parametrize("name", ["foo", ""])
+def test_a_server_alone_has_no_replicas(admin: httpx.Client, name: str) -> None:
+    """It answered as if it were the one that was named, and would have slept in its place."""
+    for method, path in (("GET", "/admin/memory"), ("POST", "/admin/sleep"), ("POST", "/sleep")):
+        answer = admin.request(method, path, params={"replica": name})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (404, "no_such_replica")
+        assert f"no replica {name!r}: this server is alone" in error["message"]
+    assert admin.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
 def test_the_budget_changes_while_serving(admin: httpx.Client) -> None:
     change = admin.post("/admin/budget", json={"kv_cache_memory": "16MiB"}).json()
     assert change["new_bytes"] == 16 << 20

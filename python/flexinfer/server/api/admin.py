@@ -22,10 +22,10 @@ from flexinfer.server.protocol.others import (
     TraceAnswer,
     TraceRequest,
 )
-from flexinfer.server.state import ServerState, State
+from flexinfer.server.state import AskedHere, ServerState, State
 from flexinfer.vtensor import parse_bytes
 
-router = APIRouter(prefix="/admin", tags=["admin"], route_class=JsonRoute)
+router = APIRouter(prefix="/admin", tags=["admin"], route_class=JsonRoute, dependencies=[AskedHere])
 MaxRows = Annotated[int, Query(ge=1, le=1 << 20)]
 IfNoneMatch = Annotated[str | None, Header()]
 

@@ -13,9 +13,9 @@ from fastapi import APIRouter, Query
 from flexinfer.server.http.errors import bad_request
 from flexinfer.server.http.json_route import JsonRoute
 from flexinfer.server.protocol.others import SleepAnswer, SleepRequest, SleepState
-from flexinfer.server.state import State
+from flexinfer.server.state import AskedHere, State
 
-router = APIRouter(tags=["admin"], route_class=JsonRoute)
+router = APIRouter(tags=["admin"], route_class=JsonRoute, dependencies=[AskedHere])
 Level = Annotated[int, Query(ge=1, le=2)]
 Tags = Annotated[list[str] | None, Query()]
 
