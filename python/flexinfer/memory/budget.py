@@ -15,6 +15,7 @@ HEADROOM_BYTES = 256 << 20
 """What the host driver leaves of available memory (`reserve_headroom_bytes`): with less it gives
 none, whatever the budget says."""
 
+LEAST_OF = "the least of free memory and what the container's limits leave"
 EAGER_CHUNK_BYTES = 2 << 20
 
 
@@ -47,15 +48,23 @@ def choose_kv_memory(
 
     if gpu_bytes is None and available_bytes <= HEADROOM_BYTES:
         raise ValueError(
-            f"no memory is left for KV: {format_bytes(available_bytes)} are available (the least "
-            f"of free memory and what the container's limits leave), and "
-            f"{format_bytes(HEADROOM_BYTES)} of them are kept as headroom, since a container that "
-            "runs out is killed: give it more, or take a smaller model"
+            f"no memory is left for KV: {format_bytes(available_bytes)} are available "
+            f"({LEAST_OF}), and {format_bytes(HEADROOM_BYTES)} of them are kept as headroom, since "
+            "a container that runs out is killed: give it more, or take a smaller model"
         )
     if wanted is not None:
         budget = parse_bytes(wanted, "kv_cache_memory_bytes")
         if budget < 1:
             raise ValueError(f"kv_cache_memory_bytes must be positive, got {wanted!r}")
+        if budget > available_bytes:
+            logger.warning(
+                "the KV budget of %s is more than the %s that are available%s: memory is mapped "
+                "as it is needed, so requests may fail when it runs out: lower "
+                "kv_cache_memory_bytes",
+                format_bytes(budget),
+                format_bytes(available_bytes),
+                "" if gpu_bytes is not None else f" ({LEAST_OF})",
+            )
         memory = KVMemory(budget, "as asked for")
     elif gpu_bytes is not None:
         memory = _rest_of_gpu(available_bytes, gpu_bytes, gpu_memory_utilization)
@@ -66,8 +75,7 @@ def choose_kv_memory(
             part = f"all but {format_bytes(HEADROOM_BYTES)} of headroom"
         memory = KVMemory(
             budget,
-            f"{part} of {format_bytes(available_bytes)} available: the least of free memory and "
-            "what the container's limits leave",
+            f"{part} of {format_bytes(available_bytes)} available: {LEAST_OF}",
         )
     logger.info("%s", memory)
     return memory

@@ -96,6 +96,23 @@ def test_kv_leaves_the_headroom_that_the_driver_keeps() -> None:
     assert choose_kv_memory(None, GIB).budget_bytes == GIB // 2
 
 
+@pytest.mark.parametrize(
+    ("gpu_bytes", "says"),
+    [
+        (None, "24.0 GiB that are available (the least of free memory and what the container's"),
+        (80 * GIB, "24.0 GiB that are available: memory is mapped as it is needed"),
+    ],
+)
+def test_a_budget_beyond_what_there_is_is_warned_of(
+    gpu_bytes: int | None, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for wanted in ("24GiB", "900GiB"):
+        memory = choose_kv_memory(wanted, 24 * GIB, gpu_bytes=gpu_bytes)
+        assert memory.reason == "as asked for"
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert f"the KV budget of 900.0 GiB is more than the {says}" in warning.getMessage()
+
+
 def test_where_addresses_are_limited_the_advice_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (3 * GIB, 3 * GIB))
     assert "may have 3.0 GiB of addresses" in _reservation_advice()
