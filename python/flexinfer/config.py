@@ -92,7 +92,7 @@ class EngineConfig:
     chunk_bytes: int | str | None = None
     layers_per_plane: int | None = None
     attention_backend: str = "auto"
-    """"auto", "flash", "host" or "sdpa" (or vLLM's names); see attention/__init__.py."""
+    """"auto", "flash", "host", "sdpa", "two_phase" or vLLM's names; see attention/__init__.py."""
     enforce_eager: bool = False
     """Do not capture decode steps in CUDA graphs."""
     cuda_graph_sizes: tuple[int, ...] | None = None

@@ -10,6 +10,7 @@ import os
 import re
 import ssl
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -17,6 +18,7 @@ import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_TIMEOUT_S = 5.0
+UNAUTHORIZED = 401
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 
@@ -28,11 +30,36 @@ class EndpointError(ValueError):
         self.status = status
 
 
-class Endpoint:
-    """`url`: of the server, with or without /v1."""
+@dataclass(frozen=True)
+class KeySource:
+    """Where the commands' users say a key."""
 
-    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 30.0) -> None:
+    option: str
+    variable: str
+
+    def advice(self, refusal: str, *, was_given: bool) -> str:
+        """What a server's 401 means here: it speaks of headers to those without a key."""
+        if was_given:
+            return f"{refusal}; check {self.option}, and {self.variable} in the environment"
+        return f"it was given no key; pass {self.option} KEY, or set {self.variable}"
+
+
+USERS_KEY = KeySource("--api-key", "FLEXINFER_API_KEY")
+ADMIN_KEY = KeySource("--admin-api-key", "FLEXINFER_ADMIN_API_KEY")
+
+
+class Endpoint:
+    """`url`: of the server, with or without /v1; `source`: where `api_key` comes from."""
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        timeout_s: float = 30.0,
+        source: KeySource = USERS_KEY,
+    ) -> None:
         self.url = _base_url(url)
+        self._source, self._has_key = source, bool(api_key)
         is_local = urlsplit(self.url).hostname in LOOPBACK
         self._client = httpx.Client(
             base_url=self.url,
@@ -117,6 +144,8 @@ class Endpoint:
         except ValueError:
             message = f"{response.reason_phrase or 'no reason'}; is this a flexinfer server?"
         status: int = response.status_code
+        if status == UNAUTHORIZED:
+            message = self._source.advice(message, was_given=self._has_key)
         raise EndpointError(f"{self.url}{path} answers {status}: {message}", status)
 
     def _unreachable(self, path: str, error: Exception) -> EndpointError:

@@ -23,6 +23,7 @@ THREADS_HELP = (
     "CPU threads of torch and the kernels; without it, one for each core this process may use."
 )
 COMPILE_HELP = "Compile the model with torch.compile: slower to start, faster steps."
+ATTENTION_BACKEND_HELP = "auto, flash, host, sdpa or two_phase: docs/cuda.md."
 QUANTIZATION_HELP = (
     "int8, int4, int4-g64, int4-g128, of 4 bits with zero points (int4-zp) or inputs of 8 bits "
     "(int4-a8: faster for many tokens) if wanted; a8: weights that are quantised already (GGUF, "

@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from flexinfer.cli.errors import check_folder
 from flexinfer.cli.option_model import option
-from flexinfer.cli.options import COMPILE_HELP, KV_CACHE_DTYPE_HELP, QUANTIZATION_HELP, THREADS_HELP
+from flexinfer.cli.options import (
+    ATTENTION_BACKEND_HELP,
+    COMPILE_HELP,
+    KV_CACHE_DTYPE_HELP,
+    QUANTIZATION_HELP,
+    THREADS_HELP,
+)
 
 if TYPE_CHECKING:
     from flexinfer.llm import LLM
 
 SHIPPED_MODEL = Path(__file__).resolve().parents[1] / "data" / "tiny_chat"
 SHIPPED_CHUNK_BYTES = "32KiB"
-"""Twelve tokens of the shipped model: small enough to see what is shared."""
+"""Some thirteen tokens of the shipped model: small enough to see what is shared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +53,7 @@ class EngineSettings:
         Path | None,
         option("Record every memory operation, for `flexinfer replay`. Contains the tokens."),
     ] = None
-    attention_backend: Annotated[str, option("auto, flash, host or sdpa.")] = "auto"
+    attention_backend: Annotated[str, option(ATTENTION_BACKEND_HELP)] = "auto"
     enforce_eager: Annotated[
         bool, option("On a GPU: no CUDA graphs for decoding.", "--enforce-eager")
     ] = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 from flexinfer.scheduler.batch import ScheduledRequest
 
@@ -46,6 +47,19 @@ class StepCost:
     def __post_init__(self) -> None:
         if min(astuple(self)) < 0 or not any(astuple(self)):
             raise ValueError(f"costs must not be negative, and not all 0, got {self}")
+
+    @classmethod
+    def from_json(cls, body: Any) -> StepCost:
+        """Raises ValueError for what is no object of exactly these numbers."""
+        names = cls.__slots__
+        if not isinstance(body, dict) or set(names) ^ body.keys():
+            wanted, kind = ", ".join(names), type(body).__name__
+            found = ", ".join(map(str, body)) if isinstance(body, dict) else f"a {kind}"
+            raise ValueError(f"it must hold {wanted}, and holds {found or 'nothing'}")
+        for name, value in body.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ValueError(f"{name} must be a number, got {value!r}")
+        return cls(**body)
 
     def seconds(self, work: StepWork) -> float:
         return float(sum(a * b for a, b in zip(astuple(self), astuple(work), strict=True))) / 1e6

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from flexinfer.attention import BACKENDS
 from flexinfer.cli.app import app
 from helpers.cli_folder import make_folder
 
@@ -167,3 +168,10 @@ def test_a_chat_can_be_traced_and_replayed(folder: str, tmp_path: Path) -> None:
     )
     assert code == 0, out + err
     assert invoke("replay", trace)[0] == 0
+
+
+@pytest.mark.parametrize("command", [("demo",), ("chat",), ("serve",), ("bench", "step")], ids=str)
+def test_every_command_names_all_attention_backends(command: tuple[str, ...]) -> None:
+    _, out, _ = invoke(*command, "--help")
+    text = " ".join(out.replace("\u2502", " ").split())
+    assert f"{', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}" in text

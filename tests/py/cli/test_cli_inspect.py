@@ -245,8 +245,9 @@ def test_a_server_is_asked_with_the_admin_key(manager: VTensorManager) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{}", "not a memory map"),
-        ("[]", "not a memory map"),
+        ("{}", "map.json: this is not a memory map of flexinfer serve: it lacks 'chunk_bytes'"),
+        ("[1]", "not a memory map of flexinfer serve: it is a list, not an object"),
+        ('{"chunk_bytes": "x"}', "not a memory map of flexinfer serve: its values are of other"),
         ("x", "not JSON"),
         ('{"vtensors": [], "prefixes": []}', "save what GET /admin/memory answers"),
     ],

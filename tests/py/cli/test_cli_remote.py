@@ -110,6 +110,34 @@ def test_a_server_that_shows_no_memory_says_so_and_the_chat_goes_on() -> None:
     assert "Hi" in out
 
 
+@pytest.mark.parametrize(
+    ("command", "source"),
+    [
+        (("inspect",), ("--admin-api-key", "FLEXINFER_ADMIN_API_KEY")),
+        (("chat",), ("--api-key", "FLEXINFER_API_KEY")),
+        (("bench", "serve"), ("--api-key", "FLEXINFER_API_KEY")),
+        (("bench", "serve", "--model", "m"), ("--api-key", "FLEXINFER_API_KEY")),
+    ],
+    ids=str,
+)
+def test_a_key_is_asked_for_in_the_words_of_the_command(
+    command: tuple[str, ...], source: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told which header to send."""
+    option, variable = source
+    for name in ("FLEXINFER_API_KEY", "OPENAI_API_KEY", "FLEXINFER_ADMIN_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    refusal = Reply({"error": {"message": "send the header"}}, 401)
+    paths = ("/v1/models", "/v1/completions", "/admin/memory")
+    with loopback(dict.fromkeys(paths, refusal)) as server:
+        code, _, missing = invoke(*command, "--url", server.url)
+        _, _, wrong = invoke(*command, "--url", server.url, option, "x")
+    assert code == 2
+    assert f"401: it was given no key; pass {option} KEY, or set {variable}" in missing
+    assert "header" not in missing
+    assert f"send the header; check {option}, and {variable} in the environment" in wrong
+
+
 # The endpoint.
 
 

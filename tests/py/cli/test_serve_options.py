@@ -240,6 +240,10 @@ def test_help_cuts_off_no_name(width: int) -> None:
 @pytest.mark.parametrize(
     ("flag", "says"),
     [
+        (
+            "--model=x",
+            "There is no option --model: it goes without a name, as in `root serve MODEL`",
+        ),
         ("--block-size=16", "There is no option --block-size: it changes no answer here: leave it"),
         ("--hf-config-path=a", "no option --hf-config-path: hf_overrides changes values"),
         ("--pipeline-parallel-size=2", "--pipeline-parallel-size: tensor_parallel_size splits"),

@@ -174,7 +174,10 @@ def test_the_command_compares_routers(tmp_path: Path) -> None:
         (("--router", "magic"), "must be one of"),
         (("--replicas", "0"), "--replicas"),
         (("--kv-cache-memory-bytes", "many"), "kv_cache_memory_bytes"),
-        (("--step-cost", "COST"), "is not a step cost"),
+        (
+            ("--step-cost", "COST"),
+            "is not a step cost, as --save-step-cost writes one: it must hold",
+        ),
         (("--trace-length-scale", "0"), "scales must be positive"),
     ],
 )
@@ -186,3 +189,30 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: tuple[str, ...], says:
     assert code == 2
     assert says in " ".join(out.split())
     assert "Traceback" not in out
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"object": "memory_map"}', "it must hold step_us, prefill_token_us, decode_us,"),
+        ("[1]", "prefill_pair_us, and holds a list"),
+        (json.dumps(dict.fromkeys(StepCost.__slots__, "x")), "step_us must be a number, got 'x'"),
+        (json.dumps(dict.fromkeys(StepCost.__slots__, -1)), "costs must not be negative"),
+        ("{", "is not a step cost"),
+    ],
+)
+def test_a_file_that_is_no_step_cost_is_told_what_it_lacks(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    file = tmp_path / "cost.json"
+    file.write_text(text)
+    code, out = run_cli("--trace", write_trace(tmp_path), "--step-cost", str(file))
+    assert code == 2
+    assert says in " ".join(out.split())
+    assert "__init__" not in out
+
+
+def test_where_there_is_no_terminal_no_line_is_left_of_its_bars(tmp_path: Path) -> None:
+    arguments = ("simulate", "--trace", write_trace(tmp_path), "--router", "random")
+    result = CliRunner().invoke(app, [*arguments, "--replicas", "2"])
+    assert (result.exit_code, result.stderr) == (0, "")

@@ -13,7 +13,7 @@ from typing import Any
 
 from flexinfer.cli.bench.drafts import Counts, read_counts, summarize_drafts
 from flexinfer.cli.bench.options import LoadOptions
-from flexinfer.cli.endpoint import Endpoint
+from flexinfer.cli.endpoint import UNAUTHORIZED, USERS_KEY, Endpoint
 from flexinfer.cli.errors import check_folder
 from flexinfer.cli.result_file import result_file
 from flexinfer.loadgen.arrivals import gamma_arrivals
@@ -204,7 +204,9 @@ async def _run(
         for number in range(1 + settings.num_warmups):
             trial = await client.send(requests[number % len(requests)])
             if trial.error:
-                raise ValueError(f"{target.url}: a first request failed: {trial.error}")
+                raise ValueError(
+                    f"{target.url}: a first request failed: {_told(trial.error, target)}"
+                )
         with tqdm(total=len(requests), unit="req", disable=settings.disable_tqdm) as bar:
             return await run_load(
                 requests,
@@ -245,3 +247,13 @@ def _pairs(items: list[str] | None, option: str) -> dict[str, str]:
             raise ValueError(f"{option} takes KEY=VALUE, got {item!r}")
         pairs[key] = value
     return pairs
+
+
+def _told(error: str, target: Target) -> str:
+    """An outcome's error, in the words of this command where a key is missing or wrong."""
+    if not error.startswith(f"{UNAUTHORIZED}: "):
+        return error
+    names = {name.lower() for name in target.headers}
+    return f"{UNAUTHORIZED}: " + USERS_KEY.advice(
+        error.removeprefix(f"{UNAUTHORIZED}: "), was_given="authorization" in names
+    )

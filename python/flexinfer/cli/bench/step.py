@@ -17,7 +17,7 @@ import typer
 from flexinfer.cli.bench.step_table import profile_table
 from flexinfer.cli.errors import check_folder, usage_errors
 from flexinfer.cli.fitting_table import FittingTable
-from flexinfer.cli.options import KV_CACHE_DTYPE_HELP, QUANTIZATION_HELP
+from flexinfer.cli.options import ATTENTION_BACKEND_HELP, KV_CACHE_DTYPE_HELP, QUANTIZATION_HELP
 from flexinfer.cli.result_file import result_file
 from flexinfer.config import SUPPORTED_DTYPES
 from flexinfer.runtime.json_options import require_choice
@@ -84,9 +84,7 @@ def step(
     compile_model: Annotated[
         bool, typer.Option("--compile", help="Compile the model with torch.compile.")
     ] = False,
-    attention_backend: Annotated[
-        str | None, typer.Option(help="As EngineConfig.attention_backend.")
-    ] = None,
+    attention_backend: Annotated[str | None, typer.Option(help=ATTENTION_BACKEND_HELP)] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also report the time of each part of a step.")
     ] = False,

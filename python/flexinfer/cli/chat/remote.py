@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from flexinfer.cli.chat.backend import AnswerNumbers, BackendError
-from flexinfer.cli.endpoint import Endpoint, EndpointError, memory_path
+from flexinfer.cli.endpoint import ADMIN_KEY, Endpoint, EndpointError, memory_path
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -94,7 +94,7 @@ class RemoteBackend:
     ) -> None:
         """Raises ValueError if there is no answer at `url`."""
         self._endpoint = Endpoint(url, api_key, timeout_s=600.0)
-        self._admin = Endpoint(url, admin_key)
+        self._admin = Endpoint(url, admin_key, source=ADMIN_KEY)
         self._model = model or self._endpoint.first_model()
 
     def greeting(self) -> list[str]:
@@ -125,8 +125,7 @@ class RemoteBackend:
             path = memory_path(self._endpoint.replica)
             memory: dict[str, Any] = self._admin.get_json(path)
         except EndpointError as error:
-            hint = "; pass --admin-api-key" if error.status in (401, 403) else ""
-            raise BackendError(f"the server shows no memory map: {error}{hint}") from error
+            raise BackendError(f"the server shows no memory map: {error}") from error
         return memory
 
 

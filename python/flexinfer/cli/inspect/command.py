@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -49,7 +49,7 @@ def inspect(
             from flexinfer.cli.plot import check_can_plot
 
             check_can_plot(picture, "--picture")
-        report = MemoryReport.from_json(read_map(url, admin_api_key, file, replica))
+        report = read_report(url, admin_api_key, file, replica)
         if picture is not None:
             from flexinfer.cli.inspect.picture import draw_map
 
@@ -67,23 +67,27 @@ def inspect(
         console.print(f"picture: {picture}", soft_wrap=True)
 
 
-def read_map(
+def read_report(
     url: str | None, admin_key: str | None, file: Path | None, replica: str | None = None
-) -> Any:
+) -> MemoryReport:
     """What /admin/memory answered, now or when it was saved. Raises ValueError or OSError."""
     if file is None:
-        from flexinfer.cli.endpoint import DEFAULT_URL, Endpoint, memory_path
+        from flexinfer.cli.endpoint import ADMIN_KEY, DEFAULT_URL, Endpoint, memory_path
 
-        with Endpoint(url or DEFAULT_URL, admin_key) as endpoint:
-            return endpoint.get_json(memory_path(replica))
+        with Endpoint(url or DEFAULT_URL, admin_key, source=ADMIN_KEY) as endpoint:
+            return MemoryReport.from_json(endpoint.get_json(memory_path(replica)))
     if replica is not None:
         raise ValueError("--replica and --file exclude each other")
     if url is not None:
         raise ValueError("--url and --file exclude each other")
     try:
-        return json_module.loads(file.read_text(encoding="utf-8"))
+        saved = json_module.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {reason_of(error)}") from error
+    try:
+        return MemoryReport.from_json(saved)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def report_parts(

@@ -13,6 +13,7 @@ from typing import Any
 
 from flexinfer.cli.memory_map import MapRow
 
+NO_MAP = "this is not a memory map of flexinfer serve"
 MAX_NAMES = 3
 """Of prefixes that continue one; more are counted."""
 
@@ -108,7 +109,9 @@ class MemoryReport:
     @classmethod
     def from_json(cls, body: Any) -> MemoryReport:
         """Raises ValueError for what is not a memory map."""
-        if isinstance(body, Mapping) and "vtensors" in body and "chunks" not in body:
+        if not isinstance(body, Mapping):
+            raise ValueError(f"{NO_MAP}: it is a {type(body).__name__}, not an object")
+        if "vtensors" in body and "chunks" not in body:
             raise ValueError(
                 "this was made by inspect --json, which leaves chunks out: save what "
                 "GET /admin/memory answers"
@@ -131,8 +134,10 @@ class MemoryReport:
                 replica=str(body.get("replica", "")),
                 replicas=tuple(body.get("replicas", ())),
             )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is not a memory map of flexinfer serve: {error!r}") from error
+        except KeyError as error:
+            raise ValueError(f"{NO_MAP}: it lacks {error}") from error
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{NO_MAP}: its values are of other types ({error})") from error
 
     def rows(self) -> list[MapRow]:
         """Everything that refers to chunks, in order: vTensors, then prefixes; each group of layers

@@ -11,6 +11,7 @@ from flexinfer.cli.fitting_table import FittingTable
 from flexinfer.cli.result_file import result_file
 from flexinfer.cli.simulate.options import SimulateOptions
 from flexinfer.cli.terminal_text import size_text
+from flexinfer.runtime.reasons import reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,9 +77,12 @@ def _cost(options: SimulateOptions) -> StepCost:
     if options.step_cost is None:
         return SHIPPED_COST
     try:
-        return StepCost(**json.loads(options.step_cost.read_text()))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{options.step_cost} is not a step cost: {error}") from error
+        return StepCost.from_json(json.loads(options.step_cost.read_text()))
+    except ValueError as error:
+        raise ValueError(
+            f"{options.step_cost} is not a step cost, as --save-step-cost writes one: "
+            f"{reason_of(error)}"
+        ) from error
 
 
 def _shape(options: SimulateOptions, cost: StepCost) -> ReplicaShape:
@@ -120,7 +124,9 @@ def _run(
     scale = TraceScale(time=options.trace_time_scale, length=options.trace_length_scale)
     arrivals = arrivals_of(entries, scale, options.max_model_len)
     fleet = Fleet(options.replicas, shape, router, options.seed)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    # Where there is no terminal a transient bar would leave an empty line.
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(router, total=len(entries))
         run = fleet.run(arrivals, lambda: progress.advance(task))
     return summarise(run, shape.spec.bytes_per_token)
