@@ -257,6 +257,10 @@ def main() -> None:
     parser.add_argument("--write-card", action="store_true", help="update the model card")
     parser.add_argument("--record", type=Path, default=RECORD, help="how the training went")
     arguments = parser.parse_args()
+    if not (arguments.folder / "config.json").is_file():
+        parser.error(
+            f"--folder: there is no model in {str(arguments.folder)!r}: train.py makes one"
+        )
     torch.set_num_threads(arguments.threads)
     chat, started = Chat(arguments.folder), time.time()
     errors: list[str] = []
