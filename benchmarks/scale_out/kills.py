@@ -47,7 +47,7 @@ def make_engine(folder: str) -> Any:
     from flexinfer import LLMEngine
     from flexinfer.config import EngineConfig
 
-    return LLMEngine.from_config(
+    return LLMEngine.from_engine_args(
         EngineConfig(
             model=folder,
             tensor_parallel_size=2,

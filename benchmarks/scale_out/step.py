@@ -52,7 +52,7 @@ def measure(folder: str, num_ranks: int) -> dict[str, Any]:
     from flexinfer.config import EngineConfig
 
     start_s = time.perf_counter()
-    engine = LLMEngine.from_config(
+    engine = LLMEngine.from_engine_args(
         EngineConfig(
             model=folder,
             tensor_parallel_size=num_ranks,

@@ -9,9 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flexinfer.async_llm import AsyncLLM
+    from flexinfer.async_llm import AsyncLLM, AsyncLLMEngine
     from flexinfer.conversation import Conversation
     from flexinfer.engine.llm_engine import LLMEngine
+    from flexinfer.engine_args import AsyncEngineArgs, EngineArgs
     from flexinfer.errors import (
         DriverError,
         EngineDeadError,
@@ -44,8 +45,11 @@ __version__ = "0.1.0"
 _HOME_OF = {
     "LLM": "llm",
     "LLMEngine": "engine.llm_engine",
+    "EngineArgs": "engine_args",
+    "AsyncEngineArgs": "engine_args",
     "LoRARequest": "lora.request",
     "AsyncLLM": "async_llm",
+    "AsyncLLMEngine": "async_llm",
     "Conversation": "conversation",
     "SamplingParams": "sampling.params",
     "BeamSearchParams": "sampling.params",
@@ -76,13 +80,16 @@ _HOME_OF = {
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
     "Conversation",
     "DriverError",
+    "EngineArgs",
     "EngineDeadError",
     "EngineError",
     "IntegrityError",

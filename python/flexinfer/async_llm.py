@@ -9,7 +9,7 @@ import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from itertools import count
 from types import TracebackType
@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 from flexinfer.config import EngineConfig
 from flexinfer.engine.beam_search import beam_search_output
+from flexinfer.engine.call_arguments import Tokenization, check_call_arguments
 from flexinfer.engine.llm_engine import LLMEngine
 from flexinfer.engine.thread import EngineThread
+from flexinfer.engine_args import EngineArgs
 from flexinfer.errors import EngineError, RequestError
-from flexinfer.llm import engine_config
 from flexinfer.lora.adapters import Adapter, Choice
 from flexinfer.lora.request import LoRARequest
 from flexinfer.outputs import BeamSearchOutput, RequestOutput, joined
@@ -42,17 +43,17 @@ class AsyncLLM:
     """
 
     def __init__(self, model: Any, *, trust_remote_code: bool = False, **settings: Any) -> None:
-        """`settings` are the fields of `EngineConfig`. Loads the model before it returns."""
-        self._start(engine_config(model, trust_remote_code, settings))
+        """`settings` are those of `EngineArgs`. Loads the model before it returns."""
+        self._start(EngineArgs(model, trust_remote_code=trust_remote_code, **settings))
 
     @classmethod
-    def from_engine_args(cls, config: EngineConfig) -> AsyncLLM:
+    def from_engine_args(cls, engine_args: EngineConfig) -> AsyncLLM:
         llm = cls.__new__(cls)
-        llm._start(config)
+        llm._start(engine_args)
         return llm
 
     def _start(self, config: EngineConfig) -> None:
-        engine = LLMEngine.from_config(config)
+        engine = LLMEngine.from_engine_args(config)
         self.config = config
         self.tokenizer = engine.tokenizer
         self.inputs = engine.inputs
@@ -81,6 +82,11 @@ class AsyncLLM:
         ended = self._thread.ended
         return ended is not None and ended.__cause__ is not None
 
+    async def check_health(self) -> None:
+        """Raises EngineDeadError if the engine has stopped, whatever the reason."""
+        if (ended := self._thread.ended) is not None:
+            raise ended
+
     def get_tokenizer(self) -> Any:
         return self.tokenizer
 
@@ -96,8 +102,13 @@ class AsyncLLM:
         *,
         lora_request: Choice = None,
         priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt: an async iterator of outputs, of the kind `output_kind` asks for.
+
+        `tokenization_kwargs`: as those of `LLM.generate`; `others`: vLLM's further arguments, such
+        as trace_headers, where they ask for nothing else (engine/call_arguments.py).
 
         The request starts when the first output is asked for. A cancelled task, or leaving the
         loop early, aborts it and frees its memory. A caller slower than the engine gets only the
@@ -108,9 +119,11 @@ class AsyncLLM:
         """
         if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
             raise RequestError(f"sampling_params must be SamplingParams, got {sampling_params!r}")
+        check_call_arguments(others)
+        tokenization = Tokenization.of(tokenization_kwargs) if tokenization_kwargs else None
         params = (sampling_params or self.get_default_sampling_params()).clone()
         kind = params.output_kind
-        return self._outputs(prompt, params, kind, request_id, priority, lora_request)
+        return self._outputs(prompt, params, kind, request_id, priority, lora_request, tokenization)
 
     async def beam_search(
         self,
@@ -130,9 +143,10 @@ class AsyncLLM:
         (final,) = [output async for output in outputs]
         return beam_search_output(final, params, self.tokenizer)
 
-    async def abort(self, request_id: str) -> None:
-        """End a request; its caller gets a last output with finish_reason "abort"."""
-        await asyncio.wrap_future(self._thread.abort(request_id))
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End a request, or several; callers get a last output with finish_reason "abort"."""
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            await asyncio.wrap_future(self._thread.abort(one))
 
     async def call(self, function: Callable[[LLMEngine], Result]) -> Result:
         """The result of `function(engine)`, called between two steps: stats, budgets, sleep."""
@@ -150,8 +164,7 @@ class AsyncLLM:
         """
         require_choice("mode", mode, ("keep", "abort"))
         if mode == "abort":
-            for request_id in await self.call(lambda engine: list(engine.unfinished_ids())):
-                await self.abort(request_id)
+            await self.abort(await self.call(lambda engine: list(engine.unfinished_ids())))
         return await self.call(lambda engine: engine.sleep(level))
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> bool:
@@ -209,8 +222,11 @@ class AsyncLLM:
         request_id: str | None,
         priority: int,
         lora_request: Choice,
+        tokenization: Tokenization | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self._thread.check_process()
+        if tokenization is not None:
+            prompt = await asyncio.to_thread(tokenization.tokens_of, prompt, self.inputs)
         if request_id is None:
             request_id = f"async-{next(self._request_ids)}"
         stream = _Stream(self._mailbox(), latest_only=kind is RequestOutputKind.CUMULATIVE)
@@ -273,6 +289,9 @@ class AsyncLLM:
             raise RequestError(
                 f"{params.structured_outputs.kind} was not compiled within {COMPILE_TIMEOUT_S:g} s"
             ) from None
+
+
+AsyncLLMEngine = AsyncLLM
 
 
 class _Mailbox:

@@ -32,10 +32,20 @@ MAX_NUM_SEQS = 1 << 16
 MAX_COUNT = (1 << 31) - 1
 """Of tokens: kernels count them in 32 bits."""
 
+DEFAULT_IF_NONE = (
+    "attention_backend",
+    "distributed_timeout_s",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "max_num_seqs",
+    "seed",
+)
+
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What a user may set; None means: derived from the model or the machine."""
+    """What a user may set; None means: derived from the model or the machine. Of some that vLLM
+    has None for it means the default, too (`DEFAULT_IF_NONE`)."""
 
     model: Any
     """A local folder, a GGUF file, a hub id, or a loaded transformers model."""
@@ -73,7 +83,7 @@ class EngineConfig:
     a scale for each token and head (on the CPU)."""
     device: str | None = None
     seed: int = 0
-    """Of requests without one of their own; None is 0, too."""
+    """Of requests without one of their own."""
     max_model_len: int | None = None
     """Most tokens of a request, also as "8k" (8,000) or "8K" (8,192); None, -1 or "auto": what the
     model can, as far as the memory goes."""
@@ -159,6 +169,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for item in fields(self):
+            if getattr(self, item.name) is None and item.name in DEFAULT_IF_NONE:
+                object.__setattr__(self, item.name, item.default)
             if item.type == "bool":
                 flag(item.name, getattr(self, item.name))
         for name in ("max_num_seqs", "max_loras", "max_lora_rank"):
@@ -168,9 +180,8 @@ class EngineConfig:
         for name in sizes:
             if getattr(self, name) is not None:
                 self._set_positive(name, MAX_COUNT)
-        for name, if_none in (("state_snapshot_tokens", None), ("seed", 0)):
-            given = getattr(self, name)
-            object.__setattr__(self, name, whole(name, if_none if given is None else given))
+        for name in ("state_snapshot_tokens", "seed"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
         if (every := self.state_snapshot_tokens) < 0:
             raise ValueError(
                 "state_snapshot_tokens must be a number of tokens, or 0 for the ends of prompts "

@@ -10,40 +10,40 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
-from dataclasses import fields, replace
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Any
 
-from flexinfer.config import EngineConfig
 from flexinfer.conversation import Conversation
 from flexinfer.engine.beam_search import beam_search_output
-from flexinfer.engine.inputs import (
-    listed_conversations,
-    listed_prompts,
-    read_chat_template,
+from flexinfer.engine.call_arguments import (
+    ManyAdapters,
+    Priorities,
+    Tokenization,
+    check_call_arguments,
+    listed_adapters,
+    listed_priorities,
 )
+from flexinfer.engine.inputs import listed_conversations, listed_prompts, read_chat_template
 from flexinfer.engine.llm_engine import LLMEngine
+from flexinfer.engine.progress import ShowsProgress, with_progress
 from flexinfer.engine.running_calls import RunningCalls
 from flexinfer.engine.turns import Turns
+from flexinfer.engine_args import EngineArgs
 from flexinfer.errors import EngineError, ReleasedError, RequestError
 from flexinfer.lora.request import LoRARequest
 from flexinfer.metrics.reader import Metric, read_metrics
 from flexinfer.outputs import BeamSearchOutput, RequestOutput
 from flexinfer.runtime.json_options import require_choice
-from flexinfer.runtime.vllm_arguments import note_remote_code, translate
 from flexinfer.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flexinfer.types import Messages, Prompt
 
 logger = logging.getLogger(__name__)
 
-ManyAdapters = LoRARequest | Sequence[LoRARequest | None] | None
 ManyParams = SamplingParams | Sequence[SamplingParams] | None
-Priorities = int | Sequence[int] | None
-ShowsProgress = bool | Callable[..., Any]
-"""Whether there is a bar, or what makes one, as tqdm does."""
 LOOKED_AT = 256
 """Requests a step, of those that a call waits for, whether another call has ended them."""
 
@@ -66,10 +66,12 @@ class LLM:
     ) -> None:
         """`chat_template`: Jinja, as text or its file, in place of the tokenizer's; `settings` are
         the fields of `EngineConfig`, or other arguments of vLLM's that ask for nothing else
-        (runtime/vllm_arguments.py). Nothing but a warning comes of `trust_remote_code`: no code of
+        (runtime/vllm_names.py). Nothing but a warning comes of `trust_remote_code`: no code of
         a model's repository is run."""
         template = read_chat_template(chat_template)
-        self.llm_engine = LLMEngine.from_config(engine_config(model, trust_remote_code, settings))
+        self.llm_engine = LLMEngine.from_engine_args(
+            EngineArgs(model, trust_remote_code=trust_remote_code, **settings)
+        )
         if template is not None:
             try:
                 self.llm_engine.inputs.use_chat_template(template)
@@ -101,15 +103,21 @@ class LLM:
         use_tqdm: ShowsProgress = True,
         lora_request: ManyAdapters = None,
         priority: Priorities = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete one or many prompts; outputs are in the order of the prompts.
 
         `lora_request`: the adapter of all of them, or one for each, None for those without.
+        `tokenization_kwargs`: how prompts are tokenized: add_special_tokens; truncation, with
+        max_length; truncate_prompt_tokens, -1 for what leaves room for a token; truncation_side.
         A completion that fails has finish_reason "error", the error as its stop_reason, and the
         text that it had until then; a warning tells how many did.
         Raises RequestError, before any work, if any of the prompts cannot be served.
         """
-        many = listed_prompts(prompts)
+        check_call_arguments({"mm_processor_kwargs": mm_processor_kwargs})
+        tokenization, inputs = Tokenization.of(tokenization_kwargs), self.llm_engine.inputs
+        many = [tokenization.tokens_of(one, inputs) for one in listed_prompts(prompts)]
         params = self._params_for_each(sampling_params, len(many), RequestOutputKind.FINAL_ONLY)
         return self._complete(many, params, priority, lora_request, use_tqdm)
 
@@ -117,12 +125,14 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        *,
-        use_tqdm: ShowsProgress = True,
         lora_request: ManyAdapters = None,
+        use_tqdm: ShowsProgress = True,
+        concurrency_limit: int | None = None,
+        *,
         priority: Priorities = None,
     ) -> list[BeamSearchOutput]:
-        """The most probable continuations of one or many prompts, found side by side.
+        """The most probable continuations of one or many prompts, found side by side, as many at
+        once as `max_num_seqs` allows: `concurrency_limit` of vLLM's changes nothing.
 
         Raises RequestError, before any work, if any of the prompts cannot be served, and
         EngineError if one of them ended with an error.
@@ -172,22 +182,26 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: ManyParams = None,
-        *,
         use_tqdm: ShowsProgress = True,
         lora_request: ManyAdapters = None,
+        priority: Priorities = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Continue one or many conversations, each a list of {"role": ..., "content": ...}.
 
         A conversation that goes on from an earlier one finds its KV in the prefix cache.
         `chat_template_kwargs`: what the template may ask for, such as {"enable_thinking": False};
         `chat_template_content_format`: as for `InputProcessor.render`.
+        `tokenization_kwargs`: as those of `generate`; special tokens are the template's.
         """
+        Tokenization.of(tokenization_kwargs).check_of_chat()
         if chat_template_kwargs is not None:
             self.llm_engine.inputs.check_template_kwargs(chat_template_kwargs)
         prompts: list[Prompt] = [
@@ -202,7 +216,15 @@ class LLM:
             )
             for conversation in listed_conversations(messages)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        return self.generate(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
 
     def reset_prefix_cache(self) -> int:
         """Forget all recorded prefixes; returns how many tokens they held."""
@@ -279,19 +301,8 @@ class LLM:
         lora_request: ManyAdapters,
     ) -> list[str]:
         """Queue all prompts or, if one is refused, none."""
-        if isinstance(priority, str) or not isinstance(priority or 0, (int, Iterable)):
-            raise RequestError(
-                f"priority must be a number, or a list of one for each prompt, got {priority!r}"
-            )
-        given = priority or 0
-        priorities = [given] * len(prompts) if isinstance(given, int) else list(given)
-        if len(priorities) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts but {len(priorities)} priorities")
-        adapters = lora_request if isinstance(lora_request, Sequence) else [lora_request]
-        if adapters is not lora_request:
-            adapters = list(adapters) * len(prompts)
-        if len(adapters) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts but {len(adapters)} lora_requests")
+        priorities = listed_priorities(priority, len(prompts))
+        adapters = listed_adapters(lora_request, len(prompts))
         added: list[str] = []
         try:
             with self._turns:
@@ -323,7 +334,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Run these requests to their ends. REQUIRES: each gives one output."""
         final = {}
-        for output in self._progress(self._run(request_ids), len(request_ids), use_tqdm):
+        for output in with_progress(self._run(request_ids), len(request_ids), use_tqdm):
             final[output.request_id] = output
         return [final[request_id] for request_id in request_ids]
 
@@ -379,21 +390,3 @@ class LLM:
         if self.llm_engine.manager.closed:
             raise ReleasedError("the engine was closed before its requests had ended")
         return self._take(request_ids)
-
-    def _progress(
-        self, outputs: Iterator[RequestOutput], total: int, use_tqdm: ShowsProgress
-    ) -> Iterator[RequestOutput]:
-        if not use_tqdm:
-            return outputs
-        from tqdm.auto import tqdm
-
-        make = use_tqdm if callable(use_tqdm) else tqdm
-        bar: Iterator[RequestOutput] = make(outputs, total=total, desc="Processed prompts")
-        return bar
-
-
-def engine_config(model: Any, trust_remote_code: bool, settings: dict[str, Any]) -> EngineConfig:
-    """The config for what a user passes to `LLM` or `AsyncLLM`."""
-    note_remote_code(trust_remote_code)
-    known = [field.name for field in fields(EngineConfig)]
-    return EngineConfig(model=model, **translate(settings, known))

@@ -1,4 +1,4 @@
-"""Names of vLLM's LLM that programs call: parts that wake up, metrics as values."""
+"""Names and arguments of vLLM's that programs call: in its order, and with what says nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("prometheus_client")
 
-from flexinfer import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from flexinfer import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    AsyncLLMEngine,
+    BeamSearchParams,
+    EngineArgs,
+    EngineDeadError,
+    LLMEngine,
+    RequestError,
+    SamplingParams,
+)
+from flexinfer.config import EngineConfig
 from flexinfer.metrics.reader import Counter, Gauge, Histogram, Vector
 from helpers.tiny_models import make_model
 
@@ -43,6 +55,103 @@ def test_an_async_engine_wakes_its_parts_too(model_path: str) -> None:
             return [await llm.wake_up(["weights"]), await llm.wake_up(["kv_cache"])]
 
     assert asyncio.run(wake()) == [False, True]
+
+
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+def test_a_chat_takes_vllms_arguments_in_its_order(llm: LLM) -> None:
+    template = "{{ messages[0]['content'] }}"
+    expected = llm.chat(CHAT, GREEDY, use_tqdm=False, chat_template=template)[0]
+    (found,) = llm.chat(CHAT, GREEDY, False, None, 1, template)
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    (cut,) = llm.chat(CHAT, GREEDY, False, tokenization_kwargs={"truncate_prompt_tokens": 2})
+    assert cut.prompt_token_ids is not None
+    assert len(cut.prompt_token_ids) == 2
+
+
+def test_a_chat_has_a_priority(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="1 prompts but 2 priorities"):
+        llm.chat(CHAT, GREEDY, priority=[1, 2])
+    with pytest.raises(RequestError, match="a chat template writes special tokens itself"):
+        llm.chat(CHAT, GREEDY, tokenization_kwargs={"add_special_tokens": True})
+
+
+def test_beams_take_vllms_arguments_in_its_order(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+    (expected,) = llm.beam_search([{"prompt": "hello"}], params)
+    (found,) = llm.beam_search([{"prompt": "hello"}], params, None, False, 1)
+    assert [one.tokens for one in found.sequences] == [one.tokens for one in expected.sequences]
+
+
+def test_a_prompt_is_tokenized_as_the_call_says(llm: LLM) -> None:
+    (found,) = llm.generate("hello", GREEDY, tokenization_kwargs={"truncate_prompt_tokens": 1})
+    assert found.prompt_token_ids is not None
+    assert len(found.prompt_token_ids) == 1
+    with pytest.raises(RequestError, match="mm_processor_kwargs"):
+        llm.generate("hello", GREEDY, mm_processor_kwargs={"num_crops": 4})
+
+
+def test_an_async_call_takes_what_says_nothing_here(model_path: str) -> None:
+    async def scenario() -> int:
+        args = AsyncEngineArgs(model=model_path, kv_cache_memory_bytes="8MiB", block_size=16)
+        llm = AsyncLLMEngine.from_engine_args(args)
+        await llm.check_health()
+        cut = {"truncate_prompt_tokens": 1}
+        stream = llm.generate("hi", GREEDY, trace_headers=None, tokenization_kwargs=cut)
+        (*_, last) = [output async for output in stream]
+        with pytest.raises(TypeError, match="no argument 'bogus'"):
+            llm.generate("hi", GREEDY, bogus=1)
+        llm.shutdown()
+        with pytest.raises(EngineDeadError):
+            await llm.check_health()
+        return len(last.prompt_token_ids or ())
+
+    assert asyncio.run(scenario()) == 1
+
+
+def test_several_requests_are_aborted_at_once(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> list[str | None]:
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        streams = [llm.generate("hello", params, name) for name in ("a", "b")]
+        for stream in streams:
+            await anext(stream)
+        await llm.abort(["a", "b"])
+        lasts = [[output async for output in stream][-1] for stream in streams]
+        return [last.outputs[0].finish_reason for last in lasts]
+
+    async def run() -> list[str | None]:
+        async with AsyncLLM(model_path, kv_cache_memory_bytes="8MiB") as llm:
+            return await scenario(llm)
+
+    assert asyncio.run(run()) == ["abort", "abort"]
+
+
+def test_engine_args_are_a_config_with_vllms_arguments(model_path: str) -> None:
+    args = EngineArgs(model_path, block_size=16, max_num_seqs=2, cudagraph_capture_sizes=[1])
+    assert (args.max_num_seqs, args.cuda_graph_sizes) == (2, (1,))
+    engine = LLMEngine.from_engine_args(args)
+    assert engine.config.max_num_seqs == 2
+    engine.close()
+    with pytest.raises(ValueError, match="pipeline_parallel_size=2"):
+        EngineArgs(model=model_path, pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention_backend",
+        "distributed_timeout_s",
+        "enable_chunked_prefill",
+        "enable_prefix_caching",
+        "max_num_seqs",
+        "seed",
+    ],
+)
+def test_none_is_the_default(name: str) -> None:
+    given = getattr(EngineConfig("x", **{name: None}), name)
+    assert given == getattr(EngineConfig("x"), name)
+    assert given is not None
 
 
 def test_metrics_are_plain_values() -> None:

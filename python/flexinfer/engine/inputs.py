@@ -142,12 +142,17 @@ class InputProcessor:
             f"a prompt needs 'prompt' or 'prompt_token_ids', got the keys {[*prompt]}"
         )
 
-    def _tokenize(self, text: Any) -> list[int]:
+    def tokenize(self, text: Any, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, of any number. Raises RequestError."""
         if not isinstance(text, str):
             raise RequestError(f"the text of a prompt must be a string, got {text!r}")
         tokenizer = self._require_tokenizer("a prompt as text")
         _check_characters(text)
-        return self._check_ids(tokenizer(text).input_ids)
+        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens).input_ids
+        return ids
+
+    def _tokenize(self, text: Any) -> list[int]:
+        return self._check_ids(self.tokenize(text))
 
     def _check_ids(self, token_ids: Any, what: str = "a prompt") -> list[int]:
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids

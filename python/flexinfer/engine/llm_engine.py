@@ -72,10 +72,10 @@ class LLMEngine:
         self._group_of: dict[str, RequestGroup] = {}  # by the id of each of its sequences
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> LLMEngine:
+    def from_engine_args(cls, engine_args: EngineConfig) -> LLMEngine:
         """Loads the model. Raises ValueError or UnsupportedModelError for settings or models that
         cannot work."""
-        return cls(build_parts(config))
+        return cls(build_parts(engine_args))
 
     @property
     def max_model_len(self) -> int:

@@ -123,7 +123,7 @@ def test_the_default_budget_is_derived_and_told_once(caplog: pytest.LogCaptureFi
         ({"prefix_cache_memory": 2**70}, "prefix_cache_memory is a number of bytes"),
         ({"swap_space": None}, "swap_space is a number of bytes"),
         ({"max_num_seqs": 10**9}, "max_num_seqs must be at most 65536, got 1000000000"),
-        ({"max_num_seqs": None}, "max_num_seqs must be a positive integer, got None"),
+        ({"max_num_seqs": "many"}, "max_num_seqs must be a positive integer, got 'many'"),
         ({"max_num_batched_tokens": 10**20}, "max_num_batched_tokens must be at most 2147483647"),
         ({"max_model_len": 10**20}, "max_model_len must be at most 2147483647"),
         ({"layers_per_plane": 10**20}, "layers_per_plane must be at most 2147483647"),

@@ -355,7 +355,7 @@ def test_samples_in_the_dense_layout_share_their_prompt() -> None:
         chunk_bytes=4096,
         layers_per_plane=1,
     )
-    engine = LLMEngine.from_config(config)
+    engine = LLMEngine.from_engine_args(config)
     engine.add_request("a", [5] * 100, SamplingParams(n=8, temperature=0, max_tokens=9))
     while engine.has_unfinished_requests():
         outputs = engine.step()

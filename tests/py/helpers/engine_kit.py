@@ -24,7 +24,7 @@ def make_engine(model: Any = "llama", **settings: Any) -> LLMEngine:
     defaults = {"max_num_seqs": 4, "kv_cache_memory_bytes": 4 << 20, "chunk_bytes": 4096}
     model = make_model(model) if isinstance(model, str) else model
     config = {**defaults, "model": model, "skip_tokenizer_init": True, **settings}
-    return LLMEngine.from_config(EngineConfig(**config))
+    return LLMEngine.from_engine_args(EngineConfig(**config))
 
 
 def submit(engine: LLMEngine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> None:

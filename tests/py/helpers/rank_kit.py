@@ -44,7 +44,7 @@ def make_ranked_engine(name: str = "llama", num_ranks: int = 2, **settings: Any)
     config = {**defaults, "model": folder_of(name), "tensor_parallel_size": num_ranks, **settings}
     threads = torch.get_num_threads()
     try:
-        return LLMEngine.from_config(EngineConfig(**config))
+        return LLMEngine.from_engine_args(EngineConfig(**config))
     finally:
         torch.set_num_threads(threads)
 

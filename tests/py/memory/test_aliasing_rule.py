@@ -106,7 +106,7 @@ def test_no_launch_of_an_engine_breaks_the_rule(launches: Launches) -> None:
         max_num_seqs=6,
         kv_cache_memory_bytes=8 * 24 * CHUNK_BYTES,
     )
-    engine = LLMEngine.from_config(config)
+    engine = LLMEngine.from_engine_args(config)
     heads = random_prompts((40, 64, 33), seed=3)
     prompts = [rng.choice(heads) + tail for tail in random_prompts((5, 30, 1, 17, 9), seed=4)]
     prompts += [prompts[3], heads[0]]

@@ -14,13 +14,16 @@ import flexinfer
 
 # Names that users of the package rely on. Adding one is a decision, removing one breaks somebody.
 PUBLIC = {
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
     "Conversation",
     "DriverError",
+    "EngineArgs",
     "EngineDeadError",
     "EngineError",
     "IntegrityError",

@@ -61,6 +61,7 @@ PYTHON_ALLOWED = {
     "scheduler_config": "runtime",
     "speculative_config": "runtime",
     "config": "events handover runtime sampling scheduler_config speculative_config",
+    "engine_args": "config runtime",
     "runtime": "_kernels",
     "vtensor": "_vtensor errors runtime",
     "vattention": "vtensor",
@@ -82,8 +83,8 @@ PYTHON_ALLOWED = {
     "engine": "attention checkpoints config distributed errors events handover lora memory metrics "
     "models outputs runner runtime sampling scheduler speculation types vtensor",
     "conversation": "engine errors lora outputs sampling types",
-    "llm": "config conversation engine errors lora metrics outputs runtime sampling types",
-    "async_llm": "config engine errors llm lora outputs runtime sampling types",
+    "llm": "conversation engine engine_args errors lora metrics outputs runtime sampling types",
+    "async_llm": "config engine engine_args errors lora outputs runtime sampling types",
     "loadgen": "",
     "routing": "",
     "simulation": "loadgen outputs routing sampling scheduler scheduler_config vtensor",
@@ -111,7 +112,7 @@ INNER_ALLOWED = {
         "state": "chat_renderer handover http observability parsing settings stores token_bytes",
         "api": "chat_renderer http observability parsing protocol state stores token_bytes",
         "app": "api http observability protocol settings state",
-        "run": "http state",
+        "run": "handover http settings state",
     },
     "cli": {
         "standard_output": "",
@@ -136,7 +137,7 @@ INNER_ALLOWED = {
         "demo": "errors memory_map option_model plot result_file settings terminal_text",
         "bench": "endpoint errors fitting_table help option_model options plot result_file "
         "settings",
-        "serve": "errors option_model options settings",
+        "serve": "errors help option_model options settings",
         "simulate": "errors fitting_table option_model result_file settings terminal_text",
         "app": "bench chat demo doctor errors help inspect option_model options replay "
         "serve settings simulate standard_output top",

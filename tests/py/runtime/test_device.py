@@ -68,7 +68,7 @@ def test_devices_that_are_not_there(
 
 def test_the_device_is_checked_before_weights_are_read(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match=r"sees no GPU|there is only"):
-        LLMEngine.from_config(EngineConfig(model=str(tmp_path / "none"), device="cuda:99"))
+        LLMEngine.from_engine_args(EngineConfig(model=str(tmp_path / "none"), device="cuda:99"))
 
 
 def test_kv_gets_the_rest_of_the_gpus_share() -> None:

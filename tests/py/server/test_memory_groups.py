@@ -42,7 +42,7 @@ class Between:
 
 def make_engine(name: str, **others: int) -> LLMEngine:
     settings = {"kv_cache_memory_bytes": 4 << 20, "chunk_bytes": CHUNK, "max_num_seqs": 2, **others}
-    return LLMEngine.from_config(
+    return LLMEngine.from_engine_args(
         EngineConfig(model=make_model(name), skip_tokenizer_init=True, **cast(Any, settings))
     )
 
