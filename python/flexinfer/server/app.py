@@ -33,6 +33,7 @@ from flexinfer.server.http.auth import ADMIN_PATHS, KEYED_PREFIXES, AuthMiddlewa
 from flexinfer.server.http.errors import install_error_handlers
 from flexinfer.server.http.hosts import HostMiddleware
 from flexinfer.server.http.limits import BodyLimitMiddleware
+from flexinfer.server.http.root_path import RootPathMiddleware
 from flexinfer.server.observability.logs import AccessLogMiddleware
 from flexinfer.server.observability.metrics import register_metrics
 from flexinfer.server.observability.tracing import TraceContextMiddleware
@@ -94,6 +95,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings, replica: str | None = No
         lifespan=lifespan,
         redoc_url=None,
         docs_url=None,
+        servers=[{"url": settings.root_path}] if settings.root_path else None,
         openapi_url=None,  # made on the loop, which it would hold for a second: see docs_page
     )
     app.state.flexinfer = state
@@ -123,6 +125,8 @@ def create_app(llm: AsyncLLM, settings: ServerSettings, replica: str | None = No
     if state.tracer is not None:
         app.add_middleware(TraceContextMiddleware)
     app.add_middleware(AccessLogMiddleware)
+    if settings.root_path:
+        app.add_middleware(RootPathMiddleware, root_path=settings.root_path)
     register_metrics(app, llm, settings.model_name, state.handover_stats)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
@@ -142,7 +146,11 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     """FastAPI's document, but with 400 for invalid requests, as OpenAI has it, and with keys."""
     if app.openapi_schema is None:
         schema = get_openapi(
-            title=app.title, version=app.version, summary=app.summary, routes=app.routes
+            title=app.title,
+            version=app.version,
+            summary=app.summary,
+            routes=app.routes,
+            servers=app.servers or None,
         )
         schemas = schema.setdefault("components", {})
         for name in ("HTTPValidationError", "ValidationError"):

@@ -62,12 +62,17 @@ class ChatRenderer:
         inputs: InputProcessor,
         chat_template: str | None,
         content_format: str = "auto",
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """`chat_template`: Jinja source of the operator; None: that of the tokenizer.
-        `content_format`: one of CONTENT_FORMATS."""
+        `content_format`: one of CONTENT_FORMATS. `template_kwargs`: what the template gets of
+        prompts that do not say it. Raises ValueError for some that it would not see."""
+        if template_kwargs:
+            inputs.check_template_kwargs(template_kwargs)
         self._inputs = inputs
         self._template = chat_template
         self._content_format = content_format
+        self._template_kwargs = dict(template_kwargs or {})
         tokenizer = inputs.tokenizer
         own = getattr(tokenizer, "chat_template", None)
         source = str(chat_template or own or "")
@@ -116,7 +121,7 @@ class ChatRenderer:
                 documents=prompt.documents or None,
                 add_generation_prompt=prompt.add_generation_prompt,
                 continue_final_message=prompt.continue_final_message,
-                **prompt.template_kwargs,
+                **self._template_kwargs | dict(prompt.template_kwargs),
             )
             check_length(text, self._inputs, "messages")
             return self._inputs.tokenize_rendered(text)

@@ -11,12 +11,15 @@ import signal
 import socket
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
+from flexinfer.server.handover.socket_path import bind as bind_path
+from flexinfer.server.settings import ServerSettings
 from flexinfer.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -146,6 +149,22 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
         uvloop.run(main)
 
 
+@contextmanager
+def bound(settings: ServerSettings) -> Iterator[tuple[socket.socket, ServerSettings]]:
+    """A socket of `bind`, or one at `uds`, and the settings with the port that it got; see
+    `listen`. Raises OSError, and ValueError for a path where none can be."""
+    if settings.uds is None:
+        with bind(settings.host, settings.port) as sock:
+            host, port = sock.getsockname()[:2]
+            yield sock, replace(settings, host=host, port=port)
+        return
+    with bind_path(settings.uds, "uds") as sock:
+        try:
+            yield sock, settings
+        finally:
+            settings.uds.unlink(missing_ok=True)
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A listening address, taken before the model is loaded; see `listen`. Raises OSError with the
     address."""
@@ -163,11 +182,14 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def listen(sock: socket.socket) -> None:
-    """Let clients connect to a socket of `bind`. Raises OSError with the address: two servers can
-    be bound to one until the first listens, and uvloop passes over that error of the other's."""
+    """Let clients connect to a socket of `bind` or `bound`. Raises OSError with the address: two
+    servers can be bound to one until the first listens, and uvloop passes over that error of the
+    other's."""
     try:
         sock.listen()
     except OSError as error:
+        if sock.family is socket.AF_UNIX:
+            raise
         raise _with_address(error, *sock.getsockname()[:2]) from error
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from flexinfer.engine.chat_template import CONTENT_FORMATS
 from flexinfer.runtime.json_options import require_choice
 from flexinfer.server.handover.endpoints import Endpoint, endpoint_of
 from flexinfer.server.http.hosts import is_loopback
+from flexinfer.server.http.root_path import checked_root_path
 from flexinfer.server.http.tls import TLSSettings
 from flexinfer.server.lora_module_path import LoRAModulePath
 from flexinfer.server.observability.tracing import check_endpoint
@@ -24,6 +27,10 @@ class ServerSettings:
     """Names that requests may give; the first one stands in answers."""
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: Path | None = None
+    """A Unix socket, in place of host and port."""
+    root_path: str = ""
+    """Below which a proxy shows this server, such as "/llm": it may be there in requests or not."""
     api_keys: tuple[str, ...] = ()
     """Each key is a tenant: prefixes are shared only within one. Empty: no key is asked for."""
     admin_api_key: str | None = None
@@ -31,6 +38,8 @@ class ServerSettings:
     """Jinja source; None: that of the tokenizer."""
     chat_template_content_format: str = "auto"
     """How it takes the content of messages: one of CONTENT_FORMATS in engine/chat_template.py."""
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """What the template gets of a request that does not say it itself, name by name."""
     tool_call_parser: str = "hermes"
     """The form in which the model writes its calls: a name in parsing/tool_formats.py. Harmony, by
     this name, the next or the chat template, is the form of calls and of reasoning at once."""
@@ -94,6 +103,8 @@ class ServerSettings:
     """Whether they may send cookies and TLS certificates. Keys in a header need no permission."""
     tls: TLSSettings | None = None
     """None: plain HTTP."""
+    enable_force_include_usage: bool = False
+    """Whether streams end with their usage without being asked for it."""
     trace_dir: Path | None = None
     """Where /admin/trace may write; None: it may not."""
     otlp_traces_endpoint: str | None = None
@@ -130,6 +141,7 @@ class ServerSettings:
         for name in adapters:
             if adapters.count(name) > 1 or name in self.served_model_names:
                 raise ValueError(f"the name {name!r} is given to more than one model or adapter")
+        object.__setattr__(self, "root_path", checked_root_path(self.root_path))
         self._check_keys()
         self._check_role()
         tool_format(self.tool_call_parser)
@@ -165,7 +177,9 @@ class ServerSettings:
 
     @property
     def checks_hosts(self) -> bool:
-        return bool(self.allowed_hosts) or (is_loopback(self.host) and not self.api_keys)
+        """Web pages reach this machine's ports, but no sockets with a path."""
+        is_open = self.uds is None and is_loopback(self.host) and not self.api_keys
+        return bool(self.allowed_hosts) or is_open
 
     @property
     def num_tenants(self) -> int:

@@ -55,7 +55,10 @@ class ServerState:
         if settings.chat_template is None and isinstance(own_template, str):
             check_template(own_template)
         self.chat = ChatRenderer(
-            llm.inputs, settings.chat_template, settings.chat_template_content_format
+            llm.inputs,
+            settings.chat_template,
+            settings.chat_template_content_format,
+            settings.default_chat_template_kwargs,
         )
         self.forms = choose_forms(
             settings.tool_call_parser,

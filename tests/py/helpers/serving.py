@@ -65,6 +65,14 @@ class ServerProcess:
             time.sleep(0.05)
         raise AssertionError(f"the server is not ready:\n{self.log.read_text()}")
 
+    def wait_until_said(self, text: str) -> None:
+        """In its log."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while text not in self.log.read_text():
+            assert self.process.poll() is None, f"the server has ended:\n{self.log.read_text()}"
+            assert time.monotonic() < deadline, f"{text!r} is not in {self.log.read_text()}"
+            time.sleep(0.05)
+
     def __enter__(self) -> ServerProcess:
         return self
 

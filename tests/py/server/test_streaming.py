@@ -53,7 +53,9 @@ def pieces_of(texts: list[str], num_samples: int) -> list[RequestOutput]:
 
 
 STATE: Any = SimpleNamespace(
-    settings=SimpleNamespace(model_name="m"), fingerprint="fp", token_bytes=TokenBytes(None)
+    settings=SimpleNamespace(model_name="m", enable_force_include_usage=False),
+    fingerprint="fp",
+    token_bytes=TokenBytes(None),
 )
 
 

@@ -17,6 +17,13 @@ class ChatOptions:
     chat_template_content_format: Annotated[
         str, option("What it takes messages as: string, openai (parts), or auto (read off it).")
     ] = "auto"
+    default_chat_template_kwargs: Annotated[
+        str | None,
+        option(
+            "What the template gets of every request that does not say it itself, as JSON: "
+            '{"enable_thinking": false}.'
+        ),
+    ] = None
     exclude_tools_when_tool_choice_none: Annotated[
         bool, option("Keep tools out of prompts where none may be called.")
     ] = False

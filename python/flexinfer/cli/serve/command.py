@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import sys
@@ -57,16 +56,14 @@ def _run(options: ServeOptions) -> None:
     import asyncio
 
     from flexinfer.runtime.process import check_threads, num_server_threads
-    from flexinfer.server.run import bind
+    from flexinfer.server.run import bound
 
     endpoint = settings.handover_endpoint
     if settings.role == "prefill" and endpoint is not None:
         endpoint.check_free()
 
     check_threads(config.threads, num_server_threads())
-    with bind(settings.host, settings.port) as sock:
-        host, port = sock.getsockname()[:2]
-        settings = dataclasses.replace(settings, host=host, port=port)
+    with bound(settings) as (sock, settings):
         from flexinfer.async_llm import AsyncLLM
         from flexinfer.server.app import create_app
         from flexinfer.server.observability.logs import adopt_transformers
@@ -77,10 +74,9 @@ def _run(options: ServeOptions) -> None:
         try:
             app = create_app(llm, settings)
             asyncio.run(app.state.flexinfer.adapters.load_all(settings.lora_modules))
-            url = url_of(host, port, is_tls=settings.tls is not None)
             _let_go_of_what_starting_needed()
             listen(sock)
-            _announce(f"Serving {settings.model_name} at {url}", options)
+            _announce(f"Serving {settings.model_name} at {_place(settings)}", options)
             code = serve(app, sock)
         finally:
             llm.shutdown()
@@ -105,13 +101,11 @@ def _run_replicas(options: ServeOptions, config: EngineConfig, settings: ServerS
     from flexinfer.ray.run import serve_replicas
 
     http_options = {"ssl_keyfile": options.ssl_keyfile, "ssl_certfile": options.ssl_certfile}
-    is_tls = settings.tls is not None
-    url = url_of(settings.host, settings.port, is_tls=is_tls)
     serve_replicas(
         replica_options(options, config, settings),
         options.ray_address,
         {name: str(path) for name, path in http_options.items() if path is not None},
-        lambda: _announce(f"Serving {settings.model_name} at {url}", options),
+        lambda: _announce(f"Serving {settings.model_name} at {_place(settings)}", options),
     )
 
 
@@ -121,6 +115,12 @@ def _announce(text: str, options: ServeOptions) -> None:
         logger.info(text)
     else:
         typer.echo(text, err=True)
+
+
+def _place(settings: ServerSettings) -> str:
+    if settings.uds is not None:
+        return f"unix:{settings.uds}"
+    return url_of(settings.host, settings.port, is_tls=settings.tls is not None)
 
 
 def url_of(host: str, port: int, *, is_tls: bool = False) -> str:

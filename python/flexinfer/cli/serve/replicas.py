@@ -39,6 +39,8 @@ def replica_options(
     for name in ("ssl_ca_certs", "ssl_cert_reqs"):
         if getattr(options, name):
             raise ValueError(f"{name} cannot be combined with replicas: Serve asks for none")
+    if settings.uds is not None:
+        raise ValueError("uds cannot be combined with replicas: Serve's proxies listen on a port")
     if settings.port == 0:
         raise ValueError("port 0 cannot be combined with replicas: name one for Serve's proxies")
     if options.log_format != "text":

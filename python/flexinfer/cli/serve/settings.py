@@ -50,6 +50,9 @@ def server_settings(options: ServeOptions, config: EngineConfig) -> ServerSettin
         "lora_modules": _adapters(options),
         "api_keys": _list(options.api_key, "--api-key"),
         "chat_template": read_chat_template(options.chat_template),
+        "default_chat_template_kwargs": _mapping(
+            options.default_chat_template_kwargs, "--default-chat-template-kwargs"
+        ),
         "allowed_hosts": _list(options.allowed_hosts, "--allowed-hosts"),
         "allowed_origins": _list(options.allowed_origins, "--allowed-origins"),
         "allowed_methods": _list(options.allowed_methods, "--allowed-methods") or ("*",),
@@ -94,6 +97,12 @@ def _list(given: Sequence[str] | None, flag: str) -> tuple[str, ...]:
     if not all(isinstance(word, str) for word in found):
         raise ValueError(f"{flag} {text!r} is not a JSON list of strings")
     return tuple(found)
+
+
+def _mapping(given: str | None, flag: str) -> dict[str, Any]:
+    from flexinfer.runtime.json_options import read_mapping
+
+    return {} if given is None else dict(read_mapping(flag, given))
 
 
 def _adapters(options: ServeOptions) -> tuple[LoRAModulePath, ...]:

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from flexinfer.outputs import CompletionOutput, RequestOutput
 from flexinfer.server.api.chat_call import ChatCall, num_reasoning
-from flexinfer.server.api.generate import UsageCounter
+from flexinfer.server.api.generate import UsageCounter, tells_usage
 from flexinfer.server.api.logprobs import chat_logprobs
 from flexinfer.server.api.saying import Saying
 from flexinfer.server.api.tools import finish_reason
@@ -34,8 +34,10 @@ class ChatStream:
         self._choices: dict[int, Saying] = {}
         self._plain = TextEvents(lambda index, text: self._body(index, {"content": text}))
         body = call.body
+        self._tells_usage = tells_usage(call.state, body)
+        self._tells_running_usage = self._tells_usage and body.wants_running_usage
         self._has_plain = not (
-            body.return_token_ids or body.wants_running_usage or call.num_top_logprobs is not None
+            body.return_token_ids or self._tells_running_usage or call.num_top_logprobs is not None
         )
 
     def add(self, output: RequestOutput) -> str:
@@ -49,7 +51,7 @@ class ChatStream:
         return [piece for one in output.outputs for piece in self._read(one)[1]]
 
     def finish(self) -> str:
-        if not self._call.body.wants_usage:
+        if not self._tells_usage:
             return DONE
         usage = self.usage().model_dump()
         return event({**self._head, "choices": [], "usage": usage}) + DONE
@@ -75,7 +77,7 @@ class ChatStream:
     def _role_chunk(self, index: int) -> str:
         """Before any token: running usage counts none of this choice yet."""
         body = self._body(index, {"role": "assistant", "content": ""})
-        if self._call.body.wants_running_usage:
+        if self._tells_running_usage:
             body["usage"] = self._counter.running(0, index, is_begun=False).model_dump()
         if self._call.body.return_token_ids:
             body["prompt_token_ids"] = self._call.job.prompts[0]["prompt_token_ids"]
@@ -115,8 +117,8 @@ class ChatStream:
     def _body(self, index: int, delta: dict[str, Any], **extra: Any) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **extra}
         chunk: dict[str, Any] = {**self._head, "choices": [choice]}
-        if self._call.body.wants_usage:
-            wanted = self._call.body.wants_running_usage
+        if self._tells_usage:
+            wanted = self._tells_running_usage
             chunk["usage"] = self._counter.running(0, index).model_dump() if wanted else None
         return chunk
 

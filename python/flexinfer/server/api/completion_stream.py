@@ -6,7 +6,7 @@ from typing import Any
 
 from flexinfer.outputs import CompletionOutput, RequestOutput
 from flexinfer.server.api.completion_call import CompletionCall
-from flexinfer.server.api.generate import UsageCounter
+from flexinfer.server.api.generate import UsageCounter, tells_usage
 from flexinfer.server.api.logprobs import TextPlace
 from flexinfer.server.http.streaming import DONE, TextEvents, event
 from flexinfer.server.protocol.base import Usage
@@ -23,8 +23,10 @@ class CompletionStream:
         """Of each choice that has begun, where its next token does."""
         self._plain = TextEvents(lambda index, text: self._chunk(_plain_choice(index, text)))
         body = call.body
+        self._tells_usage = tells_usage(call.state, body)
+        self._tells_running_usage = self._tells_usage and body.wants_running_usage
         self._has_plain = not (
-            body.return_token_ids or body.wants_running_usage or body.logprobs is not None
+            body.return_token_ids or self._tells_running_usage or body.logprobs is not None
         )
 
     def add(self, prompt_idx: int, output: RequestOutput) -> str:
@@ -33,7 +35,7 @@ class CompletionStream:
         return "".join([self._event(prompt_idx, output, one) for one in output.outputs])
 
     def finish(self) -> str:
-        if not self._call.body.wants_usage:
+        if not self._tells_usage:
             return DONE
         usage = self._counter.usage().model_dump()
         return event({**self._head, "choices": [], "usage": usage}) + DONE
@@ -47,7 +49,7 @@ class CompletionStream:
         if index in self._places and self._has_plain and one.finish_reason is None:
             return self._plain.event(index, one.text)
         choice = self._choice(index, prompt_idx, output, one)
-        is_wanted = self._call.body.wants_running_usage
+        is_wanted = self._tells_running_usage
         running = self._counter.running(prompt_idx, one.index) if is_wanted else None
         return event(self._chunk(choice, running))
 
@@ -73,7 +75,7 @@ class CompletionStream:
 
     def _chunk(self, choice: dict[str, Any], running: Usage | None = None) -> dict[str, Any]:
         chunk = {**self._head, "choices": [choice]}
-        if self._call.body.wants_usage:
+        if self._tells_usage:
             chunk["usage"] = None if running is None else running.model_dump()
         return chunk
 

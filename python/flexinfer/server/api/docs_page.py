@@ -51,7 +51,7 @@ def _page(document: dict[str, Any]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{STYLE}</style></head>\n<body><main><h1>{title}</h1>\n"
         "<p>Its endpoints and the fields that they take; the same for programs: "
-        f'<a href="/openapi.json">openapi.json</a>.</p>\n{endpoints}\n</main></body></html>'
+        f'<a href="openapi.json">openapi.json</a>.</p>\n{endpoints}\n</main></body></html>'
     )
 
 

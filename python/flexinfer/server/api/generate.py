@@ -23,6 +23,7 @@ from flexinfer.sampling.params import (
 from flexinfer.server.http.errors import APIError, bad_request, shutting_down
 from flexinfer.server.observability.logs import log_with_request
 from flexinfer.server.protocol.base import CompletionTokensDetails, PromptTokensDetails, Usage
+from flexinfer.server.protocol.sampling import SamplingFields
 from flexinfer.server.state import ServerState
 from flexinfer.types import TokensPrompt
 
@@ -253,6 +254,11 @@ async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def tells_usage(state: ServerState, fields: SamplingFields) -> bool:
+    """Whether a stream does."""
+    return fields.wants_usage or state.settings.enable_force_include_usage
 
 
 class UsageCounter:

@@ -115,5 +115,5 @@ class SamplingFields(RefusedFields):
 
     @property
     def wants_running_usage(self) -> bool:
-        options = self.stream_options
-        return self.wants_usage and bool(options and options.continuous_usage_stats)
+        """With each event, where usage is told at all."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
