@@ -21,6 +21,7 @@ from flexinfer.cli.option_model import command_of
 from flexinfer.cli.replay import replay
 from flexinfer.cli.serve.command import serve
 from flexinfer.cli.serve.options import ServeOptions
+from flexinfer.cli.serve.vllm_line import ServeCommand
 from flexinfer.cli.simulate.options import SimulateOptions
 from flexinfer.cli.standard_output import is_of_standard_output, name_standard_output
 from flexinfer.cli.top.command import top
@@ -82,7 +83,7 @@ app.command(cls=WholeNames)(command_of(SimulateOptions, simulate))
 app.command(cls=WholeNames)(inspect)
 app.command(cls=WholeNames)(top)
 app.command(cls=WholeNames)(doctor)
-app.command(cls=WholeNames)(command_of(ServeOptions, serve))
+app.command(cls=ServeCommand)(command_of(ServeOptions, serve))
 app.add_typer(bench)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from flexinfer.cli.app import app
 from flexinfer.cli.serve.options import ServeOptions
@@ -235,27 +234,6 @@ def test_help_cuts_off_no_name(width: int) -> None:
         result.stdout.replace("│", " ").split()
     )
     assert "FLEXINFER_MAX_NUM_SEQS" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("flag", "says"),
-    [
-        (
-            "--model=x",
-            "There is no option --model: it goes without a name, as in `root serve MODEL`",
-        ),
-        ("--block-size=16", "There is no option --block-size: it changes no answer here: leave it"),
-        ("--hf-config-path=a", "no option --hf-config-path: hf_overrides changes values"),
-        ("--pipeline-parallel-size=2", "--pipeline-parallel-size: tensor_parallel_size splits"),
-        ("--bogus", "No such option: --bogus"),
-    ],
-)
-def test_an_option_of_vllms_that_there_is_not_is_refused_with_what_to_do(
-    flag: str, says: str
-) -> None:
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["serve", flag])
-    assert result.exit_code == 2
-    assert says in result.stderr
 
 
 def test_the_longest_request_may_be_written_as_people_do() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from flexinfer.cli.serve.vllm_line import is_unneeded, own_flag
 from flexinfer.runtime.reasons import reason_of
 
 
@@ -34,7 +35,9 @@ def read_config(context: typer.Context, path: Path) -> dict[str, Any]:
     names = _parameter_names(context)
     values = {}
     for key, value in content.items():
-        name = names.get(str(key).replace("_", "-"))
+        name = names.get(own_flag(str(key)))
+        if name is None and is_unneeded(context, str(key), value):
+            continue
         if name is None:
             raise typer.BadParameter(f"{path} has {key!r}, which is not an option of this command")
         values[name] = [_text(one) for one in value] if isinstance(value, list) else _text(value)
