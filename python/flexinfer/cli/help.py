@@ -25,17 +25,10 @@ class WholeNames(TyperCommand):
         except Exception as error:  # typer brings click's along, not always under one name
             name = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
             is_unknown = type(error).__name__ == "NoSuchOption"
-            if is_unknown and (what := self._place_of(name, ctx) or advice(name)) is not None:
+            if is_unknown and (what := advice(name)) is not None:
                 error.message = f"There is no option --{name.replace('_', '-')}: {what}."  # type: ignore[attr-defined]
                 error.possibilities = None  # type: ignore[attr-defined]
             raise
-
-    def _place_of(self, name: str, ctx: Any) -> str | None:
-        """What to say of an argument that was given as an option; None: there is no such one."""
-        for param in self.params:
-            if param.param_type_name == "argument" and param.name == name:
-                return f"it goes without a name, as in `{ctx.command_path} {name.upper()}`"
-        return None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         shown = copy.copy(self)

@@ -51,15 +51,7 @@ class ServerState:
         self.created = int(time.time())
         self.fingerprint = _fingerprint(llm, settings.model_name)
         """Of what answers depend on beside the request."""
-        own_template = getattr(llm.tokenizer, "chat_template", None)
-        if settings.chat_template is None and isinstance(own_template, str):
-            check_template(own_template)
-        self.chat = ChatRenderer(
-            llm.inputs,
-            settings.chat_template,
-            settings.chat_template_content_format,
-            settings.default_chat_template_kwargs,
-        )
+        self.chat = _chat_renderer(llm, settings)
         self.forms = choose_forms(
             settings.tool_call_parser,
             settings.reasoning_parser,
@@ -188,6 +180,18 @@ class ServerState:
                 param="model",
                 code="model_not_found",
             )
+
+
+def _chat_renderer(llm: AsyncLLM, settings: ServerSettings) -> ChatRenderer:
+    own_template = getattr(llm.tokenizer, "chat_template", None)
+    if settings.chat_template is None and isinstance(own_template, str):
+        check_template(own_template)
+    return ChatRenderer(
+        llm.inputs,
+        settings.chat_template,
+        settings.chat_template_content_format,
+        settings.default_chat_template_kwargs,
+    )
 
 
 def _fingerprint(llm: AsyncLLM, model: str) -> str:

@@ -110,7 +110,6 @@ def test_what_changes_nothing_is_passed_over(line: str, names: str) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("--model x", "no option --model: it goes without a name, as in `"),
         ("--hf-config-path=a", "no option --hf-config-path: hf_overrides changes values"),
         ("--pipeline-parallel-size 2", "--pipeline-parallel-size: tensor_parallel_size splits"),
         ("-pp 2", "no option --pipeline-parallel-size: tensor_parallel_size splits"),
