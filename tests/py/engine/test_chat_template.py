@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -80,7 +82,7 @@ def test_a_template_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_of_several_templates_that_which_renders_is_read() -> None:
-    tokenizer = make_tokenizer()
+    tokenizer = copy.deepcopy(make_tokenizer())
     tokenizer.chat_template = {"default": "a", "tool_use": "b", "other": "c"}
     assert template_source(tokenizer) == "a"
     assert template_source(tokenizer, None, []) == "b"

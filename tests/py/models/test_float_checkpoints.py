@@ -15,7 +15,8 @@ import transformers as tf
 from flexinfer.checkpoints.scaled import scaled
 from flexinfer.layers.codebook import Codebook
 from flexinfer.layers.quantised_linear import QuantisedLinear
-from flexinfer.models.loading import load_config, load_model
+from flexinfer.models.loading import load_model
+from flexinfer.models.model_config import load_config
 from flexinfer.models.quantisation import open_checkpoint
 from flexinfer.models.stored import open_stored
 from helpers.float_folders import FP4_CASES, SCALED_CASES, draw_scaled

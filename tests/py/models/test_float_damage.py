@@ -15,7 +15,8 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file
 
 from flexinfer.errors import UnsupportedModelError
-from flexinfer.models.loading import load_config, load_model
+from flexinfer.models.loading import load_model
+from flexinfer.models.model_config import load_config
 from flexinfer.models.quantisation import open_checkpoint
 from helpers.float_folders import FP4_CASES, FP8, SCALED_CASES
 from helpers.packed_cases import OWN, changed, tiny

@@ -18,7 +18,8 @@ from flexinfer.checkpoints.mxfp4 import Mxfp4Checkpoint, mxfp4_tensor
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.experts import Experts
 from flexinfer.layers.fuse_experts import read_all
-from flexinfer.models.loading import load_config, load_model
+from flexinfer.models.loading import load_model
+from flexinfer.models.model_config import load_config
 from flexinfer.models.quantisation import open_checkpoint
 from flexinfer.models.stored import open_stored
 from helpers.mixtures import NUM_TOKENS, generate

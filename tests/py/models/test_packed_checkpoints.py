@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from flexinfer.checkpoints.checkpoint import Checkpoint
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.quantised_linear import QuantisedLinear
-from flexinfer.models.loading import load_config, load_model
+from flexinfer.models.loading import load_model
+from flexinfer.models.model_config import load_config
 from flexinfer.models.quantisation import choose_scheme, open_checkpoint
 from helpers.float_folders import FP4_CASES, SCALED_CASES
 from helpers.mixtures import NUM_TOKENS, generate

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.layers.experts import Experts
-from flexinfer.models.loading import load_config, load_model
+from flexinfer.models.loading import load_model
+from flexinfer.models.model_config import load_config
 from flexinfer.models.quantisation import open_checkpoint
 from helpers import packed_cases
 from helpers.mixtures import COMMON, CONFIGS, NUM_TOKENS, generate

@@ -23,7 +23,7 @@ MAX_FILES_MIB = 100
 NEEDLESS = (
     *("torch._inductor.compile_fx", "torch.utils.cpp_extension", "torchvision"),
     *("ray", "zmq", "peft", "gguf", "fastapi", "uvicorn", "openai", "anthropic", "matplotlib"),
-    *("xgrammar", "llguidance", "scipy", "sklearn", "pandas"),
+    *("xgrammar", "llguidance", "sklearn", "pandas"),  # scipy is loaded by transformers itself
     *(() if HAS_CUDA else ("triton",)),
 )
 SERVE = """

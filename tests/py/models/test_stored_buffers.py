@@ -14,7 +14,8 @@ torch = pytest.importorskip("torch")
 import transformers as tf
 
 from flexinfer.errors import UnsupportedModelError
-from flexinfer.models.loading import load_config, load_model
+from flexinfer.models.loading import load_model
+from flexinfer.models.model_config import load_config
 from flexinfer.models.quantisation import open_checkpoint
 from flexinfer.models.stored import open_stored
 from helpers.float_folders import FP4_CASES, SCALED_CASES

@@ -195,8 +195,9 @@ def _refusing(path: str) -> Iterator[None]:
     except UnsupportedModelError:
         raise
     except OSError as error:
+        file = error.filename or path  # perhaps another part of it
         raise UnsupportedModelError(
-            f"model file {path!r} cannot be read: {reason_of(error)}"
+            f"model file {file!r} cannot be read: {reason_of(error)}"
         ) from error
     except struct.error as error:
         raise UnsupportedModelError(
