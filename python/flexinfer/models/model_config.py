@@ -104,7 +104,21 @@ def _own_names(config: Any, overrides: Overrides) -> dict[str, Any]:
         rope["rope_theta"] = named.pop("rope_theta")
     if rope:
         named["rope_parameters"] = _merged(rope, named.get("rope_parameters") or {})
+    _check_kinds_of_layers(getattr(config, "rope_parameters", None), named.get("rope_parameters"))
     return named
+
+
+def _check_kinds_of_layers(own: Any, given: Any) -> None:
+    """Raises ValueError for what is said of all layers where each kind has rope_parameters of its
+    own: nobody reads it."""
+    if not isinstance(own, Mapping) or not isinstance(given, Mapping):
+        return
+    kinds = [name for name, value in own.items() if isinstance(value, Mapping)]
+    if kinds and (others := [name for name in given if name not in kinds]):
+        raise ValueError(
+            f"hf_overrides: the model's rope_parameters are those of {' and '.join(kinds)}: say "
+            f'{{"rope_parameters": {{"{kinds[0]}": ...}}}} for {others[0]!r}'
+        )
 
 
 def _merged(values: Overrides, overrides: Overrides) -> dict[str, Any]:

@@ -88,6 +88,16 @@ def test_a_value_may_have_the_name_that_all_models_share(tmp_path: Path) -> None
     assert resolve_config(str(tmp_path), {"max_position_embeddings": 32}).n_positions == 32
 
 
+def test_kinds_of_layers_have_rotations_of_their_own(tmp_path: Path) -> None:
+    transformers.Gemma3TextConfig(vocab_size=64, num_hidden_layers=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"those of .*full_attention.* for 'rope_theta'"):
+        resolve_config(str(tmp_path), {"rope_theta": 5.0})
+    given = {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}
+    found = resolve_config(str(tmp_path), given).rope_parameters
+    assert found["full_attention"]["rope_theta"] == 5.0
+    assert found["sliding_attention"]["rope_theta"] == 10000.0
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
