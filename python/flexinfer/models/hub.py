@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from flexinfer.checkpoints.folder import WEIGHTS_ENDING
 from flexinfer.errors import UnsupportedModelError
 from flexinfer.models.model_config import resolve_config
 
@@ -25,7 +26,7 @@ SECONDS_TO_ANSWER = 10
 OFFLINE = "HF_HUB_OFFLINE"
 SETTINGS = ["*.json", "*.jinja", "*.model", "*.txt"]
 WEIGHTS = ["*.safetensors"]
-FILE_ENDINGS = (".gguf", ".safetensors")
+FILE_ENDINGS = (".gguf", WEIGHTS_ENDING)
 """What ends so is meant to be a file here, if one that is not there."""
 NOT_READ = ["*/*", "consolidated*"]
 """Weights in another form, or of another program."""

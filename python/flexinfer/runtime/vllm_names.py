@@ -65,7 +65,6 @@ WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
 is refused by another name: no answer depends on it."""
 SAME_HERE: Mapping[str, tuple[Any, ...]] = {
     "anthropic_disabled_thinking_effort": ("auto",),
-    "chat_template_content_format": ("auto",),
     "config_format": ("auto", "hf"),
     "convert": ("auto", "none"),
     "data_parallel_size": (1,),
@@ -112,7 +111,6 @@ INSTEAD = {
     "anthropic_disabled_thinking_effort": "thinking that is disabled is enable_thinking=false "
     "for the chat template",
     "aux_output_config": _NOT_TOLD,
-    "chat_template_content_format": "LLM.chat takes it, and `flexinfer serve` as an option",
     "config_format": "config.json is what is read ('hf')",
     "convert": _GENERATES,
     "cpu_offload_gb": _ONE_DEVICE,
@@ -142,7 +140,6 @@ INSTEAD = {
     "enable_ssl_refresh": "a server reads its certificate when it starts: start it anew",
     "enable_trace_replay": "output_token_ids of a prompt say how its answer begins",
     "engram_config": "no model with such embeddings is served; leave it out",
-    "exclude_tools_when_tool_choice_none": "`flexinfer serve` has it as an option",
     "fingerprint_mode": "system_fingerprint is made of model and settings ('full')",
     "fingerprint_value": "system_fingerprint is made of model and settings; leave it out",
     "grpc": _HTTP,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
 
+from flexinfer.runtime.numbers import real
 from flexinfer.scheduler.batch import ScheduledRequest
 
 
@@ -45,21 +45,10 @@ class StepCost:
     prefill_pair_us: float
 
     def __post_init__(self) -> None:
+        for name in self.__slots__:
+            real(name, getattr(self, name))
         if min(astuple(self)) < 0 or not any(astuple(self)):
             raise ValueError(f"costs must not be negative, and not all 0, got {self}")
-
-    @classmethod
-    def from_json(cls, body: Any) -> StepCost:
-        """Raises ValueError for what is no object of exactly these numbers."""
-        names = cls.__slots__
-        if not isinstance(body, dict) or set(names) ^ body.keys():
-            wanted, kind = ", ".join(names), type(body).__name__
-            found = ", ".join(map(str, body)) if isinstance(body, dict) else f"a {kind}"
-            raise ValueError(f"it must hold {wanted}, and holds {found or 'nothing'}")
-        for name, value in body.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ValueError(f"{name} must be a number, got {value!r}")
-        return cls(**body)
 
     def seconds(self, work: StepWork) -> float:
         return float(sum(a * b for a, b in zip(astuple(self), astuple(work), strict=True))) / 1e6

@@ -87,7 +87,7 @@ PYTHON_ALLOWED = {
     "async_llm": "config engine engine_args errors lora outputs runtime sampling types",
     "loadgen": "",
     "routing": "",
-    "simulation": "loadgen outputs routing sampling scheduler scheduler_config vtensor",
+    "simulation": "loadgen outputs routing runtime sampling scheduler scheduler_config vtensor",
     "server": "async_llm engine errors handover lora memory metrics outputs runtime sampling "
     "scheduler types vtensor",
     "ray": "async_llm config routing server vtensor",

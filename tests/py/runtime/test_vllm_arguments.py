@@ -20,10 +20,10 @@ from flexinfer.runtime.vllm_names import (
 from helpers.vllm_snapshot import ARGUMENTS_ALONE, FLAGS, FLAGS_OF_MANY, SWITCHES
 
 OF_SERVER = """
-allow_credentials allowed_headers allowed_methods allowed_origins api_key config
-default_chat_template_kwargs device_memory_utilization enable_auto_tool_choice
-enable_force_include_usage host lora_modules port root_path ssl_ca_certs ssl_cert_reqs ssl_certfile
-ssl_keyfile tool_call_parser uds
+allow_credentials allowed_headers allowed_methods allowed_origins api_key
+chat_template_content_format config default_chat_template_kwargs device_memory_utilization
+enable_auto_tool_choice enable_force_include_usage exclude_tools_when_tool_choice_none host
+lora_modules port root_path ssl_ca_certs ssl_cert_reqs ssl_certfile ssl_keyfile tool_call_parser uds
 """
 """Flags that no engine has; cli/test_serve_vllm_flags.py is about these."""
 KNOWN = ("max_model_len", "cuda_graph_sizes", "seed")

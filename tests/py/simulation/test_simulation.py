@@ -176,7 +176,7 @@ def test_the_command_compares_routers(tmp_path: Path) -> None:
         (("--kv-cache-memory-bytes", "many"), "kv_cache_memory_bytes"),
         (
             ("--step-cost", "COST"),
-            "is not a step cost, as --save-step-cost writes one: it must hold",
+            "is not a step cost, as --save-step-cost writes one: it",
         ),
         (("--trace-length-scale", "0"), "scales must be positive"),
     ],
@@ -194,9 +194,13 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: tuple[str, ...], says:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"object": "memory_map"}', "it must hold step_us, prefill_token_us, decode_us,"),
-        ("[1]", "prefill_pair_us, and holds a list"),
-        (json.dumps(dict.fromkeys(StepCost.__slots__, "x")), "step_us must be a number, got 'x'"),
+        ('{"object": "memory_map"}', "it has object, which is not supported; it may have step_us,"),
+        ('{"step_us": 1}', "it needs prefill_token_us and decode_us and "),
+        ("[1]", "it must be a mapping (a JSON object), got [1]"),
+        (
+            json.dumps(dict.fromkeys(StepCost.__slots__, "x")),
+            "step_us must be a finite number, got 'x'",
+        ),
         (json.dumps(dict.fromkeys(StepCost.__slots__, -1)), "costs must not be negative"),
         ("{", "is not a step cost"),
     ],

@@ -13,7 +13,7 @@ from flexinfer.cli.errors import usage_errors
 from flexinfer.cli.serve.options import ServeOptions
 from flexinfer.cli.serve.replicas import replica_options, replicas_wanted
 from flexinfer.cli.serve.settings import engine_config, server_settings
-from flexinfer.cli.serve.vllm_line import passed_over_in_this_run
+from flexinfer.cli.serve.vllm_line import passed_over
 
 if TYPE_CHECKING:
     from flexinfer.config import EngineConfig
@@ -49,7 +49,7 @@ def _run(options: ServeOptions) -> None:
     configure_logging(options.log_format, options.log_level)  # type: ignore[arg-type]
     if options.log_format == "json" or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # bars are not lines of a log
-    note_passed_over(passed_over_in_this_run())
+    note_passed_over(passed_over())
     config = engine_config(options)
     settings = server_settings(options, config)
     if replicas_wanted(options):

@@ -36,7 +36,7 @@ def read_config(context: typer.Context, path: Path) -> dict[str, Any]:
     values = {}
     for key, value in content.items():
         name = names.get(own_flag(str(key)))
-        if name is None and is_unneeded(context, str(key), value):
+        if name is None and is_unneeded(str(key), value):
             continue
         if name is None:
             raise typer.BadParameter(f"{path} has {key!r}, which is not an option of this command")

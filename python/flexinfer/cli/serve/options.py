@@ -15,6 +15,7 @@ import typer
 
 from flexinfer.cli.option_model import option
 from flexinfer.cli.options import (
+    ATTENTION_BACKEND_HELP,
     COMPILE_HELP,
     KV_CACHE_DTYPE_HELP,
     QUANTIZATION_HELP,
@@ -71,9 +72,7 @@ class EngineOptions:
         str | None, option("cpu, cuda or cuda:N; by default a GPU if there is one.")
     ] = None
     seed: Annotated[int, option("Seed for requests that give none.")] = 0
-    attention_backend: Annotated[
-        str, option("auto, flash, host, sdpa or two_phase: docs/cuda.md.")
-    ] = "auto"
+    attention_backend: Annotated[str, option(ATTENTION_BACKEND_HELP)] = "auto"
     enforce_eager: Annotated[bool, option("On a GPU: no CUDA graphs for decoding.")] = False
     threads: Annotated[int | None, option(THREADS_HELP)] = None
     compile: Annotated[bool, option(COMPILE_HELP)] = False

@@ -25,9 +25,7 @@ from flexinfer.cli.serve.vllm_flags import OF_SEVERAL, OWN_FLAGS, SHORT, SWITCHE
 from flexinfer.runtime.vllm_arguments import advice, is_known_to_vllm, is_passed_over
 from flexinfer.runtime.vllm_names import OWN_NAMES, WITHOUT_EFFECT
 
-PASSED_OVER = "flexinfer.passed_over"
-"""Key of a context's `meta`: names of what changes no answer, for the log."""
-_of_this_run: ContextVar[Sequence[str]] = ContextVar(PASSED_OVER, default=())
+_passed_over: ContextVar[list[str]] = ContextVar("passed_over")
 
 
 class ServeCommand(WholeNames):
@@ -36,20 +34,17 @@ class ServeCommand(WholeNames):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         line = _Line(_flags(self.get_params(ctx)), deque(args))
         line.read()
-        passed_over(ctx).extend(line.passed_over)
+        _passed_over.set(line.passed_over)
         return super().parse_args(ctx, line.words)
 
-    def invoke(self, ctx: Any) -> Any:
-        _of_this_run.set(passed_over(ctx))
-        return super().invoke(ctx)
+
+def passed_over() -> Sequence[str]:
+    """Names of what changes no answer, in the line that was read last and its file: for the log,
+    of which the command itself knows where it goes."""
+    return _passed_over.get()
 
 
-def passed_over_in_this_run() -> Sequence[str]:
-    """While the command runs, which knows where its log goes."""
-    return _of_this_run.get()
-
-
-def is_unneeded(context: Any, key: str, value: Any) -> bool:
+def is_unneeded(key: str, value: Any) -> bool:
     """Whether an entry of a file is one of vLLM's that changes nothing here. Raises BadParameter
     for one that would."""
     name = _name_of(key)
@@ -58,18 +53,13 @@ def is_unneeded(context: Any, key: str, value: Any) -> bool:
     if not is_passed_over(name, value):
         raise typer.BadParameter(f"there is no option {key!r}: {advice(name)}")
     if name in WITHOUT_EFFECT:
-        passed_over(context).append(name)
+        _passed_over.get().append(name)
     return True
 
 
 def own_flag(key: str) -> str:
     """The flag, without dashes, of what is named so in a file."""
     return _as_flag(_name_of(key)).removeprefix("--")
-
-
-def passed_over(context: Any) -> list[str]:
-    names: list[str] = context.meta.setdefault(PASSED_OVER, [])
-    return names
 
 
 @dataclass

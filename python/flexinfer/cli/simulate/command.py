@@ -11,6 +11,7 @@ from flexinfer.cli.fitting_table import FittingTable
 from flexinfer.cli.result_file import result_file
 from flexinfer.cli.simulate.options import SimulateOptions
 from flexinfer.cli.terminal_text import size_text
+from flexinfer.runtime.json_options import from_mapping
 from flexinfer.runtime.reasons import reason_of
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def _cost(options: SimulateOptions) -> StepCost:
     if options.step_cost is None:
         return SHIPPED_COST
     try:
-        return StepCost.from_json(json.loads(options.step_cost.read_text()))
+        return from_mapping(StepCost, "it", options.step_cost.read_text())
     except ValueError as error:
         raise ValueError(
             f"{options.step_cost} is not a step cost, as --save-step-cost writes one: "

@@ -135,7 +135,10 @@ async def prepare_completion(
         for sent, full, prompt in zip(_prompts(body), ids, prompts, strict=True):
             kept = prompt["prompt_token_ids"]
             text = sent if isinstance(sent, str) and kept == full else None
-            echoes.append(await _echo(state, text, kept))
+            if text is not None and body.logprobs is None:  # nobody asks where tokens begin
+                echoes.append(Echo(text))
+            else:
+                echoes.append(await _echo(state, text, kept))
     name, adapter = f"cmpl-{current_request_id()}", state.choose(body.model)
     job = Job(name, tenant, prompts, params, body.priority or 0, adapter)
     return CompletionCall(state, body, job, echoes, int(time.time()))
